@@ -1,0 +1,506 @@
+"""The command line: options in, one call into the pipeline, a rendering out. Nothing heavy is imported up here."""
+
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+if TYPE_CHECKING:
+    from enginesmith.pipeline.job import Settings
+    from enginesmith.pipeline.recipe import Recipe
+    from enginesmith.pipeline.run import Run
+
+_INTERRUPTED = 130
+_WIDE = 200
+"""Columns of a table that goes to a file or a pipe."""
+
+
+class _Commands(click.Group):
+    """Commands whose errors become one clear message and an exit code."""
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        debug = "--debug" in sys.argv
+        try:
+            result = super().main(*args, **{**kwargs, "standalone_mode": False})
+            sys.exit(result if isinstance(result, int) else 0)
+        except click.ClickException as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except (click.Abort, KeyboardInterrupt):
+            click.echo("interrupted; `enginesmith resume RUN` goes on from here", err=True)
+            sys.exit(_INTERRUPTED)
+        except Exception as error:
+            from enginesmith.pipeline.errors import EnginesmithError
+
+            if debug or not isinstance(error, EnginesmithError):
+                raise
+            click.echo(f"error: {error}", err=True)
+            sys.exit(error.exit_code)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="enginesmith")
+@click.option("--debug", is_flag=True, help="Show the whole trace of an error.")
+def main(debug: bool) -> None:
+    """Make the fastest inference engine that fits a memory and an accuracy budget, and prove it.
+
+    \b
+    enginesmith optimize digits
+    enginesmith optimize net.py:build --batch 1,8,64 --max-memory 2GiB
+    enginesmith export hf:./my-bert -o bert.onnx
+    """
+    signal.signal(signal.SIGTERM, _as_interrupt)
+
+
+def _as_interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+Command = Callable[..., Any]
+
+
+def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+_model = click.argument("model")
+_to = click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="File to write.")
+_what_to_load = _options(
+    click.option("--input", "inputs", multiple=True, metavar="NAME:DTYPE:DIMS", help="x:float32:batch,3,224,224"),
+    click.option("--shape", "shapes", multiple=True, metavar="DIM=MIN:OPT:MAX", help="batch=1:8:64"),
+    click.option("--batch", "batch", metavar="N,N", help="Batch sizes to measure; default 1,8."),
+    click.option("--eval", "eval_data", metavar="DATA", help="Labelled data: embedded set, .npz, .npy, .safetensors."),
+    click.option("--seed", type=int, help="Seed of random weights and samples."),
+    click.option("--allow-pickle", is_flag=True, default=None, help="Let the model's code read pickles."),
+)
+_how_to_export = _options(
+    click.option("--opset", type=int, help="ONNX opset version."),
+    click.option("--exporter", type=click.Choice(["auto", "dynamo", "torchscript"]), help="Which exporter."),
+    click.option("--external-data", metavar="SIZE", help="Weights above this size go to a file of their own."),
+)
+_where_to_run = _options(
+    click.option("--device", metavar="cpu|cuda[:I]", help="Where engines run."),
+    click.option("--threads", type=int, help="CPU threads of a session; default: one a core."),
+)
+_how_to_measure = _options(
+    click.option("--measure-time", metavar="TIME", help="Longest time for one batch size; default 20s."),
+    click.option("--precision-target", type=float, metavar="SHARE", help="Stop at medians known to ± this; 0.02."),
+)
+_how_to_work = _options(
+    click.option("--jobs", type=click.IntRange(1), default=1, help="Steps at the same time.", show_default=True),
+    click.option("--no-cache", is_flag=True, help="Do every step again."),
+    click.option("--time-limit", metavar="TIME", help="Stop after this long; what is missing can be resumed."),
+    click.option("--store", type=click.Path(path_type=Path), help="Folder of the store; else $ENGINESMITH_STORE."),
+    click.option("--quiet", is_flag=True, help="No progress on standard error."),
+    _as_json,
+)
+
+
+@main.command()
+@_model
+@click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe; options change it.")
+@click.option("--engine", "engines", multiple=True, help="onnxruntime, compiled; may be repeated.")
+@click.option("--graph-optimization", multiple=True, help="ONNX Runtime's level: disabled, basic, extended, all.")
+@click.option("--no-simplify", is_flag=True, default=None, help="Leave the exported graph as it is.")
+@click.option("--metric", help="top1, top5, mse or module:function.")
+@click.option("--samples", type=int, help="How many samples of the data are used.")
+@click.option("--min-sqnr", type=float, metavar="DB", help="Fidelity threshold.")
+@click.option("--max-drop", type=float, help="Largest loss of the metric.")
+@click.option("--max-memory", metavar="SIZE", help="Largest peak memory.")
+@click.option("--max-latency", metavar="TIME", help="Largest median latency at the first batch size.")
+@click.option("--objective", type=click.Choice(["latency", "throughput", "memory", "size"]), help="What wins.")
+@click.option("--out", type=click.Path(path_type=Path), help="Run directory; default runs/MODEL-TIME.")
+@_what_to_load
+@_how_to_export
+@_where_to_run
+@_how_to_measure
+@_how_to_work
+def optimize(model: str, recipe_file: Path | None, out: Path | None, as_json: bool, quiet: bool, **options: Any) -> int:
+    """Make every variant of MODEL, prove them right, measure them, and name the winner.
+
+    Example: enginesmith optimize net.py:build --batch 1,8 --max-memory 2GiB --out runs/net
+    """
+    from enginesmith.pipeline import job
+
+    recipe = _recipe(model, recipe_file, options)
+    folder = out or job.default_out(recipe)
+    with _settings(options, quiet) as settings:
+        return _show_run(job.optimize(recipe, folder, settings), folder, as_json)
+
+
+@main.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@_how_to_work
+def resume(run: Path, as_json: bool, quiet: bool, **options: Any) -> int:
+    """Do what is still missing in the run directory RUN.
+
+    Example: enginesmith resume runs/net
+    """
+    from enginesmith.pipeline import job
+
+    with _settings(options, quiet) as settings:
+        return _show_run(job.resume(run, settings), run, as_json)
+
+
+@main.command()
+@_model
+@_to
+@_what_to_load
+@_how_to_export
+@_how_to_work
+def export(model: str, output: Path, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Export MODEL to ONNX and hold the graph against eager.
+
+    Example: enginesmith export net.py:build -o net.onnx --input image:float32:batch,3,224,224
+    """
+    from enginesmith.pipeline import stages
+
+    with _settings(options, quiet) as settings:
+        _show_stage(stages.export(_recipe(model, None, options), output, settings), as_json)
+
+
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@_to
+@_what_to_load
+@_how_to_work
+def simplify(file: Path, output: Path, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Clean the graph of an ONNX FILE and hold the result against it.
+
+    Example: enginesmith simplify net.onnx -o net-clean.onnx
+    """
+    from enginesmith.pipeline import stages
+
+    with _settings(options, quiet) as settings:
+        _show_stage(stages.simplify(_recipe(str(file), None, options), output, settings), as_json)
+
+
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--against", "model", required=True, metavar="MODEL", help="What the outputs have to equal.")
+@click.option("--min-sqnr", type=float, metavar="DB", help="Fidelity threshold.")
+@_what_to_load
+@_where_to_run
+@_how_to_work
+def verify(file: Path, model: str, as_json: bool, quiet: bool, **options: Any) -> int:
+    """Compare the outputs of an ONNX FILE with those of a model, at the smallest, usual and largest shape.
+
+    Example: enginesmith verify net.onnx --against net.py:build
+    """
+    from enginesmith.pipeline import stages
+
+    with _settings(options, quiet) as settings:
+        result = stages.verify(_recipe(model, None, options), file, settings)
+    _show_stage(result, as_json)
+    return 0 if result.passed else 1
+
+
+@main.command()
+@click.argument("models", nargs=-1, required=True)
+@_what_to_load
+@_where_to_run
+@_how_to_measure
+@_how_to_work
+def benchmark(models: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) -> int:
+    """Measure latency and peak memory of MODELS side by side, interleaved; the first one is the baseline.
+
+    Example: enginesmith benchmark net.py:build net.onnx --batch 1,8,32
+    """
+    from enginesmith.pipeline import stages
+
+    with _settings(options, quiet) as settings:
+        run = stages.benchmark(_recipe(models[0], None, options), models[1:], settings)
+    return _show_run(run, None, as_json)
+
+
+@main.command("inspect")
+@click.argument("file", type=click.Path(path_type=Path))
+@_as_json
+def inspect_file(file: Path, as_json: bool) -> None:
+    """Show what is inside an ONNX model, a torch.export archive, a data set or a run directory.
+
+    Example: enginesmith inspect net.onnx
+    """
+    from enginesmith.pipeline import inspection
+
+    _show_facts(inspection.inspect(file), as_json)
+
+
+@main.command()
+@_model
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="File to write; otherwise standard output.")
+def init(model: str, output: Path | None) -> None:
+    """Write a commented recipe for MODEL to start from.
+
+    Example: enginesmith init net.py:build -o recipe.yaml
+    """
+    from enginesmith.pipeline import recipe
+    from enginesmith.pipeline.errors import UsageError
+    from enginesmith.pipeline.source import resolve
+    from enginesmith.pipeline.store import storage_errors
+
+    resolve(model)
+    text = recipe.commented(recipe.make({"model": model}))
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    if output.exists():
+        raise UsageError(f"{output} exists", "choose another name, or remove it first")
+    with storage_errors(str(output)):
+        output.write_text(text)
+    click.echo(f"wrote {output}; run it with: enginesmith optimize {model} --recipe {output}", err=True)
+
+
+@main.command()
+@_as_json
+def doctor(as_json: bool) -> None:
+    """Say what this machine can do, what is missing, and how to get it.
+
+    Example: enginesmith doctor
+    """
+    from enginesmith.pipeline import inspection
+
+    _show_facts(inspection.doctor(), as_json)
+
+
+@main.command()
+@_as_json
+def models(as_json: bool) -> None:
+    """List the zoo: parameters, FLOPs of one sample and inputs.
+
+    Example: enginesmith models
+    """
+    from enginesmith.pipeline import inspection
+
+    _show_table(inspection.zoo(), as_json)
+
+
+@main.command()
+@click.option("--device", default="cpu", show_default=True, help="Device to look at.")
+@_as_json
+def engines(device: str, as_json: bool) -> None:
+    """List the engines: which can be used here, and why not.
+
+    Example: enginesmith engines --device cuda
+    """
+    from enginesmith.pipeline import inspection
+
+    _show_table(inspection.engines(device), as_json)
+
+
+@main.group()
+def cache() -> None:
+    """Look after the store of finished steps."""
+
+
+_store = click.option("--store", type=click.Path(path_type=Path), help="Folder of the store.")
+
+
+@cache.command("list")
+@_store
+@_as_json
+def cache_list(store: Path | None, as_json: bool) -> None:
+    """List what is kept, the latest used first.
+
+    Example: enginesmith cache list
+    """
+    from enginesmith.pipeline import inspection
+
+    _show_table(inspection.cached(store), as_json)
+
+
+@cache.command("verify")
+@_store
+@_as_json
+def cache_verify(store: Path | None, as_json: bool) -> None:
+    """Read everything and remove what is damaged; it is made again when it is needed.
+
+    Example: enginesmith cache verify
+    """
+    from enginesmith.pipeline.store import Store, default_root
+
+    damaged = Store(store or default_root()).verify()
+    _show_facts({"damaged": len(damaged), "removed": damaged}, as_json)
+
+
+@cache.command("prune")
+@click.option("--max-size", metavar="SIZE", help="Keep the latest used up to this size.")
+@click.option("--max-age", metavar="TIME", help="Remove what was not used for so long: 30d.")
+@_store
+@_as_json
+def cache_prune(max_size: str | None, max_age: str | None, store: Path | None, as_json: bool) -> None:
+    """Remove what was not used lately, and leftovers of processes that were killed.
+
+    Example: enginesmith cache prune --max-size 5GiB --max-age 30d
+    """
+    from enginesmith.pipeline.store import Store, default_root
+    from enginesmith.pipeline.units import parse_bytes, parse_seconds
+
+    removed = Store(store or default_root()).prune(
+        max_bytes=parse_bytes(max_size) if max_size else None,
+        max_age_seconds=parse_seconds(max_age) if max_age else None,
+    )
+    _show_facts({"removed": len(removed), "freed_bytes": sum(entry.bytes for entry in removed)}, as_json)
+
+
+@contextlib.contextmanager
+def _settings(options: dict[str, Any], quiet: bool) -> "Iterator[Settings]":
+    from enginesmith.pipeline.job import Settings
+    from enginesmith.pipeline.report import live
+    from enginesmith.pipeline.units import parse_seconds
+
+    limit = options["time_limit"]
+    with live.watching(quiet) as listener:
+        yield Settings(
+            store=options["store"],
+            reuse=not options["no_cache"],
+            jobs=options["jobs"],
+            time_limit_seconds=parse_seconds(limit) if limit else None,
+            listener=listener,
+        )
+
+
+_PLACES = {
+    "opset": ("export", "opset"),
+    "exporter": ("export", "exporter"),
+    "external_data": ("export", "external_data_bytes"),
+    "measure_time": ("measure", "seconds"),
+    "precision_target": ("measure", "precision"),
+    "max_drop": ("budgets", "max_drop"),
+    "max_memory": ("budgets", "max_memory_bytes"),
+    "max_latency": ("budgets", "max_latency_ms"),
+    "min_sqnr": ("min_sqnr_db",),
+    **{
+        name: (name,)
+        for name in ("inputs", "engines", "graph_optimization", "device", "threads", "eval_data", "metric")
+        + ("samples", "objective", "seed", "allow_pickle")
+    },
+}
+"""Option → where its value goes in the recipe."""
+
+
+def _recipe(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe":
+    """The recipe file, if any, changed by the options that were given."""
+    from enginesmith.pipeline import recipe
+
+    values = recipe.read(file) if file else {}
+    values["model"] = model
+    for name, (*parts, last) in _PLACES.items():
+        value = options.get(name)
+        if value is None or value == ():
+            continue
+        place = values
+        for part in parts:
+            place[part] = dict(place.get(part) or {})
+            place = place[part]
+        place[last] = list(value) if isinstance(value, tuple) else value
+    if options.get("no_simplify"):
+        values["simplify"] = False
+    if options.get("batch"):
+        values["batch"] = _numbers(options["batch"])
+    if options.get("shapes"):
+        values["shapes"] = {**(values.get("shapes") or {}), **dict(_pair(text) for text in options["shapes"])}
+    return recipe.make(values)
+
+
+def _numbers(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise click.BadParameter(f"{text!r} is no list of numbers like 1,8,64", param_hint="--batch")
+    return [int(part) for part in parts]
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise click.BadParameter(f"{text!r} is not of the form batch=1:8:64", param_hint="--shape")
+    return name, value
+
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=1))
+
+
+def _show_run(run: "Run", folder: Path | None, as_json: bool) -> int:
+    from enginesmith.pipeline.assemble import as_json as run_as_json
+    from enginesmith.pipeline.report import tables
+
+    if as_json:
+        click.echo(run_as_json(run))
+    else:
+        _table(tables.COLUMNS, tables.rows(run))
+        click.echo(tables.verdict(run))
+        if folder is not None:
+            click.echo(f"report: {folder / 'report.md'}")
+    broken = [one for one in run.verdicts if not one.passed]
+    return 3 if run.winner is None and broken else 0
+
+
+def _show_stage(result: Any, as_json: bool) -> None:
+    if as_json:
+        _print_json(result.model_dump(mode="json"))
+        return
+    click.echo(result.summary)
+    rows = [
+        (one.stage, f"{one.point} (batch {one.batch})", f"{one.sqnr_db:.1f}" if one.sqnr_db is not None else "–")
+        + (f"{one.max_abs_error:.3g}" if one.max_abs_error is not None else "–", "yes" if one.passed else one.reason)
+        for one in result.fidelity
+    ]
+    if rows:
+        _table(("stage", "at", "SQNR dB", "max abs error", "passed"), rows)
+
+
+def _show_facts(facts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        _print_json(facts)
+        return
+    for name, value in facts.items():
+        if isinstance(value, list):
+            click.echo(f"{name}:" + ("" if value else " none"))
+            for item in value:
+                click.echo(f"  {item}")
+        elif isinstance(value, dict):
+            click.echo(f"{name}:")
+            for key, item in value.items():
+                click.echo(f"  {key}: {item}")
+        else:
+            click.echo(f"{name}: {value}")
+
+
+def _show_table(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        _print_json(rows)
+    elif rows:
+        _table(tuple(rows[0]), [tuple(str(value) for value in row.values()) for row in rows])
+    else:
+        click.echo("nothing")
+
+
+def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The public API. Nothing heavy is imported until it is used.
+
+from enginesmith.pipeline import Recipe, optimize
+run = optimize(Recipe(model="digits"), Path("runs/digits"))
+print(run.winner)
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from enginesmith.pipeline.errors import EnginesmithError
+    from enginesmith.pipeline.job import Settings, optimize, resume
+    from enginesmith.pipeline.recipe import Recipe
+    from enginesmith.pipeline.run import Run
+    from enginesmith.pipeline.run import read as load_run
+
+__all__ = ["EnginesmithError", "Recipe", "Run", "Settings", "load_run", "optimize", "resume"]
+
+_HOMES = {
+    "EnginesmithError": ("errors", "EnginesmithError"),
+    "Recipe": ("recipe", "Recipe"),
+    "Run": ("run", "Run"),
+    "Settings": ("job", "Settings"),
+    "load_run": ("run", "read"),
+    "optimize": ("job", "optimize"),
+    "resume": ("job", "resume"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)

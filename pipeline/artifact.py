@@ -1,0 +1,93 @@
+"""What passes hand to each other: files with a digest and a history, never live objects."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline.tensors import Signature
+
+Kind = Literal["torch", "onnx", "engine", "reference", "record"]
+
+_BLOCK_BYTES = 1 << 20
+
+
+class HistoryEntry(BaseModel):
+    """One thing that was done to an artifact: with what, at what cost, to what effect."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: str
+    parameters: dict[str, Any]
+    tools: dict[str, str]
+    seconds: float
+    host_peak_bytes: int | None
+    effect: str
+    notes: tuple[str, ...] = ()
+
+
+class Artifact(BaseModel):
+    """A file, perhaps with others beside it, as it stands in the store.
+
+    ``path`` is the main file (``model.onnx``), ``sha256`` covers every file of the artifact and ``bytes`` is their sum.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Kind
+    path: Path
+    sha256: str
+    bytes: int
+    signature: Signature | None = None
+    history: tuple[HistoryEntry, ...] = ()
+    breach: str = ""
+    """Why what was made is not good enough, where it is not."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the artifact's files lie."""
+        return self.path.parent
+
+
+class Effect(BaseModel):
+    """What a step did: the main file it wrote, the signature it leaves, and one factual sentence."""
+
+    model_config = ConfigDict(frozen=True)
+
+    file: str
+    summary: str
+    notes: tuple[str, ...] = ()
+    signature: Signature | None = None
+    breach: str = ""
+    """Why the result is not good enough to go on with; it is kept all the same."""
+    reads: tuple[Path, ...] = ()
+    """Files outside of the store that the result depends on, found out while making it."""
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def folder_digest(digests: Mapping[str, str]) -> str:
+    """One digest for files by relative name → their own digest."""
+    return json_digest(sorted(digests.items()))
+
+
+def json_digest(value: Any) -> str:
+    """sha256 of a value's canonical JSON: the same content gives the same digest."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def files_below(folder: Path, skip: Iterable[str] = ()) -> list[str]:
+    """Relative names of all files below a folder, sorted."""
+    found = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return sorted(set(found) - set(skip))

@@ -1,0 +1,188 @@
+"""From the outcomes of steps to the document of the run."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from enginesmith.pipeline import samples
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.measure.latency import LatencyRow
+from enginesmith.pipeline.measure.memory import MemoryRow
+from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.plan import LOAD, REFERENCE, Plan, Step, Variant
+from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.run import BuildRecord, ModelRecord, Run, StoredArtifact, VariantRecord
+from enginesmith.pipeline.runner import Outcome
+from enginesmith.pipeline.select import select
+from enginesmith.pipeline.tasks.base import read_records
+from enginesmith.pipeline.tasks.compare import StageFidelity
+
+Outcomes = Mapping[str, Outcome]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is known of a run besides its outcomes."""
+
+    name: str
+    created: str
+    seconds: float
+    environment: dict[str, Any]
+
+
+def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, artifacts: Mapping[str, Path]) -> Run:
+    """The run as far as it has come; ``artifacts`` are the engines' files in the run directory by variant."""
+    latency = _latency(plan, outcomes)
+    baseline = _record(plan.baseline, plan, outcomes, latency, artifacts)
+    variants = [_record(variant, plan, outcomes, latency, artifacts) for variant in plan.variants]
+    chosen = select([baseline, *variants], recipe.budgets, recipe.objective, _first_batch(recipe, latency))
+    return Run(
+        name=header.name,
+        created=header.created,
+        seconds=header.seconds,
+        complete=all(step.id in outcomes for step in plan.steps),
+        recipe=recipe,
+        environment=header.environment,
+        model=_model(recipe, outcomes),
+        baseline=baseline,
+        variants=tuple(variants),
+        winner=chosen.winner,
+        winner_reason=chosen.reason,
+        pareto=chosen.pareto,
+        verdicts=chosen.verdicts,
+    )
+
+
+def _first_batch(recipe: Recipe, latency: Mapping[str, tuple[LatencyRow, ...]]) -> int:
+    """The batch size that decides: the recipe's first, or the only one that a model of fixed batch has."""
+    measured = [row.batch for rows in latency.values() for row in rows]
+    return recipe.batch[0] if recipe.batch[0] in measured or not measured else measured[0]
+
+
+def _model(recipe: Recipe, outcomes: Outcomes) -> ModelRecord:
+    model, reference = _artifact(outcomes, LOAD), _artifact(outcomes, REFERENCE)
+    known = samples.read(reference.folder) if reference else None
+    return ModelRecord(
+        source=recipe.model,
+        signature=model.signature if model else None,
+        data=known.data if known else None,
+        shapes={name: str(range_) for name, range_ in known.ranges.items()} if known else {},
+    )
+
+
+def _record(
+    variant: Variant,
+    plan: Plan,
+    outcomes: Outcomes,
+    latency: Mapping[str, tuple[LatencyRow, ...]],
+    artifacts: Mapping[str, Path],
+) -> VariantRecord:
+    made = _artifact(outcomes, variant.artifact)
+    rows = latency.get(variant.id, ())
+    failure = _failure(variant, plan, outcomes, rows)
+    unfinished = _unfinished(variant, plan, outcomes)
+    measured = any(row.p50_ms is not None for row in rows)
+    status = "failed" if failure else "measured" if measured else "built" if made and not unfinished else "skipped"
+    memory, quality = (next(iter(_entries(outcomes, step)), None) for step in (variant.memory, variant.quality))
+    reasons = {} if quality else {"quality": _why_missing(variant.quality, outcomes)}
+    reasons |= {} if memory else {"memory": _why_missing(variant.memory, outcomes)}
+    reasons |= {} if rows else {"latency": _why_missing(plan.latency, outcomes)}
+    return VariantRecord(
+        id=variant.id,
+        engine=variant.engine.name,
+        precision=variant.precision,
+        status=status,
+        reason=failure or unfinished,
+        artifact=_stored(made, artifacts.get(variant.id)),
+        history=made.history if made else (),
+        fidelity=tuple(
+            StageFidelity.model_validate(entry) for check in variant.verified for entry in _entries(outcomes, check)
+        ),
+        latency=rows,
+        quality=Quality.model_validate(quality) if quality else None,
+        memory=MemoryRow.model_validate(memory) if memory else None,
+        build=_build(variant, made),
+        reasons=reasons,
+    )
+
+
+def _stored(made: Artifact | None, path: Path | None) -> StoredArtifact | None:
+    return StoredArtifact(path=str(path), sha256=made.sha256, bytes=made.bytes) if made and path else None
+
+
+def _build(variant: Variant, made: Artifact | None) -> BuildRecord | None:
+    if made is None or made.kind != "engine":
+        return None
+    last = made.history[-1]
+    missing = f"{variant.engine.name} does not report it"
+    return BuildRecord(
+        seconds=last.seconds,
+        host_peak_bytes=last.host_peak_bytes,
+        engine_bytes=made.bytes,
+        reasons=dict.fromkeys(("workspace_limit_bytes", "weights_bytes", "activation_bytes", "layers"), missing),
+    )
+
+
+def _latency(plan: Plan, outcomes: Outcomes) -> dict[str, tuple[LatencyRow, ...]]:
+    found = _artifact(outcomes, plan.latency)
+    if found is None:
+        return {}
+    rows: dict[str, list[LatencyRow]] = {}
+    for entry in read_records(found):
+        rows.setdefault(entry["variant"], []).append(LatencyRow.model_validate(entry["row"]))
+    return {name: tuple(values) for name, values in rows.items()}
+
+
+def _chain(step_id: str, by_id: Mapping[str, Step]) -> list[str]:
+    """The step and all it stands on, the first ones first."""
+    before = [name for parent in by_id[step_id].needs.values() for name in _chain(parent, by_id)]
+    return [*dict.fromkeys(before), step_id]
+
+
+def _own_steps(variant: Variant, plan: Plan) -> list[str]:
+    by_id = {step.id: step for step in plan.steps}
+    ends = [variant.artifact, *variant.verified, *(name for name in (variant.quality, variant.memory) if name)]
+    return list(dict.fromkeys(name for end in ends for name in _chain(end, by_id)))
+
+
+def _failure(variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...]) -> str:
+    """Why the variant cannot be used, if it cannot: the first step of its own that failed, or was not good enough."""
+    for name in _own_steps(variant, plan):
+        outcome = outcomes.get(name)
+        if outcome and outcome.status == "failed":
+            return f"{name}: {outcome.reason}"
+        if outcome and outcome.artifact and outcome.artifact.breach:
+            return outcome.artifact.breach
+    failed = [row for row in rows if row.failure]
+    return f"latency at batch {failed[0].batch}: {failed[0].failure}" if failed and len(failed) == len(rows) else ""
+
+
+def _unfinished(variant: Variant, plan: Plan, outcomes: Outcomes) -> str:
+    missing = [name for name in _own_steps(variant, plan) if name not in outcomes]
+    return f"not reached: {missing[0]}" if missing else ""
+
+
+def _why_missing(step: str | None, outcomes: Outcomes) -> str:
+    if step is None:
+        return "not asked for"
+    outcome = outcomes.get(step)
+    if outcome is None:
+        return f"not reached: {step}"
+    return outcome.reason or (outcome.artifact.history[-1].effect if outcome.artifact else outcome.status)
+
+
+def _artifact(outcomes: Outcomes, step: str | None) -> Artifact | None:
+    outcome = outcomes.get(step) if step else None
+    return outcome.artifact if outcome else None
+
+
+def _entries(outcomes: Outcomes, step: str | None) -> list[dict[str, Any]]:
+    found = _artifact(outcomes, step)
+    return read_records(found) if found else []
+
+
+def as_json(run: Run) -> str:
+    """The run as ``run.json`` has it."""
+    return json.dumps(json.loads(run.model_dump_json(by_alias=True)), indent=1)

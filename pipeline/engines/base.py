@@ -1,0 +1,148 @@
+"""What an engine is: something that loads an artifact and answers feeds. It never times or measures itself."""
+
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.errors import MissingCapability
+from enginesmith.pipeline.tensors import Array, Feeds, Signature
+
+DEVICE_KINDS = ("cpu", "cuda")
+
+
+class Availability(BaseModel):
+    """Whether an engine can be used here; if not, why, and what to do about it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    ok: bool
+    reason: str = ""
+    remedy: str = ""
+
+
+class Device(BaseModel):
+    """Where sessions run: ``cpu`` with a number of threads, or ``cuda`` with an index."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: str = "cpu"
+    index: int = 0
+    threads: int = 0
+    """Threads within an operator on the CPU; 0 means one for each core this process may use."""
+
+    @property
+    def thread_count(self) -> int:
+        """The number of threads that a session is given."""
+        return self.threads or len(os.sched_getaffinity(0))
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}" if self.kind == "cuda" else self.kind
+
+
+class Session(ABC):
+    """A loaded engine. Use it as a context manager: leaving it frees what it holds.
+
+    A call is ``enqueue(bound)`` and ``synchronize()``; moving data is outside of it, in ``bind`` and ``fetch``.
+    """
+
+    signature: Signature
+
+    @property
+    def cuda_stream(self) -> int | None:
+        """Handle of the CUDA stream that ``enqueue`` puts its work on; None on the CPU."""
+        return None
+
+    @abstractmethod
+    def bind(self, feeds: Feeds) -> Any:
+        """Put feeds where the engine reads them; checks nothing (the caller holds them against ``signature``)."""
+
+    @abstractmethod
+    def enqueue(self, bound: Any) -> None:
+        """Start one inference; may return before it has finished."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything enqueued has finished."""
+
+    @abstractmethod
+    def fetch(self) -> dict[str, Array]:
+        """Outputs of the last inference as host arrays, by name; later inferences leave them as they are."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything; a call after it raises UsageError, a second close does nothing."""
+
+    def run(self, feeds: Feeds) -> dict[str, Array]:
+        """One whole inference: feeds in, outputs out.
+
+        Raises:
+            SignatureError: the feeds do not fit.
+        """
+        self.signature.check(feeds)
+        self.enqueue(self.bind(feeds))
+        self.synchronize()
+        return self.fetch()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Engine(BaseModel, ABC):
+    """A kind of engine; its fields are the options it builds and loads with."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: ClassVar[str]
+    consumes: ClassVar[Kind]
+    """What it is made from: ``torch`` engines run the module itself and have no build step."""
+    tools: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    @abstractmethod
+    def available(cls, device: Device) -> Availability:
+        """Whether this machine can run it on that device."""
+
+    @classmethod
+    def require(cls, device: Device) -> None:
+        """Insist on :meth:`available`.
+
+        Raises:
+            MissingCapability: it is not; says why and what to do about it.
+        """
+        if device.kind not in DEVICE_KINDS:
+            raise MissingCapability(f"there is no device {device.kind!r}", f"use one of {', '.join(DEVICE_KINDS)}")
+        found = cls.available(device)
+        if not found.ok:
+            raise MissingCapability(f"{cls.name} cannot run on {device}: {found.reason}", found.remedy)
+
+    def surroundings(self, device: Device) -> dict[str, Any]:
+        """Facts about this machine that decide what ``build`` writes, where there are any."""
+        return {}
+
+    def build(self, artifact: Artifact, out: Path, device: Device) -> Effect:
+        """Write the engine's files into the empty folder ``out``; only for engines that consume ``onnx``."""
+        raise TypeError(f"{self.name} runs the module itself and is not built")
+
+    @abstractmethod
+    def load(self, artifact: Artifact, device: Device) -> Session:
+        """Open a session on an artifact that this engine consumes or has built.
+
+        Raises:
+            MissingCapability: the device is not there, or the engine would not run on it.
+            ModelError: the artifact cannot be loaded.
+        """
+
+    @abstractmethod
+    def prime(self, artifact: Artifact, device: Device) -> None:
+        """Bring in, and keep, what a session of this artifact needs besides its own memory, then free the rest.
+
+        That is libraries, the code of the model's source and thread pools; what stays is the baseline that memory is
+        measured from.
+        """

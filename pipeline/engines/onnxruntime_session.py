@@ -1,0 +1,177 @@
+"""Sessions of ONNX Runtime: how one is opened, fed and freed. Feeds are bound once; a call moves nothing."""
+
+import gc
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from enginesmith.pipeline.engines.base import Device, Session
+from enginesmith.pipeline.errors import (
+    EnginesmithError,
+    InvalidGraph,
+    MissingCapability,
+    ModelError,
+    StepOutOfMemory,
+    UsageError,
+)
+from enginesmith.pipeline.tensors import Array, Feeds, Signature
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+Level = Literal["disabled", "basic", "extended", "all"]
+
+_LEVELS: dict[Level, str] = {
+    "disabled": "ORT_DISABLE_ALL",
+    "basic": "ORT_ENABLE_BASIC",
+    "extended": "ORT_ENABLE_EXTENDED",
+    "all": "ORT_ENABLE_ALL",
+}
+_ERROR_SEVERITY = 3
+_EXTERNAL_ABOVE_BYTES = 1024
+_GPU_LIBRARIES = "install the CUDA build alone: pip uninstall onnxruntime; pip install 'enginesmith[gpu]'"
+_log = logging.getLogger(__name__)
+
+
+def options(device: Device, level: Level, *, memory_arena: bool, save_to: Path | None = None) -> Any:
+    """Session options; with ``save_to`` the optimised graph is written there, its weights in a file beside it."""
+    import onnxruntime as ort
+
+    chosen = ort.SessionOptions()
+    chosen.log_severity_level = _ERROR_SEVERITY
+    chosen.intra_op_num_threads = device.thread_count
+    chosen.inter_op_num_threads = 1
+    chosen.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    chosen.graph_optimization_level = getattr(ort.GraphOptimizationLevel, _LEVELS[level])
+    chosen.enable_cpu_mem_arena = chosen.enable_mem_pattern = memory_arena
+    if save_to:
+        entry = "session.optimized_model_external_initializers_"
+        chosen.optimized_model_filepath = str(save_to)
+        chosen.add_session_config_entry(entry + "file_name", save_to.name + ".data")
+        chosen.add_session_config_entry(entry + "min_size_in_bytes", str(_EXTERNAL_ABOVE_BYTES))
+    return chosen
+
+
+def open_session(path: Path, chosen: Any, device: Device, stream: int | None = None) -> "onnxruntime.InferenceSession":
+    """Open a session that runs on the device that was asked for, or none.
+
+    Raises:
+        MissingCapability: ONNX Runtime would run it on another device.
+        InvalidGraph: the file cannot be loaded.
+    """
+    import onnxruntime as ort
+
+    if device.kind == "cuda":
+        ort.preload_dlls()
+    try:
+        session = ort.InferenceSession(str(path), chosen, providers=_providers(device, stream))
+    except errors() as error:
+        raise translated(error, path.name) from error
+    wanted = _providers(device, stream)[0][0]
+    if session.get_providers()[0] != wanted:
+        raise MissingCapability(
+            f"ONNX Runtime did not start its {wanted} and would run on the CPU without a word", _GPU_LIBRARIES
+        )
+    return session
+
+
+def _providers(device: Device, stream: int | None) -> list[tuple[str, dict[str, str]]]:
+    cpu: tuple[str, dict[str, str]] = ("CPUExecutionProvider", {})
+    if device.kind == "cpu":
+        return [cpu]
+    chosen = {"device_id": str(device.index)} | ({"user_compute_stream": str(stream)} if stream else {})
+    return [("CUDAExecutionProvider", chosen), cpu]
+
+
+def errors() -> tuple[type[Exception], ...]:
+    """The exceptions that ONNX Runtime raises, which share no base class of their own."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    found = (value for value in vars(state).values() if isinstance(value, type) and issubclass(value, Exception))
+    return (*found, RuntimeError, ValueError)
+
+
+def translated(error: Exception, what: str) -> EnginesmithError:
+    """ONNX Runtime's exception as one of ours."""
+    kind, text = type(error).__name__, _first_line(error)
+    if "Failed to allocate memory" in text or "bad allocation" in text or "bad_alloc" in text:
+        return StepOutOfMemory(f"ONNX Runtime ran out of memory: {text}", "use a smaller batch")
+    if kind in ("InvalidGraph", "InvalidProtobuf", "NoSuchFile", "NoModel"):
+        return InvalidGraph(f"ONNX Runtime cannot load {what}: {text}", "export the model again")
+    if kind == "NotImplemented" or "is not a registered function" in text or "opset" in text:
+        remedy = "export with another opset (--opset), or without that operator, or update onnxruntime"
+        return InvalidGraph(f"ONNX Runtime does not support what is in {what}: {text}", remedy)
+    return ModelError(f"ONNX Runtime failed on {what} ({kind}): {text}", "the whole message is in the step's log")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+class OnnxRuntimeSession(Session):
+    """An open session; what it reads and writes stays bound between calls."""
+
+    def __init__(self, session: "onnxruntime.InferenceSession", signature: Signature, device: Device, stream: Any):
+        import onnxruntime as ort
+
+        self.signature = signature
+        self._session: Any = session
+        self._device = device
+        self._stream = stream
+        self._run_options = ort.RunOptions()
+        self._run_options.log_severity_level = _ERROR_SEVERITY
+        if stream:
+            self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        self._errors = errors()
+        self._last: Any = None
+
+    @property
+    def cuda_stream(self) -> int | None:
+        """Handle of the stream that the CUDA provider works on; None on the CPU."""
+        return self._stream.cuda_stream if self._stream else None
+
+    def bind(self, feeds: Feeds) -> Any:
+        """An I/O binding: inputs as tensors on the device, outputs left to be allocated there."""
+        from onnxruntime import OrtValue
+
+        if self._session is None:
+            raise UsageError("the session is closed")
+        binding = self._session.io_binding()
+        kind, index = self._device.kind, self._device.index
+        for spec in self.signature.inputs:
+            array = np.ascontiguousarray(feeds[spec.name]).reshape(feeds[spec.name].shape)
+            binding.bind_ortvalue_input(spec.name, OrtValue.ortvalue_from_numpy(array, kind, index))
+        for spec in self.signature.outputs:
+            binding.bind_output(spec.name, kind, index)
+        return binding
+
+    def enqueue(self, bound: Any) -> None:
+        """Run what is bound; on CUDA this returns before the kernels have finished.
+
+        Raises:
+            ModelError: the engine raised; StepOutOfMemory where memory was what it lacked.
+        """
+        if self._session is None:
+            raise UsageError("the session is closed")
+        try:
+            self._session.run_with_iobinding(bound, self._run_options)
+        except self._errors as error:
+            raise translated(error, "this input") from error
+        self._last = bound
+
+    def synchronize(self) -> None:
+        """Wait for the stream; on the CPU there is nothing to wait for."""
+        if self._stream:
+            self._stream.synchronize()
+
+    def fetch(self) -> dict[str, Array]:
+        """Copies of the last outputs on the host."""
+        names = (spec.name for spec in self.signature.outputs)
+        return dict(zip(names, self._last.copy_outputs_to_cpu(), strict=True))
+
+    def close(self) -> None:
+        """Free the session, its arena and its threads."""
+        self._session = self._last = None
+        gc.collect()

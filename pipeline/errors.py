@@ -1,0 +1,104 @@
+"""Every error that enginesmith raises on purpose.
+
+    EnginesmithError                  exit code 1   a stage failed
+    ├── UsageError                    exit code 2   what was asked for makes no sense: options, recipe, inputs
+    │   ├── SourceError                             the model cannot be found or loaded
+    │   ├── SignatureError                          input names, dtypes or shapes do not fit the model
+    │   └── DataError                               calibration or evaluation data cannot be used
+    ├── GateBreach                    exit code 3   a budget or a baseline was not met
+    ├── MissingCapability             exit code 4   this machine lacks what was asked for
+    ├── ModelError                                  the model or graph is broken or unsupported
+    │   ├── InvalidGraph                            an ONNX file that is damaged or breaks the specification
+    │   ├── ExportError                             PyTorch could not turn the module into a graph
+    │   └── FidelityError                           outputs differ from the reference by more than allowed
+    ├── StoreError                                  the store or a run directory cannot be read or written
+    └── StepError                                   a step's process ended without a result
+        ├── StepCrashed                             killed by a signal (a segmentation fault, say)
+        ├── StepOutOfMemory                         ended by the kernel or by an allocation that failed
+        └── StepTimeout                             ran past its time limit
+
+Each carries what was wrong, and what to do about it as ``remedy``. Third-party exceptions become one of these at the
+boundary where they enter; the original stays chained as ``__cause__``.
+"""
+
+from typing import ClassVar
+
+
+class EnginesmithError(Exception):
+    """Root of the tree; ``exit_code`` is what the command line returns for it."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message, remedy)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  → {self.remedy}" if self.remedy else self.message
+
+
+class UsageError(EnginesmithError):
+    """Options, recipe or inputs that make no sense together."""
+
+    exit_code = 2
+
+
+class SourceError(UsageError):
+    """MODEL cannot be found, imported or built."""
+
+
+class SignatureError(UsageError):
+    """Names, dtypes or shapes that do not fit the model's inputs."""
+
+
+class DataError(UsageError):
+    """A data set that is missing, empty or of the wrong form."""
+
+
+class GateBreach(EnginesmithError):
+    """A budget or a stored baseline was not met."""
+
+    exit_code = 3
+
+
+class MissingCapability(EnginesmithError):
+    """A device or package that this machine does not have; the remedy names the command that installs it."""
+
+    exit_code = 4
+
+
+class ModelError(EnginesmithError):
+    """The model itself is broken or uses what is not supported."""
+
+
+class InvalidGraph(ModelError):
+    """An ONNX file that is damaged, incomplete or breaks the specification."""
+
+
+class ExportError(ModelError):
+    """PyTorch could not turn the module into a graph; the message names the operator and the user's line."""
+
+
+class FidelityError(ModelError):
+    """Outputs differ from the reference by more than the thresholds allow."""
+
+
+class StoreError(EnginesmithError):
+    """The store or a run directory cannot be read or written."""
+
+
+class StepError(EnginesmithError):
+    """A step's process ended without a result."""
+
+
+class StepCrashed(StepError):
+    """The process was killed by a signal."""
+
+
+class StepOutOfMemory(StepError):
+    """The process asked for more memory than there was."""
+
+
+class StepTimeout(StepError):
+    """The process ran past its time limit."""

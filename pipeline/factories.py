@@ -1,0 +1,242 @@
+"""From a source to a module: imports the user's code, builds what it names. Runs in a worker only."""
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from enginesmith.models import MODELS
+from enginesmith.pipeline.errors import MissingCapability, SourceError
+from enginesmith.pipeline.source import Source
+from enginesmith.pipeline.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a factory gave: the module, example inputs in any of the accepted forms, and names where they are known."""
+
+    module: "nn.Module"
+    example: Any = None
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+
+def build(source: Source) -> Built:
+    """Build the module that a source names, in eval mode, on the CPU.
+
+    Raises:
+        SourceError: the code cannot be imported, or the factory fails or returns something else.
+        MissingCapability: the library that the source needs is not installed.
+    """
+    built = _BUILDERS[source.form](source)
+    if source.form != "pt2":  # an exported program has its mode fixed, and refuses the call
+        built.module.eval()
+    built.module.requires_grad_(False)
+    return built
+
+
+def _zoo(source: Source) -> Built:
+    entry = MODELS[source.target]
+    module_name, _, factory = entry.factory.partition(":")
+    built = _call(source, getattr(importlib.import_module(module_name), factory))
+    return Built(built.module, built.example, entry.specs, entry.outputs)
+
+
+def _file(source: Source) -> Built:
+    path = Path(source.target)
+    _put_first(Path.cwd())
+    root, name = _importable(path)
+    _put_first(root)
+    with user_errors(f"importing {path.name}", path):
+        module = importlib.import_module(name) if "." in name else _execute(name, path)
+    return _call(source, _attribute(source, module, path.name))
+
+
+def _execute(name: str, path: Path) -> Any:
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
+        raise SourceError(f"the file's name {path.name!r} hides the module {name!r}", "rename the file")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(source: Source) -> Built:
+    _put_first(Path.cwd())
+    with user_errors(f"importing {source.target}", Path.cwd()):
+        module = importlib.import_module(source.target)
+    return _call(source, _attribute(source, module, source.target))
+
+
+def _pt2(source: Source) -> Built:
+    import torch
+
+    with user_errors(f"reading {source.text}", Path(source.target)):
+        program = torch.export.load(source.target)
+    specs = tuple(
+        _traced_spec(node) for node in program.graph.nodes if node.name in program.graph_signature.user_inputs
+    )
+    example = None
+    if program.example_inputs:
+        args, kwargs = program.example_inputs
+        example = dict(zip((spec.name for spec in specs), [*args, *kwargs.values()], strict=True))
+    return Built(_in_order(program), example, specs)
+
+
+def _in_order(program: Any) -> "nn.Module":
+    """The exported program as a function of its inputs in order, whichever of them were keywords."""
+    from torch import nn
+    from torch.utils import _pytree
+
+    class InOrder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.program = program.module()
+
+        def forward(self, *tensors: Any) -> Any:
+            args, kwargs = _pytree.tree_unflatten(list(tensors), program.call_spec.in_spec)
+            return self.program(*args, **kwargs)
+
+    return InOrder()
+
+
+def _traced_spec(node: Any) -> TensorSpec:
+    """The input as torch.export traced it. The file keeps no names of dynamic dimensions."""
+    value = node.meta["val"]
+    shape = tuple(
+        dim if isinstance(dim, int) else "batch" if axis == 0 else f"{node.name}_dim_{axis}"
+        for axis, dim in enumerate(value.shape)
+    )
+    return TensorSpec(name=node.name, dtype=str(value.dtype).removeprefix("torch."), shape=shape)
+
+
+def _timm(source: Source) -> Built:
+    import torch
+
+    timm = _library("timm", "timm")
+    with user_errors(f"building {source.text}", None):
+        module = timm.create_model(source.target, **{"pretrained": True, **source.keywords})
+    channels, height, width = module.pretrained_cfg.get("input_size", (3, 224, 224))
+    spec = TensorSpec(name="image", dtype="float32", shape=("batch", channels, height, width))
+    return Built(module, {"image": torch.randn(2, channels, height, width)}, (spec,), ("logits",))
+
+
+def _hf(source: Source) -> Built:
+    transformers = _library("transformers", "hf")
+    from enginesmith.pipeline import huggingface
+
+    with user_errors(f"loading {source.text}", None):
+        module = huggingface.load(transformers, source.target)
+    example, specs = huggingface.example(module)
+    return Built(module, example, specs)
+
+
+_BUILDERS: dict[str, Callable[[Source], Built]] = {
+    "zoo": _zoo,
+    "file": _file,
+    "module": _module,
+    "pt2": _pt2,
+    "timm": _timm,
+    "hf": _hf,
+}
+
+
+def _library(name: str, extra: str) -> Any:
+    if importlib.util.find_spec(name) is None:
+        raise MissingCapability(
+            f"{extra}: models need the package {name}, which is not installed",
+            f"pip install 'enginesmith[{extra}]'",
+        )
+    with user_errors(f"importing {name}", None):
+        return importlib.import_module(name)
+
+
+def _attribute(source: Source, module: Any, place: str) -> Callable[..., Any]:
+    value = module
+    for part in source.factory.split("."):
+        if not hasattr(value, part):
+            names = [key for key, item in vars(module).items() if callable(item) and not key.startswith("_")]
+            own = [key for key in names if getattr(getattr(module, key), "__module__", "") == module.__name__]
+            raise SourceError(
+                f"{place} has no {source.factory!r}",
+                f"it defines {', '.join(own or names) or 'nothing that can be called'}",
+            )
+        value = getattr(value, part)
+    return value  # type: ignore[no-any-return]
+
+
+def _call(source: Source, factory: Any) -> Built:
+    from torch import nn
+
+    result = factory
+    if not isinstance(factory, nn.Module):
+        if not callable(factory):
+            raise SourceError(f"{source.text} is a {type(factory).__name__}, not a factory", "name a callable")
+        with user_errors(f"the factory {source.text}", Path(source.target)):
+            result = factory(*source.arguments, **source.keywords)
+    module, example = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(module, nn.Module):
+        raise SourceError(
+            f"the factory {source.text} returned {_described(result)}",
+            "return an nn.Module, or a pair (module, example_inputs)",
+        )
+    return Built(module, getattr(module, "example_input_array", None) if example is None else example)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, dict) and value and all(hasattr(item, "shape") for item in value.values()):
+        return "a state dict (weights without a model)"
+    return f"a {type(value).__name__}"
+
+
+def _importable(path: Path) -> tuple[Path, str]:
+    """Where to import a file from: the first folder above it that is no package, and its dotted name from there."""
+    root, parts = path.parent, [path.stem]
+    while (root / "__init__.py").is_file():
+        parts.insert(0, root.name)
+        root = root.parent
+    return root, ".".join(parts)
+
+
+def _put_first(folder: Path) -> None:
+    sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]
+    importlib.invalidate_caches()
+
+
+@contextlib.contextmanager
+def user_errors(doing: str, near: Path | None) -> Iterator[None]:
+    """Turn what the user's code raises into one message that names their line."""
+    try:
+        yield
+    except (SourceError, MissingCapability):
+        raise
+    except (Exception, SystemExit) as error:
+        where = _user_line(error, near)
+        raise SourceError(
+            f"{doing} failed with {type(error).__name__}: {str(error).strip() or 'no message'}{where}",
+            "it has to work in plain Python first; the whole trace is in the step's log",
+        ) from error
+
+
+def _user_line(error: BaseException, near: Path | None) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}:{error.lineno})"
+    own = str(Path(__file__).parent.parent)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename and not frame.filename.startswith((own, "<frozen", sys.base_prefix))
+    ]
+    if near is not None and near.is_file():
+        frames = [frame for frame in frames if Path(frame.filename).parent == near.parent] or frames
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

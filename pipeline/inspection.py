@@ -1,0 +1,188 @@
+"""Facts for people: what is in a file, what this machine can do, what the tables and the store hold."""
+
+import importlib.metadata
+import importlib.util
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from enginesmith.models import MODELS
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.units import format_bytes
+
+Facts = dict[str, Any]
+
+
+def inspect(file: Path) -> Facts:
+    """What is inside a file or run directory.
+
+    Raises:
+        UsageError: there is no such file, or its kind is not known.
+    """
+    if not file.exists():
+        raise UsageError(f"{file} does not exist", "check the path")
+    if file.is_dir() or file.name == "run.json":
+        return _run(file)
+    readers = {".onnx": _onnx, ".pt2": _pt2, ".npz": _arrays, ".npy": _arrays, ".safetensors": _safetensors}
+    if file.suffix not in readers:
+        raise UsageError(
+            f"{file} is of no known kind", f"inspect reads run directories and {', '.join(sorted(readers))}"
+        )
+    return readers[file.suffix](file)
+
+
+def _onnx(file: Path) -> Facts:
+    from enginesmith.pipeline import onnx_file
+
+    onnx_file.check(file)
+    signature = onnx_file.signature(file)
+    return {
+        "kind": "ONNX model",
+        **onnx_file.summary(file).model_dump(mode="json"),
+        "inputs": [str(spec) for spec in signature.inputs],
+        "outputs": [str(spec) for spec in signature.outputs],
+        "external_files": list(onnx_file.external_files(file)),
+    }
+
+
+def _pt2(file: Path) -> Facts:
+    """The archive's listing; the program itself is not loaded."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+    except zipfile.BadZipFile as error:
+        raise UsageError(f"{file} is no torch.export archive: {error}", "save one with torch.export.save") from error
+    return {
+        "kind": "torch.export archive",
+        "bytes": file.stat().st_size,
+        "members": [f"{member.filename} ({format_bytes(member.file_size)})" for member in members],
+    }
+
+
+def _arrays(file: Path) -> Facts:
+    import numpy as np
+
+    try:
+        loaded = np.load(file, allow_pickle=False, mmap_mode="r")
+        named = dict(loaded.items()) if isinstance(loaded, np.lib.npyio.NpzFile) else {"array": loaded}
+    except (ValueError, OSError, zipfile.BadZipFile, EOFError) as error:
+        raise UsageError(f"cannot read {file}: {error}", "save plain arrays with numpy.savez") from error
+    rows = {len(array) for array in named.values() if array.ndim}
+    return {
+        "kind": "data set",
+        "samples": rows.pop() if len(rows) == 1 else None,
+        "arrays": [f"{name}: {array.dtype}{list(array.shape)}" for name, array in named.items()],
+    }
+
+
+def _safetensors(file: Path) -> Facts:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy") as stored:
+            slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - not a dict
+            arrays = [f"{name}: {one.get_dtype()}{one.get_shape()}" for name, one in slices.items()]
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"cannot read {file}: {error}", "is it a safetensors file, and whole?") from error
+    return {"kind": "tensors", "bytes": file.stat().st_size, "arrays": arrays}
+
+
+def _run(folder: Path) -> Facts:
+    from enginesmith.pipeline import run as runs
+    from enginesmith.pipeline.report import tables
+
+    run = runs.read(folder)
+    return {
+        "kind": "run",
+        "name": run.name,
+        "created": run.created,
+        "complete": run.complete,
+        "model": run.model.source,
+        "data": run.model.data,
+        "winner": run.winner,
+        "verdict": tables.verdict(run),
+        "variants": [f"{one.id}: {one.status} {one.reason}".strip() for one in (run.baseline, *run.variants)],
+    }
+
+
+def zoo() -> list[Facts]:
+    """The zoo's table."""
+    return [
+        {
+            "model": name,
+            "parameters": f"{entry.parameters:,}",
+            "FLOPs": f"{entry.flops / 1e9:.2f} G",
+            "inputs": " ".join(entry.inputs),
+            "data": entry.data or "",
+            "about": entry.summary,
+        }
+        for name, entry in MODELS.items()
+    ]
+
+
+def engines(device: str) -> list[Facts]:
+    """The engines' table, for a device."""
+    from enginesmith.pipeline.engines import ENGINES, engine_class
+    from enginesmith.pipeline.recipe import make
+
+    where = make({"model": "digits", "device": device}).where
+    rows = []
+    for name in ENGINES:
+        found = engine_class(name)
+        here = found.available(where)
+        rows.append(
+            {
+                "engine": name,
+                "made from": found.consumes,
+                "usable": "yes" if here.ok else "no",
+                "reason": here.reason,
+                "remedy": here.remedy,
+            }
+        )
+    return rows
+
+
+def doctor() -> Facts:
+    """This machine: hardware, versions, engines, the store; and what to do about what is missing."""
+    from enginesmith.pipeline.measure import device
+    from enginesmith.pipeline.store import default_root
+
+    facts: Facts = dict(device.environment().model_dump(mode="json"))
+    fixes = []
+    for where in ("cpu", "cuda"):
+        rows = engines(where)
+        facts[f"engines on {where}"] = {
+            row["engine"]: "ok" if row["usable"] == "yes" else f"no: {row['reason']}" for row in rows
+        }
+        fixes += [f"{row['engine']} on {where}: {row['remedy']}" for row in rows if row["remedy"]]
+    for package, extra in (("transformers", "hf"), ("timm", "timm")):
+        if importlib.util.find_spec(package) is None:
+            fixes.append(f"models as {extra}:… : pip install 'enginesmith[{extra}]'")
+    if len({"onnxruntime", "onnxruntime-gpu"} & _installed()) == 2:
+        fixes.append("onnxruntime and onnxruntime-gpu overwrite each other: pip uninstall one and reinstall the other")
+    root = default_root()
+    facts["store"] = str(root)
+    facts["what to do about what is missing"] = fixes
+    return facts
+
+
+def _installed() -> set[str]:
+    return {str(one.metadata["Name"]).lower() for one in importlib.metadata.distributions() if one.metadata["Name"]}
+
+
+def cached(store: Path | None) -> list[Facts]:
+    """What the store holds."""
+    import datetime
+
+    from enginesmith.pipeline.store import Store, default_root
+
+    return [
+        {
+            "key": entry.key[:16],
+            "step": entry.step,
+            "kind": entry.kind,
+            "size": format_bytes(entry.bytes),
+            "last used": datetime.datetime.fromtimestamp(entry.used).isoformat(sep=" ", timespec="seconds"),
+        }
+        for entry in Store(store or default_root()).entries()
+    ]

@@ -1,0 +1,227 @@
+"""The clock, in the process of the session that it times. No other file reads one to measure an inference.
+
+A sample is the host's monotonic clock around ``enqueue`` and ``synchronize``; reading it takes about 0.2 µs a call. On
+CUDA the same calls are also timed by events on the session's stream.
+"""
+
+import contextlib
+import gc
+import resource
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import Device, Engine, Session
+from enginesmith.pipeline.measure.statistics import Samples
+from enginesmith.pipeline.tensors import Feeds
+from enginesmith.pipeline.workers import serve
+
+_MOST_CALLS = 10_000
+_WARM_BLOCK_SECONDS = 0.025
+_TREND = 0.97
+"""Warm-up goes on while the latest blocks are below this share of the ones before them."""
+_TRANSFERS = 5
+_SETTLE_STEP_SECONDS = 0.001
+_SETTLE_LIMIT_SECONDS = 0.5
+_TASKS = Path("/proc/self/task")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What was seen while a session was made ready for one shape."""
+
+    first_call_seconds: float
+    warmup_calls: int
+    warmup_ended: str
+    h2d_seconds: float | None
+    d2h_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive calls: seconds of each, shape (calls,); and what the process did since its block before."""
+
+    host_seconds: Samples
+    device_seconds: Samples | None
+    settle_seconds: float
+    idle_seconds: float
+    idle_cpu_seconds: float
+    preemptions: int
+    """Times that the kernel took a core from the process during the block: others wanted it."""
+
+
+def serve_session(connection: Connection, engine: Engine, artifact: Artifact, device: Device) -> None:
+    """A worker's body: answers ``(method of Stopwatch, *arguments)`` until the other end hangs up."""
+    stopwatch = Stopwatch(engine, artifact, device)
+    methods: dict[str, Callable[..., Any]] = {
+        "load": stopwatch.load,
+        "make_ready": stopwatch.make_ready,
+        "block": stopwatch.block,
+    }
+    serve(connection, lambda name, *arguments: methods[name](*arguments[:-1]))
+
+
+class Stopwatch:
+    """Times one session. Between blocks it sees to it that the session's threads are asleep."""
+
+    def __init__(self, engine: Engine, artifact: Artifact, device: Device) -> None:
+        self._engine, self._artifact, self._device = engine, artifact, device
+        self._session: Session
+        self._bound: Any = None
+        self._call_seconds = 0.0
+        self._asleep_since = (0, 0)
+
+    def load(self) -> float:
+        """Open the session; seconds that took."""
+        start = time.perf_counter_ns()
+        self._session = self._engine.load(self._artifact, self._device)
+        return _seconds_since(start)
+
+    def make_ready(self, feeds: Feeds, limit_seconds: float) -> Ready:
+        """Bind feeds, make the first call, and warm up until the blocks' medians stop falling.
+
+        Raises:
+            SignatureError: the feeds do not fit the session.
+        """
+        self._session.signature.check(feeds)
+        self._bound = self._session.bind(feeds)
+        first = self._timed(1)[0]
+        self._call_seconds = float(self._timed(1)[0])
+        calls, ended = self._warm_up(limit_seconds)
+        h2d, d2h = self._transfers(feeds) if self._session.cuda_stream else (None, None)
+        self._settle()
+        return Ready(float(first), calls + 2, ended, h2d, d2h)
+
+    def block(self, budget_seconds: float) -> Block:
+        """Time as many calls as fit the budget, one at least, then wait for the session's threads to sleep.
+
+        Where calls are short, one before the first takes the cost of having been asleep; it is not a sample.
+        """
+        cpu, wall = self._asleep_since
+        idle_cpu, idle = time.process_time_ns() - cpu, time.perf_counter_ns() - wall
+        calls = self._calls(budget_seconds)
+        if calls > 3:
+            self._timed(1)
+        device = self._events(calls)
+        before = _preemptions()
+        host = self._timed(calls, device)
+        preemptions = _preemptions() - before
+        self._call_seconds = float(np.median(host))
+        settle = self._settle()
+        on_device = device.seconds() if device else None
+        return Block(host, on_device, settle, idle / 1e9, idle_cpu / 1e9, preemptions)
+
+    def _calls(self, budget_seconds: float) -> int:
+        return max(1, min(_MOST_CALLS, round(budget_seconds / max(self._call_seconds, 1e-9))))
+
+    def _timed(self, calls: int, events: "_Events | None" = None) -> Samples:
+        """Seconds of each call, shape (calls,)."""
+        enqueue: Callable[[Any], None] = self._session.enqueue
+        if events:
+            enqueue = events.around(enqueue)
+        synchronize, bound, clock = self._session.synchronize, self._bound, _now
+        taken = [0] * calls
+        collected = gc.isenabled()
+        gc.disable()
+        try:
+            for call in range(calls):
+                start = clock()
+                enqueue(bound)
+                synchronize()
+                taken[call] = clock() - start
+        finally:
+            if collected:
+                gc.enable()
+        return np.array(taken, np.float64) / 1e9
+
+    def _events(self, calls: int) -> "_Events | None":
+        stream = self._session.cuda_stream
+        return None if stream is None else _Events(stream, calls)
+
+    def _warm_up(self, limit_seconds: float) -> tuple[int, str]:
+        medians: list[float] = []
+        calls, start = 0, time.perf_counter_ns()
+        while _seconds_since(start) < limit_seconds:
+            taken = self._timed(self._calls(_WARM_BLOCK_SECONDS))
+            calls += taken.size
+            self._call_seconds = float(np.median(taken))
+            medians.append(self._call_seconds)
+            if len(medians) >= 4 and min(medians[-2:]) >= _TREND * min(medians[:-2]):
+                return calls, "the block medians stopped falling"
+        return calls, f"the limit of {limit_seconds:g} s"
+
+    def _transfers(self, feeds: Feeds) -> tuple[float, float]:
+        """Median seconds of feeds to the device, and of outputs back."""
+        taken = np.empty((2, _TRANSFERS))
+        for turn in range(_TRANSFERS):
+            start = _now()
+            self._session.bind(feeds)
+            self._session.synchronize()
+            taken[0, turn] = _seconds_since(start)
+            start = _now()
+            self._session.fetch()
+            taken[1, turn] = _seconds_since(start)
+        h2d, d2h = np.median(taken, axis=1)
+        return float(h2d), float(d2h)
+
+    def _settle(self) -> float:
+        """Sleep until the process's threads do too: pools spin on for a while after their last work."""
+        start = _now()
+        while _others_awake() and _seconds_since(start) < _SETTLE_LIMIT_SECONDS:
+            time.sleep(_SETTLE_STEP_SECONDS)
+        self._asleep_since = (time.process_time_ns(), _now())
+        return _seconds_since(start)
+
+
+class _Events:
+    """A pair of CUDA events for each call, on the session's own stream."""
+
+    def __init__(self, stream: int, calls: int) -> None:
+        from torch import cuda
+
+        self._stream = cuda.ExternalStream(stream)  # type: ignore[no-untyped-call]
+        pairs = range(calls)
+        self._before = [cuda.Event(enable_timing=True) for _ in pairs]  # type: ignore[no-untyped-call]
+        self._after = [cuda.Event(enable_timing=True) for _ in pairs]  # type: ignore[no-untyped-call]
+        self._call = 0
+
+    def around(self, enqueue: Callable[[Any], None]) -> Callable[[Any], None]:
+        def recorded(bound: Any) -> None:
+            self._before[self._call].record(self._stream)
+            enqueue(bound)
+            self._after[self._call].record(self._stream)
+            self._call += 1
+
+        return recorded
+
+    def seconds(self) -> Samples:
+        pairs = zip(self._before, self._after, strict=True)
+        return np.array([before.elapsed_time(after) for before, after in pairs], np.float64) / 1e3
+
+
+def _others_awake() -> bool:
+    """Whether a thread besides the caller runs or wants to: a spinning one does, even while it is preempted."""
+    own = str(threading.get_native_id())
+    for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if task.name != own and (task / "stat").read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
+
+
+def _preemptions() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+_now = time.perf_counter_ns
+
+
+def _seconds_since(start: int) -> float:
+    return (_now() - start) / 1e9

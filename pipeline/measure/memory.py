@@ -1,0 +1,151 @@
+"""Peak memory of one session alone in a fresh process.
+
+On the CPU it is resident growth over the loaded-libraries baseline:
+
+1. ``Engine.prime`` brings in the libraries, the source's code and the thread pools.
+2. The baseline is what is resident then, and the feeds with it: inputs are the caller's.
+3. The session is loaded, makes its first call, then some more, with the high-water mark reset before each phase.
+
+Growth counts what the process wrote and the data files that it maps, so that an engine that maps its weights and one
+that reads them compare. It leaves out pages of libraries, which are shared and needed once for any number of sessions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline.errors import EnginesmithError, MissingCapability
+from enginesmith.pipeline.measure.race import Candidate
+from enginesmith.pipeline.measure.resident import Phase, Resident, phase, return_freed_memory, trimmed
+from enginesmith.pipeline.tensors import Feeds
+from enginesmith.pipeline.workers import run
+
+Progress = Callable[[str], None]
+
+_STEADY_CALLS = 3
+"""The second call may need more than the first: ONNX Runtime plans its arena after the first."""
+_RESIDENT = "/proc/self/smaps and the resident high-water mark"
+
+
+class Lens(BaseModel):
+    """One way to look at memory: a number, where it comes from, what it means."""
+
+    model_config = ConfigDict(frozen=True)
+
+    bytes: int
+    source: str
+    note: str = ""
+
+
+class MemoryRow(BaseModel):
+    """Memory of one candidate at one batch size. What is None has its reason under its name in ``reasons``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    device: str
+    batch: int
+    peak_bytes: int | None = None
+    """The most that loading and running together needed at any time."""
+    weights_bytes: int | None = None
+    """What the loaded session keeps: weights in the engine's own layout, graph, buffers."""
+    activation_bytes: int | None = None
+    """The most that running needed besides the weights: activations, workspace, outputs."""
+    host_peak_bytes: int | None = None
+    """The most that the whole process had resident, libraries and all."""
+    lenses: dict[str, Lens] = {}
+    failure: str | None = None
+    reasons: dict[str, str] = {}
+
+
+def measure_memory(
+    candidate: Candidate,
+    batch: int,
+    feeds: Feeds,
+    log_folder: Path,
+    progress: Progress,
+    time_limit_seconds: float = 900.0,
+) -> MemoryRow:
+    """Measure a candidate in a fresh process; one that fails gets a row that says why."""
+    device = str(candidate.device)
+    progress(f"memory of {candidate.id} at batch {batch}")
+    log = log_folder / f"memory-{candidate.id}.log"
+    try:
+        phases: _Phases = run(_measure, candidate, feeds, log=log, timeout_seconds=time_limit_seconds)
+    except MissingCapability as error:
+        return _unknown(MemoryRow(device=device, batch=batch), str(error))
+    except EnginesmithError as error:
+        return _unknown(MemoryRow(device=device, batch=batch, failure=str(error)), str(error))
+    return phases.row(device, batch)
+
+
+def _unknown(row: MemoryRow, reason: str) -> MemoryRow:
+    names = [name for name, value in row if value is None and name != "failure"]
+    return row.model_copy(update={"reasons": dict.fromkeys(names, reason)})
+
+
+def _measure(candidate: Candidate, feeds: Feeds, progress: Progress) -> "_Phases":
+    """In the fresh process: prime, load, run."""
+    engine, artifact, device = candidate.engine, candidate.artifact, candidate.device
+    if device.kind != "cpu":
+        raise MissingCapability(f"memory on {device} is not measured", "measure on the CPU: --device cpu")
+    return_freed_memory()
+    engine.prime(artifact, device)
+    base = trimmed()
+    with phase() as load:
+        session = engine.load(artifact, device)
+    with session:
+        session.signature.check(feeds)
+        bound = session.bind(feeds)
+        held = trimmed()
+        with phase() as first:
+            session.enqueue(bound)
+            session.synchronize()
+        with phase() as steady:
+            for _ in range(_STEADY_CALLS):
+                session.enqueue(bound)
+                session.synchronize()
+    return _Phases(base, load, held, first, steady)
+
+
+@dataclass(frozen=True)
+class _Phases:
+    """What was seen, in order of time."""
+
+    base: Resident
+    load: Phase
+    held: Resident
+    first: Phase
+    steady: Phase
+
+    def row(self, device: str, batch: int) -> MemoryRow:
+        running = self._growth(max(self.first.peak, self.steady.peak))
+        mapped = self.steady.end.mapped_data - self.base.mapped_data
+        weights = self.held.written - self.base.written + mapped
+        return MemoryRow(
+            device=device,
+            batch=batch,
+            peak_bytes=max(self._growth(self.load.peak), running),
+            weights_bytes=weights,
+            activation_bytes=max(0, running - weights),
+            host_peak_bytes=max(part.process_peak for part in (self.load, self.first, self.steady)),
+            lenses=self._lenses(mapped),
+        )
+
+    def _growth(self, counted: int) -> int:
+        return counted - self.base.counted
+
+    def _lenses(self, mapped: int) -> dict[str, Lens]:
+        numbers = {
+            "load_peak": (self._growth(self.load.peak), "the most while the session was loaded"),
+            "first_call_peak": (self._growth(self.first.peak), "the most during the first call"),
+            "steady_peak": (self._growth(self.steady.peak), f"the most during {_STEADY_CALLS} more calls"),
+            "mapped_files": (
+                mapped,
+                "weights mapped from a file, which the kernel can drop and read again; in the peak",
+            ),
+            "libraries": (self.steady.end.libraries, "pages of libraries at the end; not in the peak"),
+            "baseline": (self.base.counted, "resident before loading, without libraries; not in the peak"),
+        }
+        return {name: Lens(bytes=value, source=_RESIDENT, note=note) for name, (value, note) in numbers.items()}

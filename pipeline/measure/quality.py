@@ -1,0 +1,153 @@
+"""The task's own metric on labelled data, and what it loses against eager on the same samples."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline.errors import DataError
+from enginesmith.pipeline.measure.statistics import Samples, mean_interval
+from enginesmith.pipeline.tensors import Array, Feeds
+
+Metric = Callable[[dict[str, Array], Any], Any]
+"""``(outputs by name, labels)`` → one number for all samples, or an array with one for each; more is better."""
+
+
+class Quality(BaseModel):
+    """A metric on one engine's outputs and on the baseline's; ``drop`` is positive where the engine is worse."""
+
+    model_config = ConfigDict(frozen=True)
+
+    metric: str
+    value: float
+    baseline: float
+    drop: float
+    drop_low: float | None = None
+    drop_high: float | None = None
+    """95 % bootstrap interval of the mean drop, paired by sample."""
+    samples: int
+    reasons: dict[str, str] = {}
+
+
+def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Array, seed: int = 0) -> Quality:
+    """Judge outputs and the baseline's outputs on the same labels; the first axis of each is the sample.
+
+    ``metric`` is ``top1``, ``top5``, ``mse`` (less is better), ``module:function`` or ``file.py:function``.
+
+    Raises:
+        DataError: the metric is not found, raises, or returns no finite numbers; or there are no samples.
+    """
+    if not len(labels):
+        raise DataError("there are no labelled samples to evaluate on", "give data with labels: --eval DATA")
+    function = find_metric(metric)
+    sign = -1.0 if function is mse else 1.0
+    ours, theirs = (_apply(metric, function, each, labels) for each in (outputs, baseline))
+    drops = sign * (theirs - ours)
+    value, reference, drop = (float(np.mean(each)) for each in (ours, theirs, drops))
+    found = Quality(metric=metric, value=value, baseline=reference, drop=drop, samples=len(labels))
+    if ours.ndim == 0 or theirs.ndim == 0:
+        reason = f"{metric} returns one number for all samples"
+        return found.model_copy(update={"reasons": {"drop_low": reason, "drop_high": reason}})
+    low, high = mean_interval(drops, seed)
+    return found.model_copy(update={"drop_low": low, "drop_high": high})
+
+
+def find_metric(text: str) -> Metric:
+    """The metric of that name.
+
+    Raises:
+        DataError: there is none, or the code that holds it cannot be imported.
+    """
+    if text in METRICS:
+        return METRICS[text]
+    place, separator, name = text.rpartition(":")
+    if not separator:
+        raise DataError(
+            f"there is no metric {text!r}", f"use {', '.join(METRICS)}, module:function or file.py:function"
+        )
+    found = getattr(_import(place), name, None)
+    if not callable(found):
+        raise DataError(f"{place} has no function {name!r}", "the metric is given as module:function")
+    metric: Metric = found
+    return metric
+
+
+def _import(place: str) -> ModuleType:
+    """The user's module; what its import raises is the user's to mend."""
+    try:
+        if not place.endswith(".py"):
+            if str(Path.cwd()) not in sys.path:
+                sys.path.insert(0, str(Path.cwd()))
+            return importlib.import_module(place)
+        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise DataError(
+            f"importing the metric's module {place} raised {type(error).__name__}: {error}", "mend it, and try again"
+        ) from error
+    return module
+
+
+def _apply(name: str, function: Metric, outputs: Feeds, labels: Array) -> Samples:
+    """The metric's values: shape () or (samples,)."""
+    try:
+        values = np.asarray(function(dict(outputs), labels), dtype=np.float64)
+    except DataError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(f"{key}: {value.dtype}{list(value.shape)}" for key, value in outputs.items())
+        raise DataError(
+            f"the metric {name} raised {type(error).__name__}: {error}",
+            f"it was given the outputs {{{shapes}}} and {len(labels)} labels",
+        ) from error
+    if values.ndim > 1 or (values.ndim == 1 and len(values) != len(labels)) or not np.isfinite(values).all():
+        raise DataError(
+            f"the metric {name} returned {values.dtype}{list(values.shape)} with values that cannot be used",
+            f"return one finite number, or {len(labels)} of them, one for each sample",
+        )
+    return values
+
+
+def top1(outputs: dict[str, Array], labels: Array) -> Samples:
+    """1 where the greatest logit of the first output, shape (samples, classes), is the label's."""
+    return _top(outputs, labels, 1)
+
+
+def top5(outputs: dict[str, Array], labels: Array) -> Samples:
+    """1 where the label's logit is among the five greatest."""
+    return _top(outputs, labels, 5)
+
+
+def mse(outputs: dict[str, Array], labels: Array) -> Samples:
+    """Mean squared difference of the first output to labels of the same shape, for each sample."""
+    first = next(iter(outputs.values()))
+    if first.shape != labels.shape:
+        raise DataError(
+            f"the output is {list(first.shape)} and the labels are {list(labels.shape)}", "mse compares alike"
+        )
+    apart = (first.astype(np.float64) - labels).reshape(len(labels), -1)
+    return np.asarray((apart**2).mean(axis=1))
+
+
+def _top(outputs: dict[str, Array], labels: Array, count: int) -> Samples:
+    logits = next(iter(outputs.values()))
+    if logits.ndim != 2 or labels.shape != logits.shape[:1]:
+        raise DataError(
+            f"top{count} takes logits of shape [samples, classes] and one label each, and got {list(logits.shape)} and "
+            f"{list(labels.shape)}",
+            "give a metric of your own: --metric module:function",
+        )
+    best = np.argsort(-logits.astype(np.float64), axis=1, kind="stable")[:, :count]
+    return np.asarray((best == labels[:, None]).any(axis=1), np.float64)
+
+
+METRICS: dict[str, Metric] = {"top1": top1, "top5": top5, "mse": mse}

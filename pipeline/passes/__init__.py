@@ -1,0 +1,7 @@
+"""Passes: one per file, listed here as ``module:Class`` so that naming them imports nothing heavy."""
+
+PASSES: tuple[str, ...] = (
+    "enginesmith.pipeline.passes.export:Export",
+    "enginesmith.pipeline.passes.simplify:Simplify",
+    "enginesmith.pipeline.passes.decompose:DecomposeAttention",
+)

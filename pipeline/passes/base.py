@@ -1,0 +1,63 @@
+"""What a pass is: a pure function from artifact to artifact, with its promises checked before and after."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.errors import InvalidGraph, ModelError
+
+Progress = Callable[[str], None]
+
+
+class Pass(BaseModel):
+    """A transformation; its fields are its parameters, and with the parent's digest they make its key.
+
+    Same artifact and same parameters give the same bytes: fixed seeds, no timestamps, no machine paths in what is
+    written.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: ClassVar[str]
+    consumes: ClassVar[Kind]
+    produces: ClassVar[Kind]
+    tools: ClassVar[tuple[str, ...]]
+    """Distributions whose versions decide what comes out."""
+
+    @abstractmethod
+    def apply(self, artifact: Artifact, out: Path, progress: Progress) -> Effect:
+        """Read the artifact, write files into the empty folder ``out``, say what was done."""
+
+
+def run_pass(pass_: Pass, artifact: Artifact, out: Path, progress: Progress) -> Effect:
+    """Apply a pass and hold it to its promises.
+
+    Raises:
+        ModelError: the artifact is not what the pass consumes, or what came out is not sound.
+    """
+    if artifact.kind != pass_.consumes:
+        raise ModelError(f"the pass {pass_.name!r} takes a {pass_.consumes} artifact, and got a {artifact.kind} one")
+    effect = pass_.apply(artifact, out, progress)
+    if not (out / effect.file).is_file():
+        raise ModelError(f"the pass {pass_.name!r} did not write {effect.file!r}")
+    if pass_.produces == "onnx":
+        _check_onnx(pass_, artifact, out / effect.file)
+    return effect
+
+
+def _check_onnx(pass_: Pass, before: Artifact, path: Path) -> None:
+    from enginesmith.pipeline import onnx_file
+
+    onnx_file.check(path)
+    after = onnx_file.signature(path)
+    if before.signature is None:
+        return
+    for side in ("inputs", "outputs"):
+        names = [spec.name for spec in getattr(before.signature, side)]
+        found = [spec.name for spec in getattr(after, side)]
+        if names != found:
+            raise InvalidGraph(f"the pass {pass_.name!r} changed the {side} from {names} to {found}")

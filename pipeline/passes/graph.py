@@ -1,0 +1,116 @@
+"""What the passes over ONNX graphs share: loading, naming, tidying, saving."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from enginesmith.pipeline.errors import InvalidGraph
+from enginesmith.pipeline.onnx_file import MODULE_KEY
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+FILE = "model.onnx"
+_DATA_FILE = "model.onnx.data"
+_SCOPES_KEY = "pkg.torch.onnx.name_scopes"
+_EXPORTER_KEYS = ("pkg.torch.", "pkg.onnxscript.", "namespace")
+_INLINE_BYTES = 1024  # weights up to this size stay in the graph file, where shape inference sees them
+
+
+def load(path: Path) -> "ir.Model":
+    """The graph with its external weights mapped, not read.
+
+    Raises:
+        InvalidGraph: the file does not hold what its header says.
+    """
+    import onnx_ir as ir
+
+    from enginesmith.pipeline import onnx_file
+
+    try:
+        model = ir.from_proto(onnx_file.read(path))
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidGraph(f"{path} cannot be taken apart: {error}", "hold it against onnx.checker") from error
+    ir.external_data.set_base_dir(model.graph, path.parent)
+    return model
+
+
+def save(model: "ir.Model", out: Path, external_data_bytes: int) -> None:
+    """Write ``model.onnx`` into a folder; weights of more bytes than that together go beside it."""
+    import onnx_ir as ir
+
+    external = weight_bytes(model) > external_data_bytes
+    ir.save(
+        model,
+        out / FILE,
+        external_data=_DATA_FILE if external else None,
+        size_threshold_bytes=_INLINE_BYTES,
+    )
+
+
+def weight_bytes(model: "ir.Model") -> int:
+    """Bytes of all initialisers, subgraphs included."""
+    values = (value for graph in model.graphs() for value in graph.initializers.values())
+    return sum(value.const_value.nbytes for value in values if value.const_value is not None)
+
+
+def node_count(model: "ir.Model") -> int:
+    """Nodes of the graph, its subgraphs and its functions."""
+    import onnx_ir as ir
+
+    return sum(1 for body in _bodies(model) for _ in ir.traversal.RecursiveGraphIterator(body))
+
+
+def _bodies(model: "ir.Model") -> list["ir.Graph | ir.Function"]:
+    return [model.graph, *model.functions.values()]
+
+
+def rename(values: Iterable["ir.Value"], names: Iterable[str]) -> None:
+    """Give inputs or outputs their names."""
+    for value, name in zip(values, names, strict=True):
+        value.name = name
+
+
+def tidy(model: "ir.Model") -> None:
+    """Keep of all that exporters note about nodes the path of each one's module: no machine paths, no source text."""
+    import onnx_ir as ir
+
+    for body in _bodies(model):
+        for node in ir.traversal.RecursiveGraphIterator(body):
+            if module := module_path(node):
+                node.metadata_props[MODULE_KEY] = module
+            _strip(node)
+            for value in node.outputs:
+                _strip(value)
+        for value in body.inputs:
+            _strip(value)
+    for graph in model.graphs():
+        _strip(graph)
+        for value in graph.initializers.values():
+            _strip(value)
+
+
+def _strip(holder: "ir.Node | ir.Value | ir.Graph") -> None:
+    holder.doc_string = None
+    for key in [key for key in holder.metadata_props if key.startswith(_EXPORTER_KEYS)]:
+        del holder.metadata_props[key]
+
+
+def module_path(node: "ir.Node") -> str:
+    """Dotted path of the module that a node came from, as the exporters noted it; empty if they did not."""
+    import ast
+
+    known = node.metadata_props.get(MODULE_KEY)
+    if known is not None:
+        return known
+    scopes = node.metadata_props.get(_SCOPES_KEY)
+    if scopes is not None:
+        path = (ast.literal_eval(scopes) or [""])[:-1]
+        return _inside_wrapper(path[-1]) if path else ""
+    if node.name and node.name.startswith("/"):  # the TorchScript exporter: /model/encoder/layer.0/MatMul
+        return _inside_wrapper(".".join(node.name.strip("/").split("/")[:-1]))
+    return ""
+
+
+def _inside_wrapper(path: str) -> str:
+    return "" if path == "model" else path.removeprefix("model.")

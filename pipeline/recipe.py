@@ -1,0 +1,187 @@
+"""What the user asks for, as one document; every default of the project stands here."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from enginesmith.models import MODELS
+from enginesmith.pipeline.engines import ENGINES
+from enginesmith.pipeline.engines.base import Device
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.tensors import ShapeRange, TensorSpec
+from enginesmith.pipeline.units import parse_bytes, parse_seconds
+
+Objective = Literal["latency", "throughput", "memory", "size"]
+GraphOptimization = Literal["disabled", "basic", "extended", "all"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ExportOptions(_Part):
+    """How the module becomes a graph."""
+
+    opset: int = Field(23, ge=18, description="ONNX opset version of the graph")
+    exporter: Literal["auto", "dynamo", "torchscript"] = Field(
+        "auto", description="auto tries torch.export first, then TorchScript"
+    )
+    external_data_bytes: int = Field(64 << 20, ge=0, description="weights above this go to a file beside the graph")
+
+
+class MeasureOptions(_Part):
+    """How latency is measured; docs/measurement.md explains the numbers."""
+
+    precision: float = Field(0.02, gt=0, lt=1, description="stop when every median is known to within ± this share")
+    seconds: float = Field(20.0, gt=0, description="longest time for one batch size, over all variants together")
+    latency: bool = Field(True, description="measure latency")
+    memory: bool = Field(True, description="measure peak memory")
+
+
+class Budgets(_Part):
+    """What a variant has to hold to win."""
+
+    max_drop: float | None = Field(None, ge=0, description="largest loss of the metric against eager")
+    max_memory_bytes: int | None = Field(None, gt=0, description="largest peak device memory")
+    max_latency_ms: float | None = Field(None, gt=0, description="largest median latency at the first batch size")
+
+
+class Recipe(_Part):
+    """The whole of what ``optimize`` is asked to do."""
+
+    model: str = Field(description="zoo name, file.py:factory, package.module:factory, .onnx, .pt2, hf:…, timm:…")
+    inputs: tuple[str, ...] = Field((), description="name:dtype:batch,3,224,224 for each input; words are dynamic")
+    shapes: dict[str, str] = Field({}, description="min:opt:max for each dynamic dimension")
+    engines: tuple[str, ...] = Field(("onnxruntime",), min_length=1, description="what the model is made into")
+    graph_optimization: tuple[GraphOptimization, ...] = Field(
+        ("all",), min_length=1, description="ONNX Runtime's optimisation levels; each one is a variant"
+    )
+    batch: tuple[int, ...] = Field((1, 8), min_length=1, description="batch sizes that are measured")
+    device: str = Field("cpu", description="cpu, cuda or cuda:1")
+    threads: int = Field(0, ge=0, description="CPU threads of a session; 0 means one a core")
+    simplify: bool = Field(True, description="clean the exported graph")
+    export: ExportOptions = ExportOptions()
+    eval_data: str | None = Field(None, description="labelled data: an embedded set, .npz, .npy, .safetensors")
+    metric: str = Field("top1", description="top1, top5, mse, or module:function")
+    samples: int | None = Field(None, gt=0, description="how many samples of the data are used; all without it")
+    measure: MeasureOptions = MeasureOptions()
+    budgets: Budgets = Budgets()
+    objective: Objective = Field("latency", description="what the winner is best at, among those within the budgets")
+    min_sqnr_db: float | None = Field(None, description="fidelity threshold, instead of the one for the precision")
+    seed: int = Field(0, ge=0, description="seed of random weights, samples and the order of rounds")
+    allow_pickle: bool = Field(False, description="let the model's own code read pickles, which can run any code")
+
+    @field_validator("engines")
+    @classmethod
+    def _known_engines(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if name not in ENGINES:
+                raise ValueError(f"there is no engine {name!r}; the engines are {', '.join(ENGINES)}")
+        return tuple(dict.fromkeys(value))
+
+    @field_validator("batch")
+    @classmethod
+    def _positive_batches(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if min(value) < 1:
+            raise ValueError(f"a batch size is at least 1, and {min(value)} was given")
+        return tuple(dict.fromkeys(value))
+
+    @property
+    def data(self) -> str | None:
+        """The evaluation data: what was named, else what comes with the zoo's model."""
+        entry = MODELS.get(self.model.partition("(")[0])
+        return self.eval_data or (entry.data if entry else None)
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The inputs, read."""
+        return tuple(TensorSpec.parse(text) for text in self.inputs)
+
+    @property
+    def ranges(self) -> dict[str, ShapeRange]:
+        """The shape ranges, read."""
+        return {name: ShapeRange.parse(text) for name, text in self.shapes.items()}
+
+    @property
+    def where(self) -> Device:
+        """The device, read.
+
+        Raises:
+            UsageError: it is neither cpu nor cuda.
+        """
+        kind, _, index = self.device.partition(":")
+        if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+            raise UsageError(f"there is no device {self.device!r}", "use cpu, cuda or cuda:1")
+        return Device(kind=kind, index=int(index or 0), threads=self.threads)
+
+
+def make(values: dict[str, Any]) -> Recipe:
+    """A recipe from plain values, sizes and durations as text included.
+
+    Raises:
+        UsageError: a key or a value that does not belong there.
+    """
+    try:
+        recipe = Recipe.model_validate(_read_units(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the recipe"
+        message = first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{place}: {message} (given: {first['input']!r})", "see docs/recipe.md") from error
+    _ = recipe.specs, recipe.ranges, recipe.where  # each raises its own message
+    return recipe
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The values of a recipe file, not yet checked.
+
+    Raises:
+        UsageError: no such file, or not a YAML mapping.
+    """
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read the recipe {path}: {error.strerror}", "check the path") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"the recipe {path} is not YAML: {error}", "start from `enginesmith init MODEL`") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"the recipe {path} is no mapping of names to values", "start from `enginesmith init MODEL`")
+    return values
+
+
+def commented(recipe: Recipe) -> str:
+    """The recipe as YAML, every field with what it means."""
+    return "\n".join(_lines(recipe, "")) + "\n"
+
+
+def _lines(part: BaseModel, indent: str) -> list[str]:
+    lines = []
+    for name, field in type(part).model_fields.items():
+        value = getattr(part, name)
+        if isinstance(value, BaseModel):
+            about = (type(value).__doc__ or "").partition("\n")[0]
+            lines += [f"{indent}# {about}", f"{indent}{name}:", *_lines(value, indent + "  ")]
+        else:
+            plain = part.model_dump(mode="json")[name]
+            text = yaml.safe_dump(plain, default_flow_style=True).removesuffix("...\n").strip()
+            lines += [f"{indent}# {field.description}", f"{indent}{name}: {text}"]
+    return lines
+
+
+_UNITS = {
+    ("budgets", "max_memory_bytes"): parse_bytes,
+    ("budgets", "max_latency_ms"): lambda text: parse_seconds(text) * 1e3,
+    ("measure", "seconds"): parse_seconds,
+    ("export", "external_data_bytes"): parse_bytes,
+}
+
+
+def _read_units(values: dict[str, Any]) -> dict[str, Any]:
+    read = dict(values)
+    for (part, name), parse in _UNITS.items():
+        inner = read.get(part)
+        if isinstance(inner, dict) and isinstance(inner.get(name), str):
+            read[part] = {**inner, name: parse(inner[name])}
+    return read

@@ -1,0 +1,137 @@
+"""What people see while a plan runs: a tree on a terminal, plain lines anywhere else. Always on standard error."""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from enginesmith.pipeline.plan import Step
+from enginesmith.pipeline.runner import Event, Listener, Outcome
+from enginesmith.pipeline.units import format_seconds
+
+_HEARTBEAT_SECONDS = 30.0
+
+
+@dataclass
+class _Line:
+    """A step's state."""
+
+    step: Step
+    started: float | None = None
+    ended: float | None = None
+    text: str = ""
+    outcome: Outcome | None = None
+
+
+@dataclass
+class _Board:
+    """All steps that were heard of, in order."""
+
+    lines: dict[str, _Line] = field(default_factory=dict)
+
+    def take(self, event: Event) -> _Line:
+        line = self.lines.setdefault(event.step.id, _Line(event.step))
+        if event.kind == "started":
+            line.started = time.monotonic()
+        elif event.kind == "progress":
+            line.text = event.text
+        else:
+            line.ended, line.outcome = time.monotonic(), event.outcome
+        return line
+
+
+@contextlib.contextmanager
+def watching(quiet: bool = False) -> Iterator[Listener]:
+    """A listener for a runner, for as long as the block lasts."""
+    if quiet:
+        yield lambda event: None
+    elif sys.stderr.isatty():
+        with _tree() as listener:
+            yield listener
+    else:
+        with _plain_lines() as listener:
+            yield listener
+
+
+@contextlib.contextmanager
+def _plain_lines() -> Iterator[Listener]:
+    board, lock, over = _Board(), threading.Lock(), threading.Event()
+
+    def say(text: str) -> None:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+    def listener(event: Event) -> None:
+        with lock:
+            line = board.take(event)
+            if event.kind == "started":
+                say(f"{event.step.id}: started")
+            elif event.kind == "finished":
+                say(f"{event.step.id}: {_ending(line)}")
+
+    def beat() -> None:
+        while not over.wait(_HEARTBEAT_SECONDS):
+            with lock:
+                for line in board.lines.values():
+                    if line.started is not None and line.ended is None:
+                        say(f"{line.step.id}: still at work after {_elapsed(line)} {line.text}".rstrip())
+
+    threading.Thread(target=beat, daemon=True).start()
+    try:
+        yield listener
+    finally:
+        over.set()
+
+
+@contextlib.contextmanager
+def _tree() -> Iterator[Listener]:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.tree import Tree
+
+    board, lock = _Board(), threading.Lock()
+
+    def draw() -> Tree:
+        with lock:
+            root = Tree("[bold]enginesmith")
+            groups: dict[str, Tree] = {}
+            for line in board.lines.values():
+                stage, _, variant = line.step.id.partition("-")
+                parent = root
+                if variant and stage in ("build", "memory", "quality"):
+                    parent = groups.setdefault(variant, groups.get(variant) or root.add(f"[bold]{variant}"))
+                parent.add(_markup(line))
+            return root
+
+    def listener(event: Event) -> None:
+        with lock:
+            board.take(event)
+
+    with Live(get_renderable=draw, console=Console(stderr=True), refresh_per_second=4):
+        yield listener
+
+
+def _markup(line: _Line) -> str:
+    from rich.markup import escape
+
+    if line.outcome is None:
+        return f"[yellow]▸[/] {line.step.id}  [dim]{_elapsed(line)}  {escape(line.text)}"
+    sign = "[green]✓[/]" if line.outcome.good else "[red]✗[/]"
+    return f"{sign} {line.step.id}  [dim]{escape(_ending(line))}"
+
+
+def _ending(line: _Line) -> str:
+    outcome = line.outcome
+    assert outcome is not None
+    if outcome.artifact is None:
+        return f"{outcome.status}: {outcome.reason.splitlines()[0]}"
+    if outcome.artifact.breach:
+        return f"not good enough: {outcome.artifact.breach}"
+    last = outcome.artifact.history[-1]
+    return f"{'reused' if outcome.cached else format_seconds(last.seconds)}  {last.effect}"
+
+
+def _elapsed(line: _Line) -> str:
+    return format_seconds(time.monotonic() - line.started) if line.started is not None else ""

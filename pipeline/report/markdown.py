@@ -1,0 +1,101 @@
+"""``report.md``: a run on one page, for a pull request or a terminal."""
+
+from collections.abc import Sequence
+
+from enginesmith.pipeline.report import tables
+from enginesmith.pipeline.run import Run, VariantRecord
+from enginesmith.pipeline.units import format_bytes, format_seconds
+
+
+def render(run: Run) -> str:
+    """The run as Markdown."""
+    parts = [
+        f"# {_plain(run.name)}",
+        tables.verdict(run),
+        _table(tables.COLUMNS, tables.rows(run)),
+        _footnotes(run),
+        *_verdicts(run),
+        *_failures(run),
+        "## Fidelity",
+        f"Outputs against {run.baseline.id} on {_plain(run.model.data or 'unknown')} data.",
+        _fidelity(run),
+        "## Steps",
+        *(_steps(record) for record in run.variants if record.history),
+        "## Reproduce",
+        f"```\nenginesmith resume {_plain(run.name)}    # with this run directory, or the recipe in its run.json\n```",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [columns, tuple("---" for _ in columns), *rows]
+    return "\n".join("| " + " | ".join(_plain(cell) for cell in line) + " |" for line in lines)
+
+
+def _footnotes(run: Run) -> str:
+    environment = run.environment
+    where = f"{environment.get('processor') or 'unknown CPU'}, {run.recipe.device}"
+    stops = {row.stopped_because for record in (run.baseline, *run.variants) for row in record.latency}
+    notes = [
+        f"Measured on {where}; {_threads(run)}. Speed-up is the median of paired rounds against {run.baseline.id}."
+    ]
+    notes += [f"Stopped: {'; '.join(sorted(stop for stop in stops if stop))}."] if any(stops) else []
+    notes += [f"Warning: {warning}." for warning in environment.get("warnings", [])]
+    return "\n".join(notes)
+
+
+def _threads(run: Run) -> str:
+    count = run.recipe.where.thread_count
+    return f"{count} thread{'s' if count != 1 else ''}"
+
+
+def _verdicts(run: Run) -> list[str]:
+    if not run.verdicts:
+        return []
+    rows = [
+        (one.budget, f"{one.limit:g}", "unknown" if one.actual is None else f"{one.actual:g}", _yes(one.passed))
+        for one in run.verdicts
+    ]
+    return ["## Budgets", _table(("budget", "limit", "actual", "held"), rows)]
+
+
+def _failures(run: Run) -> list[str]:
+    failed = [record for record in (run.baseline, *run.variants) if record.reason]
+    if not failed:
+        return []
+    return ["## Not usable", "\n".join(f"- **{record.id}**: {_plain(record.reason)}" for record in failed)]
+
+
+def _fidelity(run: Run) -> str:
+    rows = [
+        (record.id, entry.stage, f"{entry.point} (batch {entry.batch})")
+        + (_decimal(entry.sqnr_db, 1), _decimal(entry.max_abs_error, 3, "g"), _decimal(entry.argmax_agreement, 4))
+        + (_yes(entry.passed),)
+        for record in run.variants
+        for entry in record.fidelity
+    ]
+    columns = ("variant", "stage", "at", "SQNR dB", "max abs error", "argmax agreement", "passed")
+    return _table(columns, rows) if rows else "Nothing was compared."
+
+
+def _steps(record: VariantRecord) -> str:
+    rows = [
+        (entry.step, entry.effect, format_seconds(entry.seconds), format_bytes(entry.host_peak_bytes))
+        for entry in record.history
+    ]
+    notes = [f"- {entry.step}: {_plain(note)}" for entry in record.history for note in entry.notes]
+    table = _table(("step", "effect", "time", "host peak"), rows)
+    return "\n\n".join([f"**{record.id}**", table, *(["\n".join(notes)] if notes else [])])
+
+
+def _decimal(value: float | None, digits: int, kind: str = "f") -> str:
+    return "–" if value is None else f"{value:.{digits}{kind}}"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "**no**"
+
+
+def _plain(text: str) -> str:
+    """Text that cannot break out of a table cell or bring markup along."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,68 @@
+"""The tables that people read in the terminal and in report.md: one definition of columns and of number formats."""
+
+from enginesmith.pipeline.run import Run, VariantRecord
+from enginesmith.pipeline.units import format_bytes
+
+COLUMNS = ("variant", "batch", "speed-up [95 %]", "p50 ms", "p99 ms", "peak memory", "size", "drop", "status")
+
+
+def rows(run: Run) -> list[tuple[str, ...]]:
+    """A row for each variant and batch size, the baseline first; columns as in :data:`COLUMNS`."""
+    return [row for record in (run.baseline, *run.variants) for row in _record_rows(record, run.winner)]
+
+
+def _record_rows(record: VariantRecord, winner: str | None) -> list[tuple[str, ...]]:
+    name = f"★ {record.id}" if record.id == winner else record.id
+    fixed = (
+        format_bytes(record.peak_bytes),
+        format_bytes(record.artifact.bytes if record.artifact else None),
+        drop(record),
+        record.status,
+    )
+    if not record.latency:
+        return [(name, "–", "–", "–", "–", *fixed)]
+    return [
+        (name if index == 0 else "", str(row.batch), speedup(record, row.batch), ms(row.p50_ms), ms(row.p99_ms))
+        + (fixed if index == 0 else ("", "", "", "failed" if row.failure else ""))
+        for index, row in enumerate(record.latency)
+    ]
+
+
+def speedup(record: VariantRecord, batch: int) -> str:
+    """``3.10× [3.02, 3.18]``; a dash where it is unknown."""
+    row = record.row(batch)
+    if row is None or row.speedup is None:
+        return "–"
+    if row.speedup.low == row.speedup.high == 1.0:
+        return "baseline"
+    return f"{row.speedup.median:.2f}× [{row.speedup.low:.2f}, {row.speedup.high:.2f}]"
+
+
+def ms(value: float | None) -> str:
+    """Milliseconds with three digits that count."""
+    if value is None:
+        return "–"
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def drop(record: VariantRecord) -> str:
+    """Loss of the metric; a dash where there is none."""
+    if record.quality is None or record.quality.drop is None:
+        return "–"
+    return f"{record.quality.drop:+.4f}"
+
+
+def verdict(run: Run) -> str:
+    """The run in one sentence."""
+    if run.winner is None:
+        return f"No winner: {run.winner_reason}."
+    record = next(one for one in (run.baseline, *run.variants) if one.id == run.winner)
+    row = next((row for row in record.latency if row.p50_ms is not None), None)
+    if row is None or record.id == run.baseline.id:
+        return f"{run.winner} wins: {run.winner_reason}."
+    parts = [f"{run.winner} is {speedup(record, row.batch)} faster than {run.baseline.id} at batch {row.batch}"]
+    if record.peak_bytes is not None and run.baseline.peak_bytes:
+        parts.append(f"uses {100 * record.peak_bytes / run.baseline.peak_bytes:.0f} % of its peak memory")
+    if record.quality and record.quality.drop is not None:
+        parts.append(f"{record.quality.metric} drop {record.quality.drop:+.4f} on {record.quality.samples} samples")
+    return ", ".join(parts) + "."

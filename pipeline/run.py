@@ -1,0 +1,157 @@
+"""What a run found out: the document ``run.json``, and how the outcomes of steps become one.
+
+A number that could not be had is null, and a reason stands beside it.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from enginesmith.pipeline.artifact import HistoryEntry
+from enginesmith.pipeline.measure.latency import LatencyRow
+from enginesmith.pipeline.measure.memory import MemoryRow
+from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.tasks.compare import StageFidelity
+from enginesmith.pipeline.tensors import Signature
+
+SCHEMA: Literal["enginesmith.run/1"] = "enginesmith.run/1"
+
+VariantStatus = Literal["measured", "built", "skipped", "failed"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class StoredArtifact(_Part):
+    """An engine's main file in the run directory, with the digest and size of all its files."""
+
+    path: str
+    sha256: str
+    bytes: int
+
+
+class BuildRecord(_Part):
+    """What building the engine took and gave."""
+
+    seconds: float
+    host_peak_bytes: int | None
+    workspace_limit_bytes: int | None = None
+    weights_bytes: int | None = None
+    activation_bytes: int | None = None
+    engine_bytes: int
+    layers: dict[str, int] | None = None
+    reasons: dict[str, str] = {}
+
+
+class VariantRecord(_Part):
+    """One way to run the model, and everything that is known of it. The baseline is one too."""
+
+    id: str
+    engine: str
+    precision: str
+    prune: float | None = None
+    sparsity: float | None = None
+    workspace_limit_bytes: int | None = None
+    target: str | None = None
+    status: VariantStatus
+    reason: str = ""
+    artifact: StoredArtifact | None = None
+    history: tuple[HistoryEntry, ...] = ()
+    fidelity: tuple[StageFidelity, ...] = ()
+    quality: Quality | None = None
+    latency: tuple[LatencyRow, ...] = ()
+    memory: MemoryRow | None = None
+    build: BuildRecord | None = None
+    reasons: dict[str, str] = {}
+    """Field that is null or empty → why."""
+
+    def row(self, batch: int) -> LatencyRow | None:
+        """The latency at a batch size, if it was measured."""
+        return next((row for row in self.latency if row.batch == batch and row.p50_ms is not None), None)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Peak device memory, if it was measured."""
+        return self.memory.peak_bytes if self.memory else None
+
+
+class Verdict(_Part):
+    """A budget and whether the winner holds it."""
+
+    budget: str
+    limit: float
+    actual: float | None
+    passed: bool
+
+
+class ModelRecord(_Part):
+    """What the run is about."""
+
+    source: str
+    signature: Signature | None
+    data: str | None
+    """What fidelity and latency were measured on: a data set's name, or ``synthetic``."""
+    shapes: dict[str, str] = {}
+
+
+class Run(_Part):
+    """The whole document."""
+
+    schema_name: Literal["enginesmith.run/1"] = Field(SCHEMA, alias="schema")
+    name: str
+    created: str
+    seconds: float
+    complete: bool
+    """Whether every step has ended; a run that was interrupted can be resumed."""
+    recipe: Recipe
+    environment: dict[str, Any]
+    model: ModelRecord
+    baseline: VariantRecord
+    variants: tuple[VariantRecord, ...]
+    winner: str | None
+    winner_reason: str = ""
+    pareto: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+
+def write(run: Run, folder: Path) -> None:
+    """Write ``run.json``, whole or not at all."""
+    partial = folder / ".run.json.partial"
+    partial.write_text(run.model_dump_json(indent=1, by_alias=True) + "\n")
+    partial.replace(folder / "run.json")
+
+
+def read(folder: Path) -> Run:
+    """Read ``run.json`` of a run directory.
+
+    Raises:
+        UsageError: there is none, or it is not a run of this schema.
+    """
+    from pydantic import ValidationError
+
+    from enginesmith.pipeline.errors import UsageError
+
+    path = folder / "run.json" if folder.is_dir() else folder
+    try:
+        values = json.loads(path.read_bytes())
+        if not isinstance(values, Mapping) or values.get("schema") != SCHEMA:
+            raise UsageError(f"{path} is not a run of the schema {SCHEMA}", "give the folder that optimize wrote")
+        return Run.model_validate(values)
+    except OSError as error:
+        raise UsageError(
+            f"there is no run in {folder}: {error.strerror}", "give a folder that optimize wrote"
+        ) from error
+    except (ValueError, ValidationError) as error:
+        raise UsageError(f"{path} is damaged: {str(error).splitlines()[0]}", "run optimize again") from error
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of ``run.json``."""
+    return Run.model_json_schema(by_alias=True, mode="serialization")

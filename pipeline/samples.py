@@ -1,0 +1,149 @@
+"""Which feeds a model is run on, at which sizes: the same samples for eager and for everything made from it.
+
+An artifact of kind ``reference`` holds them: ``samples.json`` and, for each set of sizes, ``feeds-N.npz`` and
+``outputs-N.npz`` with what the baseline answered.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.calibration.dataset import Dataset, synthetic
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.tensors import Array, Feeds, Point, ShapeRange, Signature, TensorSpec
+
+RECORD = "samples.json"
+POINTS: tuple[Point, ...] = ("min", "opt", "max")
+
+
+class Case(BaseModel):
+    """One set of sizes and what it is for: a point of the shape range, a measured batch, or both."""
+
+    model_config = ConfigDict(frozen=True)
+
+    sizes: dict[str, int]
+    batch: int
+    points: tuple[Point, ...] = ()
+    measured: bool = False
+
+
+class Samples(BaseModel):
+    """What ``samples.json`` holds."""
+
+    model_config = ConfigDict(frozen=True)
+
+    data: str
+    """What the feeds are: the name of a data set, or that they are synthetic."""
+    ranges: dict[str, ShapeRange]
+    cases: tuple[Case, ...]
+
+
+def batch_symbol(signature: Signature) -> str | None:
+    """The dynamic dimension that is the batch: ``batch``, else a word that leads every input."""
+    if "batch" in signature.symbols:
+        return "batch"
+    leading = {spec.shape[0] if spec.shape else None for spec in signature.inputs}
+    first = leading.pop() if len(leading) == 1 else None
+    return first if isinstance(first, str) else None
+
+
+def fixed_batch(signature: Signature) -> int:
+    """The batch of a model that has no dynamic one: its inputs' common first dimension, else 1."""
+    leading = {spec.shape[0] if spec.shape else 1 for spec in signature.inputs}
+    first = leading.pop() if len(leading) == 1 else 1
+    return first if isinstance(first, int) else 1
+
+
+def plan_ranges(
+    signature: Signature, given: Mapping[str, ShapeRange], batches: tuple[int, ...], example: Mapping[str, int]
+) -> dict[str, ShapeRange]:
+    """The range of every dynamic dimension: as given, else from the batches and the example's sizes.
+
+    Raises:
+        UsageError: a range for a dimension that is not dynamic, or one that leaves out a measured batch.
+    """
+    unknown = [name for name in given if name not in signature.symbols]
+    if unknown:
+        raise UsageError(
+            f"--shape gives a range for {unknown[0]!r}, and the dynamic dimensions are "
+            f"{', '.join(signature.symbols) or 'none'}",
+            "name a dynamic dimension, or make one with --input name:dtype:batch,…",
+        )
+    ranges = {}
+    for symbol in signature.symbols:
+        size = example.get(symbol, 1)
+        default = ShapeRange(min=max(1, size // 2), opt=size, max=size)
+        if symbol == batch_symbol(signature):
+            default = ShapeRange(min=min(batches), opt=batches[0], max=max(batches))
+            _hold_batches(symbol, given.get(symbol), batches)
+        ranges[symbol] = given.get(symbol, default)
+    return ranges
+
+
+def _hold_batches(symbol: str, given: ShapeRange | None, batches: tuple[int, ...]) -> None:
+    outside = [batch for batch in batches if given and not given.min <= batch <= given.max]
+    if outside:
+        raise UsageError(
+            f"--batch {outside[0]} is outside of --shape {symbol}={given}", "widen the range or drop the batch size"
+        )
+
+
+def plan_cases(signature: Signature, ranges: Mapping[str, ShapeRange], batches: tuple[int, ...]) -> tuple[Case, ...]:
+    """The distinct sets of sizes: min, opt and max of the ranges, and each batch with the rest at opt."""
+    symbol = batch_symbol(signature)
+    cases: dict[tuple[int, ...], Case] = {}
+
+    def add(sizes: dict[str, int], point: Point | None) -> None:
+        key = tuple(sizes.values())
+        batch = sizes[symbol] if symbol else fixed_batch(signature)
+        known = cases.get(key, Case(sizes=sizes, batch=batch))
+        points = (*known.points, point) if point else known.points
+        cases[key] = known.model_copy(update={"points": points, "measured": known.measured or point is None})
+
+    for point in POINTS:
+        add({name: range_.at(point) for name, range_ in ranges.items()}, point)
+    for batch in batches if symbol else (fixed_batch(signature),):
+        add({name: batch if name == symbol else range_.opt for name, range_ in ranges.items()}, None)
+    return tuple(cases.values())
+
+
+def feeds_for(case: Case, signature: Signature, example: Feeds, data: Dataset | None, seed: int) -> dict[str, Array]:
+    """Feeds of exactly these sizes: rows of the data where there is some, else like the example."""
+    symbol = batch_symbol(signature)
+    if data is not None:
+        rows = data.batch(0, case.batch)
+        return {spec.name: _fitted(rows[spec.name], spec, case.sizes) for spec in signature.inputs}
+    if symbol is None:
+        return {spec.name: _fitted(example[spec.name], spec, case.sizes) for spec in signature.inputs}
+    return dict(synthetic(signature.inputs, example, case.sizes, case.batch, seed).arrays)
+
+
+def _fitted(value: Array, spec: TensorSpec, sizes: Mapping[str, int]) -> Array:
+    """Cut or repeat along each axis until the shape is what the sizes say."""
+    for axis, size in enumerate(spec.resolve(sizes)):
+        if value.shape[axis] != size:
+            value = value.take(np.arange(size) % value.shape[axis], axis=axis)
+    return np.ascontiguousarray(value)
+
+
+def write(out: Path, samples: Samples) -> None:
+    """Write ``samples.json``; the arrays are written case by case with :func:`write_arrays`."""
+    (out / RECORD).write_text(samples.model_dump_json(indent=1))
+
+
+def write_arrays(out: Path, what: str, index: int, arrays: Feeds) -> None:
+    """Write ``feeds`` or ``outputs`` of a case."""
+    np.savez(out / f"{what}-{index}.npz", **arrays)  # type: ignore[arg-type]
+
+
+def read(folder: Path) -> Samples:
+    """Read ``samples.json``."""
+    return Samples.model_validate_json((folder / RECORD).read_bytes())
+
+
+def read_arrays(folder: Path, what: str, index: int) -> dict[str, Array]:
+    """Read ``feeds`` or ``outputs`` of a case."""
+    with np.load(folder / f"{what}-{index}.npz", allow_pickle=False) as stored:
+        return {name: stored[name] for name in stored.files}

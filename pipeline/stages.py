@@ -1,0 +1,140 @@
+"""Single stages for the command line: the same steps as in the main job, a file in and a file out."""
+
+import contextlib
+import datetime
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline import plan as plans
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry
+from enginesmith.pipeline.assemble import Header, assemble
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.job import Settings
+from enginesmith.pipeline.measure import device
+from enginesmith.pipeline.plan import Step
+from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.run import Run
+from enginesmith.pipeline.runner import Outcome, Runner
+from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.store import storage_errors
+from enginesmith.pipeline.tasks.base import read_records
+from enginesmith.pipeline.tasks.compare import StageFidelity
+
+Outcomes = dict[str, Outcome]
+
+
+class StageResult(BaseModel):
+    """What a single stage did."""
+
+    model_config = ConfigDict(frozen=True)
+
+    summary: str
+    files: tuple[str, ...] = ()
+    history: tuple[HistoryEntry, ...] = ()
+    fidelity: tuple[StageFidelity, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every comparison was close enough."""
+        return all(entry.passed for entry in self.fidelity)
+
+
+def export(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
+    """Export a model to the ONNX file ``output`` and hold it against eager.
+
+    Raises:
+        EnginesmithError: the model cannot be exported, or the graph answers something else; nothing is written then.
+    """
+    if not resolve(recipe.model).is_torch:
+        raise UsageError(f"{recipe.model} is an ONNX file already", "to clean it, use `enginesmith simplify`")
+    return _to_file(plans.export_steps(recipe), "export", output, settings)
+
+
+def simplify(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
+    """Simplify an ONNX file into ``output`` and hold it against the original; errors as in :func:`export`."""
+    if resolve(recipe.model).is_torch:
+        raise UsageError(f"{recipe.model} is not an ONNX file", "export it first: `enginesmith export MODEL -o m.onnx`")
+    return _to_file(plans.simplify_steps(recipe), "simplify", output, settings)
+
+
+def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
+    """Compare an ONNX file with the recipe's model at the points of the shape range."""
+    with _run(plans.verify_steps(recipe, str(file)), settings) as outcomes:
+        fidelity = _fidelity(outcomes, "verify-file")
+    good = all(entry.passed for entry in fidelity)
+    return StageResult(summary=f"{file} {'equals' if good else 'differs from'} {recipe.model}", fidelity=fidelity)
+
+
+def benchmark(recipe: Recipe, others: Sequence[str], settings: Settings) -> Run:
+    """Measure the recipe's model, as the baseline, and others beside it; measurements are always made anew."""
+    started = time.monotonic()
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    plan = plans.benchmark_plan(recipe, others, now)
+    with _run(plan.steps, settings) as outcomes:
+        header = Header(
+            name="benchmark",
+            created=now,
+            seconds=round(time.monotonic() - started, 3),
+            environment=device.environment().model_dump(mode="json"),
+        )
+        return assemble(header, recipe, plan, outcomes, {})
+
+
+def _to_file(steps: Sequence[Step], stage: str, output: Path, settings: Settings) -> StageResult:
+    if output.suffix != ".onnx":
+        raise UsageError(f"the output {str(output)!r} is no .onnx file", f"call it {output.with_suffix('.onnx')}")
+    with _run(steps, settings) as outcomes:
+        made = outcomes[stage].artifact
+        assert made is not None
+        fidelity = _fidelity(outcomes, f"verify-{stage}")
+        with storage_errors(f"the output {output}"):
+            files = _save_as(made, output)
+    entry = made.history[-1]
+    notes = "".join(f"\n  note: {note}" for note in entry.notes)
+    summary = f"wrote {' and '.join(files)}: {entry.effect}{notes}"
+    return StageResult(summary=summary, files=tuple(files), history=made.history, fidelity=fidelity)
+
+
+@contextlib.contextmanager
+def _run(steps: Sequence[Step], settings: Settings) -> Iterator[Mapping[str, Outcome]]:
+    """Run steps; raises what the first failed one raised. The logs stay where they are if one failed."""
+    logs = Path(tempfile.mkdtemp(prefix="enginesmith-"))
+    runner = Runner(settings.open_store(), logs, settings.jobs, settings.time_limit_seconds, settings.listener)
+    outcomes = runner.run(steps, lambda outcomes: None)
+    for outcome in outcomes.values():
+        if outcome.error:
+            raise outcome.error
+    yield outcomes
+    shutil.rmtree(logs, ignore_errors=True)
+
+
+def _fidelity(outcomes: Mapping[str, Outcome], step: str) -> tuple[StageFidelity, ...]:
+    found = outcomes[step].artifact
+    return tuple(StageFidelity.model_validate(entry) for entry in read_records(found)) if found else ()
+
+
+def _save_as(made: Artifact, output: Path) -> list[str]:
+    """Copy an ONNX artifact to a file name of the user's; external data goes to ``<name>.data`` beside it."""
+    import onnx
+    from onnx.external_data_helper import uses_external_data
+
+    model = onnx.load(made.path, load_external_data=False)
+    external = [tensor for tensor in model.graph.initializer if uses_external_data(tensor)]
+    locations = {entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    names: dict[str, str] = {}
+    for index, location in enumerate(sorted(locations)):
+        names[location] = f"{output.name}.data" if index == 0 else f"{output.name}.{index}.data"
+        shutil.copyfile(made.folder / location, output.parent / names[location])
+    for tensor in external:
+        for entry in tensor.external_data:
+            entry.value = names[entry.value] if entry.key == "location" else entry.value
+    partial = output.with_name(f".{output.name}.partial")
+    partial.write_bytes(model.SerializeToString(deterministic=True))
+    partial.replace(output)
+    return [str(output), *(str(output.parent / name) for name in names.values())]

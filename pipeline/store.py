@@ -1,0 +1,304 @@
+"""The content-addressed store: a key says what was done to what, and leads to the files that came out.
+
+    ROOT/objects/ab/abcdef…/artifact.json + files      published artifacts, named by key
+    ROOT/reads/…json                                   the user's files that a step read when it last ran
+    ROOT/tmp/PID-…                                     work in flight; nobody reads it
+
+An entry appears whole or not at all: it is written under ``tmp`` and renamed. What is read is held against its
+digests; a damaged entry is thrown away and made again.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, RootModel, ValidationError
+
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, file_digest, files_below, folder_digest
+from enginesmith.pipeline.errors import StoreError
+from enginesmith.pipeline.tensors import Signature
+
+_MANIFEST = "artifact.json"
+_ALWAYS_HASH_BYTES = 32 << 20
+
+
+class StoredFile(BaseModel):
+    """A file's digest, and the state of its inode when that was taken."""
+
+    sha256: str
+    bytes: int
+    inode: tuple[int, int, int]
+    """Inode number, modification and change time in ns: while none has changed, the bytes have not either."""
+
+
+class Manifest(BaseModel):
+    """What ``artifact.json`` holds."""
+
+    kind: Kind
+    file: str
+    files: dict[str, StoredFile]
+    signature: Signature | None
+    history: tuple[HistoryEntry, ...]
+    breach: str
+    step: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of ``cache list``."""
+
+    key: str
+    step: str
+    kind: str
+    bytes: int
+    used: float
+    """Seconds since the epoch."""
+
+
+class Store:
+    """A folder of artifacts by key; several processes may use one at the same time."""
+
+    def __init__(self, root: Path, *, reuse: bool = True) -> None:
+        """Open a store, making its folder if needed; with ``reuse`` false only what this object published is found.
+
+        Raises:
+            StoreError: the folder cannot be made or written.
+        """
+        self.root = root
+        self._reuse = reuse
+        self._published: set[str] = set()
+        with storage_errors(f"the store {root}"):
+            for name in ("objects", "reads", "tmp"):
+                (root / name).mkdir(parents=True, exist_ok=True)
+
+    def get(self, key: str) -> Artifact | None:
+        """The artifact of a key, or None where there is none; a damaged one is removed and counts as none."""
+        folder = self._folder(key)
+        if not (self._reuse or key in self._published) or not (folder / _MANIFEST).is_file():
+            return None
+        manifest = self._intact(folder)
+        if manifest is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            return None
+        with contextlib.suppress(OSError):  # a store that may only be read has no last use
+            os.utime(folder)
+        return _artifact(folder, manifest)
+
+    @contextlib.contextmanager
+    def workspace(self) -> Iterator[Path]:
+        """An empty folder on the store's own file system; what is not published from it is removed.
+
+        Raises:
+            StoreError: it cannot be made.
+        """
+        folder = self.root / "tmp" / f"{os.getpid()}-{uuid.uuid4().hex}"
+        with storage_errors(f"the store {self.root}"):
+            folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def publish(
+        self,
+        key: str,
+        folder: Path,
+        *,
+        kind: Kind,
+        file: str,
+        signature: Signature | None,
+        history: tuple[HistoryEntry, ...],
+        breach: str = "",
+    ) -> Artifact:
+        """Move a workspace's content under its key, in one step, and give back the artifact.
+
+        Raises:
+            StoreError: the disk is full or cannot be written.
+        """
+        target = self._folder(key)
+        with storage_errors(f"the store {self.root}"):
+            files = {name: _stored(folder / name) for name in files_below(folder)}
+            step = history[-1].step if history else ""
+            manifest = Manifest(
+                kind=kind, file=file, files=files, signature=signature, history=history, breach=breach, step=step
+            )
+            (folder / _MANIFEST).write_text(manifest.model_dump_json(indent=1))
+            target.parent.mkdir(exist_ok=True)
+            self._move(folder, target)
+        self._published.add(key)
+        return _artifact(target, manifest)
+
+    def reads(self, name: str) -> "Reads":
+        """What a step read of the user's files when it last ran on this machine."""
+        return Reads(self.root / "reads" / f"{name}.json")
+
+    def entries(self) -> list[Entry]:
+        """Everything published, the latest used first."""
+        found = []
+        for path in self.root.glob(f"objects/*/*/{_MANIFEST}"):
+            folder = path.parent
+            manifest = _read(folder)
+            total = sum(file.bytes for file in manifest.files.values()) if manifest else 0
+            step, kind = (manifest.step, manifest.kind) if manifest else ("unreadable", "?")
+            found.append(Entry(folder.name, step, kind, total, folder.stat().st_mtime))
+        return sorted(found, key=lambda entry: -entry.used)
+
+    def verify(self) -> list[str]:
+        """Hash every file of every entry; remove the damaged ones and give back their keys."""
+        damaged = []
+        for path in sorted(self.root.glob(f"objects/*/*/{_MANIFEST}")):
+            if self._intact(path.parent, every_byte=True) is None:
+                damaged.append(path.parent.name)
+                shutil.rmtree(path.parent, ignore_errors=True)
+        return damaged
+
+    def prune(self, *, max_bytes: int | None = None, max_age_seconds: float | None = None) -> list[Entry]:
+        """Remove entries not used for so long, then the least recently used until the rest fits; give them back."""
+        removed, kept = [], 0
+        oldest = time.time() - max_age_seconds if max_age_seconds is not None else 0.0
+        for entry in self.entries():
+            kept += entry.bytes
+            if entry.used < oldest or (max_bytes is not None and kept > max_bytes):
+                shutil.rmtree(self._folder(entry.key), ignore_errors=True)
+                kept -= entry.bytes
+                removed.append(entry)
+        self._remove_abandoned()
+        return removed
+
+    def _remove_abandoned(self) -> None:
+        for folder in (self.root / "tmp").iterdir():
+            owner = folder.name.partition("-")[0]
+            if not owner.isdecimal() or not Path("/proc", owner).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _folder(self, key: str) -> Path:
+        return self.root / "objects" / key[:2] / key
+
+    def _move(self, folder: Path, target: Path) -> None:
+        try:
+            folder.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            target.rename(self.root / "tmp" / f"{os.getpid()}-{uuid.uuid4().hex}")
+            folder.rename(target)
+
+    def _intact(self, folder: Path, *, every_byte: bool = False) -> Manifest | None:
+        manifest = _read(folder)
+        if manifest is None or files_below(folder, skip=[_MANIFEST]) != sorted(manifest.files):
+            return None
+        for name, stored in manifest.files.items():
+            path = folder / name
+            unchanged = _inode(path) == stored.inode and stored.bytes > _ALWAYS_HASH_BYTES and not every_byte
+            if path.stat().st_size != stored.bytes or not (unchanged or file_digest(path) == stored.sha256):
+                return None
+        return manifest
+
+
+class _ReadFiles(RootModel[dict[str, StoredFile]]):
+    """Absolute path → what the file was."""
+
+
+class Reads:
+    """The user's files that a step depends on: found out while it runs, and looked at before it runs again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def known(self) -> list[tuple[str, str]] | None:
+        """Names and digests as the files are now, or None where the step never ran or a file is gone."""
+        try:
+            before = _ReadFiles.model_validate_json(self._path.read_bytes()).root
+            now = {name: _stored(Path(name), before[name]) for name in before}
+        except (OSError, ValidationError):
+            return None
+        return _portable(now)
+
+    def remember(self, paths: Iterable[Path]) -> list[tuple[str, str]]:
+        """Write down what was read; give back names and digests.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+        files = {str(path): _stored(path) for path in paths}
+        with storage_errors(f"the store {self._path.parent}"):
+            partial = self._path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+            partial.write_text(_ReadFiles(files).model_dump_json())
+            partial.replace(self._path)
+        return _portable(files)
+
+
+def _portable(files: Mapping[str, StoredFile]) -> list[tuple[str, str]]:
+    """File names without their folders: the same project elsewhere gives the same key."""
+    return sorted((Path(name).name, file.sha256) for name, file in files.items())
+
+
+@contextlib.contextmanager
+def storage_errors(place: str) -> Iterator[None]:
+    """Turn what the file system refuses into one message.
+
+    Raises:
+        StoreError: a full disk, missing rights, a read-only file system.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise translated(error, place) from error
+
+
+def translated(error: OSError, place: str) -> StoreError:
+    """The message for a file system's refusal."""
+    remedies = {
+        errno.ENOSPC: "free some space (`enginesmith cache prune --max-size 5GiB`) or choose another disk",
+        errno.EDQUOT: "free some space (`enginesmith cache prune --max-size 5GiB`) or choose another disk",
+        errno.EACCES: "choose a folder that you may write to",
+        errno.EROFS: "choose a folder that you may write to",
+    }
+    what = os.strerror(error.errno).lower() if error.errno else str(error)
+    return StoreError(f"{place}: {what}", remedies.get(error.errno or 0, "check the path and its rights"))
+
+
+def default_root() -> Path:
+    """``$ENGINESMITH_STORE``, else ``enginesmith`` in the user's cache folder."""
+    if chosen := os.environ.get("ENGINESMITH_STORE"):
+        return Path(chosen).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "enginesmith"
+
+
+def _stored(path: Path, before: StoredFile | None = None) -> StoredFile:
+    """The file as it is now; hashed only if it is not in the state that it was in before."""
+    inode = _inode(path)
+    if before is not None and before.inode == inode:
+        return before
+    return StoredFile(sha256=file_digest(path), bytes=path.stat().st_size, inode=inode)
+
+
+def _inode(path: Path) -> tuple[int, int, int]:
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _read(folder: Path) -> Manifest | None:
+    try:
+        return Manifest.model_validate_json((folder / _MANIFEST).read_bytes())
+    except (ValidationError, OSError):
+        return None
+
+
+def _artifact(folder: Path, manifest: Manifest) -> Artifact:
+    return Artifact(
+        kind=manifest.kind,
+        path=folder / manifest.file,
+        sha256=folder_digest({name: file.sha256 for name, file in manifest.files.items()}),
+        bytes=sum(file.bytes for file in manifest.files.values()),
+        signature=manifest.signature,
+        history=manifest.history,
+        breach=manifest.breach,
+    )

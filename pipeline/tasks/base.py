@@ -1,0 +1,87 @@
+"""The work of a step, as it runs in a worker: artifacts in, files and one sentence out.
+
+A task's fields, with the digests of what it takes, make its key; so everything that changes the result is a field.
+"""
+
+import json
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.passes.base import Progress
+
+Inputs = Mapping[str, Artifact]
+
+RECORDS = "records.json"
+"""The main file of a ``record`` artifact: a list of plain objects."""
+
+
+class Task(BaseModel):
+    """What one step does."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    title: ClassVar[str]
+    """A word for people: export, measure …"""
+    produces: ClassVar[Kind]
+    exclusive: ClassVar[bool] = False
+    """Whether nothing else may run on the machine at the same time."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What is done, without where on this machine: the class, the fields, the classes of the fields."""
+        fields = ((name, getattr(self, name)) for name in type(self).model_fields)
+        kinds = {name: type(value).__name__ for name, value in fields if isinstance(value, BaseModel)}
+        return {"task": type(self).__name__, **kinds, "fields": self.model_dump(mode="json")}
+
+    @property
+    def place(self) -> str:
+        """Where on this machine the task reads from, besides its inputs."""
+        return ""
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """Distributions whose versions decide what comes out."""
+        return ()
+
+    @property
+    def surroundings(self) -> dict[str, Any]:
+        """Facts about this machine that decide what comes out; only measurements have some."""
+        return {}
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        """Do it: read the inputs, write into the empty folder ``out``."""
+        raise NotImplementedError
+
+
+class Done(BaseModel):
+    """What a worker sends back."""
+
+    effect: Effect
+    seconds: float
+    host_peak_bytes: int | None
+
+
+def execute(task: Task, inputs: Inputs, out: Path, progress: Progress) -> Done:
+    """Run a task in this process, and say what it cost."""
+    start = time.monotonic()
+    effect = task.run(inputs, out, progress)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Done(effect=effect, seconds=time.monotonic() - start, host_peak_bytes=peak)
+
+
+def write_records(out: Path, records: Sequence[BaseModel | Mapping[str, Any]]) -> None:
+    """Write the main file of a record."""
+    plain = [one.model_dump(mode="json") if isinstance(one, BaseModel) else one for one in records]
+    (out / RECORDS).write_text(json.dumps(plain, indent=1) + "\n")
+
+
+def read_records(artifact: Artifact) -> list[dict[str, Any]]:
+    """Read the main file of a record."""
+    found: list[dict[str, Any]] = json.loads(artifact.path.read_bytes())
+    return found

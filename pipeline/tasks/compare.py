@@ -1,0 +1,182 @@
+"""Samples and what the baseline answers to them; and whether others answer the same."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, SerializeAsAny
+
+from enginesmith.calibration.dataset import Dataset, open_dataset
+from enginesmith.pipeline import samples
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.engines.base import Device, Engine, Session
+from enginesmith.pipeline.measure.fidelity import Fidelity, compare, thresholds_for
+from enginesmith.pipeline.passes.base import Progress
+from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, TensorSpec
+from enginesmith.pipeline.watch import watching
+
+
+class Sample(Task):
+    """Feeds at every size that is needed, and what the baseline answers at the points of the shape range."""
+
+    title: ClassVar[str] = "reference"
+    produces: ClassVar[Kind] = "reference"
+
+    engine: SerializeAsAny[Engine]
+    ranges: dict[str, ShapeRange]
+    batches: tuple[int, ...]
+    data: str | None
+    seed: int
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return (*self.engine.tools, "numpy")
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        model = inputs["model"]
+        assert model.signature is not None
+        signature = model.signature
+        example, sizes = _example(model)
+        ranges = samples.plan_ranges(signature, self.ranges, self.batches, sizes)
+        cases = samples.plan_cases(signature, ranges, self.batches)
+        data, read = open_data(self.data, signature.inputs, None, self.seed) if self.data else (None, ())
+        with self.engine.load(model, Device()) as session:
+            for index, case in enumerate(cases):
+                feeds = samples.feeds_for(case, signature, example, data, self.seed)
+                samples.write_arrays(out, "feeds", index, feeds)
+                if case.points:
+                    progress(f"running {self.engine.name} at {_shown(case.sizes)}")
+                    samples.write_arrays(out, "outputs", index, session.run(feeds))
+        name = data.name if data else "synthetic"
+        samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases))
+        return Effect(file=samples.RECORD, summary=f"{len(cases)} sets of feeds from {name} data", reads=read)
+
+
+class StageFidelity(BaseModel):
+    """How close a stage's outputs are to the reference at one point: an entry of ``fidelity[]``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    stage: str
+    point: str
+    batch: int
+    sqnr_db: float | None
+    cosine: float | None
+    max_abs_error: float | None
+    argmax_agreement: float | None
+    passed: bool
+    reason: str = ""
+
+
+class Verify(Task):
+    """Outputs against the reference, at min, opt and max."""
+
+    title: ClassVar[str] = "verify"
+    produces: ClassVar[Kind] = "record"
+
+    stage: str
+    engine: SerializeAsAny[Engine]
+    device: Device
+    precision: str
+    min_sqnr_db: float | None
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return self.engine.tools
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        reference = inputs["reference"].folder
+        found = []
+        with self.engine.load(inputs["model"], self.device) as session:
+            for index, case in enumerate(samples.read(reference).cases):
+                if case.points:
+                    progress(f"comparing at {_shown(case.sizes)}")
+                    feeds = samples.read_arrays(reference, "feeds", index)
+                    expected = samples.read_arrays(reference, "outputs", index)
+                    found += self._compare(session, case, feeds, expected)
+        write_records(out, found)
+        failed = [entry for entry in found if not entry.passed]
+        worst = min((entry.sqnr_db for entry in found if entry.sqnr_db is not None), default=None)
+        return Effect(
+            file=RECORDS,
+            summary=f"SQNR at least {worst:.0f} dB" if worst is not None else "outputs agree",
+            breach=f"after {self.stage} at {failed[0].point}: {failed[0].reason}" if failed else "",
+        )
+
+    def _compare(self, session: Session, case: samples.Case, feeds: Feeds, expected: Feeds) -> list[StageFidelity]:
+        thresholds = thresholds_for(self.precision)
+        if self.min_sqnr_db is not None:
+            thresholds = thresholds.model_copy(update={"min_sqnr_db": self.min_sqnr_db, "max_error_of_range": 0.0})
+        result = compare(expected, session.run(feeds), thresholds)
+        return [
+            StageFidelity(
+                stage=self.stage,
+                point=point,
+                batch=case.batch,
+                sqnr_db=result.sqnr_db,
+                cosine=result.cosine,
+                max_abs_error=result.max_abs_error,
+                argmax_agreement=result.argmax_agreement,
+                passed=result.passed,
+                reason="" if result.passed else _why_not(result),
+            )
+            for point in case.points
+        ]
+
+
+def _why_not(found: Fidelity) -> str:
+    """The output that is farthest from the reference, in words."""
+    worst = next(one for one in found.outputs if not one.passed)
+    if not worst.finite:
+        return f"output {worst.name!r} has NaN or Inf where the reference has none"
+    if worst.sqnr_db is None:
+        return f"output {worst.name!r} agrees in {100 * (worst.agreement or 0):.2f} % of its elements"
+    return f"output {worst.name!r} has an SQNR of {worst.sqnr_db:.1f} dB, max abs error {worst.max_abs_error:.3g}"
+
+
+_EXAMPLE_SIZE = 8
+"""Along dynamic dimensions that nothing is known of, where the model comes without an example."""
+
+
+def _example(model: Artifact) -> tuple[dict[str, Array], dict[str, int]]:
+    """A feed for each input, and the size it has along each dynamic dimension."""
+    assert model.signature is not None
+    specs = model.signature.inputs
+    if model.kind == "torch":
+        from enginesmith.pipeline.torch_model import read_example
+
+        example = read_example(model)
+        sizes = {
+            dim: size
+            for spec in specs
+            for dim, size in zip(spec.shape, example[spec.name].shape, strict=True)
+            if isinstance(dim, str)
+        }
+        return example, sizes
+    sizes = dict.fromkeys(model.signature.symbols, _EXAMPLE_SIZE)
+    rng = np.random.default_rng(0)
+    return {spec.name: _made_up(spec, sizes, rng) for spec in specs}, sizes
+
+
+def _made_up(spec: TensorSpec, sizes: Mapping[str, int], rng: np.random.Generator) -> Array:
+    """Normal floats; zeros and ones for integers, which every vocabulary has."""
+    shape = spec.resolve(sizes)
+    if spec.dtype.startswith("float"):
+        return rng.standard_normal(shape).astype(spec.dtype)
+    return rng.integers(0, 2, shape).astype(spec.dtype)
+
+
+def open_data(
+    reference: str, inputs: Sequence[TensorSpec], count: int | None, seed: int
+) -> tuple[Dataset, tuple[Path, ...]]:
+    """The evaluation data, or so many samples of it; and the files that it was read from."""
+    with watching(allow_pickle=False) as watch:
+        data = open_dataset(reference, inputs, split="test")
+    data = data if count is None else data.sample(count, seed)
+    return data, tuple(sorted(path for path in watch.files if path.suffix != ".py"))
+
+
+def _shown(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "its fixed shape"

@@ -1,0 +1,184 @@
+"""Measurements as tasks: latency of all variants together, memory and quality of each alone."""
+
+import contextlib
+import datetime
+import functools
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import SerializeAsAny
+
+from enginesmith.calibration.dataset import Dataset
+from enginesmith.pipeline import samples
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.engines.base import Device, Engine
+from enginesmith.pipeline.measure import device as devices
+from enginesmith.pipeline.measure.latency import measure_latency
+from enginesmith.pipeline.measure.memory import measure_memory
+from enginesmith.pipeline.measure.quality import METRICS, evaluate
+from enginesmith.pipeline.measure.race import Candidate, LatencySettings
+from enginesmith.pipeline.passes.base import Progress
+from enginesmith.pipeline.samples import batch_symbol, fixed_batch
+from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
+from enginesmith.pipeline.tasks.compare import open_data
+from enginesmith.pipeline.tensors import Array
+from enginesmith.pipeline.units import format_bytes
+from enginesmith.pipeline.watch import watching
+
+SAMPLES = "samples.npz"
+_OUTPUTS = "outputs.npz"
+_BASELINE = "baseline"
+VERIFIED = "verified"
+"""Role of the record that a variant's numbers are right: ``V verified`` for the variant V."""
+
+
+class Latency(Task):
+    """Latency of all variants, interleaved; the first one is the baseline."""
+
+    title: ClassVar[str] = "latency"
+    produces: ClassVar[Kind] = "record"
+    exclusive: ClassVar[bool] = True
+
+    engines: dict[str, SerializeAsAny[Engine]]
+    """By variant, whose artifact comes in under the same name; one without an artifact is left out."""
+    device: Device
+    settings: LatencySettings
+    again: str = ""
+    """Something new each time, for a measurement that must not be taken from the store."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        engines = {name: {"engine": engine.name, **engine.model_dump()} for name, engine in self.engines.items()}
+        return {**super().identity, "engines": engines}
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(tool for engine in self.engines.values() for tool in engine.tools))
+
+    @property
+    def surroundings(self) -> dict[str, Any]:
+        return _machine()
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        candidates = [
+            Candidate(name, engine, inputs[name], self.device)
+            for index, (name, engine) in enumerate(self.engines.items())
+            if name in inputs and (index == 0 or f"{name} {VERIFIED}" in inputs)
+        ]
+        feeds = _measured_feeds(inputs["reference"])
+        with _logs_in_own_log() as logs:
+            result = measure_latency(candidates, feeds, self.settings, logs, progress)
+        measured_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        rows = [
+            {"variant": name, "measured_at": measured_at, "row": row.model_dump(mode="json")}
+            for name, rows in result.rows.items()
+            for row in rows
+        ]
+        write_records(out, rows)
+        np.savez_compressed(out / SAMPLES, **result.samples)  # type: ignore[arg-type]
+        return Effect(file=RECORDS, summary=f"{len(candidates)} variants at batch {', '.join(map(str, feeds))}")
+
+
+class Quality(Task):
+    """The task's metric of one variant on labelled data, against the baseline on the same samples."""
+
+    title: ClassVar[str] = "quality"
+    produces: ClassVar[Kind] = "record"
+
+    engine: SerializeAsAny[Engine]
+    device: Device
+    data: str
+    samples: int | None
+    metric: str
+    batch: int
+    seed: int
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return (*self.engine.tools, "numpy")
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        model = inputs["model"]
+        assert model.signature is not None
+        data, read = open_data(self.data, model.signature.inputs, self.samples, self.seed)
+        if data.labels is None:
+            write_records(out, [])
+            return Effect(file=RECORDS, summary=f"{data.name} has no labels, so there is no quality", reads=read)
+        outputs = self._answers(model, data, progress)
+        np.savez(out / _OUTPUTS, **outputs)  # type: ignore[arg-type]
+        baseline = outputs
+        if _BASELINE in inputs:
+            with np.load(inputs[_BASELINE].folder / _OUTPUTS, allow_pickle=False) as stored:
+                baseline = dict(stored.items())
+        with watching(allow_pickle=False) as watch:
+            found = evaluate(self.metric, outputs, baseline, data.labels, self.seed)
+        write_records(out, [found])
+        reads = (*read, *sorted(watch.files)) if self.metric not in METRICS else read
+        return Effect(file=RECORDS, summary=f"{self.metric} {found.value:.4f} on {found.samples} samples", reads=reads)
+
+    def _answers(self, model: Artifact, data: Dataset, progress: Progress) -> dict[str, Array]:
+        """Outputs for every sample, in batches of one size; the last one wraps round and is cut."""
+        parts: list[dict[str, Array]] = []
+        with self.engine.load(model, self.device) as session:
+            size = self.batch if batch_symbol(session.signature) else fixed_batch(session.signature)
+            for start in range(0, len(data), size):
+                progress(f"{start} of {len(data)} samples")
+                parts.append(session.run(data.batch(start, size)))
+        return {name: np.concatenate([part[name] for part in parts])[: len(data)] for name in parts[0]}
+
+
+class Memory(Task):
+    """Peak memory of one variant, at the largest batch size that is measured."""
+
+    title: ClassVar[str] = "memory"
+    produces: ClassVar[Kind] = "record"
+    exclusive: ClassVar[bool] = True
+
+    engine: SerializeAsAny[Engine]
+    device: Device
+    again: str = ""
+    """As in :class:`Latency`."""
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return self.engine.tools
+
+    @property
+    def surroundings(self) -> dict[str, Any]:
+        return _machine()
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        batch, feeds = max(_measured_feeds(inputs["reference"]).items(), key=lambda item: item[0])
+        candidate = Candidate(self.engine.name, self.engine, inputs["model"], self.device)
+        with _logs_in_own_log() as logs:
+            row = measure_memory(candidate, batch, feeds, logs, progress)
+        write_records(out, [row])
+        peak = format_bytes(row.peak_bytes) if row.peak_bytes is not None else row.reasons["peak_bytes"]
+        return Effect(file=RECORDS, summary=f"peak {peak} at batch {batch}")
+
+
+@functools.cache
+def _machine() -> dict[str, Any]:
+    """What decides how fast things run here."""
+    return {"machine": devices.fingerprint(devices.environment())}
+
+
+def _measured_feeds(reference: Artifact) -> dict[int, dict[str, Array]]:
+    """Feeds by batch size."""
+    cases = enumerate(samples.read(reference.folder).cases)
+    return {case.batch: samples.read_arrays(reference.folder, "feeds", index) for index, case in cases if case.measured}
+
+
+@contextlib.contextmanager
+def _logs_in_own_log() -> Iterator[Path]:
+    """A folder for the logs of processes below this one; what they wrote ends up in this one's log."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            yield Path(folder)
+        finally:
+            for log in sorted(Path(folder).iterdir()):
+                sys.stderr.write(f"--- {log.stem}\n{log.read_text(errors='replace')}")

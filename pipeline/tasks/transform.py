@@ -1,0 +1,49 @@
+"""From artifact to artifact: passes and engine builds."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import SerializeAsAny
+
+from enginesmith.pipeline.artifact import Effect, Kind
+from enginesmith.pipeline.engines.base import Device, Engine
+from enginesmith.pipeline.passes.base import Pass, Progress, run_pass
+from enginesmith.pipeline.tasks.base import Inputs, Task
+
+
+class Transform(Task):
+    """One pass."""
+
+    title: ClassVar[str] = "pass"
+    produces: ClassVar[Kind] = "onnx"
+
+    step: SerializeAsAny[Pass]
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return self.step.tools
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        return run_pass(self.step, inputs["model"], out, progress)
+
+
+class Build(Task):
+    """An engine from a graph."""
+
+    title: ClassVar[str] = "build"
+    produces: ClassVar[Kind] = "engine"
+
+    engine: SerializeAsAny[Engine]
+    device: Device
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return self.engine.tools
+
+    @property
+    def surroundings(self) -> dict[str, Any]:
+        return self.engine.surroundings(self.device)
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        progress(f"building the {self.engine.name} engine")
+        return self.engine.build(inputs["model"], out, self.device)

@@ -1,0 +1,160 @@
+"""Names, dtypes and shapes: the signature that a model keeps through every pass."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline.errors import SignatureError, UsageError
+
+Feeds = Mapping[str, np.ndarray[Any, np.dtype[Any]]]
+Array = np.ndarray[Any, np.dtype[Any]]
+Point = Literal["min", "opt", "max"]
+
+DTYPES = (
+    *("float16", "float32", "float64", "bool"),
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+)
+_NAME = re.compile(r"[^:\s]+")
+_DIM = re.compile(r"[A-Za-z_]\w*")
+
+
+class TensorSpec(BaseModel):
+    """One input or output: a dimension is a number, or a word for one that may vary (``batch``)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "TensorSpec":
+        """Read ``name:dtype:batch,3,224,224``; an empty shape is a scalar.
+
+        Raises:
+            UsageError: the text is not of that form.
+        """
+        parts = text.rsplit(":", 2)
+        if len(parts) != 3 or not _NAME.fullmatch(parts[0]):
+            raise UsageError(f"cannot read the input {text!r}", "write it as name:dtype:batch,3,224,224")
+        name, dtype, dims = parts
+        if dtype not in DTYPES:
+            raise UsageError(f"input {name!r} has the unknown dtype {dtype!r}", f"use one of {', '.join(DTYPES)}")
+        return cls(name=name, dtype=dtype, shape=tuple(_dim(text, d) for d in dims.split(",") if dims))
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The words among the dimensions, in order."""
+        return tuple(dim for dim in self.shape if isinstance(dim, str))
+
+    def resolve(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape with every word replaced by its size.
+
+        Raises:
+            SignatureError: a word has no size.
+        """
+        missing = [dim for dim in self.symbols if dim not in sizes]
+        if missing:
+            raise SignatureError(
+                f"{self.name!r} has the dynamic dimension {missing[0]!r}, and no size is given for it",
+                f"give one with --shape {missing[0]}=1:8:64",
+            )
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.dtype}:{','.join(map(str, self.shape))}"
+
+
+def _dim(text: str, dim: str) -> int | str:
+    dim = dim.strip()
+    if dim.isdecimal() and int(dim) > 0:
+        return int(dim)
+    if _DIM.fullmatch(dim):
+        return dim
+    raise UsageError(f"cannot read the dimension {dim!r} in {text!r}", "a dimension is a positive number or a word")
+
+
+class ShapeRange(BaseModel):
+    """The sizes a dynamic dimension may take: smallest, the one to be fastest at, largest."""
+
+    model_config = ConfigDict(frozen=True)
+
+    min: int
+    opt: int
+    max: int
+
+    @classmethod
+    def parse(cls, text: str) -> "ShapeRange":
+        """Read ``1:8:64``; one number stands for all three.
+
+        Raises:
+            UsageError: not of that form, or not 1 ≤ min ≤ opt ≤ max.
+        """
+        numbers = text.split(":")
+        if not all(n.isdecimal() for n in numbers) or len(numbers) not in (1, 3):
+            raise UsageError(f"cannot read the shape range {text!r}", "write it as min:opt:max, as in 1:8:64")
+        low, opt, high = (int(n) for n in (numbers * 3 if len(numbers) == 1 else numbers))
+        if not 1 <= low <= opt <= high:
+            raise UsageError(f"the shape range {text!r} is out of order", "it must hold 1 <= min <= opt <= max")
+        return cls(min=low, opt=opt, max=high)
+
+    def at(self, point: Point) -> int:
+        """The size at ``min``, ``opt`` or ``max``."""
+        return {"min": self.min, "opt": self.opt, "max": self.max}[point]
+
+    def __str__(self) -> str:
+        return f"{self.min}:{self.opt}:{self.max}"
+
+
+class Signature(BaseModel):
+    """What goes into a model and what comes out, by name and in order."""
+
+    model_config = ConfigDict(frozen=True)
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Dynamic dimensions of the inputs, each once, in order of appearance."""
+        return tuple(dict.fromkeys(dim for spec in self.inputs for dim in spec.symbols))
+
+    def check(self, feeds: Feeds) -> None:
+        """Hold feeds against the inputs; errors as in :func:`check_feeds`."""
+        check_feeds(self.inputs, {name: (str(value.dtype), value.shape) for name, value in feeds.items()})
+
+
+def check_feeds(specs: Sequence[TensorSpec], given: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Hold dtype and shape by name against inputs: names, dtypes, ranks, fixed and shared sizes.
+
+    Raises:
+        SignatureError: says what was given and what was expected.
+    """
+    expected = [spec.name for spec in specs]
+    if set(given) != set(expected):
+        raise SignatureError(
+            f"the model's inputs are {', '.join(expected)}, and {', '.join(given) or 'nothing'} was given",
+            "name the arrays after the model's inputs",
+        )
+    sizes: dict[str, int] = {}
+    for spec in specs:
+        _check_tensor(spec, *given[spec.name], sizes)
+
+
+def _check_tensor(spec: TensorSpec, dtype: str, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
+    found = f"{dtype}{list(shape)}"
+    if dtype != spec.dtype or len(shape) != len(spec.shape):
+        raise SignatureError(f"input {spec.name!r} is {found}, expected {spec}", f"give it as {spec}")
+    for dim, size in zip(spec.shape, shape, strict=True):
+        wanted = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
+        if size != wanted:
+            raise SignatureError(f"input {spec.name!r} is {found}, expected {dim} = {wanted}", f"give it as {spec}")
+
+
+def total_bytes(specs: Iterable[TensorSpec], sizes: Mapping[str, int]) -> int:
+    """Bytes of all tensors together at these sizes."""
+    return sum(math.prod(spec.resolve(sizes)) * np.dtype(spec.dtype).itemsize for spec in specs)

@@ -1,0 +1,277 @@
+"""A loaded PyTorch model with named inputs and outputs, and how it is kept as an artifact.
+
+The artifact holds no pickle: ``model.json`` says which factory to call and how the outputs are named,
+``state.safetensors`` has the weights, ``example.safetensors`` one feed for each input.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from enginesmith.pipeline import factories
+from enginesmith.pipeline.artifact import Artifact, file_digest
+from enginesmith.pipeline.errors import SignatureError, SourceError
+from enginesmith.pipeline.source import Source, resolve
+from enginesmith.pipeline.tensors import Array, Signature, TensorSpec, check_feeds
+from enginesmith.pipeline.torch_shapes import default_specs, dtype_name, infer_dims, sizes_of
+from enginesmith.pipeline.watch import watching
+
+RECORD = "model.json"
+_STATE, _EXAMPLE = "state.safetensors", "example.safetensors"
+
+
+class LoadOptions(BaseModel):
+    """How a source is loaded: input specifications where the user gave some, the seed for random weights."""
+
+    model_config = ConfigDict(frozen=True)
+
+    inputs: tuple[TensorSpec, ...] = ()
+    seed: int = 0
+    allow_pickle: bool = False
+
+
+class _Record(BaseModel):
+    """What ``model.json`` holds."""
+
+    model: str
+    options: LoadOptions
+    code: dict[str, str]
+    """sha256 of the files that the model was made of, so that other code makes another artifact."""
+    signature: Signature
+    output_names: tuple[str, ...]
+    tied: dict[str, str]
+    """State entries that share memory with another one → that other."""
+
+
+class NamedForward(nn.Module):
+    """The user's module as a function of tensors in order: names in, a flat tuple out."""
+
+    def __init__(self, model: nn.Module, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model = model
+        self.training = False
+        self.outputs = outputs
+        self._keywords = inputs if _takes_keywords(model, inputs) else None
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Tensors in the order of the signature's inputs → tensors in the order of its outputs."""
+        flat = flatten(self.call(*tensors))[0]
+        return tuple(flat[name] for name in self.outputs) if self.outputs else tuple(flat.values())
+
+    def call(self, *tensors: Tensor) -> Any:
+        """What the user's module returns, as it returns it."""
+        if self._keywords is None:
+            return self.model(*tensors)
+        return self.model(**dict(zip(self._keywords, tensors, strict=True)))
+
+
+@dataclass
+class LoadedModel:
+    """A module ready to run: ``module(*tensors)`` takes and returns tensors in the order of the signature."""
+
+    module: NamedForward
+    signature: Signature
+    example: dict[str, Tensor]
+    notes: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
+    """What was read of the user's while it was built: code and weights."""
+
+    @property
+    def dynamic_sizes(self) -> dict[str, int]:
+        """The size that the example has along each dynamic dimension."""
+        return sizes_of(self.signature.inputs, self.example)
+
+
+def load(source: Source, options: LoadOptions) -> LoadedModel:
+    """Build a source's module and find out its signature by running it.
+
+    Raises:
+        SourceError: the model cannot be built or run, or returns what is no tensor.
+        SignatureError: the given inputs do not fit it.
+    """
+    torch.manual_seed(options.seed)
+    with watching(options.allow_pickle) as watch:
+        built = factories.build(source)
+        loaded = _understood(source, options, built)
+    return dataclasses.replace(loaded, files=tuple(sorted(watch.files)))
+
+
+def _understood(source: Source, options: LoadOptions, built: factories.Built) -> LoadedModel:
+    example = _example(built, options)
+    specs = options.inputs or built.inputs or default_specs(example)
+    check_feeds(specs, {name: (dtype_name(value), tuple(value.shape)) for name, value in example.items()})
+    module = NamedForward(built.module, tuple(example), ())
+    with factories.user_errors("running the model on its example inputs", None), torch.inference_mode():
+        flat, left_out = flatten(module.call(*example.values()))
+    if not flat:
+        raise SourceError(f"{source.text} returns no tensor", "its forward has to return tensors")
+    module.outputs = tuple(flat)
+    names = built.outputs if len(built.outputs) == len(flat) else module.outputs
+    asked = bool(options.inputs or built.inputs)
+    signature, notes = infer_dims(module, specs, example, dict(zip(names, flat.values(), strict=True)), asked)
+    if left_out:
+        notes.append(f"outputs that are no tensors were left out: {', '.join(left_out)}")
+    return LoadedModel(module, signature, example, tuple(notes))
+
+
+def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -> None:
+    """Write the artifact's files into ``out``."""
+    from safetensors.torch import save_file
+
+    state, tied = _untied(loaded.module.model.state_dict())
+    record = _Record(
+        model=source.text,
+        options=options,
+        code={path.name: file_digest(path) for path in loaded.files},
+        signature=loaded.signature,
+        output_names=loaded.module.outputs,
+        tied=tied,
+    )
+    (out / RECORD).write_text(record.model_dump_json(indent=1))
+    save_file(state, out / _STATE)
+    save_file({name: value.contiguous() for name, value in loaded.example.items()}, out / _EXAMPLE)
+
+
+def load_artifact(artifact: Artifact) -> LoadedModel:
+    """The module of a torch artifact, with exactly the weights that were stored.
+
+    Raises:
+        SourceError: the factory now gives a module that the stored weights do not fit.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    record = _Record.model_validate_json((artifact.folder / RECORD).read_bytes())
+    torch.manual_seed(record.options.seed)
+    with watching(record.options.allow_pickle):
+        model = factories.build(resolve(record.model)).module
+    own = model.state_dict()
+    with safe_open(artifact.folder / _STATE, framework="pt") as stored:
+        if set(own) != {*stored.keys(), *record.tied}:
+            raise SourceError(
+                f"{record.model} no longer builds the module whose weights were stored",
+                "run optimize again, so that it is loaded anew",
+            )
+        for name in stored.keys():  # noqa: SIM118 - not a dict
+            own[name].copy_(stored.get_tensor(name))
+    example = load_file(artifact.folder / _EXAMPLE)
+    ordered = {spec.name: example[spec.name] for spec in record.signature.inputs}
+    module = NamedForward(model, tuple(ordered), record.output_names)
+    return LoadedModel(module, record.signature, ordered)
+
+
+def read_example(artifact: Artifact) -> dict[str, Array]:
+    """The example feeds of a torch artifact; nothing of the model is loaded."""
+    from safetensors.numpy import load_file
+
+    return load_file(artifact.folder / _EXAMPLE)
+
+
+def flatten(value: Any, prefix: str = "") -> tuple[dict[str, Tensor], list[str]]:
+    """Tensors of a nested output by name, and descriptions of what was no tensor.
+
+    A lone tensor is ``output``; tuples give ``output_0``, ``output_1``; mappings and dataclasses their own names.
+    """
+    if isinstance(value, Tensor):
+        return {prefix or "output": value}, []
+    if value is None:
+        return {}, []
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        items = [(f"{prefix}_{key}" if prefix else str(key), item) for key, item in value.items()]
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = [(f"{prefix}_{key}" if prefix else key, item) for key, item in zip(value._fields, value, strict=True)]
+    elif isinstance(value, (tuple, list)):
+        items = [(f"{prefix or 'output'}_{index}", item) for index, item in enumerate(value)]
+    else:
+        return {}, [f"{prefix or 'output'} ({type(value).__name__})"]
+    tensors: dict[str, Tensor] = {}
+    others: list[str] = []
+    for name, item in items:
+        below, left_out = flatten(item, name)
+        tensors |= below
+        others += left_out
+    return tensors, others
+
+
+def _example(built: factories.Built, options: LoadOptions) -> dict[str, Tensor]:
+    names = tuple(spec.name for spec in options.inputs or built.inputs)
+    if built.example is None:
+        if not names:
+            raise SourceError(
+                "the factory gives no example inputs",
+                "return (module, example_inputs) from it, or add --input name:dtype:batch,3,224,224",
+            )
+        return {spec.name: _made_up(spec) for spec in options.inputs or built.inputs}
+    example = _named(built, names)
+    if names and set(names) != set(example):
+        raise SignatureError(
+            f"--input names {', '.join(names)}, and the factory's example inputs are {', '.join(example)}",
+            "use the same names",
+        )
+    for name, value in example.items():
+        if not isinstance(value, Tensor):
+            raise SourceError(
+                f"the example input {name!r} is a {type(value).__name__}, not a tensor",
+                "wrap the model so that its inputs are tensors, and fix the rest inside the wrapper",
+            )
+    return {name: example[name] for name in names or example}
+
+
+def _named(built: factories.Built, names: tuple[str, ...]) -> dict[str, Any]:
+    """The example by input name, whatever form the factory gave it in."""
+    value = built.example
+    if isinstance(value, Mapping):
+        return dict(value)
+    values = list(value) if isinstance(value, (tuple, list)) else [value]
+    if len(values) == len(names):
+        return dict(zip(names, values, strict=True))
+    parameters = _parameters(built.module)
+    if len(values) > len(parameters):
+        parameters = [f"input_{index}" for index in range(len(values))]
+    return dict(zip(parameters, values, strict=False))
+
+
+def _parameters(module: nn.Module) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, value in inspect.signature(module.forward).parameters.items() if value.kind in kinds]
+
+
+def _takes_keywords(module: nn.Module, names: tuple[str, ...]) -> bool:
+    parameters = inspect.signature(module.forward).parameters
+    allowed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return all(name in parameters and parameters[name].kind in allowed for name in names)
+
+
+def _made_up(spec: TensorSpec) -> Tensor:
+    """A feed for an input that only a specification is known of: two rows, eight along other dynamic dimensions."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {dim: 2 if dim == "batch" or position == 0 else 8 for position, dim in enumerate(spec.shape)}
+    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
+    dtype = getattr(torch, spec.dtype)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+
+def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """State without entries that share memory with an earlier one, and those entries by name."""
+    seen: dict[tuple[Any, ...], str] = {}
+    unique: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    for name, value in state.items():
+        place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() and place in seen:
+            tied[name] = seen[place]
+        else:
+            seen[place] = name
+            unique[name] = value.detach().contiguous()
+    return unique, tied

@@ -1,0 +1,108 @@
+"""What a user's code touches while a model is loaded: files it reads are remembered, pickles are refused.
+
+Python's audit events tell both (PEP 578): ``open`` for every file, ``pickle.find_class`` before an unpickler may call
+anything. ``torch.load(weights_only=True)`` has an unpickler of its own that can build nothing but tensors; it
+raises no such event and passes.
+"""
+
+import contextlib
+import functools
+import importlib
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from enginesmith.pipeline.errors import SourceError
+
+_OWN_CODE = Path(__file__).parent.parent
+
+
+class Watch:
+    """Files read so far, and whether pickles may be read."""
+
+    def __init__(self, allow_pickle: bool) -> None:
+        self.allow_pickle = allow_pickle
+        self.files: set[Path] = set()
+
+    def saw(self, event: str, args: tuple[Any, ...]) -> None:
+        """Take one audit event."""
+        if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
+            if not isinstance(args[1], str) or not set(args[1]) & set("wax+"):
+                self.read(args[0])
+        elif event == "pickle.find_class" and not self.allow_pickle:
+            raise SourceError(
+                f"loading the model unpickles {args[0]}.{args[1]}, and a pickle can run any code",
+                "store weights as safetensors or load them with weights_only=True; "
+                "or add --allow-pickle if you trust the file",
+            )
+
+    def read(self, path: Any) -> None:
+        """Remember a file of the user's (not of Python, an installed package or the system)."""
+        found = Path(os.fsdecode(path)).absolute()
+        ours = found.suffix == ".py" and found.is_relative_to(_OWN_CODE)
+        if found.suffix != ".pyc" and not ours and not any(found.is_relative_to(folder) for folder in _foreign()):
+            self.files.add(found)
+
+
+_active: list[Watch] = []
+
+
+@functools.cache
+def _foreign() -> tuple[Path, ...]:
+    """Folders whose files are covered otherwise: versions of packages, or nothing that a model is made of."""
+    paths = sysconfig.get_paths()
+    packages = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {site.getusersitepackages()}
+    return tuple(Path(path) for path in (*sorted(packages), "/proc", "/sys", "/dev"))
+
+
+@contextlib.contextmanager
+def watching(allow_pickle: bool) -> Iterator[Watch]:
+    """Watch this process until the block ends."""
+    if not _installed:
+        _install()
+    watch = Watch(allow_pickle)
+    _active.append(watch)
+    try:
+        with _safetensors_seen(watch):
+            yield watch
+    finally:
+        _active.remove(watch)
+        for module in list(sys.modules.values()):
+            if isinstance(file := getattr(module, "__file__", None), str) and file.endswith(".py"):
+                watch.read(file)
+        watch.files = {path for path in watch.files if path.is_file()}
+
+
+_installed: list[bool] = []
+
+
+def _install() -> None:
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        for watch in _active:
+            watch.saw(event, args)
+
+    sys.addaudithook(hook)
+    _installed.append(True)
+
+
+@contextlib.contextmanager
+def _safetensors_seen(watch: Watch) -> Iterator[None]:
+    """safetensors opens files from Rust, which no audit event tells: stand in for its one entrance."""
+    places: list[Any] = [importlib.import_module(name) for name in ("safetensors", "safetensors.torch")]
+    opened = places[0].safe_open
+
+    def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        watch.read(filename)
+        return opened(filename, *args, **kwargs)
+
+    for place in places:
+        place.safe_open = safe_open
+    try:
+        yield
+    finally:
+        for place in places:
+            place.safe_open = opened

@@ -1,0 +1,227 @@
+"""What every engine promises, held against each of them with one small model.
+
+It has two inputs, one of them integers, two outputs, one of them integers, and a dynamic batch.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from enginesmith.pipeline import torch_model
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines import ENGINES, engine_class
+from enginesmith.pipeline.engines.base import Device, Engine, Session
+from enginesmith.pipeline.errors import MissingCapability, SignatureError, UsageError
+from enginesmith.pipeline.measure.clock import serve_session
+from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
+from enginesmith.pipeline.workers import Worker
+
+CPU = Device(threads=1)
+SIGNATURE = Signature(
+    inputs=tuple(TensorSpec.parse(text) for text in ("x:float32:batch,4", "ids:int64:batch,3")),
+    outputs=tuple(TensorSpec.parse(text) for text in ("scores:float32:batch,5", "best:int64:batch")),
+)
+FACTORY = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 4)
+        self.linear = nn.Linear(4, 5)
+
+    def forward(self, x, ids):
+        scores = self.linear(x + self.table(ids).mean(1))
+        return {"scores": scores, "best": scores.argmax(-1)}
+
+def build():
+    return Net(), {"x": torch.ones(2, 4), "ids": torch.ones(2, 3, dtype=torch.int64)}
+"""
+TYPES = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
+
+
+def feeds(batch: int, seed: int = 0) -> dict[str, Array]:
+    rng = np.random.default_rng(seed)
+    return {"x": rng.standard_normal((batch, 4)).astype(np.float32), "ids": rng.integers(0, 11, (batch, 3))}
+
+
+@pytest.fixture(scope="module")
+def torch_artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    folder = tmp_path_factory.mktemp("torch")
+    (folder / "contract_net.py").write_text(FACTORY)
+    source = resolve(f"{folder}/contract_net.py:build")
+    options = torch_model.LoadOptions(inputs=SIGNATURE.inputs)
+    loaded = torch_model.load(source, options)
+    torch_model.save(loaded, source, options, folder)
+    path = folder / torch_model.RECORD
+    return Artifact(kind="torch", path=path, sha256="", bytes=0, signature=loaded.signature)
+
+
+@pytest.fixture(scope="module")
+def module(torch_artifact: Artifact) -> torch.nn.Module:
+    return torch_model.load_artifact(torch_artifact).module
+
+
+@pytest.fixture(scope="module")
+def onnx_artifact(module: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """The same model, written by hand, its weights in a file beside it."""
+    state = {name.removeprefix("model."): value.numpy() for name, value in module.state_dict().items()}
+    nodes = [
+        helper.make_node("Gather", ["table.weight", "ids"], ["rows"]),
+        helper.make_node("ReduceMean", ["rows"], ["mean"], axes=[1], keepdims=0),
+        helper.make_node("Add", ["x", "mean"], ["sum"]),
+        helper.make_node("Gemm", ["sum", "linear.weight", "linear.bias"], ["scores"], transB=1),
+        helper.make_node("ArgMax", ["scores"], ["best"], axis=-1, keepdims=0),
+    ]
+    ends = [
+        [helper.make_tensor_value_info(spec.name, TYPES[spec.dtype], spec.shape) for spec in side]
+        for side in (SIGNATURE.inputs, SIGNATURE.outputs)
+    ]
+    weights = [numpy_helper.from_array(value, name) for name, value in state.items()]
+    model = helper.make_model(
+        helper.make_graph(nodes, "net", *ends, weights), opset_imports=[helper.make_opsetid("", 17)], ir_version=8
+    )
+    path = tmp_path_factory.mktemp("onnx") / "model.onnx"
+    onnx.save(model, path, save_as_external_data=True, location="model.onnx.data", size_threshold=0)
+    return Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=SIGNATURE)
+
+
+INDUCTOR = (pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"))
+
+
+@pytest.fixture(params=[pytest.param(name, marks=INDUCTOR if name == "compiled" else ()) for name in ENGINES])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    kind = engine_class(request.param)
+    found = kind.available(CPU)
+    if not found.ok:
+        pytest.skip(f"{found.reason}; {found.remedy}")
+    return kind()
+
+
+@pytest.fixture
+def artifact(engine: Engine, torch_artifact: Artifact, onnx_artifact: Artifact, tmp_path: Path) -> Artifact:
+    """What the engine loads: the torch artifact itself, or the engine built from the graph."""
+    if engine.consumes == "torch":
+        return torch_artifact
+    out = tmp_path / "engine"
+    out.mkdir()
+    effect = engine.build(onnx_artifact, out, CPU)
+    assert effect.summary
+    return Artifact(kind="engine", path=out / effect.file, sha256="", bytes=0, signature=effect.signature)
+
+
+@pytest.fixture
+def session(engine: Engine, artifact: Artifact) -> Iterator[Session]:
+    with engine.load(artifact, CPU) as opened:
+        yield opened
+
+
+def expected(module: torch.nn.Module, given: dict[str, Array]) -> dict[str, Array]:
+    with torch.inference_mode():
+        scores, best = module(*(torch.from_numpy(given[spec.name]) for spec in SIGNATURE.inputs))
+    return {"scores": scores.numpy(), "best": best.numpy()}
+
+
+def test_class_is_named_as_in_the_table(engine: Engine) -> None:
+    assert ENGINES[engine.name].endswith(f":{type(engine).__name__}")
+    assert engine.tools
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_outputs_equal_the_modules(session: Session, module: torch.nn.Module, batch: int) -> None:
+    outputs = session.run(feeds(batch))
+    wanted = expected(module, feeds(batch))
+    assert list(outputs) == ["scores", "best"]
+    np.testing.assert_allclose(outputs["scores"], wanted["scores"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(outputs["best"], wanted["best"])
+    assert [str(value.dtype) for value in outputs.values()] == ["float32", "int64"]
+
+
+def test_batch_may_change_from_call_to_call(session: Session, module: torch.nn.Module) -> None:
+    for batch in (2, 5, 2):
+        np.testing.assert_allclose(
+            session.run(feeds(batch))["scores"], expected(module, feeds(batch))["scores"], rtol=1e-5, atol=1e-6
+        )
+
+
+def test_outputs_stay_as_they_were_fetched(session: Session) -> None:
+    first = session.run(feeds(2, seed=1))
+    kept = {name: value.copy() for name, value in first.items()}
+    session.run(feeds(2, seed=2))
+    for name, value in kept.items():
+        np.testing.assert_array_equal(first[name], value)
+
+
+def test_bound_feeds_can_be_enqueued_again(session: Session, module: torch.nn.Module) -> None:
+    bound = session.bind(feeds(2))
+    session.enqueue(bound)
+    session.enqueue(bound)
+    session.synchronize()
+    np.testing.assert_allclose(session.fetch()["scores"], expected(module, feeds(2))["scores"], rtol=1e-5, atol=1e-6)
+
+
+def test_feeds_may_be_views_and_read_only(session: Session, module: torch.nn.Module) -> None:
+    given = {"x": feeds(4)["x"][::2], "ids": np.broadcast_to(feeds(1)["ids"], (2, 3))}
+    assert not given["ids"].flags.writeable
+    wanted = expected(module, {name: np.array(value) for name, value in given.items()})
+    np.testing.assert_allclose(session.run(given)["scores"], wanted["scores"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": np.ones((2, 4), np.float64)}, "float64"),
+        ({"x": np.ones((2, 7), np.float32)}, "7"),
+        ({"ids": np.ones((3, 3), np.int64)}, "batch"),
+        ({"y": np.ones(1, np.float32)}, "y"),
+    ],
+    ids=["dtype", "shape", "batches-differ", "name"],
+)
+def test_feeds_that_do_not_fit_are_refused(session: Session, change: dict[str, Array], message: str) -> None:
+    with pytest.raises(SignatureError, match=message):
+        session.run(feeds(2) | change)
+
+
+def test_closed_session_is_not_used(engine: Engine, artifact: Artifact) -> None:
+    session = engine.load(artifact, CPU)
+    session.close()
+    session.close()
+    with pytest.raises(UsageError, match="closed"):
+        session.run(feeds(2))
+
+
+def test_device_that_is_not_there(engine: Engine, artifact: Artifact) -> None:
+    with pytest.raises(MissingCapability, match="tpu"):
+        engine.load(artifact, Device(kind="tpu"))
+    if not type(engine).available(Device(kind="cuda")).ok:
+        with pytest.raises(MissingCapability, match="cuda:0") as caught:
+            engine.load(artifact, Device(kind="cuda"))
+        assert caught.value.remedy
+
+
+def test_priming_leaves_sessions_as_they_are(engine: Engine, artifact: Artifact, session: Session) -> None:
+    before = session.run(feeds(2))
+    engine.prime(artifact, CPU)
+    np.testing.assert_array_equal(session.run(feeds(2))["scores"], before["scores"])
+
+
+def test_session_in_a_fresh_process(engine: Engine, artifact: Artifact, tmp_path: Path) -> None:
+    with Worker(serve_session, engine, artifact, CPU, log=tmp_path / "log") as worker:
+        assert worker.request("load", timeout_seconds=300) > 0
+        worker.request("make_ready", feeds(2), 0.1, timeout_seconds=300)
+        assert worker.request("block", 0.01, timeout_seconds=300).host_seconds.size > 0
+        with pytest.raises(SignatureError):
+            worker.request("make_ready", {}, 0.1, timeout_seconds=300)
+
+
+def test_unknown_engine() -> None:
+    with pytest.raises(UsageError, match="eagre") as caught:
+        engine_class("eagre")
+    assert "eager" in caught.value.remedy

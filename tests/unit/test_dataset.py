@@ -1,0 +1,343 @@
+"""Data in: what is accepted, what is refused and why, and how rows are drawn."""
+
+import hashlib
+from collections import Counter
+from dataclasses import FrozenInstanceError
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from enginesmith.calibration.dataset import Dataset, embedded, open_dataset, synthetic
+from enginesmith.pipeline.errors import DataError, SignatureError
+from enginesmith.pipeline.tensors import TensorSpec
+
+IMAGE = (TensorSpec.parse("image:float32:batch,2,3"),)
+TEXT = (TensorSpec.parse("ids:int64:batch,sequence"), TensorSpec.parse("mask:int64:batch,sequence"))
+
+
+def rows(count=5):
+    return np.arange(count * 6, dtype=np.float32).reshape(count, 2, 3)
+
+
+def numbered(count, labels=None):
+    return Dataset("numbered", {"x": np.arange(count, dtype=np.float32)[:, None]}, labels)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Saves arrays as samples.npz and returns the path as a reference."""
+
+    def save(**arrays):
+        np.savez(tmp_path / "samples.npz", **arrays)
+        return str(tmp_path / "samples.npz")
+
+    return save
+
+
+class TestDataset:
+    def test_batches_wrap_round(self):
+        data = numbered(5)
+        assert data.batch(3, 4)["x"].ravel().tolist() == [3, 4, 0, 1]
+        assert data.batch(5, 2)["x"].ravel().tolist() == [0, 1]
+        assert data.batch(1, 12)["x"].ravel().tolist() == [1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2]
+        assert data.batch(0, 5)["x"].flags["C_CONTIGUOUS"]
+
+    def test_is_frozen(self):
+        with pytest.raises(FrozenInstanceError):
+            numbered(2).name = "other"
+
+    def test_digest_is_of_names_dtypes_shapes_bytes_and_labels(self):
+        x = np.zeros((4, 2), np.float32)
+        different = [
+            Dataset("a", {"x": x}),
+            Dataset("a", {"y": x}),
+            Dataset("a", {"x": x.astype(np.int32)}),
+            Dataset("a", {"x": x.reshape(2, 4)}),
+            Dataset("a", {"x": x + 1}),
+            Dataset("a", {"x": x}, np.zeros(4, np.int64)),
+        ]
+        assert len({data.digest for data in different}) == len(different)
+
+    def test_digest_ignores_the_name_and_the_order_of_arrays(self):
+        x, y = rows(), rows() + 1
+        assert Dataset("a", {"x": x, "y": y}).digest == Dataset("b", {"y": y, "x": x}).digest
+
+    def test_digest_in_pieces_is_that_of_the_whole(self, monkeypatch):
+        data = Dataset("a", {"x": rows(7)})
+        monkeypatch.setattr("enginesmith.calibration.dataset._HASHED_AT_ONCE_BYTES", 50)
+        whole = hashlib.sha256(b"input x\0float32\0(7, 2, 3)\0" + rows(7).tobytes()).hexdigest()
+        assert data.digest == whole
+
+    def test_sample_is_stratified_seeded_and_aligned(self):
+        labels = np.repeat([0, 1, 2], [60, 30, 10])
+        data = numbered(100, labels)
+        drawn = data.sample(10, seed=3)
+        assert Counter(drawn.labels.tolist()) == {0: 6, 1: 3, 2: 1}
+        picked = drawn.arrays["x"].ravel().astype(int)
+        assert len(set(picked)) == 10
+        assert np.array_equal(labels[picked], drawn.labels)
+        assert drawn.digest == data.sample(10, seed=3).digest
+        assert drawn.digest != data.sample(10, seed=4).digest
+
+    def test_rounding_of_shares_still_gives_the_count(self):
+        data = numbered(9, np.repeat([0, 1, 2], 3))
+        assert [len(data.sample(count, seed=0)) for count in range(1, 9)] == list(range(1, 9))
+
+    @pytest.mark.parametrize("labels", [None, np.linspace(0, 1, 50), np.zeros((50, 4), np.int64)])
+    def test_sample_without_classes(self, labels):
+        drawn = numbered(50, labels).sample(20, seed=0)
+        assert len(set(drawn.arrays["x"].ravel())) == len(drawn) == 20
+
+    def test_sample_of_everything_is_the_set_itself(self):
+        data = numbered(5)
+        assert data.sample(5, seed=0) is data
+        assert data.sample(50, seed=0) is data
+
+    def test_a_sample_of_nothing(self):
+        with pytest.raises(DataError, match="0 samples of numbered"):
+            numbered(5).sample(0, seed=0)
+
+
+class TestEmbedded:
+    def test_splits_are_stratified_and_whole(self):
+        splits = {name: embedded("digits", name) for name in ("train", "calibration", "test")}
+        assert {name: len(data) for name, data in splits.items()} == {"train": 1200, "calibration": 240, "test": 357}
+        for name, data in splits.items():
+            assert data.name == f"digits/{name}"
+            assert data.arrays["image"].shape == (len(data), 1, 8, 8)
+            assert (data.arrays["image"].dtype, data.labels.dtype) == (np.float32, np.int64)
+            assert (data.arrays["image"].min(), data.arrays["image"].max()) == (0, 1)
+            shares = np.bincount(data.labels) / len(data)
+            assert shares.shape == (10,)
+            assert shares.min() > 0.09
+            assert shares.max() < 0.11
+
+    def test_no_image_lies_in_two_splits(self):
+        seen = [
+            {image.tobytes() for image in embedded("digits", split).arrays["image"]}
+            for split in ("train", "calibration", "test")
+        ]
+        assert len(set.union(*seen)) == sum(map(len, seen)) == 1797
+
+    @pytest.mark.slow
+    def test_is_scikit_learns_copy_split_by_the_script(self, tmp_path, monkeypatch):
+        from enginesmith.calibration import split_digits
+
+        committed = split_digits.FILE
+        monkeypatch.setattr(split_digits, "FILE", tmp_path / "digits.npz")
+        split_digits.main()
+        with np.load(committed) as ours, np.load(tmp_path / "digits.npz") as again:
+            assert ours.files == again.files
+            assert all(np.array_equal(ours[name], again[name]) for name in ours.files)
+
+    def test_unknown(self):
+        with pytest.raises(DataError, match="letters/test"):
+            embedded("letters", "test")
+
+
+class TestOpen:
+    DIGITS = (TensorSpec.parse("image:float32:batch,1,8,8"),)
+
+    @pytest.mark.parametrize(
+        ("reference", "name"),
+        [
+            ("digits", "digits/calibration"),
+            ("digits/calibration", "digits/calibration"),
+            ("digits/test", "digits/test"),
+            ("digits/train", "digits/train"),
+        ],
+    )
+    def test_embedded(self, reference, name):
+        data = open_dataset(reference, self.DIGITS)
+        assert data.name == name
+        assert data.digest == embedded(*name.split("/")).digest
+
+    def test_a_bare_name_means_the_split_that_is_asked_for(self):
+        assert open_dataset("digits", self.DIGITS, split="test").name == "digits/test"
+
+    def test_npz_with_labels(self, saved):
+        data = open_dataset(saved(image=rows(), labels=np.arange(5)), IMAGE)
+        assert (data.name, len(data), list(data.arrays)) == ("samples.npz", 5, ["image"])
+        assert data.labels.tolist() == [0, 1, 2, 3, 4]
+
+    def test_npz_without_labels(self, saved):
+        assert open_dataset(saved(image=rows()), IMAGE).labels is None
+
+    def test_labels_of_another_name(self, saved):
+        data = open_dataset(saved(image=rows(), target=np.arange(5)), IMAGE, labels="target")
+        assert data.labels.tolist() == [0, 1, 2, 3, 4]
+
+    def test_an_input_that_is_called_labels_is_an_input(self, saved):
+        data = open_dataset(saved(labels=np.arange(3)), (TensorSpec.parse("labels:int64:batch"),))
+        assert list(data.arrays) == ["labels"]
+        assert data.labels is None
+
+    def test_npy_is_memory_mapped(self, tmp_path):
+        np.save(tmp_path / "one.npy", rows())
+        data = open_dataset(str(tmp_path / "one.npy"), IMAGE)
+        assert isinstance(data.arrays["image"], np.memmap)
+        assert np.array_equal(data.batch(4, 2)["image"], rows()[[4, 0]])
+
+    def test_npy_for_two_inputs(self, tmp_path):
+        np.save(tmp_path / "one.npy", np.zeros((2, 4), np.int64))
+        with pytest.raises(DataError, match="takes 2 inputs: ids, mask"):
+            open_dataset(str(tmp_path / "one.npy"), TEXT)
+
+    def test_safetensors(self, tmp_path):
+        save_file({"image": rows(), "labels": np.arange(5)}, tmp_path / "s.safetensors")
+        data = open_dataset(str(tmp_path / "s.safetensors"), IMAGE)
+        assert np.array_equal(data.arrays["image"], rows())
+        assert data.labels.tolist() == [0, 1, 2, 3, 4]
+
+    def test_arrays_come_in_the_order_of_the_inputs(self, saved):
+        ids = np.zeros((2, 4), np.int64)
+        assert list(open_dataset(saved(mask=ids, ids=ids), TEXT).arrays) == ["ids", "mask"]
+
+    @pytest.mark.parametrize(("given", "wanted"), [(np.float64, "float32"), (np.int32, "int64")])
+    def test_safe_casts(self, saved, given, wanted):
+        data = open_dataset(saved(x=np.ones((2, 3), given)), (TensorSpec.parse(f"x:{wanted}:batch,3"),))
+        assert data.arrays["x"].dtype == wanted
+
+    @pytest.mark.parametrize(
+        ("given", "wanted"),
+        [(np.int64, "int32"), (np.uint8, "float32"), (np.float32, "float16"), (np.int64, "float32")],
+    )
+    def test_other_casts_are_refused(self, saved, given, wanted):
+        with pytest.raises(DataError, match=f"'x' is {np.dtype(given)}, expected {wanted}"):
+            open_dataset(saved(x=np.ones((2, 3), given)), (TensorSpec.parse(f"x:{wanted}:batch,3"),))
+
+    def test_a_fixed_batch_says_nothing_about_the_number_of_rows(self, saved):
+        assert len(open_dataset(saved(x=np.ones((7, 3), np.float32)), (TensorSpec.parse("x:float32:1,3"),))) == 7
+
+    @pytest.mark.parametrize(
+        ("arrays", "said"),
+        [
+            ({}, "holds nothing, and the model takes 'image'"),
+            ({"picture": rows()}, "holds 'picture', and the model takes 'image'"),
+            ({"image": rows(), "label": np.arange(5)}, "holds 'image', 'label'"),
+            ({"image": rows().reshape(5, 6)}, r"\[5, 6\], expected \[samples, 2, 3\]"),
+            ({"image": rows().reshape(5, 3, 2)}, r"\[5, 3, 2\], expected \[samples, 2, 3\]"),
+            ({"image": np.float32(1)}, r"has the shape \[\]"),
+            ({"image": rows(0)}, "is empty"),
+            ({"image": rows(), "labels": np.arange(4)}, r"'labels' has the shape \[4\], and the inputs have 5 rows"),
+            ({"image": rows(), "labels": np.int64(1)}, r"'labels' has the shape \[\]"),
+            ({"image": np.where(rows() == 13, np.nan, rows()).astype(np.float32)}, "first in row 2"),
+            ({"image": np.where(rows() == 29, np.inf, rows()).astype(np.float32)}, "first in row 4"),
+            ({"image": rows().astype(np.float64) * 1e300}, "NaN or infinity"),
+        ],
+    )
+    def test_refused(self, saved, arrays, said):
+        with pytest.raises(DataError, match=said) as caught:
+            open_dataset(saved(**arrays), IMAGE)
+        assert "samples.npz" in caught.value.message
+        assert caught.value.remedy
+
+    def test_rows_differ(self, saved):
+        with pytest.raises(DataError, match="ids 3, mask 2"):
+            open_dataset(saved(ids=np.zeros((3, 4), np.int64), mask=np.zeros((2, 4), np.int64)), TEXT)
+
+    def test_a_shared_dimension_differs(self, saved):
+        with pytest.raises(DataError, match=r"'mask' has the shape \[3, 5\], expected \[samples, 4\]"):
+            open_dataset(saved(ids=np.zeros((3, 4), np.int64), mask=np.zeros((3, 5), np.int64)), TEXT)
+
+    @pytest.mark.parametrize(
+        ("reference", "said"),
+        [
+            ("nowhere.npz", r"no data file nowhere\.npz"),
+            ("images", "cannot tell what data 'images' is"),
+            ("digits/tset", "no embedded data set digits/tset"),
+        ],
+    )
+    def test_unknown_references(self, reference, said):
+        with pytest.raises(DataError, match=said) as caught:
+            open_dataset(reference, IMAGE)
+        assert caught.value.remedy
+
+    @pytest.mark.parametrize("name", ["x.npz", "x.npy", "x.safetensors"])
+    @pytest.mark.parametrize("content", [b"", b"not what it says it is"])
+    def test_damaged_files(self, tmp_path, name, content):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match="cannot read"):
+            open_dataset(str(tmp_path / name), IMAGE)
+
+    @pytest.mark.parametrize(
+        ("name", "save"), [("x.npz", np.save), ("x.npy", lambda file, array: np.savez(file, image=array))]
+    )
+    def test_a_file_under_the_name_of_the_other_kind(self, tmp_path, name, save):
+        with (tmp_path / name).open("wb") as file:
+            save(file, rows())
+        with pytest.raises(DataError, match=r"cannot read .*: it holds"):
+            open_dataset(str(tmp_path / name), IMAGE)
+
+    def test_a_dtype_that_numpy_lacks(self, tmp_path):
+        header = b'{"image":{"dtype":"BF16","shape":[1,2,3],"data_offsets":[0,12]}}'
+        (tmp_path / "b.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(12))
+        with pytest.raises(DataError, match="bfloat16"):
+            open_dataset(str(tmp_path / "b.safetensors"), IMAGE)
+
+    def test_a_truncated_archive(self, tmp_path, saved):
+        whole = saved(image=rows(200))
+        (tmp_path / "cut.npz").write_bytes((tmp_path / "samples.npz").read_bytes()[:-200])
+        assert len(open_dataset(whole, IMAGE)) == 200
+        with pytest.raises(DataError, match="cannot read"):
+            open_dataset(str(tmp_path / "cut.npz"), IMAGE)
+
+    @pytest.mark.parametrize("save", [np.save, lambda path, array: np.savez(path, image=array)])
+    def test_objects_are_never_unpickled(self, tmp_path, save):
+        path = tmp_path / ("o.npy" if save is np.save else "o.npz")
+        save(path, np.array([{"a": 1}, None], dtype=object))
+        with pytest.raises(DataError, match="cannot read") as caught:
+            open_dataset(str(path), IMAGE)
+        assert "never loaded" in caught.value.remedy
+
+
+class TestSynthetic:
+    def test_floats_look_like_the_example(self):
+        example = {"image": np.random.default_rng(0).normal(3, 2, (2, 2, 3)).astype(np.float32)}
+        data = synthetic(IMAGE, example, {}, 2000, seed=0)
+        made = data.arrays["image"]
+        assert (made.shape, made.dtype) == ((2000, 2, 3), np.float32)
+        assert abs(made.mean() - example["image"].mean()) < 0.1
+        assert abs(made.std() - example["image"].std()) < 0.1
+        assert data.name.startswith("synthetic")
+        assert data.labels is None
+
+    def test_integers_and_bools_come_from_the_example(self):
+        specs = (*TEXT[:1], TensorSpec.parse("keep:bool:batch,4"))
+        example = {"ids": np.array([[5, 9, 9, 9]]), "keep": np.ones((1, 4), bool)}
+        made = synthetic(specs, example, {"sequence": 16}, 500, seed=0).arrays
+        assert made["ids"].shape == (500, 16)
+        assert set(np.unique(made["ids"])) == {5, 9}
+        assert 0.7 < (made["ids"] == 9).mean() < 0.8
+        assert made["keep"].dtype == bool
+        assert made["keep"].all()
+
+    def test_is_seeded(self):
+        example = {"image": rows(2)}
+        first, same, other = (synthetic(IMAGE, example, {}, 4, seed).digest for seed in (1, 1, 2))
+        assert first == same != other
+
+    def test_keeps_the_dtype(self):
+        spec = TensorSpec.parse("x:float16:batch,3")
+        assert synthetic((spec,), {"x": np.ones((1, 3), np.float16)}, {}, 2, 0).arrays["x"].dtype == np.float16
+
+    def test_a_fixed_batch_is_no_limit(self):
+        spec = TensorSpec.parse("x:float32:1,3")
+        assert len(synthetic((spec,), {"x": np.ones((1, 3), np.float32)}, {}, 9, 0)) == 9
+
+    def test_a_dynamic_dimension_needs_a_size(self):
+        with pytest.raises(SignatureError, match="sequence"):
+            synthetic(TEXT[:1], {"ids": np.ones((1, 4), np.int64)}, {}, 2, 0)
+
+    @pytest.mark.parametrize(
+        ("spec", "example"),
+        [
+            ("x:float32:", np.float32(1)),
+            ("x:float32:batch,3", np.ones((0, 3), np.float32)),
+            ("x:float32:batch,1", np.full((1, 1), -np.inf, np.float32)),
+        ],
+    )
+    def test_refused(self, spec, example):
+        with pytest.raises(DataError, match="input x:float32"):
+            synthetic((TensorSpec.parse(spec),), {"x": np.asarray(example)}, {}, 2, 0)
