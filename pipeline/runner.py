@@ -66,6 +66,7 @@ class Runner:
     _active: set[workers.Worker] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _deadline: float | None = None
+    _stopped: threading.Event = field(default_factory=threading.Event)
 
     def run(self, steps: Sequence[Step], on_outcome: Callable[[Mapping[str, Outcome]], object]) -> dict[str, Outcome]:
         """Run every step that can run; ``on_outcome`` sees all outcomes so far, each time there is a new one.
@@ -169,6 +170,8 @@ class Runner:
             with self._lock:
                 worker.append(this)
                 self._active.add(this)
+            if self._stopped.is_set():
+                this.kill()
 
         try:
             done: Done = workers.run(
@@ -190,6 +193,7 @@ class Runner:
         return done
 
     def _stop(self) -> None:
+        self._stopped.set()
         with self._lock:
             for worker in self._active:
                 worker.kill()

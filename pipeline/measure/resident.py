@@ -10,13 +10,13 @@ import ctypes
 import functools
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from enginesmith.pipeline.errors import MissingCapability
 
-_HEADER = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ (\d+)\s*(.*)")
+_HEADER = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ (\d+)\s*(.*)\n?")
 _ELF = b"\x7fELF"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_FROM_BYTES = 128 * 1024
@@ -74,8 +74,9 @@ def phase() -> Iterator[Phase]:
 
 
 def resident() -> Resident:
-    """What is resident now, after handing back what is free in the heap."""
-    return parse_smaps(Path("/proc/self/smaps").read_text())
+    """What is resident now; read line by line, as the whole text is a megabyte of its own."""
+    with Path("/proc/self/smaps").open() as lines:
+        return parse_smaps(lines)
 
 
 def trimmed() -> Resident:
@@ -84,11 +85,11 @@ def trimmed() -> Resident:
     return resident()
 
 
-def parse_smaps(text: str) -> Resident:
+def parse_smaps(lines: Iterable[str]) -> Resident:
     """Sum up a smaps listing (proc_pid_smaps(5)); a page of a file that the process wrote to is anonymous."""
     written = mapped = libraries = 0
     inode, path, rss = "0", "", 0
-    for line in text.splitlines():
+    for line in lines:
         if line.startswith("Rss:"):
             rss = _bytes(line)
         elif line.startswith("Anonymous:"):

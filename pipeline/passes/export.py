@@ -78,6 +78,7 @@ def _tolerant() -> Iterator[None]:
 def _capture(
     loaded: "LoadedModel", out: Path, options: Export, progress: Progress
 ) -> tuple["ir.Model", str, list[str]]:
+    """The graph, the exporter that made it, and notes on what had to be given up."""
     from enginesmith.pipeline.passes import torch_exporters
 
     if options.exporter == "torchscript":
@@ -92,11 +93,15 @@ def _capture(
         try:
             model = torch_exporters.torchscript(loaded, out, options.opset, progress)
         except ExportError as second:
-            raise ExportError(
-                f"{first.message}; the TorchScript exporter fails too: {second.message}", first.remedy
-            ) from first
+            raise _neither(first, second) from first
         note = f"fell back to the TorchScript exporter (opset {model.opset_imports['']}): {first.message}"
-        return model, "TorchScript", [note]
+        return model, "TorchScript", [note, "its trace keeps the path through the code that the example took"]
+
+
+def _neither(first: ExportError, second: ExportError) -> ExportError:
+    if first.message == second.message:
+        return first
+    return ExportError(f"{first.message}; the TorchScript exporter fails too: {second.message}", first.remedy)
 
 
 def _name(model: "ir.Model", signature: "Signature") -> None:
@@ -129,14 +134,18 @@ def _restore_inputs(model: "ir.Model", signature: "Signature") -> None:
 
 
 def _output_dims(value: "ir.Value", spec: "TensorSpec") -> list[int | str]:
+    """The signature's names; a dimension that the graph leaves open stays so, whatever the example's size was."""
     if value.shape is None:
         return list(spec.shape)
     if len(value.shape) != len(spec.shape):
         raise ExportError(f"output {spec.name!r} came out with shape {value.shape}, expected {spec}")
+    dims: list[int | str] = []
     for axis, (found, wanted) in enumerate(zip(value.shape, spec.shape, strict=True)):
         if isinstance(wanted, str) and isinstance(found, int):
             raise ExportError(
                 f"dimension {axis} of output {spec.name!r} came out fixed at {found}, though it varies with {wanted!r}",
                 "look for sizes that the module turns into Python numbers, as int(x.shape[0]) does",
             )
-    return list(spec.shape)
+        open_ended = isinstance(wanted, int) and not isinstance(found, int)
+        dims.append(f"{spec.name}_dim_{axis}" if open_ended else wanted)
+    return dims

@@ -30,6 +30,7 @@ def rewrite(model: "ir.Model") -> None:
     from onnx_ir.passes import common
 
     model.ir_version = max(model.ir_version, _INITIALISERS_ARE_NO_INPUTS)
+    declared = [(value.name, value.shape) for value in model.graph.outputs]
     ir.passes.Sequential(
         common.InlinePass(),
         common.RemoveInitializersFromInputsPass(),
@@ -46,8 +47,10 @@ def rewrite(model: "ir.Model") -> None:
         common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
         common.RemoveUnusedOpsetsPass(),
         common.OutputFixPass(),
-        common.NameFixPass(),
     )(model)
+    for value, (name, shape) in zip(model.graph.outputs, declared, strict=True):
+        value.name, value.shape = name, shape  # inference may know more, callers rely on what was declared
+    common.NameFixPass()(model)
 
 
 def _fold_and_rewrite(model: "ir.Model") -> None:

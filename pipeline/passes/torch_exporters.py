@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # What user code and exporters raise; running out of memory and interrupts are none of it.
 _FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError)
 _TORCHSCRIPT_NEWEST_OPSET = 20
+_NORMALIZATION_OPSET = 23  # the first one with RMSNormalization
 _MIN_SIZE = 2  # an example of size 1 would let the exporter take the dimension for one that broadcasts
 
 
@@ -33,10 +34,9 @@ def dynamo(loaded: "LoadedModel", opset: int, progress: Progress) -> "ir.Model":
     """
     import torch
 
-    shapes = tuple(
-        {axis: dim for axis, dim in enumerate(s.shape) if isinstance(dim, str)} for s in loaded.signature.inputs
-    )
+    inputs = loaded.signature.inputs
     progress("capturing the graph with torch.export")
+    shapes = tuple({axis: dim for axis, dim in enumerate(s.shape) if isinstance(dim, str)} for s in inputs)
     try:
         with torch.no_grad():
             program = torch.onnx.export(
@@ -45,6 +45,7 @@ def dynamo(loaded: "LoadedModel", opset: int, progress: Progress) -> "ir.Model":
                 dynamo=True,
                 opset_version=opset,
                 dynamic_shapes=(shapes,) if any(shapes) else None,
+                optimize=False,
             )
     except (torch.onnx.errors.OnnxExporterError, *_FAILURES) as error:
         fixed = export_errors.fixed_dimension(error, loaded.signature)
@@ -52,9 +53,21 @@ def dynamo(loaded: "LoadedModel", opset: int, progress: Progress) -> "ir.Model":
     if program is None:
         raise ExportError("torch.onnx.export returned nothing")
     _check_inputs(program.model, loaded)
+    progress("folding constants")
+    _optimize(program.model)
     if program.model.opset_imports[""] != opset:
         raise ExportError(f"the graph cannot be converted to opset {opset}", "use opset 18 or newer")
     return program.model
+
+
+def _optimize(model: "ir.Model") -> None:
+    """What torch.onnx does by itself, but for its fusion into RotaryEmbedding, which holds at batch 1 only."""
+    from onnxscript import optimizer
+    from onnxscript.rewriter.rules.fusion import _rms_normalization
+
+    optimizer.optimize(model)
+    if model.opset_imports[""] >= _NORMALIZATION_OPSET:
+        _rms_normalization.fuse_rms_normalization(model)
 
 
 def _example(loaded: "LoadedModel") -> tuple["Tensor", ...]:

@@ -1,0 +1,48 @@
+# `make demo` and `make test` set up what they need; both are quick the second time.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# An environment with an NVIDIA driver gets the GPU packages.
+FLAVOUR ?= $(shell nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
+PIP := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
+
+.PHONY: demo test test-fast check format clean
+
+demo: $(VENV)/.runtime
+	$(BIN)/enginesmith optimize digits --out runs/demo --jobs 2
+
+test: $(VENV)/.dev
+	$(BIN)/pytest
+
+test-fast: $(VENV)/.dev
+	$(BIN)/pytest -m "not slow"
+
+check: $(VENV)/.dev build/enginesmith
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy -p enginesmith.pipeline -p enginesmith.models -p enginesmith.calibration -m enginesmith.cli
+	$(BIN)/lint-imports --no-logo
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "enginesmith needs Python 3.11 or newer; name one with make PYTHON=…")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) -e '.[$(FLAVOUR)]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(PIP) -e '.[$(FLAVOUR),dev]'
+	touch $@
+
+# mypy finds the folders of the checkout as the package that they are installed as.
+build/enginesmith:
+	mkdir -p build
+	ln -sfn .. $@

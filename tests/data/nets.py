@@ -1,0 +1,58 @@
+"""Small models that behave in ways that matter: well, slowly, or badly."""
+
+import ctypes
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+class Mlp(nn.Module):
+    """Two layers with dynamic batch."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def mlp(width: int = 16) -> tuple[nn.Module, torch.Tensor]:
+    return Mlp(width), torch.randn(2, 4)
+
+
+def slow(seconds: float = 60.0) -> tuple[nn.Module, torch.Tensor]:
+    time.sleep(seconds)
+    return mlp()
+
+
+def slow_while(marker: str) -> tuple[nn.Module, torch.Tensor]:
+    """Takes a minute as long as the file ``marker`` is there."""
+    if Path(marker).exists():
+        Path(marker + ".begun").touch()
+        time.sleep(60)
+    return mlp()
+
+
+def segfault() -> tuple[nn.Module, torch.Tensor]:
+    ctypes.string_at(0)
+    return mlp()
+
+
+def killed() -> tuple[nn.Module, torch.Tensor]:
+    os.kill(os.getpid(), 9)
+    return mlp()
+
+
+class WrongOnline(nn.Module):
+    """Answers something else when it is traced: what a silently wrong export looks like."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2.0 if torch.compiler.is_exporting() or torch.jit.is_tracing() else x * 3.0
+
+
+def wrong_online() -> tuple[nn.Module, torch.Tensor]:
+    return WrongOnline(), torch.randn(2, 4)

@@ -1,0 +1,233 @@
+"""The main job on small models: what it leaves, what it reuses, what a failure takes down, and how it goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import onnxruntime as ort
+import psutil
+import pytest
+
+from enginesmith.pipeline import Recipe, Run, Settings, load_run, optimize, resume
+from enginesmith.pipeline.errors import EnginesmithError, SourceError, UsageError
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.run import json_schema
+from enginesmith.pipeline.runner import Event
+
+NETS = Path(__file__).parent.parent / "data" / "nets.py"
+QUICK = {"seconds": 0.3, "precision": 0.5}
+
+
+def recipe(factory: str = "mlp", **changes: Any) -> Recipe:
+    return make({"model": f"{NETS}:{factory}", "batch": [1, 3], "measure": QUICK, "threads": 1, **changes})
+
+
+class Seen:
+    """A listener that remembers which steps ran and which were reused."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.reused: list[str] = []
+        self.lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        with self.lock:
+            if event.kind == "started":
+                self.ran.append(event.step.id)
+            elif event.outcome and event.outcome.cached:
+                self.reused.append(event.step.id)
+
+
+def settings(tmp_path: Path, **changes: Any) -> Settings:
+    return Settings(store=tmp_path / "store", **changes)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """A finished run of the small model, with its store beside it."""
+    folder = tmp_path_factory.mktemp("done")
+    return folder, optimize(recipe(), folder / "run", settings(folder))
+
+
+def test_the_run_directory_holds_all_that_is_promised(done: tuple[Path, Run]) -> None:
+    folder, run = done
+    names = {path.name for path in (folder / "run").iterdir()}
+    assert {"run.json", "report.md", "environment.json", "variants", "logs"} <= names
+    record = run.variants[0]
+    assert record.status == "measured"
+    assert record.artifact is not None
+    session = ort.InferenceSession(folder / "run" / record.artifact.path)
+    assert session.run(None, {"x": np.zeros((3, 4), np.float32)})[0].shape == (3, 3)
+    manifest = json.loads((folder / "run/variants/onnxruntime-fp32/manifest.json").read_text())
+    assert manifest["sha256"] == record.artifact.sha256
+
+
+def test_run_json_is_valid_and_reads_back(done: tuple[Path, Run]) -> None:
+    folder, run = done
+    document = json.loads((folder / "run/run.json").read_text())
+    jsonschema.validate(document, json_schema())
+    assert document["schema"] == "enginesmith.run/1"
+    assert load_run(folder / "run") == run
+
+
+def test_numbers_are_there_or_have_a_reason(done: tuple[Path, Run]) -> None:
+    run = done[1]
+    record = run.variants[0]
+    assert {row.batch for row in record.latency} == {1, 3}
+    for row in record.latency:
+        assert row.speedup is not None
+        assert row.speedup.low <= row.speedup.median <= row.speedup.high
+        assert all(name in row.reasons for name, value in row if value is None and name != "failure")
+    assert record.memory is not None
+    assert record.memory.peak_bytes is not None
+    assert record.quality is None
+    assert record.reasons["quality"] == "not asked for"
+    assert {entry.stage for entry in record.fidelity} == {"export", "simplify", "engine"}
+    assert {entry.point for entry in record.fidelity} == {"min", "opt", "max"}
+
+
+def test_a_second_run_reuses_everything(done: tuple[Path, Run]) -> None:
+    folder, run = done
+    seen = Seen()
+    again = optimize(recipe(), folder / "second", settings(folder, listener=seen))
+    assert seen.ran == []
+    assert again.variants == run.variants
+
+
+def test_variants_share_their_prefix(done: tuple[Path, Run]) -> None:
+    folder, _ = done
+    seen = Seen()
+    changed = recipe(graph_optimization=["all", "disabled"])
+    run = optimize(changed, folder / "two", settings(folder, listener=seen, jobs=2))
+    assert {"load", "export", "simplify", "build-onnxruntime-fp32"} <= set(seen.reused)
+    assert [record.status for record in run.variants] == ["measured", "measured"]
+    assert {record.id for record in run.variants} == {"onnxruntime-fp32", "onnxruntime-fp32-disabled"}
+
+
+def test_no_cache_does_every_step_again(done: tuple[Path, Run]) -> None:
+    folder, run = done
+    seen = Seen()
+    again = optimize(
+        recipe(measure={"latency": False, "memory": False}),
+        folder / "anew",
+        settings(folder, reuse=False, listener=seen),
+    )
+    assert seen.reused == []
+    assert again.variants[0].artifact is not None
+    assert run.variants[0].artifact is not None
+    assert again.variants[0].artifact.sha256 == run.variants[0].artifact.sha256
+
+
+def test_a_damaged_entry_is_made_again(done: tuple[Path, Run]) -> None:
+    folder, run = done
+    history = run.variants[0].history
+    graphs = list((folder / "store/objects").glob("*/*/model.onnx"))
+    assert len(history) == 4
+    for graph in graphs:
+        graph.write_bytes(graph.read_bytes()[:-7])
+    seen = Seen()
+    again = optimize(recipe(), folder / "mended", settings(folder, listener=seen))
+    assert {"export", "simplify", "build-onnxruntime-fp32"} <= set(seen.ran)
+    assert "load" in seen.reused
+    assert again.variants[0].artifact is not None
+    assert run.variants[0].artifact is not None
+    assert again.variants[0].artifact.sha256 == run.variants[0].artifact.sha256
+
+
+def test_a_wrong_graph_never_wins(tmp_path: Path) -> None:
+    with pytest.raises(EnginesmithError, match="no usable variant is left") as caught:
+        optimize(recipe("wrong_online"), tmp_path / "run", settings(tmp_path))
+    assert "after export at min" in str(caught.value)
+    run = load_run(tmp_path / "run")
+    assert run.variants[0].status == "failed"
+    assert run.variants[0].latency == ()
+    assert run.winner in (None, "eager")
+    assert "after export" in (tmp_path / "run/report.md").read_text()
+
+
+def test_a_crash_while_loading_is_told_with_its_log(tmp_path: Path) -> None:
+    with pytest.raises(EnginesmithError, match="SIGSEGV") as caught:
+        optimize(recipe("segfault"), tmp_path / "run", settings(tmp_path))
+    assert str(tmp_path / "run/logs/load.log") in caught.value.remedy
+    assert load_run(tmp_path / "run").variants[0].status == "failed"
+
+
+def test_another_recipe_does_not_overwrite_a_run(done: tuple[Path, Run]) -> None:
+    folder, run = done
+    with pytest.raises(UsageError, match="another recipe"):
+        optimize(recipe(seed=7), folder / "run", settings(folder))
+    assert load_run(folder / "run") == run
+
+
+def test_two_processes_do_not_work_in_one_folder(tmp_path: Path) -> None:
+    import fcntl
+
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match="another run is at work"):
+            optimize(recipe(), tmp_path / "run", settings(tmp_path))
+
+
+def test_a_source_that_fails_has_its_own_error(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="nothing"):
+        optimize(recipe("nothing"), tmp_path / "run", settings(tmp_path))
+
+
+def test_budgets_come_before_the_objective(done: tuple[Path, Run]) -> None:
+    folder, _ = done
+    run = optimize(recipe(budgets={"max_memory_bytes": 1}), folder / "tight", settings(folder))
+    assert run.winner is None
+    assert [verdict.passed for verdict in run.verdicts] == [False]
+
+
+def test_the_time_limit_leaves_a_run_to_resume(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    marker.touch()
+    slow = recipe(f"slow_while(marker={str(marker)!r})")
+    with pytest.raises(EnginesmithError, match="time limit"):
+        optimize(slow, tmp_path / "run", settings(tmp_path, time_limit_seconds=1.0))
+    marker.unlink()
+    run = resume(tmp_path / "run", settings(tmp_path))
+    assert run.winner is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)])
+def test_a_run_that_is_stopped_can_be_resumed(tmp_path: Path, sent: signal.Signals, code: int) -> None:
+    marker = tmp_path / "marker"
+    marker.touch()
+    model = f"{NETS}:slow_while(marker={str(marker)!r})"
+    environment = {**os.environ, "ENGINESMITH_STORE": str(tmp_path / "store")}
+    command = [sys.executable, "-m", "enginesmith.cli"]
+    started = [*command, "optimize", model, "--out", "run", "--batch", "1", "--measure-time", "300ms"]
+    with subprocess.Popen(started, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        _until(Path(f"{marker}.begun").exists)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(sent)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert "Traceback" not in said
+    assert load_run(tmp_path / "run").complete is False
+    _until(lambda: not any(child.is_running() for child in children))
+    marker.unlink()
+    result = subprocess.run(
+        [*command, "resume", "run", "--json"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert json.loads(result.stdout)["complete"] is True
+    assert list((tmp_path / "store/tmp").iterdir()) == [] or sent == signal.SIGKILL
+
+
+def _until(condition: Any, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.05)

@@ -1,0 +1,109 @@
+"""Workers: whatever happens in the process becomes one answer, and nothing outlives the parent."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from enginesmith.pipeline import workers
+from enginesmith.pipeline.errors import SourceError, StepCrashed, StepOutOfMemory, StepTimeout
+from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.tasks.base import Done, execute
+from enginesmith.pipeline.tasks.load import Load
+
+NETS = Path(__file__).parent.parent / "data" / "nets.py"
+
+
+def load(factory: str, tmp_path: Path, **how: Any) -> Done:
+    task = Load(source=resolve(f"{NETS}:{factory}"))
+    out = tmp_path / "out"
+    out.mkdir()
+    done: Done = workers.run(execute, task, {}, out, log=tmp_path / "step.log", **how)
+    return done
+
+
+def test_an_answer_and_progress_come_back(tmp_path: Path) -> None:
+    said: list[str] = []
+    done = load("mlp", tmp_path, on_progress=said.append)
+    assert done.effect.signature is not None
+    assert [str(spec) for spec in done.effect.signature.inputs] == ["x:float32:batch,4"]
+    assert said
+    assert done.host_peak_bytes is not None
+    assert done.host_peak_bytes > 50 << 20
+
+
+def test_an_error_of_ours_comes_back_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="no 'nothing'") as caught:
+        load("nothing", tmp_path)
+    assert "mlp" in caught.value.remedy
+
+
+def test_a_segmentation_fault_ends_the_worker_alone(tmp_path: Path) -> None:
+    with pytest.raises(StepCrashed, match="SIGSEGV"):
+        load("segfault", tmp_path)
+
+
+def test_a_killed_worker_is_taken_for_lack_of_memory(tmp_path: Path) -> None:
+    with pytest.raises(StepOutOfMemory, match="killed"):
+        load("killed", tmp_path)
+
+
+def test_a_time_limit_ends_the_worker(tmp_path: Path) -> None:
+    started: list[workers.Worker] = []
+    with pytest.raises(StepTimeout, match=r"0\.2 s"):
+        load("slow", tmp_path, timeout_seconds=0.2, on_start=started.append)
+    assert not psutil.pid_exists(started[0].pid)
+
+
+def test_output_goes_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SourceError):
+        load("nothing", tmp_path)
+    assert "Traceback" in (tmp_path / "step.log").read_text()
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.slow
+def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    script = f"""
+from pathlib import Path
+from enginesmith.pipeline import workers
+from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.tasks.base import execute
+from enginesmith.pipeline.tasks.load import Load
+task = Load(source=resolve({str(NETS)!r} + ":slow"))
+workers.run(execute, task, {{}}, Path("."), log=Path("log"), on_start=lambda worker: print(worker.pid, flush=True))
+"""
+    with subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        assert psutil.pid_exists(worker)
+        parent.kill()
+        parent.wait()
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(worker)
+
+
+def test_scripts_need_no_main_guard(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+open("ran", "a").write("x")
+from pathlib import Path
+from test_workers import load
+print(load("mlp", Path(".")).effect.summary)
+"""
+    )
+    result = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
+    assert "131 parameters" in result.stdout
+    assert (tmp_path / "ran").read_text() == "x"

@@ -1,0 +1,188 @@
+"""The clock in the session's process, with sessions that do next to nothing."""
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import Device, Session
+from enginesmith.pipeline.errors import SignatureError
+from enginesmith.pipeline.measure import clock
+from enginesmith.pipeline.measure.clock import Stopwatch
+from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
+
+SIGNATURE = Signature(inputs=(TensorSpec.parse("x:float32:2"),), outputs=())
+FEEDS = {"x": np.ones(2, np.float32)}
+
+
+class Fake(Session):
+    """Calls a function for each inference."""
+
+    signature = SIGNATURE
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.work = work
+
+    def bind(self, feeds: Feeds) -> Feeds:
+        return feeds
+
+    def enqueue(self, bound: Any) -> None:
+        self.work()
+
+    def synchronize(self) -> None:
+        pass
+
+    def fetch(self) -> dict[str, Array]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class FakeEngine:
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.work = work
+
+    def load(self, artifact: Artifact, device: Device) -> Fake:
+        return Fake(self.work)
+
+
+def stopwatch(work: Callable[[], object]) -> Stopwatch:
+    artifact = Artifact(kind="torch", path=Path("none"), sha256="", bytes=0)
+    opened = Stopwatch(FakeEngine(work), artifact, Device())  # type: ignore[arg-type]
+    opened.load()
+    return opened
+
+
+def nothing() -> None:
+    pass
+
+
+def test_overhead_is_below_five_microseconds_a_call() -> None:
+    opened = stopwatch(nothing)
+    opened.make_ready(FEEDS, 0.01)
+    whole = []
+    for _ in range(5):
+        start = time.perf_counter()
+        taken = opened._timed(2_000)
+        whole.append((time.perf_counter() - start) / 2_000)
+        assert np.median(taken) < 5e-6
+    assert min(whole) < 5e-6
+
+
+def test_samples_are_the_calls_own_time() -> None:
+    opened = stopwatch(lambda: time.sleep(0.002))
+    opened.make_ready(FEEDS, 0.01)
+    block = opened.block(0.02)
+    assert 3 <= block.host_seconds.size <= 10
+    assert 0.002 <= np.median(block.host_seconds) < 0.004
+    assert block.device_seconds is None
+
+
+def test_long_calls_are_timed_once_a_block() -> None:
+    opened = stopwatch(lambda: time.sleep(0.01))
+    opened.make_ready(FEEDS, 0.01)
+    assert opened.block(0.001).host_seconds.size == 1
+
+
+def test_garbage_is_not_collected_within_a_block() -> None:
+    seen = []
+    opened = stopwatch(lambda: seen.append(gc.isenabled()))
+    opened.make_ready(FEEDS, 0.01)
+    opened.block(0.001)
+    assert seen
+    assert not any(seen)
+    assert gc.isenabled()
+
+
+def test_first_call_is_reported_on_its_own() -> None:
+    calls: list[None] = []
+    opened = stopwatch(lambda: (calls.append(None), time.sleep(0.03 if len(calls) == 1 else 0.0)))
+    assert opened.make_ready(FEEDS, 0.02).first_call_seconds >= 0.03
+    assert opened.block(0.001).host_seconds.max() < 0.03
+
+
+def test_feeds_are_held_against_the_signature() -> None:
+    with pytest.raises(SignatureError):
+        stopwatch(nothing).make_ready({}, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("medians", "blocks"),
+    [([1.0] * 9, 4), ([5.0, 4.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0], 7)],
+    ids=["steady", "falling"],
+)
+def test_warm_up_lasts_until_medians_stop_falling(
+    monkeypatch: pytest.MonkeyPatch, medians: list[float], blocks: int
+) -> None:
+    opened = stopwatch(nothing)
+    coming = iter(medians)
+    monkeypatch.setattr(opened, "_timed", lambda calls, events=None: np.array([next(coming)]))
+    calls, ended = opened._warm_up(60.0)
+    assert calls == blocks
+    assert "stopped falling" in ended
+
+
+def test_warm_up_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = stopwatch(nothing)
+    monkeypatch.setattr(opened, "_timed", lambda calls, events=None: np.array([1.0 / time.perf_counter_ns()]))
+    assert "limit" in opened._warm_up(0.0)[1]
+
+
+def test_block_ends_when_threads_that_spin_are_asleep() -> None:
+    """A pool whose thread spins on for 60 ms after the work, as those of ONNX Runtime and OpenMP do."""
+    opened = stopwatch(nothing)
+    opened.make_ready(FEEDS, 0.01)
+    until = time.perf_counter() + 0.06
+    spinning = threading.Thread(target=lambda: [None for _ in iter(lambda: time.perf_counter() < until, False)])
+    spinning.start()
+    block = opened.block(0.0001)
+    assert time.perf_counter() >= until
+    assert block.settle_seconds > 0.01
+    spinning.join()
+
+
+def test_what_a_process_does_between_its_blocks_is_counted() -> None:
+    opened = stopwatch(nothing)
+    opened.make_ready(FEEDS, 0.01)
+    opened.block(0.0001)
+    until = time.process_time() + 0.03
+    while time.process_time() < until:
+        pass
+    assert opened.block(0.0001).idle_cpu_seconds >= 0.03
+
+
+class FakeEvent:
+    """CUDA events at the boundary: each records the stream, and they are 2 ms apart."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.stream: object = None
+
+    def record(self, stream: object) -> None:
+        self.stream = stream
+
+    def elapsed_time(self, later: "FakeEvent") -> float:
+        assert self.stream is later.stream is not None
+        return 2.0
+
+
+def test_cuda_calls_are_timed_by_events_on_the_sessions_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: f"stream {handle}")
+    monkeypatch.setattr(Fake, "cuda_stream", 7)
+    opened = stopwatch(lambda: time.sleep(0.001))
+    ready = opened.make_ready(FEEDS, 0.01)
+    block = opened.block(0.004)
+    assert block.device_seconds is not None
+    np.testing.assert_allclose(block.device_seconds, 0.002)
+    assert block.device_seconds.shape == block.host_seconds.shape
+    assert ready.h2d_seconds is not None
+    assert clock._TRANSFERS

@@ -1,0 +1,144 @@
+"""Comparison of outputs with the reference's."""
+
+import numpy as np
+import pytest
+
+from enginesmith.pipeline.errors import FidelityError, UsageError
+from enginesmith.pipeline.measure.fidelity import SQNR_CAP_DB, Fidelity, compare, thresholds_for
+from enginesmith.pipeline.tensors import Array
+
+FP32 = thresholds_for("fp32")
+RNG = np.random.default_rng(0)
+LOGITS = RNG.standard_normal((64, 10)).astype(np.float32)
+
+
+def against(reference: Array, actual: Array, precision: str = "fp32") -> Fidelity:
+    return compare({"y": reference}, {"y": actual}, thresholds_for(precision))
+
+
+def test_identical_outputs() -> None:
+    found = against(LOGITS, LOGITS.copy())
+    assert found.passed
+    assert (found.sqnr_db, found.cosine, found.max_abs_error, found.argmax_agreement) == (SQNR_CAP_DB, 1.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("decibels", [20, 60, 100])
+def test_sqnr_is_the_noise_that_was_added(decibels: int) -> None:
+    signal = RNG.standard_normal((1000, 100))
+    noise = RNG.standard_normal(signal.shape) * 10 ** (-decibels / 20)
+    assert against(signal, signal + noise).sqnr_db == pytest.approx(decibels, abs=0.1)
+
+
+def test_numbers_are_summed_over_pieces() -> None:
+    """Larger than one piece, with the greatest error in the last."""
+    reference = np.ones((3, 1 << 19), np.float32)
+    actual = reference.copy()
+    actual[-1, -1] = 3
+    found = against(reference, actual)
+    assert found.max_abs_error == 2
+    assert found.sqnr_db == pytest.approx(10 * np.log10(reference.size / 4))
+
+
+def test_fp32_needs_sqnr_or_a_small_error() -> None:
+    assert against(LOGITS, LOGITS * (1 + 1e-6)).passed
+    assert not against(LOGITS, LOGITS * (1 + 1e-3)).passed
+    spike = np.zeros(1_000_000)
+    spike[0] = 1.0
+    near = spike + 9e-5 * np.sign(RNG.standard_normal(spike.size))
+    found = against(spike, near)
+    assert found.sqnr_db is not None
+    assert found.sqnr_db < 90
+    assert found.passed
+
+
+def test_precisions_ask_for_less() -> None:
+    rough = LOGITS + 0.02 * RNG.standard_normal(LOGITS.shape)
+    assert not against(LOGITS, rough, "fp32").passed
+    assert against(LOGITS, rough, "int8").passed
+    with pytest.raises(UsageError, match="fp5"):
+        thresholds_for("fp5")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_new_nan_or_inf_fails(bad: float) -> None:
+    actual = LOGITS.copy()
+    actual[3, 3] = bad
+    found = against(LOGITS, actual, "int4")
+    assert not found.finite
+    assert not found.passed
+    assert found.sqnr_db == SQNR_CAP_DB
+
+
+def test_the_references_own_nan_and_inf_are_agreed() -> None:
+    reference = LOGITS.copy()
+    reference[0, :3] = np.nan, np.inf, -np.inf
+    assert against(reference, reference.copy()).passed
+    other = reference.copy()
+    other[0, 1] = -np.inf
+    assert not against(reference, other).passed
+
+
+def test_nothing_finite_to_compare() -> None:
+    reference = np.full((2, 2), np.nan)
+    assert against(reference, reference.copy()).passed
+    assert not against(reference, np.ones((2, 2))).passed
+
+
+def test_constant_and_zero_references() -> None:
+    ones, zeros = np.ones((4, 1)), np.zeros((4, 1))
+    assert against(ones, ones + 5e-5).passed
+    assert not against(ones, ones + 5e-2).passed
+    found = against(zeros, zeros + 1e-6)
+    assert found.passed
+    assert found.sqnr_db is None
+    assert "zero" in found.reasons["sqnr_db"]
+    assert not against(zeros, zeros + 1.0).passed
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.bool_, np.uint8])
+def test_integers_are_compared_exactly(dtype: type) -> None:
+    reference = np.arange(100).reshape(10, 10).astype(dtype)
+    actual = reference.copy()
+    assert against(reference, actual).passed
+    actual[0, 0] = not actual[0, 0]
+    found = against(reference, actual)
+    assert not found.passed
+    assert found.outputs[0].agreement == 0.99
+    assert against(reference, actual, "fp16").passed
+
+
+def test_worst_output_counts() -> None:
+    found = compare({"a": LOGITS, "b": LOGITS}, {"a": LOGITS, "b": LOGITS * 1.1}, FP32)
+    assert not found.passed
+    assert [output.passed for output in found.outputs] == [True, False]
+    assert found.sqnr_db == found.outputs[1].sqnr_db == pytest.approx(20, abs=0.01)
+
+
+def test_argmax_is_over_classes() -> None:
+    logits = np.eye(4)
+    swapped = logits.copy()
+    swapped[0] = logits[1]
+    assert against(logits, swapped).argmax_agreement == 0.75
+    image = np.zeros((1, 2, 3, 3))
+    image[:, 1] = 1
+    assert against(image, image[:, ::-1]).argmax_agreement == 0.0
+    assert against(np.ones(3), np.ones(3)).argmax_agreement is None
+
+
+def test_lower_precision_outputs_are_compared_as_values() -> None:
+    assert against(LOGITS, LOGITS.astype(np.float16), "fp16").passed
+
+
+def test_empty_output_passes() -> None:
+    assert against(np.ones((0, 4)), np.ones((0, 4))).passed
+
+
+@pytest.mark.parametrize("actual", [LOGITS[:3], LOGITS.astype(np.int64), LOGITS[..., None]])
+def test_other_shapes_and_kinds_are_an_error(actual: Array) -> None:
+    with pytest.raises(FidelityError, match="'y'"):
+        against(LOGITS, actual)
+
+
+def test_missing_output_is_an_error() -> None:
+    with pytest.raises(FidelityError, match="reference's are"):
+        compare({"y": LOGITS}, {"z": LOGITS}, FP32)

@@ -1,0 +1,131 @@
+"""Rounds, stopping, failures and rows, with workers that answer from a script."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import Device
+from enginesmith.pipeline.errors import StepCrashed
+from enginesmith.pipeline.measure import race
+from enginesmith.pipeline.measure.clock import Block, Ready
+from enginesmith.pipeline.measure.latency import Candidate, LatencyResult, LatencySettings, measure_latency
+
+Script = Callable[[int], float]
+"""Number of the block → seconds of its calls."""
+
+
+class FakeWorker:
+    """Stands for a session's process: two calls a block, seconds by the engine's script."""
+
+    order: ClassVar[list[str]] = []
+    open_now: ClassVar[list[str]] = []
+
+    def __init__(self, body: Any, engine: Any, artifact: Artifact, device: Device, log: Path) -> None:
+        self.script, self.log, self.blocks = engine, log, 0
+        self.open_now.append(log.stem)
+
+    def request(self, name: str, *arguments: Any, timeout_seconds: float) -> Any:
+        assert timeout_seconds > 0
+        if name == "load":
+            return 0.5
+        if name == "make_ready":
+            return Ready(0.25, 9, "the block medians stopped falling", None, None)
+        self.order.append(self.log.stem)
+        self.blocks += 1
+        seconds = np.full(2, self.script(self.blocks))
+        return Block(seconds, None, 0.004, 0.1, 0.001, preemptions=0)
+
+    def kill(self) -> None:
+        self.open_now.remove(self.log.stem)
+
+
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., LatencyResult]:
+    monkeypatch.setattr(race, "Worker", FakeWorker)
+    FakeWorker.order, FakeWorker.open_now = [], []
+
+    def call(scripts: dict[str, Script], batches: tuple[int, ...] = (1,), **settings: Any) -> LatencyResult:
+        artifact = Artifact(kind="torch", path=tmp_path, sha256="", bytes=0)
+        candidates = [Candidate(name, script, artifact, Device()) for name, script in scripts.items()]  # type: ignore[arg-type]
+        feeds: dict[int, Any] = {batch: {} for batch in batches}
+        return measure_latency(candidates, feeds, LatencySettings(**settings), tmp_path, lambda text: None)
+
+    return call
+
+
+def crashing(block: int) -> float:
+    if block == 3:
+        raise StepCrashed("its process crashed (SIGSEGV)")
+    return 0.001
+
+
+def test_stops_once_medians_are_certain(measure: Callable[..., LatencyResult]) -> None:
+    rows = measure({"eager": lambda block: 0.004, "fast": lambda block: 0.002}, batches=(8,), min_rounds=10).rows
+    fast = rows["fast"][0]
+    assert fast.stopped_because == "every median's 95 % interval is within ±2%"
+    assert (fast.batch, fast.n, fast.rounds) == (8, 20, 10)
+    assert (fast.p50_ms, fast.mean_ms, fast.throughput_per_s) == pytest.approx((2.0, 2.0, 4000.0))
+    assert fast.speedup
+    assert (fast.speedup.median, fast.speedup.low, fast.speedup.high) == (2.0, 2.0, 2.0)
+    assert (fast.load_ms, fast.first_call_ms, fast.warmup_calls) == (500.0, 250.0, 9)
+    assert fast.idle_cpu_share == pytest.approx(0.01)
+
+
+def test_stops_at_the_time_limit(measure: Callable[..., LatencyResult]) -> None:
+    noise = np.random.default_rng(0).uniform(0.001, 0.1, 100_000)
+    row = measure({"eager": lambda block: noise[block]}, time_limit_seconds=0.05).rows["eager"][0]
+    assert row.stopped_because == "the time limit of 0.05 s"
+    assert row.rounds
+
+
+def test_every_round_has_one_block_of_each_in_shuffled_order(measure: Callable[..., LatencyResult]) -> None:
+    measure({name: lambda block: 0.001 for name in "abc"}, min_rounds=12)
+    rounds = [tuple(FakeWorker.order[start : start + 3]) for start in range(0, len(FakeWorker.order), 3)]
+    assert all(sorted(one) == ["latency-a", "latency-b", "latency-c"] for one in rounds)
+    assert len(set(rounds)) > 2
+    order, FakeWorker.order = FakeWorker.order, []
+    measure({name: lambda block: 0.001 for name in "abc"}, min_rounds=12)
+    assert FakeWorker.order == order
+
+
+def test_one_that_crashes_leaves_the_others_measured(measure: Callable[..., LatencyResult]) -> None:
+    result = measure({"eager": lambda block: 0.004, "bad": crashing, "good": lambda block: 0.002}, batches=(1, 2))
+    for row in result.rows["bad"]:
+        assert row.failure
+        assert "SIGSEGV" in row.failure
+        assert row.p50_ms is None
+        assert "SIGSEGV" in row.reasons["p50_ms"]
+    assert [row.rounds for row in result.rows["good"]] == [10, 10]
+    assert [row.speedup is not None for row in result.rows["good"]] == [True, True]
+    assert not FakeWorker.open_now
+
+
+def test_baseline_that_fails_leaves_no_speedup(measure: Callable[..., LatencyResult]) -> None:
+    row = measure({"eager": crashing, "good": lambda block: 0.002}).rows["good"][0]
+    assert row.p50_ms == pytest.approx(2.0)
+    assert row.speedup is None
+    assert row.reasons["speedup"] == "the baseline eager failed"
+
+
+def test_all_failing_ends_the_race(measure: Callable[..., LatencyResult]) -> None:
+    assert measure({"eager": crashing, "bad": crashing}).rows["bad"][0].failure
+
+
+def test_what_is_missing_has_a_reason(measure: Callable[..., LatencyResult]) -> None:
+    row = measure({"eager": lambda block: 0.001}, min_rounds=10).rows["eager"][0]
+    assert row.p90_ms is None
+    assert row.reasons["p90_ms"] == "p90 takes 64 samples, and there are 20"
+    missing = {name for name, value in row if value is None and name != "failure"}
+    assert missing == set(row.reasons)
+
+
+def test_raw_samples_are_kept_in_order(measure: Callable[..., LatencyResult]) -> None:
+    result = measure({"eager": lambda block: block / 1000}, batches=(4,), min_rounds=10, time_limit_seconds=0.001)
+    seconds, calls = result.samples["eager/4/seconds"], result.samples["eager/4/calls"]
+    assert seconds.size == calls.sum()
+    np.testing.assert_array_equal(seconds, np.repeat(np.arange(1, len(calls) + 1) / 1000, calls))
+    assert result.rows["eager"][0].p50_ms == np.percentile(seconds, 50) * 1e3

@@ -1,0 +1,79 @@
+"""Percentiles, intervals and speed-ups."""
+
+from math import comb
+
+import numpy as np
+import pytest
+
+from enginesmith.pipeline.measure.statistics import (
+    SAMPLE_FLOORS,
+    mean_interval,
+    median_interval,
+    paired_ratio,
+    percentile,
+)
+
+
+def early_stopping_queries(share: float, over_latency: int) -> int:
+    """MLPerf: the fewest queries of which so many may be over the bound, at 99 % confidence that `share` are under."""
+    queries = over_latency + 1
+    while True:
+        chances = (comb(queries, k) * (1 - share) ** k * share ** (queries - k) for k in range(over_latency + 1))
+        if sum(chances) <= 0.01:
+            return queries
+        queries += 1
+
+
+@pytest.mark.parametrize("rank", [90.0, 99.0, 99.9])
+def test_sample_floors_are_mlperfs(rank: float) -> None:
+    assert SAMPLE_FLOORS[rank] == early_stopping_queries(rank / 100, over_latency=1)
+
+
+@pytest.mark.parametrize("rank", [50.0, 90.0, 95.0, 99.0])
+def test_percentiles_are_numpys(rank: float) -> None:
+    samples = np.random.default_rng(0).exponential(size=1_001)
+    assert percentile(samples, rank) == (np.percentile(samples, rank), "")
+
+
+@pytest.mark.parametrize(("rank", "floor"), SAMPLE_FLOORS.items())
+def test_percentile_below_its_floor_is_none_with_a_reason(rank: float, floor: int) -> None:
+    value, reason = percentile(np.ones(floor - 1), rank)
+    assert value is None
+    assert str(floor) in reason
+    assert percentile(np.ones(floor), rank) == (1.0, "")
+
+
+def test_speedup_is_not_moved_by_drift() -> None:
+    """A machine that gets three times slower while it measures: the paired ratio stays what it is."""
+    rng = np.random.default_rng(1)
+    drift = np.linspace(1, 3, 40)
+    slow = [speed * rng.normal(2.0, 0.01, 20) for speed in drift]
+    fast = [speed * rng.normal(1.0, 0.01, 20) for speed in drift]
+    found = paired_ratio(slow, fast, seed=0)
+    assert found.low < 2.0 < found.high
+    assert found.relative_half_width < 0.01
+    assert median_interval(slow, seed=0).relative_half_width > 0.1
+
+
+def test_interval_covers_the_true_median_about_19_times_in_20() -> None:
+    rng = np.random.default_rng(2)
+    hits = 0
+    for _ in range(200):
+        found = median_interval(list(rng.normal(1.0, 0.1, (30, 1))), seed=0)
+        hits += found.low <= 1.0 <= found.high
+    assert 180 <= hits <= 199
+
+
+def test_same_seed_same_interval() -> None:
+    blocks = list(np.random.default_rng(3).normal(1.0, 0.1, (12, 5)))
+    assert median_interval(blocks, seed=7) == median_interval(blocks, seed=7)
+    assert mean_interval(blocks[0], seed=7) == mean_interval(blocks[0], seed=7)
+    assert mean_interval(blocks[0], seed=7) != mean_interval(blocks[0], seed=8)
+
+
+def test_mean_interval_is_the_normal_one_for_many_values() -> None:
+    values = np.random.default_rng(4).normal(5.0, 2.0, 4_000)
+    low, high = mean_interval(values, seed=0)
+    half = 1.96 * values.std() / np.sqrt(values.size)
+    assert low == pytest.approx(values.mean() - half, abs=0.1 * half)
+    assert high == pytest.approx(values.mean() + half, abs=0.1 * half)

@@ -1,0 +1,155 @@
+"""The store: whole entries or none, damage noticed, other people's files left alone."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry
+from enginesmith.pipeline.errors import StoreError
+from enginesmith.pipeline.store import Store, default_root
+
+HISTORY = (HistoryEntry(step="export", parameters={}, tools={}, seconds=1.0, host_peak_bytes=None, effect="made"),)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+def put(store: Store, key: str, content: bytes = b"graph") -> Artifact:
+    with store.workspace() as folder:
+        (folder / "model.onnx").write_bytes(content)
+        (folder / "sub").mkdir()
+        (folder / "sub" / "weights").write_bytes(b"w")
+        return store.publish(key, folder, kind="onnx", file="model.onnx", signature=None, history=HISTORY)
+
+
+def test_what_was_published_is_found_again(store: Store) -> None:
+    made = put(store, "ab" * 32)
+    found = Store(store.root).get("ab" * 32)
+    assert found == made
+    assert found.path.read_bytes() == b"graph"
+    assert found.bytes == 6
+    assert store.get("cd" * 32) is None
+
+
+def test_same_content_has_the_same_digest_under_any_key(store: Store) -> None:
+    assert put(store, "ab" * 32).sha256 == put(store, "cd" * 32).sha256
+    assert put(store, "ef" * 32, b"other").sha256 != put(store, "ab" * 32).sha256
+
+
+@pytest.mark.parametrize("harm", ["change", "truncate", "remove", "add", "manifest"])
+def test_a_damaged_entry_is_noticed_and_removed(store: Store, harm: str) -> None:
+    path = put(store, "ab" * 32).path
+    if harm == "change":
+        path.write_bytes(b"grapH")
+    elif harm == "truncate":
+        path.write_bytes(b"gra")
+    elif harm == "remove":
+        (path.parent / "sub" / "weights").unlink()
+    elif harm == "add":
+        (path.parent / "more").touch()
+    else:
+        (path.parent / "artifact.json").write_text('{"kind": "onnx"')
+    assert store.get("ab" * 32) is None
+    assert not path.parent.exists()
+
+
+def test_a_large_file_is_hashed_again_once_its_inode_changed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("enginesmith.pipeline.store._ALWAYS_HASH_BYTES", 0)
+    path = put(store, "ab" * 32).path
+    hashed: list[Path] = []
+    monkeypatch.setattr("enginesmith.pipeline.store.file_digest", lambda path: hashed.append(path) or "x")
+    assert store.get("ab" * 32) is not None
+    assert hashed == []
+    path.write_bytes(b"grapH")
+    stat = path.stat()
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert store.get("ab" * 32) is None
+    assert hashed == [path]
+
+
+def test_work_that_is_not_published_leaves_nothing(store: Store) -> None:
+    with contextlib.suppress(RuntimeError), store.workspace() as folder:
+        (folder / "half").write_bytes(b"x")
+        raise RuntimeError
+    assert list((store.root / "tmp").iterdir()) == []
+    assert store.entries() == []
+
+
+def test_without_reuse_only_own_work_is_found(store: Store) -> None:
+    put(store, "ab" * 32)
+    fresh = Store(store.root, reuse=False)
+    assert fresh.get("ab" * 32) is None
+    put(fresh, "ab" * 32, b"newer")
+    found = fresh.get("ab" * 32)
+    assert found is not None
+    assert found.path.read_bytes() == b"newer"
+
+
+def test_verify_reads_every_byte(store: Store) -> None:
+    put(store, "ab" * 32)
+    path = put(store, "cd" * 32).path
+    path.write_bytes(b"Graph")
+    assert store.verify() == ["cd" * 32]
+    assert [entry.key for entry in store.entries()] == ["ab" * 32]
+
+
+def test_prune_removes_what_was_not_used_lately(store: Store) -> None:
+    for key in ("ab" * 32, "cd" * 32, "ef" * 32):
+        put(store, key)
+    now = time.time()
+    for age, key in ((3, "ab" * 32), (2, "cd" * 32), (1, "ef" * 32)):
+        os.utime(store.root / "objects" / key[:2] / key, (now - age * 1000,) * 2)
+    assert [entry.key for entry in store.prune(max_age_seconds=2500)] == ["ab" * 32]
+    assert [entry.key for entry in store.prune(max_bytes=6)] == ["cd" * 32]
+    assert [entry.key for entry in store.entries()] == ["ef" * 32]
+
+
+def test_prune_clears_up_after_dead_processes_only(store: Store) -> None:
+    dead, alive = store.root / "tmp" / "999999999-x", store.root / "tmp" / f"{os.getpid()}-y"
+    dead.mkdir()
+    alive.mkdir()
+    store.prune()
+    assert not dead.exists()
+    assert alive.exists()
+
+
+def test_reads_tell_whether_files_are_as_they_were(store: Store, tmp_path: Path) -> None:
+    code, weights = tmp_path / "net.py", tmp_path / "w.safetensors"
+    code.write_text("a")
+    weights.write_text("b")
+    reads = store.reads("x")
+    assert reads.known() is None
+    before = reads.remember([code, weights])
+    assert reads.known() == before
+    weights.write_text("c")
+    changed = reads.known()
+    assert changed is not None
+    assert changed != before
+    code.unlink()
+    assert reads.known() is None
+
+
+def test_the_same_files_elsewhere_give_the_same_names_and_digests(store: Store, tmp_path: Path) -> None:
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "net.py").write_text("code")
+    assert store.reads("x").remember([tmp_path / "one/net.py"]) == store.reads("y").remember([tmp_path / "two/net.py"])
+
+
+def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="not a directory"):
+        Store(tmp_path / "file" / "store")
+
+
+def test_the_environment_names_the_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ENGINESMITH_STORE", str(tmp_path / "here"))
+    assert default_root() == tmp_path / "here"
+    monkeypatch.delenv("ENGINESMITH_STORE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_root() == tmp_path / "enginesmith"
