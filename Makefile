@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 FLAVOUR ?= $(shell nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 PIP := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: demo test test-fast check format clean
+.PHONY: demo test test-fast check format documents clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/enginesmith optimize digits --out runs/demo --jobs 2
@@ -26,6 +26,11 @@ check: $(VENV)/.dev build/enginesmith
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# What is made from the code: the JSON Schema of run.json and the reference of recipes.
+documents: $(VENV)/.dev
+	$(BIN)/python -c 'import json; from enginesmith.pipeline.run import json_schema; print(json.dumps(json_schema(), indent=1))' > pipeline/report/run.schema.json
+	$(BIN)/python -c 'from enginesmith.pipeline.report.reference import recipe_reference; print(recipe_reference(), end="")' > docs/recipe.md
 
 clean:
 	rm -rf $(VENV) build runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

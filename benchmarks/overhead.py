@@ -2,8 +2,8 @@
 
     python benchmarks/overhead.py [--models digits,resnet50,bert_base] [--repeats 3]
 
-For each model, in turn: ``optimize`` with one fp32 variant on an empty store, the same again with everything stored, and a
-plain script in a process of its own that imports torch, builds the model, exports it, and opens an ONNX Runtime
+For each model, in turn: ``optimize`` with one fp32 variant on an empty store, the same again with everything stored, and
+a plain script in a process of its own that imports torch, builds the model, exports it, and opens an ONNX Runtime
 session. The measuring time, which both would spend, is taken from the run's own records. Writes results/overhead.json.
 """
 
@@ -50,10 +50,10 @@ def timed(command: list[str], environment: dict[str, str]) -> float:
     return time.perf_counter() - start
 
 
-def measuring_seconds(logs: Path) -> float:
+def measuring_seconds(run: Path) -> float:
     """What the run spent on measuring: its own record of the steps that only measure."""
-    steps = json.loads((logs / "steps.json").read_text())
-    return sum(seconds for name, seconds in steps.items() if name.startswith(("latency", "memory", "quality")))
+    steps = json.loads((run / "run.json").read_text())["steps"]
+    return sum(step["seconds"] for step in steps if step["id"].startswith(("latency", "memory", "quality")))
 
 
 def once(model: str) -> dict[str, float]:
@@ -86,10 +86,9 @@ def main() -> None:
         rounds = [once(model) for _ in range(options.repeats)]
         middle = {name: statistics.median(round_[name] for round_ in rounds) for name in rounds[0]}
         found["models"][model] = {"median": middle, "rounds": rounds}
-        print(
-            f"{model}: optimize {middle['optimize']:.1f} s, bound {middle['bound']:.1f} s "
-            f"(raw {middle['raw']:.1f} + measuring {middle['measuring']:.1f}); again {middle['again']:.2f} s (target 1.5)"
-        )
+        parts = f"raw {middle['raw']:.1f} + measuring {middle['measuring']:.1f}"
+        again = f"again {middle['again']:.2f} s (target 1.5)"
+        print(f"{model}: optimize {middle['optimize']:.1f} s, bound {middle['bound']:.1f} s ({parts}); {again}")
     found["machine"] = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     (HERE / "results" / "overhead.json").write_text(json.dumps(found, indent=1) + "\n")
 

@@ -13,7 +13,7 @@ from enginesmith.pipeline.measure.memory import MemoryRow
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.plan import LOAD, REFERENCE, Plan, Step, Variant
 from enginesmith.pipeline.recipe import Recipe
-from enginesmith.pipeline.run import BuildRecord, ModelRecord, Run, StoredArtifact, VariantRecord
+from enginesmith.pipeline.run import BuildRecord, ModelRecord, Run, StepRecord, StoredArtifact, VariantRecord
 from enginesmith.pipeline.runner import Outcome
 from enginesmith.pipeline.select import select
 from enginesmith.pipeline.tasks.base import read_records
@@ -46,6 +46,7 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
         recipe=recipe,
         environment=header.environment,
         model=_model(recipe, outcomes),
+        steps=tuple(_step(step.id, outcomes.get(step.id)) for step in plan.steps),
         baseline=baseline,
         variants=tuple(variants),
         winner=chosen.winner,
@@ -53,6 +54,16 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
         pareto=chosen.pareto,
         verdicts=chosen.verdicts,
     )
+
+
+def _step(name: str, outcome: Outcome | None) -> StepRecord:
+    if outcome is None:
+        return StepRecord(id=name, status="pending", cached=False, seconds=None, effect="not reached")
+    if outcome.artifact is None:
+        return StepRecord(id=name, status=outcome.status, cached=False, seconds=None, effect=outcome.reason)
+    last = outcome.artifact.history[-1]
+    effect = outcome.artifact.breach or last.effect
+    return StepRecord(id=name, status=outcome.status, cached=outcome.cached, seconds=last.seconds, effect=effect)
 
 
 def _first_batch(recipe: Recipe, latency: Mapping[str, tuple[LatencyRow, ...]]) -> int:

@@ -99,6 +99,17 @@ class ModelRecord(_Part):
     shapes: dict[str, str] = {}
 
 
+class StepRecord(_Part):
+    """A step of the plan and how it ended."""
+
+    id: str
+    status: Literal["done", "failed", "skipped", "pending"]
+    cached: bool
+    seconds: float | None
+    """What it took when it was done, which may have been in an earlier run."""
+    effect: str
+
+
 class Run(_Part):
     """The whole document."""
 
@@ -111,6 +122,7 @@ class Run(_Part):
     recipe: Recipe
     environment: dict[str, Any]
     model: ModelRecord
+    steps: tuple[StepRecord, ...]
     baseline: VariantRecord
     variants: tuple[VariantRecord, ...]
     winner: str | None

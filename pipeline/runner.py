@@ -6,6 +6,8 @@ A step that fails takes down what stands on it, and nothing else.
 import functools
 import hashlib
 import importlib.metadata
+import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,6 +69,13 @@ class Runner:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _deadline: float | None = None
     _stopped: threading.Event = field(default_factory=threading.Event)
+    _shares: "queue.SimpleQueue[frozenset[int]]" = field(default_factory=queue.SimpleQueue)
+    """Cores for each job: thread pools of steps that share cores would spin against each other."""
+
+    def __post_init__(self) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        for job in range(self.jobs):
+            self._shares.put(frozenset(cores[job % len(cores) :: self.jobs] or cores))
 
     def run(self, steps: Sequence[Step], on_outcome: Callable[[Mapping[str, Outcome]], object]) -> dict[str, Outcome]:
         """Run every step that can run; ``on_outcome`` sees all outcomes so far, each time there is a new one.
@@ -173,6 +182,7 @@ class Runner:
             if self._stopped.is_set():
                 this.kill()
 
+        share = None if step.task.exclusive else self._shares.get()
         try:
             done: Done = workers.run(
                 execute,
@@ -183,11 +193,14 @@ class Runner:
                 on_progress=lambda text: self.listener(Event("progress", step, text)),
                 on_start=started,
                 timeout_seconds=left,
+                cores=share,
             )
         except StepError as error:
             error.remedy += f"; its log: {log}"
             raise
         finally:
+            if share is not None:
+                self._shares.put(share)
             with self._lock:
                 self._active.difference_update(worker)
         return done

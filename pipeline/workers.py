@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -52,16 +52,17 @@ def run(
     on_progress: Progress | None = None,
     on_start: "Callable[[Worker], None] | None" = None,
     timeout_seconds: float | None = None,
+    cores: Collection[int] | None = None,
 ) -> Any:
     """Call ``function(*args, progress)`` in a fresh process and give back what it returns.
 
-    ``on_start`` is handed the worker, so that another thread can kill it.
+    ``on_start`` is handed the worker, so that another thread can kill it; ``cores`` are those it may run on.
 
     Raises:
         EnginesmithError: the function raised it.
         StepError: the function raised anything else, or its process ended without an answer.
     """
-    with Worker(_serve_once, function, args, log=log) as worker:
+    with Worker(_serve_once, function, args, log=log, cores=cores) as worker:
         if on_start:
             on_start(worker)
         return worker.receive(on_progress, timeout_seconds)
@@ -70,13 +71,13 @@ def run(
 class Worker:
     """A process that answers requests one at a time; leaving its context ends it."""
 
-    def __init__(self, body: Callable[..., None], *args: Any, log: Path) -> None:
+    def __init__(self, body: Callable[..., None], *args: Any, log: Path, cores: Collection[int] | None = None) -> None:
         """Start ``body(connection, *args)`` with its standard output and error in ``log``."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOAD])
         self.log = log
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(body, theirs, args, str(log)), name=body.__name__)
+        self._process = context.Process(target=_main, args=(body, theirs, args, str(log), cores), name=body.__name__)
         with _starting, _main_module_hidden():
             self._process.start()
         theirs.close()
@@ -180,9 +181,13 @@ def _attempt(function: Callable[..., Any], args: Sequence[Any]) -> tuple[str, An
         return _FAILED, StepError(f"{type(error).__name__}: {error}", "the whole trace is in the step's log")
 
 
-def _main(body: Callable[..., None], connection: Connection, args: Sequence[Any], log: str) -> None:
+def _main(
+    body: Callable[..., None], connection: Connection, args: Sequence[Any], log: str, cores: Collection[int] | None
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; Ctrl-C reaches the whole group
     _write_to(log)
+    if cores:
+        os.sched_setaffinity(0, cores)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     body(connection, *args)

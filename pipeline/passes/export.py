@@ -53,7 +53,7 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
     with _tolerant():
         model, exporter, notes = _capture(loaded, out, options, progress)
         _name(model, loaded.signature)
-        graph.tidy(model)
+        graph.tidy(model, wrapper="model")
         if options.attention == "decomposed":
             decompose_attention(model)
         progress("writing")

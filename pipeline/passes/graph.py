@@ -71,13 +71,16 @@ def rename(values: Iterable["ir.Value"], names: Iterable[str]) -> None:
         value.name = name
 
 
-def tidy(model: "ir.Model") -> None:
-    """Keep of all that exporters note about nodes the path of each one's module: no machine paths, no source text."""
+def tidy(model: "ir.Model", wrapper: str = "") -> None:
+    """Keep of all that exporters note about nodes the path of each one's module: no machine paths, no source text.
+
+    ``wrapper`` is the attribute by which a wrapper around the user's module holds it; paths start below it.
+    """
     import onnx_ir as ir
 
     for body in _bodies(model):
         for node in ir.traversal.RecursiveGraphIterator(body):
-            if module := module_path(node):
+            if module := _module_path(node, wrapper):
                 node.metadata_props[MODULE_KEY] = module
             _strip(node)
             for value in node.outputs:
@@ -96,21 +99,26 @@ def _strip(holder: "ir.Node | ir.Value | ir.Graph") -> None:
         del holder.metadata_props[key]
 
 
-def module_path(node: "ir.Node") -> str:
+def _module_path(node: "ir.Node", wrapper: str) -> str:
     """Dotted path of the module that a node came from, as the exporters noted it; empty if they did not."""
     import ast
 
     known = node.metadata_props.get(MODULE_KEY)
     if known is not None:
         return known
-    scopes = node.metadata_props.get(_SCOPES_KEY)
-    if scopes is not None:
-        path = (ast.literal_eval(scopes) or [""])[:-1]
-        return _inside_wrapper(path[-1]) if path else ""
-    if node.name and node.name.startswith("/"):  # the TorchScript exporter: /model/encoder/layer.0/MatMul
-        return _inside_wrapper(".".join(node.name.strip("/").split("/")[:-1]))
-    return ""
+    path = ""
+    if scopes := node.metadata_props.get(_SCOPES_KEY):
+        path = ["", *ast.literal_eval(scopes)[:-1]][-1]
+    elif node.name and node.name.startswith("/"):
+        path = _joined(node.name.strip("/").split("/")[:-1])
+    return "" if path == wrapper else path.removeprefix(f"{wrapper}.") if wrapper else path
 
 
-def _inside_wrapper(path: str) -> str:
-    return "" if path == "model" else path.removeprefix("model.")
+def _joined(scopes: list[str]) -> str:
+    """The TorchScript exporter's ``layer1/layer1.0/conv1`` as ``layer1.0.conv1``."""
+    parts: list[str] = []
+    for scope in scopes:
+        if parts and scope.startswith(f"{parts[-1]}."):
+            parts.pop()
+        parts.append(scope)
+    return ".".join(parts)

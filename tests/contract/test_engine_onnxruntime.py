@@ -1,0 +1,113 @@
+"""What is ONNX Runtime's own: the engine file, its record, and errors in our words."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from enginesmith.pipeline import onnx_file
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import Device
+from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
+from enginesmith.pipeline.errors import EnginesmithError, InvalidGraph, MissingCapability, ModelError
+
+CPU = Device(threads=1)
+FEEDS = {"x": np.ones((2, 64), np.float32)}
+
+
+def model(folder: Path, operator: str = "Relu", opset: int = 17, domain: str = "") -> Artifact:
+    """x · W, then an operator; the weights are in a file beside the graph."""
+    weight = numpy_helper.from_array(np.eye(64, dtype=np.float32), "w")
+    nodes = [
+        helper.make_node("Identity", ["x"], ["same"]),
+        helper.make_node("MatMul", ["same", "w"], ["h"]),
+        helper.make_node(operator, ["h"], ["y"], domain=domain),
+    ]
+    ends = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 64])] for name in "xy")
+    opsets = [helper.make_opsetid("", opset), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    made = helper.make_model(helper.make_graph(nodes, "g", *ends, [weight]), opset_imports=opsets, ir_version=8)
+    path = folder / "graph.onnx"
+    onnx.save(made, path, save_as_external_data=True, location="graph.bin", size_threshold=0)
+    return Artifact(kind="onnx", path=path, sha256="", bytes=0)
+
+
+def build(engine: OnnxRuntime, artifact: Artifact, out: Path) -> Artifact:
+    out.mkdir()
+    effect = engine.build(artifact, out, CPU)
+    return Artifact(kind="engine", path=out / effect.file, sha256="", bytes=0, signature=effect.signature)
+
+
+def test_engine_is_the_optimised_graph(tmp_path: Path) -> None:
+    built = build(OnnxRuntime(), model(tmp_path), tmp_path / "out")
+    assert onnx_file.summary(built.path).nodes < 3
+    assert sorted(path.name for path in built.folder.iterdir()) == ["engine.json", "model.onnx", "model.onnx.data"]
+    with OnnxRuntime().load(built, CPU) as session:
+        np.testing.assert_array_equal(session.run(FEEDS)["y"], FEEDS["x"])
+
+
+def test_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
+    first, second = (build(OnnxRuntime(), model(tmp_path), tmp_path / name) for name in ("one", "two"))
+    for path in first.folder.iterdir():
+        assert path.read_bytes() == (second.folder / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("engine", [OnnxRuntime(save_optimized=False), OnnxRuntime(graph_optimization="disabled")])
+def test_portable_engine_is_the_same_graph(engine: OnnxRuntime, tmp_path: Path) -> None:
+    built = build(engine, model(tmp_path), tmp_path / "out")
+    assert built.path.read_bytes() == (tmp_path / "graph.onnx").read_bytes()
+    with engine.load(built, CPU) as session:
+        np.testing.assert_array_equal(session.run(FEEDS)["y"], FEEDS["x"])
+
+
+@pytest.mark.parametrize(
+    ("field", "was"), [("processor", "x86_64 avx512f"), ("onnxruntime", "1.0"), ("device", "cuda")]
+)
+def test_engine_made_for_something_else_is_refused(tmp_path: Path, field: str, was: str) -> None:
+    built = build(OnnxRuntime(), model(tmp_path), tmp_path / "out")
+    record = built.folder / "engine.json"
+    from enginesmith.pipeline.engines.onnxruntime import _Record
+
+    changed = _Record.model_validate_json(record.read_text()).model_copy(update={field: was})
+    record.write_text(changed.model_dump_json())
+    with pytest.raises(MissingCapability, match=field) as caught:
+        OnnxRuntime().load(built, CPU)
+    assert "build it here" in caught.value.remedy
+
+
+def test_plain_model_can_be_loaded(tmp_path: Path) -> None:
+    with OnnxRuntime().load(model(tmp_path), CPU) as session:
+        assert session.signature.symbols == ("batch",)
+        np.testing.assert_array_equal(session.run(FEEDS)["y"], FEEDS["x"])
+
+
+@pytest.mark.parametrize(
+    ("artifact", "message"),
+    [({"operator": "Nonsense"}, "Nonsense"), ({"opset": 99}, "opset"), ({"operator": "F", "domain": "mine"}, "mine")],
+    ids=["operator", "opset", "domain"],
+)
+def test_what_it_does_not_support_is_said(tmp_path: Path, artifact: dict[str, str], message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        OnnxRuntime().load(model(tmp_path, **artifact), CPU)  # type: ignore[arg-type]
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("content", [b"", b"not a model", None], ids=["empty", "text", "truncated"])
+def test_damaged_file_is_an_invalid_graph(tmp_path: Path, content: bytes | None) -> None:
+    artifact = model(tmp_path)
+    artifact.path.write_bytes(artifact.path.read_bytes()[:100] if content is None else content)
+    with pytest.raises(InvalidGraph):
+        OnnxRuntime().load(artifact, CPU)
+
+
+def test_weights_that_are_missing(tmp_path: Path) -> None:
+    artifact = model(tmp_path)
+    (tmp_path / "graph.bin").unlink()
+    with pytest.raises(EnginesmithError, match=r"graph\.(bin|onnx)"):
+        OnnxRuntime().load(artifact, CPU)
+
+
+def test_call_that_fails_inside_is_a_model_error(tmp_path: Path) -> None:
+    with OnnxRuntime().load(model(tmp_path), CPU) as session, pytest.raises(ModelError, match="ONNX Runtime failed"):
+        session.enqueue(session.bind({"x": np.ones((2, 3), np.float32)}))

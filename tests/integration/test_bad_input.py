@@ -1,0 +1,351 @@
+"""Bad input, through the command line: one clear message, the right exit code, nothing half-written."""
+
+import fcntl
+import shlex
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from enginesmith.pipeline.store import Store
+
+Make = Callable[[Path], object]
+
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.linear(x)
+
+def build():
+    return Net(), torch.ones(2, 4)
+
+def bare():
+    return Net()
+
+def named():
+    return Net(), {"x": torch.ones(2, 4)}
+"""
+
+FAULTY = """
+import torch
+from torch import nn
+
+SIZE = 4
+
+class Fixed(nn.Module):
+    def forward(self, x):
+        return x.reshape(2, 4) * 2
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.linear(x)  # takes five
+
+class Deaf(nn.Module):
+    def forward(self, x):
+        return "words"
+
+def raises():
+    raise ValueError("no weights today")  # raises here
+
+def nothing():
+    pass
+
+def state_dict():
+    return nn.Linear(2, 2).state_dict()
+
+def number():
+    return 7
+
+def words():
+    return nn.Linear(4, 3), {"input": "a text"}
+
+def broken():
+    return Broken(), torch.ones(2, 4)
+
+def deaf():
+    return Deaf(), torch.ones(2, 4)
+
+def fixed():
+    return Fixed(), torch.ones(2, 4)
+
+def leaves():
+    raise SystemExit("called exit")
+"""
+
+UNEXPORTABLE = """
+import torch
+from torch import nn
+
+@torch.library.custom_op("acme::wobble", mutates_args=())
+def wobble(x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(x.numpy() + 1)
+
+@wobble.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+class Net(nn.Module):
+    def forward(self, x):
+        return torch.ops.acme.wobble(x)  # no translation
+
+class Branches(nn.Module):
+    def forward(self, x):
+        if x.sum() > 0:  # depends on the values
+            return wobble(x)
+        return x * 2
+
+def custom():
+    return Net(), torch.ones(2, 4)
+
+def branches():
+    return Branches(), torch.ones(2, 4)
+"""
+
+PICKLED = """
+import pickle
+import torch
+
+def build():
+    return pickle.loads(b"cnet\\nNet\\n(tR."), torch.ones(2, 4)  # net.Net() as a pickle
+"""
+
+METRICS = """
+def odd(outputs, labels):
+    raise RuntimeError("the metric is out of order")
+"""
+
+
+QUICK = "measure: {latency: false, memory: false}\nbatch: [2]\n"
+
+FILES = {"net.py": NET, "faulty.py": FAULTY, "odd.py": UNEXPORTABLE, "metrics.py": METRICS, "quick.yaml": QUICK}
+"""What lies in the folder of every case."""
+
+
+def at(name: str, marker: str) -> str:
+    """``file:line`` of the line with a marker."""
+    lines = FILES[name].splitlines()
+    return f"{name}:{next(number for number, line in enumerate(lines, 1) if marker in line)}"
+
+
+def file(name: str, content: str | bytes) -> Make:
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def both(*makes: Make) -> Make:
+    return lambda folder: [make(folder) for make in makes]
+
+
+def graph(weight: onnx.TensorProto, opset: int = 17) -> bytes:
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xy")
+    made = helper.make_graph([helper.make_node("Mul", ["x", "w"], ["y"])], "g", [x], [y], [weight])
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    return bytes(model.SerializeToString())
+
+
+WEIGHT = struct.pack("<4f", 1, 2, 3, 4)
+ONNX = graph(helper.make_tensor("w", TensorProto.FLOAT, [4], [1.0, 2.0, 3.0, 4.0]))
+FUTURE = graph(helper.make_tensor("w", TensorProto.FLOAT, [4], [1.0, 2.0, 3.0, 4.0]), opset=99)
+
+
+def external(location: str, folder: str = ".") -> Make:
+    """An ONNX file whose weight lies in another file."""
+    weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
+    weight.external_data.add(key="location", value=location)
+    return both(lambda above: (above / folder).mkdir(exist_ok=True), file(f"{folder}/m.onnx", graph(weight)))
+
+
+def link(name: str, target: str) -> Make:
+    return lambda folder: (folder / name).symlink_to(target)
+
+
+def arrays(**named: np.ndarray) -> Make:
+    return lambda folder: np.savez(folder / "data.npz", **named)
+
+
+X = np.ones((6, 4), np.float32)
+LABELS = np.arange(6) % 3
+
+
+def nothing(folder: Path) -> None:
+    """Nothing more than what is there already."""
+
+
+class Case(NamedTuple):
+    name: str
+    command: str
+    """Without what all of its kind get: an output file, or the recipe that measures nothing and a run directory."""
+    code: int
+    words: str
+    """What the message has to say, separated by bars: what was given, what was expected, what to do."""
+    make: Make = nothing
+
+
+MODEL = (
+    Case("missing ONNX file", "simplify gone.onnx", 2, "gone.onnx|does not exist|current folder"),
+    Case("missing Python file", "export gone.py:build", 2, "gone.py|does not exist|current folder"),
+    Case("file without a factory", "export net.py", 2, "net.py|no factory|net.py:build"),
+    Case("wrong factory", "export net.py:biuld", 2, "no 'biuld'|build, bare"),
+    Case("missing module", "export nosuch.module:build", 2, "nosuch|ModuleNotFoundError"),
+    Case("factory raises", "export faulty.py:raises", 2, f"ValueError: no weights|{at('faulty.py', '# raises')}"),
+    Case("factory exits", "export faulty.py:leaves", 2, f"SystemExit: called exit|{at('faulty.py', 'called exit')}"),
+    Case("syntax error", "export bad.py:build", 2, "SyntaxError|bad.py:2", file("bad.py", "\ndef build(:\n")),
+    Case("import error", "export bad.py:build", 2, "'nosuch'|bad.py:2", file("bad.py", "\nimport nosuch\n")),
+    Case("factory gives None", "export faulty.py:nothing", 2, "returned None|nn.Module|example_inputs"),
+    Case("factory gives weights", "export faulty.py:state_dict", 2, "state dict|weights without a model|nn.Module"),
+    Case("factory gives a number", "export faulty.py:number", 2, "returned an int|nn.Module"),
+    Case("factory takes other arguments", "export 'net.py:build(depth=3)'", 2, "TypeError|'depth'"),
+    Case("factory is no callable", "export faulty.py:SIZE", 2, "an int, not a factory|callable"),
+    Case("unreadable arguments", "export 'net.py:build(depth=os)'", 2, "depth=os|literal"),
+    Case("no example", "export net.py:bare", 2, "no example inputs|return (module, example_inputs)|--input"),
+    Case("example is no tensor", "export faulty.py:words", 2, "'input' is a str|tensor|wrap"),
+    Case("forward raises", "export faulty.py:broken", 2, f"example inputs failed|{at('faulty.py', '# takes five')}"),
+    Case("forward gives no tensor", "export faulty.py:deaf", 2, "faulty.py:deaf|no tensor"),
+    Case("no translation", "export odd.py:custom", 1, f"acme.wobble|{at('odd.py', '# no translation')}|rewrite that line"),
+    Case("branch on values", "export odd.py:branches", 1, f"{at('odd.py', '# depends')}|torch.where"),
+    Case("weights as MODEL", "export net.pt", 2, "holds weights|file.py:factory", file("net.pt", b"PK")),
+    Case("folder as MODEL", "export bert", 2, "a folder|hf:bert", lambda folder: (folder / "bert").mkdir()),
+    Case("a pickle", "export pickled.py:build", 2, "net.Net|any code|safetensors|--allow-pickle", file("pickled.py", PICKLED)),
+    Case("broken archive", "export m.pt2", 2, "m.pt2|torch.export.save", file("m.pt2", b"PK nothing")),
+    Case("unknown zoo model", "export resnet51", 2, "'resnet51'|did you mean resnet50|zoo: digits"),
+    Case("zoo model without that argument", "export 'digits(depth=3)'", 2, "'depth'"),
+    Case("hf: without folder", "export hf:./gone", 2, "./gone|does not exist|config.json"),
+    Case("hf: without config", "export hf:./bert", 2, "bert|config.json", lambda folder: (folder / "bert").mkdir()),
+    Case("hf: with broken config", "export hf:.", 2, "config.json", file("config.json", "{")),
+    Case("hf: of unknown type", "export hf:.", 2, "config.json|model_type", file("config.json", "{}")),
+    Case("hf: without weights", "export hf:.", 2, "safetensors", file("config.json", '{"model_type": "bert"}')),
+)
+INPUTS = (
+    Case("wrong name", "export net.py:named --input y:float32:batch,4", 2, "--input names y|inputs are x|same names"),
+    Case("wrong dtype", "export net.py:build --input x:int64:batch,4", 2, "float32[2, 4]|expected x:int64:batch,4"),
+    Case("wrong shape", "export net.py:build --input x:float32:batch,5", 2, "float32[2, 4]|expected 5 = 5"),
+    Case("wrong rank", "export net.py:build --input x:float32:batch,2,2", 2, "float32[2, 4]|x:float32:batch,2,2"),
+    Case("shape that forward refuses", "export net.py:bare --input x:float32:batch,5", 2, at("net.py", "self.linear(x)")),
+    Case("unreadable", "export net.py:build --input x,float32", 2, "'x,float32'|name:dtype:batch"),
+    Case("unknown dtype", "export net.py:build --input x:float:batch,4", 2, "unknown dtype 'float'|float32"),
+    Case("unreadable dimension", "export net.py:build --input x:float32:batch,-4", 2, "'-4'|positive number or a word"),
+    Case("same name twice", "export net.py:build --input x:float32:batch,4 --input x:float32:4", 2, "'x'|twice"),
+    Case("dimension cannot vary", "export faulty.py:fixed --input x:float32:batch,4", 2, "batch = 2|instead of 'batch'"),
+    Case("range of unknown dimension", "export net.py:build --shape width=1:2:3", 2, "'width'|batch|--input"),
+    Case("min above max", "export net.py:build --shape batch=8:4:1", 2, "8:4:1|min <= opt <= max"),
+    Case("unreadable range", "export net.py:build --shape batch=1-8", 2, "1-8|min:opt:max"),
+    Case("range without dimension", "export net.py:build --shape 1:8:64", 2, "1:8:64|batch=1:8:64"),
+    Case("batch out of range", "export net.py:build --shape batch=1:2:4 --batch 8", 2, "--batch 8|1:2:4|widen"),
+    Case("batch of zero", "export net.py:build --batch 0", 2, "batch|at least 1|0"),
+    Case("batch is no number", "export net.py:build --batch one", 2, "'one'|1,8,64"),
+)
+GRAPHS = (
+    Case("truncated", "simplify m.onnx", 1, "m.onnx|truncated|copy it again", file("m.onnx", ONNX[:60])),
+    Case("random bytes", "simplify m.onnx", 1, "m.onnx|not an ONNX file", file("m.onnx", np.random.default_rng(0).bytes(999))),
+    Case("empty", "simplify m.onnx", 1, "m.onnx is empty|again", file("m.onnx", b"")),
+    Case("text", "simplify m.onnx", 1, "m.onnx|not an ONNX file|exporter", file("m.onnx", "version https://git-lfs\n")),
+    Case("future opset", "simplify m.onnx", 1, "needs opset 99|knows up to|upgrade", file("m.onnx", FUTURE)),
+    Case("weights missing", "simplify m.onnx", 1, "'w'|'w.bin'|no such file|beside m.onnx", external("w.bin")),
+    Case("weights outside", "simplify a/m.onnx", 1, "'w'|../w.bin|outside|beside", both(external("../w.bin", "a"), file("w.bin", WEIGHT))),
+    Case("weights outside, absolute", "simplify m.onnx", 1, "'w'|/etc/passwd|outside", external("/etc/passwd")),
+    Case("weights linked", "simplify m.onnx", 1, "'w'|symbolic link", both(external("w.bin"), file("v", WEIGHT), link("w.bin", "v"))),
+    Case("weights cut", "simplify m.onnx", 1, "'w'|too short|16 bytes", both(external("w.bin"), file("w.bin", WEIGHT[:9]))),
+    Case("inspected", "inspect m.onnx", 1, "m.onnx|truncated", file("m.onnx", ONNX[:60])),
+    Case("exported", "export m.onnx", 2, "m.onnx is an ONNX file already|simplify", file("m.onnx", ONNX)),
+    Case("with another input", "simplify m.onnx --input z:float32:4", 2, "z:float32:4|x:float32:batch,4|--input", file("m.onnx", ONNX)),
+    Case("for the compiled engine", "optimize m.onnx --engine compiled", 2, "'compiled'|file.py:factory", file("m.onnx", ONNX)),
+)
+CHOICES = (
+    Case("unknown engine", "optimize net.py:build --engine openvino", 2, "'openvino'|eager, compiled, onnxruntime"),
+    Case("unknown device", "optimize net.py:build --device tpu", 2, "'tpu'|cpu, cuda or cuda:1"),
+    Case("unknown objective", "optimize net.py:build --objective speed", 2, "'speed'|latency"),
+    Case("size without sense", "optimize net.py:build --max-memory lots", 2, "'lots'|256MiB"),
+    Case("unknown unit", "optimize net.py:build --max-latency 5parsec", 2, "'parsec'|ms"),
+    Case("old opset", "export net.py:build --opset 9", 2, "export.opset|18|9"),
+    Case("output of another kind", "export net.py:build -o m.trt", 2, "m.trt|.onnx"),
+    Case("not a run", "resume .", 2, "no run|optimize"),
+    Case("recipe missing", "optimize net.py:build --recipe gone.yaml", 2, "gone.yaml|check the path"),
+    Case("recipe not YAML", "optimize digits --recipe r.yaml", 2, "r.yaml is not YAML|init", file("r.yaml", "a: [1\nb: }")),
+    Case("recipe no mapping", "optimize digits --recipe r.yaml", 2, "r.yaml|no mapping|init", file("r.yaml", "- a\n")),
+    Case("unknown field", "optimize digits --recipe r.yaml", 2, "'bach'|did you mean batch", file("r.yaml", "bach: [1]\n")),
+    Case("unknown inner field", "optimize digits --recipe r.yaml", 2, "'max_ram'|budgets|max_memory_bytes", file("r.yaml", "budgets: {max_ram: 1}\n")),
+    Case("field of another type", "optimize digits --recipe r.yaml", 2, "batch|list|'many'", file("r.yaml", "batch: many\n")),
+    Case("part of another type", "optimize digits --recipe r.yaml", 2, "export|17", file("r.yaml", "export: 17\n")),
+)
+DATA = (
+    Case("missing", "optimize net.py:build --eval gone.npz", 2, "gone.npz|check the path"),
+    Case("unknown form", "optimize net.py:build --eval d.csv", 2, "d.csv|.npz|.safetensors", file("d.csv", "1,2")),
+    Case("wrong names", "optimize net.py:build --eval data.npz", 2, "holds y|takes x|name the arrays", arrays(y=X)),
+    Case("wrong shape", "optimize net.py:build --eval data.npz", 2, "[6, 3]|[samples, 4]", arrays(x=X[:, :3])),
+    Case("wrong dtype", "optimize net.py:build --eval data.npz", 2, "int64|float32", arrays(x=X.astype(np.int64))),
+    Case("no rows", "optimize net.py:build --eval data.npz", 2, "data.npz|no ", arrays(x=X[:0])),
+    Case("NaN", "optimize net.py:build --eval data.npz", 2, "'x'|NaN", arrays(x=X * np.nan)),
+    Case("no archive", "optimize net.py:build --eval data.npz", 2, "cannot read data.npz|savez", file("data.npz", "x,y")),
+    Case("labels of another number", "optimize net.py:build --eval data.npz", 2, "'labels'|6 rows", arrays(x=X, labels=LABELS[:4])),
+    Case("no labels for the metric", "optimize net.py:build --eval data.npz --metric top5", 2, "no labels|top5", arrays(x=X)),
+    Case("no labels for the budget", "optimize net.py:build --eval data.npz --max-drop 0.1", 2, "no labels|max_drop", arrays(x=X)),
+    Case("no data for the metric", "optimize net.py:build --metric top5", 2, "top5|--eval"),
+    Case("no data for the budget", "optimize net.py:build --max-drop 0.1", 2, "max_drop|--eval"),
+    Case("metric raises", "optimize net.py:build --eval data.npz --metric metrics:odd", 1, "metrics:odd|out of order", arrays(x=X, labels=LABELS)),
+    Case("unknown metric", "optimize net.py:build --eval data.npz --metric top3", 2, "'top3'|top1, top5, mse", arrays(x=X, labels=LABELS)),
+    Case("metric without module", "optimize net.py:build --eval data.npz --metric nosuch:odd", 1, "nosuch|odd", arrays(x=X, labels=LABELS)),
+)
+MACHINE = (
+    Case("no CUDA", "optimize net.py:build --device cuda", 4, "cuda|pip install"),
+)
+TABLE = {"model": MODEL, "inputs": INPUTS, "graph": GRAPHS, "choice": CHOICES, "data": DATA, "machine": MACHINE}
+CASES = [pytest.param(case, id=f"{group}: {case.name}") for group, cases in TABLE.items() for case in cases]
+
+
+def completed(command: str) -> list[str]:
+    """The command with what all of its kind get."""
+    words = shlex.split(command)
+    if words[0] in ("export", "simplify") and "-o" not in words:
+        words += ["-o", "out.onnx"]
+    if words[0] == "optimize":
+        words += [*(() if "--recipe" in words else ("--recipe", "quick.yaml")), "--out", "out"]
+    return words
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder of a case, with the files that all cases share."""
+    place = tmp_path / "here"
+    place.mkdir()
+    for name, content in FILES.items():
+        (place / name).write_text(content)
+    monkeypatch.chdir(place)
+    return place
+
+
+def check(answer, code: int, words: str, folder: Path, store: Path) -> None:
+    """One message with these words, the exit code, and nothing half-written."""
+    assert answer.code == code, answer.text
+    message = answer.stderr[answer.stderr.rfind("rror: ") :]
+    missing = [word for word in words.split("|") if word not in message]
+    assert not missing, answer.text
+    assert "Traceback" not in answer.text
+    assert not (folder / "out.onnx").exists()
+    assert [str(path) for path in folder.rglob("*partial*")] == []
+    assert list((folder / "out" / "variants").glob("*")) == []
+    assert list((store / "tmp").glob("*")) == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_clear_message_and_nothing_half_written(case: Case, cli, folder: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("ENGINESMITH_STORE", str(tmp_path / "store"))
+    case.make(folder)
+    answer = cli(*completed(case.command))
+    check(answer, case.code, case.words, folder, tmp_path / "store")

@@ -1,0 +1,73 @@
+"""The command line by itself: light, helpful, and true to INTERFACE's exit codes."""
+
+import json
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from enginesmith import cli
+
+HEAVY = ("torch", "onnx", "onnxruntime", "tensorrt", "numpy", "pydantic", "rich")
+
+
+def commands(group: click.Group, prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], click.Command]]:
+    found = []
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            found += commands(command, (*prefix, name))
+        else:
+            found.append(((*prefix, name), command))
+    return found
+
+
+def test_importing_the_command_line_loads_nothing_heavy() -> None:
+    code = f"import sys, enginesmith.cli; print([name for name in {HEAVY!r} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_planning_loads_neither_torch_nor_onnx() -> None:
+    code = (
+        "import sys\nfrom enginesmith.pipeline import job, plan, recipe\n"
+        "plan.plan(recipe.make({'model': 'digits'}))\n"
+        "print([name for name in ('torch', 'onnx', 'onnxruntime', 'tensorrt') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(("path", "command"), commands(cli.main), ids=lambda value: str(value))
+def test_every_command_has_help_with_an_example(path: tuple[str, ...], command: click.Command) -> None:
+    result = CliRunner().invoke(cli.main, [*path, "--help"])
+    assert result.exit_code == 0
+    assert "Example:" in result.output
+    assert f"enginesmith {' '.join(path)}" in result.output
+
+
+@pytest.mark.parametrize(("path", "command"), commands(cli.main), ids=lambda value: str(value))
+def test_every_command_that_answers_has_json(path: tuple[str, ...], command: click.Command) -> None:
+    assert path == ("init",) or "--json" in [option for param in command.params for option in param.opts]
+
+
+def test_the_zoo_is_listed_as_json() -> None:
+    result = CliRunner().invoke(cli.main, ["models", "--json"])
+    rows = {row["model"]: row for row in json.loads(result.stdout)}
+    assert rows["resnet50"]["parameters"] == "25,557,032"
+    assert rows["bert_base"]["inputs"].startswith("input_ids:int64:batch,sequence")
+
+
+def test_options_change_the_recipe_file(tmp_path: object) -> None:
+    values = {"opset": 21, "batch": "2,4", "shapes": ("sequence=8:16:32",), "max_memory": "2GiB", "inputs": ()}
+    recipe = cli._recipe("digits", None, values)
+    assert recipe.export.opset == 21
+    assert recipe.batch == (2, 4)
+    assert recipe.shapes == {"sequence": "8:16:32"}
+    assert recipe.budgets.max_memory_bytes == 2 << 30
+
+
+@pytest.mark.parametrize("arguments", [["optimize"], ["optimize", "digits", "--nonsense"], ["export", "digits"]])
+def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
+    result = CliRunner().invoke(cli.main, arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output

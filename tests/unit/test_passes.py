@@ -1,0 +1,450 @@
+"""Export, simplify and decompose on graphs small enough to see through."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from pydantic import ValidationError
+
+from enginesmith.pipeline import onnx_file
+from enginesmith.pipeline.errors import ExportError, ModelError
+from enginesmith.pipeline.passes import PASSES, decompose, equivalence, graph, rewriting
+from enginesmith.pipeline.passes.export import Export, export_module
+from enginesmith.pipeline.passes.simplify import simplify_file
+from enginesmith.pipeline.tensors import Signature, TensorSpec
+
+FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
+LIMIT = 1 << 27
+
+
+def quiet(text: str) -> None:
+    del text
+
+
+def tensor(name: str, shape: list[Any], kind: int = FLOAT) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, kind, shape)
+
+
+def saved(
+    folder: Path,
+    nodes: list[onnx.NodeProto],
+    inputs: list[onnx.ValueInfoProto],
+    outputs: list[onnx.ValueInfoProto],
+    weights: dict[str, Any] | None = None,
+    opset: int = 23,
+    ir_version: int = 10,
+) -> Path:
+    initialisers = [numpy_helper.from_array(np.asarray(value), name) for name, value in (weights or {}).items()]
+    body = helper.make_graph(nodes, "g", inputs, outputs, initialisers)
+    domains = {node.domain for node in nodes if node.domain}
+    imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(domain, 1) for domain in sorted(domains))]
+    path = folder / "given.onnx"
+    onnx.save(helper.make_model(body, opset_imports=imports, ir_version=ir_version), path)
+    return path
+
+
+def simplified(path: Path) -> tuple[onnx.ModelProto, tuple[str, ...]]:
+    out = path.parent / "out"
+    out.mkdir()
+    effect = simplify_file(path, out, LIMIT, quiet)
+    onnx_file.check(out / effect.file)
+    assert onnx_file.signature(path) == onnx_file.signature(out / effect.file)
+    return onnx.load(out / effect.file), effect.notes
+
+
+def operators(model: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node]
+
+
+# --- simplify
+
+
+def reshape_chain() -> list[onnx.NodeProto]:
+    """A Reshape to what the input's own dimensions say, with its target computed."""
+    return [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Slice", ["shape", "zero", "one"], ["batch"]),
+        helper.make_node("Slice", ["shape", "one", "two"], ["length"]),
+        helper.make_node("Concat", ["batch", "length", "heads", "width"], ["target"], axis=0),
+        helper.make_node("Reshape", ["x", "target"], ["split"]),
+        helper.make_node("Relu", ["split"], ["y"]),
+    ]
+
+
+NUMBERS = {"zero": [0], "one": [1], "two": [2], "heads": [3], "width": [4]}
+
+
+def test_shape_arithmetic_disappears_and_dimensions_stay_dynamic(tmp_path: Path) -> None:
+    y = tensor("y", ["batch", "length", 3, 4])
+    path = saved(tmp_path, reshape_chain(), [tensor("x", ["batch", "length", 12])], [y], NUMBERS)
+    model, notes = simplified(path)
+    assert operators(model) == ["Reshape", "Relu"]
+    assert not notes
+    feeds = {"x": np.ones((5, 7, 12), np.float32)}
+    assert equivalence.run(tmp_path / "out" / graph.FILE, feeds)[0].shape == (5, 7, 3, 4)
+
+
+def recurrent(states: list[float]) -> tuple[list[onnx.NodeProto], dict[str, Any]]:
+    weights = {"w": np.ones((1, 8, 3), np.float32), "r": np.ones((1, 8, 2), np.float32), "value": np.array(states)}
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"], start=1, end=2),
+        helper.make_node("Concat", ["one", "shape", "two"], ["target"], axis=0),
+        helper.make_node("Expand", ["state", "target"], ["initial"]),
+        helper.make_node("LSTM", ["x", "w", "r", "", "", "initial", "initial"], ["y"], hidden_size=2),
+    ]
+    weights["state"] = np.array(states, np.float32)
+    return nodes, {**weights, **NUMBERS}
+
+
+@pytest.mark.parametrize(("state", "left"), [(0.0, 1), (0.5, 4)])
+def test_initial_states_are_dropped_only_if_they_are_zero(tmp_path: Path, state: float, left: int) -> None:
+    nodes, weights = recurrent([state])
+    path = saved(tmp_path, nodes, [tensor("x", ["s", "b", 3])], [tensor("y", ["s", 1, "b", 2])], weights)
+    assert len(simplified(path)[0].graph.node) == left
+
+
+def attention_block(width: int = 8) -> tuple[list[onnx.NodeProto], dict[str, Any]]:
+    nodes = [helper.make_node("Reshape", ["x", "split"], ["four"])]
+    for name in "qkv":
+        nodes.append(helper.make_node("Transpose", ["four"], [name], perm=[0, 2, 1, 3]))
+    nodes += [
+        helper.make_node("Attention", ["q", "k", "v"], ["a"]),
+        helper.make_node("Transpose", ["a"], ["b"], perm=[0, 2, 1, 3]),
+        helper.make_node("Reshape", ["b", "merge"], ["y"]),
+    ]
+    return nodes, {"split": [0, 0, 2, width // 2], "merge": [0, 0, width]}
+
+
+def test_attention_absorbs_the_heads_and_keeps_its_module(tmp_path: Path) -> None:
+    nodes, weights = attention_block()
+    nodes[4].metadata_props.add(key=onnx_file.MODULE_KEY, value="encoder.attention")
+    shape = ["batch", "length", 8]
+    model, _ = simplified(saved(tmp_path, nodes, [tensor("x", shape)], [tensor("y", shape)], weights))
+    assert operators(model) == ["Attention"]
+    assert {a.name: a.i for a in model.graph.node[0].attribute} == {"q_num_heads": 2, "kv_num_heads": 2}
+    assert [(p.key, p.value) for p in model.graph.node[0].metadata_props] == [
+        (onnx_file.MODULE_KEY, "encoder.attention")
+    ]
+
+
+def test_weights_are_folded_where_nothing_is_kept_twice(tmp_path: Path) -> None:
+    large = np.arange(100 * 100, dtype=np.float32).reshape(100, 100)
+    nodes = [
+        helper.make_node("Transpose", ["w"], ["turned"], perm=[1, 0]),
+        helper.make_node("MatMul", ["x", "turned"], ["y"]),
+    ]
+    path = saved(tmp_path, nodes, [tensor("x", ["b", 100])], [tensor("y", ["b", 100])], {"w": large})
+    assert operators(simplified(path)[0]) == ["MatMul"]
+
+
+def test_shared_weights_are_not_folded(tmp_path: Path) -> None:
+    large = np.zeros((100, 100), np.float32)
+    nodes = [
+        helper.make_node("Gather", ["w", "x"], ["rows"]),
+        helper.make_node("Transpose", ["w"], ["turned"], perm=[1, 0]),
+        helper.make_node("MatMul", ["rows", "turned"], ["y"]),
+    ]
+    path = saved(tmp_path, nodes, [tensor("x", ["b"], INT64)], [tensor("y", ["b", 100])], {"w": large})
+    assert operators(simplified(path)[0]) == ["Gather", "Transpose", "MatMul"]
+
+
+def test_quantisation_of_weights_stays(tmp_path: Path) -> None:
+    weights = {"w": np.ones((4, 4), np.int8), "scale": np.float32(0.5), "none": np.int8(0)}
+    nodes = [
+        helper.make_node("DequantizeLinear", ["w", "scale", "none"], ["real"]),
+        helper.make_node("Identity", ["real"], ["same"]),
+        helper.make_node("MatMul", ["x", "same"], ["y"]),
+    ]
+    path = saved(tmp_path, nodes, [tensor("x", ["b", 4])], [tensor("y", ["b", 4])], weights)
+    assert operators(simplified(path)[0]) == ["DequantizeLinear", "MatMul"]
+
+
+def test_an_old_file_with_weights_as_inputs(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Identity", ["x"], ["same"]),
+        helper.make_node("Unsqueeze", ["same"], ["wide"], axes=[2]),
+        helper.make_node("Add", ["wide", "w"], ["y"]),
+    ]
+    inputs = [tensor("x", ["b", 4]), tensor("w", [1])]
+    weights = {"w": np.ones(1, np.float32)}
+    path = saved(tmp_path, nodes, inputs, [tensor("y", ["b", 4, 1])], weights, opset=9, ir_version=3)
+    assert operators(simplified(path)[0]) == ["Unsqueeze", "Add"]
+
+
+def test_subgraphs_survive(tmp_path: Path) -> None:
+    def branch(operator: str) -> onnx.GraphProto:
+        nodes = [helper.make_node("Identity", ["x"], ["copy"]), helper.make_node(operator, ["copy"], ["result"])]
+        return helper.make_graph(nodes, operator, [], [tensor("result", ["b", 4])])
+
+    choose = helper.make_node("If", ["flag"], ["y"], then_branch=branch("Relu"), else_branch=branch("Neg"))
+    inputs = [tensor("x", ["b", 4]), tensor("flag", [], BOOL)]
+    path = saved(tmp_path, [choose], inputs, [tensor("y", ["b", 4])])
+    simplified(path)
+    assert onnx_file.summary(tmp_path / "out" / graph.FILE).operators == {"If": 1, "Neg": 1, "Relu": 1}
+
+
+def test_a_wrong_result_is_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(model: Any) -> None:
+        from onnx_ir.passes import common
+
+        model.graph.node(0).op_type = "Neg"
+        common.IdentityEliminationPass()(model)
+
+    monkeypatch.setattr(rewriting, "rewrite", spoil)
+    nodes = [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Identity", ["r"], ["y"])]
+    path = saved(tmp_path, nodes, [tensor("x", ["b", 4])], [tensor("y", ["b", 4])])
+    model, notes = simplified(path)
+    assert operators(model) == ["Relu", "Identity"]
+    assert "outputs differ" in notes[0]
+
+
+def test_what_cannot_be_run_is_left_alone(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Identity", ["x"], ["i"]), helper.make_node("Mystery", ["i"], ["y"], domain="org.else")]
+    path = saved(tmp_path, nodes, [tensor("x", ["b", 4])], [tensor("y", ["b", 4])])
+    model, notes = simplified(path)
+    assert operators(model) == ["Identity", "Mystery"]
+    assert "could not be run" in notes[0]
+
+
+def test_external_weights_come_along_in_either_case(tmp_path: Path) -> None:
+    for position, operator in enumerate(("Relu", "Identity")):
+        folder = tmp_path / str(position)
+        folder.mkdir()
+        nodes = [helper.make_node(operator, ["x"], ["r"]), helper.make_node("MatMul", ["r", "w"], ["y"])]
+        weights = {"w": np.ones((100, 100), np.float32)}
+        path = saved(folder, nodes, [tensor("x", ["b", 100])], [tensor("y", ["b", 100])], weights)
+        onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin")
+        (folder / "out").mkdir()
+        effect = simplify_file(path, folder / "out", 0, quiet)
+        onnx_file.check(folder / "out" / effect.file)
+        assert onnx_file.external_files(folder / "out" / effect.file) == [("weights.bin", "model.onnx.data")[position]]
+
+
+# --- decompose
+
+
+def softmax(scores: Any) -> Any:
+    exponents = np.exp(scores - scores.max(-1, keepdims=True))
+    return exponents / exponents.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "float", "causal"])
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("rank", [4, 3])
+def test_attention_written_out_is_the_formula(tmp_path: Path, mask: str, key_heads: int, rank: int) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, heads, 5, 8), np.float32) for heads in (4, key_heads, key_heads))
+    allowed = np.tril(np.ones((5, 5), bool)) if mask == "causal" else rng.random((2, 1, 5, 5)) > 0.3
+    allowed[..., 0] = True
+    bias = np.where(allowed, 0, -np.inf) if mask in ("bool", "causal") else rng.standard_normal((2, 1, 5, 5))
+    scores = q @ np.repeat(k, 4 // key_heads, 1).swapaxes(2, 3) / math.sqrt(8)
+    expected = softmax(scores + (0 if mask == "none" else bias)) @ np.repeat(v, 4 // key_heads, 1)
+    feeds = {"q": q, "k": k, "v": v}
+    attributes = {"is_causal": 1} if mask == "causal" else {}
+    if rank == 3:
+        feeds = {name: value.swapaxes(1, 2).reshape(2, 5, -1) for name, value in feeds.items()}
+        expected = expected.swapaxes(1, 2).reshape(2, 5, -1)
+        attributes |= {"q_num_heads": 4, "kv_num_heads": key_heads}
+    inputs = [tensor(name, ["b", *(d if d != 5 else "s" for d in value.shape[1:])]) for name, value in feeds.items()]
+    names = ["q", "k", "v"]
+    if mask in ("bool", "float"):
+        feeds["mask"] = allowed if mask == "bool" else bias.astype(np.float32)
+        inputs.append(tensor("mask", ["b", 1, "s", "s"], BOOL if mask == "bool" else FLOAT))
+        names.append("mask")
+    node = helper.make_node("Attention", names, ["y"], **attributes)
+    path = saved(tmp_path, [node], inputs, [tensor("y", [None] * rank)])
+    model = graph.load(path)
+    assert decompose.decompose_attention(model) == 1
+    graph.save(model, tmp_path, LIMIT)
+    onnx_file.check(tmp_path / graph.FILE)
+    assert "Attention" not in onnx_file.summary(tmp_path / graph.FILE).operators
+    assert onnx_file.summary(tmp_path / graph.FILE).nodes < 32
+    found = equivalence.run(tmp_path / graph.FILE, feeds)
+    assert equivalence.worst([expected.astype(np.float32)], found) < 1e-5
+
+
+def test_rare_features_fall_back_to_the_body_of_the_specification(tmp_path: Path) -> None:
+    shape = ["b", 2, "s", 4]
+    node = helper.make_node("Attention", ["q", "k", "v"], ["y"], softcap=2.0)
+    path = saved(tmp_path, [node], [tensor(name, shape) for name in "qkv"], [tensor("y", shape)])
+    model = graph.load(path)
+    assert decompose.decompose_attention(model) == 1
+    graph.save(model, tmp_path, LIMIT)
+    assert "Attention" not in onnx_file.summary(tmp_path / graph.FILE).operators
+    equivalence.compare(path, tmp_path / graph.FILE)
+
+
+def test_comparison_sees_a_difference(tmp_path: Path) -> None:
+    paths = []
+    for operator in ("Relu", "Abs"):
+        (tmp_path / operator).mkdir()
+        node = helper.make_node(operator, ["x"], ["y"])
+        paths.append(saved(tmp_path / operator, [node], [tensor("x", ["b", 4])], [tensor("y", ["b", 4])]))
+    equivalence.compare(paths[0], paths[0])
+    with pytest.raises(ModelError, match="differ"):
+        equivalence.compare(*paths)
+
+
+# --- export
+
+
+def test_the_table_of_passes_is_importable() -> None:
+    import importlib
+
+    for entry in PASSES:
+        module, name = entry.split(":")
+        assert getattr(importlib.import_module(module), name).produces == "onnx"
+    with pytest.raises(ValidationError):
+        Export.model_validate({"opsett": 20})
+
+
+def loaded(module: Any, example: dict[str, Any], shapes: dict[str, tuple[Any, ...]], outputs: list[str]) -> Any:
+    """A loaded model; outputs are written as ``name:dtype:dims``."""
+    from enginesmith.pipeline.torch_model import LoadedModel, NamedForward
+
+    specs = tuple(
+        TensorSpec(name=name, dtype=str(value.dtype).removeprefix("torch."), shape=shapes[name])
+        for name, value in example.items()
+    )
+    found = tuple(TensorSpec.parse(text) for text in outputs)
+    wrapper = NamedForward(module.eval(), tuple(example), ())
+    return LoadedModel(wrapper, Signature(inputs=specs, outputs=found), example)
+
+
+def exported(out: Path, model: Any, **options: Any) -> Any:
+    out.mkdir(exist_ok=True)
+    return export_module(model, out, Export(**options), quiet)
+
+
+def affine() -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+    return loaded(module, {"input": torch.ones(1, 4)}, {"input": ("batch", 4)}, ["out:float32:batch,3"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_export_keeps_names_dimensions_and_module_paths(tmp_path: Path, exporter: str) -> None:
+    import torch
+
+    model = affine()
+    effect = exported(tmp_path, model, exporter=exporter)
+    onnx_file.check(tmp_path / effect.file)
+    assert effect.signature == model.signature
+    data = (tmp_path / effect.file).read_bytes()
+    assert str(Path(torch.__file__).parent).encode() not in data
+    assert Path(__file__).name.encode() not in data
+    nodes = onnx.load(tmp_path / effect.file).graph.node
+    assert {p.value for node in nodes for p in node.metadata_props if p.key == onnx_file.MODULE_KEY} == {"0", "1"}
+    for batch in (1, 5):  # the example's batch is 1: it must not be taken for a constant
+        value = torch.randn(batch, 4)
+        found = equivalence.run(tmp_path / effect.file, {"input": value.numpy()})
+        assert equivalence.worst([model.module(value)[0].detach().numpy()], found) < 1e-5
+
+
+@pytest.mark.slow
+def test_export_gives_the_same_bytes_twice(tmp_path: Path) -> None:
+    files = []
+    for name in ("a", "b"):
+        exported(tmp_path / name, affine(), external_data_bytes=0)
+        files.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
+    assert files[0] == files[1]
+    assert "model.onnx" in files[0]
+
+
+@pytest.mark.slow
+def test_a_fixed_dimension_is_named(tmp_path: Path) -> None:
+    import torch
+
+    class Fixed(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            assert x.shape[0] == 2
+            return x + 1
+
+    model = loaded(Fixed(), {"x": torch.ones(2, 4)}, {"x": ("batch", 4)}, ["y:float32:2,4"])
+    with pytest.raises(ExportError, match=r"only with batch = 2 .*'x'") as error:
+        exported(tmp_path, model)
+    assert "--input x:float32:2,4" in error.value.remedy
+
+
+@pytest.mark.slow
+def test_an_operator_without_translation_is_named_with_its_line(tmp_path: Path) -> None:
+    import torch
+
+    class Decomposed(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.linalg.svd(x.T @ x)[1]
+
+    line = Decomposed.forward.__code__.co_firstlineno + 1
+    model = loaded(Decomposed(), {"x": torch.randn(2, 4)}, {"x": ("batch", 4)}, ["y:float32:4"])
+    with pytest.raises(ExportError, match=rf"_linalg_svd at .*test_passes.py:{line} has no translation"):
+        exported(tmp_path, model)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_branch_on_values_is_not_traced_away(tmp_path: Path) -> None:
+    import torch
+
+    class Branch(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x + 1 if x.sum() > 0 else x - 1
+
+    model = loaded(Branch(), {"x": torch.ones(2, 4)}, {"x": ("batch", 4)}, ["y:float32:batch,4"])
+    with pytest.raises(ExportError, match="the trace holds only for the values"):
+        exported(tmp_path, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_unused_inputs_and_repeated_outputs(tmp_path: Path, exporter: str) -> None:
+    import torch
+
+    class Odd(torch.nn.Module):
+        def forward(self, x: Any, unused: Any, flag: Any) -> Any:
+            return x, x, torch.where(flag, x, -x).sum()
+
+    example = {"x": torch.ones(2, 4), "unused": torch.ones(2, 1), "flag": torch.ones(2, 4, dtype=torch.bool)}
+    shapes = {"x": ("batch", 4), "unused": ("batch", 1), "flag": ("batch", 4)}
+    outputs = ["a:float32:batch,4", "b:float32:batch,4", "c:float32:"]
+    effect = exported(tmp_path, model := loaded(Odd(), example, shapes, outputs), exporter=exporter)
+    onnx_file.check(tmp_path / effect.file)
+    assert effect.signature == model.signature
+
+
+@pytest.mark.slow
+def test_the_other_exporter_takes_over_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from enginesmith.pipeline.passes import torch_exporters
+
+    def fail(*args: Any) -> Any:
+        raise ExportError("it broke")
+
+    monkeypatch.setattr(torch_exporters, "dynamo", fail)
+    effect = exported(tmp_path, affine())
+    assert "TorchScript" in effect.summary
+    assert "it broke" in effect.notes[0]
+    with pytest.raises(ExportError, match="it broke"):
+        exported(tmp_path, affine(), exporter="dynamo")
+
+
+@pytest.mark.slow
+def test_attention_is_one_operator_or_none(tmp_path: Path) -> None:
+    import torch
+
+    class Attend(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    shape = ("batch", 2, "length", 8)
+    model = loaded(Attend(), {"x": torch.randn(2, 2, 5, 8)}, {"x": shape}, ["y:float32:batch,2,length,8"])
+    fused = exported(tmp_path / "fused", model)
+    written = exported(tmp_path / "written", model, attention="decomposed")
+    assert onnx_file.summary(tmp_path / "fused" / fused.file).operators == {"Attention": 1}
+    assert "Softmax" in onnx_file.summary(tmp_path / "written" / written.file).operators
+    equivalence.compare(tmp_path / "fused" / fused.file, tmp_path / "written" / written.file)

@@ -1,0 +1,86 @@
+"""The plan: shared prefixes, checks before measurements, and identities that tell tasks apart."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.plan import Plan, plan
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.runner import Outcome, Runner
+from enginesmith.pipeline.store import Store
+
+
+def planned(**values: Any) -> Plan:
+    return plan(make({"model": "digits", **values}))
+
+
+def test_every_step_comes_after_what_it_takes() -> None:
+    known: set[str] = set()
+    for step in planned(engines=["onnxruntime", "compiled"], graph_optimization=["all", "basic"]).steps:
+        assert {*step.needs.values(), *step.wants.values()} <= known
+        assert step.id not in known
+        known.add(step.id)
+
+
+def test_variants_share_everything_up_to_the_build() -> None:
+    ids = [step.id for step in planned(graph_optimization=["all", "basic"]).steps]
+    assert ids.count("export") == ids.count("simplify") == ids.count("reference") == 1
+    assert {"build-onnxruntime-fp32", "build-onnxruntime-fp32-basic"} <= set(ids)
+
+
+def test_nothing_is_measured_before_it_is_verified() -> None:
+    by_id = {step.id: step for step in planned().steps}
+    assert by_id["memory-onnxruntime-fp32"].needs["verified"] == "verify-onnxruntime-fp32"
+    assert by_id["latency"].wants["onnxruntime-fp32 verified"] == "verify-onnxruntime-fp32"
+    assert {"verify-export", "verify-simplify"} <= set(by_id["verify-onnxruntime-fp32"].needs.values())
+
+
+def test_engines_of_modules_need_no_graph() -> None:
+    steps = planned(engines=["compiled"])
+    assert "export" not in [step.id for step in steps.steps]
+    assert [variant.artifact for variant in steps.variants] == ["load"]
+
+
+def test_an_onnx_file_is_held_against_itself(tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").touch()
+    steps = planned(model=str(tmp_path / "m.onnx"))
+    assert steps.baseline.id == "source"
+    assert "export" not in [step.id for step in steps.steps]
+    with pytest.raises(UsageError, match="compiled"):
+        planned(model=str(tmp_path / "m.onnx"), engines=["compiled"])
+
+
+def test_identities_differ_where_results_may(tmp_path: Path) -> None:
+    def identity(step: str, **values: Any) -> Any:
+        return next(one.task.identity for one in planned(**values).steps if one.id == step)
+
+    assert identity("export") == identity("export", batch=[4])
+    assert identity("export") != identity("export", export={"opset": 20})
+    assert identity("load") != identity("load", seed=1)
+    assert identity("reference") != identity("reference", batch=[4])
+    assert identity("latency") != identity("latency", threads=1)
+    assert identity("memory-eager") != identity("memory-onnxruntime-fp32")
+
+
+def test_the_place_of_a_source_is_not_part_of_its_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    identities = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "net.py").write_text("")
+        monkeypatch.chdir(tmp_path / name)
+        identities.append(planned(model="net.py:build").steps[0].task)
+    assert identities[0].identity == identities[1].identity
+    assert identities[0].place != identities[1].place
+
+
+def test_measurements_have_the_machine_to_themselves(tmp_path: Path) -> None:
+    steps = {step.id: step for step in planned(graph_optimization=["all", "basic"]).steps}
+    runner = Runner(Store(tmp_path / "store"), tmp_path, jobs=4)
+    everything = {name: Outcome(name, "done") for name in steps}
+    waiting = [steps["memory-eager"], steps["build-onnxruntime-fp32"], steps["build-onnxruntime-fp32-basic"]]
+    assert runner._startable(waiting, everything, []) == waiting[:1]
+    assert runner._startable(waiting, everything, [waiting[1]]) == waiting[1:]
+    assert runner._startable(waiting[1:], everything, [waiting[0]]) == []
+    assert runner._startable([steps["export"]], {}, []) == []
