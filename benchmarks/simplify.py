@@ -49,12 +49,14 @@ def _measure(name: str, seconds: float) -> dict[str, Any]:
         limit = Simplify().external_data_bytes
         effect, simplify_seconds = _timed(lambda: simplify_file(plain / exported.file, simple, limit, _quiet))
         paths = (plain / exported.file, simple / effect.file)
+        same = paths[0].read_bytes() == paths[1].read_bytes()
         nodes = [onnx_file.summary(path).nodes for path in paths]
         ratio, low, high, pairs, milliseconds = _paired(paths, _feeds(loaded), seconds)
     print(f"{name:14} {nodes[0]:4} → {nodes[1]:4} nodes   {ratio:.3f} [{low:.3f}, {high:.3f}] of {milliseconds:.2f} ms")
     return {
         "model": name,
         "nodes": nodes,
+        "same_file": same,
         "ratio": ratio,
         "ratio_interval_95": [low, high],
         "pairs": pairs,

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from enginesmith.pipeline.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+_LONGEST_MESSAGE = 400
 
 
 @dataclass(frozen=True)
@@ -73,16 +77,35 @@ def _execute(name: str, path: Path) -> Any:
 
 def _module(source: Source) -> Built:
     _put_first(Path.cwd())
-    with user_errors(f"importing {source.target}", Path.cwd()):
+    with user_errors(f"importing {source.target}", Path.cwd()), _known_module(source.target):
         module = importlib.import_module(source.target)
     return _call(source, _attribute(source, module, source.target))
+
+
+@contextlib.contextmanager
+def _known_module(name: str) -> Iterator[None]:
+    """Tell a module that is not there from one that lacks something."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise SourceError(
+            f"there is no module {error.name!r}",
+            f"it is looked for in the current folder first, then in what is installed; a file is {name}.py:factory",
+        ) from error
 
 
 def _pt2(source: Source) -> Built:
     import torch
 
-    with user_errors(f"reading {source.text}", Path(source.target)):
+    try:
         program = torch.export.load(source.target)
+    except (RuntimeError, ValueError, LookupError, OSError, AttributeError, zipfile.BadZipFile) as error:
+        raise SourceError(
+            f"{source.text} is no torch.export archive, or a damaged one: {_first_words(error)}",
+            "save one with torch.export.save, with the same version of torch",
+        ) from error
     specs = tuple(
         _traced_spec(node) for node in program.graph.nodes if node.name in program.graph_signature.user_inputs
     )
@@ -157,8 +180,15 @@ def _library(name: str, extra: str) -> Any:
             f"{extra}: models need the package {name}, which is not installed",
             f"pip install 'enginesmith[{extra}]'",
         )
-    with user_errors(f"importing {name}", None):
+    try:
         return importlib.import_module(name)
+    except (ImportError, RuntimeError, AttributeError, OSError) as error:
+        raise MissingCapability(
+            f"the package {name} is installed, but importing it fails with {type(error).__name__}: "
+            f"{_first_words(error)}",
+            f"python -c 'import {name}' has to work; reinstall it with what it depends on: "
+            f"pip install --force-reinstall 'enginesmith[{extra}]'",
+        ) from error
 
 
 def _attribute(source: Source, module: Any, place: str) -> Callable[..., Any]:
@@ -181,7 +211,7 @@ def _call(source: Source, factory: Any) -> Built:
     result = factory
     if not isinstance(factory, nn.Module):
         if not callable(factory):
-            raise SourceError(f"{source.text} is a {type(factory).__name__}, not a factory", "name a callable")
+            raise SourceError(f"{source.text} is {_described(factory)}, not a factory", "name a callable")
         with user_errors(f"the factory {source.text}", Path(source.target)):
             result = factory(*source.arguments, **source.keywords)
     module, example = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
@@ -196,7 +226,8 @@ def _call(source: Source, factory: Any) -> Built:
 def _described(value: Any) -> str:
     if isinstance(value, dict) and value and all(hasattr(item, "shape") for item in value.values()):
         return "a state dict (weights without a model)"
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def _importable(path: Path) -> tuple[Path, str]:
@@ -223,9 +254,17 @@ def user_errors(doing: str, near: Path | None) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         where = _user_line(error, near)
         raise SourceError(
-            f"{doing} failed with {type(error).__name__}: {str(error).strip() or 'no message'}{where}",
+            f"{doing} failed with {type(error).__name__}: {_first_words(error) or 'no message'}{where}",
             "it has to work in plain Python first; the whole trace is in the step's log",
         ) from error
+
+
+def _first_words(error: BaseException) -> str:
+    """The beginning of an exception's message, on one line: some list every weight that does not fit."""
+    if isinstance(error, SyntaxError):
+        return error.msg
+    words = " ".join(str(error).split())
+    return words if len(words) <= _LONGEST_MESSAGE else f"{words[:_LONGEST_MESSAGE]} …"
 
 
 def _user_line(error: BaseException, near: Path | None) -> str:

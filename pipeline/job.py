@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from enginesmith.pipeline import run as runs
+from enginesmith.pipeline import workers
 from enginesmith.pipeline.assemble import Header, assemble
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.measure import device
@@ -48,6 +49,7 @@ def optimize(recipe: Recipe, out: Path, settings: Settings | None = None) -> Run
     """
     settings = settings or Settings()
     steps = plan(recipe)
+    workers.also_preload(resolve(recipe.model).libraries)
     with _claimed(out, recipe):
         directory = _RunDirectory(out, recipe, steps, time.monotonic())
         directory.update({})

@@ -1,5 +1,7 @@
 """What the user asks for, as one document; every default of the project stands here."""
 
+import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +12,7 @@ from enginesmith.models import MODELS
 from enginesmith.pipeline.engines import ENGINES
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.measure.quality import METRICS
 from enginesmith.pipeline.tensors import ShapeRange, TensorSpec
 from enginesmith.pipeline.units import parse_bytes, parse_seconds
 
@@ -64,7 +67,9 @@ class Recipe(_Part):
     simplify: bool = Field(True, description="clean the exported graph")
     export: ExportOptions = ExportOptions()
     eval_data: str | None = Field(None, description="labelled data: an embedded set, .npz, .npy, .safetensors")
-    metric: str = Field("top1", description="top1, top5, mse, or module:function")
+    metric: str | None = Field(
+        None, description="top1, top5, mse, or module:function; top1 without it, where the data has labels"
+    )
     samples: int | None = Field(None, gt=0, description="how many samples of the data are used; all without it")
     measure: MeasureOptions = MeasureOptions()
     budgets: Budgets = Budgets()
@@ -96,8 +101,16 @@ class Recipe(_Part):
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The inputs, read."""
-        return tuple(TensorSpec.parse(text) for text in self.inputs)
+        """The inputs, read.
+
+        Raises:
+            UsageError: one cannot be read, or two have the same name.
+        """
+        specs = tuple(TensorSpec.parse(text) for text in self.inputs)
+        names = [spec.name for spec in specs]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UsageError(f"the input {twice!r} is given twice", "give each input once, all its dimensions together")
+        return specs
 
     @property
     def ranges(self) -> dict[str, ShapeRange]:
@@ -127,11 +140,42 @@ def make(values: dict[str, Any]) -> Recipe:
         recipe = Recipe.model_validate(_read_units(values))
     except ValidationError as error:
         first = error.errors()[0]
+        if first["type"] == "extra_forbidden":
+            raise _unknown(Recipe, first["loc"]) from error
         place = ".".join(str(part) for part in first["loc"]) or "the recipe"
-        message = first["msg"].removeprefix("Value error, ")
+        message = first["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
         raise UsageError(f"{place}: {message} (given: {first['input']!r})", "see docs/recipe.md") from error
     _ = recipe.specs, recipe.ranges, recipe.where  # each raises its own message
+    _check_metric(recipe)
     return recipe
+
+
+def _unknown(part: type[BaseModel], place: Sequence[str | int]) -> UsageError:
+    """The message for a field that there is not."""
+    *above, name = (str(one) for one in place)
+    for step in above:
+        inner = part.model_fields[step].annotation
+        assert isinstance(inner, type)
+        part = inner
+    near = difflib.get_close_matches(name, part.model_fields, n=1)
+    return UsageError(
+        f"the recipe has no field {name!r}"
+        + (f" in {'.'.join(above)}" if above else "")
+        + (f"; did you mean {near[0]}?" if near else ""),
+        f"the fields are {', '.join(part.model_fields)}",
+    )
+
+
+def _check_metric(recipe: Recipe) -> None:
+    """What was asked for, by name or by a budget on it, has to be there and needs data."""
+    metric = recipe.metric
+    if metric and ":" not in metric and metric not in METRICS:
+        raise UsageError(
+            f"there is no metric {metric!r}", f"use {', '.join(METRICS)}, module:function or file.py:function"
+        )
+    if recipe.data is None and (metric or recipe.budgets.max_drop is not None):
+        asked = f"the metric {metric}" if metric else "the budget max_drop"
+        raise UsageError(f"{asked} needs labelled data, and there is none", "give some with --eval DATA")
 
 
 def read(path: Path) -> dict[str, Any]:

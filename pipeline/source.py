@@ -13,6 +13,8 @@
 
 import ast
 import difflib
+import json
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +51,29 @@ class Source(BaseModel):
     def is_torch(self) -> bool:
         """Whether there is a module behind it that can be run eagerly."""
         return self.form != "onnx"
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Heavy modules that building it will import, as far as can be told from outside: worth importing only once."""
+        if self.form == "hf":
+            return _transformers_modules(Path(self.target))
+        if self.form == "timm":
+            return ("timm",)
+        text = Path(self.target).read_text(errors="ignore") if self.form == "file" else ""
+        named = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE))
+        return tuple(module for name, module in _HEAVY.items() if name in named)
+
+
+_HEAVY = {"transformers": "transformers.modeling_utils", "timm": "timm", "torchvision": "torchvision"}
+
+
+def _transformers_modules(folder: Path) -> tuple[str, ...]:
+    """The module of a local model's class; of one on the hub nothing is known before it is loaded."""
+    try:
+        kind = json.loads((folder / "config.json").read_bytes())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return (_HEAVY["transformers"],)
+    return _HEAVY["transformers"], f"transformers.models.{kind}.modeling_{kind}".replace("-", "_")
 
 
 def resolve(text: str) -> Source:

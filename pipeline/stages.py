@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline import plan as plans
+from enginesmith.pipeline import workers
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.assemble import Header, assemble
 from enginesmith.pipeline.errors import UsageError
@@ -52,19 +53,19 @@ def export(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     """
     if not resolve(recipe.model).is_torch:
         raise UsageError(f"{recipe.model} is an ONNX file already", "to clean it, use `enginesmith simplify`")
-    return _to_file(plans.export_steps(recipe), "export", output, settings)
+    return _to_file(recipe, plans.export_steps(recipe), "export", output, settings)
 
 
 def simplify(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     """Simplify an ONNX file into ``output`` and hold it against the original; errors as in :func:`export`."""
     if resolve(recipe.model).is_torch:
         raise UsageError(f"{recipe.model} is not an ONNX file", "export it first: `enginesmith export MODEL -o m.onnx`")
-    return _to_file(plans.simplify_steps(recipe), "simplify", output, settings)
+    return _to_file(recipe, plans.simplify_steps(recipe), "simplify", output, settings)
 
 
 def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
     """Compare an ONNX file with the recipe's model at the points of the shape range."""
-    with _run(plans.verify_steps(recipe, str(file)), settings) as outcomes:
+    with _run(recipe, plans.verify_steps(recipe, str(file)), settings) as outcomes:
         fidelity = _fidelity(outcomes, "verify-file")
     good = all(entry.passed for entry in fidelity)
     return StageResult(summary=f"{file} {'equals' if good else 'differs from'} {recipe.model}", fidelity=fidelity)
@@ -75,7 +76,7 @@ def benchmark(recipe: Recipe, others: Sequence[str], settings: Settings) -> Run:
     started = time.monotonic()
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     plan = plans.benchmark_plan(recipe, others, now)
-    with _run(plan.steps, settings) as outcomes:
+    with _run(recipe, plan.steps, settings) as outcomes:
         header = Header(
             name="benchmark",
             created=now,
@@ -85,10 +86,10 @@ def benchmark(recipe: Recipe, others: Sequence[str], settings: Settings) -> Run:
         return assemble(header, recipe, plan, outcomes, {})
 
 
-def _to_file(steps: Sequence[Step], stage: str, output: Path, settings: Settings) -> StageResult:
+def _to_file(recipe: Recipe, steps: Sequence[Step], stage: str, output: Path, settings: Settings) -> StageResult:
     if output.suffix != ".onnx":
         raise UsageError(f"the output {str(output)!r} is no .onnx file", f"call it {output.with_suffix('.onnx')}")
-    with _run(steps, settings) as outcomes:
+    with _run(recipe, steps, settings) as outcomes:
         made = outcomes[stage].artifact
         assert made is not None
         fidelity = _fidelity(outcomes, f"verify-{stage}")
@@ -101,8 +102,9 @@ def _to_file(steps: Sequence[Step], stage: str, output: Path, settings: Settings
 
 
 @contextlib.contextmanager
-def _run(steps: Sequence[Step], settings: Settings) -> Iterator[Mapping[str, Outcome]]:
+def _run(recipe: Recipe, steps: Sequence[Step], settings: Settings) -> Iterator[Mapping[str, Outcome]]:
     """Run steps; raises what the first failed one raised. The logs stay where they are if one failed."""
+    workers.also_preload(resolve(recipe.model).libraries)
     logs = Path(tempfile.mkdtemp(prefix="enginesmith-"))
     runner = Runner(settings.open_store(), logs, settings.jobs, settings.time_limit_seconds, settings.listener)
     outcomes = runner.run(steps, lambda outcomes: None)

@@ -42,8 +42,8 @@ class _Record(BaseModel):
 
     model: str
     options: LoadOptions
-    code: dict[str, str]
-    """sha256 of the files that the model was made of, so that other code makes another artifact."""
+    code: tuple[tuple[str, str], ...]
+    """Name and sha256 of each file that the model was made of, so that other code makes another artifact."""
     signature: Signature
     output_names: tuple[str, ...]
     tied: dict[str, str]
@@ -129,7 +129,7 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
     record = _Record(
         model=source.text,
         options=options,
-        code={path.name: file_digest(path) for path in loaded.files},
+        code=tuple(sorted((path.name, file_digest(path)) for path in loaded.files)),
         signature=loaded.signature,
         output_names=loaded.module.outputs,
         tied=tied,
@@ -153,13 +153,16 @@ def load_artifact(artifact: Artifact) -> LoadedModel:
     with watching(record.options.allow_pickle):
         model = factories.build(resolve(record.model)).module
     own = model.state_dict()
-    with safe_open(artifact.folder / _STATE, framework="pt") as stored:
-        if set(own) != {*stored.keys(), *record.tied}:
-            raise SourceError(
-                f"{record.model} no longer builds the module whose weights were stored",
-                "run optimize again, so that it is loaded anew",
-            )
-        for name in stored.keys():  # noqa: SIM118 - not a dict
+    state = artifact.folder / _STATE
+    with safe_open(state, framework="pt") as stored:
+        names = list(stored.keys())
+    if set(own) != {*names, *record.tied}:
+        raise SourceError(
+            f"{record.model} no longer builds the module whose weights were stored",
+            "run optimize again, so that it is loaded anew",
+        )
+    for name in names:
+        with safe_open(state, framework="pt") as stored:  # opened for each, as what was read stays mapped until closed
             own[name].copy_(stored.get_tensor(name))
     example = load_file(artifact.folder / _EXAMPLE)
     ordered = {spec.name: example[spec.name] for spec in record.signature.inputs}

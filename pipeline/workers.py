@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class Worker:
     def __init__(self, body: Callable[..., None], *args: Any, log: Path, cores: Collection[int] | None = None) -> None:
         """Start ``body(connection, *args)`` with its standard output and error in ``log``."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOAD])
+        context.set_forkserver_preload(list(_wanted))
         self.log = log
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_main, args=(body, theirs, args, str(log), cores), name=body.__name__)
@@ -229,10 +229,9 @@ def _tail(log: Path) -> str:
     return " / ".join(text.splitlines()[-3:]) or "empty"
 
 
-def preload() -> None:
-    """Start the fork server before it is needed, so that its imports overlap with other work."""
-    from multiprocessing import forkserver
+_wanted = list(PRELOAD)
 
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD])
-    with _main_module_hidden():
-        forkserver.ensure_running()
+
+def also_preload(modules: Iterable[str]) -> None:
+    """Have the fork server import these too; without effect once it runs."""
+    _wanted.extend(module for module in modules if module not in _wanted)

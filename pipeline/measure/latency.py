@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.measure.race import Candidate, Contender, LatencySettings, Progress, race
-from enginesmith.pipeline.measure.statistics import Interval, median_interval, paired_ratio, percentile
+from enginesmith.pipeline.measure.statistics import LEAST_ROUNDS, Interval, median_interval, paired_ratio, percentile
 from enginesmith.pipeline.tensors import Feeds
 
 __all__ = ["Candidate", "LatencyResult", "LatencyRow", "LatencySettings", "measure_latency"]
@@ -108,20 +108,24 @@ def _row(contender: Contender, baseline: Contender, batch: int, stopped: str, se
     seconds = np.concatenate(contender.host_blocks)
     found = {name: percentile(seconds, rank) for name, rank in _PERCENTILES.items()}
     reasons = {name: reason for name, (_, reason) in found.items() if reason}
+    enough = len(contender.blocks) >= LEAST_ROUNDS
+    if not enough:
+        few = f"an interval takes {LEAST_ROUNDS} rounds, and there are {len(contender.blocks)}; give it more time"
+        reasons |= {"median_ms": few, "speedup": few}
     row = LatencyRow(
         batch=batch,
         n=seconds.size,
         rounds=len(contender.blocks),
         mean_ms=float(seconds.mean()) * 1e3,
         throughput_per_s=batch / float(seconds.mean()),
-        median_ms=median_interval([block * 1e3 for block in contender.host_blocks], seed),
+        median_ms=median_interval([block * 1e3 for block in contender.host_blocks], seed) if enough else None,
         stopped_because=stopped,
         **{name: _milliseconds(value) for name, (value, _) in found.items()},
         **_preparation(contender),
         **_conduct(contender),
-        **_against(baseline, contender, seed),
+        **(_against(baseline, contender, seed) if enough else {}),
     )
-    if row.speedup is None:
+    if baseline.failure:
         reasons["speedup"] = f"the baseline {baseline.candidate.id} failed"
     return _explained(row, _ON_CPU, reasons)
 

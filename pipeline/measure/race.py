@@ -17,7 +17,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.measure.clock import Block, Ready, serve_session
-from enginesmith.pipeline.measure.statistics import Samples, median_interval
+from enginesmith.pipeline.measure.statistics import LEAST_ROUNDS, Samples, median_interval
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.workers import Worker
 
@@ -26,6 +26,8 @@ Progress = Callable[[str], None]
 _SLOW_BLOCK = 50
 """A block that takes this many times what it should, and at least the least limit, is of a session that hangs."""
 _LEAST_LIMIT_SECONDS = 60.0
+_PATIENCE = 2
+"""The time limit is exceeded by up to so many times itself where fewer rounds were done than an interval takes."""
 _CHECK_GROWTH = 1.15
 """Rounds between two looks at the stopping rule grow by this factor, as the interval shrinks ever more slowly."""
 
@@ -125,7 +127,8 @@ def race(contenders: Sequence[Contender], settings: LatencySettings, progress: P
             if widest <= settings.precision:
                 return f"every median's 95 % interval is within ±{settings.precision:.0%}"
             next_look = int(np.ceil(rounds * _CHECK_GROWTH))
-        if time.monotonic() > deadline:
+        over = time.monotonic() - deadline
+        if (over > 0 and rounds >= LEAST_ROUNDS) or over > _PATIENCE * settings.time_limit_seconds:
             return f"the time limit of {settings.time_limit_seconds:g} s"
     return "every candidate failed"
 

@@ -16,6 +16,10 @@ SAMPLE_FLOORS = {90.0: 64, 99.0: 662, 99.9: 6_636}
 """Samples needed before a percentile is reported: MLPerf's early stopping at 99 % confidence, tolerance 0, for a run in
 which one query is over the latency bound (mlcommons/inference_policies, "Early Stopping Criterion")."""
 
+LEAST_ROUNDS = 6
+"""Rounds below which no interval is given: even from the smallest to the largest of n values covers the median with
+1 − 2^(1−n) only, which reaches 95 % at six."""
+
 _RESAMPLES = 2_000
 _CONFIDENCE = 0.95
 _DRAWN_AT_ONCE = 500_000

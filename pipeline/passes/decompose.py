@@ -24,7 +24,7 @@ class DecomposeAttention(Pass):
     produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("onnx", "onnx-ir")
 
-    external_data_bytes: int = 128 << 20
+    external_data_bytes: int = graph.EXTERNAL_DATA_BYTES
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress) -> Effect:
         """Rewrite the graph, weights untouched."""

@@ -32,7 +32,7 @@ class Export(Pass):
     opset: int = 23
     exporter: Literal["auto", "dynamo", "torchscript"] = "auto"
     attention: Literal["fused", "decomposed"] = "fused"
-    external_data_bytes: int = 128 << 20
+    external_data_bytes: int = graph.EXTERNAL_DATA_BYTES
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress) -> Effect:
         """Load the module and export it."""

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 FILE = "model.onnx"
+EXTERNAL_DATA_BYTES = 128 << 20
+"""Weights of more than this together lie beside the graph, so that writing them needs no second copy in memory."""
 _DATA_FILE = "model.onnx.data"
 _SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 _EXPORTER_KEYS = ("pkg.torch.", "pkg.onnxscript.", "namespace")
@@ -35,11 +37,13 @@ def load(path: Path) -> "ir.Model":
     return model
 
 
-def save(model: "ir.Model", out: Path, external_data_bytes: int) -> None:
+def save(model: "ir.Model", out: Path, external_data_bytes: int = EXTERNAL_DATA_BYTES) -> None:
     """Write ``model.onnx`` into a folder; weights of more bytes than that together go beside it."""
     import onnx_ir as ir
 
     external = weight_bytes(model) > external_data_bytes
+    if not external:
+        ir.external_data.load_to_model(model)  # what lay beside the file that was read has no file here
     ir.save(
         model,
         out / FILE,

@@ -27,7 +27,7 @@ class Simplify(Pass):
     produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("onnx", "onnx-ir", "onnxscript")
 
-    external_data_bytes: int = 128 << 20
+    external_data_bytes: int = graph.EXTERNAL_DATA_BYTES
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress) -> Effect:
         """Simplify, check, and keep the better of both graphs."""

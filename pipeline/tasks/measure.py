@@ -16,6 +16,7 @@ from enginesmith.calibration.dataset import Dataset
 from enginesmith.pipeline import samples
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import Device, Engine
+from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.measure import device as devices
 from enginesmith.pipeline.measure.latency import measure_latency
 from enginesmith.pipeline.measure.memory import measure_memory
@@ -32,6 +33,7 @@ from enginesmith.pipeline.watch import watching
 SAMPLES = "samples.npz"
 _OUTPUTS = "outputs.npz"
 _BASELINE = "baseline"
+_DEFAULT_METRIC = "top1"
 VERIFIED = "verified"
 """Role of the record that a variant's numbers are right: ``V verified`` for the variant V."""
 
@@ -93,7 +95,8 @@ class Quality(Task):
     device: Device
     data: str
     samples: int | None
-    metric: str
+    metric: str | None
+    """None where nobody asked for one: then data without labels is no error."""
     batch: int
     seed: int
 
@@ -105,6 +108,10 @@ class Quality(Task):
         model = inputs["model"]
         assert model.signature is not None
         data, read = open_data(self.data, model.signature.inputs, self.samples, self.seed)
+        if data.labels is None and self.metric:
+            raise DataError(
+                f"{data.name} has no labels, and the metric {self.metric} needs them", "add an array named labels"
+            )
         if data.labels is None:
             write_records(out, [])
             return Effect(file=RECORDS, summary=f"{data.name} has no labels, so there is no quality", reads=read)
@@ -114,11 +121,12 @@ class Quality(Task):
         if _BASELINE in inputs:
             with np.load(inputs[_BASELINE].folder / _OUTPUTS, allow_pickle=False) as stored:
                 baseline = dict(stored.items())
+        metric = self.metric or _DEFAULT_METRIC
         with watching(allow_pickle=False) as watch:
-            found = evaluate(self.metric, outputs, baseline, data.labels, self.seed)
+            found = evaluate(metric, outputs, baseline, data.labels, self.seed)
         write_records(out, [found])
-        reads = (*read, *sorted(watch.files)) if self.metric not in METRICS else read
-        return Effect(file=RECORDS, summary=f"{self.metric} {found.value:.4f} on {found.samples} samples", reads=reads)
+        reads = (*read, *sorted(watch.files)) if metric not in METRICS else read
+        return Effect(file=RECORDS, summary=f"{metric} {found.value:.4f} on {found.samples} samples", reads=reads)
 
     def _answers(self, model: Artifact, data: Dataset, progress: Progress) -> dict[str, Array]:
         """Outputs for every sample, in batches of one size; the last one wraps round and is cut."""

@@ -210,18 +210,20 @@ def test_what_cannot_be_run_is_left_alone(tmp_path: Path) -> None:
     assert "could not be run" in notes[0]
 
 
-def test_external_weights_come_along_in_either_case(tmp_path: Path) -> None:
-    for position, operator in enumerate(("Relu", "Identity")):
-        folder = tmp_path / str(position)
-        folder.mkdir()
-        nodes = [helper.make_node(operator, ["x"], ["r"]), helper.make_node("MatMul", ["r", "w"], ["y"])]
-        weights = {"w": np.ones((100, 100), np.float32)}
-        path = saved(folder, nodes, [tensor("x", ["b", 100])], [tensor("y", ["b", 100])], weights)
-        onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin")
-        (folder / "out").mkdir()
-        effect = simplify_file(path, folder / "out", 0, quiet)
-        onnx_file.check(folder / "out" / effect.file)
-        assert onnx_file.external_files(folder / "out" / effect.file) == [("weights.bin", "model.onnx.data")[position]]
+@pytest.mark.parametrize(
+    ("operator", "limit", "files"),
+    [("Relu", 0, ["weights.bin"]), ("Identity", 0, ["model.onnx.data"]), ("Identity", LIMIT, [])],
+)
+def test_external_weights_come_along(tmp_path: Path, operator: str, limit: int, files: list[str]) -> None:
+    nodes = [helper.make_node(operator, ["x"], ["r"]), helper.make_node("MatMul", ["r", "w"], ["y"])]
+    weights = {"w": np.ones((100, 100), np.float32)}
+    path = saved(tmp_path, nodes, [tensor("x", ["b", 100])], [tensor("y", ["b", 100])], weights)
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin")
+    (tmp_path / "out").mkdir()
+    effect = simplify_file(path, tmp_path / "out", limit, quiet)
+    onnx_file.check(tmp_path / "out" / effect.file)
+    assert onnx_file.external_files(tmp_path / "out" / effect.file) == files
+    assert onnx_file.summary(tmp_path / "out" / effect.file).nodes == (2 if operator == "Relu" else 1)
 
 
 # --- decompose
