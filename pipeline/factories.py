@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 import zipfile
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 
 _LONGEST_MESSAGE = 400
+_REMEDY = "it has to work in plain Python first; the whole trace is in the step's log"
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def _timm(source: Source) -> Built:
     import torch
 
     timm = _library("timm", "timm")
-    with user_errors(f"building {source.text}", None):
+    with user_errors(f"building {source.text}", None, "timm.create_model has to work with it; see timm.list_models()"):
         module = timm.create_model(source.target, **{"pretrained": True, **source.keywords})
     channels, height, width = module.pretrained_cfg.get("input_size", (3, 224, 224))
     spec = TensorSpec(name="image", dtype="float32", shape=("batch", channels, height, width))
@@ -158,7 +160,8 @@ def _hf(source: Source) -> Built:
     transformers = _library("transformers", "hf")
     from enginesmith.pipeline import huggingface
 
-    with user_errors(f"loading {source.text}", None):
+    remedy = "transformers.AutoModel.from_pretrained has to work on it; a folder holds config.json and safetensors"
+    with user_errors(f"loading {source.text}", None, remedy):
         module = huggingface.load(transformers, source.target)
     example, specs = huggingface.example(module)
     return Built(module, example, specs)
@@ -212,6 +215,7 @@ def _call(source: Source, factory: Any) -> Built:
     if not isinstance(factory, nn.Module):
         if not callable(factory):
             raise SourceError(f"{source.text} is {_described(factory)}, not a factory", "name a callable")
+        _check_arguments(source, factory)
         with user_errors(f"the factory {source.text}", Path(source.target)):
             result = factory(*source.arguments, **source.keywords)
     module, example = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
@@ -221,6 +225,19 @@ def _call(source: Source, factory: Any) -> Built:
             "return an nn.Module, or a pair (module, example_inputs)",
         )
     return Built(module, getattr(module, "example_input_array", None) if example is None else example)
+
+
+def _check_arguments(source: Source, factory: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # some callables tell nothing about themselves
+        return
+    try:
+        signature.bind(*source.arguments, **source.keywords)
+    except TypeError as error:
+        raise SourceError(
+            f"the factory {source.text} cannot be called: {error}", f"its parameters are {signature}"
+        ) from error
 
 
 def _described(value: Any) -> str:
@@ -245,7 +262,7 @@ def _put_first(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def user_errors(doing: str, near: Path | None) -> Iterator[None]:
+def user_errors(doing: str, near: Path | None, remedy: str = _REMEDY) -> Iterator[None]:
     """Turn what the user's code raises into one message that names their line."""
     try:
         yield
@@ -255,7 +272,7 @@ def user_errors(doing: str, near: Path | None) -> Iterator[None]:
         where = _user_line(error, near)
         raise SourceError(
             f"{doing} failed with {type(error).__name__}: {_first_words(error) or 'no message'}{where}",
-            "it has to work in plain Python first; the whole trace is in the step's log",
+            remedy,
         ) from error
 
 

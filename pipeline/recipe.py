@@ -1,6 +1,7 @@
 """What the user asks for, as one document; every default of the project stands here."""
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -130,6 +131,11 @@ class Recipe(_Part):
         return Device(kind=kind, index=int(index or 0), threads=self.threads)
 
 
+_YAML_WORDS = {"Value": "", "tuple": "list", "dicti": "mapping"}
+_IN_PYTHON_WORDS = re.compile(r"^Value error, |tuple|dictionary or instance of \w+|dictionary")
+"""What pydantic says of Python, in the words of a recipe."""
+
+
 def make(values: dict[str, Any]) -> Recipe:
     """A recipe from plain values, sizes and durations as text included.
 
@@ -143,7 +149,7 @@ def make(values: dict[str, Any]) -> Recipe:
         if first["type"] == "extra_forbidden":
             raise _unknown(Recipe, first["loc"]) from error
         place = ".".join(str(part) for part in first["loc"]) or "the recipe"
-        message = first["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
+        message = _IN_PYTHON_WORDS.sub(lambda found: _YAML_WORDS[found[0][:5]], first["msg"])
         raise UsageError(f"{place}: {message} (given: {first['input']!r})", "see docs/recipe.md") from error
     _ = recipe.specs, recipe.ranges, recipe.where  # each raises its own message
     _check_metric(recipe)
@@ -189,7 +195,10 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"cannot read the recipe {path}: {error.strerror}", "check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"the recipe {path} is not YAML: {error}", "start from `enginesmith init MODEL`") from error
+        reason = " ".join(str(error).split())
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            reason = f"{error.problem} in line {error.problem_mark.line + 1}"
+        raise UsageError(f"the recipe {path} is not YAML: {reason}", "start from `enginesmith init MODEL`") from error
     if not isinstance(values, dict):
         raise UsageError(f"the recipe {path} is no mapping of names to values", "start from `enginesmith init MODEL`")
     return values

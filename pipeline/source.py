@@ -126,7 +126,8 @@ def _call(text: str, call: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
             return ast.unparse(node), (), {}
     except (SyntaxError, ValueError) as error:
         raise SourceError(
-            f"cannot read the factory in {text!r}: {error}",
+            f"cannot read the factory in {text!r}: "
+            + (error.msg if isinstance(error, SyntaxError) else "an argument is no literal"),
             "write it as file.py:build or file.py:build(depth=50), with literal arguments",
         ) from error
     raise SourceError(f"cannot read the factory in {text!r}", "write it as file.py:build or file.py:build(depth=50)")
@@ -140,6 +141,8 @@ def _library(text: str, form: str, rest: str) -> Source:
         target = str(folder.resolve()) if folder.is_dir() else rest
         if target == rest and (rest.startswith((".", "/", "~"))):
             raise SourceError(f"the folder {rest!r} does not exist", "give a folder with config.json and safetensors")
+        if target != rest and not (folder / "config.json").is_file():
+            raise SourceError(f"the folder {rest!r} has no config.json", "save the model there with save_pretrained")
         return Source(form="hf", text=text, target=target)
     if "(" in rest:
         name, _, arguments = rest.partition("(")

@@ -152,7 +152,8 @@ def _check_tensor(spec: TensorSpec, dtype: str, shape: tuple[int, ...], sizes: d
     for dim, size in zip(spec.shape, shape, strict=True):
         wanted = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
         if size != wanted:
-            raise SignatureError(f"input {spec.name!r} is {found}, expected {dim} = {wanted}", f"give it as {spec}")
+            same = f" with {dim} = {wanted}, as before" if isinstance(dim, str) else ""
+            raise SignatureError(f"input {spec.name!r} is {found}, expected {spec}{same}", f"give it as {spec}")
 
 
 def total_bytes(specs: Iterable[TensorSpec], sizes: Mapping[str, int]) -> int:

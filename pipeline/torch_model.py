@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from enginesmith.pipeline import factories
 from enginesmith.pipeline.artifact import Artifact, file_digest
 from enginesmith.pipeline.errors import SignatureError, SourceError
+from enginesmith.pipeline.skip_init import parameters_left_empty
 from enginesmith.pipeline.source import Source, resolve
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec, check_feeds
 from enginesmith.pipeline.torch_shapes import default_specs, dtype_name, infer_dims, sizes_of
@@ -98,6 +99,8 @@ def load(source: Source, options: LoadOptions) -> LoadedModel:
     """
     torch.manual_seed(options.seed)
     with watching(options.allow_pickle) as watch:
+        if source.form == "pt2":
+            watch.read(source.target)  # torch opens it below Python, where no audit event tells
         built = factories.build(source)
         loaded = _understood(source, options, built)
     return dataclasses.replace(loaded, files=tuple(sorted(watch.files)))
@@ -106,7 +109,7 @@ def load(source: Source, options: LoadOptions) -> LoadedModel:
 def _understood(source: Source, options: LoadOptions, built: factories.Built) -> LoadedModel:
     example = _example(built, options)
     specs = options.inputs or built.inputs or default_specs(example)
-    check_feeds(specs, {name: (dtype_name(value), tuple(value.shape)) for name, value in example.items()})
+    _check_example(specs, example, "--input" if options.inputs else "the source")
     module = NamedForward(built.module, tuple(example), ())
     with factories.user_errors("running the model on its example inputs", None), torch.inference_mode():
         flat, left_out = flatten(module.call(*example.values()))
@@ -125,7 +128,7 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
     """Write the artifact's files into ``out``."""
     from safetensors.torch import save_file
 
-    state, tied = _untied(loaded.module.model.state_dict())
+    state, tied = _untied(_tensors(loaded.module.model))
     record = _Record(
         model=source.text,
         options=options,
@@ -145,15 +148,30 @@ def load_artifact(artifact: Artifact) -> LoadedModel:
     Raises:
         SourceError: the factory now gives a module that the stored weights do not fit.
     """
-    from safetensors import safe_open
     from safetensors.torch import load_file
 
     record = _Record.model_validate_json((artifact.folder / RECORD).read_bytes())
-    torch.manual_seed(record.options.seed)
     with watching(record.options.allow_pickle):
+        model = _built_around(artifact.folder / _STATE, record)
+    example = load_file(artifact.folder / _EXAMPLE)
+    ordered = {spec.name: example[spec.name] for spec in record.signature.inputs}
+    module = NamedForward(model, tuple(ordered), record.output_names)
+    return LoadedModel(module, record.signature, ordered)
+
+
+def _built_around(state: Path, record: _Record) -> nn.Module:
+    """What the factory builds, with the stored tensors in it."""
+    from safetensors import safe_open
+
+    torch.manual_seed(record.options.seed)
+    with parameters_left_empty() as left:
         model = factories.build(resolve(record.model)).module
-    own = model.state_dict()
-    state = artifact.folder / _STATE
+    own = _tensors(model)
+    held = {value.data_ptr() for value in own.values()}
+    if not all(parameter.data_ptr() in held for parameter in left):  # a parameter that the module does not know of
+        torch.manual_seed(record.options.seed)
+        model = factories.build(resolve(record.model)).module
+        own = _tensors(model)
     with safe_open(state, framework="pt") as stored:
         names = list(stored.keys())
     if set(own) != {*names, *record.tied}:
@@ -164,10 +182,13 @@ def load_artifact(artifact: Artifact) -> LoadedModel:
     for name in names:
         with safe_open(state, framework="pt") as stored:  # opened for each, as what was read stays mapped until closed
             own[name].copy_(stored.get_tensor(name))
-    example = load_file(artifact.folder / _EXAMPLE)
-    ordered = {spec.name: example[spec.name] for spec in record.signature.inputs}
-    module = NamedForward(model, tuple(ordered), record.output_names)
-    return LoadedModel(module, record.signature, ordered)
+    return model
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer by name, those too that a state dict leaves out."""
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return {name: value.detach() for name, value in named}
 
 
 def read_example(artifact: Artifact) -> dict[str, Array]:
@@ -220,13 +241,26 @@ def _example(built: factories.Built, options: LoadOptions) -> dict[str, Tensor]:
             f"--input names {', '.join(names)}, and the factory's example inputs are {', '.join(example)}",
             "use the same names",
         )
+    _check_tensors(example)
+    return {name: example[name] for name in names or example}
+
+
+def _check_tensors(example: Mapping[str, Any]) -> None:
     for name, value in example.items():
         if not isinstance(value, Tensor):
             raise SourceError(
                 f"the example input {name!r} is a {type(value).__name__}, not a tensor",
                 "wrap the model so that its inputs are tensors, and fix the rest inside the wrapper",
             )
-    return {name: example[name] for name in names or example}
+
+
+def _check_example(specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor], who: str) -> None:
+    try:
+        check_feeds(specs, {name: (dtype_name(value), tuple(value.shape)) for name, value in example.items()})
+    except SignatureError as error:
+        raise SignatureError(
+            f"the example input does not fit what {who} says: {error.message}", "make the two agree"
+        ) from error
 
 
 def _named(built: factories.Built, names: tuple[str, ...]) -> dict[str, Any]:
@@ -268,6 +302,7 @@ def _made_up(spec: TensorSpec) -> Tensor:
 def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """State without entries that share memory with an earlier one, and those entries by name."""
     seen: dict[tuple[Any, ...], str] = {}
+    storages: set[int] = set()
     unique: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     for name, value in state.items():
@@ -276,5 +311,7 @@ def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
             tied[name] = seen[place]
         else:
             seen[place] = name
-            unique[name] = value.detach().contiguous()
+            storage = value.untyped_storage().data_ptr()
+            unique[name] = value.clone() if storage in storages else value.contiguous()
+            storages.add(storage)
     return unique, tied

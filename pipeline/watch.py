@@ -92,8 +92,8 @@ def _install() -> None:
 @contextlib.contextmanager
 def _safetensors_seen(watch: Watch) -> Iterator[None]:
     """safetensors opens files from Rust, which no audit event tells: stand in for its one entrance."""
-    places: list[Any] = [importlib.import_module(name) for name in ("safetensors", "safetensors.torch")]
-    opened = places[0].safe_open
+    opened = importlib.import_module("safetensors").safe_open
+    places = [module for module in list(sys.modules.values()) if vars(module).get("safe_open") is opened]
 
     def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
         watch.read(filename)
