@@ -43,8 +43,7 @@ def build(source: Source) -> Built:
         MissingCapability: the library that the source needs is not installed.
     """
     built = _BUILDERS[source.form](source)
-    if source.form != "pt2":  # an exported program has its mode fixed, and refuses the call
-        built.module.eval()
+    built.module.eval()
     built.module.requires_grad_(False)
     return built
 
@@ -127,6 +126,9 @@ def _in_order(program: Any) -> "nn.Module":
         def __init__(self) -> None:
             super().__init__()
             self.program = program.module()
+
+        def train(self, mode: bool = True) -> "InOrder":
+            return self  # an exported program has its mode fixed, and refuses the call
 
         def forward(self, *tensors: Any) -> Any:
             args, kwargs = _pytree.tree_unflatten(list(tensors), program.call_spec.in_spec)

@@ -6,6 +6,7 @@ The artifact holds no pickle: ``model.json`` says which factory to call and how 
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,15 @@ from enginesmith.pipeline.artifact import Artifact, file_digest
 from enginesmith.pipeline.errors import SignatureError, SourceError
 from enginesmith.pipeline.skip_init import parameters_left_empty
 from enginesmith.pipeline.source import Source, resolve
+from enginesmith.pipeline.store import translated
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec, check_feeds
 from enginesmith.pipeline.torch_shapes import default_specs, dtype_name, infer_dims, sizes_of
 from enginesmith.pipeline.watch import watching
 
 RECORD = "model.json"
+_UNNAMED = re.compile(r"input_\d+")
+"""Names of inputs that have none: the module takes ``*args``."""
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _STATE, _EXAMPLE = "state.safetensors", "example.safetensors"
 
 
@@ -125,9 +130,11 @@ def _understood(source: Source, options: LoadOptions, built: factories.Built) ->
 
 
 def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -> None:
-    """Write the artifact's files into ``out``."""
-    from safetensors.torch import save_file
+    """Write the artifact's files into ``out``.
 
+    Raises:
+        StoreError: the disk is full or cannot be written.
+    """
     state, tied = _untied(_tensors(loaded.module.model))
     record = _Record(
         model=source.text,
@@ -138,8 +145,21 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
         tied=tied,
     )
     (out / RECORD).write_text(record.model_dump_json(indent=1))
-    save_file(state, out / _STATE)
-    save_file({name: value.contiguous() for name, value in loaded.example.items()}, out / _EXAMPLE)
+    _write(state, out / _STATE)
+    _write({name: value.contiguous() for name, value in loaded.example.items()}, out / _EXAMPLE)
+
+
+def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # written from Rust: the system's error is in the text only
+        found = _OS_ERROR.search(str(error))
+        if found is None:
+            raise
+        raise translated(OSError(int(found[1]), str(error)), "the store") from error
 
 
 def load_artifact(artifact: Artifact) -> LoadedModel:
@@ -273,7 +293,7 @@ def _named(built: factories.Built, names: tuple[str, ...]) -> dict[str, Any]:
         return dict(zip(names, values, strict=True))
     parameters = _parameters(built.module)
     if len(values) > len(parameters):
-        parameters = [f"input_{index}" for index in range(len(values))]
+        parameters = [f"input_{index}" for index in range(len(values))]  # as _UNNAMED says
     return dict(zip(parameters, values, strict=False))
 
 
@@ -285,7 +305,11 @@ def _parameters(module: nn.Module) -> list[str]:
 def _takes_keywords(module: nn.Module, names: tuple[str, ...]) -> bool:
     parameters = inspect.signature(module.forward).parameters
     allowed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return all(name in parameters and parameters[name].kind in allowed for name in names)
+    open_ended = any(value.kind is inspect.Parameter.VAR_KEYWORD for value in parameters.values())
+    return all(
+        parameters[name].kind in allowed if name in parameters else open_ended and not _UNNAMED.fullmatch(name)
+        for name in names
+    )
 
 
 def _made_up(spec: TensorSpec) -> Tensor:

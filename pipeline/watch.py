@@ -93,7 +93,7 @@ def _install() -> None:
 def _safetensors_seen(watch: Watch) -> Iterator[None]:
     """safetensors opens files from Rust, which no audit event tells: stand in for its one entrance."""
     opened = importlib.import_module("safetensors").safe_open
-    places = [module for module in list(sys.modules.values()) if vars(module).get("safe_open") is opened]
+    places: list[Any] = [module for module in list(sys.modules.values()) if vars(module).get("safe_open") is opened]
 
     def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
         watch.read(filename)

@@ -63,7 +63,7 @@ def _failures(run: Run) -> list[str]:
     failed = [record for record in (run.baseline, *run.variants) if record.reason]
     if not failed:
         return []
-    return ["## Not usable", "\n".join(f"- **{record.id}**: {_plain(record.reason)}" for record in failed)]
+    return ["## Not usable", "\n".join(f"- **{_plain(record.id)}**: {_plain(record.reason)}" for record in failed)]
 
 
 def _fidelity(run: Run) -> str:
@@ -85,7 +85,7 @@ def _steps(record: VariantRecord) -> str:
     ]
     notes = [f"- {entry.step}: {_plain(note)}" for entry in record.history for note in entry.notes]
     table = _table(("step", "effect", "time", "host peak"), rows)
-    return "\n\n".join([f"**{record.id}**", table, *(["\n".join(notes)] if notes else [])])
+    return "\n\n".join([f"**{_plain(record.id)}**", table, *(["\n".join(notes)] if notes else [])])
 
 
 def _decimal(value: float | None, digits: int, kind: str = "f") -> str:

@@ -1,8 +1,11 @@
 """Bad input, through the command line: one clear message, the right exit code, nothing half-written."""
 
+import errno
 import fcntl
+import json
 import re
 import shlex
+import shutil
 import struct
 import sys
 from collections.abc import Callable, Iterator
@@ -15,10 +18,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from enginesmith.pipeline.artifact import file_digest
+from enginesmith.pipeline.artifact import file_digest, files_below, folder_digest
+from enginesmith.pipeline.errors import SourceError
 from enginesmith.pipeline.store import Store
 
 Make = Callable[[Path], object]
+Patch = Callable[[Path, pytest.MonkeyPatch], object]
 
 NET = """
 import torch
@@ -198,6 +203,7 @@ class Case(NamedTuple):
     words: str
     """What the message has to say, separated by bars: what was given, what was expected, what to do."""
     make: Make = nothing
+    patch: Patch = lambda folder, patch: None
 
 
 MODEL = (
@@ -205,31 +211,53 @@ MODEL = (
     Case("missing Python file", "export gone.py:build", 2, "gone.py|does not exist|current folder"),
     Case("file without a factory", "export net.py", 2, "net.py|no factory|net.py:build"),
     Case("wrong factory", "export net.py:biuld", 2, "no 'biuld'|build, bare"),
-    Case("missing module", "export nosuch.module:build", 2, "no module 'nosuch'|current folder|nosuch.module.py:factory"),
+    Case(
+        "missing module", "export nosuch.module:build", 2, "no module 'nosuch'|current folder|nosuch.module.py:factory"
+    ),
     Case("factory raises", "export faulty.py:raises", 2, f"ValueError: no weights|{at('faulty.py', '# raises')}"),
     Case("factory exits", "export faulty.py:leaves", 2, f"SystemExit: called exit|{at('faulty.py', 'called exit')}"),
-    Case("syntax error", "export bad.py:build", 2, "SyntaxError: invalid syntax|bad.py:2", file("bad.py", "\ndef build(:\n")),
+    Case(
+        "syntax error",
+        "export bad.py:build",
+        2,
+        "SyntaxError: invalid syntax|bad.py:2",
+        file("bad.py", "\ndef build(:\n"),
+    ),
     Case("import error", "export bad.py:build", 2, "'nosuch'|bad.py:2", file("bad.py", "\nimport nosuch\n")),
     Case("factory gives None", "export faulty.py:nothing", 2, "returned None|nn.Module|example_inputs"),
     Case("factory gives weights", "export faulty.py:state_dict", 2, "state dict|weights without a model|nn.Module"),
     Case("factory gives a number", "export faulty.py:number", 2, "returned an int|nn.Module"),
-    Case("factory takes other arguments", "export 'net.py:build(depth=3)'", 2, "TypeError|'depth'"),
+    Case("factory takes other arguments", "export 'net.py:build(depth=3)'", 2, "'depth'|parameters are ()"),
     Case("factory is no callable", "export faulty.py:SIZE", 2, "an int, not a factory|callable"),
-    Case("unreadable arguments", "export 'net.py:build(depth=os)'", 2, "depth=os|literal"),
+    Case("unreadable arguments", "export 'net.py:build(depth=os)'", 2, "depth=os|no literal|build(depth=50)"),
     Case("no example", "export net.py:bare", 2, "no example inputs|return (module, example_inputs)|--input"),
     Case("example is no tensor", "export faulty.py:words", 2, "'input' is a str|tensor|wrap"),
     Case("forward raises", "export faulty.py:broken", 2, f"example inputs failed|{at('faulty.py', '# takes five')}"),
     Case("forward gives no tensor", "export faulty.py:deaf", 2, "faulty.py:deaf|no tensor"),
-    Case("no translation", "export odd.py:custom", 1, f"acme.wobble|{at('odd.py', '# no translation')}|rewrite that line"),
+    Case(
+        "no translation", "export odd.py:custom", 1, f"acme.wobble|{at('odd.py', '# no translation')}|rewrite that line"
+    ),
     Case("branch on values", "export odd.py:branches", 1, f"{at('odd.py', '# depends')}|torch.where"),
     Case("weights as MODEL", "export net.pt", 2, "holds weights|file.py:factory", file("net.pt", b"PK")),
     Case("folder as MODEL", "export bert", 2, "a folder|hf:bert", lambda folder: (folder / "bert").mkdir()),
-    Case("a pickle", "export pickled.py:build", 2, "net.Net|any code|safetensors|--allow-pickle", file("pickled.py", PICKLED)),
+    Case(
+        "a pickle",
+        "export pickled.py:build",
+        2,
+        "net.Net|any code|safetensors|--allow-pickle",
+        file("pickled.py", PICKLED),
+    ),
     Case("broken archive", "export m.pt2", 2, "m.pt2|torch.export.save", file("m.pt2", b"PK nothing")),
     Case("unknown zoo model", "export resnet51", 2, "'resnet51'|did you mean resnet50|zoo: digits"),
-    Case("zoo model without that argument", "export 'digits(depth=3)'", 2, "'depth'"),
+    Case("zoo model without that argument", "export 'digits(depth=3)'", 2, "'depth'|parameters are ("),
     Case("hf: without folder", "export hf:./gone", 2, "./gone|does not exist|config.json"),
-    Case("hf: without config", "export hf:./bert", 2, "bert|config.json", lambda folder: (folder / "bert").mkdir()),
+    Case(
+        "hf: without config",
+        "export hf:./bert",
+        2,
+        "bert|no config.json|save_pretrained",
+        lambda folder: (folder / "bert").mkdir(),
+    ),
     Case("hf: with broken config", "export hf:.", 2, "config.json", file("config.json", "{")),
     Case("hf: of unknown type", "export hf:.", 2, "config.json|model_type", file("config.json", "{}")),
     Case("hf: without weights", "export hf:.", 2, "safetensors", file("config.json", '{"model_type": "bert"}')),
@@ -237,14 +265,23 @@ MODEL = (
 INPUTS = (
     Case("wrong name", "export net.py:named --input y:float32:batch,4", 2, "--input names y|inputs are x|same names"),
     Case("wrong dtype", "export net.py:build --input x:int64:batch,4", 2, "float32[2, 4]|expected x:int64:batch,4"),
-    Case("wrong shape", "export net.py:build --input x:float32:batch,5", 2, "float32[2, 4]|expected 5 = 5"),
+    Case(
+        "wrong shape",
+        "export net.py:build --input x:float32:batch,5",
+        2,
+        "float32[2, 4]|expected x:float32:batch,5|agree",
+    ),
     Case("wrong rank", "export net.py:build --input x:float32:batch,2,2", 2, "float32[2, 4]|x:float32:batch,2,2"),
-    Case("shape that forward refuses", "export net.py:bare --input x:float32:batch,5", 2, at("net.py", "self.linear(x)")),
+    Case(
+        "shape that forward refuses", "export net.py:bare --input x:float32:batch,5", 2, at("net.py", "self.linear(x)")
+    ),
     Case("unreadable", "export net.py:build --input x,float32", 2, "'x,float32'|name:dtype:batch"),
     Case("unknown dtype", "export net.py:build --input x:float:batch,4", 2, "unknown dtype 'float'|float32"),
     Case("unreadable dimension", "export net.py:build --input x:float32:batch,-4", 2, "'-4'|positive number or a word"),
     Case("same name twice", "export net.py:build --input x:float32:batch,4 --input x:float32:4", 2, "'x'|twice"),
-    Case("dimension cannot vary", "export faulty.py:fixed --input x:float32:batch,4", 2, "batch = 2|instead of 'batch'"),
+    Case(
+        "dimension cannot vary", "export faulty.py:fixed --input x:float32:batch,4", 2, "batch = 2|instead of 'batch'"
+    ),
     Case("range of unknown dimension", "export net.py:build --shape width=1:2:3", 2, "'width'|batch|--input"),
     Case("min above max", "export net.py:build --shape batch=8:4:1", 2, "8:4:1|min <= opt <= max"),
     Case("unreadable range", "export net.py:build --shape batch=1-8", 2, "1-8|min:opt:max"),
@@ -255,19 +292,55 @@ INPUTS = (
 )
 GRAPHS = (
     Case("truncated", "simplify m.onnx", 1, "m.onnx|truncated|copy it again", file("m.onnx", ONNX[:60])),
-    Case("random bytes", "simplify m.onnx", 1, "m.onnx|not an ONNX file", file("m.onnx", np.random.default_rng(0).bytes(999))),
+    Case(
+        "random bytes",
+        "simplify m.onnx",
+        1,
+        "m.onnx|not an ONNX file",
+        file("m.onnx", np.random.default_rng(0).bytes(999)),
+    ),
     Case("empty", "simplify m.onnx", 1, "m.onnx is empty|again", file("m.onnx", b"")),
     Case("text", "simplify m.onnx", 1, "m.onnx|not an ONNX file|exporter", file("m.onnx", "version https://git-lfs\n")),
     Case("future opset", "simplify m.onnx", 1, "needs opset 99|knows up to|upgrade", file("m.onnx", FUTURE)),
     Case("weights missing", "simplify m.onnx", 1, "'w'|'w.bin'|no such file|beside m.onnx", external("w.bin")),
-    Case("weights outside", "simplify a/m.onnx", 1, "'w'|../w.bin|outside|beside", both(external("../w.bin", "a"), file("w.bin", WEIGHT))),
+    Case(
+        "weights outside",
+        "simplify a/m.onnx",
+        1,
+        "'w'|../w.bin|outside|beside",
+        both(external("../w.bin", "a"), file("w.bin", WEIGHT)),
+    ),
     Case("weights outside, absolute", "simplify m.onnx", 1, "'w'|/etc/passwd|outside", external("/etc/passwd")),
-    Case("weights linked", "simplify m.onnx", 1, "'w'|symbolic link", both(external("w.bin"), file("v", WEIGHT), link("w.bin", "v"))),
-    Case("weights cut", "simplify m.onnx", 1, "'w'|too short|16 bytes", both(external("w.bin"), file("w.bin", WEIGHT[:9]))),
+    Case(
+        "weights linked",
+        "simplify m.onnx",
+        1,
+        "'w'|symbolic link",
+        both(external("w.bin"), file("v", WEIGHT), link("w.bin", "v")),
+    ),
+    Case(
+        "weights cut",
+        "simplify m.onnx",
+        1,
+        "'w'|too short|16 bytes",
+        both(external("w.bin"), file("w.bin", WEIGHT[:9])),
+    ),
     Case("inspected", "inspect m.onnx", 1, "m.onnx|truncated", file("m.onnx", ONNX[:60])),
     Case("exported", "export m.onnx", 2, "m.onnx is an ONNX file already|simplify", file("m.onnx", ONNX)),
-    Case("with another input", "simplify m.onnx --input z:float32:4", 2, "z:float32:4|x:float32:batch,4|--input", file("m.onnx", ONNX)),
-    Case("for the compiled engine", "optimize m.onnx --engine compiled", 2, "'compiled'|file.py:factory", file("m.onnx", ONNX)),
+    Case(
+        "with another input",
+        "simplify m.onnx --input z:float32:4",
+        2,
+        "z:float32:4|x:float32:batch,4|--input",
+        file("m.onnx", ONNX),
+    ),
+    Case(
+        "for the compiled engine",
+        "optimize m.onnx --engine compiled",
+        2,
+        "'compiled'|file.py:factory",
+        file("m.onnx", ONNX),
+    ),
 )
 CHOICES = (
     Case("unknown engine", "optimize net.py:build --engine openvino", 2, "'openvino'|eager, compiled, onnxruntime"),
@@ -279,12 +352,42 @@ CHOICES = (
     Case("output of another kind", "export net.py:build -o m.trt", 2, "m.trt|.onnx"),
     Case("not a run", "resume .", 2, "no run|optimize"),
     Case("recipe missing", "optimize net.py:build --recipe gone.yaml", 2, "gone.yaml|check the path"),
-    Case("recipe not YAML", "optimize digits --recipe r.yaml", 2, "r.yaml is not YAML|init", file("r.yaml", "a: [1\nb: }")),
+    Case(
+        "recipe not YAML",
+        "optimize digits --recipe r.yaml",
+        2,
+        "r.yaml is not YAML|line 2|init",
+        file("r.yaml", "a: [1\nb: }"),
+    ),
     Case("recipe no mapping", "optimize digits --recipe r.yaml", 2, "r.yaml|no mapping|init", file("r.yaml", "- a\n")),
-    Case("unknown field", "optimize digits --recipe r.yaml", 2, "'bach'|did you mean batch", file("r.yaml", "bach: [1]\n")),
-    Case("unknown inner field", "optimize digits --recipe r.yaml", 2, "'max_ram'|budgets|max_memory_bytes", file("r.yaml", "budgets: {max_ram: 1}\n")),
-    Case("field of another type", "optimize digits --recipe r.yaml", 2, "batch|list|'many'", file("r.yaml", "batch: many\n")),
-    Case("part of another type", "optimize digits --recipe r.yaml", 2, "export|17", file("r.yaml", "export: 17\n")),
+    Case(
+        "unknown field",
+        "optimize digits --recipe r.yaml",
+        2,
+        "'bach'|did you mean batch",
+        file("r.yaml", "bach: [1]\n"),
+    ),
+    Case(
+        "unknown inner field",
+        "optimize digits --recipe r.yaml",
+        2,
+        "'max_ram'|budgets|max_memory_bytes",
+        file("r.yaml", "budgets: {max_ram: 1}\n"),
+    ),
+    Case(
+        "field of another type",
+        "optimize digits --recipe r.yaml",
+        2,
+        "batch|valid list|'many'",
+        file("r.yaml", "batch: many\n"),
+    ),
+    Case(
+        "part of another type",
+        "optimize digits --recipe r.yaml",
+        2,
+        "export|valid mapping|17",
+        file("r.yaml", "export: 17\n"),
+    ),
 )
 DATA = (
     Case("missing", "optimize net.py:build --eval gone.npz", 2, "gone.npz|check the path"),
@@ -294,19 +397,160 @@ DATA = (
     Case("wrong dtype", "optimize net.py:build --eval data.npz", 2, "int64|float32", arrays(x=X.astype(np.int64))),
     Case("no rows", "optimize net.py:build --eval data.npz", 2, "data.npz is empty|one sample", arrays(x=X[:0])),
     Case("NaN", "optimize net.py:build --eval data.npz", 2, "'x'|NaN", arrays(x=X * np.nan)),
-    Case("no archive", "optimize net.py:build --eval data.npz", 2, "cannot read data.npz|savez", file("data.npz", "x,y")),
-    Case("labels of another number", "optimize net.py:build --eval data.npz", 2, "'labels'|6 rows", arrays(x=X, labels=LABELS[:4])),
-    Case("no labels for the metric", "optimize net.py:build --eval data.npz --metric top5", 1, "no labels|top5|named labels", arrays(x=X)),
+    Case(
+        "no archive", "optimize net.py:build --eval data.npz", 2, "cannot read data.npz|savez", file("data.npz", "x,y")
+    ),
+    Case(
+        "labels of another number",
+        "optimize net.py:build --eval data.npz",
+        2,
+        "'labels'|6 rows",
+        arrays(x=X, labels=LABELS[:4]),
+    ),
+    Case(
+        "no labels for the metric",
+        "optimize net.py:build --eval data.npz --metric top5",
+        1,
+        "no labels|top5|named labels",
+        arrays(x=X),
+    ),
     Case("no data for the metric", "optimize net.py:build --metric top5", 2, "top5|--eval"),
     Case("no data for the budget", "optimize net.py:build --max-drop 0.1", 2, "the budget max_drop|--eval"),
-    Case("metric raises", "optimize net.py:build --eval data.npz --metric metrics:odd", 1, "metrics:odd|out of order", arrays(x=X, labels=LABELS)),
-    Case("unknown metric", "optimize net.py:build --eval data.npz --metric top3", 2, "'top3'|top1, top5, mse", arrays(x=X, labels=LABELS)),
-    Case("metric without module", "optimize net.py:build --eval data.npz --metric nosuch:odd", 1, "nosuch|odd", arrays(x=X, labels=LABELS)),
+    Case(
+        "metric raises",
+        "optimize net.py:build --eval data.npz --metric metrics:odd",
+        1,
+        "metrics:odd|out of order",
+        arrays(x=X, labels=LABELS),
+    ),
+    Case(
+        "unknown metric",
+        "optimize net.py:build --eval data.npz --metric top3",
+        2,
+        "'top3'|top1, top5, mse",
+        arrays(x=X, labels=LABELS),
+    ),
+    Case(
+        "metric without module",
+        "optimize net.py:build --eval data.npz --metric nosuch:odd",
+        1,
+        "'nosuch'|metric's module",
+        arrays(x=X, labels=LABELS),
+    ),
+)
+
+
+def hide_packages(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Workers look modules up on this process's path."""
+    patch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
+
+
+def break_timm(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    (folder / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    patch.setattr(sys, "path", [str(folder), *sys.path])
+
+
+def fill_disk(*names: str) -> Patch:
+    """Whatever a step writes under these names goes to a device that is full."""
+
+    def fill(folder: Path, patch: pytest.MonkeyPatch) -> None:
+        @contextmanager
+        def workspace(store: Store) -> Iterator[Path]:
+            with plain(store) as out:
+                for name in names:
+                    (out / name).symlink_to("/dev/full")
+                yield out
+
+        plain = Store.workspace
+        patch.setattr(Store, "workspace", workspace)
+
+    return fill
+
+
+def refuse_to_copy(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """The disk fills up while the engine is copied into the run directory, after its first file."""
+
+    def copytree(source: Path, target: Path, **options: object) -> None:
+        target.mkdir()
+        (target / "model.onnx").write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    patch.setattr(shutil, "copytree", copytree)
+
+
+STORAGE = (
+    Case("output below a file", "export net.py:build -o net.py/m.onnx", 1, "net.py/m.onnx|check the path"),
+    Case("output where nobody writes", "export net.py:build -o /proc/m.onnx", 1, "/proc/m.onnx|no such file|path"),
+    Case(
+        "output on a full disk",
+        "export net.py:build",
+        1,
+        "out.onnx|no space left|free some space",
+        link(".out.onnx.partial", "/dev/full"),
+    ),
+    Case("run directory below a file", "optimize net.py:build --out net.py/run", 1, "net.py/run|not a directory|path"),
+    Case(
+        "run directory where nobody writes", "optimize net.py:build --out /proc/run", 1, "/proc/run|no such file|path"
+    ),
+    Case(
+        "full disk below a run", "optimize net.py:build", 1, "out|no space left|free some space", patch=refuse_to_copy
+    ),
+    Case(
+        "full disk below the record",
+        "export net.py:build",
+        1,
+        "no space left|free some space",
+        patch=fill_disk("model.json"),
+    ),
+    Case(
+        "full disk below the graph",
+        "export net.py:build",
+        1,
+        "no space left|free some space",
+        patch=fill_disk("model.onnx"),
+    ),
+    Case(
+        "full disk below the samples",
+        "export net.py:build",
+        1,
+        "no space left|free some space",
+        patch=fill_disk("feeds-0.npz"),
+    ),
+    Case(
+        "full disk below the manifest",
+        "export net.py:build",
+        1,
+        "the store|no space left|free",
+        patch=fill_disk("artifact.json"),
+    ),
+    Case("store below a file", "export net.py:build --store net.py/s", 1, "store net.py/s|not a directory|path"),
+    Case(
+        "run.json is damaged",
+        "resume out",
+        2,
+        "out/run.json|damaged|again",
+        both(lambda at: (at / "out").mkdir(), file("out/run.json", "{")),
+    ),
 )
 MACHINE = (
-    Case("no CUDA", "optimize net.py:build --device cuda", 4, "cuda|pip install"),
+    Case("no CUDA", "optimize net.py:build --device cuda", 4, "cuda|pip install 'enginesmith[gpu]'"),
+    Case(
+        "no timm", "export timm:resnet18", 4, "timm|not installed|pip install 'enginesmith[timm]'", patch=hide_packages
+    ),
+    Case("no transformers", "export hf:org/name", 4, "transformers|pip install 'enginesmith[hf]'", patch=hide_packages),
+    Case(
+        "broken timm", "export timm:resnet18", 4, "timm|torchvision::nms|reinstall|enginesmith[timm]", patch=break_timm
+    ),
 )
-TABLE = {"model": MODEL, "inputs": INPUTS, "graph": GRAPHS, "choice": CHOICES, "data": DATA, "machine": MACHINE}
+TABLE = {
+    "model": MODEL,
+    "inputs": INPUTS,
+    "graph": GRAPHS,
+    "choice": CHOICES,
+    "data": DATA,
+    "storage": STORAGE,
+    "machine": MACHINE,
+}
 CASES = [pytest.param(case, id=f"{group}: {case.name}") for group, cases in TABLE.items() for case in cases]
 
 
@@ -316,7 +560,8 @@ def completed(command: str) -> list[str]:
     if words[0] in ("export", "simplify") and "-o" not in words:
         words += ["-o", "out.onnx"]
     if words[0] == "optimize":
-        words += [*(() if "--recipe" in words else ("--recipe", "quick.yaml")), "--out", "out"]
+        words += [] if "--recipe" in words else ["--recipe", "quick.yaml"]
+        words += [] if "--out" in words else ["--out", "out"]
     return words
 
 
@@ -328,27 +573,59 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, content in FILES.items():
         (place / name).write_text(content)
     monkeypatch.chdir(place)
+    monkeypatch.setenv("ENGINESMITH_STORE", str(tmp_path / "store"))
     return place
 
 
-def check(answer, code: int, words: str, folder: Path, store: Path) -> None:
+def check(answer, code: int, words: str, folder: Path) -> None:
     """One message with these words, the exit code, and nothing half-written."""
     assert answer.code == code, answer.text
     message = re.split(r"(?m)^[Ee]rror: ", answer.stderr)[-1]
-    print(f"@@ {code}: {message}")
     missing = [word for word in words.split("|") if word not in message]
     assert not missing, answer.text
     assert "Traceback" not in answer.text
     assert not (folder / "out.onnx").exists()
     assert [str(path) for path in folder.rglob("*partial*")] == []
-    for made in (folder / "out" / "variants").glob("*"):
-        assert file_digest(made / "model.onnx") in (made / "manifest.json").read_text()
-    assert list((store / "tmp").glob("*")) == []
+    for made in (folder / "out" / "variants").glob("*"):  # what was finished before the failure is whole
+        digests = {name: file_digest(made / name) for name in files_below(made, skip=["manifest.json"])}
+        assert json.loads((made / "manifest.json").read_text())["sha256"] == folder_digest(digests)
+    assert list(folder.parent.glob("store/tmp/*")) == []
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_clear_message_and_nothing_half_written(case: Case, cli, folder: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("ENGINESMITH_STORE", str(tmp_path / "store"))
+def test_one_clear_message_and_nothing_half_written(case: Case, cli, folder: Path, monkeypatch) -> None:
     case.make(folder)
+    case.patch(folder, monkeypatch)
     answer = cli(*completed(case.command))
-    check(answer, case.code, case.words, folder, tmp_path / "store")
+    check(answer, case.code, case.words, folder)
+
+
+def test_a_pickle_is_read_when_that_is_allowed(cli, folder: Path) -> None:
+    (folder / "pickled.py").write_text(PICKLED)
+    answer = cli("export", "pickled.py:build", "-o", "m.onnx", "--allow-pickle")
+    assert answer.code == 0, answer.text
+    assert (folder / "m.onnx").is_file()
+
+
+def test_a_run_at_work_keeps_others_out(cli, folder: Path) -> None:
+    (folder / "out").mkdir()
+    with (folder / "out" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        answer = cli(*completed("optimize net.py:build"))
+    check(answer, 2, "another run is at work in out|wait|--out", folder)
+
+
+def test_a_folder_that_holds_another_run_is_left_alone(cli, folder: Path) -> None:
+    assert cli(*completed("optimize net.py:build")).code == 0
+    before = (folder / "out" / "run.json").read_bytes()
+    answer = cli(*completed("optimize net.py:build --batch 3"))
+    assert answer.code == 2, answer.text
+    assert "out holds a run of another recipe" in answer.stderr
+    assert "enginesmith resume out" in answer.stderr
+    assert (folder / "out" / "run.json").read_bytes() == before
+
+
+def test_debug_shows_the_trace(cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["enginesmith", "--debug"])
+    with pytest.raises(SourceError):
+        cli("--debug", "export", "gone.onnx", "-o", "m.onnx")
