@@ -87,6 +87,7 @@ _what_to_load = _options(
 _how_to_export = _options(
     click.option("--opset", type=int, help="ONNX opset version."),
     click.option("--exporter", type=click.Choice(["auto", "dynamo", "torchscript"]), help="Which exporter."),
+    click.option("--attention", type=click.Choice(["fused", "decomposed"]), help="One operator, or several."),
     click.option("--external-data", metavar="SIZE", help="Weights above this size go to a file of their own."),
 )
 _where_to_run = _options(
@@ -374,6 +375,7 @@ def _settings(options: dict[str, Any], quiet: bool) -> "Iterator[Settings]":
 _PLACES = {
     "opset": ("export", "opset"),
     "exporter": ("export", "exporter"),
+    "attention": ("export", "attention"),
     "external_data": ("export", "external_data_bytes"),
     "measure_time": ("measure", "seconds"),
     "precision_target": ("measure", "precision"),
@@ -475,7 +477,7 @@ def _show_facts(facts: dict[str, Any], as_json: bool) -> None:
             for key, item in value.items():
                 click.echo(f"  {key}: {item}")
         else:
-            click.echo(f"{name}: {value}")
+            click.echo(f"{name}: {'unknown' if value is None else value}")
 
 
 def _show_table(rows: list[dict[str, Any]], as_json: bool) -> None:

@@ -2,8 +2,8 @@
 
     python benchmarks/overhead.py [--models digits,resnet50,bert_base] [--repeats 3]
 
-For each model, in turn: ``optimize`` with one fp32 variant on an empty store, the same again with everything stored, and
-a plain script in a process of its own that imports torch, builds the model, exports it, and opens an ONNX Runtime
+For each model, in turn: ``optimize`` with one fp32 variant on an empty store, the same again with everything stored,
+and a plain script in a process of its own that imports torch, builds the model, exports it, and opens an ONNX Runtime
 session. The measuring time, which both would spend, is taken from the run's own records. Writes results/overhead.json.
 """
 

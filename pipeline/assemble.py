@@ -18,6 +18,7 @@ from enginesmith.pipeline.runner import Outcome
 from enginesmith.pipeline.select import select
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.compare import StageFidelity
+from enginesmith.pipeline.tasks.measure import ENVIRONMENT
 
 Outcomes = Mapping[str, Outcome]
 
@@ -44,7 +45,7 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
         seconds=header.seconds,
         complete=all(step.id in outcomes for step in plan.steps),
         recipe=recipe,
-        environment=header.environment,
+        environment={**header.environment, **_measured_on(plan, outcomes)},
         model=_model(recipe, outcomes),
         steps=tuple(_step(step.id, outcomes.get(step.id)) for step in plan.steps),
         baseline=baseline,
@@ -144,6 +145,12 @@ def _latency(plan: Plan, outcomes: Outcomes) -> dict[str, tuple[LatencyRow, ...]
     for entry in read_records(found):
         rows.setdefault(entry["variant"], []).append(LatencyRow.model_validate(entry["row"]))
     return {name: tuple(values) for name, values in rows.items()}
+
+
+def _measured_on(plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
+    """The machine when latency was measured; it may have been in an earlier run."""
+    found = _artifact(outcomes, plan.latency)
+    return dict(json.loads((found.folder / ENVIRONMENT).read_bytes())) if found else {}
 
 
 def _chain(step_id: str, by_id: Mapping[str, Step]) -> list[str]:

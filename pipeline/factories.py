@@ -4,7 +4,9 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
+import sysconfig
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator
@@ -211,6 +213,7 @@ def _attribute(source: Source, module: Any, place: str) -> Callable[..., Any]:
 
 
 def _call(source: Source, factory: Any) -> Built:
+    import torch
     from torch import nn
 
     result = factory
@@ -225,6 +228,16 @@ def _call(source: Source, factory: Any) -> Built:
         raise SourceError(
             f"the factory {source.text} returned {_described(result)}",
             "return an nn.Module, or a pair (module, example_inputs)",
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise SourceError(
+            f"the factory {source.text} returned a TorchScript module, whose Python code is gone",
+            "return the module it was made from",
+        )
+    if any(weight.is_meta for weight in module.parameters()):
+        raise SourceError(
+            f"the factory {source.text} returned a module on the meta device, whose weights have no values",
+            "build it on the CPU, or load weights into it with load_state_dict(…, assign=True)",
         )
     return Built(module, getattr(module, "example_input_array", None) if example is None else example)
 
@@ -289,11 +302,11 @@ def _first_words(error: BaseException) -> str:
 def _user_line(error: BaseException, near: Path | None) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
-    own = str(Path(__file__).parent.parent)
+    others = (f"{Path(__file__).parent}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<")
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename and not frame.filename.startswith((own, "<frozen", sys.base_prefix))
+        if "site-packages" not in frame.filename and not frame.filename.startswith(others)
     ]
     if near is not None and near.is_file():
         frames = [frame for frame in frames if Path(frame.filename).parent == near.parent] or frames

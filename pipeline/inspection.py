@@ -111,7 +111,7 @@ def zoo() -> list[Facts]:
         {
             "model": name,
             "parameters": f"{entry.parameters:,}",
-            "FLOPs": f"{entry.flops / 1e9:.2f} G",
+            "FLOPs": f"{entry.flops / 1e9:.3g} G",
             "inputs": " ".join(entry.inputs),
             "data": entry.data or "",
             "about": entry.summary,

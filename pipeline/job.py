@@ -94,10 +94,12 @@ class _RunDirectory:
 
     def __init__(self, folder: Path, recipe: Recipe, steps: Plan, started: float) -> None:
         self._folder, self._recipe, self._plan, self._started = folder, recipe, steps, started
+        before = runs.read(folder) if (folder / "run.json").exists() else None
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._header = Header(
             name=folder.resolve().name,
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            seconds=0.0,
+            created=before.created if before else now,
+            seconds=before.seconds if before else 0.0,
             environment={**device.environment().model_dump(mode="json"), "folder": str(Path.cwd())},
         )
         with storage_errors(f"the run directory {folder}"):
@@ -105,7 +107,7 @@ class _RunDirectory:
 
     def update(self, outcomes: Mapping[str, Outcome]) -> Run:
         """Write what is known now."""
-        header = replace(self._header, seconds=round(time.monotonic() - self._started, 3))
+        header = replace(self._header, seconds=round(self._header.seconds + time.monotonic() - self._started, 3))
         with storage_errors(f"the run directory {self._folder}"):
             artifacts = {
                 variant.id: path for variant in self._plan.variants if (path := self._placed(variant, outcomes))

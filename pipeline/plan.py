@@ -133,7 +133,7 @@ def _graph_steps(recipe: Recipe, source: Source) -> tuple[str, tuple[str, ...], 
     if source.is_torch:
         stages["export"] = Transform(step=Export(**recipe.export.model_dump()))
     if recipe.simplify:
-        stages["simplify"] = Transform(step=Simplify())
+        stages["simplify"] = Transform(step=Simplify(external_data_bytes=recipe.export.external_data_bytes))
     runtime = engine_class("onnxruntime")()
     steps, checks, parent = [], [], LOAD
     for name, task in stages.items():

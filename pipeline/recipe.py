@@ -32,7 +32,10 @@ class ExportOptions(_Part):
     exporter: Literal["auto", "dynamo", "torchscript"] = Field(
         "auto", description="auto tries torch.export first, then TorchScript"
     )
-    external_data_bytes: int = Field(64 << 20, ge=0, description="weights above this go to a file beside the graph")
+    attention: Literal["fused", "decomposed"] = Field(
+        "fused", description="fused keeps the Attention operator of opset 23; decomposed is for engines that refuse it"
+    )
+    external_data_bytes: int = Field(128 << 20, ge=0, description="weights above this go to a file beside the graph")
 
 
 class MeasureOptions(_Part):

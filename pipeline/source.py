@@ -163,7 +163,7 @@ def _zoo(text: str) -> Source:
             f"{text!r} holds weights, not a model",
             "write a small file.py with a factory that builds the module and loads them, and give file.py:factory",
         )
-    if path.is_dir():
+    if text and path.is_dir():
         raise SourceError(f"{text!r} is a folder", f"a Hugging Face folder is given as hf:{text}")
     near = difflib.get_close_matches(name, MODELS, n=3, cutoff=0.4)
     raise SourceError(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
@@ -255,7 +256,10 @@ def _example(built: factories.Built, options: LoadOptions) -> dict[str, Tensor]:
                 "return (module, example_inputs) from it, or add --input name:dtype:batch,3,224,224",
             )
         return {spec.name: _made_up(spec) for spec in options.inputs or built.inputs}
-    example = _named(built, names)
+    example = {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        for name, value in _named(built, names).items()
+    }
     if names and set(names) != set(example):
         raise SignatureError(
             f"--input names {', '.join(names)}, and the factory's example inputs are {', '.join(example)}",

@@ -26,7 +26,7 @@ Progress = Callable[[str], None]
 _SLOW_BLOCK = 50
 """A block that takes this many times what it should, and at least the least limit, is of a session that hangs."""
 _LEAST_LIMIT_SECONDS = 60.0
-_PATIENCE = 2
+_PATIENCE = 4
 """The time limit is exceeded by up to so many times itself where fewer rounds were done than an interval takes."""
 _CHECK_GROWTH = 1.15
 """Rounds between two looks at the stopping rule grow by this factor, as the interval shrinks ever more slowly."""

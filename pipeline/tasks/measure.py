@@ -31,6 +31,8 @@ from enginesmith.pipeline.units import format_bytes
 from enginesmith.pipeline.watch import watching
 
 SAMPLES = "samples.npz"
+ENVIRONMENT = "environment.json"
+"""The machine as it was when latency was measured, which may have been in an earlier run."""
 _OUTPUTS = "outputs.npz"
 _BASELINE = "baseline"
 _DEFAULT_METRIC = "top1"
@@ -72,6 +74,8 @@ class Latency(Task):
             if name in inputs and (index == 0 or f"{name} {VERIFIED}" in inputs)
         ]
         feeds = _measured_feeds(inputs["reference"])
+        machine = devices.environment()  # before the measurement itself makes the machine busy
+        (out / ENVIRONMENT).write_text(machine.model_dump_json(indent=1))
         with _logs_in_own_log() as logs:
             result = measure_latency(candidates, feeds, self.settings, logs, progress)
         measured_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

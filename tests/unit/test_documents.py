@@ -1,4 +1,4 @@
-"""What the project ships as text tells the truth: the schema of run.json, the recipe reference, the README's commands."""
+"""What the project ships as text tells the truth: the schema of run.json, the reference of recipes, the README."""
 
 import json
 import re

@@ -1,0 +1,126 @@
+"""Recipes: defaults, YAML in and out, and what is said about mistakes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.recipe import Recipe, commented, make, read
+
+
+def test_what_init_writes_is_the_recipe_with_all_its_defaults(tmp_path: Path) -> None:
+    recipe = make({"model": "digits", "batch": [2, 4], "budgets": {"max_drop": 0.01}})
+    (tmp_path / "r.yaml").write_text(commented(recipe))
+    values = read(tmp_path / "r.yaml")
+    assert make(values) == recipe
+    assert set(values) == set(Recipe.model_fields)
+
+
+def test_every_field_is_explained() -> None:
+    lines = commented(make({"model": "digits"})).splitlines()
+    keys = [line for line in lines if not line.lstrip().startswith("#")]
+    assert len(keys) * 2 == len(lines)
+    assert all(len(line.lstrip("# ")) > 10 for line in lines if line.lstrip().startswith("#"))
+
+
+def test_sizes_and_durations_may_be_text() -> None:
+    recipe = make(
+        {
+            "model": "digits",
+            "budgets": {"max_memory_bytes": "2GiB", "max_latency_ms": "5ms"},
+            "measure": {"seconds": "1m"},
+            "export": {"external_data_bytes": "1KiB"},
+        }
+    )
+    assert recipe.budgets.max_memory_bytes == 2 << 30
+    assert recipe.budgets.max_latency_ms == pytest.approx(5.0)
+    assert recipe.measure.seconds == 60
+    assert recipe.export.external_data_bytes == 1024
+
+
+def test_repeated_choices_count_once() -> None:
+    recipe = make({"model": "digits", "engines": ["onnxruntime", "onnxruntime"], "batch": [8, 1, 8]})
+    assert (recipe.engines, recipe.batch) == (("onnxruntime",), (8, 1))
+
+
+def test_texts_are_read() -> None:
+    recipe = make(
+        {"model": "m", "inputs": ["x:float32:batch,3"], "shapes": {"batch": "1:2:3"}, "device": "cuda:1", "threads": 2}
+    )
+    assert recipe.specs[0].shape == ("batch", 3)
+    assert recipe.ranges["batch"].max == 3
+    assert (recipe.where.kind, recipe.where.index, recipe.where.threads) == ("cuda", 1, 2)
+
+
+def test_the_zoo_brings_its_own_data() -> None:
+    assert make({"model": "digits"}).data == "digits"
+    assert make({"model": "digits(weights=None)"}).data == "digits"
+    assert make({"model": "digits", "eval_data": "mine.npz"}).data == "mine.npz"
+    assert make({"model": "resnet18"}).data is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"presicion": 1}, "no field 'presicion'"),
+        ({"bach": [1]}, "did you mean batch.*\n.*the fields are model, inputs"),
+        ({"budgets": {"max_ram": 1}}, "no field 'max_ram' in budgets.*\n.*max_memory_bytes"),
+        ({"batch": "many"}, "batch: .*list.*'many'"),
+        ({"batch": [0]}, "at least 1"),
+        ({"batch": []}, "batch"),
+        ({"export": 17}, "export: .*mapping.*17"),
+        ({"export": {"opset": 9}}, "export.opset: .*18"),
+        ({"engines": ["tensorflow"]}, "'tensorflow'.*onnxruntime"),
+        ({"device": "tpu"}, "'tpu'.*\n.*cuda"),
+        ({"device": "cuda:one"}, "'cuda:one'"),
+        ({"inputs": ["x"]}, "name:dtype"),
+        ({"inputs": ["x:int8:2", "x:int8:3"]}, "'x' is given twice"),
+        ({"shapes": {"batch": "3:2:1"}}, "out of order"),
+        ({"budgets": {"max_memory_bytes": "lots"}}, "cannot read the size 'lots'"),
+        ({"metric": "top3"}, "no metric 'top3'.*\n.*top5"),
+        ({"metric": "top5", "model": "resnet18"}, "top5 needs labelled data.*\n.*--eval"),
+        ({"budgets": {"max_drop": 0.1}, "model": "resnet18"}, "max_drop needs labelled data"),
+        ({"model": 3}, "model: .*string"),
+    ],
+)
+def test_mistakes(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make({"model": "digits", **values})
+
+
+def test_a_model_is_needed() -> None:
+    with pytest.raises(UsageError, match="model: Field required"):
+        make({})
+
+
+def test_a_metric_of_the_users_own_is_looked_for_later() -> None:
+    assert make({"model": "digits", "metric": "mine:score"}).metric == "mine:score"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: [1\nb: }", "is not YAML: .* in line 2"),
+        (b"\xff\xfe\x00", "is not YAML"),
+        (b"- a", "no mapping"),
+        (b"", "no mapping"),
+        (b"a: !!python/object/apply:os.getcwd []", "is not YAML"),
+    ],
+)
+def test_files_that_are_no_recipe(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "r.yaml").write_bytes(content)
+    with pytest.raises(UsageError, match=message) as caught:
+        read(tmp_path / "r.yaml")
+    assert "\n" not in caught.value.message
+
+
+def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        read(tmp_path / "gone.yaml")
+
+
+def test_what_goes_into_run_json_comes_back() -> None:
+    recipe = make({"model": "digits", "shapes": {"batch": "1:2:3"}, "engines": ["eager"]})
+    assert Recipe.model_validate(yaml.safe_load(recipe.model_dump_json())) == recipe

@@ -1,0 +1,94 @@
+"""Names, dtypes and shapes: what is read from text, and what is held against what."""
+
+import numpy as np
+import pytest
+
+from enginesmith.pipeline.errors import SignatureError, UsageError
+from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec, total_bytes
+
+TEXT = (TensorSpec.parse("ids:int64:batch,length"), TensorSpec.parse("mask:int64:batch,length"))
+SIGNATURE = Signature(inputs=TEXT, outputs=(TensorSpec.parse("logits:float32:batch,2"),))
+
+
+@pytest.mark.parametrize("text", ["x:float32:batch,3,224,224", "scale:float16:", "module.name:int8:4"])
+def test_a_spec_is_written_as_it_is_read(text: str) -> None:
+    assert str(TensorSpec.parse(text)) == text
+
+
+def test_a_spec_knows_numbers_from_words() -> None:
+    spec = TensorSpec.parse("x:float32: batch ,3,h,h")
+    assert spec.shape == ("batch", 3, "h", "h")
+    assert spec.symbols == ("batch", "h", "h")
+    assert spec.resolve({"batch": 2, "h": 7, "w": 1}) == (2, 3, 7, 7)
+    with pytest.raises(SignatureError, match=r"'h'.*no size.*\n.*--shape h="):
+        spec.resolve({"batch": 2})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x", "name:dtype:batch"),
+        ("x:float32", "name:dtype:batch"),
+        (":float32:3", "name:dtype:batch"),
+        ("a b:float32:3", "name:dtype:batch"),
+        ("x:bfloat16:3", "unknown dtype 'bfloat16'"),
+        ("x:float32:0", "dimension '0'"),
+        ("x:float32:3.5", "dimension '3.5'"),
+        ("x:float32:2batch", "dimension '2batch'"),
+    ],
+)
+def test_a_spec_that_cannot_be_read(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        TensorSpec.parse(text)
+
+
+def test_a_range_is_three_numbers_or_one() -> None:
+    found = ShapeRange.parse("1:8:64")
+    assert [found.at(point) for point in ("min", "opt", "max")] == [1, 8, 64]  # type: ignore[arg-type]
+    assert str(found) == "1:8:64"
+    assert str(ShapeRange.parse("4")) == "4:4:4"
+
+
+@pytest.mark.parametrize("text", ["", "1:8", "1:a:3", "-1:2:3", "8:4:9", "1:9:8", "0:1:2", "1:2:3:4"])
+def test_a_range_that_makes_no_sense(text: str) -> None:
+    with pytest.raises(UsageError, match="shape range"):
+        ShapeRange.parse(text)
+
+
+def test_symbols_of_a_signature_come_once_and_in_order() -> None:
+    assert SIGNATURE.symbols == ("batch", "length")
+
+
+def feeds(**changes: np.ndarray) -> dict[str, np.ndarray]:
+    return {"ids": np.zeros((2, 5), np.int64), "mask": np.zeros((2, 5), np.int64), **changes}
+
+
+def test_feeds_that_fit() -> None:
+    SIGNATURE.check(feeds())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ids": np.zeros((2, 5), np.int64)}, "inputs are ids, mask, and ids was given"),
+        ({}, "nothing was given"),
+        (feeds(more=np.zeros(2)), "ids, mask, more"),
+        (feeds(ids=np.zeros((2, 5), np.int32)), r"'ids' is int32\[2, 5\], expected ids:int64:batch,length"),
+        (feeds(ids=np.zeros(2, np.int64)), r"'ids' is int64\[2\]"),
+        (feeds(mask=np.zeros((2, 6), np.int64)), r"'mask' is int64\[2, 6\], expected .* with length = 5"),
+    ],
+)
+def test_feeds_that_do_not_fit(given: dict[str, np.ndarray], message: str) -> None:
+    with pytest.raises(SignatureError, match=message):
+        SIGNATURE.check(given)
+
+
+def test_a_fixed_size_is_held() -> None:
+    signature = Signature(inputs=(TensorSpec.parse("x:float32:batch,4"),), outputs=())
+    with pytest.raises(SignatureError, match=r"float32\[1, 3\], expected x:float32:batch,4$|give it as"):
+        signature.check({"x": np.zeros((1, 3), np.float32)})
+
+
+def test_bytes_of_all_tensors() -> None:
+    specs = (*TEXT, TensorSpec.parse("flag:bool:batch"))
+    assert total_bytes(specs, {"batch": 2, "length": 5}) == 2 * 10 * 8 + 2

@@ -1,0 +1,246 @@
+"""A loaded module: names of inputs and outputs, dynamic dimensions, and what is kept of it."""
+
+import dataclasses
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from enginesmith.pipeline import factories, torch_model
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.errors import SignatureError, SourceError, StoreError
+from enginesmith.pipeline.factories import Built
+from enginesmith.pipeline.source import Source
+from enginesmith.pipeline.tensors import TensorSpec
+from enginesmith.pipeline.torch_model import LoadedModel, LoadOptions, flatten
+
+SOURCE = Source(form="zoo", text="test", target="test")
+LABEL = namedtuple("LABEL", "best score")
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+    hidden: tuple[Tensor, ...] = ()
+    loss: Tensor | None = None
+
+
+class Add(nn.Module):
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return left - right
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch):
+    """Loads a module as if a factory had built it."""
+
+    def run(module: nn.Module, example: Any = None, *inputs: str) -> LoadedModel:
+        monkeypatch.setattr(factories, "build", lambda source: Built(module.eval(), example))
+        return torch_model.load(SOURCE, LoadOptions(inputs=tuple(TensorSpec.parse(text) for text in inputs)))
+
+    return run
+
+
+def lambda_module(function: Any) -> nn.Module:
+    class Wrapped(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return function(x)
+
+    return Wrapped()
+
+
+ONE = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        (ONE, ["output"]),
+        ((ONE, ONE), ["output_0", "output_1"]),
+        ([ONE, (ONE, None, ONE)], ["output_0", "output_1_0", "output_1_2"]),
+        ({"a": ONE, "b": {"c": ONE, "d": (ONE,)}}, ["a", "b_c", "b_d_0"]),
+        (Output(ONE, (ONE, ONE)), ["logits", "hidden_0", "hidden_1"]),
+        (LABEL(ONE, ONE), ["best", "score"]),
+        (None, []),
+    ],
+)
+def test_outputs_get_names(value: Any, names: list[str]) -> None:
+    tensors, others = flatten(value)
+    assert list(tensors) == names
+    assert others == []
+
+
+def test_outputs_that_are_no_tensors_are_named(load) -> None:
+    assert flatten({"a": ONE, "b": "text", "c": [3]})[1] == ["b (str)", "c_0 (int)"]
+    loaded = load(lambda_module(lambda x: {"y": x, "label": "cat"}), ONE)
+    assert any("label (str)" in note for note in loaded.notes)
+    with pytest.raises(SourceError, match="returns no tensor"):
+        load(lambda_module(lambda x: "cat"), ONE)
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        (ONE, ONE * 2),
+        [ONE, ONE * 2],
+        {"right": ONE * 2, "left": ONE},
+        (ONE.numpy(), ONE.numpy() * 2),
+    ],
+)
+def test_examples_in_every_form(load, example: Any) -> None:
+    loaded = load(Add(), example)
+    assert set(loaded.example) == {"left", "right"}
+    given = [loaded.example[spec.name] for spec in loaded.signature.inputs]
+    assert loaded.module(*given)[0].tolist() == (ONE - ONE * 2).tolist()
+
+
+def test_keyword_only_inputs_and_open_ended_ones(load) -> None:
+    class Keywords(nn.Module):
+        def forward(self, *, left: Tensor, **others: Tensor) -> Tensor:
+            return left - others["right"]
+
+    class Wrapper(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            found: Tensor = Add()(*args, **kwargs)
+            return found
+
+    for module in (Keywords(), Wrapper()):
+        assert load(module, {"right": ONE * 5, "left": ONE}).module(ONE * 5, ONE)[0].tolist() == (ONE * -4).tolist()
+    loaded = load(Wrapper(), (ONE, ONE * 5))
+    assert list(loaded.example) == ["input_0", "input_1"]
+    assert loaded.module(ONE, ONE * 5)[0].tolist() == (ONE * -4).tolist()
+
+
+def test_the_batch_is_dynamic_unless_the_model_fixes_it(load) -> None:
+    loaded = load(nn.Linear(3, 4), ONE)
+    assert [str(spec) for spec in (*loaded.signature.inputs, *loaded.signature.outputs)] == [
+        "input:float32:batch,3",
+        "output:float32:batch,4",
+    ]
+    assert loaded.dynamic_sizes == {"batch": 2}
+    fixed = load(lambda_module(lambda x: x.reshape(2, 3)), ONE)
+    assert str(fixed.signature.inputs[0]) == "x:float32:2,3"
+    assert any("batch of 2 only" in note for note in fixed.notes)
+    with pytest.raises(SourceError, match="runs with batch = 2, and with no other"):
+        load(lambda_module(lambda x: x.reshape(2, 3)), ONE, "x:float32:batch,3")
+
+
+def test_output_dimensions_follow_the_inputs(load) -> None:
+    loaded = load(lambda_module(lambda x: (x.mT, x.sum(), x.repeat(1, 2), x.new_zeros(7))), ONE, "x:float32:n,m")
+    shapes = [spec.shape for spec in loaded.signature.outputs]
+    assert shapes == [("m", "n"), (), ("n", "output_2_dim_1"), (7,)]
+
+
+def test_inputs_are_made_up_from_their_specification(load) -> None:
+    loaded = load(nn.Embedding(4, 3), None, "ids:int64:batch,length")
+    assert loaded.example["ids"].dtype == torch.int64
+    assert tuple(loaded.example["ids"].shape) == (2, 8)
+    with pytest.raises(SourceError, match=r"no example inputs.*\n.*--input"):
+        load(nn.Linear(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("example", "inputs", "error", "message"),
+    [
+        ({"left": ONE, "right": ONE}, ["a:float32:2,3", "b:float32:2,3"], SignatureError, "--input names a, b"),
+        ((ONE, ONE), ["left:int64:2,3", "right:float32:2,3"], SignatureError, "--input says.*expected left:int64:2,3"),
+        ((ONE, torch.ones(4, 3)), ["left:float32:n,3", "right:float32:n,3"], SignatureError, "with n = 2"),
+        ((ONE, "text"), [], SourceError, "'right' is a str, not a tensor"),
+        ((ONE, ONE.bfloat16()), [], SourceError, "bfloat16"),
+        ((ONE, torch.ones(5)), [], SourceError, "running the model on its example inputs failed"),
+    ],
+)
+def test_examples_that_do_not_fit(load, example: Any, inputs: list[str], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        load(Add(), example, *inputs)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.register_buffer("steps", torch.tensor(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(self.first(x))
+        return found
+
+
+def stored(folder: Path) -> Artifact:
+    return Artifact(kind="torch", path=folder / torch_model.RECORD, sha256="", bytes=0)
+
+
+def test_what_is_stored_comes_back_with_its_weights(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(Tied(), ONE)
+    torch_model.save(loaded, Source(form="zoo", text="digits", target="digits"), LoadOptions(), tmp_path)
+    fresh = Tied()
+    monkeypatch.setattr(factories, "build", lambda source: Built(fresh.eval().requires_grad_(False)))
+    again = torch_model.load_artifact(stored(tmp_path))
+    assert again.signature == loaded.signature
+    torch.testing.assert_close(again.module(ONE)[0], loaded.module(ONE)[0])
+    assert fresh.second.weight is fresh.first.weight
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
+    assert torch_model.read_example(stored(tmp_path))["x"].tolist() == ONE.tolist()
+
+    monkeypatch.setattr(factories, "build", lambda source: Built(nn.Linear(3, 3)))
+    with pytest.raises(SourceError, match="no longer builds the module"):
+        torch_model.load_artifact(stored(tmp_path))
+
+
+def test_files_of_the_same_name_are_told_apart(load, tmp_path: Path) -> None:
+    records = []
+    for content in ("a", "b"):
+        for package, text in (("one", content), ("two", "same")):
+            (tmp_path / package).mkdir(exist_ok=True)
+            (tmp_path / package / "__init__.py").write_text(text)
+        files = (tmp_path / "one" / "__init__.py", tmp_path / "two" / "__init__.py")
+        loaded = dataclasses.replace(load(nn.Linear(3, 3), ONE), files=files)
+        torch_model.save(loaded, SOURCE, LoadOptions(), tmp_path)
+        records.append((tmp_path / torch_model.RECORD).read_text())
+    assert records[0] != records[1]
+
+
+def test_a_full_disk_is_told_from_other_faults(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(message: str) -> None:
+        def save_file(*args: object) -> None:
+            raise SafetensorError(message)
+
+        monkeypatch.setattr("safetensors.torch.save_file", save_file)
+
+    loaded = load(nn.Linear(3, 3), ONE)
+    refuse("Error while serializing: I/O error: No space left on device (os error 28)")
+    with pytest.raises(StoreError, match=r"no space left.*\n.*free some space"):
+        torch_model.save(loaded, SOURCE, LoadOptions(), tmp_path)
+    refuse("something else")
+    with pytest.raises(SafetensorError):
+        torch_model.save(loaded, SOURCE, LoadOptions(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda: None, "returned None"),
+        (lambda: 7, "returned an int"),
+        (lambda: (nn.Linear(2, 2), ONE, ONE), "returned a tuple"),
+        (lambda: nn.Linear(2, 2).state_dict(), "state dict"),
+        (lambda: nn.Linear(2, 2, device="meta"), "meta device"),
+        (lambda depth: None, r"missing a required argument: 'depth'\n.*\(depth\)"),
+    ],
+)
+def test_what_a_factory_may_not_give(monkeypatch: pytest.MonkeyPatch, result: Any, message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        factories._call(SOURCE, result)
+
+
+def test_a_message_of_many_lines_is_cut() -> None:
+    with pytest.raises(SourceError) as caught, factories.user_errors("loading", None):
+        raise RuntimeError("Missing keys:\n" + "\n\t".join(f"layer.{number}" for number in range(1000)))
+    assert "Missing keys: layer.0 layer.1" in caught.value.message
+    assert len(caught.value.message) < 600
+    assert "test_torch_model.py:" in caught.value.message

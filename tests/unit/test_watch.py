@@ -1,0 +1,106 @@
+"""What a user's code touches: files are remembered, pickles refused."""
+
+import importlib
+import io
+import json
+import pickle
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from enginesmith.pipeline.errors import SourceError
+from enginesmith.pipeline.watch import watching
+
+
+def test_files_that_are_read_are_remembered(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "unread.txt").write_text("b")
+    with watching(allow_pickle=False) as watch:
+        (tmp_path / "a.txt").read_text()
+        (tmp_path / "written.txt").write_text("c")
+        (tmp_path / "gone.txt").write_text("d")
+        (tmp_path / "gone.txt").read_text()
+        (tmp_path / "gone.txt").unlink()
+    assert {path for path in watch.files if path.is_relative_to(tmp_path)} == {tmp_path / "a.txt"}
+
+
+def test_a_relative_path_is_remembered_as_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    monkeypatch.chdir(tmp_path)
+    with watching(allow_pickle=False) as watch:
+        Path("a.txt").read_text()
+        monkeypatch.chdir("/")
+    assert tmp_path / "a.txt" in watch.files
+
+
+def test_safetensors_are_seen_though_rust_reads_them(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    save_file({"w": torch.ones(2)}, path)
+    with watching(allow_pickle=False) as watch:
+        load_file(path)
+    assert path in watch.files
+    with watching(allow_pickle=False) as later:
+        pass
+    assert path not in later.files
+
+
+def test_imported_code_is_remembered_and_that_of_packages_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "watched_code.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        with watching(allow_pickle=False) as watch:
+            importlib.import_module("watched_code")
+            Path(json.__file__).read_text()
+            Path(np.__file__).read_text()
+    finally:
+        sys.modules.pop("watched_code", None)
+    assert tmp_path / "watched_code.py" in watch.files
+    assert not watch.files & {Path(json.__file__), Path(np.__file__)}
+
+
+PICKLED = pickle.dumps(OrderedDict(a=1))
+
+
+def test_a_pickle_is_refused_and_named() -> None:
+    with watching(allow_pickle=False), pytest.raises(SourceError, match=r"collections.OrderedDict.*\n.*--allow-pickle"):
+        pickle.loads(PICKLED)
+
+
+def test_a_pickle_is_read_when_that_is_allowed_and_outside() -> None:
+    with watching(allow_pickle=True):
+        assert pickle.loads(PICKLED) == {"a": 1}
+    with pytest.raises(ZeroDivisionError), watching(allow_pickle=False):
+        raise ZeroDivisionError
+    assert pickle.loads(PICKLED) == {"a": 1}
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_torch_load_reads_tensors_and_nothing_else(allowed: bool) -> None:
+    weights, module = io.BytesIO(), io.BytesIO()
+    torch.save({"w": torch.ones(2)}, weights)
+    torch.save(torch.nn.Linear(2, 2), module)
+    weights.seek(0), module.seek(0)
+    with watching(allowed):
+        assert torch.load(weights, weights_only=True)["w"].tolist() == [1, 1]
+        if allowed:
+            assert isinstance(torch.load(module, weights_only=False), torch.nn.Linear)
+        else:
+            with pytest.raises(SourceError, match="unpickles"):
+                torch.load(module, weights_only=False)
+
+
+def test_numpy_objects_are_pickles(tmp_path: Path) -> None:
+    np.save(tmp_path / "o.npy", np.array([{"a": 1}], object), allow_pickle=True)
+    np.save(tmp_path / "n.npy", np.ones(3))
+    with watching(allow_pickle=False) as watch:
+        np.load(tmp_path / "n.npy")
+        with pytest.raises(SourceError, match="unpickles"):
+            np.load(tmp_path / "o.npy", allow_pickle=True)
+    assert tmp_path / "n.npy" in watch.files
