@@ -404,7 +404,8 @@ def _recipe(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe":
             continue
         place = values
         for part in parts:
-            place[part] = dict(place.get(part) or {})
+            inner = place.get(part) or {}
+            place[part] = dict(inner) if isinstance(inner, dict) else {}
             place = place[part]
         place[last] = list(value) if isinstance(value, tuple) else value
     if options.get("no_simplify"):

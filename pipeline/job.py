@@ -129,10 +129,13 @@ class _RunDirectory:
         if not _holds(target, artifact.sha256):
             for old in (partial, target):
                 shutil.rmtree(old, ignore_errors=True)
-            shutil.copytree(artifact.folder, partial, ignore=shutil.ignore_patterns("artifact.json"))
-            manifest = {"id": variant.id, **artifact.model_dump(mode="json", exclude={"path", "breach"})}
-            (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-            partial.rename(target)
+            try:
+                shutil.copytree(artifact.folder, partial, ignore=shutil.ignore_patterns("artifact.json"))
+                manifest = {"id": variant.id, **artifact.model_dump(mode="json", exclude={"path", "breach"})}
+                (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+                partial.rename(target)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
         return relative / artifact.path.name
 
 
@@ -171,7 +174,8 @@ def _raise_if_useless(run: Run, outcomes: Mapping[str, Outcome]) -> None:
     if not run.variants or any(one.status in ("measured", "built") for one in run.variants):
         return
     errors = [outcome.error for outcome in outcomes.values() if outcome.error]
-    if errors and all(isinstance(error, MissingCapability) for error in errors):
-        raise errors[0]
+    for kind in (MissingCapability, UsageError):
+        if errors and all(isinstance(error, kind) for error in errors):
+            raise errors[0]
     reasons = "\n".join(f"  {record.id}: {record.reason}" for record in run.variants)
     raise ModelError(f"no usable variant is left:\n{reasons}", "the logs folder of the run has the whole story")

@@ -34,6 +34,8 @@ class Step:
     """Role → id of a step; without all of them the step cannot run."""
     wants: dict[str, str] = field(default_factory=dict)
     """Role → id of a step that may fail: one failed variant does not keep the others from being compared."""
+    vital: bool = False
+    """Whether nothing is worth doing once this has failed."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,8 @@ def benchmark_plan(recipe: Recipe, others: Sequence[str], again: str) -> Plan:
 
 def _first_steps(recipe: Recipe) -> tuple[Step, Step]:
     source = resolve(recipe.model)
-    return Step(LOAD, _load(recipe, source)), Step(REFERENCE, _sample(recipe, source), {"model": LOAD})
+    load = Step(LOAD, _load(recipe, source), vital=True)
+    return load, Step(REFERENCE, _sample(recipe, source), {"model": LOAD}, vital=True)
 
 
 def _own_engine(source: Source) -> Engine:

@@ -95,7 +95,13 @@ class Runner:
                         running[pool.submit(self._step, step, dict(outcomes))] = step
                     finished, _ = wait(running, return_when=FIRST_COMPLETED)
                     for future in finished:
-                        outcomes[running.pop(future).id] = future.result()
+                        step = running.pop(future)
+                        outcomes[step.id] = outcome = future.result()
+                        if step.vital and not outcome.good:
+                            outcomes |= {
+                                left.id: Outcome(left.id, "skipped", reason=outcome.reason) for left in waiting
+                            }
+                            waiting.clear()
                     on_outcome(outcomes)
             except BaseException:
                 self._stop()

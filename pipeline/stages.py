@@ -95,9 +95,8 @@ def _to_file(recipe: Recipe, steps: Sequence[Step], stage: str, output: Path, se
         fidelity = _fidelity(outcomes, f"verify-{stage}")
         with storage_errors(f"the output {output}"):
             files = _save_as(made, output)
-    entry = made.history[-1]
-    notes = "".join(f"\n  note: {note}" for note in entry.notes)
-    summary = f"wrote {' and '.join(files)}: {entry.effect}{notes}"
+    notes = "".join(f"\n  note: {note}" for entry in made.history for note in entry.notes)
+    summary = f"wrote {' and '.join(files)}: {made.history[-1].effect}{notes}"
     return StageResult(summary=summary, files=tuple(files), history=made.history, fidelity=fidelity)
 
 
@@ -121,22 +120,17 @@ def _fidelity(outcomes: Mapping[str, Outcome], step: str) -> tuple[StageFidelity
 
 
 def _save_as(made: Artifact, output: Path) -> list[str]:
-    """Copy an ONNX artifact to a file name of the user's; external data goes to ``<name>.data`` beside it."""
-    import onnx
-    from onnx.external_data_helper import uses_external_data
+    """Write an ONNX artifact under a name of the user's, external data as ``<name>.data`` beside it; all or nothing."""
+    import onnx_ir as ir
 
-    model = onnx.load(made.path, load_external_data=False)
-    external = [tensor for tensor in model.graph.initializer if uses_external_data(tensor)]
-    locations = {entry.value for tensor in external for entry in tensor.external_data if entry.key == "location"}
+    from enginesmith.pipeline import onnx_file
+    from enginesmith.pipeline.passes import graph
+
+    data = f"{output.name}.data" if onnx_file.external_files(made.path) else None
     output.parent.mkdir(parents=True, exist_ok=True)
-    names: dict[str, str] = {}
-    for index, location in enumerate(sorted(locations)):
-        names[location] = f"{output.name}.data" if index == 0 else f"{output.name}.{index}.data"
-        shutil.copyfile(made.folder / location, output.parent / names[location])
-    for tensor in external:
-        for entry in tensor.external_data:
-            entry.value = names[entry.value] if entry.key == "location" else entry.value
-    partial = output.with_name(f".{output.name}.partial")
-    partial.write_bytes(model.SerializeToString(deterministic=True))
-    partial.replace(output)
-    return [str(output), *(str(output.parent / name) for name in names.values())]
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
+        ir.save(graph.load(made.path), Path(scratch, output.name), external_data=data)
+        names = [name for name in (data, output.name) if name]  # the graph last, as it is what makes the file usable
+        for name in names:
+            Path(scratch, name).replace(output.parent / name)
+    return [str(output.parent / name) for name in reversed(names)]

@@ -187,8 +187,10 @@ class Store:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            target.rename(self.root / "tmp" / f"{os.getpid()}-{uuid.uuid4().hex}")
+            displaced = self.root / "tmp" / f"{os.getpid()}-{uuid.uuid4().hex}"
+            target.rename(displaced)
             folder.rename(target)
+            shutil.rmtree(displaced, ignore_errors=True)
 
     def _intact(self, folder: Path, *, every_byte: bool = False) -> Manifest | None:
         manifest = _read(folder)
@@ -261,6 +263,8 @@ def translated(error: OSError, place: str) -> StoreError:
         errno.EACCES: "choose a folder that you may write to",
         errno.EROFS: "choose a folder that you may write to",
     }
+    if error.errno == errno.EEXIST:
+        return StoreError(f"{place}: a file is where a folder has to be", "choose another place")
     what = os.strerror(error.errno).lower() if error.errno else str(error)
     return StoreError(f"{place}: {what}", remedies.get(error.errno or 0, "check the path and its rights"))
 

@@ -16,11 +16,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from enginesmith.pipeline import preload
 from enginesmith.pipeline.errors import (
     EnginesmithError,
     StepCrashed,
@@ -74,11 +75,11 @@ class Worker:
     def __init__(self, body: Callable[..., None], *args: Any, log: Path, cores: Collection[int] | None = None) -> None:
         """Start ``body(connection, *args)`` with its standard output and error in ``log``."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(_wanted))
+        context.set_forkserver_preload([preload.__name__])
         self.log = log
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_main, args=(body, theirs, args, str(log), cores), name=body.__name__)
-        with _starting, _main_module_hidden():
+        with _starting, _main_module_hidden(), _preload_named():
             self._process.start()
         theirs.close()
 
@@ -209,7 +210,7 @@ def _die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _main_module_hidden() -> Any:
+def _main_module_hidden() -> Iterator[None]:
     """Keep the worker from importing the caller's script again: it needs none of it, and scripts lack guards."""
     main = sys.modules["__main__"]
     saved = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
@@ -230,6 +231,16 @@ def _tail(log: Path) -> str:
 
 
 _wanted = list(PRELOAD)
+
+
+@contextlib.contextmanager
+def _preload_named() -> Iterator[None]:
+    """Tell the fork server, which this may be the start of, what to import."""
+    os.environ[preload.VARIABLE] = " ".join(_wanted)
+    try:
+        yield
+    finally:
+        del os.environ[preload.VARIABLE]
 
 
 def also_preload(modules: Iterable[str]) -> None:

@@ -87,15 +87,16 @@ def _capture(
         return torch_exporters.dynamo(loaded, options.opset, progress), "torch.export", []
     except torch_exporters.FixedDimension:
         raise
-    except ExportError as first:
+    except ExportError as error:
         if options.exporter == "dynamo":
             raise
-        try:
-            model = torch_exporters.torchscript(loaded, out, options.opset, progress)
-        except ExportError as second:
-            raise _neither(first, second) from first
-        note = f"fell back to the TorchScript exporter (opset {model.opset_imports['']}): {first.message}"
-        return model, "TorchScript", [note, "its trace keeps the path through the code that the example took"]
+        first = error
+    try:  # outside of the handler, so that the second error does not drag the first one along as its context
+        model = torch_exporters.torchscript(loaded, out, options.opset, progress)
+    except ExportError as second:
+        raise _neither(first, second) from first
+    note = f"fell back to the TorchScript exporter (opset {model.opset_imports['']}): {first.message}"
+    return model, "TorchScript", [note, "its trace keeps the path through the code that the example took"]
 
 
 def _neither(first: ExportError, second: ExportError) -> ExportError:

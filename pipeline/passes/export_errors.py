@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _OPERATOR = (
     re.compile(r"OpOverload\(op='([\w.]+)'"),
+    re.compile(r"unrecognized namespace ([\w:]+)"),
     re.compile(r"Exporting the operator '([\w:]+)'"),
     re.compile(r"(?:Could not find|Missing) .*?'?(\w+::\w+)'?"),
 )

@@ -125,6 +125,8 @@ def _markup(line: _Line) -> str:
 def _ending(line: _Line) -> str:
     outcome = line.outcome
     assert outcome is not None
+    if outcome.status == "skipped":
+        return "skipped"
     if outcome.artifact is None:
         return f"{outcome.status}: {outcome.reason.splitlines()[0]}"
     if outcome.artifact.breach:

@@ -40,8 +40,8 @@ def test_the_batch_dimension(given: Signature, symbol: str | None, fixed: int) -
 
 
 def test_ranges_come_from_the_batches_and_the_example() -> None:
-    found = plan_ranges(TEXT, {}, (4, 1, 16), {"batch": 2, "length": 9})
-    assert {name: str(value) for name, value in found.items()} == {"batch": "1:4:16", "length": "4:9:9"}
+    found = plan_ranges(TEXT, {}, (4, 2, 16), {"batch": 3, "length": 9})
+    assert {name: str(value) for name, value in found.items()} == {"batch": "2:4:16", "length": "4:9:9"}
 
 
 def test_a_given_range_stands() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from enginesmith.pipeline import factories, torch_model
@@ -125,6 +126,8 @@ def test_the_batch_is_dynamic_unless_the_model_fixes_it(load) -> None:
     fixed = load(lambda_module(lambda x: x.reshape(2, 3)), ONE)
     assert str(fixed.signature.inputs[0]) == "x:float32:2,3"
     assert any("batch of 2 only" in note for note in fixed.notes)
+    single = load(lambda_module(lambda x: x.reshape(1, 3)), ONE[:1])
+    assert str(single.signature.inputs[0]) == "x:float32:1,3"
     with pytest.raises(SourceError, match="runs with batch = 2, and with no other"):
         load(lambda_module(lambda x: x.reshape(2, 3)), ONE, "x:float32:batch,3")
 
@@ -180,11 +183,13 @@ def test_what_is_stored_comes_back_with_its_weights(load, tmp_path: Path, monkey
     loaded = load(Tied(), ONE)
     torch_model.save(loaded, Source(form="zoo", text="digits", target="digits"), LoadOptions(), tmp_path)
     fresh = Tied()
+    nn.init.zeros_(fresh.first.weight)
     monkeypatch.setattr(factories, "build", lambda source: Built(fresh.eval().requires_grad_(False)))
     again = torch_model.load_artifact(stored(tmp_path))
     assert again.signature == loaded.signature
     torch.testing.assert_close(again.module(ONE)[0], loaded.module(ONE)[0])
     assert fresh.second.weight is fresh.first.weight
+    assert len(load_file(tmp_path / "state.safetensors")) == len(fresh.state_dict()) - 1  # the tied one once
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
     assert torch_model.read_example(stored(tmp_path))["x"].tolist() == ONE.tolist()
 
