@@ -410,7 +410,7 @@ DATA = (
     Case(
         "no labels for the metric",
         "optimize net.py:build --eval data.npz --metric top5",
-        1,
+        2,
         "no labels|top5|named labels",
         arrays(x=X),
     ),
@@ -419,7 +419,7 @@ DATA = (
     Case(
         "metric raises",
         "optimize net.py:build --eval data.npz --metric metrics:odd",
-        1,
+        2,
         "metrics:odd|out of order",
         arrays(x=X, labels=LABELS),
     ),
@@ -433,7 +433,7 @@ DATA = (
     Case(
         "metric without module",
         "optimize net.py:build --eval data.npz --metric nosuch:odd",
-        1,
+        2,
         "'nosuch'|metric's module",
         arrays(x=X, labels=LABELS),
     ),
@@ -467,6 +467,17 @@ def fill_disk(*names: str) -> Patch:
     return fill
 
 
+def fill_the_disk_while_saving(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """The disk fills up while the graph is written to the user's file."""
+    import onnx_ir
+
+    def save(model: object, path: Path, **options: object) -> None:
+        path.write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    patch.setattr(onnx_ir, "save", save)
+
+
 def refuse_to_copy(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """The disk fills up while the engine is copied into the run directory, after its first file."""
 
@@ -479,14 +490,19 @@ def refuse_to_copy(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 STORAGE = (
-    Case("output below a file", "export net.py:build -o net.py/m.onnx", 1, "net.py/m.onnx|check the path"),
+    Case(
+        "output below a file",
+        "export net.py:build -o net.py/m.onnx",
+        1,
+        "net.py/m.onnx|a file is where a folder|another place",
+    ),
     Case("output where nobody writes", "export net.py:build -o /proc/m.onnx", 1, "/proc/m.onnx|no such file|path"),
     Case(
         "output on a full disk",
         "export net.py:build",
         1,
         "out.onnx|no space left|free some space",
-        link(".out.onnx.partial", "/dev/full"),
+        patch=fill_the_disk_while_saving,
     ),
     Case("run directory below a file", "optimize net.py:build --out net.py/run", 1, "net.py/run|not a directory|path"),
     Case(
