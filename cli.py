@@ -23,23 +23,25 @@ _WIDE = 200
 class _Commands(click.Group):
     """Commands whose errors become one clear message and an exit code."""
 
-    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
-        debug = "--debug" in sys.argv
+    def main(self, args: Sequence[str] | None = None, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+        given = sys.argv[1:] if args is None else args
         try:
-            result = super().main(*args, **{**kwargs, "standalone_mode": False})
+            result = super().main(args, **{**kwargs, "standalone_mode": False})
             sys.exit(result if isinstance(result, int) else 0)
         except click.ClickException as error:
             error.show()
             sys.exit(error.exit_code)
-        except (click.Abort, KeyboardInterrupt):
-            click.echo("interrupted; `enginesmith resume RUN` goes on from here", err=True)
+        except (click.Abort, KeyboardInterrupt) as interrupt:
+            click.echo(f"interrupted{interrupt}", err=True)
             sys.exit(_INTERRUPTED)
         except Exception as error:
             from enginesmith.pipeline.errors import EnginesmithError
 
-            if debug or not isinstance(error, EnginesmithError):
+            if "--debug" in given or not isinstance(error, EnginesmithError):
                 raise
             click.echo(f"error: {error}", err=True)
+            if "--json" in given:
+                _print_json({"error": error.message, "remedy": error.remedy, "exit_code": error.exit_code})
             sys.exit(error.exit_code)
 
 
@@ -136,8 +138,9 @@ def optimize(model: str, recipe_file: Path | None, out: Path | None, as_json: bo
 
     recipe = _recipe(model, recipe_file, options)
     folder = out or job.default_out(recipe)
-    with _settings(options, quiet) as settings:
-        return _show_run(job.optimize(recipe, folder, settings), folder, as_json)
+    with _settings(options, quiet) as settings, _resumable(folder):
+        run = job.optimize(recipe, folder, settings)
+    return _show_run(run, folder, as_json)
 
 
 @main.command()
@@ -150,8 +153,9 @@ def resume(run: Path, as_json: bool, quiet: bool, **options: Any) -> int:
     """
     from enginesmith.pipeline import job
 
-    with _settings(options, quiet) as settings:
-        return _show_run(job.resume(run, settings), run, as_json)
+    with _settings(options, quiet) as settings, _resumable(run):
+        result = job.resume(run, settings)
+    return _show_run(result, run, as_json)
 
 
 @main.command()
@@ -168,7 +172,8 @@ def export(model: str, output: Path, as_json: bool, quiet: bool, **options: Any)
     from enginesmith.pipeline import stages
 
     with _settings(options, quiet) as settings:
-        _show_stage(stages.export(_recipe(model, None, options), output, settings), as_json)
+        result = stages.export(_recipe(model, None, options), output, settings)
+    _show_stage(result, as_json)
 
 
 @main.command()
@@ -184,7 +189,8 @@ def simplify(file: Path, output: Path, as_json: bool, quiet: bool, **options: An
     from enginesmith.pipeline import stages
 
     with _settings(options, quiet) as settings:
-        _show_stage(stages.simplify(_recipe(str(file), None, options), output, settings), as_json)
+        result = stages.simplify(_recipe(str(file), None, options), output, settings)
+    _show_stage(result, as_json)
 
 
 @main.command()
@@ -356,6 +362,16 @@ def cache_prune(max_size: str | None, max_age: str | None, store: Path | None, a
 
 
 @contextlib.contextmanager
+def _resumable(folder: Path) -> Iterator[None]:
+    """Say on Ctrl-C how to go on, if there is something to go on with."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        hint = f"; `enginesmith resume {folder}` goes on from here" if (folder / "run.json").exists() else ""
+        raise KeyboardInterrupt(hint) from None
+
+
+@contextlib.contextmanager
 def _settings(options: dict[str, Any], quiet: bool) -> "Iterator[Settings]":
     from enginesmith.pipeline.job import Settings
     from enginesmith.pipeline.report import live
@@ -444,6 +460,8 @@ def _show_run(run: "Run", folder: Path | None, as_json: bool) -> int:
     else:
         _table(tables.COLUMNS, tables.rows(run))
         click.echo(tables.verdict(run))
+        for caution in tables.cautions(run):
+            click.echo(f"note: {caution}")
         if folder is not None:
             click.echo(f"report: {folder / 'report.md'}")
     broken = [one for one in run.verdicts if not one.passed]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +46,8 @@ class Artifact(BaseModel):
     history: tuple[HistoryEntry, ...] = ()
     breach: str = ""
     """Why what was made is not good enough, where it is not."""
+    provisional: bool = False
+    """Whether it is to be made again the next time."""
 
     @property
     def folder(self) -> Path:
@@ -65,6 +68,10 @@ class Effect(BaseModel):
     """Why the result is not good enough to go on with; it is kept all the same."""
     reads: tuple[Path, ...] = ()
     """Files outside of the store that the result depends on, found out while making it."""
+    packages: dict[str, str] = {}
+    """Installed packages that the result depends on, likewise, with their versions."""
+    provisional: bool = False
+    """Something failed that may not fail another time: the result is shown, and not taken from the store again."""
 
 
 def file_digest(path: Path) -> str:
@@ -85,6 +92,12 @@ def json_digest(value: Any) -> str:
     """sha256 of a value's canonical JSON: the same content gives the same digest."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def portable(digests: Mapping[Path, str]) -> list[tuple[str, str]]:
+    """Files by name from the folder that they share, with their digests: the same for the same project elsewhere."""
+    root = Path(os.path.commonpath([path.parent for path in digests])) if digests else Path()
+    return sorted((str(path.relative_to(root)), digest) for path, digest in digests.items())
 
 
 def files_below(folder: Path, skip: Iterable[str] = ()) -> list[str]:

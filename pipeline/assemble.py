@@ -106,7 +106,7 @@ def _record(
         engine=variant.engine.name,
         precision=variant.precision,
         status=status,
-        reason=failure or unfinished,
+        reason=failure or unfinished or _partial_failure(rows),
         artifact=_stored(made, artifacts.get(variant.id)),
         history=made.history if made else (),
         fidelity=tuple(
@@ -173,8 +173,12 @@ def _failure(variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[Laten
             return f"{name}: {outcome.reason}"
         if outcome and outcome.artifact and outcome.artifact.breach:
             return outcome.artifact.breach
+    return _partial_failure(rows) if rows and all(row.failure for row in rows) else ""
+
+
+def _partial_failure(rows: tuple[LatencyRow, ...]) -> str:
     failed = [row for row in rows if row.failure]
-    return f"latency at batch {failed[0].batch}: {failed[0].failure}" if failed and len(failed) == len(rows) else ""
+    return f"latency at batch {failed[0].batch}: {failed[0].failure}" if failed else ""
 
 
 def _unfinished(variant: Variant, plan: Plan, outcomes: Outcomes) -> str:

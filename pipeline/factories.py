@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 _LONGEST_MESSAGE = 400
+_LIBRARIES = ("numpy", "onnx", "onnxruntime", "onnxscript", "safetensors", "timm", "torch", "transformers")
+"""A file of such a name would be imported in the library's place."""
 _REMEDY = "it has to work in plain Python first; the whole trace is in the step's log"
 
 
@@ -68,7 +70,7 @@ def _file(source: Source) -> Built:
 
 
 def _execute(name: str, path: Path) -> Any:
-    if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
+    if name in _LIBRARIES or (name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path)):
         raise SourceError(f"the file's name {path.name!r} hides the module {name!r}", "rename the file")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -167,7 +169,8 @@ def _hf(source: Source) -> Built:
     remedy = "transformers.AutoModel.from_pretrained has to work on it; a folder holds config.json and safetensors"
     with user_errors(f"loading {source.text}", None, remedy):
         module = huggingface.load(transformers, source.target)
-    example, specs = huggingface.example(module)
+    with user_errors("looking for example inputs", None):
+        example, specs = huggingface.example(module)
     return Built(module, example, specs)
 
 
@@ -286,9 +289,18 @@ def user_errors(doing: str, near: Path | None, remedy: str = _REMEDY) -> Iterato
     except (Exception, SystemExit) as error:
         where = _user_line(error, near)
         raise SourceError(
-            f"{doing} failed with {type(error).__name__}: {_first_words(error) or 'no message'}{where}",
+            f"{doing} failed with {type(error).__name__}: {_first_words(error) or 'no message'}{where}{_root(error)}",
             remedy,
         ) from error
+
+
+def _root(error: BaseException) -> str:
+    """The exception that began it, where libraries put others around it."""
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    hidden = first is not error and _first_words(first) not in str(error)
+    return f"; it began with {type(first).__name__}: {_first_words(first)}" if hidden else ""
 
 
 def _first_words(error: BaseException) -> str:

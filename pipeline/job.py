@@ -13,8 +13,9 @@ from pathlib import Path
 
 from enginesmith.pipeline import run as runs
 from enginesmith.pipeline import workers
+from enginesmith.pipeline.artifact import file_digest, files_below, folder_digest
 from enginesmith.pipeline.assemble import Header, assemble
-from enginesmith.pipeline.errors import EnginesmithError, MissingCapability, ModelError, UsageError
+from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.measure import device
 from enginesmith.pipeline.plan import LOAD, REFERENCE, Plan, Variant, plan
 from enginesmith.pipeline.recipe import Recipe
@@ -68,10 +69,10 @@ def resume(out: Path, settings: Settings | None = None) -> Run:
     Raises:
         UsageError: there is no run there. Errors as in :func:`optimize` besides.
     """
-    before = runs.read(out)
-    with contextlib.suppress(EnginesmithError, OSError):
-        if not _resolvable(before.recipe.model):
-            os.chdir(before.environment["folder"])
+    before, out = runs.read(out), out.absolute()
+    folder = before.environment.get("folder")
+    if folder and Path(folder).is_dir():  # where the model's name was resolved; on another machine it may not be there
+        os.chdir(folder)
     return optimize(before.recipe, out, settings)
 
 
@@ -79,14 +80,6 @@ def default_out(recipe: Recipe) -> Path:
     """``runs/<model>-<time>`` below the current folder."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     return Path("runs") / f"{resolve(recipe.model).name}-{stamp}"
-
-
-def _resolvable(model: str) -> bool:
-    try:
-        resolve(model)
-    except EnginesmithError:
-        return False
-    return True
 
 
 class _RunDirectory:
@@ -108,7 +101,7 @@ class _RunDirectory:
     def update(self, outcomes: Mapping[str, Outcome]) -> Run:
         """Write what is known now."""
         header = replace(self._header, seconds=round(self._header.seconds + time.monotonic() - self._started, 3))
-        with storage_errors(f"the run directory {self._folder}"):
+        with storage_errors(f"the run directory {self._folder}, or the store,"):
             artifacts = {
                 variant.id: path for variant in self._plan.variants if (path := self._placed(variant, outcomes))
             }
@@ -140,10 +133,8 @@ class _RunDirectory:
 
 
 def _holds(folder: Path, sha256: str) -> bool:
-    try:
-        return bool(json.loads((folder / "manifest.json").read_bytes())["sha256"] == sha256)
-    except (OSError, ValueError, KeyError):
-        return False
+    names = files_below(folder, skip=["manifest.json"])
+    return bool(names) and folder_digest({name: file_digest(folder / name) for name in names}) == sha256
 
 
 @contextlib.contextmanager

@@ -1,11 +1,24 @@
-"""What the fork server imports, so that no worker has to; one that is broken is left for the worker to stumble over."""
+"""What the fork server imports, so that no worker has to; what is broken is left for the worker to stumble over."""
 
 import contextlib
 import importlib
 import os
+import signal
+import sys
 
-VARIABLE = "ENGINESMITH_PRELOAD"
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that people see
 
-for _name in os.environ.get(VARIABLE, "").split():
-    with contextlib.suppress(Exception):
-        importlib.import_module(_name)
+
+def _import(names: str) -> None:
+    for name in names.split():
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+
+_import(
+    "torch torch.export torch.onnx onnx onnxruntime onnxscript safetensors.torch "
+    "enginesmith.pipeline.tasks.measure enginesmith.pipeline.tasks.load enginesmith.pipeline.torch_model"
+)
+COMMON = frozenset(name.partition(".")[0] for name in sys.modules)
+"""Top-level modules that every worker has, whatever the model is."""
+_import(os.environ.get("ENGINESMITH_PRELOAD", ""))

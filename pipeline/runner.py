@@ -20,7 +20,7 @@ from enginesmith.pipeline import workers
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, file_digest, files_below, json_digest
 from enginesmith.pipeline.errors import EnginesmithError, StepError, StepTimeout
 from enginesmith.pipeline.plan import Step
-from enginesmith.pipeline.store import Store, storage_errors
+from enginesmith.pipeline.store import ReadRecord, Store, storage_errors
 from enginesmith.pipeline.tasks.base import Done, execute
 
 Status = Literal["done", "failed", "skipped"]
@@ -133,7 +133,8 @@ class Runner:
                 outcome = self._result(step, inputs)
             except EnginesmithError as error:
                 outcome = Outcome(step.id, "failed", error=error, reason=str(error))
-        self.listener(Event("finished", step, outcome=outcome))
+        if not self._stopped.is_set():  # what ends now was ended by us
+            self.listener(Event("finished", step, outcome=outcome))
         return outcome
 
     def _blocked(self, step: Step, before: Mapping[str, Outcome]) -> Outcome | None:
@@ -155,20 +156,21 @@ class Runner:
         }
         index = self.store.reads(json_digest([identity, step.task.place, str(Path.cwd())]))
         known = index.known()
-        if known is not None and (found := self.store.get(_key(identity, known))):
+        if known is not None and (found := self.store.get(_key(identity, known))) and not found.provisional:
             return Outcome(step.id, "done", found, cached=True)
         self.listener(Event("started", step))
         with self.store.workspace() as out:
             done = self._work(step, inputs, out)
-            digests = index.remember(done.effect.reads)
+            read = index.remember(done.effect.reads, done.effect.packages)
             artifact = self.store.publish(
-                _key(identity, digests),
+                _key(identity, read),
                 out,
                 kind=step.task.produces,
                 file=done.effect.file,
                 signature=done.effect.signature,
                 history=_history(step, inputs, done, tools),
                 breach=done.effect.breach,
+                provisional=done.effect.provisional,
             )
         return Outcome(step.id, "done", artifact)
 
@@ -218,8 +220,8 @@ class Runner:
                 worker.kill()
 
 
-def _key(identity: Mapping[str, object], reads: list[tuple[str, str]]) -> str:
-    return json_digest({**identity, "reads": reads})
+def _key(identity: Mapping[str, object], read: ReadRecord) -> str:
+    return json_digest({**identity, "read": read.identity})
 
 
 def _history(step: Step, inputs: Mapping[str, Artifact], done: Done, tools: dict[str, str]) -> tuple[HistoryEntry, ...]:

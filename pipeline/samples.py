@@ -125,7 +125,7 @@ def _fitted(value: Array, spec: TensorSpec, sizes: Mapping[str, int]) -> Array:
     for axis, size in enumerate(spec.resolve(sizes)):
         if value.shape[axis] != size:
             value = value.take(np.arange(size) % value.shape[axis], axis=axis)
-    return np.ascontiguousarray(value)
+    return np.require(value, requirements="C")
 
 
 def write(out: Path, samples: Samples) -> None:

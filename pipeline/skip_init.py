@@ -11,26 +11,24 @@ from torch import Tensor, nn
 
 
 @contextlib.contextmanager
-def parameters_left_empty() -> Iterator[list[Tensor]]:
-    """Within the block ``torch.nn.init`` leaves parameters as they are, and they are listed instead.
+def parameters_left_empty() -> Iterator[None]:
+    """Within the block ``torch.nn.init`` leaves parameters as they are; buffers and plain tensors are filled.
 
-    Only parameters: buffers and plain tensors may never be replaced. The caller replaces what is listed.
+    The caller replaces the parameters, and makes sure that nothing was made of them.
     """
-    left: list[Tensor] = []
     fillers = {name: value for name, value in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")}
     for name, filler in fillers.items():
-        setattr(nn.init, name, _leaving(filler, left))
+        setattr(nn.init, name, _leaving(filler))
     try:
-        yield left
+        yield
     finally:
         for name, filler in fillers.items():
             setattr(nn.init, name, filler)
 
 
-def _leaving(filler: Callable[..., Tensor], left: list[Tensor]) -> Callable[..., Tensor]:
+def _leaving(filler: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if isinstance(tensor, nn.Parameter):
-            left.append(tensor)
             return tensor
         return filler(tensor, *args, **kwargs)
 

@@ -14,6 +14,7 @@
 import ast
 import difflib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,8 @@ from enginesmith.pipeline.errors import SourceError
 Form = Literal["zoo", "file", "module", "onnx", "pt2", "hf", "timm"]
 
 _SUFFIXES: dict[str, Form] = {".onnx": "onnx", ".pt2": "pt2"}
+_LONGEST = 4095
+"""Bytes of the longest path that Linux takes."""
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors")
 
 
@@ -82,6 +85,8 @@ def resolve(text: str) -> Source:
     Raises:
         SourceError: it is of no known form, or names a file or zoo model that does not exist.
     """
+    if len(os.fsencode(text)) > _LONGEST:
+        raise SourceError(f"{text[:40]}… is no model: it has {len(text)} characters", "check the argument")
     head, separator, rest = text.partition(":")
     if separator and head in ("hf", "timm"):
         return _library(text, head, rest)
@@ -108,6 +113,8 @@ def _split_call(text: str) -> tuple[str, str, str]:
 
 def _existing(path: str) -> Path:
     found = Path(path).expanduser()
+    if any(len(os.fsencode(part)) > 255 for part in found.parts):
+        raise SourceError(f"{path[:40]}… is too long for a file's name", "check the argument")
     if not found.is_file():
         what = "is a folder" if found.is_dir() else "does not exist"
         raise SourceError(f"the model file {path!r} {what}", "check the path; it is taken from the current folder")
@@ -139,9 +146,9 @@ def _library(text: str, form: str, rest: str) -> Source:
     if form == "hf":
         folder = Path(rest).expanduser()
         target = str(folder.resolve()) if folder.is_dir() else rest
-        if target == rest and (rest.startswith((".", "/", "~"))):
+        if not folder.is_dir() and rest.startswith((".", "/", "~")):
             raise SourceError(f"the folder {rest!r} does not exist", "give a folder with config.json and safetensors")
-        if target != rest and not (folder / "config.json").is_file():
+        if folder.is_dir() and not (folder / "config.json").is_file():
             raise SourceError(f"the folder {rest!r} has no config.json", "save the model there with save_pretrained")
         return Source(form="hf", text=text, target=target)
     if "(" in rest:
@@ -156,6 +163,8 @@ def _zoo(text: str) -> Source:
     if name in MODELS:
         return Source(form="zoo", text=text, target=name, factory=name, arguments=args, keywords=kwargs)
     path = Path(text)
+    if any(len(os.fsencode(part)) > 255 for part in path.parts):
+        raise SourceError(f"{text[:40]}… is no model, and too long for a file's name", "check the argument")
     if path.suffix == ".py":
         raise SourceError(f"{text!r} names a file but no factory", f"add the callable: {text}:build")
     if path.suffix in _WEIGHTS:

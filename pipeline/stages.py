@@ -14,7 +14,7 @@ from enginesmith.pipeline import plan as plans
 from enginesmith.pipeline import workers
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.assemble import Header, assemble
-from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.errors import FidelityError, UsageError
 from enginesmith.pipeline.job import Settings
 from enginesmith.pipeline.measure import device
 from enginesmith.pipeline.plan import Step
@@ -93,6 +93,11 @@ def _to_file(recipe: Recipe, steps: Sequence[Step], stage: str, output: Path, se
         made = outcomes[stage].artifact
         assert made is not None
         fidelity = _fidelity(outcomes, f"verify-{stage}")
+        if failed := [entry for entry in fidelity if not entry.passed]:
+            raise FidelityError(
+                f"the result differs from the original at {failed[0].point}: {failed[0].reason}",
+                "nothing was written; look at what the model does that the graph does not",
+            )
         with storage_errors(f"the output {output}"):
             files = _save_as(made, output)
     notes = "".join(f"\n  note: {note}" for entry in made.history for note in entry.notes)
@@ -102,16 +107,21 @@ def _to_file(recipe: Recipe, steps: Sequence[Step], stage: str, output: Path, se
 
 @contextlib.contextmanager
 def _run(recipe: Recipe, steps: Sequence[Step], settings: Settings) -> Iterator[Mapping[str, Outcome]]:
-    """Run steps; raises what the first failed one raised. The logs stay where they are if one failed."""
+    """Run steps; raises what the first failed one raised. The logs stay if it names them."""
     workers.also_preload(resolve(recipe.model).libraries)
-    logs = Path(tempfile.mkdtemp(prefix="enginesmith-"))
-    runner = Runner(settings.open_store(), logs, settings.jobs, settings.time_limit_seconds, settings.listener)
-    outcomes = runner.run(steps, lambda outcomes: None)
-    for outcome in outcomes.values():
-        if outcome.error:
-            raise outcome.error
-    yield outcomes
-    shutil.rmtree(logs, ignore_errors=True)
+    store, logs = settings.open_store(), Path(tempfile.mkdtemp(prefix="enginesmith-"))
+    named = False
+    try:
+        runner = Runner(store, logs, settings.jobs, settings.time_limit_seconds, settings.listener)
+        outcomes = runner.run(steps, lambda outcomes: None)
+        for outcome in outcomes.values():
+            if outcome.error:
+                named = str(logs) in outcome.error.remedy
+                raise outcome.error
+        yield outcomes
+    finally:
+        if not named:
+            shutil.rmtree(logs, ignore_errors=True)
 
 
 def _fidelity(outcomes: Mapping[str, Outcome], step: str) -> tuple[StageFidelity, ...]:

@@ -2,7 +2,7 @@
 
     ROOT/objects/ab/abcdef…/artifact.json + files      published artifacts, named by key
     ROOT/reads/…json                                   the user's files that a step read when it last ran
-    ROOT/tmp/PID-…                                     work in flight; nobody reads it
+    ROOT/tmp/PID@HOST-…                                  work in flight; nobody reads it
 
 An entry appears whole or not at all: it is written under ``tmp`` and renamed. What is read is held against its
 digests; a damaged entry is thrown away and made again.
@@ -10,7 +10,9 @@ digests; a damaged entry is thrown away and made again.
 
 import contextlib
 import errno
+import importlib.metadata
 import os
+import platform
 import shutil
 import threading
 import time
@@ -19,9 +21,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, RootModel, ValidationError
+from pydantic import BaseModel, ValidationError
 
-from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, file_digest, files_below, folder_digest
+from enginesmith.pipeline.artifact import (
+    Artifact,
+    HistoryEntry,
+    Kind,
+    file_digest,
+    files_below,
+    folder_digest,
+    json_digest,
+    portable,
+)
 from enginesmith.pipeline.errors import StoreError
 from enginesmith.pipeline.tensors import Signature
 
@@ -47,7 +58,20 @@ class Manifest(BaseModel):
     signature: Signature | None
     history: tuple[HistoryEntry, ...]
     breach: str
+    provisional: bool = False
     step: str
+
+    @property
+    def digest(self) -> str:
+        """Of the manifest itself, which says what people read."""
+        return json_digest(self.model_dump(mode="json"))
+
+
+class _SealedManifest(BaseModel):
+    """A manifest with its own digest, as it lies in the store."""
+
+    digest: str
+    manifest: Manifest
 
 
 @dataclass(frozen=True)
@@ -77,6 +101,7 @@ class Store:
         with storage_errors(f"the store {root}"):
             for name in ("objects", "reads", "tmp"):
                 (root / name).mkdir(parents=True, exist_ok=True)
+        self._remove_abandoned()
 
     def get(self, key: str) -> Artifact | None:
         """The artifact of a key, or None where there is none; a damaged one is removed and counts as none."""
@@ -98,7 +123,7 @@ class Store:
         Raises:
             StoreError: it cannot be made.
         """
-        folder = self.root / "tmp" / f"{os.getpid()}-{uuid.uuid4().hex}"
+        folder = self.root / "tmp" / _own_name()
         with storage_errors(f"the store {self.root}"):
             folder.mkdir()
         try:
@@ -116,6 +141,7 @@ class Store:
         signature: Signature | None,
         history: tuple[HistoryEntry, ...],
         breach: str = "",
+        provisional: bool = False,
     ) -> Artifact:
         """Move a workspace's content under its key, in one step, and give back the artifact.
 
@@ -127,13 +153,21 @@ class Store:
             files = {name: _stored(folder / name) for name in files_below(folder)}
             step = history[-1].step if history else ""
             manifest = Manifest(
-                kind=kind, file=file, files=files, signature=signature, history=history, breach=breach, step=step
+                kind=kind,
+                file=file,
+                files=files,
+                signature=signature,
+                history=history,
+                breach=breach,
+                provisional=provisional,
+                step=step,
             )
-            (folder / _MANIFEST).write_text(manifest.model_dump_json(indent=1))
+            sealed = _SealedManifest(digest=manifest.digest, manifest=manifest)
+            (folder / _MANIFEST).write_text(sealed.model_dump_json(indent=1))
             target.parent.mkdir(exist_ok=True)
             self._move(folder, target)
         self._published.add(key)
-        return _artifact(target, manifest)
+        return _artifact(target, _read(target) or manifest)
 
     def reads(self, name: str) -> "Reads":
         """What a step read of the user's files when it last ran on this machine."""
@@ -174,38 +208,56 @@ class Store:
 
     def _remove_abandoned(self) -> None:
         for folder in (self.root / "tmp").iterdir():
-            owner = folder.name.partition("-")[0]
-            if not owner.isdecimal() or not Path("/proc", owner).exists():
+            owner, _, host = folder.name.rpartition("-")[0].partition("@")
+            if host == platform.node() and not Path("/proc", owner).exists():
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _folder(self, key: str) -> Path:
         return self.root / "objects" / key[:2] / key
 
     def _move(self, folder: Path, target: Path) -> None:
+        """Put a folder in its place; what another process put there meanwhile stays, if it is whole."""
         try:
             folder.rename(target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            displaced = self.root / "tmp" / f"{os.getpid()}-{uuid.uuid4().hex}"
+            if self._reuse and self._usable(target):
+                return
+            displaced = self.root / "tmp" / _own_name()
             target.rename(displaced)
             folder.rename(target)
             shutil.rmtree(displaced, ignore_errors=True)
+
+    def _usable(self, folder: Path) -> bool:
+        manifest = self._intact(folder)
+        return manifest is not None and not manifest.provisional
 
     def _intact(self, folder: Path, *, every_byte: bool = False) -> Manifest | None:
         manifest = _read(folder)
         if manifest is None or files_below(folder, skip=[_MANIFEST]) != sorted(manifest.files):
             return None
-        for name, stored in manifest.files.items():
-            path = folder / name
-            unchanged = _inode(path) == stored.inode and stored.bytes > _ALWAYS_HASH_BYTES and not every_byte
-            if path.stat().st_size != stored.bytes or not (unchanged or file_digest(path) == stored.sha256):
-                return None
-        return manifest
+        try:
+            whole = all(_as_it_was(folder / name, file, every_byte) for name, file in manifest.files.items())
+        except OSError:  # another process removed it meanwhile
+            return None
+        return manifest if whole else None
 
 
-class _ReadFiles(RootModel[dict[str, StoredFile]]):
-    """Absolute path → what the file was."""
+class ReadRecord(BaseModel):
+    """What a step depended on outside of the store when it last ran."""
+
+    files: dict[str, StoredFile] = {}
+    """By absolute path."""
+    folders: dict[str, list[str]] = {}
+    """Files that were in the folders of those: one that appears or goes may be looked for."""
+    packages: dict[str, str] = {}
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What belongs in a key: contents, without where on this machine they were."""
+        digests = {Path(name): file.sha256 for name, file in self.files.items()}
+        return {"files": portable(digests), "packages": self.packages}
 
 
 class Reads:
@@ -214,32 +266,36 @@ class Reads:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def known(self) -> list[tuple[str, str]] | None:
-        """Names and digests as the files are now, or None where the step never ran or a file is gone."""
+    def known(self) -> ReadRecord | None:
+        """What the step depends on as it is now; None where it never ran, or something is not there any more."""
         try:
-            before = _ReadFiles.model_validate_json(self._path.read_bytes()).root
-            now = {name: _stored(Path(name), before[name]) for name in before}
-        except (OSError, ValidationError):
+            before = ReadRecord.model_validate_json(self._path.read_bytes())
+            files = {name: _stored(Path(name), stored) for name, stored in before.files.items()}
+            packages = {name: importlib.metadata.version(name) for name in before.packages}
+            unchanged = all(_listing(Path(name)) == names for name, names in before.folders.items())
+        except (OSError, ValidationError, importlib.metadata.PackageNotFoundError):
             return None
-        return _portable(now)
+        return ReadRecord(files=files, folders=before.folders, packages=packages) if unchanged else None
 
-    def remember(self, paths: Iterable[Path]) -> list[tuple[str, str]]:
-        """Write down what was read; give back names and digests.
+    def remember(self, paths: Iterable[Path], packages: Mapping[str, str]) -> ReadRecord:
+        """Write down what was read.
 
         Raises:
-            StoreError: the store cannot be written.
+            StoreError: the store cannot be written, or a file is gone again.
         """
-        files = {str(path): _stored(path) for path in paths}
         with storage_errors(f"the store {self._path.parent}"):
+            files = {str(path): _stored(path) for path in paths}
+            folders = {folder: _listing(Path(folder)) for folder in {str(Path(name).parent) for name in files}}
+            found = ReadRecord(files=files, folders=folders, packages=dict(packages))
             partial = self._path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-            partial.write_text(_ReadFiles(files).model_dump_json())
+            partial.write_text(found.model_dump_json())
             partial.replace(self._path)
-        return _portable(files)
+        return found
 
 
-def _portable(files: Mapping[str, StoredFile]) -> list[tuple[str, str]]:
-    """File names without their folders: the same project elsewhere gives the same key."""
-    return sorted((Path(name).name, file.sha256) for name, file in files.items())
+def _listing(folder: Path) -> list[str]:
+    """Names of the files in a folder, but hidden ones."""
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_file() and not entry.name.startswith("."))
 
 
 @contextlib.contextmanager
@@ -269,11 +325,22 @@ def translated(error: OSError, place: str) -> StoreError:
     return StoreError(f"{place}: {what}", remedies.get(error.errno or 0, "check the path and its rights"))
 
 
+def _own_name() -> str:
+    """A name that says whose it is: process and machine."""
+    return f"{os.getpid()}@{platform.node()}-{uuid.uuid4().hex}"
+
+
 def default_root() -> Path:
     """``$ENGINESMITH_STORE``, else ``enginesmith`` in the user's cache folder."""
     if chosen := os.environ.get("ENGINESMITH_STORE"):
         return Path(chosen).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "enginesmith"
+
+
+def _as_it_was(path: Path, stored: StoredFile, every_byte: bool) -> bool:
+    if _inode(path) == stored.inode and stored.bytes > _ALWAYS_HASH_BYTES and not every_byte:
+        return True
+    return path.stat().st_size == stored.bytes and file_digest(path) == stored.sha256
 
 
 def _stored(path: Path, before: StoredFile | None = None) -> StoredFile:
@@ -291,9 +358,10 @@ def _inode(path: Path) -> tuple[int, int, int]:
 
 def _read(folder: Path) -> Manifest | None:
     try:
-        return Manifest.model_validate_json((folder / _MANIFEST).read_bytes())
+        sealed = _SealedManifest.model_validate_json((folder / _MANIFEST).read_bytes())
     except (ValidationError, OSError):
         return None
+    return sealed.manifest if sealed.manifest.digest == sealed.digest else None
 
 
 def _artifact(folder: Path, manifest: Manifest) -> Artifact:
@@ -305,4 +373,5 @@ def _artifact(folder: Path, manifest: Manifest) -> Artifact:
         signature=manifest.signature,
         history=manifest.history,
         breach=manifest.breach,
+        provisional=manifest.provisional,
     )

@@ -4,6 +4,7 @@ The artifact holds no pickle: ``model.json`` says which factory to call and how 
 ``state.safetensors`` has the weights, ``example.safetensors`` one feed for each input.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import re
@@ -18,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from enginesmith.pipeline import factories
-from enginesmith.pipeline.artifact import Artifact, file_digest
+from enginesmith.pipeline.artifact import Artifact, file_digest, portable
 from enginesmith.pipeline.errors import SignatureError, SourceError
 from enginesmith.pipeline.skip_init import parameters_left_empty
 from enginesmith.pipeline.source import Source, resolve
@@ -30,6 +31,8 @@ from enginesmith.pipeline.watch import watching
 RECORD = "model.json"
 _UNNAMED = re.compile(r"input_\d+")
 """Names of inputs that have none: the module takes ``*args``."""
+_SMALL_BYTES = 32 << 20
+"""Files below this are looked at whenever a model is rebuilt; the tensors of larger ones are in the artifact."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _STATE, _EXAMPLE = "state.safetensors", "example.safetensors"
 
@@ -51,10 +54,13 @@ class _Record(BaseModel):
     options: LoadOptions
     code: tuple[tuple[str, str], ...]
     """Name and sha256 of each file that the model was made of, so that other code makes another artifact."""
+    packages: dict[str, str]
     signature: Signature
     output_names: tuple[str, ...]
     tied: dict[str, str]
     """State entries that share memory with another one → that other."""
+    draw: bool = False
+    """Whether the factory has to draw its random weights, although others replace them: something is made of them."""
 
 
 class NamedForward(nn.Module):
@@ -89,6 +95,8 @@ class LoadedModel:
     notes: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
     """What was read of the user's while it was built: code and weights."""
+    packages: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Installed packages that it is built with."""
 
     @property
     def dynamic_sizes(self) -> dict[str, int]:
@@ -109,7 +117,7 @@ def load(source: Source, options: LoadOptions) -> LoadedModel:
             watch.read(source.target)  # torch opens it below Python, where no audit event tells
         built = factories.build(source)
         loaded = _understood(source, options, built)
-    return dataclasses.replace(loaded, files=tuple(sorted(watch.files)))
+    return dataclasses.replace(loaded, files=tuple(sorted(watch.files)), packages=watch.packages())
 
 
 def _understood(source: Source, options: LoadOptions, built: factories.Built) -> LoadedModel:
@@ -119,8 +127,14 @@ def _understood(source: Source, options: LoadOptions, built: factories.Built) ->
     module = NamedForward(built.module, tuple(example), ())
     with factories.user_errors("running the model on its example inputs", None), torch.inference_mode():
         flat, left_out = flatten(module.call(*example.values()))
+        again = flatten(module.call(*example.values()))[0]
     if not flat:
         raise SourceError(f"{source.text} returns no tensor", "its forward has to return tensors")
+    if not _alike(tuple(flat.values()), tuple(again.values())):
+        raise SourceError(
+            f"{source.text} answers differently each time it is run on the same input",
+            "take out what is random (dropout, sampling) and what the module remembers from call to call",
+        )
     module.outputs = tuple(flat)
     names = built.outputs if len(built.outputs) == len(flat) else module.outputs
     asked = bool(options.inputs or built.inputs)
@@ -140,14 +154,52 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
     record = _Record(
         model=source.text,
         options=options,
-        code=tuple(sorted((path.name, file_digest(path)) for path in loaded.files)),
+        code=tuple(portable({path: file_digest(path) for path in loaded.files})),
         signature=loaded.signature,
         output_names=loaded.module.outputs,
+        packages=loaded.packages,
         tied=tied,
     )
-    (out / RECORD).write_text(record.model_dump_json(indent=1))
     _write(state, out / _STATE)
+    record = record.model_copy(update={"draw": not _comes_back(loaded, out / _STATE, record)})
+    (out / RECORD).write_text(record.model_dump_json(indent=1))
     _write({name: value.contiguous() for name, value in loaded.example.items()}, out / _EXAMPLE)
+
+
+def _comes_back(loaded: LoadedModel, state: Path, record: _Record) -> bool:
+    """Whether the stored tensors in a module without random weights answer as the original does.
+
+    Raises:
+        SourceError: they do not even where the weights are drawn again: the factory builds another model each time.
+    """
+    feeds = tuple(loaded.example.values())
+    with torch.inference_mode():
+        expected = loaded.module(*feeds)
+    for draw in (False, True):
+        with torch.inference_mode(False):
+            model = _built_around(state, record.model_copy(update={"draw": draw}))
+        with contextlib.suppress(RuntimeError, ValueError), torch.inference_mode():
+            if _alike(expected, NamedForward(model, tuple(loaded.example), record.output_names)(*feeds)):
+                return not draw
+    raise SourceError(
+        f"{record.model} builds another model each time it is called",
+        "keep what it computes in parameters or buffers (register_buffer), or seed it within the factory",
+    )
+
+
+def _alike(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> bool:
+    """Equal, but for the last bits that threads may add up in another order."""
+    pairs = zip(before, after, strict=True)
+    return all(
+        one.shape == other.shape
+        and (torch.equal(one, other) or torch.allclose(one, other, rtol=1e-4, atol=_noise(one), equal_nan=True))
+        for one, other in pairs
+    )
+
+
+def _noise(value: Tensor) -> float:
+    finite = value[value.isfinite()] if value.is_floating_point() else value[:0]
+    return 1e-5 * float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
@@ -172,8 +224,7 @@ def load_artifact(artifact: Artifact) -> LoadedModel:
     from safetensors.torch import load_file
 
     record = _Record.model_validate_json((artifact.folder / RECORD).read_bytes())
-    with watching(record.options.allow_pickle):
-        model = _built_around(artifact.folder / _STATE, record)
+    model = _built_around(artifact.folder / _STATE, record)
     example = load_file(artifact.folder / _EXAMPLE)
     ordered = {spec.name: example[spec.name] for spec in record.signature.inputs}
     module = NamedForward(model, tuple(ordered), record.output_names)
@@ -185,14 +236,14 @@ def _built_around(state: Path, record: _Record) -> nn.Module:
     from safetensors import safe_open
 
     torch.manual_seed(record.options.seed)
-    with parameters_left_empty() as left:
+    drawing = contextlib.nullcontext() if record.draw else parameters_left_empty()
+    with drawing, watching(record.options.allow_pickle) as watch:
         model = factories.build(resolve(record.model)).module
+    known = {digest for _, digest in record.code}
+    for path in watch.files:
+        if path.stat().st_size < _SMALL_BYTES and file_digest(path) not in known:
+            raise SourceError(f"{path} changed since the model was loaded", "start again, and leave it alone meanwhile")
     own = _tensors(model)
-    held = {value.data_ptr() for value in own.values()}
-    if not all(parameter.data_ptr() in held for parameter in left):  # a parameter that the module does not know of
-        torch.manual_seed(record.options.seed)
-        model = factories.build(resolve(record.model)).module
-        own = _tensors(model)
     with safe_open(state, framework="pt") as stored:
         names = list(stored.keys())
     if set(own) != {*names, *record.tied}:
@@ -202,8 +253,16 @@ def _built_around(state: Path, record: _Record) -> nn.Module:
         )
     for name in names:
         with safe_open(state, framework="pt") as stored:  # opened for each, as what was read stays mapped until closed
-            own[name].copy_(stored.get_tensor(name))
+            _put(model, name, own[name], stored.get_tensor(name))
     return model
+
+
+def _put(model: nn.Module, name: str, place: Tensor, value: Tensor) -> None:
+    if 0 not in place.stride() or place.numel() <= 1:
+        place.copy_(value)
+        return
+    parent, _, leaf = name.rpartition(".")  # an expanded buffer: its elements share memory and cannot be written
+    setattr(model.get_submodule(parent), leaf, value.clone())
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -242,6 +301,8 @@ def flatten(value: Any, prefix: str = "") -> tuple[dict[str, Tensor], list[str]]
     others: list[str] = []
     for name, item in items:
         below, left_out = flatten(item, name)
+        if twice := tensors.keys() & below.keys():
+            raise SourceError(f"two outputs are both called {twice.pop()!r}", "give the outputs distinct names")
         tensors |= below
         others += left_out
     return tensors, others

@@ -68,6 +68,11 @@ def infer_dims(
     for symbol, size in sizes_of(specs, example).items():
         other, shapes = _changed(module, specs, example, symbol, size)
         if shapes is not None:
+            if [len(shape) for shape in shapes] != [value.ndim for value in outputs.values()]:
+                raise SourceError(
+                    f"the outputs have other ranks at {symbol} = {other} than at {symbol} = {size}",
+                    f"squeeze() drops every dimension of size 1: name the one, or give an example with {symbol} = 2",
+                )
             for (name, value), changed in zip(outputs.items(), shapes, strict=True):
                 _mark(dims[name], name, tuple(value.shape), changed, {(size, other): symbol})
         elif asked:

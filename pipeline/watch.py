@@ -8,6 +8,7 @@ raises no such event and passes.
 import contextlib
 import functools
 import importlib
+import importlib.metadata
 import os
 import site
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 from enginesmith.pipeline.errors import SourceError
 
+PRELOADED = "enginesmith.pipeline.preload"
 _OWN_CODE = Path(__file__).parent.parent
 
 
@@ -47,6 +49,16 @@ class Watch:
         if found.suffix != ".pyc" and not ours and not any(found.is_relative_to(folder) for folder in _foreign()):
             self.files.add(found)
 
+    def packages(self) -> dict[str, str]:
+        """Installed packages, by name, that were imported beyond those that every worker has; with their versions."""
+        common: frozenset[str] = getattr(sys.modules.get(PRELOADED), "COMMON", frozenset())
+        modules = {name.partition(".")[0] for name in sys.modules} - common
+        if not modules:
+            return {}
+        homes = importlib.metadata.packages_distributions()
+        names = {name for module in modules for name in homes.get(module, ())}
+        return {name: importlib.metadata.version(name) for name in sorted(names)}
+
 
 _active: list[Watch] = []
 
@@ -67,7 +79,7 @@ def watching(allow_pickle: bool) -> Iterator[Watch]:
     watch = Watch(allow_pickle)
     _active.append(watch)
     try:
-        with _safetensors_seen(watch):
+        with _seen_below_python(watch):
             yield watch
     finally:
         _active.remove(watch)
@@ -90,19 +102,27 @@ def _install() -> None:
 
 
 @contextlib.contextmanager
-def _safetensors_seen(watch: Watch) -> Iterator[None]:
-    """safetensors opens files from Rust, which no audit event tells: stand in for its one entrance."""
-    opened = importlib.import_module("safetensors").safe_open
-    places: list[Any] = [module for module in list(sys.modules.values()) if vars(module).get("safe_open") is opened]
-
-    def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
-        watch.read(filename)
-        return opened(filename, *args, **kwargs)
-
-    for place in places:
-        place.safe_open = safe_open
-    try:
+def _seen_below_python(watch: Watch) -> Iterator[None]:
+    """Some libraries open files from Rust or C++, which no audit event tells: stand in at their entrances."""
+    names = {"safe_open": "safetensors", "jit.load": "torch", "export.load": "torch"}
+    with contextlib.ExitStack() as stack:
+        for path, library in names.items():
+            *parts, name = path.split(".")
+            home = importlib.import_module(".".join((library, *parts)))
+            opened = getattr(home, name)
+            stand_in = _noting(watch, opened)
+            for place in list(sys.modules.values()):
+                if vars(place).get(name) is opened:
+                    setattr(place, name, stand_in)
+                    stack.callback(setattr, place, name, opened)
         yield
-    finally:
-        for place in places:
-            place.safe_open = opened
+
+
+def _noting(watch: Watch, opened: Any) -> Any:
+    @functools.wraps(opened, updated=())
+    def open_and_note(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, (str, os.PathLike)):
+            watch.read(file)
+        return opened(file, *args, **kwargs)
+
+    return open_and_note

@@ -21,7 +21,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from enginesmith.pipeline import preload
 from enginesmith.pipeline.errors import (
     EnginesmithError,
     StepCrashed,
@@ -30,13 +29,6 @@ from enginesmith.pipeline.errors import (
     StepTimeout,
 )
 from enginesmith.pipeline.store import translated
-
-PRELOAD = (
-    *("torch", "torch.export", "torch.onnx", "onnx", "onnxruntime", "onnxscript", "safetensors.torch"),
-    "enginesmith.pipeline.tasks.measure",
-    "enginesmith.pipeline.tasks.load",
-    "enginesmith.pipeline.torch_model",
-)
 
 _PROGRESS, _DONE, _FAILED = "progress", "done", "failed"
 _STOP_SECONDS = 5.0
@@ -75,7 +67,7 @@ class Worker:
     def __init__(self, body: Callable[..., None], *args: Any, log: Path, cores: Collection[int] | None = None) -> None:
         """Start ``body(connection, *args)`` with its standard output and error in ``log``."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([preload.__name__])
+        context.set_forkserver_preload([_PRELOADED])
         self.log = log
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_main, args=(body, theirs, args, str(log), cores), name=body.__name__)
@@ -230,17 +222,18 @@ def _tail(log: Path) -> str:
     return " / ".join(text.splitlines()[-3:]) or "empty"
 
 
-_wanted = list(PRELOAD)
+_PRELOADED = "enginesmith.pipeline.preload"  # not imported here: it is all that is heavy
+_wanted: list[str] = []
 
 
 @contextlib.contextmanager
 def _preload_named() -> Iterator[None]:
     """Tell the fork server, which this may be the start of, what to import."""
-    os.environ[preload.VARIABLE] = " ".join(_wanted)
+    os.environ["ENGINESMITH_PRELOAD"] = " ".join(_wanted)
     try:
         yield
     finally:
-        del os.environ[preload.VARIABLE]
+        del os.environ["ENGINESMITH_PRELOAD"]
 
 
 def also_preload(modules: Iterable[str]) -> None:

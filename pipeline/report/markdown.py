@@ -63,7 +63,7 @@ def _failures(run: Run) -> list[str]:
     failed = [record for record in (run.baseline, *run.variants) if record.reason]
     if not failed:
         return []
-    return ["## Not usable", "\n".join(f"- **{_plain(record.id)}**: {_plain(record.reason)}" for record in failed)]
+    return ["## What failed", "\n".join(f"- **{_plain(record.id)}**: {_plain(record.reason)}" for record in failed)]
 
 
 def _fidelity(run: Run) -> str:

@@ -11,6 +11,7 @@ from enginesmith.calibration.dataset import Dataset, open_dataset
 from enginesmith.pipeline import samples
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import Device, Engine, Session
+from enginesmith.pipeline.errors import SourceError
 from enginesmith.pipeline.measure.fidelity import Fidelity, compare, thresholds_for
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
@@ -42,16 +43,26 @@ class Sample(Task):
         ranges = samples.plan_ranges(signature, self.ranges, self.batches, sizes)
         cases = samples.plan_cases(signature, ranges, self.batches)
         data, read = open_data(self.data, signature.inputs, None, self.seed) if self.data else (None, ())
+        odd: dict[str, float] = {}
         with self.engine.load(model, Device()) as session:
             for index, case in enumerate(cases):
                 feeds = samples.feeds_for(case, signature, example, data, self.seed)
                 samples.write_arrays(out, "feeds", index, feeds)
                 if case.points:
                     progress(f"running {self.engine.name} at {_shown(case.sizes)}")
-                    samples.write_arrays(out, "outputs", index, session.run(feeds))
+                    outputs = session.run(feeds)
+                    odd |= {key: _not_finite(value) for key, value in outputs.items() if _not_finite(value)}
+                    samples.write_arrays(out, "outputs", index, outputs)
         name = data.name if data else "synthetic"
         samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases))
-        return Effect(file=samples.RECORD, summary=f"{len(cases)} sets of feeds from {name} data", reads=read)
+        if any(share == 1.0 for share in odd.values()):
+            raise SourceError(
+                f"the model answers NaN or Inf only in {', '.join(odd)}, which nothing can be held against",
+                "look at its weights, and at the data it was run on",
+            )
+        notes = tuple(f"{100 * share:.3g} % of output {key!r} is NaN or Inf in eager too" for key, share in odd.items())
+        summary = "; ".join([f"{len(cases)} sets of feeds from {name} data", *notes])
+        return Effect(file=samples.RECORD, summary=summary, notes=notes, reads=read)
 
 
 class StageFidelity(BaseModel):
@@ -106,7 +117,8 @@ class Verify(Task):
         )
 
     def _compare(self, session: Session, case: samples.Case, feeds: Feeds, expected: Feeds) -> list[StageFidelity]:
-        thresholds = thresholds_for(self.precision)
+        half = any(value.dtype == np.float16 for value in expected.values())
+        thresholds = thresholds_for("fp16" if half else self.precision)
         if self.min_sqnr_db is not None:
             thresholds = thresholds.model_copy(update={"min_sqnr_db": self.min_sqnr_db, "max_error_of_range": 0.0})
         result = compare(expected, session.run(feeds), thresholds)
@@ -134,6 +146,13 @@ def _why_not(found: Fidelity) -> str:
     if worst.sqnr_db is None:
         return f"output {worst.name!r} agrees in {100 * (worst.agreement or 0):.2f} % of its elements"
     return f"output {worst.name!r} has an SQNR of {worst.sqnr_db:.1f} dB, max abs error {worst.max_abs_error:.3g}"
+
+
+def _not_finite(value: Array) -> float:
+    """The share of elements that are NaN or infinite."""
+    if not np.issubdtype(value.dtype, np.floating) or not value.size:
+        return 0.0
+    return float(np.mean(~np.isfinite(value)))
 
 
 _EXAMPLE_SIZE = 8

@@ -57,6 +57,7 @@ class Load(_FromSource):
             notes=loaded.notes,
             signature=loaded.signature,
             reads=loaded.files,
+            packages=loaded.packages,
         )
 
 

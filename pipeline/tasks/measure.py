@@ -86,7 +86,9 @@ class Latency(Task):
         ]
         write_records(out, rows)
         np.savez_compressed(out / SAMPLES, **result.samples)  # type: ignore[arg-type]
-        return Effect(file=RECORDS, summary=f"{len(candidates)} variants at batch {', '.join(map(str, feeds))}")
+        failed = [f"{name} failed" for name, rows in result.rows.items() if any(row.failure for row in rows)]
+        summary = f"{len(candidates)} variants at batch {', '.join(map(str, feeds))}"
+        return Effect(file=RECORDS, summary="; ".join([summary, *failed]), provisional=bool(failed))
 
 
 class Quality(Task):
@@ -170,7 +172,7 @@ class Memory(Task):
             row = measure_memory(candidate, batch, feeds, logs, progress)
         write_records(out, [row])
         peak = format_bytes(row.peak_bytes) if row.peak_bytes is not None else row.reasons["peak_bytes"]
-        return Effect(file=RECORDS, summary=f"peak {peak} at batch {batch}")
+        return Effect(file=RECORDS, summary=f"peak {peak} at batch {batch}", provisional=row.failure is not None)
 
 
 @functools.cache

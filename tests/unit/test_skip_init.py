@@ -47,10 +47,12 @@ def round_trip(tmp_path: Path, extra: str = "pass", use: str = "") -> tuple[torc
 
 
 def test_parameters_are_listed_and_buffers_are_filled() -> None:
-    with parameters_left_empty() as left:
+    with parameters_left_empty():
         layer = nn.Linear(8, 8)
         plain = nn.init.constant_(torch.zeros(3), 2.0)
-    assert left[0] is layer.weight
+    with parameters_left_empty():
+        assert nn.init.ones_(layer.weight) is layer.weight
+    assert not torch.equal(layer.weight, torch.ones(8, 8))
     assert plain.tolist() == [2.0, 2.0, 2.0]
     assert nn.init.constant_(nn.Parameter(torch.zeros(1)), 3.0).item() == 3.0
 

@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import platform
 import time
 from pathlib import Path
 
+import numpy
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
@@ -41,7 +43,7 @@ def test_same_content_has_the_same_digest_under_any_key(store: Store) -> None:
     assert put(store, "ef" * 32, b"other").sha256 != put(store, "ab" * 32).sha256
 
 
-@pytest.mark.parametrize("harm", ["change", "truncate", "remove", "add", "manifest"])
+@pytest.mark.parametrize("harm", ["change", "truncate", "remove", "add", "manifest", "history"])
 def test_a_damaged_entry_is_noticed_and_removed(store: Store, harm: str) -> None:
     path = put(store, "ab" * 32).path
     if harm == "change":
@@ -52,8 +54,11 @@ def test_a_damaged_entry_is_noticed_and_removed(store: Store, harm: str) -> None
         (path.parent / "sub" / "weights").unlink()
     elif harm == "add":
         (path.parent / "more").touch()
-    else:
+    elif harm == "manifest":
         (path.parent / "artifact.json").write_text('{"kind": "onnx"')
+    else:
+        manifest = path.parent / "artifact.json"
+        manifest.write_text(manifest.read_text().replace('"made"', '"made up"'))
     assert store.get("ab" * 32) is None
     assert not path.parent.exists()
 
@@ -90,6 +95,12 @@ def test_without_reuse_only_own_work_is_found(store: Store) -> None:
     assert found.path.read_bytes() == b"newer"
 
 
+def test_a_whole_entry_of_another_process_stays(store: Store) -> None:
+    first = put(store, "ab" * 32)
+    inode = first.path.stat().st_ino
+    assert put(Store(store.root), "ab" * 32).path.stat().st_ino == inode
+
+
 def test_verify_reads_every_byte(store: Store) -> None:
     put(store, "ab" * 32)
     path = put(store, "cd" * 32).path
@@ -109,13 +120,17 @@ def test_prune_removes_what_was_not_used_lately(store: Store) -> None:
     assert [entry.key for entry in store.entries()] == ["ef" * 32]
 
 
-def test_prune_clears_up_after_dead_processes_only(store: Store) -> None:
-    dead, alive = store.root / "tmp" / "999999999-x", store.root / "tmp" / f"{os.getpid()}-y"
-    dead.mkdir()
-    alive.mkdir()
-    store.prune()
+def test_opening_clears_up_after_dead_processes_of_this_machine_only(store: Store) -> None:
+    here = platform.node()
+    dead, alive, elsewhere = (
+        store.root / "tmp" / name for name in (f"999999999@{here}-x", f"{os.getpid()}@{here}-y", "999999999@other-z")
+    )
+    for folder in (dead, alive, elsewhere):
+        folder.mkdir()
+    Store(store.root)
     assert not dead.exists()
     assert alive.exists()
+    assert elsewhere.exists()
 
 
 def test_reads_tell_whether_files_are_as_they_were(store: Store, tmp_path: Path) -> None:
@@ -124,21 +139,49 @@ def test_reads_tell_whether_files_are_as_they_were(store: Store, tmp_path: Path)
     weights.write_text("b")
     reads = store.reads("x")
     assert reads.known() is None
-    before = reads.remember([code, weights])
+    before = reads.remember([code, weights], {"numpy": numpy.__version__})
     assert reads.known() == before
     weights.write_text("c")
     changed = reads.known()
     assert changed is not None
-    assert changed != before
+    assert changed.identity != before.identity
+    (tmp_path / "w2.safetensors").touch()
+    assert reads.known() is None
+    (tmp_path / "w2.safetensors").unlink()
+    assert reads.known() is not None
     code.unlink()
     assert reads.known() is None
+
+
+def test_another_version_of_a_package_is_another_identity(store: Store) -> None:
+    before = store.reads("x").remember([], {"numpy": "0.1"})
+    now = store.reads("x").known()
+    assert now is not None
+    assert now.packages == {"numpy": numpy.__version__}
+    assert now.identity != before.identity
+    store.reads("x").remember([], {"not-installed": "1"})
+    assert store.reads("x").known() is None
 
 
 def test_the_same_files_elsewhere_give_the_same_names_and_digests(store: Store, tmp_path: Path) -> None:
     for place in ("one", "two"):
         (tmp_path / place).mkdir()
         (tmp_path / place / "net.py").write_text("code")
-    assert store.reads("x").remember([tmp_path / "one/net.py"]) == store.reads("y").remember([tmp_path / "two/net.py"])
+    one, two = (store.reads(place).remember([tmp_path / place / "net.py"], {}) for place in ("one", "two"))
+    assert one.identity == two.identity
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(store: Store, tmp_path: Path) -> None:
+    paths = [tmp_path / place / "w" for place in ("encoder", "decoder")]
+    for path, content in zip(paths, "ab", strict=True):
+        path.parent.mkdir()
+        path.write_text(content)
+    before = store.reads("x").remember(paths, {})
+    for path, content in zip(paths, "ba", strict=True):
+        path.write_text(content)
+    now = store.reads("x").known()
+    assert now is not None
+    assert now.identity != before.identity
 
 
 def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:

@@ -1,0 +1,209 @@
+"""What must never be shown as right: another model than the user's, stale results, files that failed their check."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import psutil
+import pytest
+import torch
+
+from enginesmith.pipeline import Settings, load_run, optimize, resume
+from enginesmith.pipeline.errors import FidelityError, SourceError
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.runner import Event
+from enginesmith.pipeline.stages import export
+
+HEAD = """
+import torch
+from pathlib import Path
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        {init}
+
+    def forward(self, x):
+        return {forward}
+
+def build():
+    net = Net()
+    {build}
+    return net, torch.ones(2, 4)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(forward: str = "self.layer(x)", init: str = "pass", build: str = "pass", name: str = "net.py") -> str:
+    Path(name).write_text(HEAD.format(init=init, forward=forward, build=build))
+    return f"{name}:build"
+
+
+def answer(model: str, x: np.ndarray[tuple[int, int], np.dtype[np.float32]], settings: Settings) -> object:
+    """What an exported model answers; the file is removed again."""
+    export(make({"model": model, "batch": [1, 3]}), Path("out/m.onnx"), settings)
+    return ort.InferenceSession("out/m.onnx").run(None, {"x": x})[0]
+
+
+X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("init", "forward"),
+    [
+        ("self.noise = torch.randn(4)", "self.layer(x) + self.noise"),
+        ("self.scale = float(self.layer.weight.abs().max())", "self.layer(x) * self.scale"),
+        ("self.inverse = torch.linalg.inv(self.layer.weight.detach())", "self.layer(x) @ self.inverse"),
+    ],
+    ids=["random attribute", "made of a weight", "inverse of a weight"],
+)
+def test_what_is_made_while_building_is_kept(init: str, forward: str, tmp_path: Path) -> None:
+    model = write(forward, init)
+    found = answer(model, X, Settings(store=tmp_path / "store"))
+    code = f"import torch; torch.manual_seed(0); import net; m, _ = net.build(); x = torch.tensor({X.tolist()!r})"
+    told = "; print(m(x).tolist())"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code + told], env=environment, capture_output=True, text=True)
+    np.testing.assert_allclose(found, json.loads(result.stdout), rtol=1e-4, atol=1e-4)
+
+
+def test_a_factory_that_builds_something_else_each_time_is_refused(tmp_path: Path) -> None:
+    model = write("self.layer(x) + self.noise", "import random; self.noise = random.random()")
+    with pytest.raises(SourceError, match="another model each time"):
+        answer(model, X, Settings(store=tmp_path / "store"))
+
+
+@pytest.mark.parametrize(
+    ("init", "forward"),
+    [
+        ("pass", "torch.nn.functional.dropout(self.layer(x), training=True)"),
+        ("self.calls = torch.zeros(1)", "self.layer(x) + self.calls.add_(1)"),
+    ],
+    ids=["random", "remembers"],
+)
+def test_a_model_that_does_not_repeat_itself_is_refused(init: str, forward: str, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="differently each time"):
+        answer(write(forward, init), X, Settings(store=tmp_path / "store"))
+
+
+def test_code_that_changes_meanwhile_stops_the_run(tmp_path: Path) -> None:
+    model = write()
+
+    def edit(event: Event) -> None:
+        if event.step.id == "load" and event.kind == "finished":
+            write("self.layer(x) * 100")
+
+    with pytest.raises(SourceError, match="changed since"):
+        answer(model, X, Settings(store=tmp_path / "store", listener=edit))
+    write()
+    plain = answer(model, X, Settings(store=tmp_path / "store"))
+    assert np.abs(np.asarray(plain)).max() < 10
+
+
+def test_changes_of_what_a_factory_reads_are_noticed(tmp_path: Path) -> None:
+    settings = Settings(store=tmp_path / "store")
+    zero = "[value.data.zero_() for value in net.parameters()]"
+    load = "file = Path('w.pt'); file.exists() and net.load_state_dict(torch.load(file))"
+    model = write(build=f"{zero}; {load}")
+    assert np.abs(np.asarray(answer(model, X, settings))).max() == 0
+    state = {"layer.weight": torch.eye(4), "layer.bias": torch.zeros(4)}
+    torch.save(state, "w.pt")
+    np.testing.assert_allclose(answer(model, X, settings), X, atol=1e-6)  # type: ignore[call-overload]
+    torch.save({name: value * 2 for name, value in state.items()}, "w.pt")
+    np.testing.assert_allclose(answer(model, X, settings), 2 * X, atol=1e-6)  # type: ignore[call-overload]
+
+
+def test_a_graph_that_answers_otherwise_is_not_written(tmp_path: Path) -> None:
+    nets = Path(__file__).parents[1] / "data" / "nets.py"
+    with pytest.raises(FidelityError, match="differs from the original at min"):
+        answer(f"{nets}:wrong_online", X, Settings(store=tmp_path / "store"))
+    assert not Path("out").exists()
+
+
+def test_outputs_of_one_name_are_refused(tmp_path: Path) -> None:
+    model = write("{'a': {'b': x}, 'a_b': self.layer(x)}")
+    with pytest.raises(SourceError, match="both called 'a_b'"):
+        answer(model, X, Settings(store=tmp_path / "store"))
+
+
+def test_answers_of_nothing_but_nan_prove_nothing(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="NaN or Inf only"):
+        answer(write("self.layer(x) * float('nan')"), X, Settings(store=tmp_path / "store"))
+
+
+def quick(model: str) -> dict[str, object]:
+    return {"model": model, "batch": [1], "measure": {"seconds": 0.3, "precision": 0.5}, "threads": 1}
+
+
+def test_resume_takes_the_model_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(store=tmp_path / "store")
+    for name, factor in (("one", 1), ("two", 50)):
+        Path(name).mkdir()
+        write(f"x * {factor}", name=f"{name}/net.py")
+    monkeypatch.chdir(tmp_path / "one")
+    first = optimize(make(quick("net.py:build")), Path("run"), settings)
+    monkeypatch.chdir(tmp_path / "two")
+    again = resume(Path("../one/run"), settings)
+    assert again.variants[0].artifact == first.variants[0].artifact
+    assert again.created == first.created
+
+
+@pytest.mark.parametrize("harm", ["flip", "remove"])
+def test_a_damaged_engine_of_a_run_is_put_right(harm: str, tmp_path: Path) -> None:
+    settings = Settings(store=tmp_path / "store")
+    run = optimize(make(quick(write())), Path("run"), settings)
+    assert run.variants[0].artifact is not None
+    engine = Path("run") / run.variants[0].artifact.path
+    whole = engine.read_bytes()
+    if harm == "flip":
+        engine.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    else:
+        engine.unlink()
+    resume(Path("run"), settings)
+    assert engine.read_bytes() == whole
+
+
+@pytest.mark.slow
+def test_a_session_that_was_killed_is_measured_again(tmp_path: Path) -> None:
+    settings = {**os.environ, "ENGINESMITH_STORE": str(tmp_path / "store")}
+    command = [sys.executable, "-m", "enginesmith.cli"]
+    write()
+    started = [*command, "optimize", "net.py:build", "--out", "run", "--batch", "1", "--measure-time", "20s"]
+    with subprocess.Popen([*started, "--precision-target", "0.0001"], env=settings, stderr=subprocess.PIPE) as process:
+        sessions: list[psutil.Process] = []
+        deadline = time.monotonic() + 60
+        while len(sessions) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+            sessions = _opening(process.pid, "latency-eager")
+        sessions[0].send_signal(signal.SIGKILL)
+        process.communicate(timeout=90)
+    run = load_run(Path("run"))
+    assert "killed" in run.baseline.reason
+    assert next(step for step in run.steps if step.id == "latency").effect.endswith("failed")
+    subprocess.run([*command, "resume", "run"], env=settings, check=True, capture_output=True)
+    assert load_run(Path("run")).baseline.reason == ""
+
+
+def _opening(pid: int, log: str) -> list[psutil.Process]:
+    """The process that writes to that log, twice when it is there for a while already."""
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        try:
+            target = Path(f"/proc/{child.pid}/fd/1").readlink()
+        except OSError:
+            continue
+        if target.name.startswith(log) and time.time() - child.create_time() > 1.5:
+            found = [child, child]
+    return found
