@@ -294,8 +294,9 @@ class Reads:
 
 
 def _listing(folder: Path) -> list[str]:
-    """Names of the files in a folder, but hidden ones."""
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_file() and not entry.name.startswith("."))
+    """Names of the files in a folder, but hidden ones and what `export` writes there."""
+    names = (entry.name for entry in os.scandir(folder) if entry.is_file())
+    return sorted(name for name in names if not name.startswith(".") and not name.endswith((".onnx", ".onnx.data")))
 
 
 @contextlib.contextmanager

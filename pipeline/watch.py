@@ -46,6 +46,8 @@ class Watch:
         """Remember a file of the user's (not of Python, an installed package or the system)."""
         found = Path(os.fsdecode(path)).absolute()
         ours = found.suffix == ".py" and found.is_relative_to(_OWN_CODE)
+        if any(part.startswith("torchinductor_") for part in found.parts):  # code that torch.compile made
+            return
         if found.suffix != ".pyc" and not ours and not any(found.is_relative_to(folder) for folder in _foreign()):
             self.files.add(found)
 
