@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 .PHONY: demo test test-fast check format documents clean
 
 demo: $(VENV)/.runtime
-	$(BIN)/enginesmith optimize digits --out runs/demo --jobs 2
+	$(BIN)/enginesmith optimize digits --out runs/demo
 
 test: $(VENV)/.dev
 	$(BIN)/pytest

@@ -101,7 +101,7 @@ _how_to_measure = _options(
     click.option("--precision-target", type=float, metavar="SHARE", help="Stop at medians known to ± this; 0.02."),
 )
 _how_to_work = _options(
-    click.option("--jobs", type=click.IntRange(1), default=1, help="Steps at the same time.", show_default=True),
+    click.option("--jobs", type=click.IntRange(1), help="Steps at the same time; default 2, on one core 1."),
     click.option("--no-cache", is_flag=True, help="Do every step again."),
     click.option("--time-limit", metavar="TIME", help="Stop after this long; what is missing can be resumed."),
     click.option("--store", type=click.Path(path_type=Path), help="Folder of the store; else $ENGINESMITH_STORE."),
@@ -382,7 +382,7 @@ def _settings(options: dict[str, Any], quiet: bool) -> "Iterator[Settings]":
         yield Settings(
             store=options["store"],
             reuse=not options["no_cache"],
-            jobs=options["jobs"],
+            jobs=options["jobs"] or Settings().jobs,
             time_limit_seconds=parse_seconds(limit) if limit else None,
             listener=listener,
         )

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from enginesmith.pipeline import run as runs
@@ -32,7 +32,8 @@ class Settings:
 
     store: Path | None = None
     reuse: bool = True
-    jobs: int = 1
+    jobs: int = field(default_factory=lambda: min(2, len(os.sched_getaffinity(0))))
+    """Steps at the same time; measurements are always alone."""
     time_limit_seconds: float | None = None
     listener: Listener = lambda event: None
 
@@ -87,6 +88,8 @@ class _RunDirectory:
 
     def __init__(self, folder: Path, recipe: Recipe, steps: Plan, started: float) -> None:
         self._folder, self._recipe, self._plan, self._started = folder, recipe, steps, started
+        self._whole: set[str] = set()
+        """Variants whose files are known to be there, as they should be."""
         before = runs.read(folder) if (folder / "run.json").exists() else None
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._header = Header(
@@ -119,7 +122,7 @@ class _RunDirectory:
         artifact = found.artifact
         relative = Path("variants", variant.id)
         target, partial = self._folder / relative, self._folder / "variants" / f".{variant.id}.partial"
-        if not _holds(target, artifact.sha256):
+        if variant.id not in self._whole and not _holds(target, artifact.sha256):
             for old in (partial, target):
                 shutil.rmtree(old, ignore_errors=True)
             try:
@@ -129,6 +132,7 @@ class _RunDirectory:
                 partial.rename(target)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
+        self._whole.add(variant.id)
         return relative / artifact.path.name
 
 

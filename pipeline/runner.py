@@ -70,7 +70,7 @@ class Runner:
     _deadline: float | None = None
     _stopped: threading.Event = field(default_factory=threading.Event)
     _shares: "queue.SimpleQueue[frozenset[int]]" = field(default_factory=queue.SimpleQueue)
-    """Cores for each job: thread pools of steps that share cores would spin against each other."""
+    """Cores for each of several steps: thread pools that share cores would spin against each other."""
 
     def __post_init__(self) -> None:
         cores = sorted(os.sched_getaffinity(0))
@@ -90,9 +90,11 @@ class Runner:
         with ThreadPoolExecutor(self.jobs) as pool:
             try:
                 while waiting or running:
-                    for step in self._startable(waiting, outcomes, running.values()):
+                    starting = self._startable(waiting, outcomes, running.values())
+                    alone = len(starting) + len(running) == 1
+                    for step in starting:
                         waiting.remove(step)
-                        running[pool.submit(self._step, step, dict(outcomes))] = step
+                        running[pool.submit(self._step, step, dict(outcomes), alone)] = step
                     finished, _ = wait(running, return_when=FIRST_COMPLETED)
                     for future in finished:
                         step = running.pop(future)
@@ -124,13 +126,13 @@ class Runner:
             chosen.append(step)
         return chosen
 
-    def _step(self, step: Step, before: Mapping[str, Outcome]) -> Outcome:
+    def _step(self, step: Step, before: Mapping[str, Outcome], alone: bool) -> Outcome:
         outcome = self._blocked(step, before)
         if outcome is None:
             wanted = {role: before[name] for role, name in (*step.needs.items(), *step.wants.items())}
             inputs = {role: found.artifact for role, found in wanted.items() if found.artifact and found.good}
             try:
-                outcome = self._result(step, inputs)
+                outcome = self._result(step, inputs, alone)
             except EnginesmithError as error:
                 outcome = Outcome(step.id, "failed", error=error, reason=str(error))
         if not self._stopped.is_set():  # what ends now was ended by us
@@ -145,7 +147,7 @@ class Runner:
                 return Outcome(step.id, "skipped", reason=reason)
         return None
 
-    def _result(self, step: Step, inputs: Mapping[str, Artifact]) -> Outcome:
+    def _result(self, step: Step, inputs: Mapping[str, Artifact], alone: bool) -> Outcome:
         tools = _versions(step.task.tools)
         identity = {
             "task": step.task.identity,
@@ -160,7 +162,7 @@ class Runner:
             return Outcome(step.id, "done", found, cached=True)
         self.listener(Event("started", step))
         with self.store.workspace() as out:
-            done = self._work(step, inputs, out)
+            done = self._work(step, inputs, out, alone)
             read = index.remember(done.effect.reads, done.effect.packages)
             artifact = self.store.publish(
                 _key(identity, read),
@@ -174,7 +176,7 @@ class Runner:
             )
         return Outcome(step.id, "done", artifact)
 
-    def _work(self, step: Step, inputs: Mapping[str, Artifact], out: Path) -> Done:
+    def _work(self, step: Step, inputs: Mapping[str, Artifact], out: Path, alone: bool) -> Done:
         left = None if self._deadline is None else self._deadline - time.monotonic()
         if left is not None and left <= 0:
             raise StepTimeout("the time limit was over before it started", "allow more: --time-limit; then resume")
@@ -190,7 +192,7 @@ class Runner:
             if self._stopped.is_set():
                 this.kill()
 
-        share = None if step.task.exclusive else self._shares.get()
+        share = None if alone else self._shares.get()
         try:
             done: Done = workers.run(
                 execute,

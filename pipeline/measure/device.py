@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from enginesmith.pipeline.artifact import json_digest
 
 PACKAGES = (
-    *("enginesmith", "numpy", "torch", "onnx", "onnxscript", "onnxslim", "onnxruntime", "onnxruntime-gpu"),
+    *("enginesmith", "numpy", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu"),
     *("tensorrt", "tensorrt-rtx", "nvidia-modelopt", "transformers", "timm", "safetensors"),
 )
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
