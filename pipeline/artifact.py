@@ -13,8 +13,6 @@ from enginesmith.pipeline.tensors import Signature
 
 Kind = Literal["torch", "onnx", "engine", "reference", "record"]
 
-_BLOCK_BYTES = 1 << 20
-
 
 class HistoryEntry(BaseModel):
     """One thing that was done to an artifact: with what, at what cost, to what effect."""
@@ -76,11 +74,8 @@ class Effect(BaseModel):
 
 def file_digest(path: Path) -> str:
     """sha256 of a file's bytes."""
-    digest = hashlib.sha256()
     with path.open("rb", buffering=0) as stream:
-        while block := stream.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def folder_digest(digests: Mapping[str, str]) -> str:

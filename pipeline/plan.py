@@ -113,6 +113,11 @@ def _baseline(source: Source) -> Engine:
     """Eager for a module; an ONNX file is held against itself, run as it is."""
     if source.is_torch:
         return engine_class("eager")()
+    return _unoptimised()
+
+
+def _unoptimised() -> Engine:
+    """ONNX Runtime on a graph as it stands."""
     return engine_class("onnxruntime").model_validate({"graph_optimization": "disabled"})
 
 
@@ -127,7 +132,7 @@ def _sample(recipe: Recipe, source: Source) -> Task:
 
 
 def _graph_steps(recipe: Recipe, source: Source) -> tuple[str, tuple[str, ...], list[Step]]:
-    """From what was loaded to the graph that engines are built from; each stage is verified on plain ONNX Runtime."""
+    """From what was loaded to the graph that engines are built from; each stage is verified as it is, unoptimised."""
     from enginesmith.pipeline.passes.export import Export
     from enginesmith.pipeline.passes.simplify import Simplify
 
@@ -136,7 +141,7 @@ def _graph_steps(recipe: Recipe, source: Source) -> tuple[str, tuple[str, ...], 
         stages["export"] = Transform(step=Export(**recipe.export.model_dump()))
     if recipe.simplify:
         stages["simplify"] = Transform(step=Simplify(external_data_bytes=recipe.export.external_data_bytes))
-    runtime = engine_class("onnxruntime")()
+    runtime = _unoptimised()
     steps, checks, parent = [], [], LOAD
     for name, task in stages.items():
         steps.append(Step(name, task, {"model": parent}))

@@ -8,6 +8,9 @@ from torch import Tensor
 from enginesmith.pipeline.errors import SourceError
 from enginesmith.pipeline.tensors import DTYPES, Signature, TensorSpec
 
+_LONG = 16
+"""From this size on a shorter one is tried first, as it runs faster."""
+
 Forward = Callable[..., tuple[Tensor, ...]]
 Shapes = list[tuple[int, ...]]
 
@@ -105,7 +108,7 @@ def _changed(
     module: Forward, specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor], symbol: str, size: int
 ) -> tuple[int, Shapes | None]:
     """Another size that the model runs with, and the shapes it gives; None where there is none."""
-    for other in (size + 1, max(1, size // 2), size * 2):
+    for other in (size + 1, max(1, size // 2), size * 2) if size < _LONG else (size // 2, size + 1, size * 2):
         feeds = {spec.name: _resized(example[spec.name], spec, symbol, other) for spec in specs}
         if other != size and (shapes := _shapes(module, feeds)) is not None:
             return other, shapes
