@@ -6,6 +6,7 @@ A task's fields, with the digests of what it takes, make its key; so everything 
 import json
 import resource
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ RECORDS = "records.json"
 """The main file of a ``record`` artifact: a list of plain objects."""
 
 
-class Task(BaseModel):
+class Task(BaseModel, ABC):
     """What one step does."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,9 +55,9 @@ class Task(BaseModel):
         """Facts about this machine that decide what comes out; only measurements have some."""
         return {}
 
+    @abstractmethod
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         """Do it: read the inputs, write into the empty folder ``out``."""
-        raise NotImplementedError
 
 
 class Done(BaseModel):
