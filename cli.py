@@ -92,6 +92,32 @@ _how_to_export = _options(
     click.option("--attention", type=click.Choice(["fused", "decomposed"]), help="One operator, or several."),
     click.option("--external-data", metavar="SIZE", help="Weights above this size go to a file of their own."),
 )
+_how_to_build = _options(
+    click.option("--target", "targets", multiple=True, help="sm86, portable …: TensorRT-RTX builds ahead of time."),
+    click.option("--workspace", metavar="SIZE,SIZE", help="Limits, each a variant: 64MiB,256MiB,max; or sweep."),
+    click.option("--tactic-dram", metavar="SIZE", help="Device memory that trying one kernel may take."),
+    click.option("--tactic-shared-memory", metavar="SIZE", help="Shared memory that a kernel may use."),
+    click.option("--optimization-level", type=int, help="0 builds fastest, 5 searches longest."),
+    click.option("--aux-streams", type=int, help="Most streams besides the main one."),
+    click.option("--tiling", type=click.Choice(["none", "fast", "moderate", "full"]), help="Search for tiled kernels."),
+    click.option("--sparse-weights", is_flag=True, default=None, help="Kernels for 2:4 sparse weights."),
+    click.option("--weight-streaming", is_flag=True, default=None, help="Weights can be streamed from the host."),
+    click.option("--strip-plan", is_flag=True, default=None, help="Leave the weights out, to be refitted."),
+    click.option("--refit", is_flag=True, default=None, help="Weights can be replaced in the built engine."),
+    click.option("--version-compatible", is_flag=True, default=None, help="Later versions can load the engine."),
+    click.option("--hardware-compatibility", help="none, ampere_plus or same_compute_capability."),
+    click.option("--tf32/--no-tf32", default=None, help="Whether fp32 products may be rounded to TF32."),
+    click.option("--plugins", multiple=True, metavar="FILE.so", help="Plugin library to load; it is code, and is run."),
+    click.option("--timing-cache", metavar="FILE", help="Kernel timings; default one per device and version."),
+    click.option("--locked", is_flag=True, default=None, help="Fail where a timing is missing."),
+    click.option("--profile", "profiles", multiple=True, metavar="DIM=MIN:OPT:MAX,…", help="One more profile."),
+    click.option("--host-code", is_flag=True, default=None, help="Allow host code in engines."),
+)
+_how_to_run_tensorrt = _options(
+    click.option("--cuda-graphs", is_flag=True, default=None, help="Replay each set of shapes as a CUDA graph."),
+    click.option("--share-activation-memory", is_flag=True, default=None, help="One buffer for all engines."),
+    click.option("--weight-streaming-budget", metavar="SIZE", help="Streamed weights kept on the device."),
+)
 _where_to_run = _options(
     click.option("--device", metavar="cpu|cuda[:I]", help="Where engines run."),
     click.option("--threads", type=int, help="CPU threads of a session; default: one a core."),
@@ -113,7 +139,7 @@ _how_to_work = _options(
 @main.command()
 @_model
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe; options change it.")
-@click.option("--engine", "engines", multiple=True, help="onnxruntime, compiled; may be repeated.")
+@click.option("--engine", "engines", multiple=True, help="onnxruntime, compiled, tensorrt_rtx …; may be repeated.")
 @click.option("--graph-optimization", multiple=True, help="ONNX Runtime's level: disabled, basic, extended, all.")
 @click.option("--no-simplify", is_flag=True, default=None, help="Leave the exported graph as it is.")
 @click.option("--metric", help="top1, top5, mse or module:function.")
@@ -126,6 +152,8 @@ _how_to_work = _options(
 @click.option("--out", type=click.Path(path_type=Path), help="Run directory; default runs/MODEL-TIME.")
 @_what_to_load
 @_how_to_export
+@_how_to_build
+@_how_to_run_tensorrt
 @_where_to_run
 @_how_to_measure
 @_how_to_work
@@ -229,6 +257,67 @@ def benchmark(models: tuple[str, ...], as_json: bool, quiet: bool, **options: An
     with _settings(options, quiet) as settings:
         run = stages.benchmark(_recipe(models[0], None, options), models[1:], settings)
     return _show_run(run, None, as_json)
+
+
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Engine file to write.")
+@click.option("--check", is_flag=True, help="Only say for which targets it builds; nothing is written.")
+@click.option("--engine", "engines", multiple=True, default=("tensorrt_rtx",), show_default=True, help="Which engine.")
+@_what_to_load
+@_how_to_build
+@_where_to_run
+@_how_to_work
+def build(file: Path, output: Path | None, check: bool, as_json: bool, quiet: bool, **options: Any) -> int:
+    """Build a TensorRT engine from an ONNX FILE, as it is, and audit it; or say whether it builds.
+
+    Example: enginesmith build net.onnx -o net.engine --target sm86 --shape batch=1:8:64
+    """
+    from enginesmith.pipeline import build_stages
+
+    if check == (output is not None):
+        raise click.UsageError("give either -o FILE.engine or --check")
+    recipe = _recipe(str(file), None, options)
+    with _settings(options, quiet) as settings:
+        if output is not None:
+            built = build_stages.build(recipe, output, settings)
+            _print_json(built.model_dump(mode="json")) if as_json else click.echo(built.summary)
+            return 0
+        found = build_stages.check(recipe, settings)
+    _show_table([_checked_row(one.model_dump(mode="json"), as_json) for one in found], as_json)
+    return 0 if all(one.builds for one in found) else 1
+
+
+def _checked_row(row: dict[str, Any], as_json: bool) -> dict[str, Any]:
+    """A row of ``build --check`` as people read it; machines get it as it is."""
+    if as_json:
+        return row
+    return {"target": row["target"], "builds": "yes" if row["builds"] else "no"} | {
+        name: row[name] for name in ("failure", "reason", "remedy")
+    }
+
+
+@main.command()
+@click.argument("models", nargs=-1, required=True)
+@click.option("--memory", metavar="SIZE", required=True, help="Device memory that all models together may take.")
+@click.option("--engine", "engines", multiple=True, default=("tensorrt_rtx",), show_default=True, help="Which engine.")
+@_what_to_load
+@_how_to_build
+@_how_to_run_tensorrt
+@_where_to_run
+@_how_to_work
+def fit(models: tuple[str, ...], memory: str, as_json: bool, quiet: bool, **options: Any) -> int:
+    """Find the largest batch that fits a memory budget, and the smallest workspace, by the builder's own figures.
+
+    Example: enginesmith fit net.onnx --memory 8GiB --target sm86
+    """
+    from enginesmith.pipeline import build_stages
+    from enginesmith.pipeline.units import parse_bytes
+
+    with _settings(options, quiet) as settings:
+        found = build_stages.fit(_recipe(models[0], None, options), models, parse_bytes(memory), settings)
+    _show_facts(found.model_dump(mode="json"), as_json)
+    return 0 if found.largest_batch is not None else 3
 
 
 @main.command("inspect")
@@ -400,8 +489,15 @@ _PLACES = {
     "max_latency": ("budgets", "max_latency_ms"),
     "min_sqnr": ("min_sqnr_db",),
     **{
+        name: ("tensorrt", name)
+        for name in ("tactic_dram", "tactic_shared_memory", "optimization_level", "aux_streams", "tiling")
+        + ("sparse_weights", "weight_streaming", "strip_plan", "refit", "version_compatible", "hardware_compatibility")
+        + ("tf32", "plugins", "timing_cache", "locked", "profiles", "host_code")
+    },
+    **{name: ("tensorrt_run", name) for name in ("cuda_graphs", "share_activation_memory", "weight_streaming_budget")},
+    **{
         name: (name,)
-        for name in ("inputs", "engines", "graph_optimization", "device", "threads", "eval_data", "metric")
+        for name in ("inputs", "targets", "engines", "graph_optimization", "device", "threads", "eval_data", "metric")
         + ("samples", "objective", "seed", "allow_pickle")
     },
 }
@@ -426,6 +522,8 @@ def _recipe(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe":
         place[last] = list(value) if isinstance(value, tuple) else value
     if options.get("no_simplify"):
         values["simplify"] = False
+    if options.get("workspace"):
+        values["workspace"] = [part.strip() for part in options["workspace"].split(",")]
     if options.get("batch"):
         values["batch"] = _numbers(options["batch"])
     if options.get("shapes"):

@@ -11,11 +11,11 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.measure.memory import MemoryRow
 from enginesmith.pipeline.measure.quality import Quality
-from enginesmith.pipeline.plan import LOAD, REFERENCE, Plan, Step, Variant
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.run import BuildRecord, ModelRecord, Run, StepRecord, StoredArtifact, VariantRecord
 from enginesmith.pipeline.runner import Outcome
 from enginesmith.pipeline.select import select
+from enginesmith.pipeline.steps import LOAD, REFERENCE, Plan, Step, Variant
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.compare import StageFidelity
 from enginesmith.pipeline.tasks.measure import ENVIRONMENT
@@ -43,7 +43,7 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
         name=header.name,
         created=header.created,
         seconds=header.seconds,
-        complete=all(step.id in outcomes for step in plan.steps),
+        complete=all(step.id in outcomes and outcomes[step.id].status != "lacking" for step in plan.steps),
         recipe=recipe,
         environment={**header.environment, **_measured_on(plan, outcomes)},
         model=_model(recipe, outcomes),
@@ -60,6 +60,8 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
 def _step(name: str, outcome: Outcome | None) -> StepRecord:
     if outcome is None:
         return StepRecord(id=name, status="pending", cached=False, seconds=None, effect="not reached")
+    if outcome.status == "lacking":
+        return StepRecord(id=name, status="pending", cached=False, seconds=None, effect=outcome.reason)
     if outcome.artifact is None:
         return StepRecord(id=name, status=outcome.status, cached=False, seconds=None, effect=outcome.reason)
     last = outcome.artifact.history[-1]
@@ -93,10 +95,11 @@ def _record(
 ) -> VariantRecord:
     made = _artifact(outcomes, variant.artifact)
     rows = latency.get(variant.id, ())
-    failure = _failure(variant, plan, outcomes, rows)
+    failure, kind = _failure(variant, plan, outcomes, rows)
     unfinished = _unfinished(variant, plan, outcomes)
     measured = any(row.p50_ms is not None for row in rows)
     status = "failed" if failure else "measured" if measured else "built" if made and not unfinished else "skipped"
+    build = _build(variant, made)
     memory, quality = (next(iter(_entries(outcomes, step)), None) for step in (variant.memory, variant.quality))
     reasons = {} if quality else {"quality": _why_missing(variant.quality, outcomes)}
     reasons |= {} if memory else {"memory": _why_missing(variant.memory, outcomes)}
@@ -105,8 +108,11 @@ def _record(
         id=variant.id,
         engine=variant.engine.name,
         precision=variant.precision,
+        workspace_limit_bytes=build.workspace_limit_bytes if build and variant.workspace else None,
+        target=variant.target,
         status=status,
-        reason=failure or unfinished or _partial_failure(rows),
+        reason=failure or unfinished or variant.lacking or _partial_failure(rows),
+        failure=kind or None,
         artifact=_stored(made, artifacts.get(variant.id)),
         history=made.history if made else (),
         fidelity=tuple(
@@ -115,7 +121,7 @@ def _record(
         latency=rows,
         quality=Quality.model_validate(quality) if quality else None,
         memory=MemoryRow.model_validate(memory) if memory else None,
-        build=_build(variant, made),
+        build=build,
         reasons=reasons,
     )
 
@@ -128,12 +134,14 @@ def _build(variant: Variant, made: Artifact | None) -> BuildRecord | None:
     if made is None or made.kind != "engine":
         return None
     last = made.history[-1]
-    missing = f"{variant.engine.name} does not report it"
+    facts = variant.engine.facts(made).model_dump()
+    missing = [name for name, value in facts.items() if value is None]
     return BuildRecord(
         seconds=last.seconds,
         host_peak_bytes=last.host_peak_bytes,
         engine_bytes=made.bytes,
-        reasons=dict.fromkeys(("workspace_limit_bytes", "weights_bytes", "activation_bytes", "layers"), missing),
+        **facts,
+        reasons=dict.fromkeys(missing, f"{variant.engine.name} does not report it"),
     )
 
 
@@ -165,15 +173,18 @@ def _own_steps(variant: Variant, plan: Plan) -> list[str]:
     return list(dict.fromkeys(name for end in ends for name in _chain(end, by_id)))
 
 
-def _failure(variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...]) -> str:
-    """Why the variant cannot be used, if it cannot: the first step of its own that failed, or was not good enough."""
+def _failure(variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...]) -> tuple[str, str]:
+    """Why the variant cannot be used, if it cannot, and the class of the failure.
+
+    It is the first step of its own that failed, or was not good enough.
+    """
     for name in _own_steps(variant, plan):
         outcome = outcomes.get(name)
         if outcome and outcome.status == "failed":
-            return f"{name}: {outcome.reason}"
+            return f"{name}: {outcome.reason}", outcome.error.failure if outcome.error else ""
         if outcome and outcome.artifact and outcome.artifact.breach:
-            return outcome.artifact.breach
-    return _partial_failure(rows) if rows and all(row.failure for row in rows) else ""
+            return outcome.artifact.breach, "wrong result"
+    return (_partial_failure(rows), "") if rows and all(row.failure for row in rows) else ("", "")
 
 
 def _partial_failure(rows: tuple[LatencyRow, ...]) -> str:

@@ -10,6 +10,10 @@
     ├── ModelError                                  the model or graph is broken or unsupported
     │   ├── InvalidGraph                            an ONNX file that is damaged or breaks the specification
     │   ├── ExportError                             PyTorch could not turn the module into a graph
+    │   ├── BuildError                              an engine's builder made no engine of the graph
+    │   │   ├── UnsupportedGraph                    operators, types or values that it does not take
+    │   │   ├── LimitTooSmall                       it needs more memory than it was allowed
+    │   │   └── BuilderFailed                       it failed for a reason of its own
     │   └── FidelityError                           outputs differ from the reference by more than allowed
     ├── StoreError                                  the store or a run directory cannot be read or written
     └── StepError                                   a step's process ended without a result
@@ -28,6 +32,8 @@ class EnginesmithError(Exception):
     """Root of the tree; ``exit_code`` is what the command line returns for it."""
 
     exit_code: ClassVar[int] = 1
+    failure: ClassVar[str] = ""
+    """The class of a failure, for tables of many of them; empty where the type says no more than "failed"."""
 
     def __init__(self, message: str, remedy: str = "") -> None:
         super().__init__(message, remedy)
@@ -75,9 +81,33 @@ class ModelError(EnginesmithError):
 class InvalidGraph(ModelError):
     """An ONNX file that is damaged, incomplete or breaks the specification."""
 
+    failure = "invalid"
+
 
 class ExportError(ModelError):
     """PyTorch could not turn the module into a graph; the message names the operator and the user's line."""
+
+
+class BuildError(ModelError):
+    """An engine's builder made no engine of a sound graph."""
+
+
+class UnsupportedGraph(BuildError):
+    """The builder does not take what is in the graph; the message names the nodes and the modules they come from."""
+
+    failure = "unsupported"
+
+
+class LimitTooSmall(BuildError):
+    """The builder needs more memory than its limit; the message says what was asked for."""
+
+    failure = "does not fit the limit"
+
+
+class BuilderFailed(BuildError):
+    """The builder failed for a reason of its own; its log is kept."""
+
+    failure = "internal"
 
 
 class FidelityError(ModelError):
@@ -95,10 +125,16 @@ class StepError(EnginesmithError):
 class StepCrashed(StepError):
     """The process was killed by a signal."""
 
+    failure = "crash"
+
 
 class StepOutOfMemory(StepError):
     """The process asked for more memory than there was."""
 
+    failure = "out of memory"
+
 
 class StepTimeout(StepError):
     """The process ran past its time limit."""
+
+    failure = "timeout"

@@ -17,12 +17,13 @@ from enginesmith.pipeline.artifact import file_digest, files_below, folder_diges
 from enginesmith.pipeline.assemble import Header, assemble
 from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.measure import device
-from enginesmith.pipeline.plan import LOAD, REFERENCE, Plan, Variant, plan
+from enginesmith.pipeline.plan import plan
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.report import markdown
 from enginesmith.pipeline.run import Run
 from enginesmith.pipeline.runner import Listener, Outcome, Runner
 from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.steps import LOAD, REFERENCE, Plan, Variant
 from enginesmith.pipeline.store import Store, default_root, storage_errors
 
 
@@ -110,7 +111,7 @@ class _RunDirectory:
             }
             run = assemble(header, self._recipe, self._plan, outcomes, artifacts)
             runs.write(run, self._folder)
-            if run.complete:
+            if all(step.id in outcomes for step in self._plan.steps):
                 (self._folder / "report.md").write_text(markdown.render(run))
         return run
 

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.errors import InvalidGraph, SignatureError
-from enginesmith.pipeline.tensors import DTYPES, Array, Signature, TensorSpec
+from enginesmith.pipeline.tensors import DESCRIBED, Array, Signature, TensorSpec
 
 if TYPE_CHECKING:
     import onnx
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 MODULE_KEY = "enginesmith.module"
 """Metadata of a node: dotted path of the PyTorch module that it came from (``encoder.layer.0.attention``)."""
 
+_SKELETON_BYTES = 1 << 10
+"""Weights up to this size stay: they may be the shapes and scales that structure depends on."""
 _CHUNK_BYTES = 1 << 22
 _PROTOBUF_LIMIT_BYTES = (1 << 31) - 1
 _IR_VERSION_TAG = b"\x08"  # field 1 as a varint: what every writer puts first
@@ -72,6 +74,15 @@ def read(path: Path) -> "onnx.ModelProto":
     return model
 
 
+def skeleton(path: Path) -> "onnx.ModelProto":
+    """The parsed file without the values of large weights, for whoever looks at structure and types alone."""
+    model = read(path)
+    for tensor in tensors(model):
+        if len(tensor.raw_data) > _SKELETON_BYTES:
+            tensor.ClearField("raw_data")
+    return model
+
+
 def _unreadable(path: Path, data: bytes) -> InvalidGraph:
     if data.startswith(_IR_VERSION_TAG):
         return InvalidGraph(f"{path} is truncated or damaged: it starts like ONNX and breaks off", "copy it again")
@@ -88,11 +99,11 @@ def check(path: Path) -> None:
     _check_versions(path, model)
     if not model.graph.output:
         raise InvalidGraph(f"{path} has no outputs", "name at least one output when the graph is exported")
-    for tensor in _tensors(model):
+    for tensor in tensors(model):
         if _is_external(tensor):
             _check_external(path, tensor)
     _check_specification(path)
-    for tensor in _tensors(model):
+    for tensor in tensors(model):
         if _has_nan(path, tensor):
             raise InvalidGraph(f"the weight {tensor.name!r} of {path} holds NaN", "train or convert the model again")
 
@@ -203,9 +214,9 @@ def _spec(side: str, position: int, value: "onnx.ValueInfoProto") -> TensorSpec:
         )
     tensor = value.type.tensor_type
     dtype = dtype_name(tensor.elem_type)
-    if dtype not in DTYPES:
+    if dtype not in DESCRIBED:
         raise SignatureError(
-            f"{what} has the dtype {dtype}", f"supported are {', '.join(DTYPES)}: cast inside the graph"
+            f"{what} has the dtype {dtype}", f"supported are {', '.join(DESCRIBED)}: cast inside the graph"
         )
     if not tensor.HasField("shape"):
         raise SignatureError(f"{what} has no shape, not even a rank", "write its shape into the file, or export again")
@@ -240,7 +251,7 @@ def summary(path: Path) -> Summary:
     operators = Counter(node.op_type for node in nodes(model))
     sizes: Counter[str] = Counter()
     parameters = 0
-    for tensor in _tensors(model):
+    for tensor in tensors(model):
         count = int(np.prod(tensor.dims, dtype=np.int64))
         parameters += count
         sizes[dtype_name(tensor.data_type)] += _bytes(tensor.data_type, count)
@@ -277,7 +288,7 @@ def external_files(path: Path) -> list[str]:
     Raises:
         InvalidGraph: the file cannot be read.
     """
-    return sorted({_region(tensor)[0] for tensor in _tensors(read(path)) if _is_external(tensor)})
+    return sorted({_region(tensor)[0] for tensor in tensors(read(path)) if _is_external(tensor)})
 
 
 def nodes(model: "onnx.ModelProto") -> Iterator["onnx.NodeProto"]:
@@ -300,7 +311,8 @@ def _subgraphs(node: "onnx.NodeProto") -> Iterator["onnx.GraphProto"]:
         yield from attribute.graphs
 
 
-def _tensors(model: "onnx.ModelProto") -> Iterator["onnx.TensorProto"]:
+def tensors(model: "onnx.ModelProto") -> Iterator["onnx.TensorProto"]:
+    """Every constant: initialisers and attributes, of subgraphs and function bodies too."""
     graphs = [model.graph, *(graph for node in nodes(model) for graph in _subgraphs(node))]
     for graph in graphs:
         yield from graph.initializer

@@ -5,62 +5,24 @@ load ─┬─ reference ─────────────────┬�
                  └─ verify    └─ verify              └─ quality-V     (all variants together)
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Device, Engine
+from enginesmith.pipeline.engines.tensorrt import TensorRT
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.race import LatencySettings
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.source import Source, resolve
+from enginesmith.pipeline.steps import LATENCY, LOAD, REFERENCE, Plan, Step, Variant
 from enginesmith.pipeline.tasks.base import Task
 from enginesmith.pipeline.tasks.compare import Sample, Verify
-from enginesmith.pipeline.tasks.load import Load, LoadOnnx
+from enginesmith.pipeline.tasks.load import Load, LoadEngine, LoadOnnx
 from enginesmith.pipeline.tasks.measure import VERIFIED, Latency, Memory, Quality
+from enginesmith.pipeline.tasks.shapes import SHAPES, Shapes
+from enginesmith.pipeline.tasks.sweep import SMALLEST, UNLIMITED, BuildWithin
 from enginesmith.pipeline.tasks.transform import Build, Transform
-
-LOAD, REFERENCE, LATENCY = "load", "reference", "latency"
-
-
-@dataclass(frozen=True)
-class Step:
-    """One task and the steps whose artifacts it takes, by the role they have in it."""
-
-    id: str
-    task: Task
-    needs: dict[str, str] = field(default_factory=dict)
-    """Role → id of a step; without all of them the step cannot run."""
-    wants: dict[str, str] = field(default_factory=dict)
-    """Role → id of a step that may fail: one failed variant does not keep the others from being compared."""
-    vital: bool = False
-    """Whether nothing is worth doing once this has failed."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to run the model: which engine, and the steps that lead to it and say how good it is."""
-
-    id: str
-    engine: Engine
-    precision: str
-    artifact: str
-    """The step whose artifact the engine loads."""
-    verified: tuple[str, ...] = ()
-    """Steps that hold its stages against the reference."""
-    memory: str | None = None
-    quality: str | None = None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Steps in an order in which each comes after what it needs, and what they are for."""
-
-    steps: tuple[Step, ...]
-    baseline: Variant
-    variants: tuple[Variant, ...]
-    latency: str | None
+from enginesmith.pipeline.variants import MAX, SWEPT, device_for, variants_of
 
 
 def plan(recipe: Recipe) -> Plan:
@@ -73,28 +35,38 @@ def plan(recipe: Recipe) -> Plan:
     device = recipe.where
     engines = [name for name in recipe.engines if name != "eager"]  # eager is the baseline, always there
     _hold(source, engines)
-    steps = list(_first_steps(recipe))
+    steps = list(first_steps(recipe))
     graph: str = LOAD
     verified: tuple[str, ...] = ()
     if any(engine_class(name).consumes == "onnx" for name in engines):
-        graph, verified, more = _graph_steps(recipe, source)
+        graph, verified, more = graph_steps(recipe, source)
         steps += more
+    if any(issubclass(engine_class(name), TensorRT) for name in engines):
+        steps.append(shapes_step(recipe))
     baseline = Variant("eager" if source.is_torch else "source", _baseline(source), "fp32", LOAD)
     variants = [baseline]
-    for name, engine in _variants(recipe, engines):
-        variant, more = _engine_steps(recipe, name, engine, graph, verified)
-        variants.append(variant)
+    for variant in variants_of(recipe, engines):
+        finished, more = _engine_steps(recipe, variant, graph, verified)
+        variants.append(finished)
         steps += more
+    lacking = [variant.lacking for variant in variants[1:]]
+    if lacking and all(lacking):
+        variants[0] = replace(baseline, lacking=f"{lacking[0]}: there is nothing to compare it with")
     for index, variant in enumerate(variants):
         variants[index], more = _own_measurements(recipe, variant, baseline.id, device)
         steps += more
-    latency = _latency(recipe, variants, device) if recipe.measure.latency else None
+    latency = latency_step(recipe, variants, device) if recipe.measure.latency else None
     return Plan(
         (*steps, *([latency] if latency else [])), variants[0], tuple(variants[1:]), latency.id if latency else None
     )
 
 
 def _hold(source: Source, engines: list[str]) -> None:
+    if source.form == "engine":
+        raise UsageError(
+            f"{source.text} is a built engine, and there is nothing to optimise in it",
+            "give the model it was built from; `benchmark` and `verify` take engines",
+        )
     needs_module = [name for name in engines if engine_class(name).consumes == "torch"]
     if needs_module and not source.is_torch:
         raise UsageError(
@@ -103,7 +75,10 @@ def _hold(source: Source, engines: list[str]) -> None:
         )
 
 
-def _load(recipe: Recipe, source: Source) -> Task:
+def load_task(recipe: Recipe, source: Source) -> Task:
+    """From MODEL to the first artifact."""
+    if source.form == "engine":
+        return LoadEngine(source=source)
     if not source.is_torch:
         return LoadOnnx(source=source, inputs=recipe.specs)
     return Load(source=source, inputs=recipe.specs, seed=recipe.seed, allow_pickle=recipe.allow_pickle)
@@ -113,10 +88,10 @@ def _baseline(source: Source) -> Engine:
     """Eager for a module; an ONNX file is held against itself, run as it is."""
     if source.is_torch:
         return engine_class("eager")()
-    return _unoptimised()
+    return unoptimised()
 
 
-def _unoptimised() -> Engine:
+def unoptimised() -> Engine:
     """ONNX Runtime on a graph as it stands."""
     return engine_class("onnxruntime").model_validate({"graph_optimization": "disabled"})
 
@@ -131,7 +106,7 @@ def _sample(recipe: Recipe, source: Source) -> Task:
     )
 
 
-def _graph_steps(recipe: Recipe, source: Source) -> tuple[str, tuple[str, ...], list[Step]]:
+def graph_steps(recipe: Recipe, source: Source) -> tuple[str, tuple[str, ...], list[Step]]:
     """From what was loaded to the graph that engines are built from; each stage is verified as it is, unoptimised."""
     from enginesmith.pipeline.passes.export import Export
     from enginesmith.pipeline.passes.simplify import Simplify
@@ -141,47 +116,60 @@ def _graph_steps(recipe: Recipe, source: Source) -> tuple[str, tuple[str, ...], 
         stages["export"] = Transform(step=Export(**recipe.export.model_dump()))
     if recipe.simplify:
         stages["simplify"] = Transform(step=Simplify(external_data_bytes=recipe.export.external_data_bytes))
-    runtime = _unoptimised()
+    runtime = unoptimised()
     steps, checks, parent = [], [], LOAD
     for name, task in stages.items():
         steps.append(Step(name, task, {"model": parent}))
-        checks.append(_verify(recipe, name, name, name, runtime, Device()))
+        checks.append(verify_step(recipe, name, name, name, runtime, Device()))
         parent = name
     return parent, tuple(check.id for check in checks), [*steps, *checks]
 
 
-def _verify(recipe: Recipe, name: str, stage: str, artifact: str, engine: Engine, device: Device) -> Step:
+def verify_step(recipe: Recipe, name: str, stage: str, artifact: str, engine: Engine, device: Device) -> Step:
+    """Hold a step's artifact, as an engine runs it, against the reference."""
     task = Verify(stage=stage, engine=engine, device=device, precision="fp32", min_sqnr_db=recipe.min_sqnr_db)
     return Step(f"verify-{name}", task, {"model": artifact, "reference": REFERENCE})
 
 
-def _variants(recipe: Recipe, engines: list[str]) -> Iterator[tuple[str, Engine]]:
-    """Variant ids and their engines, in the order of the recipe."""
-    for name in engines:
-        if name != "onnxruntime":
-            yield f"{name}-fp32", engine_class(name)()
-            continue
-        for level in recipe.graph_optimization:
-            suffix = "" if level == "all" else f"-{level}"
-            yield f"{name}-fp32{suffix}", engine_class(name).model_validate({"graph_optimization": level})
-
-
-def _engine_steps(
-    recipe: Recipe, name: str, engine: Engine, graph: str, checks: tuple[str, ...]
-) -> tuple[Variant, list[Step]]:
+def _engine_steps(recipe: Recipe, variant: Variant, graph: str, checks: tuple[str, ...]) -> tuple[Variant, list[Step]]:
     """Build, and the check that stands for all checks before it too."""
-    device = recipe.where
+    engine, device = variant.engine, device_for(recipe, variant.engine)
     if engine.consumes == "torch":
-        check = _verify(recipe, name, "engine", LOAD, engine, device)
-        return Variant(name, engine, "fp32", LOAD, (check.id,)), [check]
-    build = Step(f"build-{name}", Build(engine=engine, device=device), {"model": graph})
-    check = _verify(recipe, name, "engine", build.id, engine, device)
-    check = replace(check, needs={**check.needs, **{name: name for name in checks}})
-    return Variant(name, engine, "fp32", build.id, (*checks, check.id)), [build, check]
+        check = verify_step(recipe, variant.id, "engine", LOAD, engine, device)
+        return replace(variant, verified=(check.id,)), [check]
+    build = build_step(variant, device, graph)
+    check = verify_step(recipe, variant.id, "engine", build.id, engine, device)
+    needs = {**check.needs, **{name: name for name in checks}}
+    check = replace(check, needs=needs, lacking=variant.lacking)
+    return replace(variant, verified=(*checks, check.id)), [build, check]
+
+
+def shapes_step(recipe: Recipe) -> Step:
+    """The ranges that engines are built for."""
+    return Step(SHAPES, Shapes(ranges=recipe.ranges, batches=recipe.batch), {"model": LOAD})
+
+
+def build_step(variant: Variant, device: Device, graph: str) -> Step:
+    """Build a variant's engine from a step's graph."""
+    engine = variant.engine
+    needs = {"model": graph}
+    if not isinstance(engine, TensorRT):
+        return Step(variant.artifact, Build(engine=engine, device=device), needs)
+    needs[SHAPES] = SHAPES
+    if variant.workspace not in SWEPT:
+        return Step(variant.artifact, Build(engine=engine, device=device), needs)
+    point = SWEPT.index(variant.workspace)
+    needs[UNLIMITED] = variant.artifact.replace(f"-ws{variant.workspace}", f"-ws{MAX}")
+    if point:
+        needs[SMALLEST] = variant.artifact.replace(f"-ws{variant.workspace}", f"-ws{SWEPT[0]}")
+    task = BuildWithin(engine=engine, device=device, point=point, points=len(SWEPT))
+    return Step(variant.artifact, task, needs)
 
 
 def _own_measurements(recipe: Recipe, variant: Variant, baseline_id: str, device: Device) -> tuple[Variant, list[Step]]:
     """What is measured of one variant alone."""
+    if variant.id != baseline_id:
+        device = device_for(recipe, variant.engine)
     needs = {"model": variant.artifact, "reference": REFERENCE}
     if variant.verified:
         needs[VERIFIED] = variant.verified[-1]
@@ -197,15 +185,18 @@ def _own_measurements(recipe: Recipe, variant: Variant, baseline_id: str, device
             seed=recipe.seed,
         )
         baseline = {"baseline": f"quality-{baseline_id}"} if variant.id != baseline_id else {}
-        steps.append(Step(f"quality-{variant.id}", task, {**needs, **baseline}))
+        steps.append(Step(f"quality-{variant.id}", task, {**needs, **baseline}, lacking=variant.lacking))
         variant = replace(variant, quality=steps[-1].id)
     if recipe.measure.memory:
-        steps.append(Step(f"memory-{variant.id}", Memory(engine=variant.engine, device=device), needs))
+        memory = Memory(engine=variant.engine, device=device)
+        steps.append(Step(f"memory-{variant.id}", memory, needs, lacking=variant.lacking))
         variant = replace(variant, memory=steps[-1].id)
     return variant, steps
 
 
-def _latency(recipe: Recipe, variants: list[Variant], device: Device, again: str = "") -> Step:
+def latency_step(recipe: Recipe, variants: list[Variant], device: Device, again: str = "") -> Step:
+    """Measure all variants together that can run on the device; ``again`` is new for a measurement made anew."""
+    variants = [variants[0], *(one for one in variants[1:] if device.kind in one.engine.kinds and not one.lacking)]
     settings = LatencySettings(
         precision=recipe.measure.precision, time_limit_seconds=recipe.measure.seconds, seed=recipe.seed
     )
@@ -215,63 +206,11 @@ def _latency(recipe: Recipe, variants: list[Variant], device: Device, again: str
     needs = {variants[0].id: variants[0].artifact, "reference": REFERENCE}
     wants = {variant.id: variant.artifact for variant in variants[1:]}
     wants |= {f"{variant.id} {VERIFIED}": (variant.artifact, *variant.verified)[-1] for variant in variants[1:]}
-    return Step(LATENCY, task, needs, wants)
+    return Step(LATENCY, task, needs, wants, lacking=variants[0].lacking)
 
 
-def export_steps(recipe: Recipe) -> tuple[Step, ...]:
-    """The steps of ``export`` alone, with its check."""
-    graph = _graph_steps(recipe.model_copy(update={"simplify": False}), resolve(recipe.model))[2]
-    return (*_first_steps(recipe), *graph)
-
-
-def simplify_steps(recipe: Recipe) -> tuple[Step, ...]:
-    """The steps of ``simplify`` on an ONNX file, with its check."""
-    graph = _graph_steps(recipe.model_copy(update={"simplify": True}), resolve(recipe.model))[2]
-    return (*_first_steps(recipe), *graph)
-
-
-def verify_steps(recipe: Recipe, file: str) -> tuple[Step, ...]:
-    """The steps that hold an ONNX file against the recipe's model."""
-    source = resolve(file)
-    if source.is_torch:
-        raise UsageError(f"{file} is not an ONNX file", "verify FILE.onnx --against MODEL")
-    check = _verify(recipe, "file", Path(file).name, "file", engine_class("onnxruntime")(), recipe.where)
-    return (*_first_steps(recipe), Step("file", LoadOnnx(source=source)), check)
-
-
-def benchmark_plan(recipe: Recipe, others: Sequence[str], again: str) -> Plan:
-    """Measure models side by side as they are, the recipe's first; ``again`` is new each time."""
-    device = recipe.where
-    steps = list(_first_steps(recipe))
-    variants = [Variant(_label(recipe.model), _own_engine(resolve(recipe.model)), "as given", LOAD)]
-    for index, text in enumerate(others, 1):
-        source = resolve(text)
-        name = f"{LOAD}-{index}"
-        steps.append(Step(name, _load(recipe.model_copy(update={"inputs": ()}), source)))
-        variants.append(Variant(_distinct(_label(text), variants), _own_engine(source), "as given", name))
-    for index, variant in enumerate(variants):
-        memory = Memory(engine=variant.engine, device=device, again=again)
-        steps.append(Step(f"memory-{variant.id}", memory, {"model": variant.artifact, "reference": REFERENCE}))
-        variants[index] = replace(variant, memory=steps[-1].id)
-    latency = _latency(recipe, variants, device, again)
-    return Plan((*steps, latency), variants[0], tuple(variants[1:]), latency.id)
-
-
-def _first_steps(recipe: Recipe) -> tuple[Step, Step]:
+def first_steps(recipe: Recipe) -> tuple[Step, Step]:
+    """The model, and what it answers."""
     source = resolve(recipe.model)
-    load = Step(LOAD, _load(recipe, source), vital=True)
+    load = Step(LOAD, load_task(recipe, source), vital=True)
     return load, Step(REFERENCE, _sample(recipe, source), {"model": LOAD}, vital=True)
-
-
-def _own_engine(source: Source) -> Engine:
-    return engine_class("eager" if source.is_torch else "onnxruntime")()
-
-
-def _label(text: str) -> str:
-    source = resolve(text)
-    return Path(text).name if source.form in ("onnx", "pt2") else source.name
-
-
-def _distinct(label: str, variants: Sequence[Variant]) -> str:
-    taken = {variant.id for variant in variants}
-    return label if label not in taken else f"{label}-{len(taken) + 1}"

@@ -15,10 +15,11 @@ def _import(names: str) -> None:
             importlib.import_module(name)
 
 
-_import(
+_FRAMEWORKS = (
     "torch torch.export torch.onnx onnx onnxruntime onnxscript safetensors.torch "
     "enginesmith.pipeline.tasks.measure enginesmith.pipeline.tasks.load enginesmith.pipeline.torch_model"
 )
+_import(os.environ.get("ENGINESMITH_PRELOAD_ONLY", _FRAMEWORKS))
 COMMON = frozenset(name.partition(".")[0] for name in sys.modules)
 """Top-level modules that every worker has, whatever the model is."""
 _import(os.environ.get("ENGINESMITH_PRELOAD", ""))

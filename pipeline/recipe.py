@@ -10,8 +10,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from enginesmith.models import MODELS
-from enginesmith.pipeline.engines import ENGINES
+from enginesmith.pipeline.engines import ENGINES, engine_class
 from enginesmith.pipeline.engines.base import Device
+from enginesmith.pipeline.engines.cuda import cuda_device
+from enginesmith.pipeline.engines.trt.options import BuildOptions, RunOptions
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.quality import METRICS
 from enginesmith.pipeline.tensors import ShapeRange, TensorSpec
@@ -66,8 +68,18 @@ class Recipe(_Part):
         ("all",), min_length=1, description="ONNX Runtime's optimisation levels; each one is a variant"
     )
     batch: tuple[int, ...] = Field((1, 8), min_length=1, description="batch sizes that are measured")
-    device: str = Field("cpu", description="cpu, cuda or cuda:1")
+    device: str | None = Field(
+        None, description="cpu, cuda or cuda:1; without it cuda where an engine needs it and there is one, else cpu"
+    )
     threads: int = Field(0, ge=0, description="CPU threads of a session; 0 means one a core")
+    targets: tuple[str, ...] = Field(
+        (), description="what TensorRT-RTX builds for: sm86, portable, …; the device that is here without it"
+    )
+    workspace: tuple[str, ...] = Field(
+        (), description="TensorRT's limits for intermediate buffers, each a variant: 64MiB, max; or sweep"
+    )
+    tensorrt: BuildOptions = BuildOptions()
+    tensorrt_run: RunOptions = RunOptions()
     simplify: bool = Field(True, description="clean the exported graph")
     export: ExportOptions = ExportOptions()
     eval_data: str | None = Field(None, description="labelled data: an embedded set, .npz, .npy, .safetensors")
@@ -98,6 +110,16 @@ class Recipe(_Part):
         return tuple(dict.fromkeys(value))
 
     @property
+    def workspace_limits(self) -> tuple[int | Literal["sweep"] | None, ...]:
+        """The limits, read: bytes, None for the builder's default, or a sweep.
+
+        Raises:
+            UsageError: one is no size.
+        """
+        words: dict[str, int | Literal["sweep"] | None] = {"max": None, "sweep": "sweep"}
+        return tuple(words[text] if text in words else _limit(text) for text in self.workspace)
+
+    @property
     def data(self) -> str | None:
         """The evaluation data: what was named, else what comes with the zoo's model."""
         entry = MODELS.get(self.model.partition("(")[0])
@@ -123,15 +145,25 @@ class Recipe(_Part):
 
     @property
     def where(self) -> Device:
-        """The device, read.
+        """The device, read; where none was named, cuda if an engine runs only there and this machine has it.
 
         Raises:
             UsageError: it is neither cpu nor cuda.
         """
+        if self.device is None:
+            on_cuda = any(engine_class(name).kinds == ("cuda",) for name in self.engines)
+            return Device(kind="cuda" if on_cuda and cuda_device(0) else "cpu", threads=self.threads)
         kind, _, index = self.device.partition(":")
         if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
             raise UsageError(f"there is no device {self.device!r}", "use cpu, cuda or cuda:1")
         return Device(kind=kind, index=int(index or 0), threads=self.threads)
+
+
+def _limit(text: str) -> int:
+    found = parse_bytes(text)
+    if found < 1:
+        raise UsageError(f"a workspace of {text!r} holds nothing", "give at least 1 byte, or max")
+    return found
 
 
 _YAML_WORDS = {"Value": "", "tuple": "list", "dicti": "mapping"}
@@ -154,8 +186,9 @@ def make(values: dict[str, Any]) -> Recipe:
         place = ".".join(str(part) for part in first["loc"]) or "the recipe"
         message = _IN_PYTHON_WORDS.sub(lambda found: _YAML_WORDS[found[0][:5]], first["msg"])
         raise UsageError(f"{place}: {message} (given: {first['input']!r})", "see docs/recipe.md") from error
-    _ = recipe.specs, recipe.ranges, recipe.where  # each raises its own message
+    _ = recipe.specs, recipe.ranges, recipe.where, recipe.workspace_limits  # each raises its own message
     _check_metric(recipe)
+    _check_tensorrt(recipe)
     return recipe
 
 
@@ -173,6 +206,19 @@ def _unknown(part: type[BaseModel], place: Sequence[str | int]) -> UsageError:
         + (f"; did you mean {near[0]}?" if near else ""),
         f"the fields are {', '.join(part.model_fields)}",
     )
+
+
+def _check_tensorrt(recipe: Recipe) -> None:
+    """Targets, limits and build options are for TensorRT engines, and have no effect on others."""
+    if any(name.startswith("tensorrt") for name in recipe.engines):
+        return
+    asked: dict[str, object] = {"--target": recipe.targets, "--workspace": recipe.workspace}
+    asked |= {f"--{name.replace('_', '-')}": value for name, value in recipe.tensorrt.asked.items()}
+    given = [option for option, value in asked.items() if value]
+    if given:
+        raise UsageError(
+            f"{given[0]} has no effect on {', '.join(recipe.engines)}", "add --engine tensorrt_rtx, or leave it away"
+        )
 
 
 def _check_metric(recipe: Recipe) -> None:
@@ -231,6 +277,9 @@ _UNITS = {
     ("budgets", "max_latency_ms"): lambda text: parse_seconds(text) * 1e3,
     ("measure", "seconds"): parse_seconds,
     ("export", "external_data_bytes"): parse_bytes,
+    ("tensorrt", "tactic_dram"): parse_bytes,
+    ("tensorrt", "tactic_shared_memory"): parse_bytes,
+    ("tensorrt_run", "weight_streaming_budget"): parse_bytes,
 }
 
 

@@ -43,6 +43,9 @@ class BuildRecord(_Part):
     workspace_limit_bytes: int | None = None
     weights_bytes: int | None = None
     activation_bytes: int | None = None
+    """What one inference at the largest shape works in, scratch memory included."""
+    scratch_bytes: int | None = None
+    build_device_peak_bytes: int | None = None
     engine_bytes: int
     layers: dict[str, int] | None = None
     reasons: dict[str, str] = {}
@@ -60,6 +63,8 @@ class VariantRecord(_Part):
     target: str | None = None
     status: VariantStatus
     reason: str = ""
+    failure: str | None = None
+    """Class of the failure: unsupported, does not fit the limit, internal, crash, out of memory, timeout …"""
     artifact: StoredArtifact | None = None
     history: tuple[HistoryEntry, ...] = ()
     fidelity: tuple[StageFidelity, ...] = ()

@@ -19,11 +19,11 @@ from typing import Literal
 from enginesmith.pipeline import workers
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, file_digest, files_below, json_digest
 from enginesmith.pipeline.errors import EnginesmithError, StepError, StepTimeout
-from enginesmith.pipeline.plan import Step
+from enginesmith.pipeline.steps import Step
 from enginesmith.pipeline.store import ReadRecord, Store, storage_errors
 from enginesmith.pipeline.tasks.base import Done, execute
 
-Status = Literal["done", "failed", "skipped"]
+Status = Literal["done", "failed", "skipped", "lacking"]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Runner:
         return chosen
 
     def _step(self, step: Step, before: Mapping[str, Outcome], alone: bool) -> Outcome:
-        outcome = self._blocked(step, before)
+        outcome = Outcome(step.id, "lacking", reason=step.lacking) if step.lacking else self._blocked(step, before)
         if outcome is None:
             wanted = {role: before[name] for role, name in (*step.needs.items(), *step.wants.items())}
             inputs = {role: found.artifact for role, found in wanted.items() if found.artifact and found.good}

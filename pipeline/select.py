@@ -32,6 +32,10 @@ def select(records: Sequence[VariantRecord], budgets: Budgets, objective: Object
             f"{one.budget} {_number(one.actual)} > {_number(one.limit)}" for one in best if not one.passed
         )
         return Selection(None, f"no variant holds every budget; the best, {ranked[0].id}, has {missed}", pareto, best)
+    waiting = [record for record in records if record.status == "built" and record.reason]
+    if waiting:
+        left = f"{len(waiting)} variants are built and not measured: {waiting[0].reason}"
+        return Selection(None, f"{left}; `enginesmith resume` on a machine that has it decides", pareto, ())
     return Selection(None, f"nothing was measured that has a {objective}", pareto, ())
 
 

@@ -6,6 +6,7 @@
 ``package.module:name``   a callable in a module that Python can import from the current folder
 ``model.onnx``            an ONNX file, with its external data beside it
 ``model.pt2``             a ``torch.export`` archive
+``model.engine``          a TensorRT engine with its manifest beside it, to be measured or verified
 ``hf:org/name@revision``  a Hugging Face model, or a local folder with config.json and safetensors
 ``timm:name``             a timm model
 ========================  =======================================================================
@@ -24,9 +25,9 @@ from pydantic import BaseModel, ConfigDict
 from enginesmith.models import MODELS
 from enginesmith.pipeline.errors import SourceError
 
-Form = Literal["zoo", "file", "module", "onnx", "pt2", "hf", "timm"]
+Form = Literal["zoo", "file", "module", "onnx", "pt2", "engine", "hf", "timm"]
 
-_SUFFIXES: dict[str, Form] = {".onnx": "onnx", ".pt2": "pt2"}
+_SUFFIXES: dict[str, Form] = {".onnx": "onnx", ".pt2": "pt2", ".engine": "engine"}
 _LONGEST = 4095
 """Bytes of the longest path that Linux takes."""
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors")
@@ -53,7 +54,7 @@ class Source(BaseModel):
     @property
     def is_torch(self) -> bool:
         """Whether there is a module behind it that can be run eagerly."""
-        return self.form != "onnx"
+        return self.form not in ("onnx", "engine")
 
     @property
     def libraries(self) -> tuple[str, ...]:

@@ -1,27 +1,25 @@
 """Single stages for the command line: the same steps as in the main job, a file in and a file out."""
 
-import contextlib
 import datetime
-import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline import plan as plans
-from enginesmith.pipeline import workers
+from enginesmith.pipeline import stage_plans as plans
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.assemble import Header, assemble
 from enginesmith.pipeline.errors import FidelityError, UsageError
 from enginesmith.pipeline.job import Settings
 from enginesmith.pipeline.measure import device
-from enginesmith.pipeline.plan import Step
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.run import Run
-from enginesmith.pipeline.runner import Outcome, Runner
+from enginesmith.pipeline.runner import Outcome
+from enginesmith.pipeline.single import finished
 from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.steps import Step
 from enginesmith.pipeline.store import storage_errors
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.compare import StageFidelity
@@ -65,8 +63,8 @@ def simplify(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
 
 def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
     """Compare an ONNX file with the recipe's model at the points of the shape range."""
-    with _run(recipe, plans.verify_steps(recipe, str(file)), settings) as outcomes:
-        fidelity = _fidelity(outcomes, "verify-file")
+    outcomes = finished(plans.verify_steps(recipe, str(file)), settings, recipe)
+    fidelity = _fidelity(outcomes, "verify-file")
     good = all(entry.passed for entry in fidelity)
     return StageResult(summary=f"{file} {'equals' if good else 'differs from'} {recipe.model}", fidelity=fidelity)
 
@@ -76,52 +74,33 @@ def benchmark(recipe: Recipe, others: Sequence[str], settings: Settings) -> Run:
     started = time.monotonic()
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     plan = plans.benchmark_plan(recipe, others, now)
-    with _run(recipe, plan.steps, settings) as outcomes:
-        header = Header(
-            name="benchmark",
-            created=now,
-            seconds=round(time.monotonic() - started, 3),
-            environment=device.environment().model_dump(mode="json"),
-        )
-        return assemble(header, recipe, plan, outcomes, {})
+    outcomes = finished(plan.steps, settings, recipe)
+    header = Header(
+        name="benchmark",
+        created=now,
+        seconds=round(time.monotonic() - started, 3),
+        environment=device.environment().model_dump(mode="json"),
+    )
+    return assemble(header, recipe, plan, outcomes, {})
 
 
 def _to_file(recipe: Recipe, steps: Sequence[Step], stage: str, output: Path, settings: Settings) -> StageResult:
     if output.suffix != ".onnx":
         raise UsageError(f"the output {str(output)!r} is no .onnx file", f"call it {output.with_suffix('.onnx')}")
-    with _run(recipe, steps, settings) as outcomes:
-        made = outcomes[stage].artifact
-        assert made is not None
-        fidelity = _fidelity(outcomes, f"verify-{stage}")
-        if failed := [entry for entry in fidelity if not entry.passed]:
-            raise FidelityError(
-                f"the result differs from the original at {failed[0].point}: {failed[0].reason}",
-                "nothing was written; look at what the model does that the graph does not",
-            )
-        with storage_errors(f"the output {output}"):
-            files = _save_as(made, output)
+    outcomes = finished(steps, settings, recipe)
+    made = outcomes[stage].artifact
+    assert made is not None
+    fidelity = _fidelity(outcomes, f"verify-{stage}")
+    if failed := [entry for entry in fidelity if not entry.passed]:
+        raise FidelityError(
+            f"the result differs from the original at {failed[0].point}: {failed[0].reason}",
+            "nothing was written; look at what the model does that the graph does not",
+        )
+    with storage_errors(f"the output {output}"):
+        files = _save_as(made, output)
     notes = "".join(f"\n  note: {note}" for entry in made.history for note in entry.notes)
     summary = f"wrote {' and '.join(files)}: {made.history[-1].effect}{notes}"
     return StageResult(summary=summary, files=tuple(files), history=made.history, fidelity=fidelity)
-
-
-@contextlib.contextmanager
-def _run(recipe: Recipe, steps: Sequence[Step], settings: Settings) -> Iterator[Mapping[str, Outcome]]:
-    """Run steps; raises what the first failed one raised. The logs stay if it names them."""
-    workers.also_preload(resolve(recipe.model).libraries)
-    store, logs = settings.open_store(), Path(tempfile.mkdtemp(prefix="enginesmith-"))
-    named = False
-    try:
-        runner = Runner(store, logs, settings.jobs, settings.time_limit_seconds, settings.listener)
-        outcomes = runner.run(steps, lambda outcomes: None)
-        for outcome in outcomes.values():
-            if outcome.error:
-                named = str(logs) in outcome.error.remedy
-                raise outcome.error
-        yield outcomes
-    finally:
-        if not named:
-            shutil.rmtree(logs, ignore_errors=True)
 
 
 def _fidelity(outcomes: Mapping[str, Outcome], step: str) -> tuple[StageFidelity, ...]:

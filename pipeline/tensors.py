@@ -18,6 +18,8 @@ DTYPES = (
     *("float16", "float32", "float64", "bool"),
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
 )
+DESCRIBED = (*DTYPES, "bfloat16")
+"""What a graph's inputs and outputs may be; numpy has no bfloat16, so such a graph is built and not fed."""
 _NAME = re.compile(r"[^:\s]+")
 _DIM = re.compile(r"[A-Za-z_]\w*")
 
@@ -158,4 +160,8 @@ def _check_tensor(spec: TensorSpec, dtype: str, shape: tuple[int, ...], sizes: d
 
 def total_bytes(specs: Iterable[TensorSpec], sizes: Mapping[str, int]) -> int:
     """Bytes of all tensors together at these sizes."""
-    return sum(math.prod(spec.resolve(sizes)) * np.dtype(spec.dtype).itemsize for spec in specs)
+    return sum(math.prod(spec.resolve(sizes)) * _item_bytes(spec.dtype) for spec in specs)
+
+
+def _item_bytes(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else int(np.dtype(dtype).itemsize)

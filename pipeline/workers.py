@@ -224,16 +224,26 @@ def _tail(log: Path) -> str:
 
 _PRELOADED = "enginesmith.pipeline.preload"  # not imported here: it is all that is heavy
 _wanted: list[str] = []
+_only: list[str] = []
 
 
 @contextlib.contextmanager
 def _preload_named() -> Iterator[None]:
     """Tell the fork server, which this may be the start of, what to import."""
-    os.environ["ENGINESMITH_PRELOAD"] = " ".join(_wanted)
+    named = {"ENGINESMITH_PRELOAD": " ".join(_wanted)} | (
+        {"ENGINESMITH_PRELOAD_ONLY": " ".join(_only)} if _only else {}
+    )
+    os.environ.update(named)
     try:
         yield
     finally:
-        del os.environ["ENGINESMITH_PRELOAD"]
+        for name in named:
+            del os.environ[name]
+
+
+def preload_only(modules: Iterable[str]) -> None:
+    """Have the fork server import these instead of all frameworks, for work that needs none; only before it runs."""
+    _only[:] = modules
 
 
 def also_preload(modules: Iterable[str]) -> None:

@@ -13,6 +13,8 @@ ENGINES: Mapping[str, str] = {
     "eager": "enginesmith.pipeline.engines.eager:Eager",
     "compiled": "enginesmith.pipeline.engines.compiled:Compiled",
     "onnxruntime": "enginesmith.pipeline.engines.onnxruntime:OnnxRuntime",
+    "tensorrt": "enginesmith.pipeline.engines.tensorrt:TensorRT",
+    "tensorrt_rtx": "enginesmith.pipeline.engines.tensorrt:TensorRTRTX",
 }
 
 

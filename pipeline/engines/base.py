@@ -2,6 +2,8 @@
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -9,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import MissingCapability
-from enginesmith.pipeline.tensors import Array, Feeds, Signature
+from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature
 
 DEVICE_KINDS = ("cpu", "cuda")
 
@@ -94,6 +96,34 @@ class Session(ABC):
         self.close()
 
 
+@dataclass(frozen=True)
+class BuildRequest:
+    """What an engine is built from, and where to."""
+
+    artifact: Artifact
+    out: Path
+    """An empty folder."""
+    device: Device
+    ranges: Mapping[str, ShapeRange] = field(default_factory=dict)
+    """The sizes that dynamic dimensions may take; engines that need none ignore them."""
+    progress: Callable[[str], None] = lambda text: None
+
+
+class EngineFacts(BaseModel):
+    """What a built engine says of itself; None where it does not say."""
+
+    model_config = ConfigDict(frozen=True)
+
+    workspace_limit_bytes: int | None = None
+    weights_bytes: int | None = None
+    activation_bytes: int | None = None
+    """What one inference at the largest shape works in."""
+    scratch_bytes: int | None = None
+    build_device_peak_bytes: int | None = None
+    layers: dict[str, int] | None = None
+    """Kernels by the precision that they run in."""
+
+
 class Engine(BaseModel, ABC):
     """A kind of engine; its fields are the options it builds and loads with."""
 
@@ -103,6 +133,12 @@ class Engine(BaseModel, ABC):
     consumes: ClassVar[Kind]
     """What it is made from: ``torch`` engines run the module itself and have no build step."""
     tools: ClassVar[tuple[str, ...]]
+    kinds: ClassVar[tuple[str, ...]] = DEVICE_KINDS
+    """Kinds of device that it can run on."""
+    built_elsewhere: ClassVar[bool] = False
+    """Whether it can be built where it cannot run."""
+    only_running: ClassVar[frozenset[str]] = frozenset()
+    """Fields that change how it runs and not what is built."""
 
     @classmethod
     @abstractmethod
@@ -122,12 +158,25 @@ class Engine(BaseModel, ABC):
         if not found.ok:
             raise MissingCapability(f"{cls.name} cannot run on {device}: {found.reason}", found.remedy)
 
+    @classmethod
+    def buildable(cls) -> Availability:
+        """Whether this machine can build it."""
+        return cls.available(Device())
+
+    def runnable(self, device: Device) -> Availability:
+        """Whether this machine can run what these options build; :meth:`available` says it of the engine as such."""
+        return type(self).available(device)
+
+    def facts(self, artifact: Artifact) -> EngineFacts:
+        """What a built engine says of itself."""
+        return EngineFacts()
+
     def surroundings(self, device: Device) -> dict[str, Any]:
         """Facts about this machine that decide what ``build`` writes, where there are any."""
         return {}
 
-    def build(self, artifact: Artifact, out: Path, device: Device) -> Effect:
-        """Write the engine's files into the empty folder ``out``; only for engines that consume ``onnx``."""
+    def build(self, request: BuildRequest) -> Effect:
+        """Write the engine's files; only for engines that consume ``onnx``."""
         raise TypeError(f"{self.name} runs the module itself and is not built")
 
     @abstractmethod

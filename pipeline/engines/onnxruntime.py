@@ -7,7 +7,6 @@ Such a graph holds for the vector units and the version it was made with: both a
 refuses others.
 """
 
-import ctypes
 import platform
 import re
 import shutil
@@ -21,8 +20,9 @@ from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.engines import cuda
 from enginesmith.pipeline.engines import onnxruntime_session as sessions
-from enginesmith.pipeline.engines.base import Availability, Device, Engine, Session
+from enginesmith.pipeline.engines.base import Availability, BuildRequest, Device, Engine, Session
 from enginesmith.pipeline.engines.onnxruntime_session import Level
 from enginesmith.pipeline.errors import MissingCapability
 
@@ -67,14 +67,15 @@ class OnnxRuntime(Engine):
         if "CUDAExecutionProvider" not in ort.get_available_providers():
             remedy = f"replace it: pip uninstall onnxruntime; pip install 'enginesmith[{extra}]'"
             return Availability(ok=False, reason="this onnxruntime is built without CUDA", remedy=remedy)
-        return _driver()
+        return cuda.available(device.index)
 
     def surroundings(self, device: Device) -> dict[str, Any]:
         """The processor and version that an optimised graph holds for."""
         return _here(device).model_dump() if self._saves(device) else {}
 
-    def build(self, artifact: Artifact, out: Path, device: Device) -> Effect:
+    def build(self, request: BuildRequest) -> Effect:
         """Write ``model.onnx``, its weights beside it, and the record of what it was made for."""
+        artifact, out, device = request.artifact, request.out, request.device
         self.require(device)
         if not self._saves(device):
             for name in (artifact.path.name, *onnx_file.external_files(artifact.path)):
@@ -123,15 +124,6 @@ class OnnxRuntime(Engine):
             tiny = Artifact(kind="onnx", path=path, sha256="", bytes=0)
             with self.load(tiny, device) as session:
                 session.run({"x": np.ones((64, 64), np.float32)})
-
-
-def _driver() -> Availability:
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        remedy = "install NVIDIA's driver, or start the container with --gpus all"
-        return Availability(ok=False, reason="there is no CUDA driver (libcuda.so.1)", remedy=remedy)
-    return Availability(ok=True)
 
 
 def _stream(device: Device) -> Any:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from enginesmith.pipeline.plan import Step
 from enginesmith.pipeline.runner import Event, Listener, Outcome
+from enginesmith.pipeline.steps import Step
 from enginesmith.pipeline.units import format_seconds
 
 _HEARTBEAT_SECONDS = 30.0
@@ -127,6 +127,8 @@ def _ending(line: _Line) -> str:
     assert outcome is not None
     if outcome.status == "skipped":
         return "skipped"
+    if outcome.status == "lacking":
+        return f"not on this machine: {outcome.reason}"
     if outcome.artifact is None:
         return f"{outcome.status}: {outcome.reason.splitlines()[0]}"
     if outcome.artifact.breach:

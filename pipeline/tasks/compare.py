@@ -9,13 +9,14 @@ from pydantic import BaseModel, ConfigDict, SerializeAsAny
 
 from enginesmith.calibration.dataset import Dataset, open_dataset
 from enginesmith.pipeline import samples
-from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.engines.base import Device, Engine, Session
-from enginesmith.pipeline.errors import SourceError
+from enginesmith.pipeline.errors import SignatureError, SourceError
 from enginesmith.pipeline.measure.fidelity import Fidelity, compare, thresholds_for
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
-from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, TensorSpec
+from enginesmith.pipeline.tasks.shapes import example
+from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, TensorSpec
 from enginesmith.pipeline.watch import watching
 
 
@@ -39,14 +40,15 @@ class Sample(Task):
         model = inputs["model"]
         assert model.signature is not None
         signature = model.signature
-        example, sizes = _example(model)
+        _hold_feedable(signature)
+        given, sizes = example(model)
         ranges = samples.plan_ranges(signature, self.ranges, self.batches, sizes)
         cases = samples.plan_cases(signature, ranges, self.batches)
         data, read = open_data(self.data, signature.inputs, None, self.seed) if self.data else (None, ())
         odd: dict[str, float] = {}
         with self.engine.load(model, Device()) as session:
             for index, case in enumerate(cases):
-                feeds = samples.feeds_for(case, signature, example, data, self.seed)
+                feeds = samples.feeds_for(case, signature, given, data, self.seed)
                 samples.write_arrays(out, "feeds", index, feeds)
                 if case.points:
                     progress(f"running {self.engine.name} at {_shown(case.sizes)}")
@@ -155,36 +157,13 @@ def _not_finite(value: Array) -> float:
     return float(np.mean(~np.isfinite(value)))
 
 
-_EXAMPLE_SIZE = 8
-"""Along dynamic dimensions that nothing is known of, where the model comes without an example."""
-
-
-def _example(model: Artifact) -> tuple[dict[str, Array], dict[str, int]]:
-    """A feed for each input, and the size it has along each dynamic dimension."""
-    assert model.signature is not None
-    specs = model.signature.inputs
-    if model.kind == "torch":
-        from enginesmith.pipeline.torch_model import read_example
-
-        example = read_example(model)
-        sizes = {
-            dim: size
-            for spec in specs
-            for dim, size in zip(spec.shape, example[spec.name].shape, strict=True)
-            if isinstance(dim, str)
-        }
-        return example, sizes
-    sizes = dict.fromkeys(model.signature.symbols, _EXAMPLE_SIZE)
-    rng = np.random.default_rng(0)
-    return {spec.name: _made_up(spec, sizes, rng) for spec in specs}, sizes
-
-
-def _made_up(spec: TensorSpec, sizes: Mapping[str, int], rng: np.random.Generator) -> Array:
-    """Normal floats; zeros and ones for integers, which every vocabulary has."""
-    shape = spec.resolve(sizes)
-    if spec.dtype.startswith("float"):
-        return rng.standard_normal(shape).astype(spec.dtype)
-    return rng.integers(0, 2, shape).astype(spec.dtype)
+def _hold_feedable(signature: Signature) -> None:
+    """numpy has no bfloat16, so there is nothing to feed or to compare."""
+    for spec in (*signature.inputs, *signature.outputs):
+        if spec.dtype not in DTYPES:
+            raise SignatureError(
+                f"{spec.name!r} is {spec.dtype}, which no feeds can be made of", "cast inside the graph, to float32"
+            )
 
 
 def open_data(

@@ -61,6 +61,23 @@ class Load(_FromSource):
         )
 
 
+class LoadEngine(_FromSource):
+    """A built engine of the user's, with its manifest; whether it fits this machine is checked when it is opened."""
+
+    produces: ClassVar[Kind] = "engine"
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        from enginesmith.pipeline.engines.trt import manifest
+
+        path = Path(self.source.target)
+        found = manifest.read(path)
+        shutil.copyfile(path, out / "model.engine")
+        shutil.copyfile(manifest.path_beside(path), manifest.path_beside(out / "model.engine"))
+        summary = f"{found.engine} {found.version} for {', '.join(found.compute_capabilities)}"
+        reads = (path, manifest.path_beside(path))
+        return Effect(file="model.engine", summary=summary, signature=found.signature, reads=reads)
+
+
 class LoadOnnx(_FromSource):
     """An ONNX file, checked, with its external data."""
 

@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 from pydantic import SerializeAsAny
 
 from enginesmith.pipeline.artifact import Effect, Kind
-from enginesmith.pipeline.engines.base import Device, Engine
+from enginesmith.pipeline.engines.base import BuildRequest, Device, Engine
 from enginesmith.pipeline.passes.base import Pass, Progress, run_pass
 from enginesmith.pipeline.tasks.base import Inputs, Task
+from enginesmith.pipeline.tasks.shapes import SHAPES, read_ranges
 
 
 class Transform(Task):
@@ -37,6 +38,13 @@ class Build(Task):
     device: Device
 
     @property
+    def identity(self) -> dict[str, Any]:
+        found = super().identity
+        for name in self.engine.only_running:
+            found["fields"]["engine"].pop(name)
+        return found
+
+    @property
     def tools(self) -> tuple[str, ...]:
         return self.engine.tools
 
@@ -46,4 +54,9 @@ class Build(Task):
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         progress(f"building the {self.engine.name} engine")
-        return self.engine.build(inputs["model"], out, self.device)
+        return self.engine.build(self.request(inputs, out, progress))
+
+    def request(self, inputs: Inputs, out: Path, progress: Progress) -> BuildRequest:
+        """What the engine is handed."""
+        ranges = read_ranges(inputs[SHAPES]) if SHAPES in inputs else {}
+        return BuildRequest(inputs["model"], out, self.device, ranges, progress)

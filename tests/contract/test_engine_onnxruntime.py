@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Device
+from enginesmith.pipeline.engines.base import BuildRequest, Device
 from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
 from enginesmith.pipeline.errors import EnginesmithError, InvalidGraph, MissingCapability, ModelError
 
@@ -35,7 +35,7 @@ def model(folder: Path, operator: str = "Relu", opset: int = 17, domain: str = "
 
 def build(engine: OnnxRuntime, artifact: Artifact, out: Path) -> Artifact:
     out.mkdir()
-    effect = engine.build(artifact, out, CPU)
+    effect = engine.build(BuildRequest(artifact, out, CPU))
     return Artifact(kind="engine", path=out / effect.file, sha256="", bytes=0, signature=effect.signature)
 
 

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from enginesmith.pipeline import torch_model
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import ENGINES, engine_class
-from enginesmith.pipeline.engines.base import Device, Engine, Session
+from enginesmith.pipeline.engines.base import BuildRequest, Device, Engine, Session
 from enginesmith.pipeline.errors import MissingCapability, SignatureError, UsageError
 from enginesmith.pipeline.measure.clock import serve_session
 from enginesmith.pipeline.source import resolve
@@ -112,7 +112,7 @@ def artifact(engine: Engine, torch_artifact: Artifact, onnx_artifact: Artifact, 
         return torch_artifact
     out = tmp_path / "engine"
     out.mkdir()
-    effect = engine.build(onnx_artifact, out, CPU)
+    effect = engine.build(BuildRequest(onnx_artifact, out, CPU))
     assert effect.summary
     return Artifact(kind="engine", path=out / effect.file, sha256="", bytes=0, signature=effect.signature)
 

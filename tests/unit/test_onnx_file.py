@@ -178,7 +178,7 @@ def test_computed_dimensions_get_names_of_their_own(tmp_path: Path) -> None:
     ("kind", "message"),
     [
         (helper.make_tensor_type_proto(TensorProto.STRING, [1]), "dtype string"),
-        (helper.make_tensor_type_proto(TensorProto.BFLOAT16, [1]), "dtype bfloat16"),
+        (helper.make_tensor_type_proto(TensorProto.COMPLEX64, [1]), "dtype complex64"),
         (helper.make_tensor_type_proto(TensorProto.FLOAT, None), "has no shape"),
         (helper.make_sequence_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, [1])), "is a sequence"),
     ],

@@ -1,0 +1,299 @@
+"""Engines alone, for the command line: build one, try whether one can be built, find what fits a memory budget."""
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline import stage_plans, workers
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry
+from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines.base import EngineFacts
+from enginesmith.pipeline.engines.tensorrt import TensorRT
+from enginesmith.pipeline.engines.trt import manifest, sweep
+from enginesmith.pipeline.errors import LimitTooSmall, ModelError, StepError, UsageError
+from enginesmith.pipeline.job import Settings
+from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.runner import Outcome
+from enginesmith.pipeline.samples import batch_symbol
+from enginesmith.pipeline.single import attempted, finished
+from enginesmith.pipeline.steps import LOAD
+from enginesmith.pipeline.store import storage_errors
+from enginesmith.pipeline.tasks.base import read_records
+from enginesmith.pipeline.tasks.trial import TrialResult
+from enginesmith.pipeline.tensors import Signature, total_bytes
+from enginesmith.pipeline.units import format_bytes
+
+_LARGEST_BATCH = 1 << 16
+_MODULES = ("onnx", "enginesmith.pipeline.tasks.load", "enginesmith.pipeline.tasks.trial")
+"""All that workers of these commands need: importing PyTorch takes longer than most builds."""
+
+
+class EngineBuilt(BaseModel):
+    """What ``build`` wrote."""
+
+    model_config = ConfigDict(frozen=True)
+
+    summary: str
+    files: tuple[str, ...]
+    history: tuple[HistoryEntry, ...]
+    manifest: manifest.EngineManifest
+
+
+class TargetChecked(BaseModel):
+    """Whether a graph builds for one target; if not, the class of the failure, why, and what to do."""
+
+    model_config = ConfigDict(frozen=True)
+
+    target: str
+    builds: bool
+    failure: str = ""
+    reason: str = ""
+    remedy: str = ""
+    notes: tuple[str, ...] = ()
+
+
+class Fits(BaseModel):
+    """The answer of ``fit``; bytes are the builder's figures, and what is not counted is said."""
+
+    model_config = ConfigDict(frozen=True)
+
+    memory_bytes: int
+    largest_batch: int | None
+    needed_bytes: int | None
+    """At the largest batch: weights, activations, inputs and outputs."""
+    weights_bytes: int | None
+    activation_bytes: int | None
+    io_bytes: int | None
+    smallest_workspace_bytes: int | None
+    workspace_note: str
+    source: str
+    builds: int
+    """Batch sizes that were tried."""
+    reason: str = ""
+
+
+def build(recipe: Recipe, output: Path, settings: Settings) -> EngineBuilt:
+    """Build one engine from an ONNX file; the manifest and the builder's log are written beside it.
+
+    Raises:
+        EnginesmithError: it cannot be built; nothing is written then.
+    """
+    if output.suffix != ".engine":
+        raise UsageError(f"the output {str(output)!r} is no .engine file", f"call it {output.with_suffix('.engine')}")
+    workers.preload_only(_MODULES)
+    made = finished(stage_plans.build_steps(recipe), settings, recipe)[stage_plans.BUILD].artifact
+    assert made is not None
+    if made.breach:
+        raise ModelError(made.breach, "nothing was written; the builder made another engine than the graph asks for")
+    with storage_errors(f"the output {output}"):
+        files = _save_as(made, output)
+    last = made.history[-1]
+    notes = "".join(f"\n  note: {note}" for note in last.notes)
+    return EngineBuilt(
+        summary=f"wrote {files[0]}: {last.effect}{notes}",
+        files=tuple(files),
+        history=made.history,
+        manifest=manifest.read(output),
+    )
+
+
+def _save_as(made: Artifact, output: Path) -> list[str]:
+    """Copy an engine with what lies beside it; the engine last, as it is what makes the rest of use."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    names = {suffix: made.path.name + suffix for suffix in (manifest.SUFFIX, ".log", "")}
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
+        for suffix, name in names.items():
+            shutil.copyfile(made.folder / name, Path(scratch, output.name + suffix))
+        for suffix in names:
+            Path(scratch, output.name + suffix).replace(output.with_name(output.name + suffix))
+    return [str(output.with_name(output.name + suffix)) for suffix in ("", manifest.SUFFIX, ".log")]
+
+
+def check(recipe: Recipe, settings: Settings) -> tuple[TargetChecked, ...]:
+    """Try a build for each target of the recipe, all that the flavour has where none is named.
+
+    The answer is that of a real build, because it is one; the engine is thrown away.
+    """
+    workers.preload_only(_MODULES)
+    if not recipe.targets:
+        known = _only(recipe).known().targets
+        recipe = recipe.model_copy(update={"targets": known})
+    found = []
+    for target, steps in stage_plans.trial_steps(recipe).items():
+        outcome = attempted(steps, settings, recipe)[steps[-1].id]
+        found.append(_checked(target or "the device here", outcome))
+    return tuple(found)
+
+
+def _only(recipe: Recipe) -> type[TensorRT]:
+    engine = engine_class(recipe.engines[0])
+    if len(recipe.engines) != 1 or not issubclass(engine, TensorRT):
+        raise UsageError(f"the engines are {', '.join(recipe.engines)}", "name one: --engine tensorrt_rtx")
+    return engine
+
+
+def _checked(target: str, outcome: Outcome) -> TargetChecked:
+    if outcome.artifact is None:
+        error = outcome.error
+        if not isinstance(error, StepError):
+            raise error or ModelError(outcome.reason)
+        return TargetChecked(
+            target=target, builds=False, failure=error.failure, reason=error.message, remedy=error.remedy
+        )
+    record = TrialResult.model_validate(read_records(outcome.artifact)[0])
+    return TargetChecked(target=target, **record.model_dump(exclude={"facts"}))
+
+
+def fit(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Settings) -> Fits:
+    """The largest batch whose engines fit, all ``models`` together, and the smallest workspace that they build with.
+
+    With several models and ``share_activation_memory`` their activations are counted once, the largest.
+
+    Raises:
+        UsageError: no dynamic batch to vary.
+    """
+    workers.preload_only(_MODULES)
+    sizes = _Sizes(recipe, models, settings)
+    batch = largest(sizes.needed, memory_bytes)
+    if batch is None:
+        least = sizes.needed(1)
+        return Fits(
+            **_nothing(memory_bytes),
+            builds=len(sizes.tried),
+            reason=f"even batch 1 needs {format_bytes(least)} ({least} bytes)",
+        )
+    parts = sizes.parts(batch)
+    workspace, note = sizes.workspace(batch)
+    return Fits(
+        memory_bytes=memory_bytes,
+        largest_batch=batch,
+        needed_bytes=sum(parts.values()),
+        **parts,
+        smallest_workspace_bytes=workspace,
+        workspace_note=note,
+        source=_SOURCE,
+        builds=len(sizes.tried),
+        reason="" if batch < _LARGEST_BATCH else f"larger batches than {_LARGEST_BATCH} were not tried",
+    )
+
+
+_SOURCE = (
+    "the builder's figures for weights and activations, and the sizes of inputs and outputs; the CUDA context and the "
+    "libraries come on top"
+)
+
+
+def _nothing(memory_bytes: int) -> dict[str, object]:
+    parts = dict.fromkeys(("weights_bytes", "activation_bytes", "io_bytes", "needed_bytes", "largest_batch"))
+    return {
+        **parts,
+        "memory_bytes": memory_bytes,
+        "smallest_workspace_bytes": None,
+        "workspace_note": "nothing fits",
+        "source": _SOURCE,
+    }
+
+
+class _Sizes:
+    """What engines for a largest batch need; each batch is tried once."""
+
+    def __init__(self, recipe: Recipe, models: Sequence[str], settings: Settings) -> None:
+        self._settings, self._engine = settings, _only(recipe)
+        self._share = recipe.tensorrt_run.share_activation_memory
+        self._recipes = [recipe.model_copy(update={"model": model}) for model in models]
+        self.tried: dict[int, list[tuple[EngineFacts, Signature]]] = {}
+
+    def needed(self, batch: int) -> int:
+        """Bytes of all engines together."""
+        return sum(self.parts(batch).values())
+
+    def parts(self, batch: int) -> dict[str, int]:
+        """The same by what it is for."""
+        found = self._facts(batch)
+        activations = [facts.activation_bytes or 0 for facts, _ in found]
+        return {
+            "weights_bytes": sum(facts.weights_bytes or 0 for facts, _ in found),
+            "activation_bytes": max(activations) if self._share else sum(activations),
+            "io_bytes": sum(_io_bytes(signature, batch) for _, signature in found),
+        }
+
+    def workspace(self, batch: int) -> tuple[int | None, str]:
+        """The smallest limit that all engines build with, and what that means for speed."""
+        if not self._engine.known().workspace_is_a_gate:
+            return None, "needs measured engines: optimize with --workspace sweep, then `fit RUN`"
+        found = zip(self._recipes, self._facts(batch), strict=True)
+        limits = [self._smallest(recipe, batch, facts) for recipe, (facts, _) in found]
+        return max(limits), f"{self._engine.name} builds the same engine under any limit: it keeps all of the speed"
+
+    def _smallest(self, recipe: Recipe, batch: int, facts: EngineFacts) -> int:
+        def attempt(limit: int) -> None:
+            limited = recipe.model_copy(update={"workspace": (str(limit),)})
+            found = self._trial(limited, batch)[0]
+            if found.failure == LimitTooSmall.failure:
+                raise LimitTooSmall(found.reason)
+
+        return sweep.smallest(attempt, facts, self._engine.known())
+
+    def _facts(self, batch: int) -> list[tuple[EngineFacts, Signature]]:
+        if batch not in self.tried:
+            found = []
+            for recipe in self._recipes:
+                result, signature = self._trial(recipe, batch)
+                if result.facts is None:
+                    raise ModelError(f"no engine for batch {batch}: {result.reason}", result.remedy)
+                found.append((result.facts, signature))
+            self.tried[batch] = found
+        return self.tried[batch]
+
+    def _trial(self, recipe: Recipe, batch: int) -> tuple[TrialResult, Signature]:
+        plans = stage_plans.trial_steps(recipe, batch)
+        if len(plans) != 1:
+            raise UsageError(f"{len(plans)} targets are named", "fit answers for one: --target sm86")
+        steps = next(iter(plans.values()))
+        outcomes = finished(steps, self._settings, recipe)
+        artifact, model = outcomes[steps[-1].id].artifact, outcomes[LOAD].artifact
+        assert artifact is not None
+        assert model is not None
+        assert model.signature is not None
+        if batch_symbol(model.signature) is None:
+            raise UsageError(f"{recipe.model} has no dynamic batch", "export it with one: --input name:dtype:batch,…")
+        return TrialResult.model_validate(read_records(artifact)[0]), model.signature
+
+
+def _io_bytes(signature: Signature, batch: int) -> int:
+    """Inputs and outputs at a batch; dimensions of unknown size count as 1."""
+    symbol = batch_symbol(signature)
+    specs = (*signature.inputs, *signature.outputs)
+    sizes = {dim: batch if dim == symbol else 1 for spec in specs for dim in spec.symbols}
+    return total_bytes(specs, sizes)
+
+
+def largest(needed: Callable[[int], int], limit: int, most: int = _LARGEST_BATCH) -> int | None:
+    """The largest batch up to ``most`` whose need is within ``limit``, for a need that grows with the batch.
+
+    Guesses from a straight line through two known batches, and falls back to halving, so that few are tried.
+    """
+    if needed(1) > limit:
+        return None
+    fits, over = 1, most + 1
+    guess = min(2, most)
+    while over - fits > 1:
+        if needed(guess) <= limit:
+            fits = guess
+        else:
+            over = guess
+        guess = _guess(needed, fits, over, limit)
+    return fits
+
+
+def _guess(needed: Callable[[int], int], fits: int, over: int, limit: int) -> int:
+    """Where the line from batch 1 through the largest batch that fits crosses the limit, within what is open."""
+    slope = (needed(fits) - needed(1)) / (fits - 1) if fits > 1 else 0.0
+    if slope <= 0:
+        return min(2 * fits, (fits + over) // 2) if 2 * fits < over else (fits + over) // 2
+    crossing = 1 + math.floor((limit - needed(1)) / slope)
+    return min(max(crossing, fits + 1), over - 1)

@@ -1,0 +1,264 @@
+"""TensorRT in its two flavours: ``tensorrt``, built on the GPU that it runs on, and ``tensorrt_rtx``, built anywhere.
+
+Engines are strongly typed: precision is what the graph says. The engine file has a manifest beside it, which is checked
+before the engine is loaded.
+"""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from enginesmith.pipeline import onnx_file
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
+from enginesmith.pipeline.engines import cuda
+from enginesmith.pipeline.engines.base import Availability, BuildRequest, Device, Engine, EngineFacts, Session
+from enginesmith.pipeline.engines.trt import audit as audits
+from enginesmith.pipeline.engines.trt import flavours, graph_check, manifest, profiles
+from enginesmith.pipeline.engines.trt.building import Built, Order, build, compute_capabilities
+from enginesmith.pipeline.engines.trt.flavours import Capabilities, FlavourName
+from enginesmith.pipeline.engines.trt.manifest import EngineManifest
+from enginesmith.pipeline.engines.trt.options import BuildOptions, RunOptions, hold
+from enginesmith.pipeline.errors import MissingCapability, UsageError
+from enginesmith.pipeline.store import default_root
+from enginesmith.pipeline.units import format_bytes
+
+ENGINE_FILE, LOG_FILE = "model.engine", "model.engine.log"
+_PRIMING_BYTES = 1 << 20
+
+
+class TensorRT(Engine):
+    """The enterprise flavour: kernels are chosen by timing them on the device, so it builds only there."""
+
+    name: ClassVar[str] = "tensorrt"
+    flavour: ClassVar[FlavourName] = "tensorrt"
+    consumes: ClassVar[Kind] = "onnx"
+    kinds: ClassVar[tuple[str, ...]] = ("cuda",)
+    tools: ClassVar[tuple[str, ...]] = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
+    only_running: ClassVar[frozenset[str]] = frozenset({"run"})
+
+    workspace_bytes: int | None = None
+    """Limit of the memory pool for intermediate buffers; None is the builder's default, which the record says."""
+    target: str | None = None
+    options: BuildOptions = BuildOptions()
+    run: RunOptions = RunOptions()
+
+    @classmethod
+    def available(cls, device: Device) -> Availability:
+        """On CUDA, when the package is installed and there is a driver with that device, and a torch for it."""
+        if device.kind not in cls.kinds:
+            return Availability(ok=False, reason="it runs on CUDA only", remedy="use --device cuda")
+        found = flavours.importable(cls.flavour)
+        if not found.ok:
+            return found
+        found = cuda.available(device.index)
+        if not found.ok:
+            return found
+        import torch
+
+        if torch.version.cuda is None:
+            reason = f"the installed torch {torch.__version__} is built without CUDA, and buffers come from it"
+            return Availability(ok=False, reason=reason, remedy="install one with it: pip install 'enginesmith[gpu]'")
+        return Availability(ok=True)
+
+    @classmethod
+    def buildable(cls) -> Availability:
+        """Where the package is installed and, for this flavour, a device is there."""
+        found = flavours.importable(cls.flavour)
+        if not found.ok or cls.known().builds_without_gpu:
+            return found
+        return cuda.available(0)
+
+    @classmethod
+    def known(cls) -> Capabilities:
+        """What the installed version can do."""
+        return flavours.capabilities(cls.flavour)
+
+    def runnable(self, device: Device) -> Availability:
+        """Whether the device is there and is one that the target stands for."""
+        found = type(self).available(device)
+        targets = compute_capabilities(self.target, self.known())
+        here = cuda.cuda_device(device.index)
+        if not found.ok or not targets or here is None or here.target in targets:
+            return found
+        reason = f"it is built for {', '.join(targets)}, and {device} is {here.target} ({here.name})"
+        return Availability(ok=False, reason=reason, remedy=f"build it for --target {here.target}")
+
+    def surroundings(self, device: Device) -> dict[str, Any]:
+        """The device and driver that the builder times kernels on; where a target was named, nothing."""
+        if self.target and self.known().builds_without_gpu:
+            return {}
+        here = cuda.cuda_device(device.index)
+        return {"device": here.model_dump() if here else None, "driver": cuda.driver().version}
+
+    def build(self, request: BuildRequest) -> Effect:
+        """Write the engine and its manifest, audited.
+
+        Raises:
+            MissingCapability: the package, the device or an option is not to be had here.
+            UnsupportedGraph, LimitTooSmall, BuilderFailed: what the builder made of it.
+        """
+        signature = request.artifact.signature
+        assert signature is not None
+        trt = flavours.module(self.flavour)
+        known = self.known()
+        here = cuda.cuda_device(request.device.index)
+        if not known.builds_without_gpu:
+            _need(cuda.available(request.device.index), self.name)
+        targets = self._targets(known, here)
+        notes = hold(self.options, self.flavour, known, device=here is not None)
+        if known.workspace_is_a_gate and self.workspace_bytes is not None:
+            notes = (
+                *notes,
+                f"in {self.name} the workspace limit decides if the engine is built, and changes nothing else",
+            )
+        model = onnx_file.skeleton(request.artifact.path)
+        graph_check.hold(model, targets or ((here.target,) if here else ()))
+        order = Order(
+            flavour=self.flavour,
+            known=known,
+            options=self.options,
+            workspace_bytes=self.workspace_bytes,
+            targets=targets,
+            profiles=profiles.plan(signature, request.ranges, self.options.profiles),
+            timing_cache=self._timing_cache(known, here, trt.__version__),
+        )
+        built = build(order, request.artifact.path, request.out / ENGINE_FILE, request.progress)
+        found = audits.audit(built.log.layers, model, signature, "build log")
+        record = self._manifest(request, order, built, found, here, trt.__version__, notes)
+        manifest.path_beside(request.out / ENGINE_FILE).write_text(record.model_dump_json(indent=1) + "\n")
+        (request.out / LOG_FILE).write_text(built.log.text)
+        breach = f"the engine is not what was asked for: {found.problems[0]}" if found.problems else ""
+        return Effect(
+            file=ENGINE_FILE,
+            summary=_summary(record),
+            notes=(*notes, *found.notes),
+            signature=signature,
+            breach=breach,
+        )
+
+    def _targets(self, known: Capabilities, here: cuda.CudaDevice | None) -> tuple[str, ...]:
+        """What the builder is told to compile for.
+
+        Raises:
+            UsageError: a target that this flavour does not have, or none where there is no device to take it from.
+        """
+        if not known.targets:
+            if self.target and (here is None or self.target != here.target):
+                raise UsageError(
+                    f"{self.name} builds for the device that is here, and the target is {self.target}",
+                    "leave --target away, or use tensorrt_rtx, which builds ahead of time",
+                )
+            return ()
+        choices = ", ".join((*known.targets, flavours.PORTABLE))
+        if self.target is None:
+            if here is None:
+                raise UsageError(
+                    f"{self.name} needs a target where there is no GPU to take it from", f"give --target: {choices}"
+                )
+            if here.target not in known.targets:
+                raise MissingCapability(
+                    f"{self.name} {flavours.installed_version(self.flavour)} has no target {here.target} ({here.name})",
+                    f"its targets are {choices}; on this device use the engine tensorrt",
+                )
+            return (here.target,)
+        if self.target not in (*known.targets, flavours.PORTABLE):
+            raise UsageError(f"{self.name} has no target {self.target!r}", f"use one of {choices}")
+        return compute_capabilities(self.target, known)
+
+    def _timing_cache(self, known: Capabilities, here: cuda.CudaDevice | None, version: str) -> Path | None:
+        if not known.timing_cache or here is None:
+            return None
+        if self.options.timing_cache:
+            return Path(self.options.timing_cache)
+        name = f"{here.target}-{here.name.replace(' ', '_')}-{version}.cache"
+        return default_root() / "timing" / name
+
+    def _manifest(
+        self,
+        request: BuildRequest,
+        order: Order,
+        built: Built,
+        found: audits.Audit,
+        here: cuda.CudaDevice | None,
+        version: str,
+        notes: tuple[str, ...],
+    ) -> EngineManifest:
+        engine = request.out / ENGINE_FILE
+        assert request.artifact.signature is not None
+        return EngineManifest(
+            engine=self.flavour,
+            version=version,
+            target=self.target,
+            compute_capabilities=order.targets or ((here.target,) if here else ()),
+            device=here.name if here and not order.known.builds_without_gpu else None,
+            driver=cuda.driver().version if not order.known.builds_without_gpu else None,
+            sha256=file_digest(engine),
+            bytes=engine.stat().st_size,
+            model_sha256=request.artifact.sha256,
+            timing_cache_sha256=built.timing_cache_sha256,
+            workspace_limit_bytes=built.workspace_limit_bytes,
+            workspace_asked_bytes=self.workspace_bytes,
+            options=self.options,
+            profiles=tuple(dict(profile) for profile in order.profiles),
+            signature=request.artifact.signature,
+            figures=built.log.figures,
+            audit=found,
+            notes=notes,
+        )
+
+    def facts(self, artifact: Artifact) -> EngineFacts:
+        """The builder's own figures and the audit's layers, as the manifest has them."""
+        found = manifest.read(artifact.path)
+        return EngineFacts(
+            workspace_limit_bytes=found.workspace_limit_bytes,
+            weights_bytes=found.figures.weights_bytes,
+            activation_bytes=found.figures.activation_bytes,
+            scratch_bytes=found.figures.scratch_bytes,
+            build_device_peak_bytes=found.figures.build_device_peak_bytes,
+            layers=found.audit.layers if found.audit else None,
+        )
+
+    def load(self, artifact: Artifact, device: Device) -> Session:
+        """Open a session on an engine, after its digest and whether it fits this machine were checked."""
+        from enginesmith.pipeline.engines.trt.opening import open_engine
+        from enginesmith.pipeline.engines.trt.session import TensorRTSession
+
+        record = manifest.read(artifact.path)
+        self.require(device)
+        manifest.hold(record, device.index)
+        trt = flavours.module(self.flavour)
+        opened = open_engine(trt, artifact.path, record, self.known(), device, self.run)
+        return TensorRTSession(trt, opened, record.signature, device, self.run)
+
+    def prime(self, artifact: Artifact, device: Device) -> None:
+        """Start CUDA and the libraries; an engine's weights and contexts come on top."""
+        import torch
+
+        trt = flavours.module(self.flavour)
+        torch.cuda.set_device(device.index)
+        torch.empty(_PRIMING_BYTES, dtype=torch.uint8, device=str(device))
+        trt.Runtime(trt.Logger(trt.Logger.ERROR))
+
+
+class TensorRTRTX(TensorRT):
+    """The RTX flavour: built ahead of time for named targets, on any machine; kernels are compiled at the first run."""
+
+    name: ClassVar[str] = "tensorrt_rtx"
+    flavour: ClassVar[FlavourName] = "tensorrt_rtx"
+    tools: ClassVar[tuple[str, ...]] = ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12")
+    built_elsewhere: ClassVar[bool] = True
+
+
+def _need(found: Availability, name: str) -> None:
+    if not found.ok:
+        raise MissingCapability(f"{name} cannot be built here: {found.reason}", found.remedy)
+
+
+def _summary(record: EngineManifest) -> str:
+    figures = record.figures
+    asked = record.workspace_asked_bytes
+    limit = format_bytes(record.workspace_limit_bytes) + ("" if asked is not None else ", the builder's default")
+    built_for = ", ".join(record.compute_capabilities)
+    return (
+        f"{format_bytes(record.bytes)} for {built_for}: weights {format_bytes(figures.weights_bytes)}, activations "
+        f"{format_bytes(figures.activation_bytes)} at the largest shape; workspace limit {limit}"
+    )

@@ -1,0 +1,94 @@
+"""What the builder says while it works: a log, with its memory figures and the layers of the engine read out."""
+
+import re
+import sys
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+_BYTES = {
+    "activation_bytes": re.compile(r"Total Activation Memory: (\d+) bytes"),
+    "weights_bytes": re.compile(r"Total Weights Memory: (\d+) bytes"),
+    "scratch_bytes": re.compile(r"Max Scratch Memory: (\d+) bytes"),
+}
+_DEVICE_PEAK = re.compile(r"Peak memory usage of TRT CPU/GPU memory allocators: CPU \d+ MiB, GPU (\d+) MiB")
+_VOLATILE = re.compile(r"\d+(?:\.\d+)? ?(?:ms|seconds)\b")
+"""Times, which would make two logs of one build differ."""
+_OF_THE_MACHINE = ("MemUsage", "[MS]")
+_LAYERS = "Layers:\n"
+_MIB = 1 << 20
+_WITHOUT_DRIVER = "catchCudaError"
+"""In messages that follow another one where there is no driver, and say nothing of the model."""
+
+
+class Figures(BaseModel):
+    """The builder's own figures, in bytes; what it did not say is None."""
+
+    model_config = ConfigDict(frozen=True)
+
+    weights_bytes: int | None = None
+    activation_bytes: int | None = None
+    """Memory of one execution context: activations and scratch; of several profiles the largest."""
+    scratch_bytes: int | None = None
+    build_device_peak_bytes: int | None = None
+
+
+class BuildLog:
+    """Takes the builder's messages. Everything up to INFO goes to standard error, which is the step's log."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self.warnings: list[str] = []
+        self.layers = ""
+        """The dump of layers and of inputs and outputs, as the builder wrote it; empty if it did not."""
+        self._bytes: dict[str, int] = {}
+        self._lines: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All messages up to INFO, without times and what else differs from one build to the next."""
+        return "".join(f"{_VOLATILE.sub('…', line)}\n" for line in self._lines)
+
+    @property
+    def figures(self) -> Figures:
+        """The figures that have been seen so far."""
+        return Figures.model_validate(self._bytes)
+
+    def take(self, severity: str, text: str) -> None:
+        """One message: INTERNAL_ERROR, ERROR, WARNING, INFO or VERBOSE."""
+        if severity == "VERBOSE":
+            if text.startswith(_LAYERS):
+                self.layers = text
+            return
+        sys.stderr.write(f"[{severity}] {text}\n")
+        if not any(words in text for words in _OF_THE_MACHINE):
+            self._lines.append(f"[{severity}] {text}")
+        if severity in ("ERROR", "INTERNAL_ERROR") and _WITHOUT_DRIVER not in text:
+            self.errors.append(text)
+        elif severity == "WARNING":
+            self.warnings.append(text)
+        else:
+            self._read(text)
+
+    def _read(self, text: str) -> None:
+        for name, pattern in _BYTES.items():
+            if found := pattern.search(text):
+                self._at_least(name, int(found[1]))
+        if found := _DEVICE_PEAK.search(text):
+            self._at_least("build_device_peak_bytes", int(found[1]) * _MIB)
+
+    def _at_least(self, name: str, value: int) -> None:
+        self._bytes[name] = max(value, self._bytes.get(name, 0))
+
+
+def logger(trt: Any, log: BuildLog) -> Any:
+    """A TensorRT logger that hands everything to ``log``."""
+
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, msg: str) -> None:
+            log.take(severity.name, msg)
+
+    return Logger()

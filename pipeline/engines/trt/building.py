@@ -1,0 +1,233 @@
+"""From a network to the bytes of an engine: configuration, profiles, and the build itself, watched while it runs."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from enginesmith.pipeline.engines.trt import parsing, timing
+from enginesmith.pipeline.engines.trt.build_errors import build_error
+from enginesmith.pipeline.engines.trt.build_log import BuildLog, logger
+from enginesmith.pipeline.engines.trt.flavours import PORTABLE, Capabilities, FlavourName, module
+from enginesmith.pipeline.engines.trt.options import BuildOptions
+from enginesmith.pipeline.errors import MissingCapability, UnsupportedGraph, UsageError
+
+Progress = Callable[[str], None]
+Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+"""Input → its smallest, usual and largest shape."""
+
+_STACK_BYTES = 512 << 20
+"""A chain of some thousand layers overflows a stack of the usual 8 MiB, and with it the process."""
+_HEARTBEAT_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to build."""
+
+    flavour: FlavourName
+    known: Capabilities
+    options: BuildOptions
+    workspace_bytes: int | None
+    targets: tuple[str, ...]
+    """Empty for the device that it is built on."""
+    profiles: tuple[Profile, ...]
+    timing_cache: Path | None = None
+
+
+@dataclass(frozen=True)
+class Built:
+    """What came of it besides the engine's file."""
+
+    log: BuildLog
+    workspace_limit_bytes: int
+    """The limit that held, the builder's default where none was asked for."""
+    timing_cache_sha256: str | None = None
+
+
+def build(order: Order, graph: Path, file: Path, progress: Progress) -> Built:
+    """Build ``graph`` and write the engine to ``file``.
+
+    Raises:
+        UnsupportedGraph, LimitTooSmall, BuilderFailed: by what the builder said.
+        UsageError: a profile that does not fit, a timing cache from elsewhere.
+    """
+    trt = module(order.flavour)
+    log = BuildLog()
+    sink = logger(trt, log)
+    if order.options.plugins:
+        parsing.load_plugins(trt, order.options.plugins, sink)
+    builder = trt.Builder(sink)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    config = builder.create_builder_config()
+    monitor = _monitor(trt)
+    config.progress_monitor = monitor
+    _configure(trt, config, order)
+    cache = timing.attach(trt, config, order.timing_cache, locked=order.options.locked) if order.timing_cache else None
+
+    def work() -> Any:
+        parsing.parse(trt, network, sink, graph, order.known)
+        for profile in order.profiles:
+            config.add_optimization_profile(_profile(builder, network, profile))
+        return builder.build_serialized_network(network, config)
+
+    plan = _watched(work, monitor, progress)
+    if plan is None:
+        raise build_error(log, graph, order.workspace_bytes, order.flavour)
+    file.write_bytes(plan)
+    digest = timing.keep(cache, order.timing_cache, order.options.locked) if cache and order.timing_cache else None
+    limit = config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE)
+    return Built(log=log, workspace_limit_bytes=limit, timing_cache_sha256=digest)
+
+
+def _configure(trt: Any, config: Any, order: Order) -> None:
+    options, pools, flags = order.options, trt.MemoryPoolType, trt.BuilderFlag
+    limits = {
+        pools.WORKSPACE: order.workspace_bytes,
+        pools.TACTIC_DRAM: options.tactic_dram,
+        pools.TACTIC_SHARED_MEMORY: options.tactic_shared_memory,
+    }
+    for pool, limit in limits.items():
+        if limit is not None:
+            config.set_memory_pool_limit(pool, limit)
+            if config.get_memory_pool_limit(pool) != limit:  # it logs, and keeps what it had
+                raise UsageError(
+                    f"{order.flavour} does not take the limit of {limit} bytes for {pool.name}",
+                    "give one between 1 byte and the memory of the device",
+                )
+    chosen = {
+        flags.TF32: options.tf32,
+        flags.SPARSE_WEIGHTS: options.sparse_weights,
+        flags.WEIGHT_STREAMING: options.weight_streaming,
+        flags.STRIP_PLAN: options.strip_plan,
+        flags.REFIT: options.refit,
+        flags.VERSION_COMPATIBLE: options.version_compatible,
+        flags.EXCLUDE_LEAN_RUNTIME: options.version_compatible and not options.host_code,
+        flags.ERROR_ON_TIMING_CACHE_MISS: options.locked and order.known.timing_cache,
+        flags.EDITABLE_TIMING_CACHE: order.known.timing_cache,
+        flags.MONITOR_MEMORY: True,
+    }
+    for flag, wanted in chosen.items():
+        (config.set_flag if wanted else config.clear_flag)(flag)
+        if config.get_flag(flag) != wanted:
+            raise MissingCapability(f"{order.flavour} does not take the builder flag {flag.name}", "leave it away")
+    if options.optimization_level is not None:
+        config.builder_optimization_level = options.optimization_level
+    if options.aux_streams is not None:
+        config.max_aux_streams = options.aux_streams
+    if options.tiling is not None:
+        config.tiling_optimization_level = getattr(trt.TilingOptimizationLevel, options.tiling.upper())
+    if options.hardware_compatibility != "none" and "hardware_compatibility" not in order.known.no_effect:
+        level = getattr(trt.HardwareCompatibilityLevel, options.hardware_compatibility.upper())
+        config.hardware_compatibility_level = level
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # the audit needs the layers
+    if order.targets:
+        config.num_compute_capabilities = len(order.targets)
+        for index, target in enumerate(order.targets):
+            config.set_compute_capability(getattr(trt.ComputeCapability, target.upper()), index)
+
+
+def compute_capabilities(target: str | None, known: Capabilities) -> tuple[str, ...]:
+    """The compute capabilities that a target stands for; ``portable`` is all that have fp32 and bf16 arithmetic."""
+    if target == PORTABLE:
+        return tuple(name for name in known.targets if name != "sm75")
+    return (target,) if target else ()
+
+
+def _profile(builder: Any, network: Any, shapes: Profile) -> Any:
+    """One optimisation profile.
+
+    Raises:
+        UnsupportedGraph: an input whose values decide shapes.
+        UsageError: the shapes do not fit the network.
+    """
+    profile = builder.create_optimization_profile()
+    for index in range(network.num_inputs):
+        tensor = network.get_input(index)
+        if tensor.is_shape_tensor:
+            raise UnsupportedGraph(
+                f"the values of the input {tensor.name!r} decide shapes, and TensorRT needs their range ahead of time",
+                "make it a constant of the model, or take the size from another input's shape",
+            )
+        low, usual, high = shapes[tensor.name]
+        try:
+            profile.set_shape(tensor.name, low, usual, high)
+        except (ValueError, RuntimeError) as error:
+            raise _misfit(tensor, shapes[tensor.name]) from error
+    if not profile:
+        raise UsageError("TensorRT does not accept the shape ranges", "give min, opt and max for every dimension")
+    return profile
+
+
+def _misfit(tensor: Any, shapes: tuple[tuple[int, ...], ...]) -> UsageError:
+    given = ", ".join(str(list(shape)) for shape in shapes)
+    return UsageError(
+        f"the shapes {given} do not fit the input {tensor.name!r} of shape {list(tensor.shape)}",
+        "give a range for each dynamic dimension: --shape batch=1:8:64",
+    )
+
+
+def _monitor(trt: Any) -> Any:
+    """A progress monitor: knows the phase that the builder is in, and stops it when ``cancelled`` is set."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.cancelled = False
+            self.phase = "parsing"
+            self._steps: dict[str, int] = {}
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            self._steps[phase_name] = num_steps
+            self.phase = phase_name
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            self.phase = f"{phase_name} {step + 1} of {self._steps.get(phase_name, step + 1)}"
+            return not self.cancelled
+
+        def phase_finish(self, phase_name: str) -> None:
+            self._steps.pop(phase_name, None)
+
+    return Monitor()
+
+
+def _watched(work: Callable[[], Any], monitor: Any, progress: Progress) -> Any:
+    """Run ``work`` on a thread with a large stack, and tell every other second that it still goes on.
+
+    If ``progress`` raises, the builder is told to stop, and the exception goes on once it has.
+    """
+    outcome: list[Any] = []
+
+    def body() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
+            outcome.append(_Raised(error))
+
+    before = threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=body, name="build", daemon=True)
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    started = time.monotonic()
+    try:
+        while True:
+            thread.join(_HEARTBEAT_SECONDS)
+            if not thread.is_alive():
+                break
+            progress(f"{monitor.phase}, {time.monotonic() - started:.0f} s")
+    except BaseException:
+        monitor.cancelled = True
+        thread.join()
+        raise
+    if isinstance(outcome[0], _Raised):
+        raise outcome[0].error
+    return outcome[0]
+
+
+@dataclass(frozen=True)
+class _Raised:
+    error: BaseException

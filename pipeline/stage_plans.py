@@ -1,0 +1,128 @@
+"""The steps of single stages: parts of the main job's plan, on files of the user's."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.engines.tensorrt import TensorRT
+from enginesmith.pipeline.engines.trt import manifest
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.plan import (
+    build_step,
+    first_steps,
+    graph_steps,
+    latency_step,
+    load_task,
+    shapes_step,
+    verify_step,
+)
+from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.source import Source, resolve
+from enginesmith.pipeline.steps import LOAD, REFERENCE, Plan, Step, Variant
+from enginesmith.pipeline.tasks.measure import Memory
+from enginesmith.pipeline.tasks.shapes import SHAPES
+from enginesmith.pipeline.tasks.trial import Trial
+from enginesmith.pipeline.variants import device_for, variants_of
+
+BUILD, TRIAL = "build", "trial"
+
+
+def export_steps(recipe: Recipe) -> tuple[Step, ...]:
+    """The steps of ``export`` alone, with its check."""
+    graph = graph_steps(recipe.model_copy(update={"simplify": False}), resolve(recipe.model))[2]
+    return (*first_steps(recipe), *graph)
+
+
+def simplify_steps(recipe: Recipe) -> tuple[Step, ...]:
+    """The steps of ``simplify`` on an ONNX file, with its check."""
+    graph = graph_steps(recipe.model_copy(update={"simplify": True}), resolve(recipe.model))[2]
+    return (*first_steps(recipe), *graph)
+
+
+def verify_steps(recipe: Recipe, file: str) -> tuple[Step, ...]:
+    """The steps that hold an ONNX file against the recipe's model."""
+    source = resolve(file)
+    if source.is_torch:
+        raise UsageError(f"{file} is neither an ONNX file nor an engine", "verify FILE.onnx --against MODEL")
+    engine = _own_engine(source)
+    check = verify_step(recipe, "file", Path(file).name, "file", engine, device_for(recipe, engine))
+    return (*first_steps(recipe), Step("file", load_task(recipe.model_copy(update={"inputs": ()}), source)), check)
+
+
+def build_steps(recipe: Recipe) -> tuple[Step, ...]:
+    """The steps of ``build``: one engine from an ONNX file, as it is.
+
+    Raises:
+        UsageError: the recipe stands for more than one engine, or for none that has an engine file of its own.
+    """
+    found = _tensorrt(recipe)
+    if len(found) != 1 or recipe.workspace == ("sweep",):
+        raise UsageError(
+            f"this asks for {len(found)} engines, and build makes one",
+            "name one target and one workspace limit; optimize makes all of them",
+        )
+    variant = replace(found[0], artifact=BUILD)
+    return (*_onnx_steps(recipe), build_step(variant, device_for(recipe, variant.engine), LOAD))
+
+
+def trial_steps(recipe: Recipe, batch: int | None = None) -> dict[str, tuple[Step, ...]]:
+    """The steps that try a build for each target, by target; with ``batch`` as the largest one, where it is given."""
+    chosen = recipe
+    if batch is not None:
+        chosen = recipe.model_copy(update={"batch": (batch, 1)})
+    plans: dict[str, tuple[Step, ...]] = {}
+    for variant in _tensorrt(chosen):
+        task = Trial(engine=variant.engine, device=device_for(chosen, variant.engine))
+        step = Step(f"{TRIAL}-{variant.id}", task, {"model": LOAD, SHAPES: SHAPES})
+        plans[variant.target or ""] = (*_onnx_steps(chosen), step)
+    return plans
+
+
+def _tensorrt(recipe: Recipe) -> list[Variant]:
+    if resolve(recipe.model).form != "onnx":
+        raise UsageError(f"{recipe.model} is not an ONNX file", "export it first: `enginesmith export MODEL -o m.onnx`")
+    other = [name for name in recipe.engines if not issubclass(engine_class(name), TensorRT)]
+    if other:
+        raise UsageError(f"{other[0]} has no engine file of its own", "build makes tensorrt and tensorrt_rtx engines")
+    return list(variants_of(recipe, recipe.engines))
+
+
+def _onnx_steps(recipe: Recipe) -> tuple[Step, Step]:
+    load = Step(LOAD, load_task(recipe, resolve(recipe.model)), vital=True)
+    return load, replace(shapes_step(recipe), vital=True)
+
+
+def benchmark_plan(recipe: Recipe, others: Sequence[str], again: str) -> Plan:
+    """Measure models side by side as they are, the recipe's first; ``again`` is new each time."""
+    device = recipe.where
+    steps = list(first_steps(recipe))
+    variants = [Variant(_label(recipe.model), _own_engine(resolve(recipe.model)), "as given", LOAD)]
+    for index, text in enumerate(others, 1):
+        source = resolve(text)
+        name = f"{LOAD}-{index}"
+        steps.append(Step(name, load_task(recipe.model_copy(update={"inputs": ()}), source)))
+        variants.append(Variant(_distinct(_label(text), variants), _own_engine(source), "as given", name))
+    for index, variant in enumerate(variants):
+        memory = Memory(engine=variant.engine, device=device, again=again)
+        steps.append(Step(f"memory-{variant.id}", memory, {"model": variant.artifact, "reference": REFERENCE}))
+        variants[index] = replace(variant, memory=steps[-1].id)
+    latency = latency_step(recipe, variants, device, again)
+    return Plan((*steps, latency), variants[0], tuple(variants[1:]), latency.id)
+
+
+def _own_engine(source: Source) -> Engine:
+    if source.form == "engine":
+        return engine_class(manifest.read(Path(source.target)).engine)()
+    return engine_class("eager" if source.is_torch else "onnxruntime")()
+
+
+def _label(text: str) -> str:
+    source = resolve(text)
+    return Path(text).name if source.form in ("onnx", "pt2", "engine") else source.name
+
+
+def _distinct(label: str, variants: Sequence[Variant]) -> str:
+    taken = {variant.id for variant in variants}
+    return label if label not in taken else f"{label}-{len(taken) + 1}"

@@ -1,0 +1,59 @@
+"""Which variants a recipe asks for: engines by their options, targets and workspace limits."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines.base import Device, Engine
+from enginesmith.pipeline.engines.tensorrt import TensorRT
+from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.steps import LOAD, Variant
+
+MAX = "max"
+SWEPT = ("min", "2of5", "3of5", "4of5", "5of5")
+"""Points of a workspace sweep as they are part of ids: the smallest that builds, and four above it on a log scale."""
+
+
+def variants_of(recipe: Recipe, engines: Sequence[str]) -> Iterator[Variant]:
+    """Variants as far as their ids and engines go, in the order of the recipe."""
+    for name in engines:
+        engine = engine_class(name)
+        if issubclass(engine, TensorRT):
+            yield from _tensorrt_variants(recipe, engine)
+        elif name == "onnxruntime":
+            for level in recipe.graph_optimization:
+                suffix = "" if level == "all" else f"-{level}"
+                chosen = engine.model_validate({"graph_optimization": level})
+                yield Variant(f"{name}-fp32{suffix}", chosen, "fp32", f"build-{name}-fp32{suffix}")
+        else:
+            yield Variant(f"{name}-fp32", engine(), "fp32", LOAD)
+
+
+def _tensorrt_variants(recipe: Recipe, engine: type[TensorRT]) -> Iterator[Variant]:
+    """One for each target and workspace limit; a sweep stands for several limits."""
+    ahead = bool(engine.known().targets)
+    for target in (recipe.targets if ahead else ()) or (None,):
+        where = f"-{target}" if target else ""
+        for word, limit in _limits(recipe):
+            name = f"{engine.name}-fp32" + (f"-ws{word}" if word else "") + where
+            chosen = engine(workspace_bytes=limit, target=target, options=recipe.tensorrt, run=recipe.tensorrt_run)
+            variant = Variant(name, chosen, "fp32", f"build-{name}", workspace=word or None, target=target)
+            found = chosen.runnable(device_for(recipe, chosen)) if engine.built_elsewhere else None
+            yield variant if found is None or found.ok else replace(variant, lacking=found.reason)
+
+
+def _limits(recipe: Recipe) -> list[tuple[str, int | None]]:
+    """Workspace limits as they are written in ids, and in bytes; those that only a build can tell are None."""
+    found: dict[str, int | None] = {}
+    for text, limit in zip(recipe.workspace, recipe.workspace_limits, strict=True):
+        if limit == "sweep":
+            found |= {MAX: None, **dict.fromkeys(SWEPT, None)}
+        else:
+            found[text] = limit
+    return list(found.items()) or [("", None)]
+
+
+def device_for(recipe: Recipe, engine: Engine) -> Device:
+    """Where an engine runs: the recipe's device, or cuda for engines that run only there."""
+    where = recipe.where
+    return where if where.kind in engine.kinds else Device(kind=engine.kinds[0], threads=recipe.threads)
