@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from enginesmith.pipeline import kept, workers
 from enginesmith.pipeline import run as runs
-from enginesmith.pipeline import workers
 from enginesmith.pipeline.artifact import file_digest, files_below, folder_digest
 from enginesmith.pipeline.assemble import Header, assemble
 from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
@@ -59,8 +59,12 @@ def optimize(recipe: Recipe, out: Path, settings: Settings | None = None) -> Run
         runner = Runner(
             settings.open_store(), out / "logs", settings.jobs, settings.time_limit_seconds, settings.listener
         )
-        outcomes = runner.run(steps.steps, directory.update)
+        given = _given(out, steps, runner)
+        outcomes = runner.run(steps.steps, directory.update, given)
         run = directory.update(outcomes)
+        if any(outcome.status == "lacking" for outcome in outcomes.values()):
+            with storage_errors(f"the run directory {out}"):
+                kept.save(out, steps, outcomes, {one.artifact: f"variants/{one.id}" for one in steps.variants})
     _raise_if_useless(run, outcomes)
     return run
 
@@ -76,6 +80,15 @@ def resume(out: Path, settings: Settings | None = None) -> Run:
     if folder and Path(folder).is_dir():  # where the model's name was resolved; on another machine it may not be there
         os.chdir(folder)
     return optimize(before.recipe, out, settings)
+
+
+def _given(out: Path, plan: Plan, runner: Runner) -> dict[str, Outcome]:
+    """What the run directory keeps of an earlier run, perhaps of another machine; it holds for the same model only."""
+    if not kept.exists(out):
+        return {}
+    load = next(step for step in plan.steps if step.id == LOAD)
+    loaded = runner.run([load], lambda outcomes: None)[LOAD]
+    return kept.read(out, plan, loaded.artifact) if loaded.artifact else {}
 
 
 def default_out(recipe: Recipe) -> Path:

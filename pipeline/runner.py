@@ -77,16 +77,22 @@ class Runner:
         for job in range(self.jobs):
             self._shares.put(frozenset(cores[job % len(cores) :: self.jobs] or cores))
 
-    def run(self, steps: Sequence[Step], on_outcome: Callable[[Mapping[str, Outcome]], object]) -> dict[str, Outcome]:
+    def run(
+        self,
+        steps: Sequence[Step],
+        on_outcome: Callable[[Mapping[str, Outcome]], object],
+        given: Mapping[str, Outcome] | None = None,
+    ) -> dict[str, Outcome]:
         """Run every step that can run; ``on_outcome`` sees all outcomes so far, each time there is a new one.
 
-        On Ctrl-C the running workers are ended and KeyboardInterrupt goes on to the caller.
+        Steps that ``given`` has an outcome for are not run. On Ctrl-C the running workers are ended and
+        KeyboardInterrupt goes on to the caller.
         """
         if self.time_limit_seconds is not None:
             self._deadline = time.monotonic() + self.time_limit_seconds
-        outcomes: dict[str, Outcome] = {}
+        outcomes = dict(given or {})
         running: dict[Future[Outcome], Step] = {}
-        waiting = list(steps)
+        waiting = [step for step in steps if step.id not in outcomes]
         with ThreadPoolExecutor(self.jobs) as pool:
             try:
                 while waiting or running:

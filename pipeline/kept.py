@@ -1,0 +1,111 @@
+"""What a run directory keeps, so that another machine can go on with it: engines, the reference, and records.
+
+The other machine may have other versions of everything, so keys of the store say nothing there. What is kept holds as
+long as the model is the same, byte for byte, and the step would do the same.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from enginesmith.pipeline.artifact import Artifact, Kind, file_digest, files_below, folder_digest
+from enginesmith.pipeline.runner import Outcome
+from enginesmith.pipeline.steps import LOAD, Plan, Step
+
+_FOLDER, _INDEX = "kept", "index.json"
+_KINDS: tuple[Kind, ...] = ("engine", "reference", "record")
+"""Graphs are not among them: nothing that is left to do needs them once the engines are built."""
+_NO_PART = ("artifact.json", "manifest.json")
+"""Files that lie beside an artifact's own: the store's record of it, and the run directory's."""
+
+
+class _Kept(BaseModel):
+    """One step's artifact, and what the step was."""
+
+    model_config = ConfigDict(frozen=True)
+
+    identity: dict[str, Any]
+    folder: str
+    artifact: Artifact
+
+
+class _Index(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    load_sha256: str
+    """Of the model that everything was made from."""
+    steps: dict[str, _Kept]
+
+
+def save(run: Path, plan: Plan, outcomes: Mapping[str, Outcome], engines: Mapping[str, str]) -> None:
+    """Keep what is done; ``engines`` are folders in the run directory by the step that made them."""
+    load = outcomes[LOAD].artifact
+    if load is None:
+        return
+    steps = {}
+    for step in plan.steps:
+        made = outcomes[step.id].artifact if step.id in outcomes else None
+        if made is None or made.kind not in _KINDS or made.provisional or step.task.surroundings:
+            continue
+        folder = engines.get(step.id) or f"{_FOLDER}/{step.id}"
+        if not (run / folder).is_dir():
+            shutil.copytree(made.folder, run / folder, ignore=shutil.ignore_patterns(*_NO_PART))
+        relative = made.model_copy(update={"path": Path(made.path.name)})
+        steps[step.id] = _Kept(identity=step.task.identity, folder=folder, artifact=relative)
+    index = _Index(load_sha256=load.sha256, steps=steps)
+    (run / _FOLDER).mkdir(exist_ok=True)
+    partial = run / _FOLDER / f".{_INDEX}.partial"
+    partial.write_text(index.model_dump_json(indent=1) + "\n")
+    partial.replace(run / _FOLDER / _INDEX)
+
+
+def exists(run: Path) -> bool:
+    """Whether something is kept there."""
+    return (run / _FOLDER / _INDEX).is_file()
+
+
+def read(run: Path, plan: Plan, load: Artifact) -> dict[str, Outcome]:
+    """Outcomes that hold here, and with them those of steps that nothing needs any more."""
+    try:
+        index = _Index.model_validate_json((run / _FOLDER / _INDEX).read_bytes())
+    except (OSError, ValidationError):
+        return {}
+    if index.load_sha256 != load.sha256:
+        return {}
+    found = {LOAD: Outcome(LOAD, "done", load, cached=True)}
+    for step in plan.steps:
+        kept = index.steps.get(step.id)
+        if kept and kept.identity == step.task.identity and (artifact := _whole(run, kept)):
+            found[step.id] = Outcome(step.id, "done", artifact, cached=True)
+    needed = _needed(plan.steps, found)
+    return found | {
+        step.id: Outcome(step.id, "done", cached=True, reason="what was made of it is kept")
+        for step in plan.steps
+        if step.id not in found and step.id not in needed
+    }
+
+
+def _whole(run: Path, kept: _Kept) -> Artifact | None:
+    """The artifact where it lies, if it is as it was."""
+    folder = run / kept.folder
+    names = files_below(folder, skip=_NO_PART)
+    if not names or folder_digest({name: file_digest(folder / name) for name in names}) != kept.artifact.sha256:
+        return None
+    return kept.artifact.model_copy(update={"path": folder / kept.artifact.path})
+
+
+def _needed(steps: Sequence[Step], found: Mapping[str, Outcome]) -> set[str]:
+    """Steps that are not there, as far as a step that makes more than a graph asks for them."""
+    by_id = {step.id: step for step in steps}
+    needed: set[str] = set()
+    waiting = [step.id for step in steps if step.id not in found and step.task.produces in _KINDS]
+    while waiting:
+        name = waiting.pop()
+        if name in needed or name in found:
+            continue
+        needed.add(name)
+        waiting += [*by_id[name].needs.values(), *by_id[name].wants.values()]
+    return needed
