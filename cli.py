@@ -262,13 +262,22 @@ def benchmark(models: tuple[str, ...], as_json: bool, quiet: bool, **options: An
 @main.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Engine file to write.")
+@click.option("--refit-engine", metavar="ENGINE", help="Put FILE's weights into this engine instead of building one.")
 @click.option("--check", is_flag=True, help="Only say for which targets it builds; nothing is written.")
 @click.option("--engine", "engines", multiple=True, default=("tensorrt_rtx",), show_default=True, help="Which engine.")
 @_what_to_load
 @_how_to_build
 @_where_to_run
 @_how_to_work
-def build(file: Path, output: Path | None, check: bool, as_json: bool, quiet: bool, **options: Any) -> int:
+def build(
+    file: Path,
+    output: Path | None,
+    refit_engine: str | None,
+    check: bool,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> int:
     """Build a TensorRT engine from an ONNX FILE, as it is, and audit it; or say whether it builds.
 
     Example: enginesmith build net.onnx -o net.engine --target sm86 --shape batch=1:8:64
@@ -280,7 +289,7 @@ def build(file: Path, output: Path | None, check: bool, as_json: bool, quiet: bo
     recipe = _recipe(str(file), None, options)
     with _settings(options, quiet) as settings:
         if output is not None:
-            built = build_stages.build(recipe, output, settings)
+            built = build_stages.build(recipe, output, settings, refit_engine)
             _print_json(built.model_dump(mode="json")) if as_json else click.echo(built.summary)
             return 0
         found = build_stages.check(recipe, settings)

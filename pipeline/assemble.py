@@ -98,7 +98,8 @@ def _record(
     failure, kind = _failure(variant, plan, outcomes, rows)
     unfinished = _unfinished(variant, plan, outcomes)
     measured = any(row.p50_ms is not None for row in rows)
-    status = "failed" if failure else "measured" if measured else "built" if made and not unfinished else "skipped"
+    there = made and not unfinished and not (variant.lacking and made.kind != "engine")
+    status = "failed" if failure else "measured" if measured else "built" if there else "skipped"
     build = _build(variant, made)
     memory, quality = (next(iter(_entries(outcomes, step)), None) for step in (variant.memory, variant.quality))
     reasons = {} if quality else {"quality": _why_missing(variant.quality, outcomes)}

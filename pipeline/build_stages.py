@@ -76,8 +76,10 @@ class Fits(BaseModel):
     reason: str = ""
 
 
-def build(recipe: Recipe, output: Path, settings: Settings) -> EngineBuilt:
-    """Build one engine from an ONNX file; the manifest and the builder's log are written beside it.
+def build(recipe: Recipe, output: Path, settings: Settings, refit: str | None = None) -> EngineBuilt:
+    """Build one engine from an ONNX file, or put its weights into the engine ``refit``.
+
+    The manifest and the builder's log are written beside it.
 
     Raises:
         EnginesmithError: it cannot be built; nothing is written then.
@@ -85,7 +87,8 @@ def build(recipe: Recipe, output: Path, settings: Settings) -> EngineBuilt:
     if output.suffix != ".engine":
         raise UsageError(f"the output {str(output)!r} is no .engine file", f"call it {output.with_suffix('.engine')}")
     workers.preload_only(_MODULES)
-    made = finished(stage_plans.build_steps(recipe), settings, recipe)[stage_plans.BUILD].artifact
+    steps = stage_plans.refit_steps(recipe, refit) if refit else stage_plans.build_steps(recipe)
+    made = finished(steps, settings, recipe)[stage_plans.BUILD].artifact
     assert made is not None
     if made.breach:
         raise ModelError(made.breach, "nothing was written; the builder made another engine than the graph asks for")

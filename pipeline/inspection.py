@@ -23,7 +23,14 @@ def inspect(file: Path) -> Facts:
         raise UsageError(f"{file} does not exist", "check the path")
     if file.is_dir() or file.name == "run.json":
         return _run(file)
-    readers = {".onnx": _onnx, ".pt2": _pt2, ".npz": _arrays, ".npy": _arrays, ".safetensors": _safetensors}
+    readers = {
+        ".onnx": _onnx,
+        ".pt2": _pt2,
+        ".engine": _engine,
+        ".npz": _arrays,
+        ".npy": _arrays,
+        ".safetensors": _safetensors,
+    }
     if file.suffix not in readers:
         raise UsageError(
             f"{file} is of no known kind", f"inspect reads run directories and {', '.join(sorted(readers))}"
@@ -42,6 +49,36 @@ def _onnx(file: Path) -> Facts:
         "inputs": [str(spec) for spec in signature.inputs],
         "outputs": [str(spec) for spec in signature.outputs],
         "external_files": list(onnx_file.external_files(file)),
+    }
+
+
+_SHOWN_OTHERWISE = {"schema_name", "signature", "profiles", "audit", "figures", "options"}
+
+
+def _engine(file: Path) -> Facts:
+    """The manifest, as far as people read it, and whether the engine can run here."""
+    from enginesmith.pipeline.engines.trt import manifest
+
+    found = manifest.read(file)
+    header = manifest.read_header(file) if found.engine == "tensorrt_rtx" else None
+    misfit = manifest.misfit(found, 0)
+    profiles = [
+        ", ".join(f"{name} {' … '.join(str(list(shape)) for shape in shapes)}" for name, shapes in profile.items())
+        for profile in found.profiles
+    ]
+    return {
+        "kind": "TensorRT engine",
+        **found.model_dump(
+            mode="json", exclude={"schema_name", "signature", "profiles", "audit", "figures", "options"}
+        ),
+        "runs here": f"no: {misfit}" if misfit else "yes",
+        "inputs": [str(spec) for spec in found.signature.inputs],
+        "outputs": [str(spec) for spec in found.signature.outputs],
+        "profiles": profiles,
+        "options": {name: str(value) for name, value in found.options.asked.items()},
+        "figures": found.figures.model_dump(),
+        "audit": list(found.audit.notes) if found.audit else [],
+        "header": header.model_dump(mode="json") if header else None,
     }
 
 
@@ -129,12 +166,13 @@ def engines(device: str) -> list[Facts]:
     rows = []
     for name in ENGINES:
         found = engine_class(name)
-        here = found.available(where)
+        here, builds = found.available(where), found.buildable()
         rows.append(
             {
                 "engine": name,
                 "made from": found.consumes,
                 "usable": "yes" if here.ok else "no",
+                "builds here": "yes" if builds.ok else f"no: {builds.reason}",
                 "reason": here.reason,
                 "remedy": here.remedy,
             }
@@ -144,6 +182,7 @@ def engines(device: str) -> list[Facts]:
 
 def doctor() -> Facts:
     """This machine: hardware, versions, engines, the store; and what to do about what is missing."""
+    from enginesmith.pipeline.engines import engine_class
     from enginesmith.pipeline.measure import device
     from enginesmith.pipeline.store import default_root
 
@@ -152,9 +191,14 @@ def doctor() -> Facts:
     for where in ("cpu", "cuda"):
         rows = engines(where)
         facts[f"engines on {where}"] = {
-            row["engine"]: "ok" if row["usable"] == "yes" else f"no: {row['reason']}" for row in rows
+            row["engine"]: "ok" if row["usable"] == "yes" else f"no: {row['reason']}" + _built_all_the_same(row)
+            for row in rows
         }
-        fixes += [f"{row['engine']} on {where}: {row['remedy']}" for row in rows if row["remedy"]]
+        fixes += [
+            f"{row['engine']} on {where}: {row['remedy']}"
+            for row in rows
+            if row["remedy"] and where in engine_class(row["engine"]).kinds
+        ]
     for package, extra in (("transformers", "hf"), ("timm", "timm")):
         if importlib.util.find_spec(package) is None:
             fixes.append(f"models as {extra}:… : pip install 'enginesmith[{extra}]'")
@@ -164,6 +208,13 @@ def doctor() -> Facts:
     facts["store"] = str(root)
     facts["what to do about what is missing"] = fixes
     return facts
+
+
+def _built_all_the_same(row: Facts) -> str:
+    from enginesmith.pipeline.engines import engine_class
+
+    elsewhere = engine_class(row["engine"]).built_elsewhere and row["builds here"] == "yes"
+    return "; it can be built here for other machines" if elsewhere else ""
 
 
 def _installed() -> set[str]:

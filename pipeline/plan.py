@@ -51,7 +51,7 @@ def plan(recipe: Recipe) -> Plan:
         steps += more
     lacking = [variant.lacking for variant in variants[1:]]
     if lacking and all(lacking):
-        variants[0] = replace(baseline, lacking=f"{lacking[0]}: there is nothing to compare it with")
+        variants[0] = replace(baseline, lacking=f"there is nothing to compare it with: {lacking[0]}")
     for index, variant in enumerate(variants):
         variants[index], more = _own_measurements(recipe, variant, baseline.id, device)
         steps += more

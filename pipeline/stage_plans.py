@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from enginesmith.pipeline.engines import engine_class
-from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.engines.tensorrt import TensorRT
 from enginesmith.pipeline.engines.trt import manifest
 from enginesmith.pipeline.errors import UsageError
@@ -23,6 +23,7 @@ from enginesmith.pipeline.source import Source, resolve
 from enginesmith.pipeline.steps import LOAD, REFERENCE, Plan, Step, Variant
 from enginesmith.pipeline.tasks.measure import Memory
 from enginesmith.pipeline.tasks.shapes import SHAPES
+from enginesmith.pipeline.tasks.transform import Refit
 from enginesmith.pipeline.tasks.trial import Trial
 from enginesmith.pipeline.variants import device_for, variants_of
 
@@ -67,6 +68,18 @@ def build_steps(recipe: Recipe) -> tuple[Step, ...]:
     return (*_onnx_steps(recipe), build_step(variant, device_for(recipe, variant.engine), LOAD))
 
 
+def refit_steps(recipe: Recipe, engine: str) -> tuple[Step, ...]:
+    """The steps that put an ONNX file's weights into a built engine."""
+    _tensorrt(recipe)
+    source = resolve(engine)
+    if source.form != "engine":
+        raise UsageError(f"{engine} is no engine", "give the .engine file that is to be refitted")
+    device = device_for(recipe, _own_engine(source))
+    load = Step(LOAD, load_task(recipe, resolve(recipe.model)), vital=True)
+    old = Step("engine", load_task(recipe, source), vital=True)
+    return load, old, Step(BUILD, Refit(device=device), {"model": LOAD, "engine": "engine"})
+
+
 def trial_steps(recipe: Recipe, batch: int | None = None) -> dict[str, tuple[Step, ...]]:
     """The steps that try a build for each target, by target; with ``batch`` as the largest one, where it is given."""
     chosen = recipe
@@ -96,7 +109,7 @@ def _onnx_steps(recipe: Recipe) -> tuple[Step, Step]:
 
 def benchmark_plan(recipe: Recipe, others: Sequence[str], again: str) -> Plan:
     """Measure models side by side as they are, the recipe's first; ``again`` is new each time."""
-    device = recipe.where
+    device = _common_device(recipe, (recipe.model, *others))
     steps = list(first_steps(recipe))
     variants = [Variant(_label(recipe.model), _own_engine(resolve(recipe.model)), "as given", LOAD)]
     for index, text in enumerate(others, 1):
@@ -110,6 +123,29 @@ def benchmark_plan(recipe: Recipe, others: Sequence[str], again: str) -> Plan:
         variants[index] = replace(variant, memory=steps[-1].id)
     latency = latency_step(recipe, variants, device, again)
     return Plan((*steps, latency), variants[0], tuple(variants[1:]), latency.id)
+
+
+def _common_device(recipe: Recipe, models: Sequence[str]) -> Device:
+    """Where all of them are measured: as asked for, else where the one runs that runs in one kind of place only.
+
+    Raises:
+        UsageError: a built engine as the baseline, or on a device that it does not run on.
+        MissingCapability: the device is not here.
+    """
+    built = [text for text in models if resolve(text).form == "engine"]
+    if not built:
+        return recipe.where
+    if models[0] in built:
+        raise UsageError(
+            f"{models[0]} is a built engine, and the first model is what the others are held against",
+            "give the model that it was built from first",
+        )
+    engine = _own_engine(resolve(built[0]))
+    device = recipe.where if recipe.device else Device(kind=engine.kinds[0], threads=recipe.threads)
+    if device.kind not in engine.kinds:
+        raise UsageError(f"{built[0]} runs on {' or '.join(engine.kinds)}, not on {device}", "use --device cuda")
+    engine.require(device)
+    return device
 
 
 def _own_engine(source: Source) -> Engine:

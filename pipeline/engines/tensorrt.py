@@ -233,6 +233,7 @@ class TensorRT(Engine):
         """Start CUDA and the libraries; an engine's weights and contexts come on top."""
         import torch
 
+        self.require(device)
         trt = flavours.module(self.flavour)
         torch.cuda.set_device(device.index)
         torch.empty(_PRIMING_BYTES, dtype=torch.uint8, device=str(device))

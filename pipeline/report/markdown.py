@@ -16,6 +16,7 @@ def render(run: Run) -> str:
         _footnotes(run),
         *_verdicts(run),
         *_failures(run),
+        *_engines(run),
         "## Fidelity",
         f"Outputs against {run.baseline.id} on {_plain(run.model.data or 'unknown')} data.",
         _fidelity(run),
@@ -60,10 +61,37 @@ def _verdicts(run: Run) -> list[str]:
 
 
 def _failures(run: Run) -> list[str]:
-    failed = [record for record in (run.baseline, *run.variants) if record.reason]
+    failed = tables.reasons(run)
     if not failed:
         return []
-    return ["## What failed", "\n".join(f"- **{_plain(record.id)}**: {_plain(record.reason)}" for record in failed)]
+    return [
+        "## What failed, or is left",
+        "\n".join(f"- **{_plain(record.id)}**: {_plain(record.reason)}" for record in failed),
+    ]
+
+
+def _engines(run: Run) -> list[str]:
+    """What engines say of themselves; under a workspace sweep, latency against memory."""
+    built = [record for record in run.variants if record.build and record.build.activation_bytes is not None]
+    if not built:
+        return []
+    columns = ("variant", "target", "workspace limit", "weights", "activations", "kernels", "p50 ms")
+    return ["## Engines", _table(columns, [_engine_row(record) for record in built])]
+
+
+def _engine_row(record: VariantRecord) -> tuple[str, ...]:
+    build = record.build
+    assert build is not None
+    first = next((row for row in record.latency if row.p50_ms is not None), None)
+    kernels = ", ".join(f"{count} {name}" for name, count in (build.layers or {}).items())
+    sizes = (build.workspace_limit_bytes, build.weights_bytes, build.activation_bytes)
+    return (
+        record.id,
+        record.target or "–",
+        *(format_bytes(size) for size in sizes),
+        kernels or "–",
+        f"{tables.ms(first.p50_ms)} (batch {first.batch})" if first else "not measured",
+    )
 
 
 def _fidelity(run: Run) -> str:

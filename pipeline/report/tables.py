@@ -85,5 +85,13 @@ def _against(record: VariantRecord, baseline: VariantRecord, batch: int) -> str:
 def cautions(run: Run) -> list[str]:
     """What people have to know before they believe the numbers: the machine's warnings, and what failed."""
     found = [str(warning) for warning in run.environment.get("warnings", ())]
-    found += [f"{record.id}: {record.reason}" for record in (run.baseline, *run.variants) if record.reason]
-    return found
+    return [*found, *(f"{names}: {reason}" for names, reason in reasons(run))]
+
+
+def reasons(run: Run) -> list[tuple[str, str]]:
+    """What is wrong with variants, or left to do: those of one reason together, and the reason."""
+    together: dict[str, list[str]] = {}
+    for record in (run.baseline, *run.variants):
+        if record.reason:
+            together.setdefault(record.reason.replace(record.id, "…"), []).append(record.id)
+    return [(", ".join(names), reason.replace("…", names[0])) for reason, names in together.items()]

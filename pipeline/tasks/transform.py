@@ -60,3 +60,18 @@ class Build(Task):
         """What the engine is handed."""
         ranges = read_ranges(inputs[SHAPES]) if SHAPES in inputs else {}
         return BuildRequest(inputs["model"], out, self.device, ranges, progress)
+
+
+class Refit(Task):
+    """New weights into a built TensorRT engine."""
+
+    title: ClassVar[str] = "refit"
+    produces: ClassVar[Kind] = "engine"
+
+    device: Device
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        from enginesmith.pipeline.engines.trt.refit import refit
+
+        progress("refitting the engine")
+        return refit(inputs["engine"], inputs["model"], out / inputs["engine"].path.name, self.device)

@@ -92,7 +92,10 @@ class Audit(BaseModel):
     @property
     def notes(self) -> tuple[str, ...]:
         """What people should know of it."""
-        found = [f"{_counts(self.products)} of the graph's products" if self.products else "no product was found"]
+        total = sum(self.requested.values())
+        found = [f"products by precision: {_counts(self.products) or 'none is known'}, of {total} in the graph"]
+        if self.unseen:
+            found.append(f"{self.unseen} products are named by no kernel, so their precision is not known")
         if self.otherwise:
             found.append(f"not as asked for: {', '.join(self.otherwise[:_SHOWN])}")
         if self.float_outputs:

@@ -11,7 +11,10 @@ from enginesmith.pipeline.errors import BuilderFailed, BuildError, LimitTooSmall
 from enginesmith.pipeline.units import format_bytes
 
 _ASKED_FOR = re.compile(r"[Rr]equested size (?:was|of) (\d+)")
-_MEMORY = ("OutOfMemory", "insufficient memory", "workspace memory greater", "out of memory")
+_MEMORY = (
+    *("OutOfMemory", "insufficient memory", "workspace memory greater", "out of memory"),
+    "within workspace limit",
+)
 _UNSUPPORTED = ("not supported", "unsupported", "Could not find any implementation", "No tactic", "Cannot compile")
 _QUOTED = re.compile(r"'([^']+)'|\bnode (\S+?)[\s.:]|^(?:\[[^]]*\] )?(\S+?): ")
 _WHERE = re.compile(
