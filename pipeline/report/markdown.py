@@ -35,7 +35,7 @@ def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 def _footnotes(run: Run) -> str:
     environment = run.environment
-    where = f"{environment.get('processor') or 'unknown CPU'}, {run.recipe.device}"
+    where = f"{environment.get('processor') or 'unknown CPU'}, {run.recipe.where}"
     stops = {row.stopped_because for record in (run.baseline, *run.variants) for row in record.latency}
     notes = [
         f"Measured on {where}; {_threads(run)}. Speed-up is the median of paired rounds against {run.baseline.id}."
@@ -64,10 +64,8 @@ def _failures(run: Run) -> list[str]:
     failed = tables.reasons(run)
     if not failed:
         return []
-    return [
-        "## What failed, or is left",
-        "\n".join(f"- **{_plain(record.id)}**: {_plain(record.reason)}" for record in failed),
-    ]
+    lines = [f"- **{_plain(names)}**: {_plain(reason)}" for names, reason in failed]
+    return ["## What failed, or is left", "\n".join(lines)]
 
 
 def _engines(run: Run) -> list[str]:
