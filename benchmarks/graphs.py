@@ -37,6 +37,8 @@ from enginesmith.pipeline.torch_model import LoadedModel, LoadOptions, load
 
 MODELS = ("resnet50", "mobilenet_v2", "unet", "vit_b16", "bert_base", "lstm")
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int8+fp16", "fp8", "int4-weights")
+SHAPES = {"bert_base": ("--shape", "sequence=16:128:384")}
+"""Options for dynamic dimensions other than the batch, which an ONNX file brings no range for."""
 _DECOMPOSED = "fp32-decomposed"
 """What quantised graphs are made from, kept beside them: float32, attention's products as MatMul nodes of their own."""
 _OPSET = Export().opset

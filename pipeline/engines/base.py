@@ -58,6 +58,11 @@ class Session(ABC):
         """Handle of the CUDA stream that ``enqueue`` puts its work on; None on the CPU."""
         return None
 
+    @property
+    def first_call_note(self) -> str:
+        """What the first call does besides, or is spared: compiling kernels, say. Empty if nothing."""
+        return ""
+
     @abstractmethod
     def bind(self, feeds: Feeds) -> Any:
         """Put feeds where the engine reads them; checks nothing (the caller holds them against ``signature``)."""

@@ -87,7 +87,10 @@ class TensorRT(Engine):
         if self.target and self.known().builds_without_gpu:
             return {}
         here = cuda.cuda_device(device.index)
-        return {"device": here.model_dump() if here else None, "driver": cuda.driver().version}
+        found: dict[str, Any] = {"device": here.model_dump() if here else None, "driver": cuda.driver().version}
+        if self.options.locked and (file := self._timing_cache(self.known(), here)) and file.is_file():
+            found["timing"] = file_digest(file)
+        return found
 
     def build(self, request: BuildRequest) -> Effect:
         """Write the engine and its manifest, audited.
@@ -119,7 +122,7 @@ class TensorRT(Engine):
             workspace_bytes=self.workspace_bytes,
             targets=targets,
             profiles=profiles.plan(signature, request.ranges, self.options.profiles),
-            timing_cache=self._timing_cache(known, here, trt.__version__),
+            timing_cache=self._timing_cache(known, here),
         )
         built = build(order, request.artifact.path, request.out / ENGINE_FILE, request.progress)
         found = audits.audit(built.log.layers, model, signature, "build log")
@@ -164,12 +167,13 @@ class TensorRT(Engine):
             raise UsageError(f"{self.name} has no target {self.target!r}", f"use one of {choices}")
         return compute_capabilities(self.target, known)
 
-    def _timing_cache(self, known: Capabilities, here: cuda.CudaDevice | None, version: str) -> Path | None:
+    def _timing_cache(self, known: Capabilities, here: cuda.CudaDevice | None) -> Path | None:
+        """The file of kernel timings: the one that was named, else one for each device and version."""
         if not known.timing_cache or here is None:
             return None
         if self.options.timing_cache:
             return Path(self.options.timing_cache)
-        name = f"{here.target}-{here.name.replace(' ', '_')}-{version}.cache"
+        name = f"{here.target}-{here.name.replace(' ', '_')}-{flavours.installed_version(self.flavour)}.cache"
         return default_root() / "timing" / name
 
     def _manifest(

@@ -42,6 +42,7 @@ class Ready:
     warmup_ended: str
     h2d_seconds: float | None
     d2h_seconds: float | None
+    first_call_note: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Stopwatch:
         calls, ended = self._warm_up(limit_seconds)
         h2d, d2h = self._transfers(feeds) if self._session.cuda_stream else (None, None)
         self._settle()
-        return Ready(float(first), calls + 2, ended, h2d, d2h)
+        return Ready(float(first), calls + 2, ended, h2d, d2h, self._session.first_call_note)
 
     def block(self, budget_seconds: float) -> Block:
         """Time as many calls as fit the budget, one at least, then wait for the session's threads to sleep.

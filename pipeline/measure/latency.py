@@ -48,6 +48,8 @@ class LatencyRow(BaseModel):
     d2h_ms: float | None = None
     load_ms: float | None = None
     first_call_ms: float | None = None
+    first_call_note: str = ""
+    """What the first call did besides: compiling kernels, or taking over those of an earlier run."""
     warmup_calls: int | None = None
     warmup_ended: str | None = None
     settle_ms: float | None = None
@@ -137,6 +139,7 @@ def _preparation(contender: Contender) -> dict[str, Any]:
     return {
         "load_ms": _milliseconds(contender.load_seconds),
         "first_call_ms": _milliseconds(ready.first_call_seconds),
+        "first_call_note": ready.first_call_note,
         "warmup_calls": ready.warmup_calls,
         "warmup_ended": ready.warmup_ended,
         "h2d_ms": _milliseconds(ready.h2d_seconds),

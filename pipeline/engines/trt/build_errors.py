@@ -29,6 +29,10 @@ def build_error(log: BuildLog, graph: Path, workspace_bytes: int | None, flavour
     if any(words in text for words in _MEMORY) or any("insufficient memory" in words for words in log.warnings):
         return _too_small(text + "\n".join(log.warnings), workspace_bytes, flavour)
     said = plain(_WHERE.sub(" ", log.errors[0]))[:_LENGTH] if log.errors else "nothing"
+    if "timing cache" in text.lower():
+        return BuilderFailed(
+            f"a kernel's timing is missing, and the timing cache is locked: {said}", "build once without --locked"
+        )
     if any(words in text for words in _UNSUPPORTED):
         node = _node(text, graph)
         remedy = "use another precision for it, or another target; `build --check` tells which targets would do"
