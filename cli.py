@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -13,11 +14,8 @@ import click
 if TYPE_CHECKING:
     from enginesmith.pipeline.job import Settings
     from enginesmith.pipeline.recipe import Recipe
-    from enginesmith.pipeline.run import Run
 
 _INTERRUPTED = 130
-_WIDE = 200
-"""Columns of a table that goes to a file or a pipe."""
 
 
 class _Commands(click.Group):
@@ -41,7 +39,8 @@ class _Commands(click.Group):
                 raise
             click.echo(f"error: {error}", err=True)
             if "--json" in given:
-                _print_json({"error": error.message, "remedy": error.remedy, "exit_code": error.exit_code})
+                known = {"error": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
+                click.echo(json.dumps({**known, "failure": error.failure}, indent=1))
             sys.exit(error.exit_code)
 
 
@@ -61,6 +60,13 @@ def main(debug: bool) -> None:
 
 def _as_interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
+
+
+def _shown() -> ModuleType:
+    """What renders results; not imported before there is something to render."""
+    from enginesmith.pipeline.report import terminal
+
+    return terminal
 
 
 Command = Callable[..., Any]
@@ -168,7 +174,8 @@ def optimize(model: str, recipe_file: Path | None, out: Path | None, as_json: bo
     folder = out or job.default_out(recipe)
     with _settings(options, quiet) as settings, _resumable(folder):
         run = job.optimize(recipe, folder, settings)
-    return _show_run(run, folder, as_json)
+    code: int = _shown().show_run(run, folder, as_json)
+    return code
 
 
 @main.command()
@@ -183,7 +190,8 @@ def resume(run: Path, as_json: bool, quiet: bool, **options: Any) -> int:
 
     with _settings(options, quiet) as settings, _resumable(run):
         result = job.resume(run, settings)
-    return _show_run(result, run, as_json)
+    code: int = _shown().show_run(result, run, as_json)
+    return code
 
 
 @main.command()
@@ -201,7 +209,7 @@ def export(model: str, output: Path, as_json: bool, quiet: bool, **options: Any)
 
     with _settings(options, quiet) as settings:
         result = stages.export(_recipe(model, None, options), output, settings)
-    _show_stage(result, as_json)
+    _shown().show_stage(result, as_json)
 
 
 @main.command()
@@ -218,7 +226,7 @@ def simplify(file: Path, output: Path, as_json: bool, quiet: bool, **options: An
 
     with _settings(options, quiet) as settings:
         result = stages.simplify(_recipe(str(file), None, options), output, settings)
-    _show_stage(result, as_json)
+    _shown().show_stage(result, as_json)
 
 
 @main.command()
@@ -237,7 +245,7 @@ def verify(file: Path, model: str, as_json: bool, quiet: bool, **options: Any) -
 
     with _settings(options, quiet) as settings:
         result = stages.verify(_recipe(model, None, options), file, settings)
-    _show_stage(result, as_json)
+    _shown().show_stage(result, as_json)
     return 0 if result.passed else 1
 
 
@@ -256,7 +264,8 @@ def benchmark(models: tuple[str, ...], as_json: bool, quiet: bool, **options: An
 
     with _settings(options, quiet) as settings:
         run = stages.benchmark(_recipe(models[0], None, options), models[1:], settings)
-    return _show_run(run, None, as_json)
+    code: int = _shown().show_run(run, None, as_json)
+    return code
 
 
 @main.command()
@@ -290,10 +299,10 @@ def build(
     with _settings(options, quiet) as settings:
         if output is not None:
             built = build_stages.build(recipe, output, settings, refit_engine)
-            _print_json(built.model_dump(mode="json")) if as_json else click.echo(built.summary)
+            _shown().print_json(built.model_dump(mode="json")) if as_json else click.echo(built.summary)
             return 0
         found = build_stages.check(recipe, settings)
-    _show_table([_checked_row(one.model_dump(mode="json"), as_json) for one in found], as_json)
+    _shown().show_table([_checked_row(one.model_dump(mode="json"), as_json) for one in found], as_json)
     return 0 if all(one.builds for one in found) else 1
 
 
@@ -308,24 +317,38 @@ def _checked_row(row: dict[str, Any], as_json: bool) -> dict[str, Any]:
 
 @main.command()
 @click.argument("models", nargs=-1, required=True)
-@click.option("--memory", metavar="SIZE", required=True, help="Device memory that all models together may take.")
+@click.option("--memory", metavar="SIZE", help="Device memory that all models together may take.")
+@click.option(
+    "--keep-speed", type=click.FloatRange(0, 1), default=0.95, show_default=True, help="Share that is enough."
+)
 @click.option("--engine", "engines", multiple=True, default=("tensorrt_rtx",), show_default=True, help="Which engine.")
 @_what_to_load
 @_how_to_build
 @_how_to_run_tensorrt
 @_where_to_run
 @_how_to_work
-def fit(models: tuple[str, ...], memory: str, as_json: bool, quiet: bool, **options: Any) -> int:
-    """Find the largest batch that fits a memory budget, and the smallest workspace, by the builder's own figures.
+def fit(
+    models: tuple[str, ...], memory: str | None, keep_speed: float, as_json: bool, quiet: bool, **options: Any
+) -> int:
+    """Find the largest batch of MODELS that fits a memory budget, by the builder's own figures.
+
+    With a run directory that has measured a workspace sweep: the smallest workspace that keeps the speed.
 
     Example: enginesmith fit net.onnx --memory 8GiB --target sm86
     """
-    from enginesmith.pipeline import build_stages
+    from enginesmith.pipeline import build_stages, run
     from enginesmith.pipeline.units import parse_bytes
+
+    if len(models) == 1 and Path(models[0]).is_dir():
+        kept = build_stages.keeping(run.read(Path(models[0])), keep_speed)
+        _shown().show_table([one.model_dump(mode="json") for one in kept], as_json)
+        return 0
+    if memory is None:
+        raise click.UsageError("give --memory SIZE, or a run directory")
 
     with _settings(options, quiet) as settings:
         found = build_stages.fit(_recipe(models[0], None, options), models, parse_bytes(memory), settings)
-    _show_facts(found.model_dump(mode="json"), as_json)
+    _shown().show_facts(found.model_dump(mode="json"), as_json)
     return 0 if found.largest_batch is not None else 3
 
 
@@ -339,7 +362,7 @@ def inspect_file(file: Path, as_json: bool) -> None:
     """
     from enginesmith.pipeline import inspection
 
-    _show_facts(inspection.inspect(file), as_json)
+    _shown().show_facts(inspection.inspect(file), as_json)
 
 
 @main.command()
@@ -376,7 +399,7 @@ def doctor(as_json: bool) -> None:
     """
     from enginesmith.pipeline import inspection
 
-    _show_facts(inspection.doctor(), as_json)
+    _shown().show_facts(inspection.doctor(), as_json)
 
 
 @main.command()
@@ -388,7 +411,7 @@ def models(as_json: bool) -> None:
     """
     from enginesmith.pipeline import inspection
 
-    _show_table(inspection.zoo(), as_json)
+    _shown().show_table(inspection.zoo(), as_json)
 
 
 @main.command()
@@ -401,7 +424,7 @@ def engines(device: str, as_json: bool) -> None:
     """
     from enginesmith.pipeline import inspection
 
-    _show_table(inspection.engines(device), as_json)
+    _shown().show_table(inspection.engines(device), as_json)
 
 
 @main.group()
@@ -422,7 +445,7 @@ def cache_list(store: Path | None, as_json: bool) -> None:
     """
     from enginesmith.pipeline import inspection
 
-    _show_table(inspection.cached(store), as_json)
+    _shown().show_table(inspection.cached(store), as_json)
 
 
 @cache.command("verify")
@@ -436,7 +459,7 @@ def cache_verify(store: Path | None, as_json: bool) -> None:
     from enginesmith.pipeline.store import Store, default_root
 
     damaged = Store(store or default_root()).verify()
-    _show_facts({"damaged": len(damaged), "removed": damaged}, as_json)
+    _shown().show_facts({"damaged": len(damaged), "removed": damaged}, as_json)
 
 
 @cache.command("prune")
@@ -456,7 +479,7 @@ def cache_prune(max_size: str | None, max_age: str | None, store: Path | None, a
         max_bytes=parse_bytes(max_size) if max_size else None,
         max_age_seconds=parse_seconds(max_age) if max_age else None,
     )
-    _show_facts({"removed": len(removed), "freed_bytes": sum(entry.bytes for entry in removed)}, as_json)
+    _shown().show_facts({"removed": len(removed), "freed_bytes": sum(entry.bytes for entry in removed)}, as_json)
 
 
 @contextlib.contextmanager
@@ -552,82 +575,6 @@ def _pair(text: str) -> tuple[str, str]:
     if not separator or not name:
         raise click.BadParameter(f"{text!r} is not of the form batch=1:8:64", param_hint="--shape")
     return name, value
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=1))
-
-
-def _show_run(run: "Run", folder: Path | None, as_json: bool) -> int:
-    from enginesmith.pipeline.assemble import as_json as run_as_json
-    from enginesmith.pipeline.report import tables
-
-    if as_json:
-        click.echo(run_as_json(run))
-    else:
-        _table(tables.COLUMNS, tables.rows(run))
-        click.echo(tables.verdict(run))
-        for caution in tables.cautions(run):
-            click.echo(f"note: {caution}")
-        if folder is not None:
-            click.echo(f"report: {folder / 'report.md'}")
-    broken = [one for one in run.verdicts if not one.passed]
-    return 3 if run.winner is None and broken else 0
-
-
-def _show_stage(result: Any, as_json: bool) -> None:
-    if as_json:
-        _print_json(result.model_dump(mode="json"))
-        return
-    click.echo(result.summary)
-    rows = [
-        (one.stage, f"{one.point} (batch {one.batch})", f"{one.sqnr_db:.1f}" if one.sqnr_db is not None else "–")
-        + (f"{one.max_abs_error:.3g}" if one.max_abs_error is not None else "–", "yes" if one.passed else one.reason)
-        for one in result.fidelity
-    ]
-    if rows:
-        _table(("stage", "at", "SQNR dB", "max abs error", "passed"), rows)
-
-
-def _show_facts(facts: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        _print_json(facts)
-        return
-    for name, value in facts.items():
-        if isinstance(value, list):
-            click.echo(f"{name}:" + ("" if value else " none"))
-            for item in value:
-                click.echo(f"  {item}")
-        elif isinstance(value, dict):
-            click.echo(f"{name}:")
-            for key, item in value.items():
-                click.echo(f"  {key}: {item}")
-        else:
-            click.echo(f"{name}: {'unknown' if value is None else value}")
-
-
-def _show_table(rows: list[dict[str, Any]], as_json: bool) -> None:
-    if as_json:
-        _print_json(rows)
-    elif rows:
-        _table(tuple(rows[0]), [tuple(str(value) for value in row.values()) for row in rows])
-    else:
-        click.echo("nothing")
-
-
-def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=SIMPLE_HEAD)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
-    console.print(table)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from enginesmith.pipeline.engines.trt import manifest, sweep
 from enginesmith.pipeline.errors import LimitTooSmall, ModelError, StepError, UsageError
 from enginesmith.pipeline.job import Settings
 from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.run import Run
 from enginesmith.pipeline.runner import Outcome
 from enginesmith.pipeline.samples import batch_symbol
 from enginesmith.pipeline.single import attempted, finished
@@ -74,6 +75,17 @@ class Fits(BaseModel):
     builds: int
     """Batch sizes that were tried."""
     reason: str = ""
+
+
+class WorkspaceKept(BaseModel):
+    """The smallest measured workspace that keeps a share of the speed."""
+
+    model_config = ConfigDict(frozen=True)
+
+    variant: str
+    workspace_bytes: int
+    speed_share: float
+    """Of the throughput of the fastest one."""
 
 
 def build(recipe: Recipe, output: Path, settings: Settings, refit: str | None = None) -> EngineBuilt:
@@ -184,6 +196,32 @@ def fit(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Sett
     )
 
 
+def keeping(run: Run, share: float) -> tuple[WorkspaceKept, ...]:
+    """For each target, the smallest measured workspace whose throughput is at least ``share`` of the best one's.
+
+    Raises:
+        UsageError: the run has no measured variants with workspace limits.
+    """
+    groups: dict[tuple[str, str, str | None], list[tuple[int, float, str]]] = {}
+    for record in run.variants:
+        rates = [row.throughput_per_s for row in record.latency if row.throughput_per_s is not None]
+        if record.workspace_limit_bytes is not None and rates and record.status == "measured":
+            group = groups.setdefault((record.engine, record.precision, record.target), [])
+            group.append((record.workspace_limit_bytes, max(rates), record.id))
+    if not groups:
+        raise UsageError(
+            f"the run {run.name} has no measured variants with workspace limits",
+            "optimize with --workspace sweep on the machine with the GPU, or resume it there",
+        )
+    return tuple(_kept(group, share) for group in groups.values())
+
+
+def _kept(group: list[tuple[int, float, str]], share: float) -> WorkspaceKept:
+    best = max(rate for _, rate, _ in group)
+    limit, rate, name = min(one for one in group if one[1] >= share * best)
+    return WorkspaceKept(variant=name, workspace_bytes=limit, speed_share=rate / best)
+
+
 _SOURCE = (
     "the builder's figures for weights and activations, and the sizes of inputs and outputs; the CUDA context and the "
     "libraries come on top"
@@ -227,7 +265,7 @@ class _Sizes:
     def workspace(self, batch: int) -> tuple[int | None, str]:
         """The smallest limit that all engines build with, and what that means for speed."""
         if not self._engine.known().workspace_is_a_gate:
-            return None, "needs measured engines: optimize with --workspace sweep, then `fit RUN`"
+            return None, "needs measured engines: optimize with --workspace sweep, then `enginesmith fit RUN`"
         found = zip(self._recipes, self._facts(batch), strict=True)
         limits = [self._smallest(recipe, batch, facts) for recipe, (facts, _) in found]
         return max(limits), f"{self._engine.name} builds the same engine under any limit: it keeps all of the speed"

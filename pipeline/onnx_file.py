@@ -24,6 +24,8 @@ MODULE_KEY = "enginesmith.module"
 
 _SKELETON_BYTES = 1 << 10
 """Weights up to this size stay: they may be the shapes and scales that structure depends on."""
+_FLOATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_NARROW = {"float8e4m3fn": "fp8", "int4": "int4", "int8": "int8"}
 _CHUNK_BYTES = 1 << 22
 _PROTOBUF_LIMIT_BYTES = (1 << 31) - 1
 _IR_VERSION_TAG = b"\x08"  # field 1 as a varint: what every writer puts first
@@ -267,6 +269,27 @@ def summary(path: Path) -> Summary:
         parameters=parameters,
         weight_dtypes=dict(sizes.most_common()),
     )
+
+
+def precision(path: Path) -> str:
+    """The precision that a graph is in, as variants are called after: by its Q/DQ nodes, else by most of its weights.
+
+    Raises:
+        InvalidGraph: the file cannot be read.
+    """
+    model = read(path)
+    kinds = Counter[str]()
+    for tensor in tensors(model):
+        kinds[dtype_name(tensor.data_type)] += _bytes(tensor.data_type, int(np.prod(tensor.dims, dtype=np.int64)))
+    floats = {short: kinds[name] for name, short in _FLOATS.items()}
+    rest = max(floats, key=lambda short: floats[short]) if any(floats.values()) else "fp32"
+    operators = {node.op_type for node in nodes(model)}
+    if "DequantizeLinear" not in operators:
+        return rest
+    narrow = next((short for name, short in _NARROW.items() if kinds[name]), "int8")
+    if narrow == "int4":
+        return "int4-weights"
+    return f"{narrow}+{rest}" if rest != "fp32" else narrow
 
 
 def _bytes(elem_type: int, count: int) -> int:

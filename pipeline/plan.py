@@ -43,9 +43,11 @@ def plan(recipe: Recipe) -> Plan:
         steps += more
     if any(issubclass(engine_class(name), TensorRT) for name in engines):
         steps.append(shapes_step(recipe))
-    baseline = Variant("eager" if source.is_torch else "source", _baseline(source), "fp32", LOAD)
+    found = list(variants_of(recipe, engines))
+    given = found[0].precision if found and not source.is_torch else "fp32"
+    baseline = Variant("eager" if source.is_torch else "source", _baseline(source), given, LOAD)
     variants = [baseline]
-    for variant in variants_of(recipe, engines):
+    for variant in found:
         finished, more = _engine_steps(recipe, variant, graph, verified)
         variants.append(finished)
         steps += more

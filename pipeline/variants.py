@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.engines.tensorrt import TensorRT
 from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.source import resolve
 from enginesmith.pipeline.steps import LOAD, Variant
 
 MAX = "max"
@@ -16,28 +19,30 @@ SWEPT = ("min", "2of5", "3of5", "4of5", "5of5")
 
 def variants_of(recipe: Recipe, engines: Sequence[str]) -> Iterator[Variant]:
     """Variants as far as their ids and engines go, in the order of the recipe."""
+    source = resolve(recipe.model)
+    precision = onnx_file.precision(Path(source.target)) if source.form == "onnx" else "fp32"
     for name in engines:
         engine = engine_class(name)
         if issubclass(engine, TensorRT):
-            yield from _tensorrt_variants(recipe, engine)
+            yield from _tensorrt_variants(recipe, engine, precision)
         elif name == "onnxruntime":
             for level in recipe.graph_optimization:
                 suffix = "" if level == "all" else f"-{level}"
                 chosen = engine.model_validate({"graph_optimization": level})
-                yield Variant(f"{name}-fp32{suffix}", chosen, "fp32", f"build-{name}-fp32{suffix}")
+                yield Variant(f"{name}-{precision}{suffix}", chosen, precision, f"build-{name}-{precision}{suffix}")
         else:
-            yield Variant(f"{name}-fp32", engine(), "fp32", LOAD)
+            yield Variant(f"{name}-{precision}", engine(), precision, LOAD)
 
 
-def _tensorrt_variants(recipe: Recipe, engine: type[TensorRT]) -> Iterator[Variant]:
+def _tensorrt_variants(recipe: Recipe, engine: type[TensorRT], precision: str) -> Iterator[Variant]:
     """One for each target and workspace limit; a sweep stands for several limits."""
     ahead = bool(engine.known().targets)
     for target in (recipe.targets if ahead else ()) or (None,):
         where = f"-{target}" if target else ""
         for word, limit in _limits(recipe):
-            name = f"{engine.name}-fp32" + (f"-ws{word}" if word else "") + where
+            name = f"{engine.name}-{precision}" + (f"-ws{word}" if word else "") + where
             chosen = engine(workspace_bytes=limit, target=target, options=recipe.tensorrt, run=recipe.tensorrt_run)
-            variant = Variant(name, chosen, "fp32", f"build-{name}", workspace=word or None, target=target)
+            variant = Variant(name, chosen, precision, f"build-{name}", workspace=word or None, target=target)
             found = chosen.runnable(device_for(recipe, chosen)) if engine.built_elsewhere else None
             yield variant if found is None or found.ok else replace(variant, lacking=found.reason)
 

@@ -93,7 +93,9 @@ class Audit(BaseModel):
     def notes(self) -> tuple[str, ...]:
         """What people should know of it."""
         total = sum(self.requested.values())
-        found = [f"products by precision: {_counts(self.products) or 'none is known'}, of {total} in the graph"]
+        found = []
+        if total:
+            found.append(f"products by precision: {_counts(self.products) or 'none is known'}, of {total} in the graph")
         if self.unseen:
             found.append(f"{self.unseen} products are named by no kernel, so their precision is not known")
         if self.otherwise:

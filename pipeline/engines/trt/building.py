@@ -57,8 +57,7 @@ def build(order: Order, graph: Path, file: Path, progress: Progress) -> Built:
     trt = module(order.flavour)
     log = BuildLog()
     sink = logger(trt, log)
-    if order.options.plugins:
-        parsing.load_plugins(trt, order.options.plugins, sink)
+    parsing.load_plugins(trt, order.options.plugins, sink, order.known)
     builder = trt.Builder(sink)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     config = builder.create_builder_config()

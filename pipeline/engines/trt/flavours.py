@@ -34,6 +34,8 @@ class Capabilities(BaseModel):
     """Whether kernels are compiled at the first run, and kept in a cache of the runtime."""
     attention_layers_since: tuple[int, ...]
     """The version from which on networks have attention layers, which fused kernels exist for in some types."""
+    standard_plugins: bool
+    """Whether a library of plugins comes along, which some operators of ONNX are made by."""
     workspace_is_a_gate: bool
     """Whether a workspace limit only decides if the build ends well, and changes nothing about the engine."""
     no_effect: dict[str, str] = {}
@@ -51,6 +53,7 @@ _RTX_1 = Capabilities(
     timing_cache=False,
     runtime_cache=True,
     attention_layers_since=(1, 0),
+    standard_plugins=False,
     workspace_is_a_gate=True,
     no_effect={
         "sparse_weights": _SEEN,
@@ -71,6 +74,7 @@ _ENTERPRISE = Capabilities(
     timing_cache=True,
     runtime_cache=False,
     attention_layers_since=(10, 14),
+    standard_plugins=True,
     workspace_is_a_gate=False,
 )
 

@@ -14,7 +14,7 @@ _QUANTISING = ("QuantizeLinear", "DequantizeLinear")
 _LEAST_TARGET: Mapping[str, int] = {"float8e4m3fn": 89, "float8e5m2": 89, "bfloat16": 80, "int4": 80, "float4e2m1": 120}
 """Element type → the first compute capability that has it (the vendor's support matrix)."""
 _WHY_TYPES = {
-    "float64": "TensorRT has no float64: it would build, and compute in float32 without a word",
+    "float64": "TensorRT has no float64 arithmetic, and builds such a graph without a word",
     "uint8": "TensorRT reads uint8 quantisation as int8, and answers wrongly without a word",
     "string": "TensorRT has no strings",
     "complex64": "TensorRT has no complex numbers",
@@ -25,6 +25,10 @@ _WHY_TYPES = {
     "int16": "TensorRT has no int16",
     "float8e5m2": "TensorRT has E4M3 only",
 }
+
+
+Problem = tuple[str, str]
+"""What is wrong, and why that is."""
 
 
 def node_name(node: "onnx.NodeProto") -> str:
@@ -44,10 +48,10 @@ def hold(model: "onnx.ModelProto", targets: tuple[str, ...]) -> None:
     """
     problems = [*_types(model), *_zero_points(model), *_outputs(model)]
     if problems:
-        shown = "; ".join(problems[:_SHOWN]) + (
-            f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        )
-        raise UnsupportedGraph(f"TensorRT cannot take this graph: {shown}", _remedy(problems[0]))
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        shown = "; ".join(what for what, _ in problems[:_SHOWN]) + more
+        why = problems[0][1]
+        raise UnsupportedGraph(f"TensorRT cannot take this graph: {shown} ({why})", _remedy(why))
     for name, least in _LEAST_TARGET.items():
         lacking = [target for target in targets if int(target.removeprefix("sm")) < least]
         if lacking and name in _used_types(model):
@@ -60,9 +64,11 @@ def hold(model: "onnx.ModelProto", targets: tuple[str, ...]) -> None:
             )
 
 
-def _remedy(problem: str) -> str:
-    if "quantisation" in problem or "zero point" in problem:
+def _remedy(why: str) -> str:
+    if "quantisation" in why:
         return "quantise symmetrically to int8 with zero point 0"
+    if "parser" in why:
+        return "export the model again"
     return "cast inside the graph, or convert the model to float32 and int64"
 
 
@@ -84,24 +90,24 @@ def _used_types(model: "onnx.ModelProto") -> set[str]:
     return found - {onnx_file.dtype_name(onnx.TensorProto.UNDEFINED)}
 
 
-def _types(model: "onnx.ModelProto") -> Iterator[str]:
+def _types(model: "onnx.ModelProto") -> Iterator[Problem]:
     """Inputs, outputs, weights and casts of types that TensorRT does not compute in."""
     for side, values in (("input", model.graph.input), ("output", model.graph.output)):
         for value in values:
             name = onnx_file.dtype_name(value.type.tensor_type.elem_type)
             if name in _WHY_TYPES and name != "uint8":
-                yield f"the {side} {value.name!r} is {name} ({_WHY_TYPES[name]})"
+                yield f"the {side} {value.name!r} is {name}", _WHY_TYPES[name]
     for tensor in model.graph.initializer:
         name = onnx_file.dtype_name(tensor.data_type)
         if name in _WHY_TYPES and name != "uint8" and tensor.dims:
-            yield f"the weight {tensor.name!r} is {name} ({_WHY_TYPES[name]})"
+            yield f"the weight {tensor.name!r} is {name}", _WHY_TYPES[name]
     for node in onnx_file.nodes(model):
         to = next((onnx_file.dtype_name(one.i) for one in node.attribute if one.name == "to" and one.i), "")
         if node.op_type == "Cast" and to in ("float64", "complex64", "complex128", "string"):
-            yield f"{node_name(node)} casts to {to} ({_WHY_TYPES[to]})"
+            yield f"{node_name(node)} casts to {to}", _WHY_TYPES[to]
 
 
-def _zero_points(model: "onnx.ModelProto") -> Iterator[str]:
+def _zero_points(model: "onnx.ModelProto") -> Iterator[Problem]:
     """Q/DQ nodes that quantise to uint8, with or without a zero point that says so."""
     kinds = {tensor.name: onnx_file.dtype_name(tensor.data_type) for tensor in model.graph.initializer}
     for node in onnx_file.nodes(model):
@@ -114,10 +120,10 @@ def _zero_points(model: "onnx.ModelProto") -> Iterator[str]:
         by_default = node.op_type == "QuantizeLinear" and not (len(node.input) > 2 and node.input[2]) and not asked
         weights = kinds.get(node.input[0], "") if node.op_type == "DequantizeLinear" else ""
         if "uint8" in (zero, asked, weights) or by_default:
-            yield f"{node_name(node)} quantises to uint8 ({_WHY_TYPES['uint8']})"
+            yield f"{node_name(node)} quantises to uint8", _WHY_TYPES["uint8"]
 
 
-def _outputs(model: "onnx.ModelProto") -> Iterator[str]:
+def _outputs(model: "onnx.ModelProto") -> Iterator[Problem]:
     """Nodes with fewer outputs than their operator has: the parser reads past the end of the list."""
     import onnx
 
@@ -127,4 +133,5 @@ def _outputs(model: "onnx.ModelProto") -> Iterator[str]:
             continue
         schema = onnx.defs.get_schema(node.op_type, versions.get("", 1), "")
         if len(node.output) < schema.min_output:
-            yield f"{node_name(node)} has {len(node.output)} outputs and needs {schema.min_output}"
+            what = f"{node_name(node)} has {len(node.output)} outputs and needs {schema.min_output}"
+            yield what, "the parser reads past the end of the list"

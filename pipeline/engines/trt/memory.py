@@ -1,5 +1,10 @@
-"""Device memory of sessions, all of it from torch's caching allocator, so that one instrument counts everything."""
+"""Device memory of sessions, all of it from torch's caching allocator, so that one instrument counts everything.
 
+The allocator reuses freed memory in the order of the stream it was taken for, which need not be waited for. So each
+buffer is taken for the stream that works on it.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
 _FLAGS_BELOW = 1 << 12
@@ -7,11 +12,18 @@ _FLAGS_BELOW = 1 << 12
 
 
 class ActivationMemory:
-    """One buffer that execution contexts work in, one at a time; it grows to the largest need and stays."""
+    """One buffer that execution contexts work in, and the stream that puts them one after another.
+
+    It grows to the largest need. Sessions that share it share the stream, so that none runs into another's activations.
+    """
 
     def __init__(self, device: str) -> None:
+        import torch
+
         self._device = device
         self._buffer: Any = None
+        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.users = 0
         self.generation = 0
         """Goes up whenever the buffer moves: contexts have to be told, and captured graphs are void."""
 
@@ -31,12 +43,19 @@ class ActivationMemory:
             return
         import torch
 
-        self._buffer = None  # its memory is free for the larger one
-        self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self.generation += 1
+        self._free()  # first, so that the larger one may take its place
+        with torch.cuda.stream(self.stream):
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def free(self) -> None:
-        """Give the buffer back."""
+    def leave(self) -> None:
+        """One session less that works here; the last one frees the buffer."""
+        self.users -= 1
+        if not self.users:
+            self._free()
+            if _shared.get(self._device) is self:
+                del _shared[self._device]
+
+    def _free(self) -> None:
         self._buffer = None
         self.generation += 1
 
@@ -45,8 +64,14 @@ _shared: dict[str, ActivationMemory] = {}
 
 
 def activation_memory(device: str, *, shared: bool) -> ActivationMemory:
-    """A buffer of a session's own, or the one that all sessions of this process share; those must not run at once."""
-    return _shared.setdefault(device, ActivationMemory(device)) if shared else ActivationMemory(device)
+    """A buffer for one session, or the one that all sharing sessions of this process have; to be left in the end."""
+    found = _shared.get(device) if shared else None
+    if found is None:
+        found = ActivationMemory(device)
+        if shared:
+            _shared[device] = found
+    found.users += 1
+    return found
 
 
 def allocator(trt: Any, device: int) -> Any:
@@ -89,25 +114,42 @@ def _stream(one: int, other: int) -> int:
     return larger if larger >= _FLAGS_BELOW else 0
 
 
-def output_allocator(trt: Any, device: str) -> Any:
-    """Takes an output whose shape only the run decides: the engine asks for memory, then tells the shape."""
+@dataclass(eq=False)
+class Room:
+    """Memory of an output whose shape only the run decides, and the shape that it decided on."""
+
+    buffer: Any = None
+    shape: tuple[int, ...] = ()
+
+
+def output_allocator(trt: Any, device: str, stream: Any) -> Any:
+    """Takes an output whose shape only the run decides: the engine asks for memory, then tells the shape.
+
+    A context keeps every allocator that it is given until its end, so each context has one for each output, which is
+    pointed at the :class:`Room` of what is bound. Memory is asked for at the first run, and when it is too small.
+    """
     import torch
 
     class OutputAllocator(trt.IOutputAllocator):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IOutputAllocator.__init__(self)
-            self.buffer: Any = None
-            self.shape: tuple[int, ...] = ()
+            self.room = Room()
 
         def reallocate_output(self, tensor_name: str, memory: int, size: int, alignment: int) -> int:
             return self.reallocate_output_async(tensor_name, memory, size, alignment, 0)
 
-        def reallocate_output_async(self, tensor_name: str, memory: int, size: int, alignment: int, stream: int) -> int:
-            if self.buffer is None or self.buffer.numel() < size:
-                self.buffer = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
-            return int(self.buffer.data_ptr())
+        def reallocate_output_async(self, tensor_name: str, memory: int, size: int, alignment: int, queue: int) -> int:
+            room = self.room
+            if room.buffer is None or room.buffer.numel() < size:
+                room.buffer = None
+                try:
+                    with torch.cuda.stream(stream):
+                        room.buffer = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
+                except torch.OutOfMemoryError:
+                    return 0
+            return int(room.buffer.data_ptr())
 
         def notify_shape(self, tensor_name: str, shape: Any) -> None:
-            self.shape = tuple(shape)
+            self.room.shape = tuple(shape)
 
     return OutputAllocator()

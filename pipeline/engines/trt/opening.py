@@ -1,5 +1,12 @@
 """Opening an engine: its weights in torch's memory, contexts without memory of their own, compiled kernels kept."""
 
+import functools
+import logging
+import mmap
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,37 +18,121 @@ from enginesmith.pipeline.engines.trt.flavours import Capabilities
 from enginesmith.pipeline.engines.trt.manifest import EngineManifest
 from enginesmith.pipeline.engines.trt.memory import allocator
 from enginesmith.pipeline.engines.trt.options import RunOptions
-from enginesmith.pipeline.errors import ModelError, UsageError
+from enginesmith.pipeline.errors import EnginesmithError, ModelError, SignatureError, StepOutOfMemory, UsageError
 from enginesmith.pipeline.store import default_root
+
+_log = logging.getLogger(__name__)
 
 _KERNELS = "kernels"
 """Folder below the store's root for kernels that were compiled at a first run."""
+_MESSAGES = 16
+DTYPES = {
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "BF16": "bfloat16",
+    "INT8": "int8",
+    "INT32": "int32",
+    "INT64": "int64",
+    "BOOL": "bool",
+    "UINT8": "uint8",
+}
+"""TensorRT's ``DataType`` by name → dtype, of those that a host array can have."""
 
 
-@dataclass
+class RuntimeLog(BuildLog):
+    """What runtimes and their contexts say: the latest errors are kept, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latest: deque[str] = deque(maxlen=_MESSAGES)
+        self.seen = 0
+        """Errors so far."""
+
+    def take(self, severity: str, text: str) -> None:
+        """One message; everything up to INFO goes to standard error, which is the step's log."""
+        if severity == "VERBOSE":
+            return
+        sys.stderr.write(f"[{severity}] {text}\n")
+        if severity in ("ERROR", "INTERNAL_ERROR"):
+            self.latest.append(text)
+            self.seen += 1
+
+    def failure(self, what: str, remedy: str, since: int = 0) -> EnginesmithError:
+        """An error that quotes the first message after the first ``since``; of its own kind where memory ran out."""
+        fresh = list(self.latest)[-(self.seen - since) :] if self.seen > since else []
+        message = f"{what}, and said: {fresh[0]}" if fresh else f"{what}, and did not say why"
+        if any("memory" in text.lower() for text in fresh):
+            return StepOutOfMemory(message, "use a smaller batch, or close what else is on the device")
+        return ModelError(message, remedy)
+
+
+@functools.cache
+def _logger(trt: Any) -> tuple[RuntimeLog, Any]:
+    """One for the whole process, and never freed.
+
+    TensorRT goes on using the first logger that it was given for as long as any runtime lives, not only that one's own.
+    """
+    log = RuntimeLog()
+    return log, logger(trt, log)
+
+
+@dataclass(eq=False)
 class Opened:
-    """An engine with all that has to live as long as it does."""
+    """An engine with all that has to live as long as it does. Each session that uses it leaves it in the end."""
 
     engine: Any
     runtime: Any
     allocator: Any
     config: Any
+    log: RuntimeLog
     captures_itself: bool
+    """Whether TensorRT makes and replays CUDA graphs on its own."""
+    streams: bool = False
+    """Whether weights come from the host while it runs."""
     cache: Any = None
     cache_file: Path | None = None
-    warm: bool = False
-    """Whether kernels of an earlier run were taken over, so that nothing is compiled now."""
+    cached_bytes: int = 0
+    """Of kernels that were taken over from an earlier run."""
+    users: int = 0
 
-    def keep_kernels(self) -> None:
-        """Write the compiled kernels back, whole or not at all."""
-        if self.cache is None or self.cache_file is None or self.warm:
+    @property
+    def warm(self) -> bool:
+        """Whether kernels of an earlier run were taken over, so that none is compiled for shapes it had."""
+        return self.cached_bytes > 0
+
+    def leave(self) -> None:
+        """One user less; the last one keeps the compiled kernels and frees all, in the order that TensorRT needs."""
+        self.users -= 1
+        if not self.users:
+            self._keep_kernels()
+            self.config = self.cache = None
+            self.engine = None
+            self.runtime = self.allocator = None
+
+    def _keep_kernels(self) -> None:
+        """Write kernels back if any were compiled; where that fails they are compiled again, which is no error."""
+        if self.cache is None or self.cache_file is None:
             return
         data = bytes(self.cache.serialize() or b"")
-        if data:
-            self.cache_file.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.cache_file.with_suffix(".partial")
-            partial.write_bytes(data)
-            partial.replace(self.cache_file)
+        if len(data) > self.cached_bytes:
+            try:
+                _write_whole(self.cache_file, data)
+            except OSError as error:
+                _log.warning("compiled kernels were not kept: %s", error)
+
+
+def _write_whole(file: Path, data: bytes) -> None:
+    """Write a file whole or not at all, whatever other processes write there meanwhile."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as partial:
+        path = Path(partial.name)
+        try:
+            partial.write(data)
+            partial.flush()
+            path.replace(file)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def open_engine(
@@ -50,26 +141,30 @@ def open_engine(
     """Deserialise an engine whose manifest was checked.
 
     Raises:
-        ModelError: TensorRT does not take the file.
-        UsageError: a streaming budget for an engine that streams nothing.
+        ModelError: TensorRT does not take the file, or it takes inputs that no feeds can be.
+        StepOutOfMemory: the weights do not fit.
+        UsageError: a streaming budget for an engine that streams nothing, or that does not go with CUDA graphs.
     """
     import torch
 
     torch.cuda.set_device(device.index)
-    log = BuildLog()
-    runtime = trt.Runtime(logger(trt, log))
+    torch.cuda.synchronize()  # TensorRT writes the weights on a stream that torch knows nothing of
+    log, sink = _logger(trt)
+    before = log.seen
+    runtime = trt.Runtime(sink)
     if manifest.options.host_code:
         runtime.engine_host_code_allowed = True
     taken = allocator(trt, device.index)
     runtime.gpu_allocator = taken
-    engine = runtime.deserialize_cuda_engine(path.read_bytes())
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
+        engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
-        said = log.errors[0] if log.errors else "nothing"
-        raise ModelError(f"TensorRT cannot load {path.name}, and said: {said}", "build it again on this machine")
-    _stream_weights(engine, options)
+        raise log.failure(f"TensorRT cannot load {path.name}", "build it again on this machine", before)
+    _hold_inputs(trt, engine, manifest)
+    streams = _stream_weights(engine, options)
     config = engine.create_runtime_config()
     config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-    opened = Opened(engine, runtime, taken, config, captures_itself=known.runtime_cache)
+    opened = Opened(engine, runtime, taken, config, log, captures_itself=known.runtime_cache, streams=streams)
     if known.runtime_cache:
         _compile_at_once(trt, config, options)
         if options.kernel_cache:
@@ -77,18 +172,43 @@ def open_engine(
     return opened
 
 
-def _stream_weights(engine: Any, options: RunOptions) -> None:
+def _hold_inputs(trt: Any, engine: Any, manifest: EngineManifest) -> None:
+    """What is copied to an input is as long as the manifest's dtype says, and TensorRT reads as many bytes as its own.
+
+    Raises:
+        ModelError: the two differ, or the values of an input decide shapes, which takes another kind of profile.
+    """
+    for spec in manifest.signature.inputs:
+        name = engine.get_tensor_dtype(spec.name).name
+        if DTYPES.get(name) != spec.dtype:
+            raise ModelError(f"the engine's input {spec.name!r} is {name}, not {spec.dtype}", "build the engine again")
+        if engine.get_tensor_location(spec.name) == trt.TensorLocation.HOST:
+            raise ModelError(
+                f"the values of the input {spec.name!r} decide shapes, which is not supported",
+                "make it a constant of the model, or take the size from another input's shape",
+            )
+
+
+def _stream_weights(engine: Any, options: RunOptions) -> bool:
+    """Set the budget, which has to be before there are contexts; whether any weights are streamed then."""
     budget = options.weight_streaming_budget
     if budget is None:
-        return
-    if not engine.streamable_weights_size:
+        return False
+    whole = engine.streamable_weights_size
+    if not whole:
         raise UsageError(
             "the engine streams no weights, and a weight streaming budget was given",
             "build it with --weight-streaming",
         )
-    engine.weight_streaming_budget_v2 = min(budget, engine.streamable_weights_size)
-    if engine.weight_streaming_budget_v2 != min(budget, engine.streamable_weights_size):
+    if budget < whole and options.cuda_graphs:
+        raise UsageError(
+            "weights that are streamed while the engine runs cannot be part of a CUDA graph",
+            f"leave CUDA graphs away, or give a budget of {whole} bytes, which is all of them",
+        )
+    engine.weight_streaming_budget_v2 = min(budget, whole)  # it logs a failure, and keeps what it had
+    if engine.weight_streaming_budget_v2 != min(budget, whole):
         raise UsageError(f"TensorRT does not take the weight streaming budget {budget}", "give a larger one")
+    return bool(budget < whole)
 
 
 def _compile_at_once(trt: Any, config: Any, options: RunOptions) -> None:
@@ -101,9 +221,69 @@ def _compile_at_once(trt: Any, config: Any, options: RunOptions) -> None:
 def _attach_kernels(opened: Opened, manifest: EngineManifest, device: Device) -> None:
     """Take over the kernels of an earlier run of this engine on this device and driver; TensorRT checks them too."""
     here = cuda_device(device.index)
-    name = f"{manifest.sha256[:24]}-{here.target if here else 'unknown'}-{driver().version}.cache"
+    model = here.name.replace(" ", "_").replace("/", "_") if here else "unknown"
+    name = f"{manifest.sha256[:24]}-{model}-{driver().version}.cache"
     opened.cache_file = default_root() / _KERNELS / name
     opened.cache = opened.config.create_runtime_cache()
-    if opened.cache_file.is_file():
-        opened.warm = bool(opened.cache.deserialize(opened.cache_file.read_bytes()))
-    opened.config.set_runtime_cache(opened.cache)
+    try:
+        stored = opened.cache_file.read_bytes()
+    except OSError:
+        stored = b""
+    if stored and opened.cache.deserialize(stored):
+        opened.cached_bytes = len(stored)
+    if not opened.config.set_runtime_cache(opened.cache):
+        opened.cache, opened.cached_bytes = None, 0
+
+
+def open_context(opened: Opened, shapes: Mapping[str, tuple[int, ...]], stream: int) -> tuple[Any, int, int]:
+    """An execution context at these shapes; bytes that its activations take there, and at the profile's largest shape.
+
+    Raises:
+        SignatureError: no optimisation profile takes the shapes.
+        ModelError: TensorRT does not; StepOutOfMemory where memory was what it lacked.
+    """
+    engine, log = opened.engine, opened.log
+    before, remedy = log.seen, "build the engine again, on this machine"
+    profile = profile_for(engine, shapes)
+    native = engine.create_execution_context(opened.config)
+    if native is None:
+        raise log.failure("TensorRT made no execution context", remedy, before)
+    taken = native.set_optimization_profile_async(profile, stream)
+    if not taken or not all(native.set_input_shape(name, shape) for name, shape in shapes.items()):
+        raise log.failure(f"TensorRT does not take the shapes {dict(shapes)}", remedy, before)
+    try:
+        missing = native.infer_shapes()
+    except RuntimeError as error:
+        raise log.failure(f"TensorRT finds no output shapes for {dict(shapes)}", remedy, before) from error
+    if missing:
+        raise ModelError(f"TensorRT cannot tell shapes without {', '.join(missing)}", remedy)
+    most = int(engine.get_device_memory_size_for_profile_v2(profile))
+    if opened.streams:  # the figure for shapes is not said to have the scratch memory that streaming takes
+        return native, most, most
+    return native, int(native.update_device_memory_size_for_shapes()) or most, most  # 0 is its word for an error
+
+
+def profile_for(engine: Any, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """The first profile that takes all shapes.
+
+    Raises:
+        SignatureError: none does.
+    """
+    misfit = next(iter(shapes), "")
+    limits: Any = ((), (), ())
+    for index in range(engine.num_optimization_profiles):
+        ranges = {name: engine.get_tensor_profile_shape(name, index) for name in shapes}
+        outside = [name for name, shape in shapes.items() if not _within(shape, ranges[name])]
+        if not outside:
+            return index
+        misfit, limits = outside[0], ranges[outside[0]]
+    raise SignatureError(
+        f"no optimisation profile takes {misfit!r} of shape {list(shapes.get(misfit, ()))}; the last one reaches from "
+        f"{list(limits[0])} to {list(limits[2])}",
+        "build the engine with a wider --shape",
+    )
+
+
+def _within(shape: tuple[int, ...], limits: Any) -> bool:
+    low, _, high = limits
+    return len(low) == len(shape) and all(a <= b <= c for a, b, c in zip(low, shape, high, strict=True))

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 _SHOWN = 4
 _WHY: Mapping[str, tuple[str, str]] = {
     "Plugin not found": ("no importer and no plugin has this operator", "load its library: --plugins FILE.so"),
-    "plugin creator": ("it is made by a plugin that is not loaded", "load its library: --plugins FILE.so"),
+    "plugin creator": (
+        "it is made by a plugin that is not loaded",
+        "load its library (--plugins FILE.so), or do without it",
+    ),
     "Non-zero zero point": ("its zero point is not 0", "quantise symmetrically: int8 with zero point 0"),
     "input has type Int32 but must have type": ("it dequantises int32", "leave biases in float: do not quantise them"),
     "must have same input types": ("its inputs differ in type", "cast one of them: TensorRT converts nothing itself"),
@@ -24,9 +27,11 @@ _WHY: Mapping[str, tuple[str, str]] = {
     "more output tensors than TRT expected": ("it has fewer outputs than the operator", "export the model again"),
 }
 """Words of the parser → what they mean, and what to do."""
+_OTHER_FORMATS = ("QLinear", "DynamicQuantize", "MatMulInteger", "ConvInteger", "MatMulNBits", "MatMulBnb4")
 _NOISE = re.compile(
     r"Error Code \d+: |API Usage Error |Internal Error |\(?\bIn \w+ at /\S+\)?|Assertion failed: |Invalid Node - \S+"
 )
+_QDQ = "quantise in the Q/DQ format: QuantizeLinear and DequantizeLinear around ordinary operators"
 _WORKS_WITH = "replace the operator in the model, or try another opset: --opset; `build --check` shows all such nodes"
 
 
@@ -46,13 +51,14 @@ def parse(trt: Any, network: Any, logger: Any, path: Path, known: Capabilities) 
         _let_attention_decompose(trt, network)
 
 
-def load_plugins(trt: Any, paths: tuple[str, ...], logger: Any) -> None:
-    """Load plugin libraries, which runs their code; only those that the user named.
+def load_plugins(trt: Any, paths: tuple[str, ...], logger: Any, known: Capabilities) -> None:
+    """Load the plugins that come along, and libraries of others, which runs their code: only those that were named.
 
     Raises:
         UsageError: there is no such file, or it is no library of plugins.
     """
-    trt.init_libnvinfer_plugins(logger, "")
+    if known.standard_plugins:
+        trt.init_libnvinfer_plugins(logger, "")
     registry = trt.get_plugin_registry()
     for text in paths:
         if not Path(text).is_file():
@@ -98,7 +104,8 @@ def _reason(error: _Refused) -> tuple[str, str]:
         if words in error.text:
             return found
     if error.code == "UNSUPPORTED_NODE" and error.text in ("false", ""):
-        return "TensorRT does not have this operator", _WORKS_WITH
+        quantised = error.operator.startswith(_OTHER_FORMATS)
+        return "TensorRT does not have this operator", _QDQ if quantised else _WORKS_WITH
     lines = [line for line in error.text.splitlines() if "catchCudaError" not in line]
     return plain(" ".join(lines)) or error.code, _WORKS_WITH
 

@@ -1,54 +1,64 @@
 """Running an engine: one execution context for each set of input shapes, all in one buffer for activations.
 
-``enqueue`` only puts work on the session's stream: no copy, no allocation of known sizes, no waiting.
+``bind`` makes everything ready, memory included. ``enqueue`` then only puts work on the session's stream: no copy, no
+allocation of known sizes, no waiting.
 """
 
+import contextlib
 import gc
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from enginesmith.pipeline.engines.base import Device, Session
-from enginesmith.pipeline.engines.trt.memory import ActivationMemory, activation_memory, output_allocator
-from enginesmith.pipeline.engines.trt.opening import Opened
+from enginesmith.pipeline.engines.trt.memory import ActivationMemory, Room, activation_memory, output_allocator
+from enginesmith.pipeline.engines.trt.opening import DTYPES, Opened, open_context
 from enginesmith.pipeline.engines.trt.options import RunOptions
-from enginesmith.pipeline.errors import ModelError, SignatureError, StepOutOfMemory, UsageError
+from enginesmith.pipeline.errors import ModelError, StepOutOfMemory, UsageError
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
 _WARM_CALLS = 1
 """Calls before a graph is captured: the first one loads and compiles kernels, which a capture cannot hold."""
+_MOST_CONTEXTS = 32
+"""Contexts that are kept for shapes to come back; each takes memory of the host, and some of the device."""
+_WITHOUT_GRAPHS = "run it without --cuda-graphs"
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class Context:
     """An execution context at one set of shapes, and what it is set up with now."""
 
     native: Any
     outputs: dict[str, tuple[int, ...]]
     """Output → shape; a size of −1 where only the run decides."""
+    allocators: dict[str, Any]
+    """Output of such a shape → where TensorRT asks for its memory."""
     memory_bytes: int
+    most_bytes: int
     generation: int = -1
+    """Of the activation memory that it works in."""
     bound: "Bound | None" = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Bound:
     """Inputs and outputs on the device, and the graph that was captured for them."""
 
     context: Context
     inputs: dict[str, Any]
     outputs: dict[str, Any]
-    """Tensors, and allocators for outputs of unknown shape."""
+    """Tensors, and a :class:`Room` for each output of unknown shape."""
     calls: int = 0
+    """Since the activation memory last moved."""
     graph: Any = None
     generation: int = -1
-    """Of the activation memory that the graph was captured with."""
-    held: list[Any] = field(default_factory=list)
+    """Of the activation memory that ``calls`` and ``graph`` hold for."""
 
 
 class TensorRTSession(Session):
@@ -59,17 +69,22 @@ class TensorRTSession(Session):
 
         self.signature = signature
         self._trt, self._options, self._where = trt, options, device
-        self._open: Opened | None = opened
         self._device = str(device)
         self._memory = activation_memory(self._device, shared=options.share_activation_memory)
-        self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream = self._memory.stream
+        self._handle = int(self._stream.cuda_stream)
+        self._by_graph = options.cuda_graphs and not opened.captures_itself
         self._contexts: dict[Shapes, Context] = {}
+        self._all: weakref.WeakSet[Context] = weakref.WeakSet()
         self._last: Bound | None = None
+        self._nothing = torch.empty(1, dtype=torch.uint8, device=self._device)
+        self._open: Opened | None = opened
+        opened.users += 1
 
     @property
     def cuda_stream(self) -> int:
         """Handle of the session's stream."""
-        return int(self._stream.cuda_stream)
+        return self._handle
 
     @property
     def activation_memory(self) -> ActivationMemory:
@@ -88,18 +103,19 @@ class TensorRTSession(Session):
         return self._open
 
     def bind(self, feeds: Feeds) -> Bound:
-        """Copy feeds to the device, and make room for the outputs, as far as their shapes are known.
+        """Copy feeds to the device, and make room for activations, and for outputs whose shapes are known.
 
         Raises:
             SignatureError: no optimisation profile takes these shapes.
+            ModelError: TensorRT does not, or outputs of unknown shape were to be part of a CUDA graph.
+            StepOutOfMemory: there is not enough memory on the device.
         """
         import torch
 
-        with torch.cuda.stream(self._stream):
-            inputs = {
-                spec.name: to_torch(feeds[spec.name]).to(self._device).contiguous() for spec in self.signature.inputs
-            }
-            context = self._context({name: tuple(tensor.shape) for name, tensor in inputs.items()})
+        self._opened  # noqa: B018 - raises on a closed session
+        with torch.cuda.stream(self._stream), _out_of_memory():
+            inputs = {spec.name: to_torch(feeds[spec.name]).to(self._device) for spec in self.signature.inputs}
+            context = self._context(tuple(tuple(tensor.shape) for tensor in inputs.values()))
             outputs = {name: self._room(name, shape) for name, shape in context.outputs.items()}
         self._stream.synchronize()
         return Bound(context, inputs, outputs)
@@ -107,157 +123,202 @@ class TensorRTSession(Session):
     def _room(self, name: str, shape: tuple[int, ...]) -> Any:
         import torch
 
-        if min(shape, default=0) < 0:
-            return output_allocator(self._trt, self._device)
-        dtype = torch_dtype(self._opened.engine.get_tensor_dtype(name).name)
-        return torch.empty(shape, dtype=dtype, device=self._device)
+        if _unknown(shape):
+            return Room()
+        engine = self._opened.engine
+        on_host = engine.get_tensor_location(name) == self._trt.TensorLocation.HOST
+        dtype = torch_dtype(engine.get_tensor_dtype(name).name)
+        return torch.empty(shape, dtype=dtype, device="cpu" if on_host else self._device)
 
-    def _context(self, shapes: Mapping[str, tuple[int, ...]]) -> Context:
+    def _context(self, shapes: Shapes) -> Context:
         """The context for these shapes; made once, as a captured graph belongs to one context."""
-        engine, key = self._opened.engine, tuple(shapes.values())
-        if key not in self._contexts:
-            profile = _profile_for(engine, shapes)
-            native = engine.create_execution_context(self._opened.config)
-            if native is None:
-                raise StepOutOfMemory("TensorRT made no execution context", "use a smaller batch")
-            taken = native.set_optimization_profile_async(profile, self.cuda_stream)
-            if not taken or not all(native.set_input_shape(name, shape) for name, shape in shapes.items()):
-                raise ModelError(f"TensorRT does not take the shapes {dict(shapes)}", "the step's log says why")
-            if missing := native.infer_shapes():
-                raise ModelError(f"TensorRT cannot tell shapes without {', '.join(missing)}", "build the engine again")
-            outputs = {spec.name: tuple(native.get_tensor_shape(spec.name)) for spec in self.signature.outputs}
-            self._contexts[key] = Context(native, outputs, native.update_device_memory_size_for_shapes())
-        return self._contexts[key]
+        context = self._contexts.pop(shapes, None)
+        if context is None:
+            self._drop_one()
+            context = self._new_context(shapes)
+            self._all.add(context)
+        self._contexts[shapes] = context  # as the latest one
+        self._place(context)
+        return context
+
+    def _drop_one(self) -> None:
+        """Forget the context that was not bound for longest; what is bound to it still can be run."""
+        if len(self._contexts) >= _MOST_CONTEXTS:
+            self._stream.synchronize()
+            self._contexts.pop(next(iter(self._contexts))).bound = None
+
+    def _new_context(self, shapes: Shapes) -> Context:
+        names = (spec.name for spec in self.signature.inputs)
+        native, size, most = open_context(self._opened, dict(zip(names, shapes, strict=True)), self._handle)
+        outputs = {spec.name: tuple(native.get_tensor_shape(spec.name)) for spec in self.signature.outputs}
+        unknown = [name for name, shape in outputs.items() if _unknown(shape)]
+        if unknown and self._by_graph:
+            raise ModelError(
+                f"only the run decides on the shape of the output {unknown[0]!r}, which a CUDA graph cannot hold",
+                _WITHOUT_GRAPHS,
+            )
+        allocators = {name: output_allocator(self._trt, self._device, self._stream) for name in unknown}
+        for name, one in allocators.items():
+            native.set_output_allocator(name, one)
+        return Context(native, outputs, allocators, size, most)
+
+    def _place(self, context: Context) -> None:
+        """Have the context work in the activation memory as it is now.
+
+        Where TensorRT does not take as little as it said these shapes need, it is given what its profile needs.
+        """
+        if context.generation == self._memory.generation and self._memory.bytes >= context.memory_bytes:
+            return
+        log = self._opened.log
+        for size in (context.memory_bytes, context.most_bytes):
+            before = log.seen
+            self._memory.hold(size)
+            context.native.set_device_memory(self._memory.address, self._memory.bytes)
+            context.memory_bytes = size
+            if log.seen == before:
+                break
+        context.generation = self._memory.generation
 
     def enqueue(self, bound: Bound) -> None:
         """Put one inference on the stream.
 
         Raises:
-            ModelError: TensorRT did not take it.
+            ModelError: TensorRT did not take it; StepOutOfMemory where memory was what it lacked.
         """
-        self._opened  # noqa: B018 - raises on a closed session
-        self._ready(bound)
-        self._last = bound
-        if bound.graph is not None and bound.generation == self._memory.generation:
-            import torch
+        import torch
 
+        opened = self._opened
+        generation = self._memory.generation
+        if bound.graph is not None and bound.generation == generation:
+            self._last = bound
             with torch.cuda.stream(self._stream):
                 bound.graph.replay()
             return
-        if self._captures(bound):
+        self._ready(bound)
+        if self._by_graph and bound.calls >= _WARM_CALLS:
             self._capture(bound)
-            return
-        if not bound.context.native.execute_async_v3(self.cuda_stream):
-            raise ModelError("TensorRT did not run this input", "the step's log says what it found")
-        bound.calls += 1
+        else:
+            before = opened.log.seen
+            with torch.cuda.device(self._where.index):
+                taken = bound.context.native.execute_async_v3(self._handle)
+            if not taken:
+                raise opened.log.failure("TensorRT did not run this input", "build the engine again", before)
+            bound.calls += 1
+        self._last = bound
 
     def _ready(self, bound: Bound) -> None:
         """Point the context at the activations and at what is bound, where it is not already."""
         context, native = bound.context, bound.context.native
-        if context.generation != self._memory.generation or self._memory.bytes < context.memory_bytes:
-            self._memory.hold(context.memory_bytes)
-            native.set_device_memory(self._memory.address, self._memory.bytes)
-            context.generation = self._memory.generation
+        if context.generation != self._memory.generation:  # another session or shape moved the activations
+            with _out_of_memory():
+                self._place(context)
+        if bound.generation != self._memory.generation:
+            bound.graph, bound.calls, bound.generation = None, 0, self._memory.generation
         if context.bound is bound:
             return
-        for name, tensor in bound.inputs.items():
-            native.set_tensor_address(name, tensor.data_ptr())
-        for name, output in bound.outputs.items():
-            if hasattr(output, "data_ptr"):
-                native.set_tensor_address(name, output.data_ptr())
-            else:
-                native.set_output_allocator(name, output)
+        context.bound = None
+        for name, tensor in (bound.inputs | bound.outputs).items():
+            if isinstance(tensor, Room):
+                context.allocators[name].room = tensor
+            elif not native.set_tensor_address(name, tensor.data_ptr() or self._nothing.data_ptr()):
+                raise ModelError(f"TensorRT does not take the memory of {name!r}", "build the engine again")
         context.bound = bound
 
-    def _captures(self, bound: Bound) -> bool:
-        known = all(hasattr(output, "data_ptr") for output in bound.outputs.values())
-        own = self._options.cuda_graphs and not self._opened.captures_itself
-        return own and known and bound.calls >= _WARM_CALLS
-
     def _capture(self, bound: Bound) -> None:
+        """Capture one call as a graph, and run that; a capture that fails leaves the stream as it was."""
         import torch
 
-        bound.graph = torch.cuda.CUDAGraph()
-        bound.generation = self._memory.generation
+        graph, taken, log = torch.cuda.CUDAGraph(), False, self._opened.log
+        before = log.seen
         with torch.cuda.stream(self._stream):
-            bound.graph.capture_begin(capture_error_mode="thread_local")
             try:
-                taken = bound.context.native.execute_async_v3(self.cuda_stream)
-            finally:
-                bound.graph.capture_end()
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    taken = bound.context.native.execute_async_v3(self._handle)
+                finally:
+                    graph.capture_end()
+            except RuntimeError as error:
+                raise ModelError(f"CUDA captured no graph of this engine: {error}", _WITHOUT_GRAPHS) from error
             if not taken:
-                raise ModelError("TensorRT could not be captured as a CUDA graph", "run it without --cuda-graphs")
-            bound.graph.replay()
+                raise log.failure("TensorRT could not be captured as a CUDA graph", _WITHOUT_GRAPHS, before)
+            bound.graph = graph
+            graph.replay()
 
     def synchronize(self) -> None:
         """Wait for the stream."""
         self._stream.synchronize()
 
     def fetch(self) -> dict[str, Array]:
-        """Copies of the last outputs on the host."""
+        """Copies of the last outputs on the host; waits for them."""
+        import torch
+
+        engine = self._opened.engine
         if self._last is None:
             raise UsageError("nothing was run yet")
+        self._stream.synchronize()
         found = {}
-        for name, output in self._last.outputs.items():
-            if not hasattr(output, "data_ptr"):
-                dtype = torch_dtype(self._opened.engine.get_tensor_dtype(name).name)
-                count = math.prod(output.shape)
-                output = output.buffer[: count * dtype.itemsize].view(dtype).view(output.shape)
-            found[name] = to_numpy(output)
+        with torch.cuda.stream(self._stream):
+            for name, output in self._last.outputs.items():
+                if isinstance(output, Room):
+                    output = _filled(output, torch_dtype(engine.get_tensor_dtype(name).name))
+                found[name] = to_numpy(output)
         return found
 
     def close(self) -> None:
         """Free contexts, buffers and, unless a sibling still has it, the engine; keep the compiled kernels."""
-        if self._open is not None:
-            self._open.keep_kernels()
-        self._last = None
-        self._contexts.clear()  # contexts go before their engine
-        self._open = None
-        if not self._options.share_activation_memory:
-            self._memory.free()
-        gc.collect()
+        import torch
+
+        if self._open is None:
+            return
+        opened, self._open = self._open, None
+        self._stream.synchronize()
+        with torch.cuda.device(self._where.index):
+            for context in self._all:  # they go before their engine, even where someone still has a Bound
+                context.native = context.bound = None
+                context.allocators.clear()
+            self._contexts.clear()
+            self._last = None
+            self._memory.leave()
+            opened.leave()
+            gc.collect()
 
 
-def _profile_for(engine: Any, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """The first profile that takes all shapes.
-
-    Raises:
-        SignatureError: none does.
-    """
-    for index in range(engine.num_optimization_profiles):
-        ranges = {name: engine.get_tensor_profile_shape(name, index) for name in shapes}
-        if all(_within(shape, ranges[name]) for name, shape in shapes.items()):
-            return index
-    name, shape = next(iter(shapes.items()))
-    low, _, high = engine.get_tensor_profile_shape(name, engine.num_optimization_profiles - 1)
-    raise SignatureError(
-        f"no optimisation profile takes {name!r} of shape {list(shape)}; the last one reaches from {list(low)} to "
-        f"{list(high)}",
-        "build the engine with a wider --shape",
-    )
+def _unknown(shape: tuple[int, ...]) -> bool:
+    return min(shape, default=0) < 0
 
 
-def _within(shape: tuple[int, ...], limits: Any) -> bool:
-    low, _, high = limits
-    return len(low) == len(shape) and all(a <= b <= c for a, b, c in zip(low, shape, high, strict=True))
+def _filled(room: Room, dtype: Any) -> Any:
+    """The part of the buffer that holds the output."""
+    import torch
+
+    count = math.prod(room.shape)
+    if not count:
+        return torch.empty(room.shape, dtype=dtype)
+    return room.buffer[: count * dtype.itemsize].view(dtype).view(room.shape)
+
+
+@contextlib.contextmanager
+def _out_of_memory() -> Iterator[None]:
+    """torch's error as one of ours."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise StepOutOfMemory(str(error).splitlines()[0], "use a smaller batch") from error
 
 
 def torch_dtype(name: str) -> Any:
-    """torch's dtype for a TensorRT ``DataType`` by name."""
+    """torch's dtype for a TensorRT ``DataType`` by name.
+
+    Raises:
+        ModelError: one that no host array can have.
+    """
     import torch
 
-    table = {
-        "FLOAT": torch.float32,
-        "HALF": torch.float16,
-        "BF16": torch.bfloat16,
-        "INT8": torch.int8,
-        "INT32": torch.int32,
-        "INT64": torch.int64,
-        "BOOL": torch.bool,
-        "UINT8": torch.uint8,
-        "FP8": torch.float8_e4m3fn,
-    }
-    return table[name]
+    if name not in DTYPES:
+        raise ModelError(f"an output is {name}, which no array can hold", "cast it inside the graph, to float32")
+    return getattr(torch, DTYPES[name])
 
 
 def to_torch(array: Array) -> Any:
@@ -274,9 +335,11 @@ def to_numpy(tensor: Any) -> Array:
     """A copy on the host."""
     import torch
 
-    if tensor.dtype == torch.bfloat16:
+    host = tensor.cpu() if tensor.is_cuda else tensor.clone()
+    if host.dtype == torch.bfloat16:
         import ml_dtypes
 
-        bits: Array = tensor.cpu().view(torch.uint16).numpy()
-        return np.array(bits.view(ml_dtypes.bfloat16))
-    return np.array(tensor.cpu().numpy())
+        bits: Array = host.view(torch.uint16).numpy()
+        return bits.view(ml_dtypes.bfloat16)
+    found: Array = host.numpy()
+    return found

@@ -1,0 +1,94 @@
+"""What the command line prints: a run, the result of a stage, facts, tables; as text or as one JSON document."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enginesmith.pipeline.assemble import as_json as run_as_json
+from enginesmith.pipeline.report import tables
+from enginesmith.pipeline.run import Run
+
+_WIDE = 200
+"""Columns of a table that goes to a file or a pipe."""
+
+
+def print_json(value: Any) -> None:
+    """One JSON document."""
+    click.echo(json.dumps(value, indent=1))
+
+
+def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
+    """A run as a table, a verdict and cautions; gives back the exit code that it stands for."""
+    if as_json:
+        click.echo(run_as_json(run))
+    else:
+        _table(tables.COLUMNS, tables.rows(run))
+        click.echo(tables.verdict(run))
+        for caution in tables.cautions(run):
+            click.echo(f"note: {caution}")
+        if folder is not None:
+            click.echo(f"report: {folder / 'report.md'}")
+    broken = [one for one in run.verdicts if not one.passed]
+    return 3 if run.winner is None and broken else 0
+
+
+def show_stage(result: Any, as_json: bool) -> None:
+    """What a stage wrote, and how close it is to the reference."""
+    if as_json:
+        print_json(result.model_dump(mode="json"))
+        return
+    click.echo(result.summary)
+    rows = [
+        (one.stage, f"{one.point} (batch {one.batch})", f"{one.sqnr_db:.1f}" if one.sqnr_db is not None else "–")
+        + (f"{one.max_abs_error:.3g}" if one.max_abs_error is not None else "–", "yes" if one.passed else one.reason)
+        for one in result.fidelity
+    ]
+    if rows:
+        _table(("stage", "at", "SQNR dB", "max abs error", "passed"), rows)
+
+
+def show_facts(facts: dict[str, Any], as_json: bool) -> None:
+    """Names and values; lists and mappings one level deep."""
+    if as_json:
+        print_json(facts)
+        return
+    for name, value in facts.items():
+        if isinstance(value, list):
+            click.echo(f"{name}:" + ("" if value else " none"))
+            for item in value:
+                click.echo(f"  {item}")
+        elif isinstance(value, dict):
+            click.echo(f"{name}:")
+            for key, item in value.items():
+                click.echo(f"  {key}: {item}")
+        else:
+            click.echo(f"{name}: {'unknown' if value is None else value}")
+
+
+def show_table(rows: list[dict[str, Any]], as_json: bool) -> None:
+    """Rows that share their columns."""
+    if as_json:
+        print_json(rows)
+    elif rows:
+        _table(tuple(rows[0]), [tuple(str(value) for value in row.values()) for row in rows])
+    else:
+        click.echo("nothing")
+
+
+def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
+    console.print(table)
