@@ -142,6 +142,8 @@ class Engine(BaseModel, ABC):
     """Kinds of device that it can run on."""
     built_elsewhere: ClassVar[bool] = False
     """Whether it can be built where it cannot run."""
+    memory_from_torch: ClassVar[bool] = False
+    """Whether its device memory comes from torch's caching allocator, which then counts it exactly."""
     only_running: ClassVar[frozenset[str]] = frozenset()
     """Fields that change how it runs and not what is built."""
 

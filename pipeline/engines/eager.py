@@ -27,6 +27,7 @@ class Eager(Engine):
     name: ClassVar[str] = "eager"
     consumes: ClassVar[Kind] = "torch"
     tools: ClassVar[tuple[str, ...]] = ("torch",)
+    memory_from_torch: ClassVar[bool] = True
 
     @classmethod
     def available(cls, device: Device) -> Availability:

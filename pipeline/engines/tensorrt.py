@@ -33,6 +33,7 @@ class TensorRT(Engine):
     consumes: ClassVar[Kind] = "onnx"
     kinds: ClassVar[tuple[str, ...]] = ("cuda",)
     tools: ClassVar[tuple[str, ...]] = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
+    memory_from_torch: ClassVar[bool] = True
     only_running: ClassVar[frozenset[str]] = frozenset({"run"})
 
     workspace_bytes: int | None = None

@@ -1,4 +1,4 @@
-"""Peak memory of one session alone in a fresh process.
+"""Peak memory of one session alone in a fresh process; on CUDA as ``cuda_memory`` says.
 
 On the CPU it is resident growth over the loaded-libraries baseline:
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability
+from enginesmith.pipeline.measure.cuda_memory import CudaPhases, measure_on_cuda
 from enginesmith.pipeline.measure.race import Candidate
 from enginesmith.pipeline.measure.resident import Phase, Resident, phase, return_freed_memory, trimmed
 from enginesmith.pipeline.tensors import Feeds
@@ -72,12 +73,37 @@ def measure_memory(
     progress(f"memory of {candidate.id} at batch {batch}")
     log = log_folder / f"memory-{candidate.id}.log"
     try:
-        phases: _Phases = run(_measure, candidate, feeds, log=log, timeout_seconds=time_limit_seconds)
+        phases: _Phases | CudaPhases = run(_measure, candidate, feeds, log=log, timeout_seconds=time_limit_seconds)
     except MissingCapability as error:
         return _unknown(MemoryRow(device=device, batch=batch), str(error))
     except EnginesmithError as error:
         return _unknown(MemoryRow(device=device, batch=batch, failure=str(error)), str(error))
-    return phases.row(device, batch)
+    return _cuda_row(phases, device, batch) if isinstance(phases, CudaPhases) else phases.row(device, batch)
+
+
+def _cuda_row(found: CudaPhases, device: str, batch: int) -> MemoryRow:
+    """The allocator's figures where it counts the engine, else the device's."""
+    lenses = {
+        "device": Lens(
+            bytes=found.device_used, source="cudaMemGetInfo", note="used at the end, over that before loading"
+        )
+    }
+    if found.reported is not None:
+        note = "weights, and activations at the largest shape it was built for"
+        lenses["engine"] = Lens(bytes=found.reported, source="the builder's figures", note=note)
+    row = MemoryRow(device=device, batch=batch, host_peak_bytes=found.host_peak, lenses=lenses)
+    if not found.allocated:
+        why = "the engine allocates by itself, and only the device's own figure is known"
+        unknown = dict.fromkeys(("weights_bytes", "activation_bytes"), why)
+        return row.model_copy(update={"peak_bytes": found.device_used, "reasons": unknown})
+    peak = max(found.load_peak, found.run_peak)
+    lenses["allocator"] = Lens(bytes=peak, source="torch's caching allocator", note="the peak; inputs are not in it")
+    numbers = {
+        "peak_bytes": peak,
+        "weights_bytes": found.weights,
+        "activation_bytes": max(0, found.run_peak - found.weights),
+    }
+    return row.model_copy(update=numbers)
 
 
 def _unknown(row: MemoryRow, reason: str) -> MemoryRow:
@@ -85,11 +111,11 @@ def _unknown(row: MemoryRow, reason: str) -> MemoryRow:
     return row.model_copy(update={"reasons": dict.fromkeys(names, reason)})
 
 
-def _measure(candidate: Candidate, feeds: Feeds, progress: Progress) -> "_Phases":
+def _measure(candidate: Candidate, feeds: Feeds, progress: Progress) -> "_Phases | CudaPhases":
     """In the fresh process: prime, load, run."""
     engine, artifact, device = candidate.engine, candidate.artifact, candidate.device
-    if device.kind != "cpu":
-        raise MissingCapability(f"memory on {device} is not measured", "measure on the CPU: --device cpu")
+    if device.kind == "cuda":
+        return measure_on_cuda(engine, artifact, device, feeds)
     return_freed_memory()
     engine.prime(artifact, device)
     base = trimmed()
