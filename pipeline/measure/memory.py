@@ -13,6 +13,7 @@ that reads them compare. It leaves out pages of libraries, which are shared and 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -91,19 +92,17 @@ def _cuda_row(found: CudaPhases, device: str, batch: int) -> MemoryRow:
     if found.reported is not None:
         note = "weights, and activations at the largest shape it was built for"
         lenses["engine"] = Lens(bytes=found.reported, source="the builder's figures", note=note)
-    row = MemoryRow(device=device, batch=batch, host_peak_bytes=found.host_peak, lenses=lenses)
+    common: dict[str, Any] = {"device": device, "batch": batch, "host_peak_bytes": found.host_peak}
     if not found.allocated:
         why = "the engine allocates by itself, and only the device's own figure is known"
         unknown = dict.fromkeys(("weights_bytes", "activation_bytes"), why)
-        return row.model_copy(update={"peak_bytes": found.device_used, "reasons": unknown})
+        return MemoryRow(**common, peak_bytes=found.device_used, lenses=lenses, reasons=unknown)
     peak = max(found.load_peak, found.run_peak)
     lenses["allocator"] = Lens(bytes=peak, source="torch's caching allocator", note="the peak; inputs are not in it")
-    numbers = {
-        "peak_bytes": peak,
-        "weights_bytes": found.weights,
-        "activation_bytes": max(0, found.run_peak - found.weights),
-    }
-    return row.model_copy(update=numbers)
+    activations = max(0, found.run_peak - found.weights)
+    return MemoryRow(
+        **common, peak_bytes=peak, weights_bytes=found.weights, activation_bytes=activations, lenses=lenses
+    )
 
 
 def _unknown(row: MemoryRow, reason: str) -> MemoryRow:

@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 _KERNELS = "kernels"
 """Folder below the store's root for kernels that were compiled at a first run."""
 _MESSAGES = 16
+_MEMORY_RAN_OUT = ("out of memory", "outofmemory", "not be allocated", "insufficient memory", "failed to allocate")
 DTYPES = {
     "FLOAT": "float32",
     "HALF": "float16",
@@ -61,7 +62,7 @@ class RuntimeLog(BuildLog):
         """An error that quotes the first message after the first ``since``; of its own kind where memory ran out."""
         fresh = list(self.latest)[-(self.seen - since) :] if self.seen > since else []
         message = f"{what}, and said: {fresh[0]}" if fresh else f"{what}, and did not say why"
-        if any("memory" in text.lower() for text in fresh):
+        if any(words in text.lower() for text in fresh for words in _MEMORY_RAN_OUT):
             return StepOutOfMemory(message, "use a smaller batch, or close what else is on the device")
         return ModelError(message, remedy)
 

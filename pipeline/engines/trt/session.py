@@ -77,7 +77,8 @@ class TensorRTSession(Session):
         self._contexts: dict[Shapes, Context] = {}
         self._all: weakref.WeakSet[Context] = weakref.WeakSet()
         self._last: Bound | None = None
-        self._nothing = torch.empty(1, dtype=torch.uint8, device=self._device)
+        self._nothing: Any = torch.empty(1, dtype=torch.uint8, device=self._device)
+        """Stands in for tensors without elements, whose address has to be one nonetheless."""
         self._open: Opened | None = opened
         opened.users += 1
 
@@ -277,7 +278,7 @@ class TensorRTSession(Session):
                 context.native = context.bound = None
                 context.allocators.clear()
             self._contexts.clear()
-            self._last = None
+            self._last = self._nothing = None
             self._memory.leave()
             opened.leave()
             gc.collect()
