@@ -137,11 +137,9 @@ def check(recipe: Recipe, settings: Settings) -> tuple[TargetChecked, ...]:
     if not recipe.targets:
         known = _only(recipe).known().targets
         recipe = recipe.model_copy(update={"targets": known})
-    found = []
-    for target, steps in stage_plans.trial_steps(recipe).items():
-        outcome = attempted(steps, settings, recipe)[steps[-1].id]
-        found.append(_checked(target or "the device here", outcome))
-    return tuple(found)
+    steps, trials = stage_plans.trial_steps(recipe)
+    outcomes = attempted(steps, settings, recipe)
+    return tuple(_checked(target or "the device here", outcomes[step]) for target, step in trials.items())
 
 
 def _only(recipe: Recipe) -> type[TensorRT]:
@@ -291,12 +289,11 @@ class _Sizes:
         return self.tried[batch]
 
     def _trial(self, recipe: Recipe, batch: int) -> tuple[TrialResult, Signature]:
-        plans = stage_plans.trial_steps(recipe, batch)
-        if len(plans) != 1:
-            raise UsageError(f"{len(plans)} targets are named", "fit answers for one: --target sm86")
-        steps = next(iter(plans.values()))
+        steps, trials = stage_plans.trial_steps(recipe, batch)
+        if len(trials) != 1:
+            raise UsageError(f"{len(trials)} targets are named", "fit answers for one: --target sm86")
         outcomes = finished(steps, self._settings, recipe)
-        artifact, model = outcomes[steps[-1].id].artifact, outcomes[LOAD].artifact
+        artifact, model = outcomes[next(iter(trials.values()))].artifact, outcomes[LOAD].artifact
         assert artifact is not None
         assert model is not None
         assert model.signature is not None

@@ -80,17 +80,18 @@ def refit_steps(recipe: Recipe, engine: str) -> tuple[Step, ...]:
     return load, old, Step(BUILD, Refit(device=device), {"model": LOAD, "engine": "engine"})
 
 
-def trial_steps(recipe: Recipe, batch: int | None = None) -> dict[str, tuple[Step, ...]]:
-    """The steps that try a build for each target, by target; with ``batch`` as the largest one, where it is given."""
-    chosen = recipe
-    if batch is not None:
-        chosen = recipe.model_copy(update={"batch": (batch, 1)})
-    plans: dict[str, tuple[Step, ...]] = {}
+def trial_steps(recipe: Recipe, batch: int | None = None) -> tuple[tuple[Step, ...], dict[str, str]]:
+    """The steps that try a build for each target, and by target the id of its trial.
+
+    With ``batch``, that is the largest one.
+    """
+    chosen = recipe if batch is None else recipe.model_copy(update={"batch": (batch, 1)})
+    steps, trials = list(_onnx_steps(chosen)), {}
     for variant in _tensorrt(chosen):
         task = Trial(engine=variant.engine, device=device_for(chosen, variant.engine))
-        step = Step(f"{TRIAL}-{variant.id}", task, {"model": LOAD, SHAPES: SHAPES})
-        plans[variant.target or ""] = (*_onnx_steps(chosen), step)
-    return plans
+        steps.append(Step(f"{TRIAL}-{variant.id}", task, {"model": LOAD, SHAPES: SHAPES}))
+        trials[variant.target or ""] = steps[-1].id
+    return tuple(steps), trials
 
 
 def _tensorrt(recipe: Recipe) -> list[Variant]:
