@@ -8,6 +8,7 @@ from typing import Any
 
 from enginesmith.pipeline import samples
 from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.errors import WrongEngine
 from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.measure.memory import MemoryRow
 from enginesmith.pipeline.measure.quality import Quality
@@ -184,7 +185,7 @@ def _failure(variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[Laten
         if outcome and outcome.status == "failed":
             return f"{name}: {outcome.reason}", outcome.error.failure if outcome.error else ""
         if outcome and outcome.artifact and outcome.artifact.breach:
-            return outcome.artifact.breach, "wrong result"
+            return outcome.artifact.breach, WrongEngine.failure
     return (_partial_failure(rows), "") if rows and all(row.failure for row in rows) else ("", "")
 
 

@@ -14,7 +14,7 @@ from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import EngineFacts
 from enginesmith.pipeline.engines.tensorrt import TensorRT
 from enginesmith.pipeline.engines.trt import manifest, sweep
-from enginesmith.pipeline.errors import LimitTooSmall, ModelError, StepError, UsageError
+from enginesmith.pipeline.errors import LimitTooSmall, ModelError, StepError, UsageError, WrongEngine
 from enginesmith.pipeline.job import Settings
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.run import Run
@@ -24,11 +24,13 @@ from enginesmith.pipeline.single import attempted, finished
 from enginesmith.pipeline.steps import LOAD
 from enginesmith.pipeline.store import storage_errors
 from enginesmith.pipeline.tasks.base import read_records
+from enginesmith.pipeline.tasks.shapes import SHAPES
 from enginesmith.pipeline.tasks.trial import TrialResult
 from enginesmith.pipeline.tensors import Signature, total_bytes
 from enginesmith.pipeline.units import format_bytes
 
 _LARGEST_BATCH = 1 << 16
+_NOT_WRITTEN = "nothing was written; export the model again, or build it for another target"
 _MODULES = ("onnx", "enginesmith.pipeline.tasks.load", "enginesmith.pipeline.tasks.trial")
 """All that workers of these commands need: importing PyTorch takes longer than most builds."""
 
@@ -103,7 +105,7 @@ def build(recipe: Recipe, output: Path, settings: Settings, refit: str | None = 
     made = finished(steps, settings, recipe)[stage_plans.BUILD].artifact
     assert made is not None
     if made.breach:
-        raise ModelError(made.breach, "nothing was written; the builder made another engine than the graph asks for")
+        raise WrongEngine(made.breach, _NOT_WRITTEN)
     with storage_errors(f"the output {output}"):
         files = _save_as(made, output)
     last = made.history[-1]
@@ -139,6 +141,9 @@ def check(recipe: Recipe, settings: Settings) -> tuple[TargetChecked, ...]:
         recipe = recipe.model_copy(update={"targets": known})
     steps, trials = stage_plans.trial_steps(recipe)
     outcomes = attempted(steps, settings, recipe)
+    for name in (LOAD, SHAPES):
+        if (error := outcomes[name].error) is not None:
+            raise error
     return tuple(_checked(target or "the device here", outcomes[step]) for target, step in trials.items())
 
 

@@ -13,6 +13,7 @@
     │   ├── BuildError                              an engine's builder made no engine of the graph
     │   │   ├── UnsupportedGraph                    operators, types or values that it does not take
     │   │   ├── LimitTooSmall                       it needs more memory than it was allowed
+    │   │   ├── WrongEngine                         what it made is not what the graph asks for
     │   │   └── BuilderFailed                       it failed for a reason of its own
     │   └── FidelityError                           outputs differ from the reference by more than allowed
     ├── StoreError                                  the store or a run directory cannot be read or written
@@ -102,6 +103,12 @@ class LimitTooSmall(BuildError):
     """The builder needs more memory than its limit; the message says what was asked for."""
 
     failure = "does not fit the limit"
+
+
+class WrongEngine(BuildError):
+    """The builder made an engine whose inputs, outputs or layers are not those of the graph."""
+
+    failure = "wrong result"
 
 
 class BuilderFailed(BuildError):

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
 from enginesmith.pipeline.engines.base import EngineFacts
-from enginesmith.pipeline.errors import BuildError
+from enginesmith.pipeline.errors import BuildError, WrongEngine
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, write_records
 from enginesmith.pipeline.tasks.transform import Build
@@ -47,5 +47,6 @@ class Trial(Build):
         path = folder / effect.file
         made = Artifact(kind="engine", path=path, sha256=file_digest(path), bytes=path.stat().st_size)
         if effect.breach:
-            return TrialResult(builds=False, failure="wrong result", reason=effect.breach)
+            remedy = "export the model again, or use another precision or target"
+            return TrialResult(builds=False, failure=WrongEngine.failure, reason=effect.breach, remedy=remedy)
         return TrialResult(builds=True, facts=self.engine.facts(made), notes=effect.notes)

@@ -70,6 +70,8 @@ class TensorRTSession(Session):
         self.signature = signature
         self._trt, self._options, self._where = trt, options, device
         self._device = str(device)
+        self._nothing: Any = torch.empty(1, dtype=torch.uint8, device=self._device)
+        """Stands in for tensors without elements, whose address has to be one nonetheless."""
         self._memory = activation_memory(self._device, shared=options.share_activation_memory)
         self._stream = self._memory.stream
         self._handle = int(self._stream.cuda_stream)
@@ -77,8 +79,6 @@ class TensorRTSession(Session):
         self._contexts: dict[Shapes, Context] = {}
         self._all: weakref.WeakSet[Context] = weakref.WeakSet()
         self._last: Bound | None = None
-        self._nothing: Any = torch.empty(1, dtype=torch.uint8, device=self._device)
-        """Stands in for tensors without elements, whose address has to be one nonetheless."""
         self._open: Opened | None = opened
         opened.users += 1
 
