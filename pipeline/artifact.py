@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -70,6 +71,20 @@ class Effect(BaseModel):
     """Installed packages that the result depends on, likewise, with their versions."""
     provisional: bool = False
     """Something failed that may not fail another time: the result is shown, and not taken from the store again."""
+
+
+def write_whole(file: Path, data: bytes) -> None:
+    """Write a file whole or not at all, whatever other processes write there meanwhile."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as partial:
+        path = Path(partial.name)
+        try:
+            partial.write(data)
+            partial.flush()
+            path.replace(file)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def file_digest(path: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from enginesmith.pipeline.artifact import Artifact, Kind, file_digest, files_below, folder_digest
+from enginesmith.pipeline.artifact import Artifact, Kind, file_digest, files_below, folder_digest, write_whole
 from enginesmith.pipeline.runner import Outcome
 from enginesmith.pipeline.steps import LOAD, Plan, Step
 
@@ -56,10 +56,7 @@ def save(run: Path, plan: Plan, outcomes: Mapping[str, Outcome], engines: Mappin
         relative = made.model_copy(update={"path": Path(made.path.name)})
         steps[step.id] = _Kept(identity=step.task.identity, folder=folder, artifact=relative)
     index = _Index(load_sha256=load.sha256, steps=steps)
-    (run / _FOLDER).mkdir(exist_ok=True)
-    partial = run / _FOLDER / f".{_INDEX}.partial"
-    partial.write_text(index.model_dump_json(indent=1) + "\n")
-    partial.replace(run / _FOLDER / _INDEX)
+    write_whole(run / _FOLDER / _INDEX, (index.model_dump_json(indent=1) + "\n").encode())
 
 
 def exists(run: Path) -> bool:

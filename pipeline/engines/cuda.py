@@ -45,12 +45,11 @@ def driver() -> Driver:
         return Driver(reason="there is no CUDA driver (libcuda.so.1)")
     if code := library.cuInit(0):
         return Driver(reason=f"the CUDA driver does not start (cuInit gives {code})")
-    number = ctypes.c_int()
-    library.cuDriverGetVersion(ctypes.byref(number))
-    version = number.value
-    library.cuDeviceGetCount(ctypes.byref(number))
-    devices = tuple(_device(library, index) for index in range(number.value))
-    return Driver(version=version, devices=devices, reason="" if devices else "the CUDA driver shows no device")
+    version, count = ctypes.c_int(), ctypes.c_int()
+    if code := library.cuDriverGetVersion(ctypes.byref(version)) or library.cuDeviceGetCount(ctypes.byref(count)):
+        return Driver(reason=f"the CUDA driver does not say which devices there are (error {code})")
+    devices = tuple(_device(library, index) for index in range(count.value))
+    return Driver(version=version.value, devices=devices, reason="" if devices else "the CUDA driver shows no device")
 
 
 def _device(library: ctypes.CDLL, index: int) -> CudaDevice:

@@ -124,6 +124,7 @@ class TensorRT(Engine):
             targets=targets,
             profiles=profiles.plan(signature, request.ranges, self.options.profiles),
             timing_cache=self._timing_cache(known, here),
+            device=None if known.builds_without_gpu else request.device.index,
         )
         built = build(order, request.artifact.path, request.out / ENGINE_FILE, request.progress)
         found = audits.audit(built.log.layers, model, signature, "build log")
@@ -231,7 +232,7 @@ class TensorRT(Engine):
         self.require(device)
         manifest.hold(record, device.index)
         trt = flavours.module(self.flavour)
-        opened = open_engine(trt, artifact.path, record, self.known(), device, self.run)
+        opened = open_engine(trt, artifact.path, record, self.known(), device, self.options, self.run)
         return TensorRTSession(trt, opened, record.signature, device, self.run)
 
     def prime(self, artifact: Artifact, device: Device) -> None:

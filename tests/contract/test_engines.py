@@ -16,13 +16,16 @@ from enginesmith.pipeline import torch_model
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import ENGINES, engine_class
 from enginesmith.pipeline.engines.base import BuildRequest, Device, Engine, Session
+from enginesmith.pipeline.engines.tensorrt import TensorRT
+from enginesmith.pipeline.engines.trt.options import BuildOptions
 from enginesmith.pipeline.errors import MissingCapability, SignatureError, UsageError
 from enginesmith.pipeline.measure.clock import serve_session
 from enginesmith.pipeline.source import resolve
-from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
+from enginesmith.pipeline.tensors import Array, ShapeRange, Signature, TensorSpec
 from enginesmith.pipeline.workers import Worker
 
 CPU = Device(threads=1)
+RANGES = {"batch": ShapeRange(min=1, opt=2, max=5)}
 SIGNATURE = Signature(
     inputs=tuple(TensorSpec.parse(text) for text in ("x:float32:batch,4", "ids:int64:batch,3")),
     outputs=tuple(TensorSpec.parse(text) for text in ("scores:float32:batch,5", "best:int64:batch")),
@@ -45,6 +48,11 @@ def build():
     return Net(), {"x": torch.ones(2, 4), "ids": torch.ones(2, 3, dtype=torch.int64)}
 """
 TYPES = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
+
+
+def where(engine: Engine | type[Engine]) -> Device:
+    """The CPU, and a CUDA device for engines that run only there."""
+    return CPU if "cpu" in engine.kinds else Device(kind=engine.kinds[0], threads=1)
 
 
 def feeds(batch: int, seed: int = 0) -> dict[str, Array]:
@@ -99,10 +107,10 @@ INDUCTOR = (pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWar
 @pytest.fixture(params=[pytest.param(name, marks=INDUCTOR if name == "compiled" else ()) for name in ENGINES])
 def engine(request: pytest.FixtureRequest) -> Engine:
     kind = engine_class(request.param)
-    found = kind.available(CPU)
+    found = kind.available(where(kind))
     if not found.ok:
         pytest.skip(f"{found.reason}; {found.remedy}")
-    return kind()
+    return kind(options=BuildOptions(tf32=False)) if issubclass(kind, TensorRT) else kind()
 
 
 @pytest.fixture
@@ -112,14 +120,19 @@ def artifact(engine: Engine, torch_artifact: Artifact, onnx_artifact: Artifact, 
         return torch_artifact
     out = tmp_path / "engine"
     out.mkdir()
-    effect = engine.build(BuildRequest(onnx_artifact, out, CPU))
+    try:
+        effect = engine.build(BuildRequest(onnx_artifact, out, where(engine), RANGES))
+    except MissingCapability as error:
+        if "cpu" in engine.kinds:
+            raise
+        pytest.skip(str(error))
     assert effect.summary
     return Artifact(kind="engine", path=out / effect.file, sha256="", bytes=0, signature=effect.signature)
 
 
 @pytest.fixture
 def session(engine: Engine, artifact: Artifact) -> Iterator[Session]:
-    with engine.load(artifact, CPU) as opened:
+    with engine.load(artifact, where(engine)) as opened:
         yield opened
 
 
@@ -190,7 +203,7 @@ def test_feeds_that_do_not_fit_are_refused(session: Session, change: dict[str, A
 
 
 def test_closed_session_is_not_used(engine: Engine, artifact: Artifact) -> None:
-    session = engine.load(artifact, CPU)
+    session = engine.load(artifact, where(engine))
     session.close()
     session.close()
     with pytest.raises(UsageError, match="closed"):
@@ -208,12 +221,12 @@ def test_device_that_is_not_there(engine: Engine, artifact: Artifact) -> None:
 
 def test_priming_leaves_sessions_as_they_are(engine: Engine, artifact: Artifact, session: Session) -> None:
     before = session.run(feeds(2))
-    engine.prime(artifact, CPU)
+    engine.prime(artifact, where(engine))
     np.testing.assert_array_equal(session.run(feeds(2))["scores"], before["scores"])
 
 
 def test_session_in_a_fresh_process(engine: Engine, artifact: Artifact, tmp_path: Path) -> None:
-    with Worker(serve_session, engine, artifact, CPU, log=tmp_path / "log") as worker:
+    with Worker(serve_session, engine, artifact, where(engine), log=tmp_path / "log") as worker:
         assert worker.request("load", timeout_seconds=300) > 0
         worker.request("make_ready", feeds(2), 0.1, timeout_seconds=300)
         assert worker.request("block", 0.01, timeout_seconds=300).host_seconds.size > 0

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.plan import Plan, plan
@@ -44,7 +46,8 @@ def test_engines_of_modules_need_no_graph() -> None:
 
 
 def test_an_onnx_file_is_held_against_itself(tmp_path: Path) -> None:
-    (tmp_path / "m.onnx").touch()
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
+    onnx.save(helper.make_model(helper.make_graph([], "g", [value], [value])), tmp_path / "m.onnx")
     steps = planned(model=str(tmp_path / "m.onnx"))
     assert steps.baseline.id == "source"
     assert "export" not in [step.id for step in steps.steps]

@@ -41,13 +41,22 @@ CLASSES = {
     ("opening.py", "opened.cache"): "IRuntimeCache",
     ("opening.py", "self.cache"): "IRuntimeCache",
     ("opening.py", "graphs"): "CudaGraphStrategy",
+    ("opening.py", "opened.engine"): "ICudaEngine",
+    ("opening.py", "native"): "IExecutionContext",
     ("session.py", "engine"): "ICudaEngine",
     ("session.py", "self._opened.engine"): "ICudaEngine",
     ("session.py", "native"): "IExecutionContext",
+    ("session.py", "context.native"): "IExecutionContext",
     ("session.py", "bound.context.native"): "IExecutionContext",
+    ("refit.py", "runtime"): "Runtime",
+    ("refit.py", "native"): "ICudaEngine",
+    ("refit.py", "engine"): "ICudaEngine",
+    ("refit.py", "config"): "ISerializationConfig",
+    ("refit.py", "refitter"): "Refitter",
+    ("refit.py", "parser"): "OnnxParserRefitter",
 }
 """What variables stand for, by module."""
-OURS = {"error": {"index", "name", "operator", "text"}, "layer": {"__class__"}}
+OURS = {"error": {"index", "name", "operator", "text"}, "layer": {"__class__"}, "engine": {"path"}}
 """Attributes that a variable of that name has where it is one of our own."""
 RECLASSED = {"ILayer.attention": "IAttentionInputLayer.attention"}
 """The binding hands out the base class, and the code changes the class before it asks."""
@@ -111,7 +120,8 @@ def used(file: str, tree: ast.Module) -> Iterator[str]:
     """Names as ``Class`` or ``Class.member``, of every access that the tables above know how to read."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            owner = ast.unparse(node.value)
+            owner = ast.unparse(node.value).replace("self._trt", "trt")
+            owner = "registry" if owner == "trt.get_plugin_registry()" else owner
             if owner == "trt" and not node.attr.startswith("__"):
                 yield node.attr
             elif owner.startswith("trt.") and owner.count(".") == 1 and not node.attr.startswith("__"):
@@ -191,7 +201,7 @@ def test_every_target_is_a_member_of_the_flavours_enumeration() -> None:
 
 
 def test_the_installed_module_has_the_names_too() -> None:
-    for name in flavours._DISTRIBUTIONS:
+    for name in get_args(flavours.FlavourName):
         found = flavours.installed_version(name)
         if found is None:
             continue

@@ -15,7 +15,12 @@ _MEMORY = (
     *("OutOfMemory", "insufficient memory", "workspace memory greater", "out of memory"),
     "within workspace limit",
 )
-_UNSUPPORTED = ("not supported", "unsupported", "Could not find any implementation", "No tactic", "Cannot compile")
+_UNSUPPORTED = (
+    *("not supported", "unsupported", "Could not find any implementation", "No tactic", "Cannot compile"),
+    "Could not infer output types",
+)
+_OPERATORS = {"deconv": "ConvTranspose"}
+"""The compiler's word → the operator it stands for, where it names no node."""
 _QUOTED = re.compile(r"'([^']+)'|\bnode (\S+?)[\s.:]|^(?:\[[^]]*\] )?(\S+?): ")
 _WHERE = re.compile(
     r"\[[\w.]+\.(?:cpp|h|hpp)(?:::?\w+)*(?::\d+)?(?:: \w+)?\]|\S+\.(?:cpp|hpp|h):\d+:?|Exception: |Myelin"
@@ -62,4 +67,5 @@ def _node(text: str, graph: Path) -> str:
         name = next(group for group in found.groups() if group)
         if name in nodes:
             return node_name(nodes[name])
-    return ""
+    operators = [operator for word, operator in _OPERATORS.items() if word in text]
+    return next((node_name(node) for node in nodes.values() if node.op_type in operators), "")

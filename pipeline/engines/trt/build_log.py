@@ -1,7 +1,10 @@
 """What the builder says while it works: a log, with its memory figures and the layers of the engine read out."""
 
+import contextlib
+import functools
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -81,14 +84,46 @@ class BuildLog:
         self._bytes[name] = max(value, self._bytes.get(name, 0))
 
 
+class _Relay:
+    """The logger of a process, and who listens to it now."""
+
+    def __init__(self, trt: Any) -> None:
+        relay = self
+
+        class Logger(trt.ILogger):  # type: ignore[misc]
+            def __init__(self) -> None:
+                trt.ILogger.__init__(self)
+
+            def log(self, severity: Any, msg: str) -> None:
+                if relay.listener is not None:
+                    relay.listener.take(severity.name, msg)
+
+        self.listener: BuildLog | None = None
+        self.native = Logger()
+
+
+@functools.cache
+def _relay(trt: Any) -> _Relay:
+    """One for the whole process, and never freed.
+
+    TensorRT goes on using the first logger that it was given for as long as any object of its lives.
+    """
+    return _Relay(trt)
+
+
 def logger(trt: Any, log: BuildLog) -> Any:
-    """A TensorRT logger that hands everything to ``log``."""
+    """A TensorRT logger that hands everything to ``log`` from now on."""
+    relay = _relay(trt)
+    relay.listener = log
+    return relay.native
 
-    class Logger(trt.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
 
-        def log(self, severity: Any, msg: str) -> None:
-            log.take(severity.name, msg)
-
-    return Logger()
+@contextlib.contextmanager
+def listening(trt: Any, log: BuildLog) -> Iterator[Any]:
+    """The same for a while; then whoever listened before does so again."""
+    relay = _relay(trt)
+    before, relay.listener = relay.listener, log
+    try:
+        yield relay.native
+    finally:
+        relay.listener = before

@@ -9,7 +9,7 @@ from typing import Any
 
 from enginesmith.pipeline.engines.trt import parsing, timing
 from enginesmith.pipeline.engines.trt.build_errors import build_error
-from enginesmith.pipeline.engines.trt.build_log import BuildLog, logger
+from enginesmith.pipeline.engines.trt.build_log import BuildLog, listening
 from enginesmith.pipeline.engines.trt.flavours import PORTABLE, Capabilities, FlavourName, module
 from enginesmith.pipeline.engines.trt.options import BuildOptions
 from enginesmith.pipeline.errors import MissingCapability, UnsupportedGraph, UsageError
@@ -35,6 +35,8 @@ class Order:
     """Empty for the device that it is built on."""
     profiles: tuple[Profile, ...]
     timing_cache: Path | None = None
+    device: int | None = None
+    """The device that kernels are timed on; None for an engine that is built ahead of time."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,12 @@ def build(order: Order, graph: Path, file: Path, progress: Progress) -> Built:
         UnsupportedGraph, LimitTooSmall, BuilderFailed: by what the builder said.
         UsageError: a profile that does not fit, a timing cache from elsewhere.
     """
-    trt = module(order.flavour)
-    log = BuildLog()
-    sink = logger(trt, log)
+    trt, log = module(order.flavour), BuildLog()
+    with listening(trt, log) as sink:
+        return _build(trt, log, sink, order, graph, file, progress)
+
+
+def _build(trt: Any, log: BuildLog, sink: Any, order: Order, graph: Path, file: Path, progress: Progress) -> Built:
     parsing.load_plugins(trt, order.options.plugins, sink, order.known)
     builder = trt.Builder(sink)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -67,11 +72,13 @@ def build(order: Order, graph: Path, file: Path, progress: Progress) -> Built:
     cache = timing.attach(trt, config, order.timing_cache, locked=order.options.locked) if order.timing_cache else None
 
     def work() -> Any:
+        _choose_device(order.device)
         parsing.parse(trt, network, sink, graph, order.known)
         for profile in order.profiles:
             config.add_optimization_profile(_profile(builder, network, profile))
         return builder.build_serialized_network(network, config)
 
+    _choose_device(order.device)
     plan = _watched(work, monitor, progress)
     if plan is None:
         raise build_error(log, graph, order.workspace_bytes, order.flavour)
@@ -79,6 +86,14 @@ def build(order: Order, graph: Path, file: Path, progress: Progress) -> Built:
     digest = timing.keep(cache, order.timing_cache, order.options.locked) if cache and order.timing_cache else None
     limit = config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE)
     return Built(log=log, workspace_limit_bytes=limit, timing_cache_sha256=digest)
+
+
+def _choose_device(index: int | None) -> None:
+    """Build on that device, which each thread chooses for itself; without one nothing is touched."""
+    if index is not None:
+        import torch
+
+        torch.cuda.set_device(index)
 
 
 def _configure(trt: Any, config: Any, order: Order) -> None:

@@ -32,6 +32,8 @@ class Capabilities(BaseModel):
     timing_cache: bool
     runtime_cache: bool
     """Whether kernels are compiled at the first run, and kept in a cache of the runtime."""
+    captures_graphs: bool
+    """Whether it makes and replays CUDA graphs by itself."""
     attention_layers_since: tuple[int, ...]
     """The version from which on networks have attention layers, which fused kernels exist for in some types."""
     standard_plugins: bool
@@ -52,6 +54,7 @@ _RTX_1 = Capabilities(
     targets=_RTX_TARGETS,
     timing_cache=False,
     runtime_cache=True,
+    captures_graphs=True,
     attention_layers_since=(1, 0),
     standard_plugins=False,
     workspace_is_a_gate=True,
@@ -73,6 +76,7 @@ _ENTERPRISE = Capabilities(
     builds_without_gpu=False,
     timing_cache=True,
     runtime_cache=False,
+    captures_graphs=False,
     attention_layers_since=(10, 14),
     standard_plugins=True,
     workspace_is_a_gate=False,

@@ -4,21 +4,29 @@ import functools
 import logging
 import mmap
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from enginesmith.pipeline.artifact import write_whole
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.engines.cuda import cuda_device, driver
 from enginesmith.pipeline.engines.trt.build_log import BuildLog, logger
 from enginesmith.pipeline.engines.trt.flavours import Capabilities
 from enginesmith.pipeline.engines.trt.manifest import EngineManifest
 from enginesmith.pipeline.engines.trt.memory import allocator
-from enginesmith.pipeline.engines.trt.options import RunOptions
-from enginesmith.pipeline.errors import EnginesmithError, ModelError, SignatureError, StepOutOfMemory, UsageError
+from enginesmith.pipeline.engines.trt.options import BuildOptions, RunOptions
+from enginesmith.pipeline.engines.trt.parsing import load_plugins
+from enginesmith.pipeline.errors import (
+    EnginesmithError,
+    MissingCapability,
+    ModelError,
+    SignatureError,
+    StepOutOfMemory,
+    UsageError,
+)
 from enginesmith.pipeline.store import default_root
 
 _log = logging.getLogger(__name__)
@@ -69,10 +77,7 @@ class RuntimeLog(BuildLog):
 
 @functools.cache
 def _logger(trt: Any) -> tuple[RuntimeLog, Any]:
-    """One for the whole process, and never freed.
-
-    TensorRT goes on using the first logger that it was given for as long as any runtime lives, not only that one's own.
-    """
+    """One for all runtimes of a process, as they are told by one logger."""
     log = RuntimeLog()
     return log, logger(trt, log)
 
@@ -117,31 +122,26 @@ class Opened:
         data = bytes(self.cache.serialize() or b"")
         if len(data) > self.cached_bytes:
             try:
-                _write_whole(self.cache_file, data)
+                write_whole(self.cache_file, data)
             except OSError as error:
                 _log.warning("compiled kernels were not kept: %s", error)
 
 
-def _write_whole(file: Path, data: bytes) -> None:
-    """Write a file whole or not at all, whatever other processes write there meanwhile."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as partial:
-        path = Path(partial.name)
-        try:
-            partial.write(data)
-            partial.flush()
-            path.replace(file)
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
-
-
 def open_engine(
-    trt: Any, path: Path, manifest: EngineManifest, known: Capabilities, device: Device, options: RunOptions
+    trt: Any,
+    path: Path,
+    manifest: EngineManifest,
+    known: Capabilities,
+    device: Device,
+    allowed: BuildOptions,
+    options: RunOptions,
 ) -> Opened:
     """Deserialise an engine whose manifest was checked.
 
+    ``allowed`` says which plugin libraries and whether host code may be run: the user says so, never the file.
+
     Raises:
+        MissingCapability: the engine needs host code or plugins that were not allowed.
         ModelError: TensorRT does not take the file, or it takes inputs that no feeds can be.
         StepOutOfMemory: the weights do not fit.
         UsageError: a streaming budget for an engine that streams nothing, or that does not go with CUDA graphs.
@@ -153,8 +153,9 @@ def open_engine(
     log, sink = _logger(trt)
     before = log.seen
     runtime = trt.Runtime(sink)
-    if manifest.options.host_code:
-        runtime.engine_host_code_allowed = True
+    _hold_allowed(manifest, allowed)
+    runtime.engine_host_code_allowed = allowed.host_code
+    load_plugins(trt, allowed.plugins, sink, known)
     taken = allocator(trt, device.index)
     runtime.gpu_allocator = taken
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
@@ -165,12 +166,24 @@ def open_engine(
     streams = _stream_weights(engine, options)
     config = engine.create_runtime_config()
     config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-    opened = Opened(engine, runtime, taken, config, log, captures_itself=known.runtime_cache, streams=streams)
+    opened = Opened(engine, runtime, taken, config, log, captures_itself=known.captures_graphs, streams=streams)
     if known.runtime_cache:
         _compile_at_once(trt, config, options)
         if options.kernel_cache:
             _attach_kernels(opened, manifest, device)
     return opened
+
+
+def _hold_allowed(manifest: EngineManifest, allowed: BuildOptions) -> None:
+    if manifest.options.host_code and not allowed.host_code:
+        raise MissingCapability("the engine brings its own host code along", "if you trust it, allow it: --host-code")
+    missing = [
+        name for name in manifest.options.plugins if Path(name).name not in {Path(one).name for one in allowed.plugins}
+    ]
+    if missing:
+        raise MissingCapability(
+            f"the engine was built with the plugins {', '.join(missing)}", "name the library: --plugins FILE.so"
+        )
 
 
 def _hold_inputs(trt: Any, engine: Any, manifest: EngineManifest) -> None:

@@ -59,10 +59,10 @@ def load_plugins(trt: Any, paths: tuple[str, ...], logger: Any, known: Capabilit
     """
     if known.standard_plugins:
         trt.init_libnvinfer_plugins(logger, "")
-    registry = trt.get_plugin_registry()
     for text in paths:
         if not Path(text).is_file():
             raise UsageError(f"there is no plugin library {text}", "give the path of an .so file")
+        registry = trt.get_plugin_registry()
         if registry.load_library(text) is None:
             raise UsageError(f"{text} is no library of TensorRT plugins", "the step's log says what the loader found")
 

@@ -6,7 +6,7 @@ from typing import Any
 from enginesmith.pipeline.artifact import Artifact, Effect, file_digest
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.engines.trt import manifest
-from enginesmith.pipeline.engines.trt.build_log import BuildLog, logger
+from enginesmith.pipeline.engines.trt.build_log import BuildLog, listening
 from enginesmith.pipeline.engines.trt.flavours import module
 from enginesmith.pipeline.engines.trt.manifest import EngineManifest
 from enginesmith.pipeline.errors import BuilderFailed, SignatureError, UsageError
@@ -21,6 +21,8 @@ def refit(engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effe
         SignatureError: the graph has other inputs or outputs than the engine.
         BuilderFailed: weights of the engine are missing in the graph, or TensorRT refuses them.
     """
+    import torch
+
     before = manifest.read(engine.path)
     if not (before.options.refit or before.options.strip_plan):
         raise UsageError(f"{engine.path.name} was not built to be refitted", "build it with --refit or --strip-plan")
@@ -30,15 +32,16 @@ def refit(engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effe
         )
     manifest.hold(before, device.index)
     trt, log = module(before.engine), BuildLog()
-    sink = logger(trt, log)
-    runtime = trt.Runtime(sink)
-    native = runtime.deserialize_cuda_engine(engine.path.read_bytes())
-    if native is None:
-        raise BuilderFailed("TensorRT cannot open the engine that is to be refitted", "build it again on this machine")
-    _set_weights(trt, native, sink, graph.path, log)
-    config = native.create_serialization_config()
-    config.clear_flag(trt.SerializationFlag.EXCLUDE_WEIGHTS)  # left set, a stripped engine answers zeros
-    file.write_bytes(native.serialize_with_config(config))
+    torch.cuda.set_device(device.index)
+    with listening(trt, log) as sink:
+        runtime = trt.Runtime(sink)
+        native = runtime.deserialize_cuda_engine(engine.path.read_bytes())
+        if native is None:
+            raise BuilderFailed("TensorRT cannot open the engine that is to be refitted", "build it again here")
+        _set_weights(trt, native, sink, graph.path, log)
+        config = native.create_serialization_config()
+        config.clear_flag(trt.SerializationFlag.EXCLUDE_WEIGHTS)  # left set, a stripped engine answers zeros
+        file.write_bytes(native.serialize_with_config(config))
     record = before.model_copy(update=_changed(before, graph, file))
     manifest.path_beside(file).write_text(record.model_dump_json(indent=1) + "\n")
     file.with_name(file.name + ".log").write_text(log.text)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from enginesmith.pipeline.artifact import file_digest
+from enginesmith.pipeline.artifact import file_digest, write_whole
 from enginesmith.pipeline.errors import UsageError
 
 
@@ -31,8 +31,5 @@ def attach(trt: Any, config: Any, file: Path, *, locked: bool) -> Any:
 def keep(cache: Any, file: Path, locked: bool) -> str:
     """Write the cache back, whole or not at all, and give its digest; a locked one is left as it is."""
     if not locked:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{file.name}.partial")
-        partial.write_bytes(cache.serialize())
-        partial.replace(file)
+        write_whole(file, bytes(cache.serialize()))
     return file_digest(file)

@@ -1,0 +1,103 @@
+"""A run directory on another machine: its engines and answers are used there, as long as the model is the same."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enginesmith.pipeline import job
+from enginesmith.pipeline.job import Settings
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.runner import Event
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("tensorrt_rtx")
+
+NET = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4)
+        torch.nn.init.constant_(self.layer.weight, {weight})
+
+    def forward(self, x):
+        return self.layer(x).relu()
+
+def build():
+    torch.manual_seed(0)
+    return Net(), torch.ones(2, 8)
+"""
+BUILD = "build-tensorrt_rtx-fp32-sm86"
+
+
+class Elsewhere:
+    """Another machine: a store of its own, and which steps were done there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.steps: dict[str, str] = {}
+        self.settings = Settings(store=folder, listener=self._saw)
+
+    def _saw(self, event: Event) -> None:
+        if event.kind == "started":
+            self.steps[event.step.id] = "started"
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without a device, of a net in a file beside it."""
+    home = tmp_path_factory.mktemp("kept")
+    (home / "net.py").write_text(NET.format(weight=0.5))
+    recipe = make(
+        {
+            "model": f"{home}/net.py:build",
+            "engines": ["tensorrt_rtx"],
+            "targets": ["sm86"],
+            "inputs": ["x:float32:batch,8"],
+        }
+    )
+    run = job.optimize(recipe, home / "run", Settings(store=home / "store"))
+    assert [record.status for record in run.variants] == ["built"]
+    assert run.winner is None
+    assert not run.complete
+    return home
+
+
+def resumed(home: Path, tmp_path: Path) -> tuple[Any, dict[str, str]]:
+    there = Elsewhere(tmp_path / "store")
+    shutil.copytree(home / "run", tmp_path / "run")
+    return job.resume(tmp_path / "run", there.settings), there.steps
+
+
+def test_nothing_is_built_again(first: Path, tmp_path: Path) -> None:
+    run, steps = resumed(first, tmp_path)
+    assert set(steps) == {"load"}
+    assert run.variants[0].status == "built"
+    before = json.loads((first / "run/run.json").read_text())["variants"][0]
+    assert run.variants[0].artifact.sha256 == before["artifact"]["sha256"]
+    assert [entry.stage for entry in run.variants[0].fidelity] == [entry["stage"] for entry in before["fidelity"]]
+
+
+def test_another_model_is_built_anew(first: Path, tmp_path: Path) -> None:
+    text = (first / "net.py").read_text()
+    try:
+        (first / "net.py").write_text(NET.format(weight=0.25))
+        _, steps = resumed(first, tmp_path)
+    finally:
+        (first / "net.py").write_text(text)
+    assert {"export", "reference", BUILD} <= set(steps)
+
+
+def test_a_damaged_engine_is_built_again_with_what_it_needs(first: Path, tmp_path: Path) -> None:
+    there = Elsewhere(tmp_path / "store")
+    shutil.copytree(first / "run", tmp_path / "run")
+    (engine,) = (tmp_path / "run/variants").glob("*/model.engine")
+    engine.write_bytes(engine.read_bytes()[:-1])
+    run = job.resume(tmp_path / "run", there.settings)
+    assert {"export", "simplify", BUILD} <= set(there.steps)
+    assert "reference" not in there.steps
+    assert run.variants[0].status == "built"
+    assert engine.stat().st_size > 0

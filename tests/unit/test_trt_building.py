@@ -1,0 +1,297 @@
+"""The configuration of a build, the thread it runs on, and the timing cache; with TensorRT's part stood in for."""
+
+import enum
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from enginesmith.pipeline.artifact import file_digest
+from enginesmith.pipeline.engines.trt import building, flavours, parsing, timing
+from enginesmith.pipeline.engines.trt.building import Order
+from enginesmith.pipeline.engines.trt.options import BuildOptions
+from enginesmith.pipeline.errors import MissingCapability, UsageError
+
+RTX = flavours.capabilities("tensorrt_rtx", "1.7.1")
+ENTERPRISE = flavours.capabilities("tensorrt", "11.4.0")
+FLAGS = (
+    *("TF32", "SPARSE_WEIGHTS", "WEIGHT_STREAMING", "STRIP_PLAN", "REFIT", "VERSION_COMPATIBLE"),
+    *("EXCLUDE_LEAN_RUNTIME", "ERROR_ON_TIMING_CACHE_MISS", "EDITABLE_TIMING_CACHE", "MONITOR_MEMORY"),
+)
+
+
+def names(*words: str) -> Any:
+    return enum.Enum("Names", list(words))
+
+
+TRT = SimpleNamespace(
+    __version__="11.4.0",
+    MemoryPoolType=names("WORKSPACE", "TACTIC_DRAM", "TACTIC_SHARED_MEMORY"),
+    BuilderFlag=names(*FLAGS),
+    TilingOptimizationLevel=names("NONE", "FAST", "MODERATE", "FULL"),
+    HardwareCompatibilityLevel=names("NONE", "AMPERE_PLUS", "SAME_COMPUTE_CAPABILITY"),
+    ProfilingVerbosity=names("DETAILED"),
+    ComputeCapability=names("SM75", "SM80", "SM86", "SM89"),
+    IProgressMonitor=type("IProgressMonitor", (), {}),
+)
+
+
+class Config:
+    """A configuration that keeps limits and flags, but for those that it ``refuses``, as TensorRT's does."""
+
+    def __init__(self, *refuses: str) -> None:
+        self.refuses = refuses
+        self.limits: dict[str, int] = {}
+        self.flags = {"TF32"}
+        self.targets: dict[int, str] = {}
+
+    def set_memory_pool_limit(self, pool: Any, limit: int) -> None:
+        if pool.name not in self.refuses:
+            self.limits[pool.name] = limit
+
+    def get_memory_pool_limit(self, pool: Any) -> int:
+        return self.limits.get(pool.name, 1 << 36)
+
+    def set_flag(self, flag: Any) -> None:
+        if flag.name not in self.refuses:
+            self.flags.add(flag.name)
+
+    def clear_flag(self, flag: Any) -> None:
+        self.flags.discard(flag.name)
+
+    def get_flag(self, flag: Any) -> bool:
+        return flag.name in self.flags
+
+    def set_compute_capability(self, capability: Any, index: int) -> bool:
+        self.targets[index] = capability.name
+        return True
+
+
+def configured(
+    config: Config,
+    flavour: flavours.FlavourName = "tensorrt",
+    workspace: int | None = None,
+    targets: tuple[str, ...] = (),
+    **options: Any,
+) -> Any:
+    known = RTX if flavour == "tensorrt_rtx" else ENTERPRISE
+    building._configure(TRT, config, Order(flavour, known, BuildOptions(**options), workspace, targets, ()))
+    return config
+
+
+def test_limits_are_set_where_they_were_asked_for() -> None:
+    assert configured(Config()).limits == {}
+    found = configured(Config(), workspace=5, tactic_dram=6, tactic_shared_memory=7)
+    assert found.limits == {"WORKSPACE": 5, "TACTIC_DRAM": 6, "TACTIC_SHARED_MEMORY": 7}
+
+
+@pytest.mark.parametrize("pool", ["WORKSPACE", "TACTIC_DRAM", "TACTIC_SHARED_MEMORY"])
+def test_a_limit_that_tensorrt_keeps_as_it_was_is_an_error(pool: str) -> None:
+    with pytest.raises(UsageError, match=pool):
+        configured(Config(pool), workspace=5, tactic_dram=6, tactic_shared_memory=7)
+
+
+def test_flags_follow_the_options() -> None:
+    always = {"MONITOR_MEMORY", "EDITABLE_TIMING_CACHE"}
+    assert configured(Config()).flags == {"TF32", *always}
+    assert configured(Config(), tf32=False, sparse_weights=True).flags == {"SPARSE_WEIGHTS", *always}
+    assert {"REFIT", "STRIP_PLAN"} <= configured(Config(), refit=True, strip_plan=True).flags
+    assert "WEIGHT_STREAMING" in configured(Config(), weight_streaming=True).flags
+
+
+def test_the_lean_runtime_comes_along_only_with_host_code() -> None:
+    assert "EXCLUDE_LEAN_RUNTIME" in configured(Config(), version_compatible=True).flags
+    assert "EXCLUDE_LEAN_RUNTIME" not in configured(Config(), version_compatible=True, host_code=True).flags
+
+
+def test_a_locked_build_fails_where_a_timing_is_missing() -> None:
+    assert "ERROR_ON_TIMING_CACHE_MISS" in configured(Config(), locked=True).flags
+
+
+def test_the_rtx_flavour_has_no_timing_cache_to_edit() -> None:
+    assert "EDITABLE_TIMING_CACHE" not in configured(Config(), "tensorrt_rtx", targets=("sm86",)).flags
+
+
+def test_a_flag_that_tensorrt_does_not_take_is_an_error() -> None:
+    with pytest.raises(MissingCapability, match="REFIT"):
+        configured(Config("REFIT"), refit=True)
+
+
+def test_levels_follow_the_options() -> None:
+    found = configured(
+        Config(), optimization_level=4, aux_streams=2, tiling="fast", hardware_compatibility="ampere_plus"
+    )
+    assert (found.builder_optimization_level, found.max_aux_streams) == (4, 2)
+    assert found.tiling_optimization_level.name == "FAST"
+    assert found.hardware_compatibility_level.name == "AMPERE_PLUS"
+    assert found.profiling_verbosity.name == "DETAILED"
+
+
+def test_what_was_not_asked_for_is_left_to_the_builder() -> None:
+    left = {
+        "builder_optimization_level",
+        "max_aux_streams",
+        "tiling_optimization_level",
+        "hardware_compatibility_level",
+    }
+    assert left.isdisjoint(vars(configured(Config())))
+
+
+def test_every_target_is_declared() -> None:
+    found = configured(Config(), "tensorrt_rtx", targets=("sm86", "sm89"))
+    assert found.num_compute_capabilities == 2
+    assert found.targets == {0: "SM86", 1: "SM89"}
+
+
+def monitor() -> Any:
+    return building._monitor(TRT)
+
+
+def test_a_monitor_knows_the_step_and_goes_on_until_it_is_cancelled() -> None:
+    found = monitor()
+    found.phase_start("Building engine", None, 6)
+    assert found.step_complete("Building engine", 1) is True
+    assert found.phase == "Building engine 2 of 6"
+    found.cancelled = True
+    assert found.step_complete("Building engine", 2) is False
+    found.phase_finish("Building engine")
+    found.phase_finish("Building engine")
+
+
+def test_a_build_gives_its_result_and_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "_HEARTBEAT_SECONDS", 0.01)
+    said: list[str] = []
+
+    def work() -> int:
+        while len(said) < 3:
+            time.sleep(0.001)
+        return 7
+
+    assert building._watched(work, monitor(), said.append) == 7
+    assert said[0].startswith("parsing, 0 s")
+
+
+def test_an_error_of_a_build_is_raised_where_it_was_asked_for() -> None:
+    def work() -> None:
+        raise UsageError("the shapes do not fit")
+
+    with pytest.raises(UsageError, match="do not fit"):
+        building._watched(work, monitor(), lambda text: None)
+
+
+def test_a_build_is_stopped_before_an_interrupt_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "_HEARTBEAT_SECONDS", 0.01)
+    found = monitor()
+    ended = threading.Event()
+
+    def work() -> None:
+        while found.step_complete("Building engine", 0):
+            time.sleep(0.001)
+        ended.set()
+
+    def interrupt(text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        building._watched(work, found, interrupt)
+    assert ended.is_set()
+
+
+def test_a_build_has_a_large_stack_and_other_threads_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, set_to = threading.stack_size(), list[int]()
+    start = threading.Thread.start
+
+    def noted(thread: threading.Thread) -> None:
+        set_to.append(threading.stack_size())
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    building._watched(lambda: None, monitor(), lambda text: None)
+    assert set_to[0] >= 256 << 20
+    assert threading.stack_size() == before
+
+
+class TimingCache:
+    def __init__(self, keys: list[str]) -> None:
+        self.keys = keys
+
+    def queryKeys(self) -> list[str]:  # noqa: N802
+        return self.keys
+
+    def serialize(self) -> bytes:
+        return b"cache:" + ",".join(self.keys).encode()
+
+
+class CacheConfig:
+    """Reads caches that begin as its own do; others become empty ones. ``here`` is whether they are of this device."""
+
+    def __init__(self, here: bool = True) -> None:
+        self.here = here
+        self.cache: TimingCache | None = None
+
+    def create_timing_cache(self, data: bytes) -> TimingCache:
+        return TimingCache(data.decode().removeprefix("cache:").split(",") if data.startswith(b"cache:") else [])
+
+    def set_timing_cache(self, cache: TimingCache, ignore_mismatch: bool) -> bool:
+        self.cache = cache
+        return self.here or ignore_mismatch
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "timing" / "sm86.cache"
+
+
+def stored(file: Path, data: bytes) -> None:
+    file.parent.mkdir()
+    file.write_bytes(data)
+
+
+def test_a_timing_cache_is_begun_kept_and_taken_up_again(file: Path) -> None:
+    config = CacheConfig()
+    cache = timing.attach(TRT, config, file, locked=False)
+    assert config.cache is cache
+    cache.keys.append("conv")
+    assert timing.keep(cache, file, False) == file_digest(file)
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    assert timing.attach(TRT, CacheConfig(), file, locked=True).queryKeys() == ["conv"]
+
+
+def test_a_locked_timing_cache_is_left_as_it_is(file: Path) -> None:
+    stored(file, b"cache:conv")
+    cache = timing.attach(TRT, CacheConfig(), file, locked=True)
+    cache.keys.append("gemm")
+    assert timing.keep(cache, file, True) == file_digest(file)
+    assert file.read_bytes() == b"cache:conv"
+
+
+def test_a_locked_build_needs_a_timing_cache(file: Path) -> None:
+    with pytest.raises(UsageError, match="there is none") as caught:
+        timing.attach(TRT, CacheConfig(), file, locked=True)
+    assert "without --locked" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("data", "here"), [(b"something else", True), (b"cache:conv", False)])
+def test_a_timing_cache_from_elsewhere_is_refused_and_kept(data: bytes, here: bool, file: Path) -> None:
+    stored(file, data)
+    with pytest.raises(UsageError, match=r"damaged, or of another device or version of TensorRT 11\.4\.0"):
+        timing.attach(TRT, CacheConfig(here), file, locked=False)
+    assert file.read_bytes() == data
+
+
+class Registry:
+    def load_library(self, path: str) -> object | None:
+        return object() if path.endswith("good.so") else None
+
+
+@pytest.mark.parametrize(("name", "message"), [("gone.so", "there is no plugin library"), ("bad.so", "is no library")])
+def test_plugin_libraries_that_cannot_be_loaded(name: str, message: str, tmp_path: Path) -> None:
+    for one in ("good.so", "bad.so"):
+        (tmp_path / one).touch()
+    trt = SimpleNamespace(get_plugin_registry=Registry, init_libnvinfer_plugins=lambda logger, namespace: None)
+    parsing.load_plugins(trt, (str(tmp_path / "good.so"),), None, ENTERPRISE)
+    with pytest.raises(UsageError, match=message):
+        parsing.load_plugins(trt, (str(tmp_path / "good.so"), str(tmp_path / name)), None, ENTERPRISE)

@@ -1,0 +1,514 @@
+"""What TensorRT sessions hold, for how long, and what is left when something fails; with fakes that mind the rules.
+
+The fake engine doubles x into y, and lists where x is positive, at the addresses it is given. It fails a test that runs
+it with too little memory, captures it cold, or leaves it without an address.
+"""
+
+import contextlib
+import ctypes
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from enginesmith.pipeline.engines.base import Device
+from enginesmith.pipeline.engines.trt import memory, opening, session
+from enginesmith.pipeline.engines.trt.flavours import capabilities
+from enginesmith.pipeline.engines.trt.manifest import EngineManifest
+from enginesmith.pipeline.engines.trt.opening import Opened, RuntimeLog, _hold_allowed, open_engine
+from enginesmith.pipeline.engines.trt.options import BuildOptions, RunOptions
+from enginesmith.pipeline.engines.trt.session import TensorRTSession
+from enginesmith.pipeline.errors import MissingCapability, ModelError, StepOutOfMemory, UsageError
+from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
+
+SIGNATURE = Signature(inputs=(TensorSpec.parse("x:float32:batch,4"),), outputs=(TensorSpec.parse("y:float32:batch,4"),))
+UNKNOWN = Signature(inputs=SIGNATURE.inputs, outputs=(*SIGNATURE.outputs, TensorSpec.parse("found:int64:n")))
+HERE = Device()  # fakes run on the host, where torch's tensors can be
+
+
+def named(name: str) -> Any:
+    return SimpleNamespace(name=name)
+
+
+class Base:
+    """What TensorRT's callback interfaces are in Python."""
+
+
+TRT = SimpleNamespace(
+    IOutputAllocator=Base,
+    IGpuAsyncAllocator=Base,
+    ILogger=Base,
+    TensorLocation=SimpleNamespace(HOST="host", DEVICE="device"),
+    ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="user"),
+    DynamicShapesKernelSpecializationStrategy=SimpleNamespace(EAGER="eager"),
+    CudaGraphStrategy=SimpleNamespace(WHOLE_GRAPH_CAPTURE="whole", DISABLED="off"),
+)
+
+
+class Stream:
+    """Counts who waits for it."""
+
+    made = 0
+
+    def __init__(self, device: str) -> None:
+        Stream.made += 1
+        self.cuda_stream = 0x1000 * Stream.made
+        self.waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+class Graph:
+    """What is captured runs again at the same addresses."""
+
+    capturing: "Graph | None" = None
+    fails = False
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], None]] = []
+        self.replays = 0
+
+    def capture_begin(self, capture_error_mode: str) -> None:
+        Graph.capturing = self
+
+    def capture_end(self) -> None:
+        Graph.capturing = None
+        if Graph.fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def replay(self) -> None:
+        self.replays += 1
+        for one in self.work:
+            one()
+
+
+class Context:
+    """An execution context that insists on what TensorRT's documents ask of its callers."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self.engine = engine
+        self.shape: tuple[int, ...] = ()
+        self.memory = (0, -1)
+        self.addresses: dict[str, int] = {}
+        self.allocators: dict[str, Any] = {}
+        self.runs = self.placed = 0
+
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        return True
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.shape = shape
+        return True
+
+    def infer_shapes(self) -> list[str]:
+        return []
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return (-1,) if name == "found" else self.shape
+
+    def update_device_memory_size_for_shapes(self) -> int:
+        return self.engine.needs * self.shape[0]
+
+    def set_device_memory(self, address: int, size: int) -> None:
+        self.placed += 1
+        self.memory = (address, size)
+        if size < self.engine.insists:
+            self.engine.log.take("ERROR", "size must be at least that of the profile")
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self.addresses[name] = address
+        return address != 0
+
+    def set_output_allocator(self, name: str, one: Any) -> bool:
+        self.allocators[name] = one  # for good, as the bindings keep it alive
+        return True
+
+    def execute_async_v3(self, stream: int) -> bool:
+        if self.engine.says:
+            self.engine.log.take("ERROR", self.engine.says)
+            return False
+        assert self.memory[1] >= self.update_device_memory_size_for_shapes()
+        work = self._work(dict(self.addresses))
+        if Graph.capturing:
+            assert self.runs, "the first call loads kernels, which a capture cannot hold"
+            Graph.capturing.work.append(work)
+        else:
+            work()
+        self.runs += 1
+        return True
+
+    def _work(self, addresses: dict[str, int]) -> Callable[[], None]:
+        shape, allocators = self.shape, self.allocators
+
+        def work() -> None:
+            x = view(addresses["x"], shape)
+            view(addresses["y"], shape)[...] = 2 * x
+            if one := allocators.get("found"):
+                found = np.flatnonzero(x > 0)
+                at = one.reallocate_output_async("found", 0, max(1, found.nbytes), 256, 0x1000)
+                ctypes.memmove(at, found.ctypes.data, found.nbytes)
+                one.notify_shape("found", found.shape)
+
+        return work
+
+
+def view(address: int, shape: tuple[int, ...]) -> Array:
+    count = int(np.prod(shape))
+    if not count:
+        return np.zeros(shape, np.float32)
+    return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address)).reshape(shape)
+
+
+class Engine:
+    """An engine for up to eight samples."""
+
+    num_optimization_profiles = 1
+    needs, most, insists = 100, 1000, 0
+    """Bytes of activations: for a sample, for the profile, and what is asked for after all."""
+    says = ""
+    streamable_weights_size = weight_streaming_budget_v2 = 500
+    location, input_dtype = "device", "FLOAT"
+
+    def __init__(self, log: RuntimeLog) -> None:
+        self.log = log
+        self.made: list[weakref.ref[Context]] = []
+
+    def get_tensor_profile_shape(self, name: str, index: int) -> Any:
+        return ((0, 4), (4, 4), (8, 4))
+
+    def get_tensor_dtype(self, name: str) -> Any:
+        return named({"x": self.input_dtype, "y": "FLOAT", "found": "INT64"}[name])
+
+    def get_tensor_location(self, name: str) -> str:
+        return self.location if name == "x" else "device"
+
+    def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
+        return self.most
+
+    def create_execution_context(self, config: Any) -> Any:
+        context = Context(self)
+        self.made.append(weakref.ref(context))
+        return context
+
+    def create_runtime_config(self) -> Any:
+        return Config()
+
+    @property
+    def contexts(self) -> list[Context]:
+        """Those that are still alive."""
+        return [context for one in self.made if (context := one()) is not None]
+
+
+class Config:
+    """A runtime configuration, and the cache of kernels that it hands out."""
+
+    cuda_graph_strategy = ""
+
+    def __init__(self) -> None:
+        self.cache = SimpleNamespace(content=b"", taken=b"")
+
+    def set_execution_context_allocation_strategy(self, strategy: str) -> None:
+        assert strategy == "user"
+
+    def create_runtime_cache(self) -> Any:
+        def deserialize(data: bytes) -> bool:
+            self.cache.taken = self.cache.content = data
+            return not data.startswith(b"other")
+
+        self.cache.deserialize, self.cache.serialize = deserialize, lambda: self.cache.content
+        return self.cache
+
+    def set_runtime_cache(self, cache: Any) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CUDA as far as sessions use it."""
+    Stream.made, Graph.capturing, Graph.fails = 0, None, False
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda one: contextlib.nullcontext())
+    for name in ("set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *one: None)
+    yield
+    assert not memory._shared, "the last session leaves shared memory"
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine(RuntimeLog())
+
+
+def open_session(engine: Engine, signature: Signature = SIGNATURE, **options: Any) -> TensorRTSession:
+    opened = Opened(engine, object(), object(), Config(), engine.log, captures_itself=False)
+    return TensorRTSession(TRT, opened, signature, HERE, RunOptions(**options))
+
+
+def feeds(batch: int, value: float = 1.0) -> dict[str, Array]:
+    return {"x": np.full((batch, 4), value, np.float32)}
+
+
+def out_of_memory(*given: Any, **named: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 800 bytes.\nmore")
+
+
+def test_enqueue_neither_waits_nor_moves_memory(engine: Engine) -> None:
+    with open_session(engine, cuda_graphs=True) as one:
+        bound = one.bind(feeds(3))
+        before = (one._stream.waits, one.activation_memory.generation, one.activation_memory.bytes)
+        for _ in range(4):
+            one.enqueue(bound)
+        assert (one._stream.waits, one.activation_memory.generation, one.activation_memory.bytes) == before
+
+
+def test_size_that_is_not_taken_is_the_profiles(engine: Engine) -> None:
+    engine.insists = 1000
+    with open_session(engine) as one:
+        bound = one.bind(feeds(2))
+        assert one.activation_memory.bytes == 1000
+        placed = engine.contexts[0].placed
+        one.enqueue(bound)
+        assert engine.contexts[0].placed == placed
+
+
+@pytest.mark.parametrize(("most", "held"), [(1000, 1000), (0, 0)])
+def test_size_that_is_not_known_for_shapes_is_the_profiles(engine: Engine, most: int, held: int) -> None:
+    engine.needs, engine.most = 0, most
+    with open_session(engine) as one:
+        one.run(feeds(2))
+        assert one.activation_memory.bytes == held
+        assert engine.contexts[0].memory[1] == held
+
+
+def test_forgotten_context_lives_as_long_as_something_is_bound(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_MOST_CONTEXTS", 2)
+    with open_session(engine) as one:
+        kept = one.bind(feeds(1, 7.0))
+        for batch in (2, 3, 4):
+            one.run(feeds(batch))
+        gc.collect()
+        assert sorted(context.shape[0] for context in engine.contexts) == [1, 3, 4]
+        one.enqueue(kept)
+        np.testing.assert_array_equal(one.fetch()["y"], np.full((1, 4), 14.0))
+
+
+def test_contexts_go_when_the_session_closes(engine: Engine) -> None:
+    one = open_session(engine)
+    bound = one.bind(feeds(2))
+    one.enqueue(bound)
+    waits = one._stream.waits
+    one.close()
+    assert one._stream.waits == waits + 1  # not while they run
+    assert bound.context.native is None
+    assert engine.contexts == []
+    assert one.activation_memory.bytes == 0
+
+
+def test_capture_that_fails_leaves_the_session_usable(engine: Engine) -> None:
+    with open_session(engine, cuda_graphs=True) as one:
+        bound = one.bind(feeds(2))
+        one.enqueue(bound)
+        Graph.fails = True
+        with pytest.raises(ModelError, match="during capture") as caught:
+            one.enqueue(bound)
+        assert "--cuda-graphs" in caught.value.remedy
+        np.testing.assert_array_equal(one.run(feeds(2, 4.0))["y"], np.full((2, 4), 8.0))
+        Graph.fails = False
+        one.enqueue(bound)
+        assert bound.graph.replays == 1
+
+
+def test_call_that_is_refused_while_captured(engine: Engine) -> None:
+    with open_session(engine, cuda_graphs=True) as one:
+        bound = one.bind(feeds(2))
+        one.enqueue(bound)
+        engine.says = "this layer synchronises"
+        with pytest.raises(ModelError, match="synchronises"):
+            one.enqueue(bound)
+        assert bound.graph is None
+        assert Graph.capturing is None
+
+
+def test_graphs_of_two_bounds_of_one_shape(engine: Engine) -> None:
+    with open_session(engine, cuda_graphs=True) as one:
+        bounds = [one.bind(feeds(2, value)) for value in (1.0, 2.0)]
+        for _ in range(3):
+            for value, bound in enumerate(bounds, 1):
+                one.enqueue(bound)
+                np.testing.assert_array_equal(one.fetch()["y"], np.full((2, 4), 2.0 * value))
+        assert [bound.graph.replays for bound in bounds] == [2, 2]
+
+
+def test_memory_of_an_output_of_unknown_shape_is_freed_with_what_was_bound(engine: Engine) -> None:
+    with open_session(engine, UNKNOWN) as one:
+        rooms = []
+        for _ in range(3):
+            bound = one.bind(feeds(1))
+            one.enqueue(bound)
+            rooms.append(weakref.ref(bound.outputs["found"]))
+        del bound
+        gc.collect()
+        assert [room() is None for room in rooms] == [True, True, False]
+
+
+def test_output_of_unknown_shape_without_elements(engine: Engine) -> None:
+    with open_session(engine, UNKNOWN) as one:
+        empty = one.run(feeds(1, -1.0))["found"]
+        assert (empty.shape, empty.dtype) == ((0,), np.int64)
+        np.testing.assert_array_equal(one.run(feeds(1))["found"], [0, 1, 2, 3])
+
+
+def test_tensor_without_elements_has_an_address(engine: Engine) -> None:
+    with open_session(engine) as one:
+        assert one.run(feeds(0))["y"].shape == (0, 4)
+
+
+def test_engines_that_share_activations(engine: Engine) -> None:
+    other = Engine(engine.log)
+    with open_session(engine, share_activation_memory=True, cuda_graphs=True) as first:
+        bound = first.bind(feeds(2, 3.0))
+        for _ in range(2):
+            first.enqueue(bound)
+        with open_session(other, share_activation_memory=True) as second:
+            second.run(feeds(8))
+            first.enqueue(bound)  # its graph is of memory that moved
+            assert bound.graph is None
+            assert engine.contexts[0].memory == other.contexts[0].memory
+        assert first.activation_memory.bytes == 800  # still in use
+        np.testing.assert_array_equal(first.fetch()["y"], np.full((2, 4), 6.0))
+    assert first.activation_memory.bytes == 0
+
+
+def test_memory_that_runs_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_session(engine) as one:
+        bound = one.bind(feeds(2, 3.0))
+        one.enqueue(bound)
+        generation = one.activation_memory.generation
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", out_of_memory)
+            with pytest.raises(StepOutOfMemory, match=r"Tried to allocate 800 bytes\."):
+                one.bind(feeds(8))
+        assert one.activation_memory.generation > generation  # graphs of before are void
+        one.enqueue(bound)
+        np.testing.assert_array_equal(one.fetch()["y"], np.full((2, 4), 6.0))
+
+
+def test_errors_of_before_are_not_quoted(engine: Engine) -> None:
+    with open_session(engine) as one:
+        bound = one.bind(feeds(2))
+        engine.log.take("ERROR", "Error Code 2: OutOfMemory (of long ago)")
+        engine.says = "Cuda Runtime (an illegal memory access was encountered)"
+        with pytest.raises(ModelError, match="illegal memory access"):
+            one.enqueue(bound)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_strided_read_only_and_scalar_feeds(shape: tuple[int, ...]) -> None:
+    array = np.broadcast_to(np.array(1.5, np.float32), shape)
+    tensor = session.to_torch(array[..., ::-1] if shape else array)
+    assert (tuple(tensor.shape), tensor.is_contiguous()) == (shape, True)
+    np.testing.assert_array_equal(session.to_numpy(tensor), array)
+
+
+def opened_from(
+    engine: Engine | None, tmp_path: Path, flavour: Any = "tensorrt", says: str = "", **options: Any
+) -> Opened:
+    """Open a file that the fake runtime takes for ``engine``."""
+
+    class Runtime:
+        def __init__(self, logger: Any) -> None:
+            self.logger = logger
+            self.gpu_allocator = None
+
+        def deserialize_cuda_engine(self, plan: Any) -> Engine | None:
+            assert self.gpu_allocator is not None, "weights would not be counted"
+            assert bytes(plan) == b"plan"
+            if says:
+                self.logger.log(named("ERROR"), says)
+            return engine
+
+    path = tmp_path / "model.engine"
+    path.write_bytes(b"plan")
+    manifest = EngineManifest.model_construct(signature=SIGNATURE, options=BuildOptions(), sha256="0" * 64)
+    plugins = staticmethod(lambda log, namespace: True)
+    trt = type("Trt", (), {**vars(TRT), "Runtime": Runtime, "init_libnvinfer_plugins": plugins})
+    return open_engine(trt, path, manifest, capabilities(flavour), HERE, BuildOptions(), RunOptions(**options))
+
+
+def test_engine_that_is_not_taken(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.engine, and said: generated on an incompatible device"):
+        opened_from(None, tmp_path, says="generated on an incompatible device")
+    with pytest.raises(StepOutOfMemory):
+        opened_from(None, tmp_path, says="Requested amount of GPU memory (9 bytes) could not be allocated.")
+
+
+def test_inputs_that_no_feeds_can_be(engine: Engine, tmp_path: Path) -> None:
+    engine.input_dtype = "HALF"
+    with pytest.raises(ModelError, match="'x' is HALF, not float32"):
+        opened_from(engine, tmp_path)
+    engine.input_dtype, engine.location = "FLOAT", "host"
+    with pytest.raises(ModelError, match="decide shapes"):
+        opened_from(engine, tmp_path)
+
+
+def test_streaming_has_scratch_and_no_graphs(engine: Engine, tmp_path: Path) -> None:
+    found = opened_from(engine, tmp_path, weight_streaming_budget=100)
+    with TensorRTSession(TRT, found, SIGNATURE, HERE, RunOptions()) as one:
+        one.bind(feeds(2))
+        assert one.activation_memory.bytes == 1000
+    with pytest.raises(UsageError, match="CUDA graph"):
+        opened_from(engine, tmp_path, weight_streaming_budget=100, cuda_graphs=True)
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ENGINESMITH_STORE", str(tmp_path / "store"))
+    return tmp_path / "store" / "kernels"
+
+
+@pytest.mark.parametrize(
+    ("contents", "warm"),
+    [((b"one", b"one"), True), ((b"one", b"one and two"), True), ((b"other", b"ours"), False)],
+    ids=["the same", "more", "of another device"],
+)
+def test_compiled_kernels_from_one_run_to_the_next(
+    engine: Engine, tmp_path: Path, kernels: Path, contents: tuple[bytes, bytes], warm: bool
+) -> None:
+    for expected_warm, content in zip((False, warm), contents, strict=True):
+        found = opened_from(engine, tmp_path, "tensorrt_rtx")
+        assert found.warm == expected_warm
+        found.users, found.cache.content = 1, content
+        found.leave()
+        assert [path.read_bytes() for path in kernels.iterdir()] == [content]
+
+
+@pytest.mark.parametrize(("wanted", "strategy"), [(True, "whole"), (False, "off")])
+def test_rtx_is_told_before_there_are_contexts(
+    engine: Engine, tmp_path: Path, kernels: Path, wanted: bool, strategy: str
+) -> None:
+    found = opened_from(engine, tmp_path, "tensorrt_rtx", cuda_graphs=wanted)
+    assert found.config.cuda_graph_strategy == strategy
+    assert found.config.dynamic_shapes_kernel_specialization_strategy == "eager"
+
+
+def test_one_logger_for_all_runtimes() -> None:
+    trt = type("Trt", (), {"ILogger": Base})
+    assert opening._logger(trt) is opening._logger(trt)
+
+
+def test_host_code_and_plugins_are_the_user_s_to_allow() -> None:
+    asked = EngineManifest.model_construct(options=BuildOptions(host_code=True, plugins=("/elsewhere/nms.so",)))
+    with pytest.raises(MissingCapability, match="host code"):
+        _hold_allowed(asked, BuildOptions(plugins=("nms.so",)))
+    with pytest.raises(MissingCapability, match="nms"):
+        _hold_allowed(asked, BuildOptions(host_code=True))
+    _hold_allowed(asked, BuildOptions(host_code=True, plugins=("here/nms.so",)))

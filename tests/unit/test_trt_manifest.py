@@ -1,0 +1,234 @@
+"""The manifest beside an engine, and the header in it: what is checked before native code gets to see the file."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from enginesmith.pipeline.artifact import Artifact, file_digest
+from enginesmith.pipeline.engines import cuda
+from enginesmith.pipeline.engines.base import Device
+from enginesmith.pipeline.engines.cuda import CudaDevice, Driver
+from enginesmith.pipeline.engines.tensorrt import TensorRT, TensorRTRTX
+from enginesmith.pipeline.engines.trt import flavours, manifest
+from enginesmith.pipeline.engines.trt.build_log import Figures
+from enginesmith.pipeline.engines.trt.manifest import EngineManifest
+from enginesmith.pipeline.engines.trt.options import BuildOptions
+from enginesmith.pipeline.errors import MissingCapability, ModelError
+from enginesmith.pipeline.tensors import Signature, TensorSpec
+
+HEADER = bytes.fromhex(
+    "76747274000000000200000000000000d4ec0000000000000107017476747274"
+    "04000000000000000000000000000000000000000000000000c1000000000000"
+)
+"""The first 64 bytes of an engine that TensorRT-RTX 1.7.1.116 built for sm86, with 49 408 bytes of weights."""
+SIGNATURE = Signature(inputs=(TensorSpec.parse("x:float32:4"),), outputs=(TensorSpec.parse("y:float32:4"),))
+AMPERE = CudaDevice(name="NVIDIA A10", compute_capability=(8, 6))
+ADA = CudaDevice(name="NVIDIA L4", compute_capability=(8, 9))
+TURING = CudaDevice(name="NVIDIA T4", compute_capability=(7, 5))
+
+
+def record(file: Path | None = None, **changes: object) -> EngineManifest:
+    values = {
+        "engine": "tensorrt_rtx",
+        "version": "1.7.1.116",
+        "target": "sm86",
+        "compute_capabilities": ("sm86",),
+        "sha256": file_digest(file) if file else "0" * 64,
+        "bytes": file.stat().st_size if file else 1,
+        "model_sha256": "1" * 64,
+        "workspace_limit_bytes": 1 << 30,
+        "workspace_asked_bytes": None,
+        "options": BuildOptions(),
+        "profiles": ({"x": ((4,), (4,), (4,))},),
+        "signature": SIGNATURE,
+        "figures": Figures(weights_bytes=8, activation_bytes=512),
+        "audit": None,
+    }
+    return EngineManifest.model_validate(values | changes)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    """An engine file with the manifest that belongs to it."""
+    path = tmp_path / "model.engine"
+    path.write_bytes(HEADER + bytes(1000))
+    manifest.path_beside(path).write_text(record(path).model_dump_json())
+    return path
+
+
+def beside(engine: Path, text: str) -> None:
+    manifest.path_beside(engine).write_text(text)
+
+
+def changed(path: Path, **values: object) -> None:
+    stored = json.loads(manifest.path_beside(path).read_text())
+    beside(path, json.dumps(stored | values))
+
+
+def flip(engine: Path) -> None:
+    data = bytearray(engine.read_bytes())
+    data[500] ^= 1
+    engine.write_bytes(data)
+
+
+def test_a_manifest_reads_back_as_it_was_written(engine: Path) -> None:
+    assert manifest.read(engine) == record(engine)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flip, "is not the engine that its manifest describes"),
+        (lambda engine: engine.write_bytes(engine.read_bytes()[:-1]), "truncated, or another engine"),
+        (lambda engine: engine.write_bytes(b""), "has 0 bytes"),
+        (lambda engine: manifest.path_beside(engine).unlink(), "has no manifest"),
+        (lambda engine: beside(engine, "{"), "is damaged"),
+        (lambda engine: beside(engine, "{}"), "is damaged"),
+        (lambda engine: beside(engine, '{"schema_name": "enginesmith.engine/2"}'), "is damaged"),
+        (lambda engine: changed(engine, engine="tensorrt_xyz"), "is damaged"),
+        (lambda engine: changed(engine, options={"optimisation": 3}), "is damaged"),
+        (lambda engine: engine.unlink(), "there is no engine"),
+    ],
+    ids=["bit", "cut", "empty", "none", "json", "fields", "schema", "flavour", "options", "engine"],
+)
+def test_an_engine_that_is_not_the_one_described_is_refused(
+    damage: Callable[[Path], object], message: str, engine: Path
+) -> None:
+    damage(engine)
+    with pytest.raises(ModelError, match=message) as caught:
+        manifest.read(engine)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("kind", [TensorRT, TensorRTRTX])
+def test_the_file_is_checked_before_anything_is_asked_of_the_machine(kind: type[TensorRT], engine: Path) -> None:
+    flip(engine)
+    artifact = Artifact(kind="engine", path=engine, sha256="", bytes=0, signature=SIGNATURE)
+    with pytest.raises(ModelError, match="is not the engine"):
+        kind().load(artifact, Device(kind="cuda"))
+    with pytest.raises(ModelError, match="is not the engine"):
+        kind().facts(artifact)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[CudaDevice | None, str | None], None]:
+    """Stands in for a machine with this device and this version of both flavours."""
+
+    def install(device: CudaDevice | None, version: str | None) -> None:
+        found = Driver(version=13000, devices=(device,)) if device else Driver(reason="there is no CUDA driver")
+        monkeypatch.setattr(manifest, "driver", lambda: found)
+        monkeypatch.setattr(manifest, "cuda_device", lambda index: found.devices[index] if found.devices else None)
+        monkeypatch.setattr(manifest, "installed_version", lambda flavour: version)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("device", "version", "changes"),
+    [
+        (AMPERE, "1.7.1.116", {}),
+        (ADA, "1.7.1.116", {"compute_capabilities": ("sm86", "sm89")}),
+        (ADA, "1.7.1.116", {"compute_capabilities": ()}),
+        (AMPERE, "11.4.0", {"engine": "tensorrt", "version": "11.3.0", "options": {"version_compatible": True}}),
+        (
+            ADA,
+            "11.4.0",
+            {"engine": "tensorrt", "version": "11.4.0", "options": {"hardware_compatibility": "ampere_plus"}},
+        ),
+    ],
+    ids=["same", "listed", "unknown", "newer", "ampere-plus"],
+)
+def test_an_engine_runs_where_it_was_built_for(device: CudaDevice, version: str, changes: dict, here) -> None:
+    here(device, version)
+    assert manifest.misfit(record(**changes), 0) == ""
+    manifest.hold(record(**changes), 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "version", "changes", "words"),
+    [
+        (AMPERE, None, {}, "tensorrt_rtx is not installed, and the engine is of version 1.7.1.116"),
+        (AMPERE, "1.7.2", {}, "of tensorrt_rtx 1.7.1.116, and 1.7.2 is installed"),
+        (
+            AMPERE,
+            "11.2.0",
+            {"engine": "tensorrt", "version": "11.3.0", "options": {"version_compatible": True}},
+            "the older 11.2.0 is installed",
+        ),
+        (None, "1.7.1.116", {}, "no CUDA device here: there is no CUDA driver"),
+        (ADA, "1.7.1.116", {}, "built for sm86, and cuda:0 is sm89 (NVIDIA L4)"),
+        (
+            TURING,
+            "11.4.0",
+            {"engine": "tensorrt", "version": "11.4.0", "options": {"hardware_compatibility": "ampere_plus"}},
+            "cuda:0 is sm75",
+        ),
+        (ADA, "1.7.1.116", {"options": {"hardware_compatibility": "ampere_plus"}}, "cuda:0 is sm89"),
+    ],
+    ids=["package", "version", "older", "driver", "device", "turing", "rtx-has-no-ampere-plus"],
+)
+def test_an_engine_for_elsewhere_says_what_differs(
+    device: CudaDevice | None, version: str | None, changes: dict, words: str, here
+) -> None:
+    here(device, version)
+    assert words in manifest.misfit(record(**changes), 0)
+    with pytest.raises(MissingCapability, match="the engine cannot run here") as caught:
+        manifest.hold(record(**changes), 0)
+    assert "enginesmith build" in caught.value.remedy
+
+
+def test_the_header_says_version_targets_and_weights(engine: Path) -> None:
+    header = manifest.read_header(engine)
+    assert header == manifest.Header(version="1.7.1.116", compute_capabilities=("sm86",), weights_bytes=49408)
+
+
+def test_every_target_has_a_bit_of_its_own(engine: Path) -> None:
+    data = bytearray(HEADER)
+    data[0x20] = 0b11_1111
+    engine.write_bytes(data)
+    found = manifest.read_header(engine)
+    assert found is not None
+    assert found.compute_capabilities == flavours.capabilities("tensorrt_rtx", "1.7").targets
+
+
+@pytest.mark.parametrize("data", [b"", HEADER[:-1], b"ftrt" + HEADER[4:], bytes(64)])
+def test_other_files_have_no_header(data: bytes, engine: Path) -> None:
+    engine.write_bytes(data)
+    assert manifest.read_header(engine) is None
+
+
+class NoDriver:
+    """A driver library that does not start."""
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802
+        return 100
+
+
+@pytest.mark.parametrize(
+    ("library", "words"), [(OSError("libcuda.so.1"), "there is no CUDA driver"), (NoDriver(), "cuInit gives 100")]
+)
+def test_without_a_driver_there_is_no_device(library: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> object:
+        if isinstance(library, OSError):
+            raise library
+        return library
+
+    monkeypatch.setattr(cuda.ctypes, "CDLL", load)
+    fresh = cuda.driver.__wrapped__()
+    monkeypatch.setattr(cuda, "driver", lambda: fresh)
+    assert words in fresh.reason
+    assert cuda.cuda_device(0) is None
+    assert words in cuda.available(0).reason
+    assert "driver" in cuda.available(0).remedy
+
+
+def test_devices_beyond_those_that_are_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "driver", lambda: Driver(version=13000, devices=(AMPERE, ADA)))
+    assert cuda.available(1).ok
+    assert cuda.cuda_device(1) == ADA
+    missing = cuda.available(2)
+    assert (missing.ok, missing.reason) == (False, "there is no cuda:2")
+    assert "cuda:0 … cuda:1" in missing.remedy
+    assert CudaDevice(name="RTX 5090", compute_capability=(12, 0)).target == "sm120"
