@@ -318,25 +318,37 @@ def _io_bytes(signature: Signature, batch: int) -> int:
 def largest(needed: Callable[[int], int], limit: int, most: int = _LARGEST_BATCH) -> int | None:
     """The largest batch up to ``most`` whose need is within ``limit``, for a need that grows with the batch.
 
-    Guesses from a straight line through two known batches, and falls back to halving, so that few are tried.
+    Guesses from straight lines, every other time from halving, so that few are tried whatever the need looks like.
     """
     if needed(1) > limit:
         return None
-    fits, over = 1, most + 1
-    guess = min(2, most)
+    fits = 1
+    while (guess := _further(needed, fits, limit, most)) <= most and needed(guess) <= limit:
+        fits = guess
+    over, halve = min(guess, most + 1), False
     while over - fits > 1:
+        guess = (fits + over) // 2 if halve or over > most else _between(needed, fits, over, limit)
         if needed(guess) <= limit:
             fits = guess
         else:
             over = guess
-        guess = _guess(needed, fits, over, limit)
+        halve = not halve
     return fits
 
 
-def _guess(needed: Callable[[int], int], fits: int, over: int, limit: int) -> int:
-    """Where the line from batch 1 through the largest batch that fits crosses the limit, within what is open."""
+def _further(needed: Callable[[int], int], fits: int, limit: int, most: int) -> int:
+    """A larger batch to try: where the line from batch 1 crosses the limit, and one beyond; at most 64 times this.
+
+    Past ``most`` it is ``most`` itself, which is tried once, and then one more, which ends the search.
+    """
     slope = (needed(fits) - needed(1)) / (fits - 1) if fits > 1 else 0.0
-    if slope <= 0:
-        return min(2 * fits, (fits + over) // 2) if 2 * fits < over else (fits + over) // 2
-    crossing = 1 + math.floor((limit - needed(1)) / slope)
+    crossing = 1 + math.floor((limit - needed(1)) / slope) + 1 if slope > 0 else 2 * fits
+    guess = max(fits + 1, min(crossing, 64 * fits))
+    return guess if guess <= most or fits == most else most
+
+
+def _between(needed: Callable[[int], int], fits: int, over: int, limit: int) -> int:
+    """Where the line through the largest batch that fits and the smallest that does not crosses the limit."""
+    slope = (needed(over) - needed(fits)) / (over - fits)
+    crossing = fits + math.floor((limit - needed(fits)) / slope)
     return min(max(crossing, fits + 1), over - 1)

@@ -1,5 +1,6 @@
 """Which variants a recipe asks for: engines by their options, targets and workspace limits."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,9 @@ from pathlib import Path
 from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Device, Engine
+from enginesmith.pipeline.engines.cuda import cuda_device
 from enginesmith.pipeline.engines.tensorrt import TensorRT
+from enginesmith.pipeline.errors import MissingCapability
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.source import resolve
 from enginesmith.pipeline.steps import LOAD, Variant
@@ -43,6 +46,8 @@ def _tensorrt_variants(recipe: Recipe, engine: type[TensorRT], precision: str) -
             name = f"{engine.name}-{precision}" + (f"-ws{word}" if word else "") + where
             chosen = engine(workspace_bytes=limit, target=target, options=recipe.tensorrt, run=recipe.tensorrt_run)
             variant = Variant(name, chosen, precision, f"build-{name}", workspace=word or None, target=target)
+            with contextlib.suppress(MissingCapability):  # this variant's own failure, once it is built
+                chosen.targets(cuda_device(recipe.where.index))
             found = chosen.runnable(device_for(recipe, chosen)) if engine.built_elsewhere else None
             yield variant if found is None or found.ok else replace(variant, lacking=found.reason)
 

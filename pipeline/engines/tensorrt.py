@@ -107,7 +107,7 @@ class TensorRT(Engine):
         here = cuda.cuda_device(request.device.index)
         if not known.builds_without_gpu:
             _need(cuda.available(request.device.index), self.name)
-        targets = self._targets(known, here)
+        targets = self.targets(here)
         notes = hold(self.options, self.flavour, known, device=here is not None)
         if known.workspace_is_a_gate and self.workspace_bytes is not None:
             notes = (
@@ -115,7 +115,7 @@ class TensorRT(Engine):
                 f"in {self.name} the workspace limit decides if the engine is built, and changes nothing else",
             )
         model = onnx_file.skeleton(request.artifact.path)
-        graph_check.hold(model, targets or ((here.target,) if here else ()))
+        graph_check.hold(model, targets or ((here.target,) if here else ()), known)
         order = Order(
             flavour=self.flavour,
             known=known,
@@ -140,12 +140,14 @@ class TensorRT(Engine):
             breach=breach,
         )
 
-    def _targets(self, known: Capabilities, here: cuda.CudaDevice | None) -> tuple[str, ...]:
-        """What the builder is told to compile for.
+    def targets(self, here: cuda.CudaDevice | None) -> tuple[str, ...]:
+        """What the builder is told to compile for, where ``here`` is the device at hand.
 
         Raises:
             UsageError: a target that this flavour does not have, or none where there is no device to take it from.
+            MissingCapability: the device is no target of this flavour.
         """
+        known = self.known()
         if not known.targets:
             if self.target and (here is None or self.target != here.target):
                 raise UsageError(

@@ -243,3 +243,10 @@ def test_standard_error_is_the_one_of_the_moment(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(sys, "stderr", stream)
         taken(("INFO", "to the file"))
     assert (tmp_path / "log").read_text() == "[INFO] to the file\n"
+
+
+def test_a_message_has_no_source_lines(graph: Path) -> None:
+    message = error(graph, [TURING]).message
+    assert "FP32 GEMM is not supported" in message
+    for debris in ("compileGraph", "]", "IBuilder::", ".cpp"):
+        assert debris not in message

@@ -37,12 +37,11 @@ SET: dict[str, Any] = {
 }
 """Each option at a value that is not its default."""
 EFFECTIVE = {"tactic_shared_memory", "weight_streaming", "tf32", "plugins", "profiles"}
-WHEN_LOADED = {"host_code"}
 
 
 def test_every_option_of_the_rtx_flavour_is_effective_noted_or_refused() -> None:
     assert set(SET) == set(BuildOptions.model_fields)
-    told = [set(RTX.no_effect), set(RTX.refused), set(NEEDS_DEVICE), EFFECTIVE, WHEN_LOADED]
+    told = [set(RTX.no_effect), set(RTX.refused), set(NEEDS_DEVICE), EFFECTIVE]
     assert set().union(*told) == set(BuildOptions.model_fields)
     assert sum(map(len, told)) == len(BuildOptions.model_fields)
 
@@ -187,7 +186,7 @@ HOPPER = CudaDevice(name="NVIDIA H100", compute_capability=(9, 0))
 def test_the_builder_is_told_the_target_or_the_device(
     engine: TensorRT, here: CudaDevice | None, expected: tuple[str, ...]
 ) -> None:
-    assert engine._targets(RTX if engine.name == "tensorrt_rtx" else ENTERPRISE, here) == expected
+    assert engine.targets(here) == expected
 
 
 @pytest.mark.parametrize(
@@ -204,7 +203,7 @@ def test_targets_that_cannot_be_had(
     engine: TensorRT, here: CudaDevice | None, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        engine._targets(RTX if engine.name == "tensorrt_rtx" else ENTERPRISE, here)
+        engine.targets(here)
 
 
 @pytest.mark.parametrize(("target", "ok"), [("sm86", True), ("portable", True), ("sm89", False), (None, True)])

@@ -137,3 +137,14 @@ def test_nothing_fits_where_batch_one_does_not() -> None:
     ask, asked = counted(lambda batch: 100 * batch)
     assert largest(ask, 99) is None
     assert asked == {1}
+
+
+@pytest.mark.parametrize(
+    "need",
+    [lambda b: b * b, lambda b: 1000 + 4096 * -(-b * 1000 // 4096), lambda b: 10 * b if b <= 4 else 40 + 100 * (b - 4)],
+    ids=["quadratic", "in pages", "bent"],
+)
+def test_needs_that_grow_unevenly_are_found_with_few_builds(need: Callable[[int], int]) -> None:
+    ask, asked = counted(need)
+    assert largest(ask, 10**6) == max(b for b in range(1, 1 << 16) if need(b) <= 10**6)
+    assert len(asked) <= 20

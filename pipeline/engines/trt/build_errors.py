@@ -23,8 +23,10 @@ _OPERATORS = {"deconv": "ConvTranspose"}
 """The compiler's word → the operator it stands for, where it names no node."""
 _QUOTED = re.compile(r"'([^']+)'|\bnode (\S+?)[\s.:]|^(?:\[[^]]*\] )?(\S+?): ")
 _WHERE = re.compile(
-    r"\[[\w.]+\.(?:cpp|h|hpp)(?:::?\w+)*(?::\d+)?(?:: \w+)?\]|\S+\.(?:cpp|hpp|h):\d+:?|Exception: |Myelin"
+    r"\(?\[[\w./]+\.(?:cpp|hpp|h)\b[^\]]*\]|\b[\w./]+\.(?:cpp|hpp|h):\d+:?|\w+Exception:|\bMyelin\b|I\w+::\w+:"
+    r"|\(?\bIn \w+ at\b ?\S*"
 )
+"""Where in TensorRT's source it was said."""
 _LENGTH = 400
 
 

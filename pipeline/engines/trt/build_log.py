@@ -18,6 +18,10 @@ _DEVICE_PEAK = re.compile(r"Peak memory usage of TRT CPU/GPU memory allocators: 
 _VOLATILE = re.compile(r"\d+(?:\.\d+)? ?(?:ms|seconds)\b")
 """Times, which would make two logs of one build differ."""
 _OF_THE_MACHINE = ("MemUsage", "[MS]")
+_BANNER = re.compile(
+    r"-{8,}|(?:Input filename|ONNX IR version|Opset version|Producer \w+|Domain|Model version|Doc string):"
+)
+"""What the parser says of each file: paths, and nothing that is not known."""
 _LAYERS = "Layers:\n"
 _MIB = 1 << 20
 _WITHOUT_DRIVER = "catchCudaError"
@@ -62,6 +66,8 @@ class BuildLog:
         if severity == "VERBOSE":
             if text.startswith(_LAYERS):
                 self.layers = text
+            return
+        if _BANNER.match(text):
             return
         sys.stderr.write(f"[{severity}] {text}\n")
         if not any(words in text for words in _OF_THE_MACHINE):

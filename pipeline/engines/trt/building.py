@@ -73,9 +73,11 @@ def _build(trt: Any, log: BuildLog, sink: Any, order: Order, graph: Path, file: 
 
     def work() -> Any:
         _choose_device(order.device)
+        log.take("INFO", "parsing the graph")
         parsing.parse(trt, network, sink, graph, order.known)
         for profile in order.profiles:
             config.add_optimization_profile(_profile(builder, network, profile))
+        log.take("INFO", "building the engine")
         return builder.build_serialized_network(network, config)
 
     _choose_device(order.device)
@@ -237,9 +239,10 @@ def _watched(work: Callable[[], Any], monitor: Any, progress: Progress) -> Any:
         monitor.cancelled = True
         thread.join()
         raise
-    if isinstance(outcome[0], _Raised):
-        raise outcome[0].error
-    return outcome[0]
+    found = outcome.pop()  # not kept in this frame, which the trace of an error would keep alive with the builder
+    if isinstance(found, _Raised):
+        raise found.error
+    return found
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ class Capabilities(BaseModel):
     """Whether it makes and replays CUDA graphs by itself."""
     attention_layers_since: tuple[int, ...]
     """The version from which on networks have attention layers, which fused kernels exist for in some types."""
+    dies_of_attention_to_itself: bool
+    """Whether the builder crashes where queries and keys of an attention are one tensor (seen in TensorRT-RTX 1.7)."""
     standard_plugins: bool
     """Whether a library of plugins comes along, which some operators of ONNX are made by."""
     workspace_is_a_gate: bool
@@ -56,6 +58,7 @@ _RTX_1 = Capabilities(
     runtime_cache=True,
     captures_graphs=True,
     attention_layers_since=(1, 0),
+    dies_of_attention_to_itself=True,
     standard_plugins=False,
     workspace_is_a_gate=True,
     no_effect={
@@ -64,10 +67,11 @@ _RTX_1 = Capabilities(
         "aux_streams": "multi-stream assignment is off in this flavour",
         "tiling": _SEEN,
         "tactic_dram": _SEEN,
+        "host_code": _SEEN,
         "hardware_compatibility": "unsupported; the engine holds for the targets it lists",
     },
     refused={
-        "version_compatible": "it needs the lean runtime, which this flavour does not have",
+        "version_compatible": "its engines do not go from one release to another",
         "timing_cache": "this flavour times nothing: kernels are chosen when the engine runs",
         "locked": "this flavour has no timing cache",
     },
@@ -78,6 +82,7 @@ _ENTERPRISE = Capabilities(
     runtime_cache=False,
     captures_graphs=False,
     attention_layers_since=(10, 14),
+    dies_of_attention_to_itself=False,
     standard_plugins=True,
     workspace_is_a_gate=False,
 )

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from enginesmith.pipeline import onnx_file
+from enginesmith.pipeline.engines.trt.flavours import Capabilities
 from enginesmith.pipeline.errors import UnsupportedGraph
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def node_name(node: "onnx.NodeProto") -> str:
     return f"{node.op_type} {name!r}" + (f" (of the module {module!r})" if module else "")
 
 
-def hold(model: "onnx.ModelProto", targets: tuple[str, ...]) -> None:
+def hold(model: "onnx.ModelProto", targets: tuple[str, ...], known: Capabilities) -> None:
     """Refuse what the builder would take and get wrong.
 
     ``targets`` are those that the engine is for, as far as they are known.
@@ -47,6 +48,7 @@ def hold(model: "onnx.ModelProto", targets: tuple[str, ...]) -> None:
         UnsupportedGraph: says which nodes, why, and what to do.
     """
     problems = [*_types(model), *_zero_points(model), *_outputs(model)]
+    problems += _attention_to_itself(model) if known.dies_of_attention_to_itself else ()
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         shown = "; ".join(what for what, _ in problems[:_SHOWN]) + more
@@ -67,6 +69,8 @@ def hold(model: "onnx.ModelProto", targets: tuple[str, ...]) -> None:
 def _remedy(why: str) -> str:
     if "quantisation" in why:
         return "quantise symmetrically to int8 with zero point 0"
+    if "queries" in why:
+        return "export it with --attention decomposed"
     if "parser" in why:
         return "export the model again"
     return "cast inside the graph, or convert the model to float32 and int64"
@@ -135,3 +139,20 @@ def _outputs(model: "onnx.ModelProto") -> Iterator[Problem]:
         if len(node.output) < schema.min_output:
             what = f"{node_name(node)} has {len(node.output)} outputs and needs {schema.min_output}"
             yield what, "the parser reads past the end of the list"
+
+
+def _attention_to_itself(model: "onnx.ModelProto") -> Iterator[Problem]:
+    """Attention without projections: Q and K are one tensor."""
+    same = {node.output[0]: node.input[0] for node in onnx_file.nodes(model) if node.op_type == "Identity"}
+    for node in onnx_file.nodes(model):
+        if node.op_type != "Attention" or node.domain not in ("", "ai.onnx"):
+            continue
+        queries, keys = (_origin(name, same) for name in node.input[:2])
+        if queries == keys:
+            yield f"{node_name(node)} attends to its own queries", "the builder crashes where queries are the keys"
+
+
+def _origin(name: str, same: Mapping[str, str]) -> str:
+    while name in same:
+        name = same[name]
+    return name
