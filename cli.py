@@ -40,7 +40,8 @@ class _Commands(click.Group):
             click.echo(f"error: {error}", err=True)
             if "--json" in given:
                 known = {"error": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
-                click.echo(json.dumps({**known, "failure": error.failure}, indent=1))
+                kind = {"class": type(error).__name__, "failure": error.failure}
+                click.echo(json.dumps({**known, **kind}, indent=1))
             sys.exit(error.exit_code)
 
 

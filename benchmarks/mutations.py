@@ -1,5 +1,6 @@
 """Ways to break an ONNX model, each with a seed: what comes out may still be sound, and mostly is not."""
 
+import itertools
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -38,11 +39,12 @@ def _pick(values: "list[_T]", random: np.random.Generator) -> _T:
 
 
 def _node(model: onnx.ModelProto, random: np.random.Generator) -> onnx.NodeProto:
-    return _pick(list(model.graph.node), random)
+    nodes: list[onnx.NodeProto] = list(model.graph.node)
+    return _pick(nodes, random)
 
 
 def _weight(model: onnx.ModelProto, random: np.random.Generator) -> TensorProto:
-    weights = list(model.graph.initializer)
+    weights: list[TensorProto] = list(model.graph.initializer)
     if not weights:
         weights = [model.graph.initializer.add(name="added", data_type=TensorProto.FLOAT, dims=[1])]
         weights[0].raw_data = struct.pack("f", 1.0)
@@ -50,7 +52,8 @@ def _weight(model: onnx.ModelProto, random: np.random.Generator) -> TensorProto:
 
 
 def _value(model: onnx.ModelProto, random: np.random.Generator) -> onnx.ValueInfoProto:
-    return _pick([*model.graph.input, *model.graph.output], random)
+    values: list[onnx.ValueInfoProto] = [*model.graph.input, *model.graph.output]
+    return _pick(values, random)
 
 
 def operator(model: onnx.ModelProto, random: np.random.Generator) -> str:
@@ -271,7 +274,7 @@ def chain(model: onnx.ModelProto, random: np.random.Generator) -> str:
             node.output[index] = "link_0" if name == output else name
     ends = [*(f"link_{index}" for index in range(count)), output]
     kind = _pick(["Neg", "Tanh"], random)
-    model.graph.node.extend(helper.make_node(kind, [a], [b], b) for a, b in zip(ends, ends[1:], strict=False))
+    model.graph.node.extend(helper.make_node(kind, [a], [b], b) for a, b in itertools.pairwise(ends))
     return f"{count} × {kind}"
 
 

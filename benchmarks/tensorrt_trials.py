@@ -16,6 +16,7 @@ import argparse
 import collections
 import importlib.metadata
 import json
+import re
 import sys
 import tempfile
 import warnings
@@ -31,7 +32,7 @@ from command import Answer, call
 from onnx import parser
 
 RESULTS = Path(__file__).parent / "results" / "tensorrt_trials.json"
-_LIMIT = "120s"
+_LIMIT = "60s"
 _TARGET = "sm86"
 _HEAD = '<ir_version: 10, opset_import: ["" : 21]>'
 _SMALL = {
@@ -102,7 +103,8 @@ def row(answer: Answer, folder: Path, **more: object) -> dict[str, Any]:
 
 
 def _short(text: str, folder: Path) -> str:
-    return text.replace(str(folder), "…").partition("; its log: ")[0][:500]
+    """A message without the temporary folders' names."""
+    return re.sub(rf"{re.escape(str(folder))}/(?:tmp\w+/)?", "", text).partition("; its log: ")[0][:500]
 
 
 def zoo(graphs_folder: Path, precision: str, folder: Path) -> list[dict[str, Any]]:
@@ -235,8 +237,10 @@ def main() -> None:
     for name, one in counts.items():
         print(f"{name}: {one['count']}, {one['classes']}, broken promises: {one['broken_promises'] or 'none'}")
     versions = {name: importlib.metadata.version(name) for name in ("tensorrt-rtx", "onnx")}
-    found = {"target": _TARGET, "versions": versions, "summary": counts, **parts}
-    RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    lines = {name: [json.dumps(one, ensure_ascii=False) for one in rows] for name, rows in parts.items()}
+    head = json.dumps({"target": _TARGET, "versions": versions, "summary": counts}, indent=1)
+    tail = ",\n".join(f' "{name}": [\n  ' + ",\n  ".join(rows) + "\n ]" for name, rows in lines.items())
+    RESULTS.write_text(f"{head[:-2]},\n{tail}\n}}\n")
     sys.exit(any(one["broken_promises"] for one in counts.values()))
 
 

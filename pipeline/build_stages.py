@@ -31,7 +31,10 @@ from enginesmith.pipeline.units import format_bytes
 
 _LARGEST_BATCH = 1 << 16
 _NOT_WRITTEN = "nothing was written; export the model again, or build it for another target"
-_MODULES = ("onnx", "enginesmith.pipeline.tasks.load", "enginesmith.pipeline.tasks.trial")
+_MODULES = (
+    *("onnx", "onnx.checker", "onnx.shape_inference", "tensorrt_rtx", "enginesmith.pipeline.engines.tensorrt"),
+    *("enginesmith.pipeline.tasks.load", "enginesmith.pipeline.tasks.shapes", "enginesmith.pipeline.tasks.trial"),
+)
 """All that workers of these commands need: importing PyTorch takes longer than most builds."""
 
 

@@ -150,7 +150,7 @@ def _check_specification(path: Path) -> None:
         onnx.checker.check_model(os.fspath(path), full_check=True)
     except onnx.checker.ValidationError as error:
         raise InvalidGraph(f"{path} breaks the ONNX specification: {_brief(error)}", "export it again") from error
-    except onnx.shape_inference.InferenceError as error:
+    except (onnx.shape_inference.InferenceError, ValueError) as error:
         raise InvalidGraph(
             f"types or shapes in {path} contradict each other: {_brief(error)}", "export it again"
         ) from error
@@ -239,7 +239,10 @@ def dtype_name(elem_type: int) -> str:
     """numpy's name for an ONNX element type; ONNX's own, in lower case, where numpy has none."""
     import onnx
 
-    name = str(onnx.TensorProto.DataType.Name(elem_type)).lower()
+    try:
+        name = str(onnx.TensorProto.DataType.Name(elem_type)).lower()
+    except ValueError:
+        return f"unknown type {elem_type}"
     return {"float": "float32", "double": "float64"}.get(name, name)
 
 
@@ -280,7 +283,9 @@ def precision(path: Path) -> str:
     model = read(path)
     kinds = Counter[str]()
     for tensor in tensors(model):
-        kinds[dtype_name(tensor.data_type)] += _bytes(tensor.data_type, int(np.prod(tensor.dims, dtype=np.int64)))
+        name = dtype_name(tensor.data_type)
+        if name in _FLOATS or name in _NARROW:
+            kinds[name] += _bytes(tensor.data_type, int(np.prod(tensor.dims, dtype=np.int64)))
     floats = {short: kinds[name] for name, short in _FLOATS.items()}
     rest = max(floats, key=lambda short: floats[short]) if any(floats.values()) else "fp32"
     operators = {node.op_type for node in nodes(model)}
@@ -353,8 +358,17 @@ def _is_external(tensor: "onnx.TensorProto") -> bool:
 
 
 def _region(tensor: "onnx.TensorProto") -> tuple[str, int, int]:
-    """Where external data lies: file name, offset and length in bytes."""
+    """Where external data lies: file name, offset and length in bytes.
+
+    Raises:
+        InvalidGraph: offset or length are no numbers.
+    """
     entries = {entry.key: entry.value for entry in tensor.external_data}
     count = int(np.prod(tensor.dims, dtype=np.int64))
-    length = int(entries.get("length", _bytes(tensor.data_type, count)))
-    return entries.get("location", ""), int(entries.get("offset", 0)), length
+    offset, length = (entries.get(name, "") for name in ("offset", "length"))
+    if not (offset or "0").isdecimal() or not (length or "0").isdecimal():
+        raise InvalidGraph(
+            f"the external data of {tensor.name!r} has offset {offset!r} and length {length!r}",
+            "export the model again",
+        )
+    return entries.get("location", ""), int(offset or 0), int(length or _bytes(tensor.data_type, count))

@@ -18,7 +18,7 @@ from typing import Literal
 
 from enginesmith.pipeline import workers
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, file_digest, files_below, json_digest
-from enginesmith.pipeline.errors import EnginesmithError, StepError, StepTimeout
+from enginesmith.pipeline.errors import BuilderFailed, EnginesmithError, StepError, StepTimeout
 from enginesmith.pipeline.steps import Step
 from enginesmith.pipeline.store import ReadRecord, Store, storage_errors
 from enginesmith.pipeline.tasks.base import Done, execute
@@ -211,7 +211,7 @@ class Runner:
                 timeout_seconds=left,
                 cores=share,
             )
-        except StepError as error:
+        except (StepError, BuilderFailed) as error:
             error.remedy += f"; its log: {log}"
             raise
         finally:

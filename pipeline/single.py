@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from enginesmith.pipeline import workers
-from enginesmith.pipeline.errors import StepError
 from enginesmith.pipeline.job import Settings
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.runner import Outcome, Runner
@@ -33,6 +32,6 @@ def attempted(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapp
         outcomes = runner.run(steps, lambda found: None)
         return outcomes
     finally:
-        errors = [outcome.error for outcome in outcomes.values() if isinstance(outcome.error, StepError)]
+        errors = [outcome.error for outcome in outcomes.values() if outcome.error]
         if not any(str(logs) in error.remedy for error in errors):
             shutil.rmtree(logs, ignore_errors=True)

@@ -199,7 +199,7 @@ class TensorRT(Engine):
             compute_capabilities=order.targets or ((here.target,) if here else ()),
             device=here.name if here and not order.known.builds_without_gpu else None,
             driver=cuda.driver().version if not order.known.builds_without_gpu else None,
-            sha256=file_digest(engine),
+            sha256=built.sha256,
             bytes=engine.stat().st_size,
             model_sha256=request.artifact.sha256,
             timing_cache_sha256=built.timing_cache_sha256,

@@ -17,7 +17,7 @@ _MEMORY = (
 )
 _UNSUPPORTED = (
     *("not supported", "unsupported", "Could not find any implementation", "No tactic", "Cannot compile"),
-    "Could not infer output types",
+    *("Could not infer output types", "has no runners", "layerImpls.empty", "violate shape"),
 )
 _OPERATORS = {"deconv": "ConvTranspose"}
 """The compiler's word → the operator it stands for, where it names no node."""
@@ -45,7 +45,7 @@ def build_error(log: BuildLog, graph: Path, workspace_bytes: int | None, flavour
         remedy = "use another precision for it, or another target; `build --check` tells which targets would do"
         return UnsupportedGraph(f"{flavour} cannot build {node or 'this graph'}: {said}", remedy)
     return BuilderFailed(
-        f"{flavour}'s builder failed and said: {said}", "its log is kept; try the model in another precision or target"
+        f"{flavour}'s builder failed and said: {said}", "try the model in another precision, or for another target"
     )
 
 

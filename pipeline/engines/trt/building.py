@@ -1,8 +1,10 @@
 """From a network to the bytes of an engine: configuration, profiles, and the build itself, watched while it runs."""
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,8 @@ class Built:
     log: BuildLog
     workspace_limit_bytes: int
     """The limit that held, the builder's default where none was asked for."""
+    sha256: str
+    """Of the engine's file."""
     timing_cache_sha256: str | None = None
 
 
@@ -84,10 +88,12 @@ def _build(trt: Any, log: BuildLog, sink: Any, order: Order, graph: Path, file: 
     plan = _watched(work, monitor, progress)
     if plan is None:
         raise build_error(log, graph, order.workspace_bytes, order.flavour)
-    file.write_bytes(plan)
-    digest = timing.keep(cache, order.timing_cache, order.options.locked) if cache and order.timing_cache else None
+    with ThreadPoolExecutor(1) as pool:  # two things that both take a while and need no interpreter
+        digest = pool.submit(lambda: hashlib.sha256(plan).hexdigest())
+        file.write_bytes(plan)
+    timings = timing.keep(cache, order.timing_cache, order.options.locked) if cache and order.timing_cache else None
     limit = config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE)
-    return Built(log=log, workspace_limit_bytes=limit, timing_cache_sha256=digest)
+    return Built(log=log, workspace_limit_bytes=limit, sha256=digest.result(), timing_cache_sha256=timings)
 
 
 def _choose_device(index: int | None) -> None:
@@ -166,6 +172,11 @@ def _profile(builder: Any, network: Any, shapes: Profile) -> Any:
             raise UnsupportedGraph(
                 f"the values of the input {tensor.name!r} decide shapes, and TensorRT needs their range ahead of time",
                 "make it a constant of the model, or take the size from another input's shape",
+            )
+        if tensor.name not in shapes:
+            raise UnsupportedGraph(
+                f"TensorRT calls an input {tensor.name!r}, which is not its name in the graph",
+                "pass the input through an operator first, where it is an output too or what a loop goes by",
             )
         low, usual, high = shapes[tensor.name]
         try:

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 _SHOWN = 4
 _WHY: Mapping[str, tuple[str, str]] = {
     "Plugin not found": ("no importer and no plugin has this operator", "load its library: --plugins FILE.so"),
-    "plugin creator": (
-        "it is made by a plugin that is not loaded",
-        "load its library (--plugins FILE.so), or do without it",
-    ),
     "Non-zero zero point": ("its zero point is not 0", "quantise symmetrically: int8 with zero point 0"),
     "input has type Int32 but must have type": ("it dequantises int32", "leave biases in float: do not quantise them"),
     "must have same input types": ("its inputs differ in type", "cast one of them: TensorRT converts nothing itself"),
@@ -32,7 +28,9 @@ _NOISE = re.compile(
     r"Error Code \d+: |API Usage Error |Internal Error |\(?\bIn \w+ at /\S+\)?|Assertion failed: |Invalid Node - \S+"
 )
 _QDQ = "quantise in the Q/DQ format: QuantizeLinear and DequantizeLinear around ordinary operators"
-_WORKS_WITH = "replace the operator in the model, or try another opset: --opset; `build --check` shows all such nodes"
+_WORKS_WITH = "replace the operator in the model, or export it with another opset"
+_FAULT = "look at the node's inputs and attributes; export the model again"
+_A_VALUE = "an input or output"
 
 
 def parse(trt: Any, network: Any, logger: Any, path: Path, known: Capabilities) -> None:
@@ -82,36 +80,45 @@ def _refusal(errors: list[_Refused], path: Path) -> UnsupportedGraph:
     model = onnx_file.read(path)
     first = next((error for error in errors if error.operator), errors[0] if errors else None)
     if first is None:
-        return UnsupportedGraph(f"TensorRT's parser refuses {path.name} without a reason", _WORKS_WITH)
+        return UnsupportedGraph(f"TensorRT's parser refuses {path.name} without a reason", _FAULT)
     ordered = [first, *(error for error in errors if error is not first)]
-    shown = "; ".join(f"{_place(error, model)}: {_reason(error)[0]}" for error in ordered[:_SHOWN])
-    more = f"; and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
-    return UnsupportedGraph(f"TensorRT's parser refuses {shown}{more}", _reason(first)[1])
+    said = list(dict.fromkeys(_said(error, model) for error in ordered))
+    more = f"; and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
+    remedy = _reason(first, _node(first, model))[1]
+    return UnsupportedGraph(f"TensorRT's parser refuses {'; '.join(said[:_SHOWN])}{more}", remedy)
 
 
-def _place(error: _Refused, model: "onnx.ModelProto") -> str:
+def _said(error: _Refused, model: "onnx.ModelProto") -> str:
+    node = _node(error, model)
+    place = node_name(node) if node is not None else f"{error.operator} {error.name!r}" if error.operator else _A_VALUE
+    return f"{place}: {_reason(error, node)[0]}"
+
+
+def _node(error: _Refused, model: "onnx.ModelProto") -> "onnx.NodeProto | None":
     nodes = model.graph.node
     if 0 <= error.index < len(nodes) and nodes[error.index].op_type == error.operator:
-        return node_name(nodes[error.index])
-    named = next((node for node in onnx_file.nodes(model) if error.name and node.name == error.name), None)
-    if named is not None:
-        return node_name(named)
-    return f"{error.operator} {error.name!r}" if error.operator else "an input or output"
+        found: onnx.NodeProto = nodes[error.index]
+        return found
+    return next((node for node in onnx_file.nodes(model) if error.name and node.name == error.name), None)
 
 
-def _reason(error: _Refused) -> tuple[str, str]:
+def _reason(error: _Refused, node: "onnx.NodeProto | None") -> tuple[str, str]:
+    standard = node is not None and node.domain in ("", "ai.onnx")
+    lacking = error.code == "UNSUPPORTED_NODE" and error.text in ("false", "")
+    if lacking or (standard and ("Plugin not found" in error.text or "plugin creator" in error.text)):
+        quantised = error.operator.startswith(_OTHER_FORMATS)
+        return "TensorRT does not have this operator", _QDQ if quantised else _WORKS_WITH
     for words, found in _WHY.items():
         if words in error.text:
             return found
-    if error.code == "UNSUPPORTED_NODE" and error.text in ("false", ""):
-        quantised = error.operator.startswith(_OTHER_FORMATS)
-        return "TensorRT does not have this operator", _QDQ if quantised else _WORKS_WITH
+    quoted = re.search(r'&& "([^"]+)"', error.text)
     lines = [line for line in error.text.splitlines() if "catchCudaError" not in line]
-    return plain(" ".join(lines)) or error.code, _WORKS_WITH
+    return plain(quoted[1] if quoted else " ".join(lines)) or error.code, _FAULT
 
 
 def plain(text: str) -> str:
-    """A message of TensorRT without source lines and error numbers."""
+    """A message of TensorRT without source lines, conditions and error numbers."""
+    text = text.rpartition("): ")[2] if "||" in text else text
     return " ".join(_NOISE.sub(" ", text).split()).strip(" .()")
 
 
