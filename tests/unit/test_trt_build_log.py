@@ -191,10 +191,12 @@ def refused(node: int, operator: str, name: str, code: str, text: str) -> _Refus
     [
         (
             'creator && "Plugin not found, are the plugin name, version, and namespace correct?"',
-            "no importer",
-            "--plug",
+            "does not have this operator",
+            "replace the operator",
         ),
-        ("NonZero plugin creator version 1 was not found in plugin registry.", "plugin that is not loaded", "--plug"),
+        ("NonZero plugin creator version 1 was not found in plugin registry.", "does not have", "replace the operator"),
+        ('tensor && "Failed to add input."', "'encoder.proj'): Failed to add input", "inputs and attributes"),
+        ("(a || b): Scale coefficients must all be positive", "'encoder.proj'): Scale", "inputs and attributes"),
         ("Assertion failed: shiftIsAllZeros(zeroPoint): Non-zero zero point is not supported.", "not 0", "symmetrical"),
         (
             "bias_dq: input has type Int32 but must have type FP8, FP4, Int4, Int8, or UInt8.",
@@ -214,6 +216,19 @@ def test_words_of_the_parser_are_put_in_ours(text: str, words: str, remedy: str,
     assert "MatMul 'one' (of the module 'encoder.proj')" in found.message
     assert words in found.message
     assert remedy in found.remedy
+
+
+def test_an_operator_of_ones_own_is_a_plugin_s(graph: Path) -> None:
+    own = onnx.load(graph)
+    own.graph.node[0].domain = "acme"
+    onnx.save(own, graph)
+    found = _refusal([refused(0, "MatMul", "one", "INVALID_NODE", 'creator && "Plugin not found, are …?"')], graph)
+    assert "no importer and no plugin" in found.message
+    assert "--plugins FILE.so" in found.remedy
+
+
+def test_what_is_said_twice_is_said_once(graph: Path) -> None:
+    assert "more" not in _refusal([refused(0, "MatMul", "one", "X", "odd")] * 9, graph).message
 
 
 def test_an_error_that_names_a_node_comes_first_and_long_lists_are_cut(graph: Path) -> None:
