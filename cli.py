@@ -337,18 +337,18 @@ def fit(
 
     Example: enginesmith fit net.onnx --memory 8GiB --target sm86
     """
-    from enginesmith.pipeline import build_stages, run
+    from enginesmith.pipeline import fitting, run
     from enginesmith.pipeline.units import parse_bytes
 
     if len(models) == 1 and Path(models[0]).is_dir():
-        kept = build_stages.keeping(run.read(Path(models[0])), keep_speed)
+        kept = fitting.keeping(run.read(Path(models[0])), keep_speed)
         _shown().show_table([one.model_dump(mode="json") for one in kept], as_json)
         return 0
     if memory is None:
         raise click.UsageError("give --memory SIZE, or a run directory")
 
     with _settings(options, quiet) as settings:
-        found = build_stages.fit(_recipe(models[0], None, options), models, parse_bytes(memory), settings)
+        found = fitting.fit(_recipe(models[0], None, options), models, parse_bytes(memory), settings)
     _shown().show_facts(found.model_dump(mode="json"), as_json)
     return 0 if found.largest_batch is not None else 3
 

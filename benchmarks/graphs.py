@@ -1,6 +1,6 @@
 """ONNX graphs of the zoo's models in several precisions, for benchmarks that build them with TensorRT-RTX.
 
-    python benchmarks/graphs.py --out /tmp/graphs --models resnet50 unet --precisions fp32 int8
+    python benchmarks/graphs.py --out build/graphs --models resnet50 unet --precisions fp32 int8
 
 A graph lies in FOLDER/MODEL-PRECISION/model.onnx, large weights beside it; what is there already is left alone. Inputs
 keep the zoo's dynamic dimensions. Calibration samples are random, so the quantised graphs are good for measuring speed

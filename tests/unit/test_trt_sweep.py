@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
-from enginesmith.pipeline.build_stages import largest
 from enginesmith.pipeline.engines.base import EngineFacts
 from enginesmith.pipeline.engines.trt import sweep
 from enginesmith.pipeline.engines.trt.flavours import capabilities
 from enginesmith.pipeline.errors import LimitTooSmall, ModelError
+from enginesmith.pipeline.fitting import largest
 
 GATE = capabilities("tensorrt_rtx", "1.7.1")
 TIMED = capabilities("tensorrt", "11.4.0")

@@ -92,6 +92,13 @@ class TensorRTSession(Session):
         """The buffer that contexts work in."""
         return self._memory
 
+    @property
+    def first_call_note(self) -> str:
+        """Whether kernels are compiled at the first call, or were kept from an earlier run."""
+        if self._opened.cache is None:
+            return ""
+        return "took over kernels of an earlier run" if self._opened.warm else "compiled its kernels"
+
     def sibling(self) -> "TensorRTSession":
         """Another session on the same weights, with contexts, activations and a stream of its own."""
         options = self._options.model_copy(update={"share_activation_memory": False})
