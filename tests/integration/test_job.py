@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,10 @@ def test_a_run_that_is_stopped_can_be_resumed(tmp_path: Path, sent: signal.Signa
     environment = {**os.environ, "ENGINESMITH_STORE": str(tmp_path / "store")}
     command = [sys.executable, "-m", "enginesmith.cli"]
     started = [*command, "optimize", model, "--out", "run", "--batch", "1", "--measure-time", "300ms"]
-    with subprocess.Popen(started, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # jobs in the background are born deaf to it
+    with subprocess.Popen(
+        started, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heard
+    ) as process:
         _until(Path(f"{marker}.begun").exists)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(sent)

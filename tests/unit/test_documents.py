@@ -32,7 +32,7 @@ def test_every_dependency_is_pinned() -> None:
     wanted = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
     names = {re.split(r"[<>=\[]", requirement)[0].lower().replace("_", "-") for requirement in wanted}
     pins = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.M)
-    assert names <= {pin.lower().replace("_", "-") for pin in pins}
+    assert names - {"enginesmith"} <= {pin.lower().replace("_", "-") for pin in pins}
 
 
 def test_a_commented_recipe_reads_back_as_itself() -> None:
