@@ -28,9 +28,12 @@ class _Commands(click.Group):
             sys.exit(result if isinstance(result, int) else 0)
         except click.ClickException as error:
             error.show()
+            if "--json" in given:
+                known = {"error": error.format_message(), "remedy": "", "exit_code": error.exit_code}
+                click.echo(json.dumps({**known, "class": "UsageError", "failure": ""}, indent=1))
             sys.exit(error.exit_code)
         except (click.Abort, KeyboardInterrupt) as interrupt:
-            click.echo(f"interrupted{interrupt}", err=True)
+            click.echo(f"interrupted{interrupt.__cause__ or interrupt}", err=True)
             sys.exit(_INTERRUPTED)
         except Exception as error:
             from enginesmith.pipeline.errors import EnginesmithError
@@ -294,8 +297,8 @@ def build(
     """
     from enginesmith.pipeline import build_stages
 
-    if check == (output is not None):
-        raise click.UsageError("give either -o FILE.engine or --check")
+    if check == (output is not None) or (check and refit_engine):
+        raise click.UsageError("give either -o FILE.engine, perhaps with --refit-engine, or --check")
     recipe = _recipe(str(file), None, options)
     with _settings(options, quiet) as settings:
         if output is not None:
@@ -304,7 +307,8 @@ def build(
             return 0
         found = build_stages.check(recipe, settings)
     _shown().show_table([_checked_row(one.model_dump(mode="json"), as_json) for one in found], as_json)
-    return 0 if all(one.builds for one in found) else 1
+    enough = all if recipe.targets else any  # without a target: whether it builds for any at all
+    return 0 if enough(one.builds for one in found) else 1
 
 
 def _checked_row(row: dict[str, Any], as_json: bool) -> dict[str, Any]:

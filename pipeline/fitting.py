@@ -65,7 +65,9 @@ def fit(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Sett
     """
     workers.preload_only(MODULES)
     sizes = _Sizes(recipe, models, settings)
-    batch = largest(sizes.needed, memory_bytes)
+    asked = recipe.ranges.get("batch")
+    most = asked.max if asked else _LARGEST_BATCH
+    batch = largest(sizes.needed, memory_bytes, most)
     if batch is None:
         least = sizes.needed(1)
         return Fits(
@@ -84,7 +86,7 @@ def fit(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Sett
         workspace_note=note,
         source=_SOURCE,
         builds=len(sizes.tried),
-        reason="" if batch < _LARGEST_BATCH else f"larger batches than {_LARGEST_BATCH} were not tried",
+        reason="" if batch < most else f"larger batches than {most} were not tried",
     )
 
 

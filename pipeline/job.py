@@ -15,7 +15,7 @@ from enginesmith.pipeline import kept, workers
 from enginesmith.pipeline import run as runs
 from enginesmith.pipeline.artifact import file_digest, files_below, folder_digest
 from enginesmith.pipeline.assemble import Header, assemble
-from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
+from enginesmith.pipeline.errors import MissingCapability, ModelError, SourceError, UsageError
 from enginesmith.pipeline.measure import device
 from enginesmith.pipeline.plan import plan
 from enginesmith.pipeline.recipe import Recipe
@@ -60,6 +60,8 @@ def optimize(recipe: Recipe, out: Path, settings: Settings | None = None) -> Run
             settings.open_store(), out / "logs", settings.jobs, settings.time_limit_seconds, settings.listener
         )
         given = _given(out, steps, runner)
+        if kept.exists(out) and not given:
+            directory.caution("the model is not the one that this run was begun with: everything is made anew")
         outcomes = runner.run(steps.steps, directory.update, given)
         run = directory.update(outcomes)
         if any(outcome.status == "lacking" for outcome in outcomes.values()):
@@ -78,7 +80,7 @@ def resume(out: Path, settings: Settings | None = None) -> Run:
     before, out = runs.read(out), out.absolute()
     folder = before.environment.get("folder")
     if folder and Path(folder).is_dir():  # where the model's name was resolved; on another machine it may not be there
-        os.chdir(folder)
+        _go_where_the_model_is(before.recipe.model, Path(folder))
     return optimize(before.recipe, out, settings)
 
 
@@ -89,6 +91,16 @@ def _given(out: Path, plan: Plan, runner: Runner) -> dict[str, Outcome]:
     load = next(step for step in plan.steps if step.id == LOAD)
     loaded = runner.run([load], lambda outcomes: None)[LOAD]
     return kept.read(out, plan, loaded.artifact) if loaded.artifact else {}
+
+
+def _go_where_the_model_is(model: str, folder: Path) -> None:
+    """To the folder where the run was begun, unless the model is only here."""
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        resolve(model)
+    except SourceError:
+        os.chdir(here)
 
 
 def default_out(recipe: Recipe) -> Path:
@@ -114,6 +126,10 @@ class _RunDirectory:
         )
         with storage_errors(f"the run directory {folder}"):
             (folder / "environment.json").write_text(json.dumps(self._header.environment, indent=1) + "\n")
+
+    def caution(self, text: str) -> None:
+        """Have the run's readers warned."""
+        self._header.environment.setdefault("warnings", []).append(text)
 
     def update(self, outcomes: Mapping[str, Outcome]) -> Run:
         """Write what is known now."""

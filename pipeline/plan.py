@@ -10,7 +10,7 @@ from dataclasses import replace
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.engines.tensorrt import TensorRT
-from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.measure.race import LatencySettings
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.source import Source, resolve
@@ -51,6 +51,7 @@ def plan(recipe: Recipe) -> Plan:
         finished, more = _engine_steps(recipe, variant, graph, verified)
         variants.append(finished)
         steps += more
+    _hold_buildable(engines)
     lacking = [variant.lacking for variant in variants[1:]]
     if lacking and all(lacking):
         variants[0] = replace(baseline, lacking=f"there is nothing to compare it with: {lacking[0]}")
@@ -75,6 +76,14 @@ def _hold(source: Source, engines: list[str]) -> None:
             f"the engine {needs_module[0]!r} runs a PyTorch module, and {source.text} is an ONNX file",
             "leave that engine away, or give the model as file.py:factory",
         )
+
+
+def _hold_buildable(engines: list[str]) -> None:
+    """Say at once where none of the engines can be built here."""
+    kinds = [engine_class(name) for name in engines]
+    found = [kind.buildable() for kind in kinds if issubclass(kind, TensorRT)]
+    if len(found) == len(kinds) and found and not any(one.ok for one in found):
+        raise MissingCapability(f"{engines[0]} cannot be built here: {found[0].reason}", found[0].remedy)
 
 
 def load_task(recipe: Recipe, source: Source) -> Task:

@@ -119,6 +119,11 @@ class Recipe(_Part):
         words: dict[str, int | Literal["sweep"] | None] = {"max": None, "sweep": "sweep"}
         return tuple(words[text] if text in words else _limit(text) for text in self.workspace)
 
+    @field_validator("targets", "workspace")
+    @classmethod
+    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(value))
+
     @property
     def data(self) -> str | None:
         """The evaluation data: what was named, else what comes with the zoo's model."""
@@ -159,8 +164,23 @@ class Recipe(_Part):
         return Device(kind=kind, index=int(index or 0), threads=self.threads)
 
 
+_MOST_BYTES = 1 << 50
+
+
+def _within_shape(values: dict[str, Any]) -> dict[str, Any]:
+    """Where a range of batches is given and no batches are, those of the default that are in it, else its usual one."""
+    shapes = values.get("shapes")
+    given = shapes.get("batch") if isinstance(shapes, dict) else None
+    if "batch" in values or not isinstance(given, str):
+        return values
+    range_, default = ShapeRange.parse(given), Recipe.model_fields["batch"].default
+    return {**values, "batch": [one for one in default if range_.min <= one <= range_.max] or [range_.opt]}
+
+
 def _limit(text: str) -> int:
     found = parse_bytes(text)
+    if found > _MOST_BYTES:
+        raise UsageError(f"a workspace of {text!r} is more than any device has", "give max for no limit")
     if found < 1:
         raise UsageError(f"a workspace of {text!r} holds nothing", "give at least 1 byte, or max")
     return found
@@ -178,7 +198,7 @@ def make(values: dict[str, Any]) -> Recipe:
         UsageError: a key or a value that does not belong there.
     """
     try:
-        recipe = Recipe.model_validate(_read_units(values))
+        recipe = Recipe.model_validate(_within_shape(_read_units(values)))
     except ValidationError as error:
         first = error.errors()[0]
         if first["type"] == "extra_forbidden":
@@ -210,11 +230,12 @@ def _unknown(part: type[BaseModel], place: Sequence[str | int]) -> UsageError:
 
 def _check_tensorrt(recipe: Recipe) -> None:
     """Targets, limits and build options are for TensorRT engines, and have no effect on others."""
+    if recipe.tensorrt_run.weight_streaming_budget is not None and not recipe.tensorrt.weight_streaming:
+        raise UsageError("--weight-streaming-budget needs an engine that streams weights", "add --weight-streaming")
     if any(name.startswith("tensorrt") for name in recipe.engines):
         return
-    asked: dict[str, object] = {"--target": recipe.targets, "--workspace": recipe.workspace}
-    asked |= {f"--{name.replace('_', '-')}": value for name, value in recipe.tensorrt.asked.items()}
-    given = [option for option, value in asked.items() if value]
+    given = [option for option, value in (("--target", recipe.targets), ("--workspace", recipe.workspace)) if value]
+    given += [f"--{name.replace('_', '-')}" for name in recipe.tensorrt.asked]
     if given:
         raise UsageError(
             f"{given[0]} has no effect on {', '.join(recipe.engines)}", "add --engine tensorrt_rtx, or leave it away"

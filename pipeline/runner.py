@@ -165,7 +165,8 @@ class Runner:
         index = self.store.reads(json_digest([identity, step.task.place, str(Path.cwd())]))
         known = index.known()
         if known is not None and (found := self.store.get(_key(identity, known))) and not found.provisional:
-            return Outcome(step.id, "done", found, cached=True)
+            history = (*_before(inputs), found.history[-1])  # others may have come to the same by another way
+            return Outcome(step.id, "done", found.model_copy(update={"history": history}), cached=True)
         self.listener(Event("started", step))
         with self.store.workspace() as out:
             done = self._work(step, inputs, out, alone)
@@ -233,7 +234,6 @@ def _key(identity: Mapping[str, object], read: ReadRecord) -> str:
 
 
 def _history(step: Step, inputs: Mapping[str, Artifact], done: Done, tools: dict[str, str]) -> tuple[HistoryEntry, ...]:
-    before = inputs["model"].history if "model" in inputs else ()
     entry = HistoryEntry(
         step=step.id,
         parameters=step.task.identity,
@@ -243,7 +243,12 @@ def _history(step: Step, inputs: Mapping[str, Artifact], done: Done, tools: dict
         effect=done.effect.summary,
         notes=done.effect.notes,
     )
-    return (*before, entry)
+    return (*_before(inputs), entry)
+
+
+def _before(inputs: Mapping[str, Artifact]) -> tuple[HistoryEntry, ...]:
+    """What was done to the artifact that a step goes on with."""
+    return inputs["model"].history if "model" in inputs else ()
 
 
 def _versions(distributions: Iterable[str]) -> dict[str, str]:

@@ -118,7 +118,9 @@ def _existing(path: str) -> Path:
         raise SourceError(f"{path[:40]}… is too long for a file's name", "check the argument")
     if not found.is_file():
         what = "is a folder" if found.is_dir() else "does not exist"
-        raise SourceError(f"the model file {path!r} {what}", "check the path; it is taken from the current folder")
+        raise SourceError(
+            f"the model file {path!r} {what}", f"check the path; it is taken from the current folder, {Path.cwd()}"
+        )
     return found.resolve()
 
 

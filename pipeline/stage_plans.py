@@ -70,8 +70,8 @@ def build_steps(recipe: Recipe) -> tuple[Step, ...]:
 
 def refit_steps(recipe: Recipe, engine: str) -> tuple[Step, ...]:
     """The steps that put an ONNX file's weights into a built engine."""
-    _tensorrt(recipe)
     source = resolve(engine)
+    _hold_onnx(recipe)
     if source.form != "engine":
         raise UsageError(f"{engine} is no engine", "give the .engine file that is to be refitted")
     device = device_for(recipe, _own_engine(source))
@@ -85,7 +85,10 @@ def trial_steps(recipe: Recipe, batch: int | None = None) -> tuple[tuple[Step, .
 
     With ``batch``, that is the largest one.
     """
-    chosen = recipe if batch is None else recipe.model_copy(update={"batch": (batch, 1)})
+    chosen = recipe
+    if batch is not None:
+        others = {name: text for name, text in recipe.shapes.items() if name != "batch"}
+        chosen = recipe.model_copy(update={"batch": (batch, 1), "shapes": others})
     steps, trials = list(_onnx_steps(chosen)), {}
     for variant in _tensorrt(chosen):
         task = Trial(engine=variant.engine, device=device_for(chosen, variant.engine))
@@ -95,12 +98,16 @@ def trial_steps(recipe: Recipe, batch: int | None = None) -> tuple[tuple[Step, .
 
 
 def _tensorrt(recipe: Recipe) -> list[Variant]:
-    if resolve(recipe.model).form != "onnx":
-        raise UsageError(f"{recipe.model} is not an ONNX file", "export it first: `enginesmith export MODEL -o m.onnx`")
+    _hold_onnx(recipe)
     other = [name for name in recipe.engines if not issubclass(engine_class(name), TensorRT)]
     if other:
         raise UsageError(f"{other[0]} has no engine file of its own", "build makes tensorrt and tensorrt_rtx engines")
     return list(variants_of(recipe, recipe.engines))
+
+
+def _hold_onnx(recipe: Recipe) -> None:
+    if resolve(recipe.model).form != "onnx":
+        raise UsageError(f"{recipe.model} is not an ONNX file", "export it first: `enginesmith export MODEL -o m.onnx`")
 
 
 def _onnx_steps(recipe: Recipe) -> tuple[Step, Step]:

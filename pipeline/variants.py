@@ -58,7 +58,7 @@ def _limits(recipe: Recipe) -> list[tuple[str, int | None]]:
     for text, limit in zip(recipe.workspace, recipe.workspace_limits, strict=True):
         if limit == "sweep":
             found |= {MAX: None, **dict.fromkeys(SWEPT, None)}
-        else:
+        elif limit is None or limit not in found.values():
             found[text] = limit
     return list(found.items()) or [("", None)]
 

@@ -85,10 +85,11 @@ def test_another_model_is_built_anew(first: Path, tmp_path: Path) -> None:
     text = (first / "net.py").read_text()
     try:
         (first / "net.py").write_text(NET.format(weight=0.25))
-        _, steps = resumed(first, tmp_path)
+        run, steps = resumed(first, tmp_path)
     finally:
         (first / "net.py").write_text(text)
     assert {"export", "reference", BUILD} <= set(steps)
+    assert any("not the one that this run was begun with" in text for text in run.environment["warnings"])
 
 
 def test_a_damaged_engine_is_built_again_with_what_it_needs(first: Path, tmp_path: Path) -> None:

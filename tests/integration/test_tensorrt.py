@@ -137,7 +137,8 @@ def test_options_without_effect_are_noted(cli, here: Path) -> None:
 
 def test_check_says_for_each_target_whether_it_builds(cli, here: Path) -> None:
     answer = cli("build", "mlp.onnx", "--check", *RANGE, "--json", "--quiet")
-    assert answer.code == 1
+    assert answer.code == 0
+    assert cli("build", "mlp.onnx", "--check", "--target", "sm75", *RANGE, "--quiet").code == 1
     rows = {row["target"]: row for row in parsed(answer)}
     assert {target: row["builds"] for target, row in rows.items()} == {
         target: target != "sm75" for target in RTX.targets
@@ -347,8 +348,8 @@ def test_bad_builds_end_in_one_message_and_write_nothing(case: Case, cli, here: 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("build m.onnx", "either -o FILE.engine or --check"),
-        ("build m.onnx --check -o m.engine", "either -o FILE.engine or --check"),
+        ("build m.onnx", "either -o FILE.engine"),
+        ("build m.onnx --check -o m.engine", "either -o FILE.engine"),
         ("build m.onnx -o m.plan --target sm86", "no .engine file"),
         ("build digits -o m.engine --target sm86", "not an ONNX file"),
         ("build gone.onnx -o m.engine --target sm86", "gone.onnx"),
@@ -587,3 +588,25 @@ def test_a_target_that_cannot_be_had_leaves_no_run_behind(cli, here: Path, targe
     assert answer.code == 2
     assert "sm86" in answer.text
     assert not (here / "run").exists()
+
+
+def test_a_changed_manifest_is_seen(cli, here: Path) -> None:
+    assert cli("build", "mlp.onnx", "-o", "m.engine", *SM86, *RANGE, "--quiet").code == 0
+    beside = here / "m.engine.json"
+    beside.write_text(beside.read_text().replace("sm86", "sm120"))
+    answer = cli("inspect", "m.engine")
+    assert answer.code == 1
+    assert "sm120" in answer.text
+    assert "the engine itself" in answer.text
+
+
+@pytest.mark.slow
+@no_device
+def test_history_is_of_the_way_that_was_gone(cli, here: Path) -> None:
+    """An engine that another command made of the same graph brings none of that command's steps along."""
+    assert cli("export", "digits", "-o", "d.onnx", "--quiet").code == 0
+    assert cli("build", "d.onnx", "-o", "d.engine", "--target", "sm120", "--quiet").code == 0
+    command = ("optimize", "digits", "--engine", "tensorrt_rtx", "--target", "sm120", "--batch", "1,8", "--out", "run")
+    assert cli(*command, "--quiet").code == 0
+    (variant,) = load_run(here / "run").variants
+    assert [entry.step for entry in variant.history][:3] == ["load", "export", "simplify"]

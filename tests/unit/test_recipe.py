@@ -124,3 +124,35 @@ def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
 def test_what_goes_into_run_json_comes_back() -> None:
     recipe = make({"model": "digits", "shapes": {"batch": "1:2:3"}, "engines": ["eager"]})
     assert Recipe.model_validate(yaml.safe_load(recipe.model_dump_json())) == recipe
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [("1:8:64", (1, 8)), ("1:2:4", (1,)), ("16:32:64", (32,)), ("4:8:8", (8,))]
+)
+def test_batches_that_nobody_named_are_within_the_range_that_somebody_did(
+    shape: str, expected: tuple[int, ...]
+) -> None:
+    assert make({"model": "digits", "shapes": {"batch": shape}}).batch == expected
+    assert make({"model": "digits", "shapes": {"batch": shape}, "batch": [3]}).batch == (3,)
+
+
+def test_what_is_asked_for_twice_is_made_once() -> None:
+    recipe = make(
+        {"model": "digits", "engines": ["tensorrt_rtx"], "targets": ["sm86", "sm86"], "workspace": ["1MiB"] * 2}
+    )
+    assert (recipe.targets, recipe.workspace) == (("sm86",), ("1MiB",))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"workspace": ["99999999TiB"]}, "more than any device"),
+        ({"workspace": ["0"]}, "holds nothing"),
+        ({"tensorrt_run": {"weight_streaming_budget": "1MiB"}}, "streams weights"),
+        ({"engines": ["onnxruntime"], "targets": ["sm86"]}, "--target has no effect on onnxruntime"),
+        ({"engines": ["onnxruntime"], "tensorrt": {"tf32": False}}, "--tf32 has no effect"),
+    ],
+)
+def test_tensorrt_options_that_make_no_sense(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make({"model": "digits", "engines": ["tensorrt_rtx"], **values})

@@ -88,6 +88,13 @@ def read(engine: Path) -> EngineManifest:
         )
     if file_digest(engine) != found.sha256:
         raise ModelError(f"{engine} is not the engine that its manifest describes", "copy it again, with its manifest")
+    header = read_header(engine) if found.engine == "tensorrt_rtx" else None
+    if header and (header.version, header.compute_capabilities) != (found.version, found.compute_capabilities):
+        raise ModelError(
+            f"the manifest says {found.version} for {', '.join(found.compute_capabilities)}, and the engine itself "
+            f"{header.version} for {', '.join(header.compute_capabilities)}",
+            "the manifest was changed: copy it again, with its engine",
+        )
     return found
 
 

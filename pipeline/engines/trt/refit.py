@@ -25,7 +25,7 @@ def refit(engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effe
 
     before = manifest.read(engine.path)
     if not (before.options.refit or before.options.strip_plan):
-        raise UsageError(f"{engine.path.name} was not built to be refitted", "build it with --refit or --strip-plan")
+        raise UsageError("the engine was not built to be refitted", "build it with --refit or --strip-plan")
     if graph.signature != before.signature:
         raise SignatureError(
             "the graph has other inputs or outputs than the engine was built for", "build a new engine from it"
