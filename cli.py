@@ -92,7 +92,14 @@ _what_to_load = _options(
     click.option("--input", "inputs", multiple=True, metavar="NAME:DTYPE:DIMS", help="x:float32:batch,3,224,224"),
     click.option("--shape", "shapes", multiple=True, metavar="DIM=MIN:OPT:MAX", help="batch=1:8:64"),
     click.option("--batch", "batch", metavar="N,N", help="Batch sizes to measure; default 1,8."),
-    click.option("--eval", "eval_data", metavar="DATA", help="Labelled data: embedded set, .npz, .npy, .safetensors."),
+    click.option("--eval", "eval_data", metavar="DATA", help="Labelled data: embedded set, .npz, images, texts …"),
+    click.option("--resize", metavar="N|H,W", help="Images: the shorter side, or height and width."),
+    click.option("--crop", metavar="N|H,W", help="Images: the centre that is cut out after that."),
+    click.option("--mean", metavar="X,X,X", help="Images: subtracted, after scaling to 0…1."),
+    click.option("--std", metavar="X,X,X", help="Images: divided by after that."),
+    click.option("--tokenizer", metavar="PATH", help="Texts: tokenizer.json, or a Hugging Face folder."),
+    click.option("--text-field", metavar="KEY", help="Texts: the key of the text in each line; default text."),
+    click.option("--max-length", type=int, help="Texts: tokens in each row."),
     click.option("--seed", type=int, help="Seed of random weights and samples."),
     click.option("--allow-pickle", is_flag=True, default=None, help="Let the model's code read pickles."),
 )
@@ -101,6 +108,25 @@ _how_to_export = _options(
     click.option("--exporter", type=click.Choice(["auto", "dynamo", "torchscript"]), help="Which exporter."),
     click.option("--attention", type=click.Choice(["fused", "decomposed"]), help="One operator, or several."),
     click.option("--external-data", metavar="SIZE", help="Weights above this size go to a file of their own."),
+)
+_how_to_calibrate = _options(
+    click.option("--calibration", metavar="DATA", help="Data for ranges: embedded set, .npz, images, texts …"),
+    click.option("--samples", type=int, help="How many samples of it are used; default 128."),
+    click.option("--synthetic-calibration", is_flag=True, default=None, help="Make data up, where there is none."),
+    click.option("--ranges", type=click.Choice(["auto", "minmax", "percentile", "entropy", "mse"]), help="Method."),
+    click.option("--percentile", type=float, help="Share of the values that ranges by percentile hold; 99.99."),
+    click.option("--weight-bits", type=int, help="Bits of int8 weights: 8, or 7 where 8 would saturate."),
+    click.option("--keep", multiple=True, metavar="NAME", help="Group, module or pattern that stays in float."),
+    click.option("--smooth", type=float, metavar="ALPHA", help="SmoothQuant: move outliers into weights; 0.5."),
+    click.option("--awq", is_flag=True, default=None, help="Activation-aware scaling before int4."),
+    click.option("--equalise", is_flag=True, default=None, help="Cross-layer equalisation, for depthwise nets."),
+    click.option("--bias-correction", is_flag=True, default=None, help="Take the mean error out of the biases."),
+    click.option("--convert-io", is_flag=True, default=None, help="Inputs and outputs in fp16 or bf16 too."),
+    click.option("--max-drop", type=float, help="Largest loss of the metric."),
+    click.option("--metric", help="top1, top5, mse or module:function."),
+    click.option("--eval-samples", type=int, help="How many samples of the labelled data are used."),
+    click.option("--search-limit", metavar="TIME", help="Time for choosing what stays in float; default 10m."),
+    click.option("--search-steps", type=int, help="Most assignments that are tried; default 12."),
 )
 _how_to_build = _options(
     click.option("--target", "targets", multiple=True, help="sm86, portable …: TensorRT-RTX builds ahead of time."),
@@ -152,16 +178,15 @@ _how_to_work = _options(
 @click.option("--engine", "engines", multiple=True, help="onnxruntime, compiled, tensorrt_rtx …; may be repeated.")
 @click.option("--graph-optimization", multiple=True, help="ONNX Runtime's level: disabled, basic, extended, all.")
 @click.option("--no-simplify", is_flag=True, default=None, help="Leave the exported graph as it is.")
-@click.option("--metric", help="top1, top5, mse or module:function.")
-@click.option("--samples", type=int, help="How many samples of the data are used.")
+@click.option("--precision", "precisions", multiple=True, help="fp32, fp16, bf16, int8, int8+fp16, int8-dynamic …")
 @click.option("--min-sqnr", type=float, metavar="DB", help="Fidelity threshold.")
-@click.option("--max-drop", type=float, help="Largest loss of the metric.")
 @click.option("--max-memory", metavar="SIZE", help="Largest peak memory.")
 @click.option("--max-latency", metavar="TIME", help="Largest median latency at the first batch size.")
 @click.option("--objective", type=click.Choice(["latency", "throughput", "memory", "size"]), help="What wins.")
 @click.option("--out", type=click.Path(path_type=Path), help="Run directory; default runs/MODEL-TIME.")
 @_what_to_load
 @_how_to_export
+@_how_to_calibrate
 @_how_to_build
 @_how_to_run_tensorrt
 @_where_to_run
@@ -170,7 +195,7 @@ _how_to_work = _options(
 def optimize(model: str, recipe_file: Path | None, out: Path | None, as_json: bool, quiet: bool, **options: Any) -> int:
     """Make every variant of MODEL, prove them right, measure them, and name the winner.
 
-    Example: enginesmith optimize net.py:build --batch 1,8 --max-memory 2GiB --out runs/net
+    Example: enginesmith optimize net.py:build --precision fp32 --precision int8 --calibration data.npz --max-drop 0.01
     """
     from enginesmith.pipeline import job
 
@@ -230,6 +255,29 @@ def simplify(file: Path, output: Path, as_json: bool, quiet: bool, **options: An
 
     with _settings(options, quiet) as settings:
         result = stages.simplify(_recipe(str(file), None, options), output, settings)
+    _shown().show_stage(result, as_json)
+
+
+@main.command()
+@_model
+@_to
+@click.option("--precision", "precisions", multiple=True, required=True, help="fp16, bf16, int8, int8+fp16 …")
+@click.option("--engine", "engines", multiple=True, default=("onnxruntime",), show_default=True, help="Made for.")
+@click.option("--min-sqnr", type=float, metavar="DB", help="Fidelity threshold.")
+@_what_to_load
+@_how_to_export
+@_how_to_calibrate
+@_where_to_run
+@_how_to_work
+def precision(model: str, output: Path, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Turn MODEL, or an ONNX file, into an ONNX graph of another precision, calibrated and held against it.
+
+    Example: enginesmith precision net.onnx -o net-int8.onnx --precision int8 --calibration data.npz
+    """
+    from enginesmith.pipeline import stages
+
+    with _settings(options, quiet) as settings:
+        result = stages.precision(_recipe(model, None, options), output, settings)
     _shown().show_stage(result, as_json)
 
 
@@ -525,17 +573,25 @@ _PLACES = {
     "max_memory": ("budgets", "max_memory_bytes"),
     "max_latency": ("budgets", "max_latency_ms"),
     "min_sqnr": ("min_sqnr_db",),
+    "search_limit": ("quantisation", "search_limit_seconds"),
+    **{
+        name: ("quantisation", name)
+        for name in ("ranges", "percentile", "weight_bits", "keep", "smooth", "awq", "equalise", "bias_correction")
+        + ("convert_io", "search_steps")
+    },
     **{
         name: ("tensorrt", name)
         for name in ("tactic_dram", "tactic_shared_memory", "optimization_level", "aux_streams", "tiling")
         + ("sparse_weights", "weight_streaming", "strip_plan", "refit", "version_compatible", "hardware_compatibility")
         + ("tf32", "plugins", "timing_cache", "locked", "profiles", "host_code")
     },
+    **{name: ("data_options", name) for name in ("tokenizer", "text_field", "max_length")},
     **{name: ("tensorrt_run", name) for name in ("cuda_graphs", "share_activation_memory", "weight_streaming_budget")},
     **{
         name: (name,)
         for name in ("inputs", "targets", "engines", "graph_optimization", "device", "threads", "eval_data", "metric")
-        + ("samples", "objective", "seed", "allow_pickle")
+        + ("precisions", "calibration", "samples", "synthetic_calibration", "eval_samples", "objective", "seed")
+        + ("allow_pickle",)
     },
 }
 """Option → where its value goes in the recipe."""
@@ -557,6 +613,9 @@ def _recipe(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe":
             place[part] = dict(inner) if isinstance(inner, dict) else {}
             place = place[part]
         place[last] = list(value) if isinstance(value, tuple) else value
+    for name in ("resize", "crop", "mean", "std"):
+        if options.get(name):
+            values.setdefault("data_options", {})[name] = _sizes(name, options[name])
     if options.get("no_simplify"):
         values["simplify"] = False
     if options.get("workspace"):
@@ -573,6 +632,16 @@ def _numbers(text: str) -> list[int]:
     if not all(part.isdecimal() for part in parts):
         raise click.BadParameter(f"{text!r} is no list of numbers like 1,8,64", param_hint="--batch")
     return [int(part) for part in parts]
+
+
+def _sizes(option: str, text: str) -> float | list[float]:
+    """``224`` as a number, ``0.5,0.5`` as several."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is no number or list of numbers", param_hint=f"--{option}") from error
+    whole = [int(number) if number.is_integer() and option in ("resize", "crop") else number for number in numbers]
+    return whole[0] if len(whole) == 1 and option in ("resize", "crop") else whole
 
 
 def _pair(text: str) -> tuple[str, str]:

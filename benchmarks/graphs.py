@@ -26,8 +26,8 @@ from onnx_ir.passes import common
 from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantFormat, QuantType, quantize_static
 
 from enginesmith.calibration.dataset import synthetic
-from enginesmith.pipeline import onnx_file
-from enginesmith.pipeline.passes import graph, torch_exporters
+from enginesmith.pipeline import graph, onnx_file
+from enginesmith.pipeline.passes import torch_exporters
 from enginesmith.pipeline.passes.export import Export, export_module
 from enginesmith.pipeline.passes.rewriting import rewrite
 from enginesmith.pipeline.passes.simplify import Simplify, simplify_file

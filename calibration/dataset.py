@@ -1,75 +1,113 @@
 """Sets of samples: what a model is calibrated and evaluated on."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
-from enginesmith.calibration.checks import checked
-from enginesmith.calibration.forms import Split, read, read_embedded
+from enginesmith.calibration.checks import check_labels, checked, notes_on, notes_on_variety
+from enginesmith.calibration.forms import read, read_embedded
+from enginesmith.calibration.options import AS_FOUND, DataOptions
+from enginesmith.calibration.ranges import Provenance
+from enginesmith.calibration.rows import Rows, digest, pick
+from enginesmith.calibration.source import Request, Split
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec
 
-__all__ = ["Dataset", "Split", "embedded", "open_dataset", "synthetic"]
+__all__ = ["DataOptions", "Dataset", "Split", "embedded", "hold_for_calibration", "open_dataset", "synthetic"]
 
-_HASHED_AT_ONCE_BYTES = 16 << 20
 _OWN = "give data of your own"
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Named arrays whose first axis is the sample, aligned row by row with each other and with the labels."""
+    """Named arrays whose first axis is the sample, aligned row by row with each other and with the labels.
+
+    Arrays may be in memory, mapped from files, or made row by row when they are indexed.
+    """
 
     name: str
-    arrays: Feeds
+    arrays: Mapping[str, Rows]
     labels: Array | None = None
+    notes: tuple[str, ...] = ()
+    """What people should know: how rows were made of what was given, and what is odd about them."""
+    synthetic: bool = False
+    folders: tuple[Path, ...] = ()
+    """Folders that were read as a whole."""
+    drawn: Array | None = None
+    """Which rows of ``source`` these are; None for all of them."""
+    source: "Dataset | None" = None
+    """The set that this one was drawn from."""
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over the names, dtypes, shapes and bytes of all arrays; the order of the names does not matter."""
-        total = hashlib.sha256()
-        parts = [(f"input {name}", self.arrays[name]) for name in sorted(self.arrays)]
-        for name, array in [*parts, *([] if self.labels is None else [("labels", self.labels)])]:
-            total.update(f"{name}\0{array.dtype}\0{array.shape}\0".encode())
-            for rows in _chunks(array):
-                total.update(np.ascontiguousarray(rows).tobytes())
-        return total.hexdigest()
+        """SHA-256 over the names, dtypes, shapes and bytes of all arrays; the order of the names does not matter.
 
-    def batch(self, start: int, size: int) -> Feeds:
+        For what is decoded row by row, the bytes of the files and the way they are decoded stand in.
+        """
+        named: list[tuple[str, Rows]] = [(f"input {name}", self.arrays[name]) for name in sorted(self.arrays)]
+        return digest([*named, *([] if self.labels is None else [("labels", self.labels)])])
+
+    @property
+    def whole(self) -> "Dataset":
+        """The set that the samples were drawn from."""
+        return self if self.source is None else self.source
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Indices of the samples in the whole set."""
+        return tuple(range(len(self)) if self.drawn is None else self.drawn.tolist())
+
+    def provenance(self, seed: int, batch: int) -> Provenance:
+        """Which samples of which data these are, for others to take the same ones."""
+        whole = self.whole
+        return Provenance(
+            data=whole.name, digest=whole.digest, rows=self.rows, seed=seed, batch=batch, synthetic=self.synthetic
+        )
+
+    def batch(self, start: int, size: int) -> dict[str, Array]:
         """``size`` rows from row ``start`` on; after the last row comes the first again."""
         first = start % len(self)
-        if first + size <= len(self):
-            return {name: np.ascontiguousarray(array[first : first + size]) for name, array in self.arrays.items()}
-        return self._rows(np.arange(first, first + size) % len(self))
+        rows: slice | Array = slice(first, first + size)
+        if first + size > len(self):
+            rows = np.arange(first, first + size) % len(self)
+        # Mapped rows are read-only, and they lie at any address; engines want neither.
+        return {name: np.require(np.asarray(array[rows]), None, ("C", "A", "W")) for name, array in self.arrays.items()}
 
     def sample(self, count: int, seed: int) -> "Dataset":
         """``count`` rows drawn without replacement and kept in order, each class in proportion to its share.
 
         Classes are the values of one-dimensional integer labels; without such labels every row is as likely. All rows
-        are kept when there are no more than ``count``.
+        are kept when there are no more than ``count``; that there are fewer is noted.
 
         Raises:
             DataError: ``count`` is less than one.
         """
         if count < 1:
             raise DataError(f"{count} samples of {self.name} are asked for", "ask for at least one")
-        if count >= len(self):
+        if count == len(self):
             return self
+        if count > len(self):
+            note = f"{count} samples are asked for, and {self.name} has {len(self)}"
+            return replace(self, notes=(*self.notes, note), source=self.whole)
         rng = np.random.default_rng(seed)
         classes = np.zeros(len(self), np.int64)
         if self.labels is not None and self.labels.ndim == 1 and self.labels.dtype.kind in "iu":
             classes = np.unique(self.labels, return_inverse=True)[1]
         rows = np.sort(_stratified(classes, count, rng))
-        labels = None if self.labels is None else self.labels[rows]
-        return Dataset(f"{self.name} ({count} of {len(self)}, seed {seed})", self._rows(rows), labels)
-
-    def _rows(self, rows: Array) -> Feeds:
-        return {name: np.asarray(array[rows]) for name, array in self.arrays.items()}
+        return replace(
+            self,
+            name=f"{self.name} ({count} of {len(self)}, seed {seed})",
+            arrays={name: pick(array, rows) for name, array in self.arrays.items()},
+            labels=None if self.labels is None else self.labels[rows],
+            drawn=rows if self.drawn is None else self.drawn[rows],
+            source=self.whole,
+        )
 
 
 def embedded(name: str, split: Split) -> Dataset:
@@ -78,35 +116,50 @@ def embedded(name: str, split: Split) -> Dataset:
     Raises:
         DataError: there is no such set.
     """
-    arrays = dict(read_embedded(name, split))
+    arrays = read_embedded(name, split)
     labels = arrays.pop("labels")
     return Dataset(f"{name}/{split}", arrays, labels)
 
 
 def open_dataset(
-    reference: str, inputs: Sequence[TensorSpec], *, labels: str = "labels", split: Split = "calibration"
+    reference: str,
+    inputs: Sequence[TensorSpec],
+    *,
+    labels: str = "labels",
+    split: Split = "calibration",
+    options: DataOptions = AS_FOUND,
 ) -> Dataset:
     """The data that ``reference`` names, held against the model's inputs.
 
     Args:
-        reference: an embedded set (``digits``, ``digits/test``) or a file: ``.npz``, ``.npy``, ``.safetensors``.
+        reference: an embedded set (``digits``, ``digits/test``), a file (``.npz``, ``.npy``, ``.safetensors``,
+            ``.jsonl``), a folder of images, or ``module:function`` or ``file.py:function``, which is called.
         inputs: what the model takes; float64 and int32 data are cast where it takes float32 and int64.
         labels: the array that holds the labels, if there is one of that name.
         split: what an embedded set without a split means.
+        options: how images and texts are made into arrays.
 
     Raises:
         DataError: not found, not readable, or not what the model takes.
+        MissingCapability: the form of the data needs a package that is not installed.
     """
-    name, arrays = read(reference, inputs, split)
-    feeds = checked(name, {key: value for key, value in arrays.items() if key != labels or _takes(inputs, key)}, inputs)
-    given = None if _takes(inputs, labels) else arrays.get(labels)
-    rows = len(next(iter(feeds.values())))
-    if given is not None and (given.ndim == 0 or len(given) != rows):
-        raise DataError(
-            f"{name}: {labels!r} has the shape {list(given.shape)}, and the inputs have {rows} rows",
-            "give one label for each row",
-        )
-    return Dataset(name, feeds, given)
+    found = read(reference, Request(inputs, labels, split, options))
+    arrays = dict(found.arrays)
+    own = found.labels
+    if own is None and not any(spec.name == labels for spec in inputs):
+        own = arrays.pop(labels, None)
+    feeds = checked(found.name, arrays, inputs)
+    held = None if own is None else check_labels(found.name, labels, own, len(next(iter(feeds.values()))))
+    return Dataset(found.name, feeds, held, (*found.notes, *notes_on(found.name, feeds)), folders=found.folders)
+
+
+def hold_for_calibration(data: Dataset) -> Dataset:
+    """The set, once it is certain that there is something to take ranges from; what is odd about it is noted.
+
+    Raises:
+        DataError: every sample is the same.
+    """
+    return replace(data, notes=(*data.notes, *notes_on_variety(data.name, data.arrays)), source=data.whole)
 
 
 def synthetic(inputs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, int], count: int, seed: int) -> Dataset:
@@ -121,7 +174,7 @@ def synthetic(inputs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, 
     """
     rng = np.random.default_rng(seed)
     arrays = {spec.name: _like(spec, example[spec.name], sizes, count, rng) for spec in inputs}
-    return Dataset(f"synthetic ({count} rows, seed {seed})", arrays)
+    return Dataset(f"synthetic ({count} rows, seed {seed})", arrays, synthetic=True)
 
 
 def _like(spec: TensorSpec, example: Array, sizes: Mapping[str, int], count: int, rng: np.random.Generator) -> Array:
@@ -148,15 +201,3 @@ def _stratified(classes: Array, count: int, rng: np.random.Generator) -> Array:
     quota[short] += 1
     drawn = [rng.choice(np.flatnonzero(classes == label), quota[label], replace=False) for label in range(len(sizes))]
     return np.concatenate(drawn)
-
-
-def _chunks(array: Array) -> list[Array]:
-    """The array in pieces of about 16 MiB, so that a memory-mapped file is never in memory as a whole."""
-    if array.ndim == 0:
-        return [array]
-    step = max(1, _HASHED_AT_ONCE_BYTES // max(1, array[:1].nbytes))
-    return [array[start : start + step] for start in range(0, len(array), step)]
-
-
-def _takes(inputs: Sequence[TensorSpec], name: str) -> bool:
-    return any(spec.name == name for spec in inputs)

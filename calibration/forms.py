@@ -1,25 +1,22 @@
 """The forms that data comes in: each is one function and one line in FORMS."""
 
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
+from enginesmith.calibration import mapped
+from enginesmith.calibration.feeds import read_feeds
+from enginesmith.calibration.images import read_images
+from enginesmith.calibration.source import Found, Request, Split, opened
+from enginesmith.calibration.texts import read_texts
+from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline.errors import DataError
-from enginesmith.pipeline.tensors import Array, TensorSpec
-
-Split = Literal["train", "calibration", "test"]
-Arrays = Mapping[str, Array]
+from enginesmith.pipeline.tensors import Array
 
 _EMBEDDED: Mapping[str, tuple[str, float]] = {"digits": ("image", 16.0)}  # the input's name, and the largest pixel
 _DATA = Path(__file__).parent / "data"
-_UNREADABLE = (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error, SafetensorError)
 
 
 class Form(NamedTuple):
@@ -27,23 +24,24 @@ class Form(NamedTuple):
 
     title: str
     accepts: Callable[[str], bool]
-    read: Callable[[str, Sequence[TensorSpec], Split], tuple[str, Arrays]]
+    read: Callable[[str, Request], Found]
 
 
-def read(reference: str, inputs: Sequence[TensorSpec], split: Split) -> tuple[str, Arrays]:
-    """The name of the data and its arrays, labels among them, in whatever form it is.
+def read(reference: str, request: Request) -> Found:
+    """The data in whatever form it is.
 
     Raises:
-        DataError: no form fits, or the file cannot be read.
+        DataError: no form fits, or the data cannot be read.
+        MissingCapability: the form needs a package that is not installed.
     """
     for form in FORMS:
         if form.accepts(reference):
-            return form.read(reference, inputs, split)
+            return form.read(reference, request)
     known = ", ".join(form.title for form in FORMS)
     raise DataError(f"cannot tell what data {reference!r} is", f"give one of: {known}")
 
 
-def read_embedded(name: str, split: Split) -> Arrays:
+def read_embedded(name: str, split: Split) -> dict[str, Array]:
     """One split of an embedded set: its input as float32 from 0 to 1, and int64 ``labels``.
 
     Raises:
@@ -58,54 +56,38 @@ def read_embedded(name: str, split: Split) -> Arrays:
     return {key: images[:, np.newaxis].astype(np.float32) / np.float32(largest), "labels": labels.astype(np.int64)}
 
 
-def _embedded(reference: str, inputs: Sequence[TensorSpec], split: Split) -> tuple[str, Arrays]:
+def is_embedded(reference: str) -> bool:
+    """Whether the reference names a set that comes with enginesmith."""
+    return reference.partition("/")[0] in _EMBEDDED
+
+
+def _embedded(reference: str, request: Request) -> Found:
     name, _, part = reference.partition("/")
-    chosen: Split = part or split  # type: ignore[assignment]  # read_embedded refuses any other word
-    return f"{name}/{chosen}", read_embedded(name, chosen)
+    chosen: Split = part or request.split  # type: ignore[assignment]  # read_embedded refuses any other word
+    arrays = read_embedded(name, chosen)
+    labels = arrays.pop("labels")
+    return Found(f"{name}/{chosen}", arrays, labels)
 
 
-def _npz(reference: str, inputs: Sequence[TensorSpec], split: Split) -> tuple[str, Arrays]:
-    # numpy leaves a file that it opened itself open when the archive is damaged.
-    with _opened(reference) as path, path.open("rb") as file:
-        archive = np.load(file, allow_pickle=False)
-        if isinstance(archive, np.ndarray):
-            raise ValueError("it holds one array without a name, as an .npy file does")
-        return path.name, {key: archive[key] for key in archive.files}
+def _npz(reference: str, request: Request) -> Found:
+    with opened(reference) as path:
+        return Found(path.name, mapped.npz(path))
 
 
-def _npy(reference: str, inputs: Sequence[TensorSpec], split: Split) -> tuple[str, Arrays]:
-    if len(inputs) != 1:
-        names = ", ".join(spec.name for spec in inputs)
+def _npy(reference: str, request: Request) -> Found:
+    if len(request.inputs) != 1:
+        names = ", ".join(spec.name for spec in request.inputs)
         raise DataError(
-            f"{reference} is one array, and the model takes {len(inputs)} inputs: {names}",
+            f"{reference} is one array, and the model takes {len(request.inputs)} inputs: {names}",
             "give an .npz or .safetensors file with one array for each input",
         )
-    with _opened(reference) as path:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-        if not isinstance(array, np.ndarray):
-            array.close()
-            raise ValueError("it holds named arrays, as an .npz file does")
-        return path.name, {inputs[0].name: array}
+    with opened(reference) as path:
+        return Found(path.name, {request.inputs[0].name: mapped.npy(path)})
 
 
-def _safetensors(reference: str, inputs: Sequence[TensorSpec], split: Split) -> tuple[str, Arrays]:
-    with _opened(reference) as path:
-        return path.name, load_file(path)
-
-
-@contextmanager
-def _opened(reference: str) -> Iterator[Path]:
-    path = Path(reference)
-    if not path.is_file():
-        raise DataError(f"there is no data file {reference}", "check the path")
-    try:
-        yield path
-    except _UNREADABLE as error:
-        cause = str(error).partition(". ")[0] or type(error).__name__  # numpy goes on to advise unpickling
-        raise DataError(
-            f"cannot read {reference}: {cause}",
-            "save plain numeric arrays with numpy.save, numpy.savez or safetensors; pickled objects are never loaded",
-        ) from error
+def _safetensors(reference: str, request: Request) -> Found:
+    with opened(reference) as path:
+        return Found(path.name, mapped.safetensors(path))
 
 
 def _ends_with(suffix: str) -> Callable[[str], bool]:
@@ -116,5 +98,8 @@ FORMS: tuple[Form, ...] = (
     Form("an .npz file (one array for each input)", _ends_with(".npz"), _npz),
     Form("an .npy file (for models with one input)", _ends_with(".npy"), _npy),
     Form("a .safetensors file (one tensor for each input)", _ends_with(".safetensors"), _safetensors),
-    Form("an embedded set (digits/test)", lambda reference: reference.partition("/")[0] in _EMBEDDED, _embedded),
+    Form("a .jsonl file of texts, with a tokenizer", _ends_with(".jsonl"), read_texts),
+    Form("an embedded set (digits/test)", is_embedded, _embedded),
+    Form("a folder of images, sub-folders being classes", lambda reference: Path(reference).is_dir(), read_images),
+    Form("module:function or file.py:function that yields feeds", is_reference, read_feeds),
 )

@@ -29,7 +29,7 @@ def train() -> nn.Module:
     torch.manual_seed(SEED)
     data = embedded("digits", "train")
     assert data.labels is not None
-    image, label = torch.from_numpy(data.arrays["image"]), torch.from_numpy(data.labels)
+    image, label = torch.from_numpy(data.batch(0, len(data))["image"]), torch.from_numpy(data.labels)
     module = Digits()
     optimiser = torch.optim.AdamW(module.parameters(), weight_decay=0.05)
     steps = EPOCHS * (len(image) // BATCH)
@@ -62,7 +62,7 @@ def accuracy(module: nn.Module, split: Split) -> float:
     """Top-1 on a split, from 0 to 1."""
     data = embedded("digits", split)
     assert data.labels is not None
-    guess = module(torch.from_numpy(data.arrays["image"])).argmax(1)
+    guess = module(torch.from_numpy(data.batch(0, len(data))["image"])).argmax(1)
     return int((guess == torch.from_numpy(data.labels)).sum()) / len(data)
 
 

@@ -66,7 +66,7 @@ class Effect(BaseModel):
     breach: str = ""
     """Why the result is not good enough to go on with; it is kept all the same."""
     reads: tuple[Path, ...] = ()
-    """Files outside of the store that the result depends on, found out while making it."""
+    """Files outside of the store that the result depends on, found out while making it; and folders as a whole."""
     packages: dict[str, str] = {}
     """Installed packages that the result depends on, likewise, with their versions."""
     provisional: bool = False

@@ -1,25 +1,38 @@
 """From the outcomes of steps to the document of the run."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from enginesmith.pipeline import samples
+from enginesmith.pipeline import explain, samples
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import WrongEngine
 from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.measure.memory import MemoryRow
 from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.precision.coverage import Coverage
+from enginesmith.pipeline.precision.kinds import KINDS
 from enginesmith.pipeline.recipe import Recipe
-from enginesmith.pipeline.run import BuildRecord, ModelRecord, Run, StepRecord, StoredArtifact, VariantRecord
+from enginesmith.pipeline.run import (
+    Assignment,
+    BuildRecord,
+    ModelRecord,
+    Run,
+    SearchStep,
+    StepRecord,
+    StoredArtifact,
+    VariantRecord,
+)
 from enginesmith.pipeline.runner import Outcome
 from enginesmith.pipeline.select import select
 from enginesmith.pipeline.steps import LOAD, REFERENCE, Plan, Step, Variant
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.compare import StageFidelity
 from enginesmith.pipeline.tasks.measure import ENVIRONMENT
+from enginesmith.pipeline.variants import device_for
 
 Outcomes = Mapping[str, Outcome]
 
@@ -38,15 +51,24 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
     """The run as far as it has come; ``artifacts`` are the engines' files in the run directory by variant."""
     latency = _latency(plan, outcomes)
     baseline = _record(plan.baseline, plan, outcomes, latency, artifacts)
-    variants = [_record(variant, plan, outcomes, latency, artifacts) for variant in plan.variants]
-    chosen = select([baseline, *variants], recipe.budgets, recipe.objective, _first_batch(recipe, latency))
+    variants = [
+        explain.hold(
+            _record(variant, plan, outcomes, latency, artifacts),
+            device_for(recipe, variant.engine),
+            asked=variant.lowering is not None,
+        )
+        for variant in plan.variants
+    ]
+    batch, environment = _first_batch(recipe, latency), {**header.environment, **_measured_on(plan, outcomes)}
+    variants = _remarked(variants, plan, recipe, batch, environment)
+    chosen = select([baseline, *variants], recipe.budgets, recipe.objective, batch)
     return Run(
         name=header.name,
         created=header.created,
         seconds=header.seconds,
         complete=all(step.id in outcomes and outcomes[step.id].status != "lacking" for step in plan.steps),
         recipe=recipe,
-        environment={**header.environment, **_measured_on(plan, outcomes)},
+        environment=environment,
         model=_model(recipe, outcomes),
         steps=tuple(_step(step.id, outcomes.get(step.id)) for step in plan.steps),
         baseline=baseline,
@@ -56,6 +78,23 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
         pareto=chosen.pareto,
         verdicts=chosen.verdicts,
     )
+
+
+def _remarked(
+    records: Sequence[VariantRecord], plan: Plan, recipe: Recipe, batch: int, environment: Mapping[str, Any]
+) -> list[VariantRecord]:
+    """The records with a remark on each whose precision was to make it faster."""
+    devices = {variant.id: device_for(recipe, variant.engine) for variant in plan.variants}
+    return [
+        record.model_copy(
+            update={
+                "remarks": explain.remarks(
+                    record, records, explain.Circumstances(batch, devices[record.id], environment)
+                )
+            }
+        )
+        for record in records
+    ]
 
 
 def _step(name: str, outcome: Outcome | None) -> StepRecord:
@@ -106,6 +145,8 @@ def _record(
     reasons = {} if quality else {"quality": _why_missing(variant.quality, outcomes)}
     reasons |= {} if memory else {"memory": _why_missing(variant.memory, outcomes)}
     reasons |= {} if rows else {"latency": _why_missing(plan.latency, outcomes)}
+    audits, missing = _audits(variant, outcomes)
+    assignment = tuple(Assignment.model_validate(entry) for entry in _entries(outcomes, variant.assignment))
     return VariantRecord(
         id=variant.id,
         engine=variant.engine.name,
@@ -124,8 +165,62 @@ def _record(
         quality=Quality.model_validate(quality) if quality else None,
         memory=MemoryRow.model_validate(memory) if memory else None,
         build=build,
-        reasons=reasons,
+        **audits,
+        assignment=assignment,
+        search=_search(variant, outcomes, len(assignment) or None),
+        synthetic_calibration=_synthetic(variant, outcomes),
+        reasons=reasons | missing,
     )
+
+
+def _audits(variant: Variant, outcomes: Outcomes) -> tuple[dict[str, Coverage], dict[str, str]]:
+    """What the graph asks for and what the engine runs, and for what is not known the reason."""
+    found: dict[str, Coverage] = {}
+    reasons: dict[str, str] = {}
+    for index, name in enumerate(("coverage", "engine_coverage")):
+        step = variant.audits[index] if index < len(variant.audits) else None
+        entry = next(iter(_entries(outcomes, step)), None)
+        if entry:
+            found[name] = Coverage.model_validate(entry)
+        elif step:
+            reasons[name] = _why_missing(step, outcomes)
+        elif variant.engine.consumes == "torch":
+            reasons[name] = f"{variant.engine.name} runs the module itself"
+        elif variant.audits:
+            reasons[name] = f"{variant.engine.name} does not show its graph; build.layers counts its kernels"
+        else:
+            reasons[name] = "not asked for"
+    return found, reasons
+
+
+def _search(variant: Variant, outcomes: Outcomes, groups: int | None) -> tuple[SearchStep, ...]:
+    """The trials, which the record of the last step that was done holds all of."""
+    done = [step for step in variant.search if _artifact(outcomes, step)]
+    return tuple(
+        SearchStep.model_validate(
+            {
+                **entry,
+                "step": index,
+                "kept": len(entry["kept"]),
+                "quantised": None if groups is None else groups - len(entry["kept"]),
+            }
+        )
+        for index, entry in enumerate(_entries(outcomes, done[-1] if done else None), 1)
+    )
+
+
+def _synthetic(variant: Variant, outcomes: Outcomes) -> bool:
+    """Whether ranges that are part of the graph come from made-up data."""
+    found = _artifact(outcomes, variant.calibration)
+    if found is None or variant.lowering is None or not KINDS[variant.lowering].calibrated:
+        return False
+    return _made_up(found.path)
+
+
+@cache
+def _made_up(ranges: Path) -> bool:
+    """What stands in the store stays as it is, and the document may be large."""
+    return bool(json.loads(ranges.read_bytes())["provenance"]["synthetic"])
 
 
 def _stored(made: Artifact | None, path: Path | None) -> StoredArtifact | None:

@@ -1,4 +1,4 @@
-"""Engines alone, for the command line: build one, try whether one can be built, find what fits a memory budget."""
+"""Engines alone, for the command line: build one, or try for which targets one can be built."""
 
 import shutil
 import tempfile

@@ -168,8 +168,9 @@ class _Sizes:
         def attempt(limit: int) -> None:
             limited = recipe.model_copy(update={"workspace": (str(limit),)})
             found = self._trial(limited, batch)[0]
-            if found.failure == LimitTooSmall.failure:
-                raise LimitTooSmall(found.reason)
+            if not found.builds:
+                kind = LimitTooSmall if found.failure == LimitTooSmall.failure else ModelError
+                raise kind(found.reason, found.remedy)
 
         return sweep.smallest(attempt, facts, self._engine.known())
 

@@ -6,34 +6,37 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from enginesmith.calibration import description
 from enginesmith.models import MODELS
 from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.tensors import Signature
 from enginesmith.pipeline.units import format_bytes
 
 Facts = dict[str, Any]
 
+_USUAL_SIZE = 128
+"""Of dynamic dimensions other than the batch, where work is counted: a file says nothing of them."""
+
 
 def inspect(file: Path) -> Facts:
-    """What is inside a file or run directory.
+    """What is inside a file, run directory or data set; a function that yields feeds is called.
 
     Raises:
         UsageError: there is no such file, or its kind is not known.
+        MissingCapability: a data set needs a package that is not installed.
     """
-    if not file.exists():
+    if not file.exists() and not description.is_data(str(file)):
         raise UsageError(f"{file} does not exist", "check the path")
-    if file.is_dir() or file.name == "run.json":
+    if file.name == "run.json" or (file / "run.json").is_file():
         return _run(file)
-    readers = {
-        ".onnx": _onnx,
-        ".pt2": _pt2,
-        ".engine": _engine,
-        ".npz": _arrays,
-        ".npy": _arrays,
-        ".safetensors": _safetensors,
-    }
+    if description.is_data(str(file)):
+        return description.describe(str(file))
+    readers = {".onnx": _onnx, ".pt2": _pt2, ".engine": _engine, ".safetensors": _safetensors}
     if file.suffix not in readers:
         raise UsageError(
-            f"{file} is of no known kind", f"inspect reads run directories and {', '.join(sorted(readers))}"
+            f"{file} is of no known kind",
+            f"inspect reads run directories, {', '.join(sorted(readers))}, .npz, .npy, .jsonl, folders of images, "
+            "and functions that yield feeds as file.py:function",
         )
     return readers[file.suffix](file)
 
@@ -49,6 +52,29 @@ def _onnx(file: Path) -> Facts:
         "inputs": [str(spec) for spec in signature.inputs],
         "outputs": [str(spec) for spec in signature.outputs],
         "external_files": list(onnx_file.external_files(file)),
+        "precision": _precision(file, signature),
+    }
+
+
+def _precision(file: Path, signature: Signature) -> Facts:
+    """Shares of work and weights by precision, of one sample; what else is dynamic is taken at a usual size."""
+    from enginesmith.pipeline.precision import coverage
+    from enginesmith.pipeline.samples import batch_symbol
+
+    sizes = dict.fromkeys(signature.symbols, _USUAL_SIZE)
+    if batch := batch_symbol(signature):
+        sizes[batch] = 1
+    found = coverage.of(file, sizes)
+    return {
+        "sizes": ", ".join(f"{name} {size}" for name, size in sizes.items()) or "all fixed",
+        "multiply-adds": f"{found.total_macs:,}",
+        "share of multiply-adds": coverage.words(found.macs),
+        "share of weights": coverage.words(found.weights),
+        "products": ", ".join(f"{count} {name}" for name, count in found.products.items()) or "none",
+        "products of unknown size": found.unknown_products,
+        "Q/DQ pairs": found.qdq_pairs,
+        "islands of low precision": found.islands,
+        "casts between floating-point types": found.casts,
     }
 
 
@@ -96,22 +122,6 @@ def _pt2(file: Path) -> Facts:
     }
 
 
-def _arrays(file: Path) -> Facts:
-    import numpy as np
-
-    try:
-        loaded = np.load(file, allow_pickle=False, mmap_mode="r")
-        named = dict(loaded.items()) if isinstance(loaded, np.lib.npyio.NpzFile) else {"array": loaded}
-    except (ValueError, OSError, zipfile.BadZipFile, EOFError) as error:
-        raise UsageError(f"cannot read {file}: {error}", "save plain arrays with numpy.savez") from error
-    rows = {len(array) for array in named.values() if array.ndim}
-    return {
-        "kind": "data set",
-        "samples": rows.pop() if len(rows) == 1 else None,
-        "arrays": [f"{name}: {array.dtype}{list(array.shape)}" for name, array in named.items()],
-    }
-
-
 def _safetensors(file: Path) -> Facts:
     from safetensors import SafetensorError, safe_open
 
@@ -119,9 +129,11 @@ def _safetensors(file: Path) -> Facts:
         with safe_open(file, framework="numpy") as stored:
             slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - not a dict
             arrays = [f"{name}: {one.get_dtype()}{one.get_shape()}" for name, one in slices.items()]
+            rows = {one.get_shape()[0] for one in slices.values() if one.get_shape()}
     except (SafetensorError, OSError) as error:
         raise UsageError(f"cannot read {file}: {error}", "is it a safetensors file, and whole?") from error
-    return {"kind": "tensors", "bytes": file.stat().st_size, "arrays": arrays}
+    samples = {"samples": rows.pop()} if len(rows) == 1 else {}
+    return {"kind": "tensors", "bytes": file.stat().st_size, **samples, "arrays": arrays}
 
 
 def _run(folder: Path) -> Facts:
@@ -138,7 +150,11 @@ def _run(folder: Path) -> Facts:
         "data": run.model.data,
         "winner": run.winner,
         "verdict": tables.verdict(run),
-        "variants": [f"{one.id}: {one.status} {one.reason}".strip() for one in (run.baseline, *run.variants)],
+        "variants": [
+            f"{tables.marked(one)}: {one.status} {one.reason or one.shortfall}".strip()
+            for one in (run.baseline, *run.variants)
+        ],
+        "notes": tables.made_up(run),
     }
 
 
@@ -202,6 +218,9 @@ def doctor() -> Facts:
     for package, extra in (("transformers", "hf"), ("timm", "timm")):
         if importlib.util.find_spec(package) is None:
             fixes.append(f"models as {extra}:… : pip install 'enginesmith[{extra}]'")
+    for package, extra, what in (("PIL", "images", "folders of images"), ("tokenizers", "hf", ".jsonl files of texts")):
+        if importlib.util.find_spec(package) is None:
+            fixes.append(f"{what} as data: pip install 'enginesmith[{extra}]'")
     if len({"onnxruntime", "onnxruntime-gpu"} & _installed()) == 2:
         fixes.append("onnxruntime and onnxruntime-gpu overwrite each other: pip uninstall one and reinstall the other")
     root = default_root()

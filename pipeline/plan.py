@@ -12,17 +12,20 @@ from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.engines.tensorrt import TensorRT
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.measure.race import LatencySettings
+from enginesmith.pipeline.precision.kinds import KINDS
+from enginesmith.pipeline.precision_plan import lowered
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.source import Source, resolve
-from enginesmith.pipeline.steps import LATENCY, LOAD, REFERENCE, Plan, Step, Variant
+from enginesmith.pipeline.steps import LATENCY, LOAD, REFERENCE, Plan, Step, Variant, audited
 from enginesmith.pipeline.tasks.base import Task
 from enginesmith.pipeline.tasks.compare import Sample, Verify
 from enginesmith.pipeline.tasks.load import Load, LoadEngine, LoadOnnx
-from enginesmith.pipeline.tasks.measure import VERIFIED, Latency, Memory, Quality
+from enginesmith.pipeline.tasks.measure import VERIFIED, Latency, Memory
+from enginesmith.pipeline.tasks.quality import BASELINE, Quality
 from enginesmith.pipeline.tasks.shapes import SHAPES, Shapes
 from enginesmith.pipeline.tasks.sweep import SMALLEST, UNLIMITED, BuildWithin
 from enginesmith.pipeline.tasks.transform import Build, Transform
-from enginesmith.pipeline.variants import MAX, SWEPT, device_for, variants_of
+from enginesmith.pipeline.variants import MAX, SWEPT, device_for, given_precision, variants_of
 
 
 def plan(recipe: Recipe) -> Plan:
@@ -44,11 +47,11 @@ def plan(recipe: Recipe) -> Plan:
     if any(issubclass(engine_class(name), TensorRT) for name in engines):
         steps.append(shapes_step(recipe))
     found = list(variants_of(recipe, engines))
-    given = found[0].precision if found and not source.is_torch else "fp32"
-    baseline = Variant("eager" if source.is_torch else "source", _baseline(source), given, LOAD)
+    given = given_precision(source)
+    baseline = Variant("eager" if source.is_torch else "source", baseline_engine(source), given, LOAD)
     variants = [baseline]
     for variant in found:
-        finished, more = _engine_steps(recipe, variant, graph, verified)
+        finished, more = _engine_steps(recipe, variant, graph, verified, baseline.id)
         variants.append(finished)
         steps += more
     _hold_buildable(engines)
@@ -59,9 +62,12 @@ def plan(recipe: Recipe) -> Plan:
         variants[index], more = _own_measurements(recipe, variant, baseline.id, device)
         steps += more
     latency = latency_step(recipe, variants, device) if recipe.measure.latency else None
-    return Plan(
-        (*steps, *([latency] if latency else [])), variants[0], tuple(variants[1:]), latency.id if latency else None
-    )
+    if latency:
+        steps.append(latency)
+    distinct: dict[str, Step] = {}
+    for step in steps:
+        distinct.setdefault(step.id, step)  # variants share what leads to them
+    return Plan(tuple(distinct.values()), variants[0], tuple(variants[1:]), latency.id if latency else None)
 
 
 def _hold(source: Source, engines: list[str]) -> None:
@@ -95,7 +101,7 @@ def load_task(recipe: Recipe, source: Source) -> Task:
     return Load(source=source, inputs=recipe.specs, seed=recipe.seed, allow_pickle=recipe.allow_pickle)
 
 
-def _baseline(source: Source) -> Engine:
+def baseline_engine(source: Source) -> Engine:
     """Eager for a module; an ONNX file is held against itself, run as it is."""
     if source.is_torch:
         return engine_class("eager")()
@@ -109,10 +115,11 @@ def unoptimised() -> Engine:
 
 def _sample(recipe: Recipe, source: Source) -> Task:
     return Sample(
-        engine=_baseline(source),
+        engine=baseline_engine(source),
         ranges=recipe.ranges,
         batches=recipe.batch,
         data=recipe.data,
+        data_options=recipe.data_options,
         seed=recipe.seed,
     )
 
@@ -136,23 +143,41 @@ def graph_steps(recipe: Recipe, source: Source) -> tuple[str, tuple[str, ...], l
     return parent, tuple(check.id for check in checks), [*steps, *checks]
 
 
-def verify_step(recipe: Recipe, name: str, stage: str, artifact: str, engine: Engine, device: Device) -> Step:
-    """Hold a step's artifact, as an engine runs it, against the reference."""
-    task = Verify(stage=stage, engine=engine, device=device, precision="fp32", min_sqnr_db=recipe.min_sqnr_db)
+def verify_step(
+    recipe: Recipe, name: str, stage: str, artifact: str, engine: Engine, device: Device, threshold: str = ""
+) -> Step:
+    """Hold a step's artifact, as an engine runs it, against the reference, by a row of the fidelity thresholds."""
+    task = Verify(
+        stage=stage,
+        engine=engine,
+        device=device,
+        precision=threshold or engine.arithmetic,
+        min_sqnr_db=recipe.min_sqnr_db,
+    )
     return Step(f"verify-{name}", task, {"model": artifact, "reference": REFERENCE})
 
 
-def _engine_steps(recipe: Recipe, variant: Variant, graph: str, checks: tuple[str, ...]) -> tuple[Variant, list[Step]]:
-    """Build, and the check that stands for all checks before it too."""
+def _engine_steps(
+    recipe: Recipe, variant: Variant, graph: str, checks: tuple[str, ...], baseline_id: str
+) -> tuple[Variant, list[Step]]:
+    """The precision, the engine, and the check that stands for all checks before it too."""
     engine, device = variant.engine, device_for(recipe, variant.engine)
     if engine.consumes == "torch":
         check = verify_step(recipe, variant.id, "engine", LOAD, engine, device)
         return replace(variant, verified=(check.id,)), [check]
+    steps: list[Step] = []
+    threshold = engine.arithmetic
+    if variant.lowering:
+        made = lowered(recipe, variant, device, graph, quality_step(recipe, variant, baseline_id))
+        graph, checks, threshold = made.graph, (*checks, *made.checks), KINDS[variant.lowering].threshold
+        steps += made.steps
+        variant = replace(variant, calibration=made.calibration, assignment=made.assignment, search=made.search)
     build = build_step(variant, device, graph)
-    check = verify_step(recipe, variant.id, "engine", build.id, engine, device)
+    variant, audits = audited(variant, graph, device)
+    check = verify_step(recipe, variant.id, "engine", build.id, engine, device, threshold)
     needs = {**check.needs, **{name: name for name in checks}}
     check = replace(check, needs=needs, lacking=variant.lacking)
-    return replace(variant, verified=(*checks, check.id)), [build, check]
+    return replace(variant, verified=(*checks, check.id)), [*steps, build, *audits, check]
 
 
 def shapes_step(recipe: Recipe) -> Step:
@@ -185,24 +210,34 @@ def _own_measurements(recipe: Recipe, variant: Variant, baseline_id: str, device
     if variant.verified:
         needs[VERIFIED] = variant.verified[-1]
     steps = []
-    if recipe.data:
-        task = Quality(
-            engine=variant.engine,
-            device=device,
-            data=recipe.data,
-            samples=recipe.samples,
-            metric=recipe.metric,
-            batch=max(recipe.batch),
-            seed=recipe.seed,
-        )
-        baseline = {"baseline": f"quality-{baseline_id}"} if variant.id != baseline_id else {}
-        steps.append(Step(f"quality-{variant.id}", task, {**needs, **baseline}, lacking=variant.lacking))
-        variant = replace(variant, quality=steps[-1].id)
+    if quality := quality_step(recipe, variant, baseline_id):
+        steps.append(replace(quality, needs={**needs, **quality.needs}))
+        variant = replace(variant, quality=quality.id)
     if recipe.measure.memory:
         memory = Memory(engine=variant.engine, device=device)
         steps.append(Step(f"memory-{variant.id}", memory, needs, lacking=variant.lacking))
         variant = replace(variant, memory=steps[-1].id)
     return variant, steps
+
+
+def quality_step(recipe: Recipe, variant: Variant, baseline_id: str) -> Step | None:
+    """The metric of a variant, where there is data for it."""
+    if not recipe.data:
+        return None
+    task = Quality(
+        engine=variant.engine,
+        device=device_for(recipe, variant.engine) if variant.id != baseline_id else recipe.where,
+        data=recipe.data,
+        data_options=recipe.data_options,
+        samples=recipe.eval_samples,
+        metric=recipe.metric,
+        batch=max(recipe.batch),
+        seed=recipe.seed,
+    )
+    if variant.id == baseline_id:  # nothing is lacking for it: what it answers is also what searches aim at
+        return Step(f"quality-{variant.id}", task, {"model": variant.artifact})
+    needs = {"model": variant.artifact, BASELINE: f"quality-{baseline_id}"}
+    return Step(f"quality-{variant.id}", task, needs, lacking=variant.lacking)
 
 
 def latency_step(recipe: Recipe, variants: list[Variant], device: Device, again: str = "") -> Step:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
+from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.models import MODELS
 from enginesmith.pipeline.engines import ENGINES, engine_class
 from enginesmith.pipeline.engines.base import Device
@@ -16,54 +17,30 @@ from enginesmith.pipeline.engines.cuda import cuda_device
 from enginesmith.pipeline.engines.trt.options import BuildOptions, RunOptions
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.quality import METRICS
+from enginesmith.pipeline.options import (
+    Budgets,
+    ExportOptions,
+    GraphOptimization,
+    MeasureOptions,
+    Objective,
+    Part,
+    QuantisationOptions,
+)
+from enginesmith.pipeline.precision.kinds import KINDS, Name
 from enginesmith.pipeline.tensors import ShapeRange, TensorSpec
 from enginesmith.pipeline.units import parse_bytes, parse_seconds
 
-Objective = Literal["latency", "throughput", "memory", "size"]
-GraphOptimization = Literal["disabled", "basic", "extended", "all"]
 
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ExportOptions(_Part):
-    """How the module becomes a graph."""
-
-    opset: int = Field(23, ge=18, description="ONNX opset version of the graph")
-    exporter: Literal["auto", "dynamo", "torchscript"] = Field(
-        "auto", description="auto tries torch.export first, then TorchScript"
-    )
-    attention: Literal["fused", "decomposed"] = Field(
-        "fused", description="fused keeps the Attention operator of opset 23; decomposed is for engines that refuse it"
-    )
-    external_data_bytes: int = Field(128 << 20, ge=0, description="weights above this go to a file beside the graph")
-
-
-class MeasureOptions(_Part):
-    """How latency is measured; docs/measurement.md explains the numbers."""
-
-    precision: float = Field(0.02, gt=0, lt=1, description="stop when every median is known to within ± this share")
-    seconds: float = Field(20.0, gt=0, description="longest time for one batch size, over all variants together")
-    latency: bool = Field(True, description="measure latency")
-    memory: bool = Field(True, description="measure peak memory")
-
-
-class Budgets(_Part):
-    """What a variant has to hold to win."""
-
-    max_drop: float | None = Field(None, ge=0, description="largest loss of the metric against eager")
-    max_memory_bytes: int | None = Field(None, gt=0, description="largest peak device memory")
-    max_latency_ms: float | None = Field(None, gt=0, description="largest median latency at the first batch size")
-
-
-class Recipe(_Part):
+class Recipe(Part):
     """The whole of what ``optimize`` is asked to do."""
 
     model: str = Field(description="zoo name, file.py:factory, package.module:factory, .onnx, .pt2, hf:…, timm:…")
     inputs: tuple[str, ...] = Field((), description="name:dtype:batch,3,224,224 for each input; words are dynamic")
     shapes: dict[str, str] = Field({}, description="min:opt:max for each dynamic dimension")
     engines: tuple[str, ...] = Field(("onnxruntime",), min_length=1, description="what the model is made into")
+    precisions: tuple[Name, ...] = Field(
+        ("fp32",), min_length=1, description=f"each one is a variant of each engine: {', '.join(KINDS)}"
+    )
     graph_optimization: tuple[GraphOptimization, ...] = Field(
         ("all",), min_length=1, description="ONNX Runtime's optimisation levels; each one is a variant"
     )
@@ -82,11 +59,20 @@ class Recipe(_Part):
     tensorrt_run: RunOptions = RunOptions()
     simplify: bool = Field(True, description="clean the exported graph")
     export: ExportOptions = ExportOptions()
-    eval_data: str | None = Field(None, description="labelled data: an embedded set, .npz, .npy, .safetensors")
+    calibration: str | None = Field(
+        None, description="data that ranges are taken from: an embedded set, .npz, .npy, .safetensors, images, texts …"
+    )
+    samples: int = Field(128, gt=0, description="how many samples of it are used")
+    synthetic_calibration: bool = Field(
+        False, description="take ranges from made-up data where there is none: speed is right then, accuracy is not"
+    )
+    data_options: DataOptions = AS_FOUND
+    quantisation: QuantisationOptions = QuantisationOptions()
+    eval_data: str | None = Field(None, description="labelled data: an embedded set, .npz, .npy, .safetensors …")
     metric: str | None = Field(
         None, description="top1, top5, mse, or module:function; top1 without it, where the data has labels"
     )
-    samples: int | None = Field(None, gt=0, description="how many samples of the data are used; all without it")
+    eval_samples: int | None = Field(None, gt=0, description="how many samples of it are used; all without it")
     measure: MeasureOptions = MeasureOptions()
     budgets: Budgets = Budgets()
     objective: Objective = Field("latency", description="what the winner is best at, among those within the budgets")
@@ -119,7 +105,7 @@ class Recipe(_Part):
         words: dict[str, int | Literal["sweep"] | None] = {"max": None, "sweep": "sweep"}
         return tuple(words[text] if text in words else _limit(text) for text in self.workspace)
 
-    @field_validator("targets", "workspace")
+    @field_validator("targets", "workspace", "precisions")
     @classmethod
     def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(value))
@@ -129,6 +115,12 @@ class Recipe(_Part):
         """The evaluation data: what was named, else what comes with the zoo's model."""
         entry = MODELS.get(self.model.partition("(")[0])
         return self.eval_data or (entry.data if entry else None)
+
+    @property
+    def calibration_data(self) -> str | None:
+        """The calibration data: what was named, else what comes with the zoo's model."""
+        entry = MODELS.get(self.model.partition("(")[0])
+        return self.calibration or (entry.data if entry else None)
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -209,6 +201,7 @@ def make(values: dict[str, Any]) -> Recipe:
     _ = recipe.specs, recipe.ranges, recipe.where, recipe.workspace_limits  # each raises its own message
     _check_metric(recipe)
     _check_tensorrt(recipe)
+    _check_calibration(recipe)
     return recipe
 
 
@@ -239,6 +232,17 @@ def _check_tensorrt(recipe: Recipe) -> None:
     if given:
         raise UsageError(
             f"{given[0]} has no effect on {', '.join(recipe.engines)}", "add --engine tensorrt_rtx, or leave it away"
+        )
+
+
+def _check_calibration(recipe: Recipe) -> None:
+    """Ranges come from real data, or from made-up data that was asked for."""
+    needing = [name for name in recipe.precisions if KINDS[name].calibrated]
+    if needing and not recipe.calibration_data and not recipe.synthetic_calibration:
+        raise UsageError(
+            f"{needing[0]} needs calibration data, and there is none",
+            "give some samples with --calibration DATA; --synthetic-calibration makes some up, which is good for "
+            "measuring speed and memory, and not for accuracy",
         )
 
 
@@ -297,6 +301,7 @@ _UNITS = {
     ("budgets", "max_memory_bytes"): parse_bytes,
     ("budgets", "max_latency_ms"): lambda text: parse_seconds(text) * 1e3,
     ("measure", "seconds"): parse_seconds,
+    ("quantisation", "search_limit_seconds"): parse_seconds,
     ("export", "external_data_bytes"): parse_bytes,
     ("tensorrt", "tactic_dram"): parse_bytes,
     ("tensorrt", "tactic_shared_memory"): parse_bytes,

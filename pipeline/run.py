@@ -14,6 +14,7 @@ from enginesmith.pipeline.artifact import HistoryEntry
 from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.measure.memory import MemoryRow
 from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.precision.coverage import Coverage
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.tasks.compare import StageFidelity
 from enginesmith.pipeline.tensors import Signature
@@ -51,6 +52,39 @@ class BuildRecord(_Part):
     reasons: dict[str, str] = {}
 
 
+class Assignment(_Part):
+    """What one operator is computed in, and why."""
+
+    group: str
+    module: str = ""
+    operator: str
+    precision: str
+    why: str = ""
+    sqnr_db: float | None = None
+    """Of its own result in the low precision, its inputs being exact; None where that was not found out."""
+    macs: int | None = None
+
+
+class SearchStep(_Part):
+    """One assignment that was tried on the way to the one that is used."""
+
+    step: int
+    method: str = ""
+    """How ranges were chosen."""
+    quantised: int | None
+    """Groups in the low precision; None as long as their number is not known."""
+    kept: int
+    """Groups that stayed in floating point."""
+    sqnr_db: float | None = None
+    drop: float | None = None
+    speedup: float | None = None
+    """Against the float graph in the same engine; None where that was not measured."""
+    passed: bool
+    why: str
+    reason: str = ""
+    """Why it did not pass."""
+
+
 class VariantRecord(_Part):
     """One way to run the model, and everything that is known of it. The baseline is one too."""
 
@@ -72,6 +106,18 @@ class VariantRecord(_Part):
     latency: tuple[LatencyRow, ...] = ()
     memory: MemoryRow | None = None
     build: BuildRecord | None = None
+    coverage: Coverage | None = None
+    """What the graph asks for that the engine is built from."""
+    engine_coverage: Coverage | None = None
+    """What the engine really computes in."""
+    shortfall: str = ""
+    """What its precision's name promises and it does not hold, where it can be used all the same."""
+    assignment: tuple[Assignment, ...] = ()
+    search: tuple[SearchStep, ...] = ()
+    synthetic_calibration: bool = False
+    """Whether ranges were taken from made-up data: then its accuracy says nothing of real data."""
+    remarks: tuple[str, ...] = ()
+    """Whether the low precision paid, with the evidence."""
     reasons: dict[str, str] = {}
     """Field that is null or empty → why."""
 

@@ -101,6 +101,8 @@ class Runner:
                     for step in starting:
                         waiting.remove(step)
                         running[pool.submit(self._step, step, dict(outcomes), alone)] = step
+                    if not running:
+                        raise ValueError(f"the plan has no step that {waiting[0].id} needs: {waiting[0].needs}")
                     finished, _ = wait(running, return_when=FIRST_COMPLETED)
                     for future in finished:
                         step = running.pop(future)

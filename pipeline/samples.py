@@ -117,7 +117,7 @@ def feeds_for(case: Case, signature: Signature, example: Feeds, data: Dataset | 
         return {spec.name: _fitted(rows[spec.name], spec, case.sizes) for spec in signature.inputs}
     if symbol is None:
         return {spec.name: _fitted(example[spec.name], spec, case.sizes) for spec in signature.inputs}
-    return dict(synthetic(signature.inputs, example, case.sizes, case.batch, seed).arrays)
+    return synthetic(signature.inputs, example, case.sizes, case.batch, seed).batch(0, case.batch)
 
 
 def _fitted(value: Array, spec: TensorSpec, sizes: Mapping[str, int]) -> Array:

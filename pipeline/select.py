@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from enginesmith.pipeline.recipe import Budgets, Objective
+from enginesmith.pipeline.options import Budgets, Objective
 from enginesmith.pipeline.run import VariantRecord, Verdict
 
 

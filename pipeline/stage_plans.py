@@ -7,17 +7,21 @@ from pathlib import Path
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.engines.tensorrt import TensorRT
-from enginesmith.pipeline.engines.trt import manifest
+from enginesmith.pipeline.engines.trt import flavours, manifest
+from enginesmith.pipeline.engines.trt.options import BuildOptions
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.plan import (
+    baseline_engine,
     build_step,
     first_steps,
     graph_steps,
     latency_step,
     load_task,
+    quality_step,
     shapes_step,
     verify_step,
 )
+from enginesmith.pipeline.precision_plan import Lowered, lowered
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.source import Source, resolve
 from enginesmith.pipeline.steps import LOAD, REFERENCE, Plan, Step, Variant
@@ -40,6 +44,33 @@ def simplify_steps(recipe: Recipe) -> tuple[Step, ...]:
     """The steps of ``simplify`` on an ONNX file, with its check."""
     graph = graph_steps(recipe.model_copy(update={"simplify": True}), resolve(recipe.model))[2]
     return (*first_steps(recipe), *graph)
+
+
+def precision_steps(recipe: Recipe) -> tuple[tuple[Step, ...], Lowered]:
+    """The steps of ``precision``: from a model, or a file as it is, to a graph of another precision.
+
+    Raises:
+        UsageError: the recipe stands for more than one graph, or for none.
+    """
+    anywhere = recipe.model_copy(update={"targets": (flavours.PORTABLE,)})  # a graph is the same for all of them
+    found = [variant for variant in variants_of(anywhere, recipe.engines) if variant.lowering]
+    if len(found) != 1:
+        raise UsageError(
+            f"{len(found)} graphs are asked for, and one file is written", "give one --precision and one --engine"
+        )
+    source = resolve(recipe.model)
+    untouched = recipe if source.is_torch else recipe.model_copy(update={"simplify": False})
+    graph, checks, steps = graph_steps(untouched, source)
+    first = list(first_steps(recipe))
+    baseline = Variant("baseline", baseline_engine(source), "fp32", LOAD)
+    quality = quality_step(recipe, found[0], baseline.id)
+    if quality is not None and recipe.budgets.max_drop is not None:
+        own = quality_step(recipe, baseline, baseline.id)
+        first += [own] if own else []
+    if isinstance(found[0].engine, TensorRT):
+        first.append(shapes_step(recipe))
+    made = lowered(recipe, found[0], device_for(recipe, found[0].engine), graph, quality)
+    return (*first, *steps, *made.steps), replace(made, checks=(*checks, *made.checks))
 
 
 def verify_steps(recipe: Recipe, file: str) -> tuple[Step, ...]:
@@ -158,7 +189,9 @@ def _common_device(recipe: Recipe, models: Sequence[str]) -> Device:
 
 def _own_engine(source: Source) -> Engine:
     if source.form == "engine":
-        return engine_class(manifest.read(Path(source.target)).engine)()
+        found = manifest.read(Path(source.target))
+        options = BuildOptions(tf32=found.options.tf32)  # and nothing that a file could allow itself
+        return engine_class(found.engine).model_validate({"options": options})
     return engine_class("eager" if source.is_torch else "onnxruntime")()
 
 

@@ -61,6 +61,12 @@ def simplify(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     return _to_file(recipe, plans.simplify_steps(recipe), "simplify", output, settings)
 
 
+def precision(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
+    """Turn a model into an ONNX file of another precision, held against it; errors as in :func:`export`."""
+    steps, made = plans.precision_steps(recipe)
+    return _to_file(recipe, steps, made.graph, output, settings, also=(made.calibration,))
+
+
 def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
     """Compare an ONNX file with the recipe's model at the points of the shape range."""
     outcomes = finished(plans.verify_steps(recipe, str(file)), settings, recipe)
@@ -84,7 +90,10 @@ def benchmark(recipe: Recipe, others: Sequence[str], settings: Settings) -> Run:
     return assemble(header, recipe, plan, outcomes, {})
 
 
-def _to_file(recipe: Recipe, steps: Sequence[Step], stage: str, output: Path, settings: Settings) -> StageResult:
+def _to_file(
+    recipe: Recipe, steps: Sequence[Step], stage: str, output: Path, settings: Settings, also: Sequence[str] = ()
+) -> StageResult:
+    """Run steps and keep what one of them made; ``also`` are others whose notes matter."""
     if output.suffix != ".onnx":
         raise UsageError(f"the output {str(output)!r} is no .onnx file", f"call it {output.with_suffix('.onnx')}")
     outcomes = finished(steps, settings, recipe)
@@ -98,7 +107,8 @@ def _to_file(recipe: Recipe, steps: Sequence[Step], stage: str, output: Path, se
         )
     with storage_errors(f"the output {output}"):
         files = _save_as(made, output)
-    notes = "".join(f"\n  note: {note}" for entry in made.history for note in entry.notes)
+    beside = [artifact.history[-1] for name in also if (artifact := outcomes[name].artifact)]
+    notes = "".join(f"\n  note: {note}" for entry in (*made.history, *beside) for note in entry.notes)
     summary = f"wrote {' and '.join(files)}: {made.history[-1].effect}{notes}"
     return StageResult(summary=summary, files=tuple(files), history=made.history, fidelity=fidelity)
 
@@ -112,8 +122,7 @@ def _save_as(made: Artifact, output: Path) -> list[str]:
     """Write an ONNX artifact under a name of the user's, external data as ``<name>.data`` beside it; all or nothing."""
     import onnx_ir as ir
 
-    from enginesmith.pipeline import onnx_file
-    from enginesmith.pipeline.passes import graph
+    from enginesmith.pipeline import graph, onnx_file
 
     data = f"{output.name}.data" if onnx_file.external_files(made.path) else None
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,10 @@
 """What plans are made of: steps, the variants that they lead to, and both together."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.engines.base import Device, Engine
+from enginesmith.pipeline.precision.kinds import Name
+from enginesmith.pipeline.tasks.audit import Audit
 from enginesmith.pipeline.tasks.base import Task
 
 LOAD, REFERENCE, LATENCY = "load", "reference", "latency"
@@ -42,6 +44,16 @@ class Variant:
     target: str | None = None
     lacking: str = ""
     """Why it can be built here, and not run."""
+    lowering: Name | None = None
+    """The precision that the graph is turned into for it; None where it is taken as it is."""
+    calibration: str | None = None
+    """The step that found the ranges which are part of its graph."""
+    assignment: str | None = None
+    """The step that says which groups are in which precision."""
+    search: tuple[str, ...] = ()
+    """The steps that led to it."""
+    audits: tuple[str, ...] = ()
+    """Steps that look at what the graph asks for and, where the engine shows it, what is really executed."""
 
 
 @dataclass(frozen=True)
@@ -52,3 +64,13 @@ class Plan:
     baseline: Variant
     variants: tuple[Variant, ...]
     latency: str | None
+
+
+def audited(variant: Variant, graph: str, device: Device) -> tuple[Variant, list[Step]]:
+    """The variant with its audits: of the graph that a step made, and of the engine where that shows what it runs."""
+    needs = {REFERENCE: REFERENCE}
+    steps = [Step(f"audit-{graph}", Audit(), {"model": graph, **needs})]
+    if variant.engine.shows_graph:
+        task = Audit(engine=variant.engine, device=device)
+        steps.append(Step(f"audit-{variant.id}", task, {"model": variant.artifact, **needs}, lacking=variant.lacking))
+    return replace(variant, audits=tuple(step.id for step in steps)), steps

@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -251,6 +251,8 @@ class ReadRecord(BaseModel):
     """By absolute path."""
     folders: dict[str, list[str]] = {}
     """Files that were in the folders of those: one that appears or goes may be looked for."""
+    subfolders: dict[str, list[str]] = {}
+    """Folders in those that were read as a whole."""
     packages: dict[str, str] = {}
 
     @property
@@ -273,20 +275,23 @@ class Reads:
             files = {name: _stored(Path(name), stored) for name, stored in before.files.items()}
             packages = {name: importlib.metadata.version(name) for name in before.packages}
             unchanged = all(_listing(Path(name)) == names for name, names in before.folders.items())
+            unchanged &= all(_subfolders(Path(name)) == names for name, names in before.subfolders.items())
         except (OSError, ValidationError, importlib.metadata.PackageNotFoundError):
             return None
-        return ReadRecord(files=files, folders=before.folders, packages=packages) if unchanged else None
+        return before.model_copy(update={"files": files, "packages": packages}) if unchanged else None
 
-    def remember(self, paths: Iterable[Path], packages: Mapping[str, str]) -> ReadRecord:
-        """Write down what was read.
+    def remember(self, paths: Collection[Path], packages: Mapping[str, str]) -> ReadRecord:
+        """Write down what was read: files, and folders of which every file was.
 
         Raises:
             StoreError: the store cannot be written, or a file is gone again.
         """
         with storage_errors(f"the store {self._path.parent}"):
-            files = {str(path): _stored(path) for path in paths}
-            folders = {folder: _listing(Path(folder)) for folder in {str(Path(name).parent) for name in files}}
-            found = ReadRecord(files=files, folders=folders, packages=dict(packages))
+            whole = {str(path) for path in paths if path.is_dir()}
+            files = {str(path): _stored(path) for path in paths if str(path) not in whole}
+            folders = {folder: _listing(Path(folder)) for folder in {str(Path(name).parent) for name in files} | whole}
+            subfolders = {folder: _subfolders(Path(folder)) for folder in whole}
+            found = ReadRecord(files=files, folders=folders, subfolders=subfolders, packages=dict(packages))
             partial = self._path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
             partial.write_text(found.model_dump_json())
             partial.replace(self._path)
@@ -297,6 +302,11 @@ def _listing(folder: Path) -> list[str]:
     """Names of the files in a folder, but hidden ones and what `export` writes there."""
     names = (entry.name for entry in os.scandir(folder) if entry.is_file())
     return sorted(name for name in names if not name.startswith(".") and not name.endswith((".onnx", ".onnx.data")))
+
+
+def _subfolders(folder: Path) -> list[str]:
+    """Names of the folders in a folder, but hidden ones."""
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
 
 
 @contextlib.contextmanager

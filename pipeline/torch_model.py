@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import inspect
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,11 +241,12 @@ def _built_around(state: Path, record: _Record) -> nn.Module:
 
     torch.manual_seed(record.options.seed)
     drawing = contextlib.nullcontext() if record.draw else parameters_left_empty()
+    others = {getattr(module, "__file__", None) for module in list(sys.modules.values())}  # data may be code, too
     with drawing, watching(record.options.allow_pickle) as watch:
         model = factories.build(resolve(record.model)).module
     known = {digest for _, digest in record.code}
     for path in watch.files:
-        if path.stat().st_size < _SMALL_BYTES and file_digest(path) not in known:
+        if str(path) not in others and path.stat().st_size < _SMALL_BYTES and file_digest(path) not in known:
             raise SourceError(f"{path} changed since the model was loaded", "start again, and leave it alone meanwhile")
     own = _tensors(model)
     with safe_open(state, framework="pt") as stored:

@@ -11,8 +11,9 @@ from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.engines.cuda import cuda_device
 from enginesmith.pipeline.engines.tensorrt import TensorRT
 from enginesmith.pipeline.errors import MissingCapability
+from enginesmith.pipeline.precision.kinds import Name
 from enginesmith.pipeline.recipe import Recipe
-from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.source import Source, resolve
 from enginesmith.pipeline.steps import LOAD, Variant
 
 MAX = "max"
@@ -22,19 +23,39 @@ SWEPT = ("min", "2of5", "3of5", "4of5", "5of5")
 
 def variants_of(recipe: Recipe, engines: Sequence[str]) -> Iterator[Variant]:
     """Variants as far as their ids and engines go, in the order of the recipe."""
-    source = resolve(recipe.model)
-    precision = onnx_file.precision(Path(source.target)) if source.form == "onnx" else "fp32"
+    taken: set[str] = set()
     for name in engines:
         engine = engine_class(name)
-        if issubclass(engine, TensorRT):
-            yield from _tensorrt_variants(recipe, engine, precision)
-        elif name == "onnxruntime":
-            for level in recipe.graph_optimization:
-                suffix = "" if level == "all" else f"-{level}"
-                chosen = engine.model_validate({"graph_optimization": level})
-                yield Variant(f"{name}-{precision}{suffix}", chosen, precision, f"build-{name}-{precision}{suffix}")
-        else:
-            yield Variant(f"{name}-{precision}", engine(), precision, LOAD)
+        for lowering, label in _precisions(recipe, engine):
+            for variant in _of_engine(recipe, engine, label):
+                if variant.id not in taken:  # a file may be in a precision already that is asked for besides
+                    taken.add(variant.id)
+                    yield replace(variant, lowering=lowering)
+
+
+def _precisions(recipe: Recipe, engine: type[Engine]) -> list[tuple[Name | None, str]]:
+    """What the graph is turned into (None: it is taken as it is), and what the variant is called after."""
+    given = given_precision(resolve(recipe.model))
+    asked = recipe.precisions if engine.consumes == "onnx" else ("fp32",)
+    return [(None, given) if name == "fp32" else (name, name) for name in asked]
+
+
+def given_precision(source: Source) -> str:
+    """The precision that a model comes in."""
+    return onnx_file.precision(Path(source.target)) if source.form == "onnx" else "fp32"
+
+
+def _of_engine(recipe: Recipe, engine: type[Engine], precision: str) -> Iterator[Variant]:
+    name = engine.name
+    if issubclass(engine, TensorRT):
+        yield from _tensorrt_variants(recipe, engine, precision)
+    elif name == "onnxruntime":
+        for level in recipe.graph_optimization:
+            suffix = "" if level == "all" else f"-{level}"
+            chosen = engine.model_validate({"graph_optimization": level})
+            yield Variant(f"{name}-{precision}{suffix}", chosen, precision, f"build-{name}-{precision}{suffix}")
+    else:
+        yield Variant(f"{name}-{precision}", engine(), precision, LOAD)
 
 
 def _tensorrt_variants(recipe: Recipe, engine: type[TensorRT], precision: str) -> Iterator[Variant]:

@@ -144,6 +144,8 @@ class Engine(BaseModel, ABC):
     """Whether it can be built where it cannot run."""
     memory_from_torch: ClassVar[bool] = False
     """Whether its device memory comes from torch's caching allocator, which then counts it exactly."""
+    shows_graph: ClassVar[bool] = False
+    """Whether :meth:`executed` can tell."""
     only_running: ClassVar[frozenset[str]] = frozenset()
     """Fields that change how it runs and not what is built."""
 
@@ -174,9 +176,18 @@ class Engine(BaseModel, ABC):
         """Whether this machine can run what these options build; :meth:`available` says it of the engine as such."""
         return type(self).available(device)
 
+    @property
+    def arithmetic(self) -> str:
+        """What fp32 products are computed in: ``fp32``, or ``tf32`` where they may be rounded to its 10 bits."""
+        return "fp32"
+
     def facts(self, artifact: Artifact) -> EngineFacts:
         """What a built engine says of itself."""
         return EngineFacts()
+
+    def executed(self, artifact: Artifact, device: Device, scratch: Path) -> Path:
+        """The ONNX file of exactly those operators that a session runs; it may be written into ``scratch``."""
+        raise TypeError(f"{self.name} does not show the graph that it runs")
 
     def surroundings(self, device: Device) -> dict[str, Any]:
         """Facts about this machine that decide what ``build`` writes, where there are any."""

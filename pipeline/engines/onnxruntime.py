@@ -7,6 +7,7 @@ Such a graph holds for the vector units and the version it was made with: both a
 refuses others.
 """
 
+import logging
 import platform
 import re
 import shutil
@@ -26,6 +27,7 @@ from enginesmith.pipeline.engines.base import Availability, BuildRequest, Device
 from enginesmith.pipeline.engines.onnxruntime_session import Level
 from enginesmith.pipeline.errors import MissingCapability
 
+_logger = logging.getLogger(__name__)
 _MODEL, _RECORD = "model.onnx", "engine.json"
 _SIMD = re.compile(r"\b(?:avx|fma|amx|asimd|sve|i8mm|bf16)\w*")
 
@@ -46,12 +48,15 @@ class OnnxRuntime(Engine):
     name: ClassVar[str] = "onnxruntime"
     consumes: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("onnxruntime", "onnxruntime-gpu")
+    shows_graph: ClassVar[bool] = True
 
     graph_optimization: Level = "all"
     save_optimized: bool = True
     """Optimise in ``build`` and keep the result; otherwise the engine is the model itself, optimised at every load."""
     memory_arena: bool = True
     """Keep freed memory for the next call: faster, and the peak is somewhat higher."""
+    emulate: bool = False
+    """Compute float16 and bfloat16 in float32 and round each value: slower, and near to what other hardware answers."""
 
     @classmethod
     def available(cls, device: Device) -> Availability:
@@ -96,7 +101,17 @@ class OnnxRuntime(Engine):
 
     def _saves(self, device: Device) -> bool:
         """Whether the engine is the optimised graph; on CUDA it never is, as that is not proven to load everywhere."""
-        return self.save_optimized and self.graph_optimization != "disabled" and device.kind == "cpu"
+        wanted = self.save_optimized and self.graph_optimization != "disabled" and not self.emulate
+        return wanted and device.kind == "cpu"
+
+    def executed(self, artifact: Artifact, device: Device, scratch: Path) -> Path:
+        """The engine itself where it is the optimised graph, else what a session makes of it when it is loaded."""
+        if (artifact.folder / _RECORD).is_file():
+            return artifact.path
+        self.require(device)
+        chosen = sessions.options(device, self.graph_optimization, memory_arena=False, save_to=scratch / _MODEL)
+        sessions.open_session(artifact.path, chosen, device)
+        return scratch / _MODEL
 
     def load(self, artifact: Artifact, device: Device) -> Session:
         """Open a session on an engine, or on a plain ONNX model."""
@@ -107,7 +122,8 @@ class OnnxRuntime(Engine):
             level = "disabled"
         chosen = sessions.options(device, level, memory_arena=self.memory_arena)
         stream = _stream(device)
-        session = sessions.open_session(artifact.path, chosen, device, stream and stream.cuda_stream)
+        content = _emulated(artifact.path) if self.emulate else None
+        session = sessions.open_session(artifact.path, chosen, device, stream and stream.cuda_stream, content)
         signature = artifact.signature or onnx_file.signature(artifact.path)
         return sessions.OnnxRuntimeSession(session, signature, device, stream)
 
@@ -124,6 +140,20 @@ class OnnxRuntime(Engine):
             tiny = Artifact(kind="onnx", path=path, sha256="", bytes=0)
             with self.load(tiny, device) as session:
                 session.run({"x": np.ones((64, 64), np.float32)})
+
+
+def _emulated(path: Path) -> bytes | None:
+    """The rewritten graph, its weights still where they were; None if there is nothing to emulate in it."""
+    import onnx_ir as ir
+
+    from enginesmith.pipeline import graph
+    from enginesmith.pipeline.precision.emulation import emulate
+
+    model = graph.load(path)
+    if not emulate(model):
+        return None
+    _logger.info("%s is emulated: float16 and bfloat16 are computed in float32, and each value is rounded", path.name)
+    return bytes(ir.to_proto(model).SerializeToString())
 
 
 def _stream(device: Device) -> Any:

@@ -1,6 +1,7 @@
 """Sessions of ONNX Runtime: how one is opened, fed and freed. Feeds are bound once; a call moves nothing."""
 
 import gc
+import mmap
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ _LEVELS: dict[Level, str] = {
 }
 _ERROR_SEVERITY = 3
 _EXTERNAL_ABOVE_BYTES = 1024
+_WRONG_IN_HALF = "WeightBiasQuantization"
+"""An optimisation that multiplies two scales in their own type, and gets next to nothing in float16."""
 _GPU_LIBRARIES = "install the CUDA build alone: pip uninstall onnxruntime; pip install 'enginesmith[gpu]'"
 
 
@@ -54,8 +57,12 @@ def options(device: Device, level: Level, *, memory_arena: bool, save_to: Path |
     return chosen
 
 
-def open_session(path: Path, chosen: Any, device: Device, stream: int | None = None) -> "onnxruntime.InferenceSession":
+def open_session(
+    path: Path, chosen: Any, device: Device, stream: int | None = None, content: bytes | None = None
+) -> "onnxruntime.InferenceSession":
     """Open a session that runs on the device that was asked for, or none.
+
+    ``content`` is the graph, if it is another one than the file's; its weights lie where the file's do.
 
     Raises:
         MissingCapability: ONNX Runtime would run it on another device.
@@ -65,8 +72,13 @@ def open_session(path: Path, chosen: Any, device: Device, stream: int | None = N
 
     if device.kind == "cuda":
         ort.preload_dlls()
+    if content is not None:
+        chosen.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    left_out = [_WRONG_IN_HALF] if content is None and _has_half_scales(path) else []
     try:
-        session = ort.InferenceSession(str(path), chosen, providers=_providers(device, stream))
+        session = ort.InferenceSession(
+            content or str(path), chosen, providers=_providers(device, stream), disabled_optimizers=left_out
+        )
     except _errors() as error:
         raise _load_error(error, path.name) from error
     wanted = _providers(device, stream)[0][0]
@@ -75,6 +87,22 @@ def open_session(path: Path, chosen: Any, device: Device, stream: int | None = N
             f"ONNX Runtime did not start its {wanted} and would run on the CPU without a word", _GPU_LIBRARIES
         )
     return session
+
+
+def _has_half_scales(path: Path) -> bool:
+    """Whether values are quantised with scales of float16 or bfloat16; a graph without Q/DQ is not taken apart."""
+    from enginesmith.pipeline import onnx_file
+
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(b"QuantizeLinear") < 0:
+                return False
+        model = onnx_file.read(path)
+    except (OSError, ValueError, InvalidGraph):  # ValueError: an empty file
+        return False
+    kinds = {tensor.name: onnx_file.dtype_name(tensor.data_type) for tensor in onnx_file.tensors(model)}
+    nodes = (node for node in onnx_file.nodes(model) if node.op_type in ("QuantizeLinear", "DequantizeLinear"))
+    return any(kinds.get(node.input[1]) in ("float16", "bfloat16") for node in nodes if len(node.input) > 1)
 
 
 def _providers(device: Device, stream: int | None) -> list[tuple[str, dict[str, str]]]:

@@ -73,6 +73,11 @@ class TensorRT(Engine):
         """What the installed version can do."""
         return flavours.capabilities(cls.flavour)
 
+    @property
+    def arithmetic(self) -> str:
+        """``tf32``, unless that was turned off."""
+        return "tf32" if self.options.tf32 else "fp32"
+
     def runnable(self, device: Device) -> Availability:
         """Whether the device is there and is one that the target stands for."""
         found = type(self).available(device)
@@ -84,11 +89,13 @@ class TensorRT(Engine):
         return Availability(ok=False, reason=reason, remedy=f"build it for --target {here.target}")
 
     def surroundings(self, device: Device) -> dict[str, Any]:
-        """The device and driver that the builder times kernels on; where a target was named, nothing."""
+        """The device and driver that the builder times kernels on, where no target was named; plugins by content."""
+        plugins = {name: file_digest(Path(name)) for name in self.options.plugins if Path(name).is_file()}
+        found: dict[str, Any] = {"plugins": plugins} if plugins else {}
         if self.target and self.known().builds_without_gpu:
-            return {}
+            return found
         here = cuda.cuda_device(device.index)
-        found: dict[str, Any] = {"device": here.model_dump() if here else None, "driver": cuda.driver().version}
+        found |= {"device": here.model_dump() if here else None, "driver": cuda.driver().version}
         if self.options.locked and (file := self._timing_cache(self.known(), here)) and file.is_file():
             found["timing"] = file_digest(file)
         return found

@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.artifact import json_digest
+from enginesmith.pipeline.engines.processor import vector_units
 
 PACKAGES = (
     *("enginesmith", "numpy", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu"),
@@ -46,6 +47,8 @@ class Environment(BaseModel):
 
     processor: str
     architecture: str
+    vector_units: tuple[str, ...] = ()
+    """Vector extensions of the processor, as the kernel names them."""
     cores: int
     usable_cores: int
     """Cores that this process may run on (its affinity)."""
@@ -77,6 +80,7 @@ def environment() -> Environment:
     found = Environment(
         processor=_fields(Path("/proc/cpuinfo")).get("model name") or platform.processor() or platform.machine(),
         architecture=platform.machine(),
+        vector_units=vector_units(),
         cores=os.cpu_count() or 1,
         usable_cores=len(os.sched_getaffinity(0)),
         quota_cores=_quota_cores(),

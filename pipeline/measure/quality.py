@@ -1,16 +1,12 @@
 """The task's own metric on labelled data, and what it loses against eager on the same samples."""
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from enginesmith.calibration import user_code
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.measure.statistics import Samples, mean_interval
 from enginesmith.pipeline.tensors import Array, Feeds
@@ -66,35 +62,15 @@ def find_metric(text: str) -> Metric:
     """
     if text in METRICS:
         return METRICS[text]
-    place, separator, name = text.rpartition(":")
-    if not separator:
+    if ":" not in text:
         raise DataError(
             f"there is no metric {text!r}", f"use {', '.join(METRICS)}, module:function or file.py:function"
         )
-    found = getattr(_import(place), name, None)
+    found = user_code.find(text, "metric")
     if not callable(found):
-        raise DataError(f"{place} has no function {name!r}", "the metric is given as module:function")
+        raise DataError(f"the metric {text} is no function", "give it as module:function or file.py:function")
     metric: Metric = found
     return metric
-
-
-def _import(place: str) -> ModuleType:
-    """The user's module; what its import raises is the user's to mend."""
-    try:
-        if not place.endswith(".py"):
-            if str(Path.cwd()) not in sys.path:
-                sys.path.insert(0, str(Path.cwd()))
-            return importlib.import_module(place)
-        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise DataError(
-            f"importing the metric's module {place} raised {type(error).__name__}: {error}", "mend it, and try again"
-        ) from error
-    return module
 
 
 def _apply(name: str, function: Metric, outputs: Feeds, labels: Array) -> Samples:

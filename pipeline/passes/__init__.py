@@ -4,4 +4,7 @@ PASSES: tuple[str, ...] = (
     "enginesmith.pipeline.passes.export:Export",
     "enginesmith.pipeline.passes.simplify:Simplify",
     "enginesmith.pipeline.passes.decompose:DecomposeAttention",
+    "enginesmith.pipeline.passes.equalise:Equalise",
+    "enginesmith.pipeline.passes.smooth:Smooth",
+    "enginesmith.pipeline.passes.precision:Precision",
 )

@@ -1,8 +1,9 @@
 """What a pass is: a pure function from artifact to artifact, with its promises checked before and after."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -11,6 +12,7 @@ from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import InvalidGraph, ModelError
 
 Progress = Callable[[str], None]
+Records = Mapping[str, Artifact]
 
 
 class Pass(BaseModel):
@@ -29,11 +31,16 @@ class Pass(BaseModel):
     """Distributions whose versions decide what comes out."""
 
     @abstractmethod
-    def apply(self, artifact: Artifact, out: Path, progress: Progress) -> Effect:
-        """Read the artifact, write files into the empty folder ``out``, say what was done."""
+    def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
+        """Read the artifact, write files into the empty folder ``out``, say what was done.
+
+        ``records`` holds what was found out about the artifact before, by role; most passes need none.
+        """
 
 
-def run_pass(pass_: Pass, artifact: Artifact, out: Path, progress: Progress) -> Effect:
+def run_pass(
+    pass_: Pass, artifact: Artifact, out: Path, progress: Progress, records: Records = MappingProxyType({})
+) -> Effect:
     """Apply a pass and hold it to its promises.
 
     Raises:
@@ -41,7 +48,7 @@ def run_pass(pass_: Pass, artifact: Artifact, out: Path, progress: Progress) -> 
     """
     if artifact.kind != pass_.consumes:
         raise ModelError(f"the pass {pass_.name!r} takes a {pass_.consumes} artifact, and got a {artifact.kind} one")
-    effect = pass_.apply(artifact, out, progress)
+    effect = pass_.apply(artifact, out, progress, records)
     if not (out / effect.file).is_file():
         raise ModelError(f"the pass {pass_.name!r} did not write {effect.file!r}")
     if pass_.produces == "onnx":

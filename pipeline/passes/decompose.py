@@ -8,9 +8,9 @@ body.
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from enginesmith.pipeline import graph
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.passes import graph
-from enginesmith.pipeline.passes.base import Pass, Progress
+from enginesmith.pipeline.passes.base import Pass, Progress, Records
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -26,7 +26,7 @@ class DecomposeAttention(Pass):
 
     external_data_bytes: int = graph.EXTERNAL_DATA_BYTES
 
-    def apply(self, artifact: Artifact, out: Path, progress: Progress) -> Effect:
+    def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Rewrite the graph, weights untouched."""
         from enginesmith.pipeline import onnx_file
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from enginesmith.pipeline import graph
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ExportError
-from enginesmith.pipeline.passes import graph
-from enginesmith.pipeline.passes.base import Pass, Progress
+from enginesmith.pipeline.passes.base import Pass, Progress, Records
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -34,7 +34,7 @@ class Export(Pass):
     attention: Literal["fused", "decomposed"] = "fused"
     external_data_bytes: int = graph.EXTERNAL_DATA_BYTES
 
-    def apply(self, artifact: Artifact, out: Path, progress: Progress) -> Effect:
+    def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Load the module and export it."""
         from enginesmith.pipeline.torch_model import load_artifact
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from enginesmith.pipeline.passes import graph
+from enginesmith.pipeline import graph
 from enginesmith.pipeline.passes.attention_heads import absorb_heads
 from enginesmith.pipeline.passes.shape_arithmetic import simplify_shapes
 
@@ -77,7 +77,11 @@ def _should_fold(node: "ir.Node") -> bool | None:
     if _output_size(node) <= _SMALL and all(_size(value) <= _SMALL for value in node.inputs):
         return None
     inputs = [value for value in node.inputs if _size(value) > _SMALL]
-    return node.op_type in _ON_WEIGHTS and _output_size(node) <= sum(map(_size, inputs)) and all(map(_vanishes, inputs))
+    return (
+        node.op_type in _ON_WEIGHTS
+        and _output_size(node) <= sum(map(_size, node.inputs))  # parts of a weight may be small, and their sum is not
+        and all(map(_vanishes, inputs))
+    )
 
 
 def _vanishes(value: "ir.Value | None") -> bool:

@@ -5,15 +5,14 @@ because they keep weights lazy, names and dynamic shapes intact, and metadata on
 against what went in; if it is not provably as good, the graph is passed on as it was.
 """
 
-import shutil
 import tempfile
 from pathlib import Path
 from typing import ClassVar
 
+from enginesmith.pipeline import graph
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
-from enginesmith.pipeline.passes import graph
-from enginesmith.pipeline.passes.base import Pass, Progress
+from enginesmith.pipeline.passes.base import Pass, Progress, Records
 
 # What the libraries raise on graphs they were not made for.
 _FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, NotImplementedError)
@@ -29,7 +28,7 @@ class Simplify(Pass):
 
     external_data_bytes: int = graph.EXTERNAL_DATA_BYTES
 
-    def apply(self, artifact: Artifact, out: Path, progress: Progress) -> Effect:
+    def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Simplify, check, and keep the better of both graphs."""
         return simplify_file(artifact.path, out, self.external_data_bytes, progress)
 
@@ -43,11 +42,11 @@ def simplify_file(path: Path, out: Path, external_data_bytes: int, progress: Pro
             progress("rewriting the graph")
             given, left = _rewrite(path, Path(scratch), external_data_bytes)
             if left == given:
-                return _unchanged(path, out, "there was nothing to simplify")
+                return graph.pass_on(path, out, "there was nothing to simplify")
             progress("checking the result")
             _hold_against(path, Path(scratch, graph.FILE))
         except (EnginesmithError, *_FAILURES) as error:
-            return _unchanged(path, out, f"passed on unchanged: {error}")
+            return graph.pass_on(path, out, f"passed on unchanged: {error}")
         for file in list(Path(scratch).iterdir()):
             file.rename(out / file.name)
     return Effect(file=graph.FILE, summary=f"{given} → {left} nodes", signature=onnx_file.signature(out / graph.FILE))
@@ -86,16 +85,3 @@ def _hold_against(before: Path, after: Path) -> None:
     if onnx_file.signature(before) != onnx_file.signature(after):
         raise ModelError("the signature changed")
     compare(before, after)
-
-
-def _unchanged(path: Path, out: Path, note: str) -> Effect:
-    from enginesmith.pipeline import onnx_file
-
-    for name in onnx_file.external_files(path):
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path.parent / name, out / name)
-    shutil.copyfile(path, out / graph.FILE)
-    nodes = onnx_file.summary(path).nodes
-    return Effect(
-        file=graph.FILE, summary=f"{nodes} nodes, unchanged", notes=(note,), signature=onnx_file.signature(path)
-    )

@@ -4,8 +4,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from enginesmith.pipeline import graph
 from enginesmith.pipeline.errors import ExportError
-from enginesmith.pipeline.passes import export_errors, graph
+from enginesmith.pipeline.passes import export_errors
 from enginesmith.pipeline.passes.base import Progress
 
 if TYPE_CHECKING:

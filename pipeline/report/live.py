@@ -31,7 +31,11 @@ class _Board:
 
     lines: dict[str, _Line] = field(default_factory=dict)
 
-    def take(self, event: Event) -> _Line:
+    def take(self, event: Event) -> _Line | None:
+        """The step's line; None for a trial that came after the end of its search, which is no news."""
+        if self._is_idle(event):
+            self.lines.pop(event.step.id, None)
+            return None
         line = self.lines.setdefault(event.step.id, _Line(event.step))
         if event.kind == "started":
             line.started = time.monotonic()
@@ -40,6 +44,15 @@ class _Board:
         else:
             line.ended, line.outcome = time.monotonic(), event.outcome
         return line
+
+    def _is_idle(self, event: Event) -> bool:
+        found = event.outcome.artifact if event.outcome else None
+        known = (line.outcome.artifact for line in self.lines.values() if line.outcome)
+        return (
+            event.step.task.title == "search"
+            and found is not None
+            and found.sha256 in {artifact.sha256 for artifact in known if artifact}
+        )
 
 
 @contextlib.contextmanager
@@ -66,6 +79,8 @@ def _plain_lines() -> Iterator[Listener]:
     def listener(event: Event) -> None:
         with lock:
             line = board.take(event)
+            if line is None:
+                return
             if event.kind == "started":
                 say(f"{event.step.id}: started")
             elif event.kind == "finished":

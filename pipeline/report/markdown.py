@@ -1,22 +1,28 @@
 """``report.md``: a run on one page, for a pull request or a terminal."""
 
+import re
 from collections.abc import Sequence
 
 from enginesmith.pipeline.report import tables
 from enginesmith.pipeline.run import Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes, format_seconds
 
+_STAR = re.compile(r"(?<!\*)\*(?!\*)")
+"""A star that marks a name, and no emphasis."""
+
 
 def render(run: Run) -> str:
     """The run as Markdown."""
     parts = [
         f"# {_plain(run.name)}",
-        tables.verdict(run),
+        _STAR.sub(r"\*", tables.verdict(run)),
         _table(tables.COLUMNS, tables.rows(run)),
         _footnotes(run),
+        *_remarks(run),
         *_verdicts(run),
         *_failures(run),
         *_engines(run),
+        *_precision(run),
         "## Fidelity",
         f"Outputs against {run.baseline.id} on {_plain(run.model.data or 'unknown')} data.",
         _fidelity(run),
@@ -41,6 +47,7 @@ def _footnotes(run: Run) -> str:
         f"Measured on {where}; {_threads(run)}. Speed-up is the median of paired rounds against {run.baseline.id}."
     ]
     notes += [f"Stopped: {'; '.join(sorted(stop for stop in stops if stop))}."] if any(stops) else []
+    notes += [f"{_plain(note)}." for note in tables.made_up(run)]
     notes += [f"Warning: {warning}." for warning in environment.get("warnings", [])]
     return "\n".join(notes)
 
@@ -57,7 +64,9 @@ def _verdicts(run: Run) -> list[str]:
         (one.budget, f"{one.limit:g}", "unknown" if one.actual is None else f"{one.actual:g}", _yes(one.passed))
         for one in run.verdicts
     ]
-    return ["## Budgets", _table(("budget", "limit", "actual", "held"), rows)]
+    winner = next((one for one in run.variants if one.id == run.winner and one.synthetic_calibration), None)
+    whose = [f"Those of {_plain(tables.marked(winner))}."] if winner else []
+    return ["## Budgets", *whose, _table(("budget", "limit", "actual", "held"), rows)]
 
 
 def _failures(run: Run) -> list[str]:
@@ -84,7 +93,7 @@ def _engine_row(record: VariantRecord) -> tuple[str, ...]:
     kernels = ", ".join(f"{count} {name}" for name, count in (build.layers or {}).items())
     sizes = (build.workspace_limit_bytes, build.weights_bytes, build.activation_bytes)
     return (
-        record.id,
+        tables.marked(record),
         record.target or "–",
         *(format_bytes(size) for size in sizes),
         kernels or "–",
@@ -92,9 +101,30 @@ def _engine_row(record: VariantRecord) -> tuple[str, ...]:
     )
 
 
+def _remarks(run: Run) -> list[str]:
+    lines = [f"- **{_plain(name)}**: {_plain(text)}." for name, text in tables.remarks(run)]
+    return ["\n".join(lines)] if lines else []
+
+
+def _precision(run: Run) -> list[str]:
+    """What is computed in which precision, by variant, by group, and how that was found."""
+    rows = tables.coverage(run)
+    parts = [_table(tables.COVERAGE, rows)] if rows else []
+    for record in run.variants:
+        if sentence := tables.kept(record):
+            parts.append(_folded(sentence, _table(tables.ASSIGNMENT, tables.assignment(record))))
+        if record.search:
+            parts.append(_folded(f"{tables.marked(record)}: trials", _table(tables.SEARCH, tables.search(record))))
+    return ["## Precision", *parts] if parts else []
+
+
+def _folded(summary: str, content: str) -> str:
+    return f"<details><summary>{_plain(summary)}</summary>\n\n{content}\n\n</details>"
+
+
 def _fidelity(run: Run) -> str:
     rows = [
-        (record.id, entry.stage, f"{entry.point} (batch {entry.batch})")
+        (tables.marked(record), entry.stage, f"{entry.point} (batch {entry.batch})")
         + (_decimal(entry.sqnr_db, 1), _decimal(entry.max_abs_error, 3, "g"), _decimal(entry.argmax_agreement, 4))
         + (_yes(entry.passed),)
         for record in run.variants
@@ -111,7 +141,7 @@ def _steps(record: VariantRecord) -> str:
     ]
     notes = [f"- {entry.step}: {_plain(note)}" for entry in record.history for note in entry.notes]
     table = _table(("step", "effect", "time", "host peak"), rows)
-    return "\n\n".join([f"**{_plain(record.id)}**", table, *(["\n".join(notes)] if notes else [])])
+    return "\n\n".join([f"**{_plain(tables.marked(record))}**", table, *(["\n".join(notes)] if notes else [])])
 
 
 def _decimal(value: float | None, digits: int, kind: str = "f") -> str:
@@ -124,4 +154,5 @@ def _yes(value: bool) -> str:
 
 def _plain(text: str) -> str:
     """Text that cannot break out of a table cell or bring markup along."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    text = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    return _STAR.sub(r"\\*", text)

@@ -1,10 +1,18 @@
 """The tables that people read in the terminal and in report.md: one definition of columns and of number formats."""
 
+import re
 from collections.abc import Callable
 
-from enginesmith.pipeline.run import Run, VariantRecord
+from enginesmith.pipeline.explain import claimed
+from enginesmith.pipeline.precision.coverage import Coverage, percent, words
+from enginesmith.pipeline.run import Assignment, Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes
 
+COVERAGE = ("variant", "of", "multiply-adds", "weights", "Q/DQ pairs", "not fused", "islands", "conversions", "casts")
+ASSIGNMENT = ("group", "module", "operator", "precision", "SQNR dB", "multiply-adds", "why")
+SEARCH = ("trial", "ranges", "quantised", "kept", "SQNR dB", "drop", "speed against float", "reaches the goal", "what")
+MADE_UP = "* calibrated on made-up data: speed holds, accuracy does not"
+_MARK = "*"
 COLUMNS = ("variant", "batch", "speed-up [95 %]", "p50 ms", "p99 ms", "peak memory", "size", "drop", "status")
 
 
@@ -17,12 +25,12 @@ def rows(run: Run) -> list[tuple[str, ...]]:
 def _record_rows(
     record: VariantRecord, winner: str | None, compared: Callable[[VariantRecord, int], str]
 ) -> list[tuple[str, ...]]:
-    name = f"★ {record.id}" if record.id == winner else record.id
+    name = f"★ {marked(record)}" if record.id == winner else marked(record)
     fixed = (
         format_bytes(record.peak_bytes),
         format_bytes(record.artifact.bytes if record.artifact else None),
         drop(record),
-        record.status,
+        f"{record.status}, mostly {_mostly(record)}" if record.shortfall else record.status,
     )
     if not record.latency:
         return [(name, "–", "–", "–", "–", *fixed)]
@@ -55,8 +63,37 @@ def drop(record: VariantRecord) -> str:
     return f"{record.quality.drop:+.4f}"
 
 
+def marked(record: VariantRecord) -> str:
+    """A variant's name, with a star where its numbers come from made-up calibration data."""
+    return f"{record.id}{_MARK}" if record.synthetic_calibration else record.id
+
+
+def mark(run: Run, text: str) -> str:
+    """The same for every variant that a text names."""
+    for record in run.variants:
+        if record.synthetic_calibration:
+            text = re.sub(rf"(?<![\w+-]){re.escape(record.id)}(?![\w+*-])", marked(record), text)
+    return text
+
+
+def made_up(run: Run) -> list[str]:
+    """The footnote on stars, where there are any."""
+    return [MADE_UP] if any(record.synthetic_calibration for record in run.variants) else []
+
+
+def _mostly(record: VariantRecord) -> str:
+    """What a variant really is, that is not what its name says."""
+    found = record.engine_coverage or record.coverage
+    shares = {} if found is None else found.weights if "weights" in record.precision else found.macs
+    return next(iter(shares), "something else")
+
+
 def verdict(run: Run) -> str:
     """The run in one sentence."""
+    return mark(run, _verdict(run))
+
+
+def _verdict(run: Run) -> str:
     if run.winner is None:
         return f"No winner: {run.winner_reason}."
     record = next(one for one in (run.baseline, *run.variants) if one.id == run.winner)
@@ -90,8 +127,73 @@ def cautions(run: Run) -> list[str]:
 
 def reasons(run: Run) -> list[tuple[str, str]]:
     """What is wrong with variants, or left to do: those of one reason together, and the reason."""
-    together: dict[str, list[str]] = {}
+    together: dict[str, list[VariantRecord]] = {}
     for record in (run.baseline, *run.variants):
-        if record.reason:
-            together.setdefault(record.reason.replace(record.id, "…"), []).append(record.id)
-    return [(", ".join(names), reason.replace("…", names[0])) for reason, names in together.items()]
+        if said := record.reason or record.shortfall:
+            together.setdefault(said.replace(record.id, "…"), []).append(record)
+    return [
+        (", ".join(marked(record) for record in records), mark(run, reason.replace("…", records[0].id)))
+        for reason, records in together.items()
+    ]
+
+
+def remarks(run: Run) -> list[tuple[str, str]]:
+    """Whether low precision paid, by variant."""
+    return [(marked(record), mark(run, text)) for record in run.variants for text in record.remarks]
+
+
+def coverage(run: Run) -> list[tuple[str, ...]]:
+    """What each graph asks for and each engine runs; columns as in :data:`COVERAGE`."""
+    return [
+        (marked(record) if index == 0 or record.coverage is None else "", what, *_covered(found))
+        for record in (run.baseline, *run.variants)
+        for index, (what, found) in enumerate((("graph", record.coverage), ("engine", record.engine_coverage)))
+        if found is not None
+    ]
+
+
+def _covered(found: Coverage) -> tuple[str, ...]:
+    counts = (found.qdq_pairs, found.unfused, found.islands, found.conversions, found.casts)
+    unknown = f", {found.unknown_products} products of unknown size" if found.unknown_products else ""
+    return (words(found.macs) + unknown, words(found.weights), *(str(count) for count in counts))
+
+
+def assignment(record: VariantRecord) -> list[tuple[str, ...]]:
+    """What each group is computed in; those first that are not in the precision that the variant is called after."""
+    low = claimed(record.precision)
+    total = sum(one.macs or 0 for one in record.assignment)
+    ordered = sorted(record.assignment, key=lambda one: (claimed(one.precision) == low, -(one.macs or 0), one.group))
+    return [_assigned(one, total) for one in ordered]
+
+
+def _assigned(one: Assignment, total: int) -> tuple[str, ...]:
+    sqnr = "–" if one.sqnr_db is None else f"{one.sqnr_db:.1f}"
+    work = "–" if one.macs is None or not total else percent(one.macs / total)
+    return (one.group, one.module or "–", one.operator, one.precision, sqnr, work, one.why or "–")
+
+
+def kept(record: VariantRecord) -> str:
+    """The assignment in one sentence; empty where there is none."""
+    if not record.assignment:
+        return ""
+    low, total = claimed(record.precision), len(record.assignment)
+    count = sum(claimed(one.precision) == low for one in record.assignment)
+    return f"{marked(record)}: {count} of {total} groups in {low}"
+
+
+def search(record: VariantRecord) -> list[tuple[str, ...]]:
+    """The trials that led to the assignment; columns as in :data:`SEARCH`."""
+    return [
+        (
+            str(one.step),
+            one.method or "–",
+            "–" if one.quantised is None else str(one.quantised),
+            str(one.kept),
+            "–" if one.sqnr_db is None else f"{one.sqnr_db:.1f}",
+            "–" if one.drop is None else f"{one.drop:+.4f}",
+            "–" if one.speedup is None else f"{one.speedup:.2f}×",
+            "yes" if one.passed else f"no: {one.reason}" if one.reason else "no",
+            one.why,
+        )
+        for one in record.search
+    ]

@@ -14,6 +14,9 @@ from enginesmith.pipeline.run import Run
 
 _WIDE = 200
 """Columns of a table that goes to a file or a pipe."""
+_MOST_ROWS = 15
+"""Rows of an assignment; report.md has all of them."""
+_PRECISION = tables.ASSIGNMENT.index("precision")
 
 
 def print_json(value: Any) -> None:
@@ -27,13 +30,30 @@ def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
         click.echo(run_as_json(run))
     else:
         _table(tables.COLUMNS, tables.rows(run))
+        for note in tables.made_up(run):
+            click.echo(note)
         click.echo(tables.verdict(run))
+        for name, text in tables.remarks(run):
+            click.echo(f"{name}: {text}")
+        _assignments(run)
         for caution in tables.cautions(run):
             click.echo(f"note: {caution}")
         if folder is not None:
             click.echo(f"report: {folder / 'report.md'}")
     broken = [one for one in run.verdicts if not one.passed]
     return 3 if run.winner is None and broken else 0
+
+
+def _assignments(run: Run) -> None:
+    """Which groups are in which precision, where some of them are not in the one that was asked for."""
+    for record in run.variants:
+        rows = tables.assignment(record)
+        if sentence := tables.kept(record):
+            click.echo(sentence)
+        if len({row[_PRECISION] for row in rows}) > 1:
+            _table(tables.ASSIGNMENT, rows[:_MOST_ROWS])
+            if len(rows) > _MOST_ROWS:
+                click.echo(f"and {len(rows) - _MOST_ROWS} more, in report.md")
 
 
 def show_stage(result: Any, as_json: bool) -> None:

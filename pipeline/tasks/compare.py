@@ -8,6 +8,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, SerializeAsAny
 
 from enginesmith.calibration.dataset import Dataset, open_dataset
+from enginesmith.calibration.options import DataOptions
+from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline import samples
 from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.engines.base import Device, Engine, Session
@@ -30,6 +32,7 @@ class Sample(Task):
     ranges: dict[str, ShapeRange]
     batches: tuple[int, ...]
     data: str | None
+    data_options: DataOptions
     seed: int
 
     @property
@@ -44,7 +47,9 @@ class Sample(Task):
         given, sizes = example(model)
         ranges = samples.plan_ranges(signature, self.ranges, self.batches, sizes)
         cases = samples.plan_cases(signature, ranges, self.batches)
-        data, read = open_data(self.data, signature.inputs, None, self.seed) if self.data else (None, ())
+        data, read = (
+            open_data(self.data, signature.inputs, None, self.seed, self.data_options) if self.data else (None, ())
+        )
         odd: dict[str, float] = {}
         with self.engine.load(model, Device()) as session:
             for index, case in enumerate(cases):
@@ -62,7 +67,8 @@ class Sample(Task):
                 f"the model answers NaN or Inf only in {', '.join(odd)}, which nothing can be held against",
                 "look at its weights, and at the data it was run on",
             )
-        notes = tuple(f"{100 * share:.3g} % of output {key!r} is NaN or Inf in eager too" for key, share in odd.items())
+        strange = (f"{100 * share:.3g} % of output {key!r} is NaN or Inf in eager too" for key, share in odd.items())
+        notes = (*(data.notes if data else ()), *strange)
         summary = "; ".join([f"{len(cases)} sets of feeds from {name} data", *notes])
         return Effect(file=samples.RECORD, summary=summary, notes=notes, reads=read)
 
@@ -167,13 +173,13 @@ def _hold_feedable(signature: Signature) -> None:
 
 
 def open_data(
-    reference: str, inputs: Sequence[TensorSpec], count: int | None, seed: int
+    reference: str, inputs: Sequence[TensorSpec], count: int | None, seed: int, options: DataOptions
 ) -> tuple[Dataset, tuple[Path, ...]]:
     """The evaluation data, or so many samples of it; and the files that it was read from."""
     with watching(allow_pickle=False) as watch:
-        data = open_dataset(reference, inputs, split="test")
-    data = data if count is None else data.sample(count, seed)
-    return data, tuple(sorted(path for path in watch.files if path.suffix != ".py"))
+        data = open_dataset(reference, inputs, split="test", options=options)
+    files = (path for path in watch.files if path.suffix != ".py" or is_reference(reference))
+    return data if count is None else data.sample(count, seed), (*sorted(files), *data.folders)
 
 
 def _shown(sizes: Mapping[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""Measurements as tasks: latency of all variants together, memory and quality of each alone."""
+"""Measurements as tasks: latency of all variants together, memory of each alone."""
 
 import contextlib
 import datetime
@@ -12,30 +12,21 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import SerializeAsAny
 
-from enginesmith.calibration.dataset import Dataset
 from enginesmith.pipeline import samples
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import Device, Engine
-from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.measure import device as devices
 from enginesmith.pipeline.measure.latency import measure_latency
 from enginesmith.pipeline.measure.memory import measure_memory
-from enginesmith.pipeline.measure.quality import METRICS, evaluate
 from enginesmith.pipeline.measure.race import Candidate, LatencySettings
 from enginesmith.pipeline.passes.base import Progress
-from enginesmith.pipeline.samples import batch_symbol, fixed_batch
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
-from enginesmith.pipeline.tasks.compare import open_data
 from enginesmith.pipeline.tensors import Array
 from enginesmith.pipeline.units import format_bytes
-from enginesmith.pipeline.watch import watching
 
 SAMPLES = "samples.npz"
 ENVIRONMENT = "environment.json"
 """The machine as it was when latency was measured, which may have been in an earlier run."""
-_OUTPUTS = "outputs.npz"
-_BASELINE = "baseline"
-_DEFAULT_METRIC = "top1"
 VERIFIED = "verified"
 """Role of the record that a variant's numbers are right: ``V verified`` for the variant V."""
 
@@ -73,10 +64,10 @@ class Latency(Task):
             for index, (name, engine) in enumerate(self.engines.items())
             if name in inputs and (index == 0 or f"{name} {VERIFIED}" in inputs)
         ]
-        feeds = _measured_feeds(inputs["reference"])
+        feeds = measured_feeds(inputs["reference"])
         machine = devices.environment()  # before the measurement itself makes the machine busy
         (out / ENVIRONMENT).write_text(machine.model_dump_json(indent=1))
-        with _logs_in_own_log() as logs:
+        with logs_in_own_log() as logs:
             result = measure_latency(candidates, feeds, self.settings, logs, progress)
         measured_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         rows = [
@@ -89,60 +80,6 @@ class Latency(Task):
         failed = [f"{name} failed" for name, rows in result.rows.items() if any(row.failure for row in rows)]
         summary = f"{len(candidates)} variants at batch {', '.join(map(str, feeds))}"
         return Effect(file=RECORDS, summary="; ".join([summary, *failed]), provisional=bool(failed))
-
-
-class Quality(Task):
-    """The task's metric of one variant on labelled data, against the baseline on the same samples."""
-
-    title: ClassVar[str] = "quality"
-    produces: ClassVar[Kind] = "record"
-
-    engine: SerializeAsAny[Engine]
-    device: Device
-    data: str
-    samples: int | None
-    metric: str | None
-    """None where nobody asked for one: then data without labels is no error."""
-    batch: int
-    seed: int
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return (*self.engine.tools, "numpy")
-
-    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        model = inputs["model"]
-        assert model.signature is not None
-        data, read = open_data(self.data, model.signature.inputs, self.samples, self.seed)
-        if data.labels is None and self.metric:
-            raise DataError(
-                f"{data.name} has no labels, and the metric {self.metric} needs them", "add an array named labels"
-            )
-        if data.labels is None:
-            write_records(out, [])
-            return Effect(file=RECORDS, summary=f"{data.name} has no labels, so there is no quality", reads=read)
-        outputs = self._answers(model, data, progress)
-        np.savez(out / _OUTPUTS, **outputs)  # type: ignore[arg-type]
-        baseline = outputs
-        if _BASELINE in inputs:
-            with np.load(inputs[_BASELINE].folder / _OUTPUTS, allow_pickle=False) as stored:
-                baseline = dict(stored.items())
-        metric = self.metric or _DEFAULT_METRIC
-        with watching(allow_pickle=False) as watch:
-            found = evaluate(metric, outputs, baseline, data.labels, self.seed)
-        write_records(out, [found])
-        reads = (*read, *sorted(watch.files)) if metric not in METRICS else read
-        return Effect(file=RECORDS, summary=f"{metric} {found.value:.4f} on {found.samples} samples", reads=reads)
-
-    def _answers(self, model: Artifact, data: Dataset, progress: Progress) -> dict[str, Array]:
-        """Outputs for every sample, in batches of one size; the last one wraps round and is cut."""
-        parts: list[dict[str, Array]] = []
-        with self.engine.load(model, self.device) as session:
-            size = self.batch if batch_symbol(session.signature) else fixed_batch(session.signature)
-            for start in range(0, len(data), size):
-                progress(f"{start} of {len(data)} samples")
-                parts.append(session.run(data.batch(start, size)))
-        return {name: np.concatenate([part[name] for part in parts])[: len(data)] for name in parts[0]}
 
 
 class Memory(Task):
@@ -166,9 +103,9 @@ class Memory(Task):
         return _machine()
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        batch, feeds = max(_measured_feeds(inputs["reference"]).items(), key=lambda item: item[0])
+        batch, feeds = max(measured_feeds(inputs["reference"]).items(), key=lambda item: item[0])
         candidate = Candidate(self.engine.name, self.engine, inputs["model"], self.device)
-        with _logs_in_own_log() as logs:
+        with logs_in_own_log() as logs:
             row = measure_memory(candidate, batch, feeds, logs, progress)
         write_records(out, [row])
         peak = format_bytes(row.peak_bytes) if row.peak_bytes is not None else row.reasons["peak_bytes"]
@@ -181,14 +118,14 @@ def _machine() -> dict[str, Any]:
     return {"machine": devices.fingerprint(devices.environment())}
 
 
-def _measured_feeds(reference: Artifact) -> dict[int, dict[str, Array]]:
+def measured_feeds(reference: Artifact) -> dict[int, dict[str, Array]]:
     """Feeds by batch size."""
     cases = enumerate(samples.read(reference.folder).cases)
     return {case.batch: samples.read_arrays(reference.folder, "feeds", index) for index, case in cases if case.measured}
 
 
 @contextlib.contextmanager
-def _logs_in_own_log() -> Iterator[Path]:
+def logs_in_own_log() -> Iterator[Path]:
     """A folder for the logs of processes below this one; what they wrote ends up in this one's log."""
     with tempfile.TemporaryDirectory() as folder:
         try:

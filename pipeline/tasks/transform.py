@@ -25,7 +25,8 @@ class Transform(Task):
         return self.step.tools
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        return run_pass(self.step, inputs["model"], out, progress)
+        records = {role: artifact for role, artifact in inputs.items() if role != "model"}
+        return run_pass(self.step, inputs["model"], out, progress, records)
 
 
 class Build(Task):

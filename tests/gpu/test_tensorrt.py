@@ -337,7 +337,7 @@ def test_compiled_kernels_are_kept(build: Build, opened: Any, mlp: Artifact, kin
 
 def test_second_device(kind: type[TensorRT], build: Build, mlp: Artifact) -> None:
     if torch.cuda.device_count() < 2 or len({torch.cuda.get_device_capability(i) for i in (0, 1)}) > 1:
-        pytest.skip("there are no two devices of one kind")
+        pytest.skip("this machine has no two CUDA devices of one kind")
     built = build(mlp)
     with kind().load(built, CUDA) as first, kind().load(built, Device(kind="cuda", index=1)) as second:
         for session in (first, second, first):

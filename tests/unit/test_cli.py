@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import NoReturn
 
 import click
 import pytest
@@ -71,3 +73,21 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     result = CliRunner().invoke(cli.main, arguments)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("command", ["optimize digits --out", "resume"])
+def test_an_interrupt_says_how_to_go_on(
+    command: str, begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from enginesmith.pipeline import job
+
+    def interrupted(*_: object) -> NoReturn:
+        if begun:
+            (tmp_path / "run.json").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, command.partition(" ")[0], interrupted)
+    result = CliRunner().invoke(cli.main, [*command.split(), str(tmp_path)])
+    hint = f"; `enginesmith resume {tmp_path}` goes on from here" if begun else ""
+    assert (result.exit_code, result.stderr.strip()) == (130, f"interrupted{hint}")

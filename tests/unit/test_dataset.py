@@ -1,6 +1,7 @@
 """Data in: what is accepted, what is refused and why, and how rows are drawn."""
 
 import hashlib
+import tracemalloc
 from collections import Counter
 from dataclasses import FrozenInstanceError
 
@@ -9,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from enginesmith.calibration.dataset import Dataset, embedded, open_dataset, synthetic
+from enginesmith.calibration.rows import Cast, Picked
 from enginesmith.pipeline.errors import DataError, SignatureError
 from enginesmith.pipeline.tensors import TensorSpec
 
@@ -43,6 +45,20 @@ class TestDataset:
         assert data.batch(1, 12)["x"].ravel().tolist() == [1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2]
         assert data.batch(0, 5)["x"].flags["C_CONTIGUOUS"]
 
+    def test_batches_of_mapped_rows_may_be_written_to(self, tmp_path):
+        np.save(tmp_path / "x.npy", rows())
+        data = open_dataset(str(tmp_path / "x.npy"), IMAGE)
+        assert not data.arrays["image"].flags.writeable
+        batch = data.batch(1, 2)["image"]
+        assert type(batch) is np.ndarray
+        batch[:] = 0
+        assert np.array_equal(data.arrays["image"], rows())
+
+    def test_batches_are_aligned(self):
+        shifted = np.zeros(5 * 4 + 1, np.uint8)[1:].view(np.float32)
+        assert not shifted.flags.aligned
+        assert Dataset("x", {"x": shifted}).batch(1, 2)["x"].flags.aligned
+
     def test_is_frozen(self):
         with pytest.raises(FrozenInstanceError):
             numbered(2).name = "other"
@@ -65,9 +81,11 @@ class TestDataset:
 
     def test_digest_in_pieces_is_that_of_the_whole(self, monkeypatch):
         data = Dataset("a", {"x": rows(7)})
-        monkeypatch.setattr("enginesmith.calibration.dataset._HASHED_AT_ONCE_BYTES", 50)
+        monkeypatch.setattr("enginesmith.calibration.rows.AT_ONCE_BYTES", 50)
         whole = hashlib.sha256(b"input x\0float32\0(7, 2, 3)\0" + rows(7).tobytes()).hexdigest()
         assert data.digest == whole
+        assert Dataset("a", {"x": Picked(rows(9), np.arange(7))}).digest == whole
+        assert Dataset("a", {"x": Cast(rows(7).astype(np.float64), "float32")}).digest == whole
 
     def test_sample_is_stratified_seeded_and_aligned(self):
         labels = np.repeat([0, 1, 2], [60, 30, 10])
@@ -92,7 +110,33 @@ class TestDataset:
     def test_sample_of_everything_is_the_set_itself(self):
         data = numbered(5)
         assert data.sample(5, seed=0) is data
-        assert data.sample(50, seed=0) is data
+        assert (data.rows, data.whole) == ((0, 1, 2, 3, 4), data)
+
+    def test_fewer_samples_than_asked_for_are_noted(self):
+        data = numbered(5)
+        drawn = data.sample(50, seed=0)
+        assert drawn.notes == ("50 samples are asked for, and numbered has 5",)
+        assert (drawn.digest, drawn.rows, drawn.whole) == (data.digest, data.rows, data)
+        assert data.sample(4, seed=0).notes == ()
+
+    def test_a_sample_knows_its_rows_and_the_set_that_they_are_of(self):
+        data = numbered(100)
+        first = data.sample(50, seed=1)
+        drawn = first.sample(10, seed=2)
+        assert drawn.rows == tuple(drawn.arrays["x"].ravel().astype(int))
+        assert list(drawn.rows) == sorted(drawn.rows)
+        found = drawn.provenance(seed=2, batch=4)
+        assert (found.data, found.digest, found.rows) == ("numbered", data.digest, drawn.rows)
+        assert (found.seed, found.batch, found.synthetic) == (2, 4, False)
+
+    def test_a_sample_of_mapped_rows_reads_none_of_them(self, saved):
+        data = open_dataset(saved(image=rows(50), labels=np.arange(50)), IMAGE)
+        drawn = data.sample(9, seed=0)
+        assert isinstance(drawn.arrays["image"], Picked)
+        assert np.array_equal(drawn.batch(0, 9)["image"], rows(50)[list(drawn.rows)])
+        assert np.array_equal(drawn.batch(8, 2)["image"], rows(50)[[drawn.rows[8], drawn.rows[0]]])
+        assert drawn.labels.tolist() == list(drawn.rows)
+        assert drawn.digest == Dataset("", {"image": rows(50)[list(drawn.rows)]}, drawn.labels).digest
 
     def test_a_sample_of_nothing(self):
         with pytest.raises(DataError, match="0 samples of numbered"):
@@ -161,6 +205,45 @@ class TestOpen:
         assert (data.name, len(data), list(data.arrays)) == ("samples.npz", 5, ["image"])
         assert data.labels.tolist() == [0, 1, 2, 3, 4]
 
+    def test_npz_is_memory_mapped(self, saved):
+        columns = np.asfortranarray(rows()[:, :, 0])
+        specs = (*IMAGE, TensorSpec.parse("columns:float32:batch,2"))
+        data = open_dataset(saved(image=rows(), columns=columns, labels=np.arange(5)), specs)
+        assert all(isinstance(array, np.memmap) for array in data.arrays.values())
+        assert np.array_equal(data.arrays["image"], rows())
+        assert np.array_equal(data.batch(3, 3)["columns"], columns[[3, 4, 0]])
+
+    def test_compressed_npz(self, tmp_path):
+        np.savez_compressed(tmp_path / "c.npz", image=rows(), labels=np.arange(5))
+        data = open_dataset(str(tmp_path / "c.npz"), IMAGE)
+        assert np.array_equal(data.arrays["image"], rows())
+        assert data.labels.tolist() == [0, 1, 2, 3, 4]
+
+    def test_the_same_numbers_have_the_same_digest_in_any_file(self, tmp_path):
+        np.savez(tmp_path / "a.npz", image=rows())
+        np.savez_compressed(tmp_path / "b.npz", image=rows())
+        np.save(tmp_path / "c.npy", rows().astype(np.float64))
+        save_file({"image": rows()}, tmp_path / "d.safetensors")
+        opened = [open_dataset(str(path), IMAGE) for path in sorted(tmp_path.iterdir())]
+        assert {data.digest for data in opened} == {Dataset("", {"image": rows()}).digest}
+
+    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+    @pytest.mark.parametrize("name", ["large.npy", "large.npz"])
+    def test_large_data_are_never_in_memory_as_a_whole(self, tmp_path, monkeypatch, name, dtype):
+        monkeypatch.setattr("enginesmith.calibration.rows.AT_ONCE_BYTES", 1 << 16)
+        array = np.ones((4096, 256), dtype)
+        array[-1] = 2
+        (np.save if name.endswith("npy") else lambda path, x: np.savez(path, x=x))(tmp_path / name, array)
+        size = array.nbytes
+        del array
+        tracemalloc.start()
+        data = open_dataset(str(tmp_path / name), (TensorSpec.parse("x:float32:batch,256"),)).sample(4000, seed=0)
+        assert len(data.digest) == 64
+        assert data.batch(4, 2)["x"].shape == (2, 256)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < size / 3  # an array of float32 made of float64 would be half of it
+
     def test_npz_without_labels(self, saved):
         assert open_dataset(saved(image=rows()), IMAGE).labels is None
 
@@ -187,11 +270,12 @@ class TestOpen:
     def test_safetensors(self, tmp_path):
         save_file({"image": rows(), "labels": np.arange(5)}, tmp_path / "s.safetensors")
         data = open_dataset(str(tmp_path / "s.safetensors"), IMAGE)
+        assert isinstance(data.arrays["image"], np.memmap)
         assert np.array_equal(data.arrays["image"], rows())
         assert data.labels.tolist() == [0, 1, 2, 3, 4]
 
     def test_arrays_come_in_the_order_of_the_inputs(self, saved):
-        ids = np.zeros((2, 4), np.int64)
+        ids = np.ones((2, 4), np.int64)
         assert list(open_dataset(saved(mask=ids, ids=ids), TEXT).arrays) == ["ids", "mask"]
 
     @pytest.mark.parametrize(("given", "wanted"), [(np.float64, "float32"), (np.int32, "int64")])
@@ -283,6 +367,12 @@ class TestOpen:
         with pytest.raises(DataError, match="cannot read"):
             open_dataset(str(tmp_path / "cut.npz"), IMAGE)
 
+    def test_a_truncated_array(self, tmp_path):
+        np.save(tmp_path / "whole.npy", rows(200))
+        (tmp_path / "cut.npy").write_bytes((tmp_path / "whole.npy").read_bytes()[:-4])
+        with pytest.raises(DataError, match=r"cannot read .*cut\.npy: it is cut off: float32\[200, 2, 3\]"):
+            open_dataset(str(tmp_path / "cut.npy"), IMAGE)
+
     @pytest.mark.parametrize("save", [np.save, lambda path, array: np.savez(path, image=array)])
     def test_objects_are_never_unpickled(self, tmp_path, save):
         path = tmp_path / ("o.npy" if save is np.save else "o.npz")
@@ -301,6 +391,7 @@ class TestSynthetic:
         assert abs(made.mean() - example["image"].mean()) < 0.1
         assert abs(made.std() - example["image"].std()) < 0.1
         assert data.name.startswith("synthetic")
+        assert data.provenance(0, 1).synthetic
         assert data.labels is None
 
     def test_integers_and_bools_come_from_the_example(self):

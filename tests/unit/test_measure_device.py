@@ -17,6 +17,7 @@ def here() -> Environment:
 
 def test_says_what_it_knows_and_why_not(here: Environment) -> None:
     assert here.processor
+    assert here.vector_units
     assert 0 < here.usable_cores <= here.cores
     assert here.memory_bytes > 1 << 28
     assert here.packages["numpy"]

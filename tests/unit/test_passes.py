@@ -10,9 +10,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from pydantic import ValidationError
 
-from enginesmith.pipeline import onnx_file
+from enginesmith.pipeline import graph, onnx_file
 from enginesmith.pipeline.errors import ExportError, ModelError
-from enginesmith.pipeline.passes import PASSES, decompose, equivalence, graph, rewriting
+from enginesmith.pipeline.passes import PASSES, decompose, equivalence, rewriting
 from enginesmith.pipeline.passes.export import Export, export_module
 from enginesmith.pipeline.passes.simplify import simplify_file
 from enginesmith.pipeline.tensors import Signature, TensorSpec

@@ -12,6 +12,7 @@ from enginesmith.pipeline.plan import Plan, plan
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.runner import Outcome, Runner
 from enginesmith.pipeline.store import Store
+from enginesmith.pipeline.tasks.compare import Verify
 
 
 def planned(**values: Any) -> Plan:
@@ -37,6 +38,15 @@ def test_nothing_is_measured_before_it_is_verified() -> None:
     assert by_id["memory-onnxruntime-fp32"].needs["verified"] == "verify-onnxruntime-fp32"
     assert by_id["latency"].wants["onnxruntime-fp32 verified"] == "verify-onnxruntime-fp32"
     assert {"verify-export", "verify-simplify"} <= set(by_id["verify-onnxruntime-fp32"].needs.values())
+
+
+@pytest.mark.parametrize(("tf32", "row"), [(True, "tf32"), (False, "fp32")])
+def test_an_engine_is_held_to_the_arithmetic_that_it_may_use(tf32: bool, row: str) -> None:
+    engines = {"engines": ["onnxruntime", "tensorrt_rtx"], "targets": ["sm86"], "tensorrt": {"tf32": tf32}}
+    checks = {step.id: step.task for step in planned(**engines).steps if isinstance(step.task, Verify)}
+    rows = {name: task.precision for name, task in checks.items()}
+    assert rows.pop("verify-tensorrt_rtx-fp32-sm86") == row
+    assert rows == dict.fromkeys(("verify-export", "verify-simplify", "verify-onnxruntime-fp32"), "fp32")
 
 
 def test_engines_of_modules_need_no_graph() -> None:

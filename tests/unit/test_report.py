@@ -10,10 +10,12 @@ from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.measure.memory import MemoryRow
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.statistics import Interval
+from enginesmith.pipeline.precision.coverage import Coverage
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.report import markdown, tables
+from enginesmith.pipeline.report import markdown, tables, terminal
 from enginesmith.pipeline.report.live import _Board, _markup
-from enginesmith.pipeline.run import ModelRecord, Run, VariantRecord
+from enginesmith.pipeline.run import Assignment, ModelRecord, Run, SearchStep, VariantRecord, Verdict
+from enginesmith.pipeline.tasks.compare import StageFidelity
 
 
 def record(name: str, ms: float, speedup: float) -> VariantRecord:
@@ -107,3 +109,118 @@ def test_the_tree_shows_text_as_it_is() -> None:
     console = Console(record=True, width=80, file=io.StringIO())
     console.print(_markup(line))
     assert "[red]not markup" in console.export_text()
+
+
+INT8 = "onnxruntime-int8"
+
+
+def covered(macs: dict[str, float], **counts: int) -> Coverage:
+    return Coverage(total_macs=100, macs=macs, operators={}, weights=macs, products={}, **counts)
+
+
+def groups(count: int, kept: int) -> tuple[Assignment, ...]:
+    """So many, the last ones in float and with the least work."""
+    return tuple(
+        Assignment(
+            group=f"conv{index}",
+            module=f"layer.{index}",
+            operator="Conv",
+            precision="int8" if index < count - kept else "fp32",
+            why="" if index < count - kept else "sensitive",
+            sqnr_db=30.0 - index,
+            macs=count - index,
+        )
+        for index in range(count)
+    )
+
+
+def quantised(**changes: object) -> VariantRecord:
+    values = {
+        "id": INT8,
+        "precision": "int8",
+        "coverage": covered({"int8": 0.9, "fp32": 0.1}, qdq_pairs=21, islands=2),
+        "engine_coverage": covered({"int8": 0.6, "fp32": 0.4}, qdq_pairs=5, unfused=3, islands=4, conversions=12),
+        "remarks": (f"int8 pays: 2.00× the speed of onnxruntime-fp32, as {INT8} shows",),
+        "assignment": groups(21, 1),
+        "search": (
+            SearchStep(
+                step=1, method="mse", quantised=21, kept=0, drop=0.02, passed=False, why="all", reason="too much"
+            ),
+            SearchStep(step=2, method="mse", quantised=20, kept=1, drop=0.0, speedup=1.5, passed=True, why="the worst"),
+        ),
+    }
+    return record(INT8, 0.25, 8.0).model_copy(update={**values, **changes})
+
+
+def printed(shown: Run, capsys: pytest.CaptureFixture[str]) -> str:
+    terminal.show_run(shown, None, as_json=False)
+    return capsys.readouterr().out
+
+
+def test_shares_by_precision_are_in_the_report() -> None:
+    text = markdown.render(run(variants=(quantised(),), winner=INT8))
+    assert "| onnxruntime-int8 | graph | int8 90 %, fp32 10 % | int8 90 %, fp32 10 % | 21 | 0 | 2 | 0 | 0 |" in text
+    assert "|  | engine | int8 60 %, fp32 40 % | int8 60 %, fp32 40 % | 5 | 3 | 4 | 12 | 0 |" in text
+    assert "## Precision" not in markdown.render(run())
+
+
+def test_a_report_holds_every_group_and_trial(capsys: pytest.CaptureFixture[str]) -> None:
+    text = markdown.render(run(variants=(quantised(),), winner=INT8))
+    assert "<details><summary>onnxruntime-int8: 20 of 21 groups in int8</summary>" in text
+    rows = [line for line in text.splitlines() if line.startswith("| conv")]
+    assert len(rows) == 21
+    assert rows[0] == "| conv20 | layer.20 | Conv | fp32 | 10.0 | &lt; 1 % | sensitive |", "not int8: comes first"
+    assert rows[1].startswith("| conv0 |"), "then what works most"
+    assert "| 1 | mse | 21 | 0 | – | +0.0200 | – | no: too much | all |" in text
+    assert "| 2 | mse | 20 | 1 | – | +0.0000 | 1.50× | yes | the worst |" in text
+
+
+def test_the_terminal_shows_the_groups_that_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed(run(variants=(quantised(),), winner=INT8), capsys)
+    assert "onnxruntime-int8: 20 of 21 groups in int8" in shown
+    rows = [line for line in shown.splitlines() if " conv" in line]
+    assert len(rows) == 15
+    assert "sensitive" in rows[0]
+    assert "and 6 more, in report.md" in shown
+    nothing_kept = printed(run(variants=(quantised(assignment=groups(3, 0)),), winner=INT8), capsys)
+    assert "onnxruntime-int8: 3 of 3 groups in int8" in nothing_kept
+    assert "conv0" not in nothing_kept
+
+
+def test_whether_it_paid_is_said_under_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = run(variants=(quantised(),), winner=INT8)
+    assert "onnxruntime-int8: int8 pays: 2.00× the speed" in printed(shown, capsys)
+    assert "- **onnxruntime-int8**: int8 pays: 2.00× the speed" in markdown.render(shown)
+
+
+def test_made_up_calibration_data_shows_wherever_a_number_does(capsys: pytest.CaptureFixture[str]) -> None:
+    check = StageFidelity(
+        stage="engine", point="min", batch=1, sqnr_db=20, cosine=1, max_abs_error=1, argmax_agreement=1, passed=True
+    )
+    verdict = Verdict(budget="max_drop", limit=1, actual=0, passed=True)
+    record_ = quantised(synthetic_calibration=True, fidelity=(check,), shortfall=f"{INT8} is little")
+    shown = run(variants=(record_,), winner=INT8, verdicts=(verdict,))
+    for text in (printed(shown, capsys), markdown.render(shown)):
+        plain = text.replace("\\*", "*")
+        assert tables.MADE_UP in plain
+        named = [line for line in plain.splitlines() if INT8 in line]
+        assert len(named) >= 5
+        assert all(line.count(INT8) == line.count(f"{INT8}*") for line in named), named
+    clean = run(variants=(quantised(),), winner=INT8)
+    assert tables.MADE_UP not in printed(clean, capsys) + markdown.render(clean)
+
+
+def test_the_mark_is_put_on_whole_names_only() -> None:
+    longer = record("onnxruntime-int8-basic", 1.0, 2.0)
+    shown = run(variants=(quantised(synthetic_calibration=True), longer))
+    said = tables.mark(shown, f"{INT8}, not onnxruntime-int8-basic nor my-{INT8}; {INT8}.")
+    assert said == f"{INT8}*, not onnxruntime-int8-basic nor my-{INT8}; {INT8}*."
+    assert tables.mark(shown, said) == said
+
+
+def test_a_variant_is_not_shown_as_what_it_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    flagged = quantised(shortfall="only 3 % is int8", engine_coverage=covered({"fp32": 0.97, "int8": 0.03}))
+    shown = run(variants=(flagged,), winner=INT8)
+    assert tables.rows(shown)[1][-1] == "measured, mostly fp32"
+    assert "note: onnxruntime-int8: only 3 % is int8" in printed(shown, capsys)
+    assert "- **onnxruntime-int8**: only 3 % is int8" in markdown.render(shown)

@@ -153,6 +153,21 @@ def test_reads_tell_whether_files_are_as_they_were(store: Store, tmp_path: Path)
     assert reads.known() is None
 
 
+def test_a_folder_that_was_read_as_a_whole_is_looked_at_too(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "set" / "cat").mkdir(parents=True)
+    (tmp_path / "set" / "cat" / "1.png").write_text("a cat")
+    reads = store.reads("x")
+    before = reads.remember([tmp_path / "set" / "cat" / "1.png", tmp_path / "set"], {})
+    assert reads.known() == before
+    assert list(before.files) == [str(tmp_path / "set" / "cat" / "1.png")]
+    (tmp_path / "set" / "dog").mkdir()
+    assert reads.known() is None
+    (tmp_path / "set" / "dog").rmdir()
+    assert reads.known() == before
+    (tmp_path / "set" / "readme").write_text("a file in a folder without images")
+    assert reads.known() is None
+
+
 def test_another_version_of_a_package_is_another_identity(store: Store) -> None:
     before = store.reads("x").remember([], {"numpy": "0.1"})
     now = store.reads("x").known()

@@ -93,7 +93,7 @@ def test_quantising_that_was_not_fused_is_counted() -> None:
     assert result.layers == {"fp32": 3, "int8": 2}
     assert result.float_outputs == 2
     assert result.standalone_quantise == 2
-    assert any("2 quantised products write floats" in note for note in result.notes)
+    assert any("products that write floats: 2; kernels that only quantise: 2" in note for note in result.notes)
 
 
 def test_a_product_in_another_precision_is_named() -> None:

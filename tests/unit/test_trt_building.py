@@ -284,14 +284,25 @@ def test_a_timing_cache_from_elsewhere_is_refused_and_kept(data: bytes, here: bo
 
 class Registry:
     def load_library(self, path: str) -> object | None:
-        return object() if path.endswith("good.so") else None
+        return object() if path.startswith("/") and path.endswith("good.so") else None
+
+
+PLUGGED = SimpleNamespace(
+    __version__="11.4.0", get_plugin_registry=Registry, init_libnvinfer_plugins=lambda logger, namespace: None
+)
 
 
 @pytest.mark.parametrize(("name", "message"), [("gone.so", "there is no plugin library"), ("bad.so", "is no library")])
 def test_plugin_libraries_that_cannot_be_loaded(name: str, message: str, tmp_path: Path) -> None:
     for one in ("good.so", "bad.so"):
         (tmp_path / one).touch()
-    trt = SimpleNamespace(get_plugin_registry=Registry, init_libnvinfer_plugins=lambda logger, namespace: None)
-    parsing.load_plugins(trt, (str(tmp_path / "good.so"),), None, ENTERPRISE)
     with pytest.raises(UsageError, match=message):
-        parsing.load_plugins(trt, (str(tmp_path / "good.so"), str(tmp_path / name)), None, ENTERPRISE)
+        parsing.load_plugins(PLUGGED, (str(tmp_path / "good.so"), str(tmp_path / name)), None, ENTERPRISE)
+
+
+def test_a_plugin_library_in_the_working_folder_needs_no_more_than_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "good.so").touch()
+    monkeypatch.chdir(tmp_path)
+    parsing.load_plugins(PLUGGED, ("good.so",), None, ENTERPRISE)  # the loader looks for bare names elsewhere

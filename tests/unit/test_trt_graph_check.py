@@ -106,7 +106,7 @@ def test_uint8_quantisation(given: onnx.ModelProto) -> None:
 
 def test_missing_outputs() -> None:
     found = refusal(model(node("TopK", "x k", "y", "top"), weights=(weight("k", T.INT64, (1,)),)))
-    assert "TopK 'top' has 1 outputs and needs 2" in found.message
+    assert "TopK 'top' lacks outputs: it has 1 and needs 2" in found.message
 
 
 def test_nodes_of_subgraphs_are_looked_at() -> None:

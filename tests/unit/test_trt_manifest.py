@@ -16,6 +16,9 @@ from enginesmith.pipeline.engines.trt.build_log import Figures
 from enginesmith.pipeline.engines.trt.manifest import EngineManifest
 from enginesmith.pipeline.engines.trt.options import BuildOptions
 from enginesmith.pipeline.errors import MissingCapability, ModelError
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.stage_plans import verify_steps
+from enginesmith.pipeline.tasks.compare import Verify
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 
 HEADER = bytes.fromhex(
@@ -71,6 +74,18 @@ def flip(engine: Path) -> None:
     data = bytearray(engine.read_bytes())
     data[500] ^= 1
     engine.write_bytes(data)
+
+
+@pytest.mark.parametrize(("tf32", "row"), [(True, "tf32"), (False, "fp32")])
+def test_an_engine_file_is_held_to_its_own_arithmetic_and_allows_itself_nothing(
+    engine: Path, tf32: bool, row: str
+) -> None:
+    changed(engine, options=BuildOptions(tf32=tf32, host_code=True, plugins=("nms.so",)).model_dump())
+    check = verify_steps(make({"model": "digits"}), str(engine))[-1].task
+    assert isinstance(check, Verify)
+    assert isinstance(check.engine, TensorRTRTX)
+    assert check.precision == row
+    assert check.engine.options == BuildOptions(tf32=tf32)
 
 
 def test_a_manifest_reads_back_as_it_was_written(engine: Path) -> None:

@@ -1,5 +1,6 @@
 """What TensorRT builds can be asked for: refused, noted, or effective; profiles; versions; targets."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,3 +228,20 @@ def test_engines_of_a_named_target_are_the_same_on_every_machine(monkeypatch: py
     assert TensorRTRTX(target="sm89").surroundings(where) == {}
     assert TensorRTRTX().surroundings(where)["device"]["name"] == "NVIDIA A10"
     assert TensorRT(target="sm86").surroundings(where)["device"]["name"] == "NVIDIA A10"
+
+
+def test_a_plugin_library_that_was_changed_changes_the_surroundings(tmp_path: Path) -> None:
+    from enginesmith.pipeline.engines.base import Device
+
+    library = tmp_path / "nms.so"
+    engine = TensorRTRTX(target="sm86", options=BuildOptions(plugins=(str(library),)))
+    where = Device(kind="cuda")
+    found = [engine.surroundings(where)]
+    for content in (b"one", b"two", b"one"):
+        library.write_bytes(content)
+        found.append(engine.surroundings(where))
+    gone, first, changed, again = found
+    assert gone == {}  # which the build itself refuses
+    assert first == again
+    assert first != changed
+    assert TensorRTRTX(target="sm86").surroundings(where) == {}

@@ -7,7 +7,7 @@ import pytest
 
 from enginesmith.pipeline.engines.base import EngineFacts
 from enginesmith.pipeline.engines.trt import sweep
-from enginesmith.pipeline.engines.trt.flavours import capabilities
+from enginesmith.pipeline.engines.trt.flavours import Capabilities, capabilities
 from enginesmith.pipeline.errors import LimitTooSmall, ModelError
 from enginesmith.pipeline.fitting import largest
 
@@ -28,8 +28,15 @@ class Builder:
             raise LimitTooSmall(f"{limit}")
 
 
-def facts(activation: int | None = 74 * MIB, weights: int | None = 51 * MIB, scratch: int | None = None) -> EngineFacts:
-    return EngineFacts(activation_bytes=activation, weights_bytes=weights, scratch_bytes=scratch)
+def facts(
+    activation: int | None = 74 * MIB,
+    weights: int | None = 51 * MIB,
+    scratch: int | None = None,
+    limit: int | None = None,
+) -> EngineFacts:
+    return EngineFacts(
+        activation_bytes=activation, weights_bytes=weights, scratch_bytes=scratch, workspace_limit_bytes=limit
+    )
 
 
 def test_the_estimate_is_the_activations_beyond_the_weights() -> None:
@@ -80,6 +87,16 @@ def test_a_gate_is_searched_where_the_estimate_is_too_low(need: int) -> None:
     build = Builder(need)
     found = sweep.smallest(build, facts(), GATE)
     assert need <= found <= need + 64 * KIB
+    assert build.limits[-1] == found
+
+
+@pytest.mark.parametrize("known", [GATE, TIMED], ids=["gate", "timed"])
+@pytest.mark.parametrize("need", [24 * MIB, 60 * MIB, 99 * MIB, 100 * MIB])
+def test_no_limit_above_one_that_is_known_to_be_enough_is_tried(known: Capabilities, need: int) -> None:
+    build = Builder(need)
+    found = sweep.smallest(build, facts(scratch=23 * MIB, limit=100 * MIB), known)
+    assert need <= found <= max(need + 64 * KIB, need / 0.95 + 1)
+    assert max(build.limits) <= 100 * MIB
     assert build.limits[-1] == found
 
 

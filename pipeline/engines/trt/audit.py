@@ -97,16 +97,16 @@ class Audit(BaseModel):
         if total:
             found.append(f"products by precision: {_counts(self.products) or 'none is known'}, of {total} in the graph")
         if self.unseen:
-            found.append(f"{self.unseen} products are named by no kernel, so their precision is not known")
+            found.append(f"products that no kernel names, so that their precision is not known: {self.unseen}")
         if self.otherwise:
             found.append(f"not as asked for: {', '.join(self.otherwise[:_SHOWN])}")
         if self.float_outputs:
             found.append(
-                f"{self.float_outputs} quantised products write floats, and {self.standalone_quantise} kernels only "
-                "quantise: this may be slower than fp16"
+                f"quantised products that write floats: {self.float_outputs}; kernels that only quantise: "
+                f"{self.standalone_quantise}; this may be slower than fp16"
             )
         if self.reformats:
-            found.append(f"{self.reformats} kernels only change the layout")
+            found.append(f"kernels that only change the layout: {self.reformats}")
         return tuple(found)
 
 

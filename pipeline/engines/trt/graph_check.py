@@ -137,7 +137,7 @@ def _outputs(model: "onnx.ModelProto") -> Iterator[Problem]:
             continue
         schema = onnx.defs.get_schema(node.op_type, versions.get("", 1), "")
         if len(node.output) < schema.min_output:
-            what = f"{node_name(node)} has {len(node.output)} outputs and needs {schema.min_output}"
+            what = f"{node_name(node)} lacks outputs: it has {len(node.output)} and needs {schema.min_output}"
             yield what, "the parser reads past the end of the list"
 
 

@@ -56,7 +56,7 @@ def _set_weights(trt: Any, engine: Any, sink: Any, graph: Path, log: BuildLog) -
         raise BuilderFailed(f"TensorRT does not take the graph's weights, and said: {said}", _SAME)
     if missing := refitter.get_missing_weights():
         shown = ", ".join(str(name) for name in list(missing)[:4])
-        raise BuilderFailed(f"the graph lacks {len(missing)} weights of the engine: {shown}", _SAME)
+        raise BuilderFailed(f"the graph lacks weights of the engine, {len(missing)} in all: {shown}", _SAME)
     if not refitter.refit_cuda_engine():
         raise BuilderFailed(f"refitting failed: {log.errors[0] if log.errors else 'no reason was given'}", _SAME)
 

@@ -53,10 +53,10 @@ def smallest(build: Callable[[int], object], facts: EngineFacts, known: Capabili
             return limit
         high = limit
     else:
-        low = limit
-        while not _builds(build, 2 * low):
-            low *= 2
-        high = 2 * low
+        low, high, enough = limit, 2 * limit, facts.workspace_limit_bytes or math.inf
+        while high < enough and not _builds(build, high):
+            low, high = high, 2 * high
+        high = int(min(high, enough))  # it was built with that before
     share = 0.0 if known.workspace_is_a_gate else _SHARE
     while high - low > max(_RESOLUTION_BYTES, share * high):
         middle = (low + high) // 2

@@ -1,9 +1,11 @@
 """What the passes over ONNX graphs share: loading, naming, tidying, saving."""
 
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from enginesmith.pipeline.artifact import Effect
 from enginesmith.pipeline.errors import InvalidGraph
 from enginesmith.pipeline.onnx_file import MODULE_KEY
 
@@ -50,6 +52,18 @@ def save(model: "ir.Model", out: Path, external_data_bytes: int = EXTERNAL_DATA_
         external_data=_DATA_FILE if external else None,
         size_threshold_bytes=_INLINE_BYTES,
     )
+
+
+def pass_on(path: Path, out: Path, note: str) -> Effect:
+    """Write the same graph with its weights, and say why it is the same."""
+    from enginesmith.pipeline import onnx_file
+
+    for name in onnx_file.external_files(path):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path.parent / name, out / name)
+    shutil.copyfile(path, out / FILE)
+    nodes = onnx_file.summary(path).nodes
+    return Effect(file=FILE, summary=f"{nodes} nodes, unchanged", notes=(note,), signature=onnx_file.signature(path))
 
 
 def weight_bytes(model: "ir.Model") -> int:

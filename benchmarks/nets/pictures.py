@@ -1,0 +1,101 @@
+"""Handwritten digits before crops of two photographs: pictures that are real, and hard enough to lose something on.
+
+The digits are the embedded set, its splits kept apart; the photographs are scikit-learn's sample images (they need
+Pillow) and tell nothing about the digit.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from enginesmith.calibration.dataset import Split, embedded
+
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_TURN_DEGREES, _ZOOM, _SHIFT = 15.0, (0.9, 1.4), 0.12
+_OPACITY = (0.6, 1.0)
+_NOISE = 0.04
+_MASK = 0.5
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """``image`` [count, 3, size, size], normalised; ``ink`` [count, 1, size, size] from 0 to 1; ``label`` [count]."""
+
+    image: Tensor
+    ink: Tensor
+    label: Tensor
+
+    @property
+    def mask(self) -> Tensor:
+        """Where the digit is."""
+        return self.ink > _MASK
+
+
+def pictures(split: Split, count: int, size: int, seed: int, rows: slice = slice(None)) -> Pictures:
+    """``count`` pictures of the digits ``rows`` of a split, each digit about as often as any other."""
+    generator = np.random.default_rng(seed)
+    data = embedded("digits", split)
+    assert data.labels is not None
+    images, labels = data.arrays["image"][rows], data.labels[rows]
+    order = np.concatenate([generator.permutation(len(images)) for _ in range(math.ceil(count / len(images)))])[:count]
+    ink = _placed(torch.from_numpy(images[order]), size, generator)
+    image = _coloured(ink, _crops(count, size, generator), generator)
+    return Pictures(image, ink, torch.from_numpy(labels[order]))
+
+
+def _placed(digit: Tensor, size: int, generator: np.random.Generator) -> Tensor:
+    """Each digit enlarged, turned, scaled and moved at random."""
+    count = len(digit)
+    smooth = F.interpolate(digit, size=(size, size), mode="bicubic", align_corners=False).clamp(0, 1)
+    angle = _uniform(generator, -_TURN_DEGREES, _TURN_DEGREES, count) * math.pi / 180
+    zoom = _uniform(generator, *_ZOOM, count)
+    across, down = _uniform(generator, -_SHIFT, _SHIFT, count), _uniform(generator, -_SHIFT, _SHIFT, count)
+    cos, sin = zoom * angle.cos(), zoom * angle.sin()
+    matrix = torch.stack([cos, -sin, across * zoom, sin, cos, down * zoom], dim=1).view(count, 2, 3)
+    grid = F.affine_grid(matrix, list(smooth.shape), align_corners=False)
+    return F.grid_sample(smooth, grid, align_corners=False)
+
+
+def _coloured(ink: Tensor, ground: Tensor, generator: np.random.Generator) -> Tensor:
+    """Ink of a colour unlike the ground's, more or less opaque, over the ground; noise on everything."""
+    count = len(ink)
+    colours = _uniform(generator, 0, 1, 2, count, 3, 1, 1)
+    apart = (colours - ground.mean((2, 3), keepdim=True)).abs().sum(2, keepdim=True)
+    colour = torch.where(apart[0] > apart[1], colours[0], colours[1])
+    opacity = _uniform(generator, *_OPACITY, count, 1, 1, 1)
+    noise = torch.from_numpy(generator.standard_normal(ground.shape, np.float32)) * _NOISE
+    image = (ground + (colour - ground) * ink * opacity + noise).clamp(0, 1)
+    mean, std = (torch.tensor(each).view(1, 3, 1, 1) for each in (_MEAN, _STD))
+    return (image - mean) / std
+
+
+def _crops(count: int, size: int, generator: np.random.Generator) -> Tensor:
+    """Squares of the photographs, mirrored at random."""
+    found = []
+    for _ in range(count):
+        photo = _photos()[generator.integers(2)]
+        edge = int(generator.integers(size, 3 * size))
+        top, left = (int(generator.integers(room - edge)) for room in photo.shape[1:])
+        crop = photo[:, top : top + edge, left : left + edge]
+        crop = F.interpolate(crop[None], size=(size, size), mode="area")[0]
+        found.append(crop.flip(2) if generator.integers(2) else crop)
+    return torch.stack(found)
+
+
+@cache
+def _photos() -> tuple[Tensor, ...]:
+    """Two photographs, [3, 427, 640] from 0 to 1."""
+    from sklearn.datasets import load_sample_images
+
+    images: list[NDArray[np.uint8]] = load_sample_images().images
+    return tuple(torch.from_numpy(image.astype(np.float32) / 255).permute(2, 0, 1) for image in images)
+
+
+def _uniform(generator: np.random.Generator, low: float, high: float, *shape: int) -> Tensor:
+    return torch.from_numpy(generator.uniform(low, high, shape).astype(np.float32))

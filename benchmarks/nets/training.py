@@ -1,0 +1,85 @@
+"""How the networks get their weights: one recipe for all that see pictures, one seed, no choice by a judged sample."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .pictures import pictures
+
+BATCH = 64
+SEED = 0
+_DECAY = 0.02
+_FAINT = 0.4
+_CHUNK = 4096
+"""Pictures that are made at once."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """``pictures`` of ``size`` pixels, the learning rate up to ``rate`` and down again."""
+
+    pictures: int
+    size: int
+    rate: float
+
+
+Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+"""(network, images, ink, labels) → what to minimise."""
+
+
+def classes(network: nn.Module, image: Tensor, ink: Tensor, label: Tensor) -> Tensor:
+    """Cross-entropy, a little smoothed."""
+    return F.cross_entropy(network(image), label, label_smoothing=0.05)
+
+
+def masks(network: nn.Module, image: Tensor, ink: Tensor, label: Tensor) -> Tensor:
+    """Cross-entropy of each pixel."""
+    return F.binary_cross_entropy_with_logits(network(image), (ink > 0.5).float())
+
+
+def rows(network: nn.Module, image: Tensor, ink: Tensor, label: Tensor) -> Tensor:
+    """Cross-entropy of a network that reads strokes row by row."""
+    return F.cross_entropy(network(strokes(image, ink)), label, label_smoothing=0.05)
+
+
+def strokes(image: Tensor, ink: Tensor) -> Tensor:
+    """The digit bright before a faint grey picture, [count, height, width]."""
+    return (2 * ink + _FAINT * image.mean(1, keepdim=True)).squeeze(1)
+
+
+def train(network: nn.Module, loss: Loss, phases: tuple[Phase, ...]) -> nn.Module:
+    """Train on pictures of the digits' ``train`` split, none seen twice; small pictures first, which is quicker."""
+    network.train()
+    for number, phase in enumerate(phases):
+        optimiser = torch.optim.AdamW(network.parameters(), weight_decay=_DECAY)
+        steps = phase.pictures // BATCH
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, phase.rate, total_steps=steps, pct_start=0.25)
+        done = 0
+        for chunk in range(0, phase.pictures, _CHUNK):
+            data = pictures("train", _CHUNK, phase.size, SEED + 1000 * (number + 1) + chunk // _CHUNK)
+            parts = (each.split(BATCH) for each in (data.image, data.ink, data.label))
+            for image, ink, label in zip(*parts, strict=True):
+                if done == steps:
+                    break
+                value = loss(network, image, ink, label)
+                optimiser.zero_grad()
+                value.backward()  # type: ignore[no-untyped-call]
+                optimiser.step()
+                schedule.step()
+                done += 1
+    return network.eval()
+
+
+def linear_head(vectors: Tensor, labels: Tensor, head: nn.Linear) -> None:
+    """Fit a linear head on what the encoder says of the training texts."""
+    optimiser = torch.optim.AdamW(head.parameters(), lr=0.1, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 200)
+    for _ in range(200):
+        loss = F.cross_entropy(head(vectors), labels)
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        schedule.step()

@@ -1,0 +1,140 @@
+"""Data as a function of the user's that yields feeds: one sample each, or a batch along the first axis."""
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from typing import IO, Any
+
+import numpy as np
+
+from enginesmith.calibration.source import Found, Request
+from enginesmith.calibration.user_code import blamed, find
+from enginesmith.pipeline.errors import DataError
+from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec
+
+MOST_BYTES = 16 << 30
+_FORM = "yield dicts of input name → array, of one sample or of a batch along the first axis; labels are optional"
+
+
+def read_feeds(reference: str, request: Request) -> Found:
+    """Call the function and take what it yields, up to ``most_rows`` rows or 16 GiB, into an unnamed file on disk.
+
+    Raises:
+        DataError: it is not there, raises, or yields something else.
+    """
+    notes: tuple[str, ...] = ()
+    with ExitStack() as stack:
+        kept = _Kept(reference, stack)
+        for number, feed in _yielded(reference):
+            kept.add(number, _batch(f"{reference}, yield {number}", feed, request.inputs))
+            if kept.rows >= request.options.most_rows or kept.bytes >= MOST_BYTES:
+                notes = (f"{reference} was stopped after {kept.rows} rows, and may have more",)
+                break
+        if not kept.rows:
+            raise DataError(f"{reference} yielded nothing", _FORM)
+        return Found(reference, kept.arrays(), notes=notes)
+
+
+def first_feed(reference: str) -> dict[str, Array]:
+    """What the function yields first, as it is: for people to see.
+
+    Raises:
+        DataError: it is not there, raises, or yields nothing or something else.
+    """
+    for _, feed in _yielded(reference):
+        return feed
+    raise DataError(f"{reference} yielded nothing", _FORM)
+
+
+class _Kept:
+    """Batches one after another, on disk: a set may be larger than memory."""
+
+    def __init__(self, reference: str, stack: ExitStack) -> None:
+        self.rows = 0
+        self.bytes = 0
+        self._reference = reference
+        self._stack = stack
+        self._kinds: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
+        self._files: dict[str, IO[bytes]] = {}
+
+    def add(self, number: int, batch: Feeds) -> None:
+        kinds = {name: (array.dtype, array.shape[1:]) for name, array in batch.items()}
+        if not self._kinds:
+            self._kinds = kinds
+            for name in kinds:
+                self._files[name] = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack's
+        if kinds != self._kinds:
+            raise DataError(
+                f"{self._reference}, yield {number}, is {_described(kinds)}, and the first {_described(self._kinds)}",
+                "give every sample the same names, dtypes and shape; pad what is shorter",
+            )
+        for name, array in batch.items():
+            self.bytes += self._written(self._files[name], np.ascontiguousarray(array))
+        self.rows += len(next(iter(batch.values())))
+
+    def arrays(self) -> dict[str, Array]:
+        """Mapped; the file lives as long as the mapping."""
+        found: dict[str, Array] = {}
+        for name, (dtype, shape) in self._kinds.items():
+            self._files[name].flush()
+            full = (self.rows, *shape)
+            found[name] = np.memmap(self._files[name], dtype, "r", 0, full) if 0 not in full else np.empty(full, dtype)
+        return found
+
+    def _written(self, file: IO[bytes], array: Array) -> int:
+        try:
+            return file.write(array.data)
+        except OSError as error:
+            raise DataError(
+                f"cannot keep what {self._reference} yields: {error.strerror} after {self.bytes} bytes",
+                "set TMPDIR to a folder with more space, or let it yield less",
+            ) from error
+
+
+def _yielded(reference: str) -> Iterator[tuple[int, dict[str, Array]]]:
+    """Feeds with their numbers; the function may use one buffer for all of them."""
+    found = find(reference, "data")
+    with blamed(reference), _closed(_called(reference, found)) as feeds:
+        for number, feed in enumerate(feeds):
+            if not isinstance(feed, Mapping):
+                raise DataError(f"{reference} yielded {type(feed).__name__}, expected a dict", _FORM)
+            arrays = {str(name): np.asarray(value) for name, value in feed.items()}
+            for name, array in arrays.items():
+                if array.dtype.hasobject:
+                    raise DataError(f"{reference}, yield {number}: {name!r} is no array of numbers", _FORM)
+            yield number, arrays
+
+
+def _called(reference: str, found: Any) -> Iterable[Any]:
+    feeds = found() if callable(found) else found
+    if isinstance(feeds, Mapping) or not isinstance(feeds, Iterable):
+        raise DataError(f"{reference} gives {type(feeds).__name__}, expected dicts one after another", _FORM)
+    return feeds
+
+
+def _closed(feeds: Any) -> AbstractContextManager[Iterable[Any]]:
+    return closing(feeds) if hasattr(feeds, "close") else nullcontext(feeds)
+
+
+def _batch(place: str, feed: Feeds, inputs: Sequence[TensorSpec]) -> Feeds:
+    """The feed with the sample as first axis of every array."""
+    axes = {spec.name: feed[spec.name].ndim - len(spec.shape) for spec in inputs if spec.name in feed}
+    if not axes:
+        raise DataError(f"{place} holds {_listed(feed)}, and the model takes {_listed(s.name for s in inputs)}", _FORM)
+    if set(axes.values()) == {-1}:
+        return {name: array[np.newaxis] for name, array in feed.items()}
+    shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())
+    if set(axes.values()) != {0}:
+        raise DataError(f"{place} has the shapes {shapes}, expected those of {', '.join(map(str, inputs))}", _FORM)
+    counts = {len(array) if array.ndim else 0 for array in feed.values()}
+    if len(counts) > 1 or 0 in counts:
+        raise DataError(f"{place} has the shapes {shapes}", "give every array, labels too, the same number of rows")
+    return feed
+
+
+def _described(kinds: Mapping[str, tuple[Any, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{name}: {dtype}{list(shape)}" for name, (dtype, shape) in kinds.items())
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"

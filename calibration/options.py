@@ -1,0 +1,51 @@
+"""How data is read, where the data alone does not tell: what images and texts are made into."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class DataOptions(BaseModel):
+    """What is left out is found out: beside the data, from the model's inputs, or by a default that is said."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    resize: int | tuple[int, int] | None = Field(
+        None, description="images: the shorter side in pixels, or [height, width] exactly"
+    )
+    crop: int | tuple[int, int] | None = Field(
+        None, description="images: the centre that is cut out after that, a side in pixels or [height, width]"
+    )
+    rescale: float | None = Field(None, gt=0, description="images: pixels of 0 to 255 times this; 1/255 without it")
+    mean: tuple[float, ...] | None = Field(
+        None, description="images: subtracted after rescaling, one number or one a channel"
+    )
+    std: tuple[float, ...] | None = Field(None, description="images: divided by after that, likewise")
+    tokenizer: str | None = Field(
+        None, description="texts: a tokenizer.json, or a Hugging Face folder; looked for beside the texts without it"
+    )
+    text_field: str = Field("text", description="texts: the key of the text in each line")
+    label_field: str = Field("label", description="texts: the key of the label in each line")
+    max_length: int | None = Field(
+        None,
+        gt=0,
+        description="texts: tokens in each row, where the model's own length is dynamic; the longest without it",
+    )
+    padding: Literal["right", "left"] | None = Field(
+        None, description="texts: the side that short ones are padded on; the tokenizer's own without it"
+    )
+    most_rows: int = Field(65_536, gt=0, description="functions: rows taken from one that may go on for ever")
+
+    @model_validator(mode="after")
+    def _sound(self) -> "DataOptions":
+        sides = [
+            side for value in (self.resize, self.crop) for side in ((value,) if isinstance(value, int) else value or ())
+        ]
+        if any(side < 1 for side in sides):
+            raise ValueError("resize and crop are positive numbers of pixels")
+        if self.std is not None and 0 in self.std:
+            raise ValueError("std is divided by, so it cannot be 0")
+        return self
+
+
+AS_FOUND = DataOptions()

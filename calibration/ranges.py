@@ -1,0 +1,91 @@
+"""What calibration finds out about the values in a graph, as one JSON document: ranges by every method at once."""
+
+from pathlib import Path
+from typing import Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from enginesmith.pipeline.errors import DataError
+
+FILE = "ranges.json"
+Method = Literal["minmax", "percentile", "entropy", "mse"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Provenance(_Part):
+    """Which samples of which data, so that others can take the same ones."""
+
+    data: str
+    digest: str
+    """SHA-256 of the whole set."""
+    rows: tuple[int, ...]
+    """Indices of the samples that were used."""
+    seed: int
+    batch: int
+    """Samples that were run at once; more than one only where the graph has a fixed batch."""
+    synthetic: bool = False
+
+
+class TensorRange(_Part):
+    """One value over all samples."""
+
+    minimum: float
+    maximum: float
+    """Of the finite values."""
+    finite: bool = True
+    """Whether all are finite; what is not may be meant, as the -inf of an attention mask is."""
+    count: int
+    amax: dict[Method, float] | None = None
+    """Largest magnitude that int8 has to represent, by method; None for values that are only watched."""
+
+
+class ChannelStatistics(_Part):
+    """One value along its channel axis: what scaling and bias correction need."""
+
+    axis: int
+    amax: tuple[float, ...]
+    mean: tuple[float, ...]
+    mean_absolute: tuple[float, ...]
+    mean_square: tuple[float, ...]
+
+
+class Ranges(_Part):
+    """The whole document; every number in it is rounded to nine significant digits, which float32 survives."""
+
+    model_sha256: str
+    provenance: Provenance
+    tensors: dict[str, TensorRange]
+    channels: dict[str, ChannelStatistics] = {}
+
+
+def load(path: Path, *, model_sha256: str, data_digest: str | None = None) -> Ranges:
+    """Read ranges for a model, and for the data that they have to be of, where that matters.
+
+    Raises:
+        DataError: the file is no such document, or is of another model or other data.
+    """
+    try:
+        found = Ranges.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"cannot read the ranges in {path}: {error.strerror}", f"give a {FILE}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the document"
+        raise DataError(f"{path} does not hold ranges: {where}: {first['msg']}", "calibrate again") from error
+    wanted = {"model": (found.model_sha256, model_sha256), "data": (found.provenance.digest, data_digest)}
+    for what, (given, expected) in wanted.items():
+        if expected is not None and given != expected:
+            raise DataError(
+                f"the ranges in {path} are of {_called(what, found)} ({given[:12]}…), and the {what} here is "
+                f"{expected[:12]}…",
+                "calibrate again: ranges hold for one graph and one set of data alone",
+            )
+    return found
+
+
+def _called(what: str, found: Ranges) -> str:
+    return f"the data {found.provenance.data}" if what == "data" else "another model"

@@ -1,0 +1,70 @@
+"""The parts of a recipe, with their defaults."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from enginesmith.calibration.ranges import Method
+
+Objective = Literal["latency", "throughput", "memory", "size"]
+GraphOptimization = Literal["disabled", "basic", "extended", "all"]
+
+
+class Part(BaseModel):
+    """A mapping of fields that are all known."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ExportOptions(Part):
+    """How the module becomes a graph."""
+
+    opset: int = Field(23, ge=18, description="ONNX opset version of the graph")
+    exporter: Literal["auto", "dynamo", "torchscript"] = Field(
+        "auto", description="auto tries torch.export first, then TorchScript"
+    )
+    attention: Literal["fused", "decomposed"] = Field(
+        "fused", description="fused keeps the Attention operator of opset 23; decomposed is for engines that refuse it"
+    )
+    external_data_bytes: int = Field(128 << 20, ge=0, description="weights above this go to a file beside the graph")
+
+
+class MeasureOptions(Part):
+    """How latency is measured; docs/measurement.md explains the numbers."""
+
+    precision: float = Field(0.02, gt=0, lt=1, description="stop when every median is known to within ± this share")
+    seconds: float = Field(20.0, gt=0, description="longest time for one batch size, over all variants together")
+    latency: bool = Field(True, description="measure latency")
+    memory: bool = Field(True, description="measure peak memory")
+
+
+class Budgets(Part):
+    """What a variant has to hold to win."""
+
+    max_drop: float | None = Field(None, ge=0, description="largest loss of the metric against eager")
+    max_memory_bytes: int | None = Field(None, gt=0, description="largest peak device memory")
+    max_latency_ms: float | None = Field(None, gt=0, description="largest median latency at the first batch size")
+
+
+class QuantisationOptions(Part):
+    """How ranges are chosen and graphs are quantised; docs/precision.md explains it."""
+
+    ranges: Literal["auto", Method] = Field(
+        "auto", description="how ranges are taken from histograms; auto tries mse first, and the others if that fails"
+    )
+    percentile: float = Field(99.99, gt=50, le=100, description="share of the values that ranges by percentile hold")
+    weight_bits: Literal[7, 8] | None = Field(
+        None, description="bits of int8 weights; by default 7 for ONNX Runtime on x86 CPUs without VNNI, which saturate"
+    )
+    keep: tuple[str, ...] = Field(
+        (), description="groups that stay in floating point: names of nodes or modules, * for any part"
+    )
+    smooth: float | None = Field(
+        None, ge=0, le=1, description="SmoothQuant's alpha: how much of activations' outliers goes into the weights"
+    )
+    awq: bool = Field(False, description="scale weights by their activations before int4 (AWQ)")
+    equalise: bool = Field(False, description="equalise the ranges of channels across layers, for depthwise networks")
+    bias_correction: bool = Field(False, description="take the mean error of quantised weights out of the biases")
+    convert_io: bool = Field(False, description="give inputs and outputs the type of fp16 and bf16 graphs too")
+    search_limit_seconds: float = Field(600.0, ge=0, description="time for trying which groups stay in floating point")
+    search_steps: int = Field(12, ge=1, le=64, description="most assignments that are tried")

@@ -1,0 +1,197 @@
+"""Which share of a graph's work and of its weights is in which precision: what a variant's name is held against."""
+
+from collections import Counter
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline.precision import costs, islands
+from enginesmith.pipeline.precision.foreign import attributes
+from enginesmith.pipeline.precision.structure import CONVERTERS, Structure
+from enginesmith.pipeline.precision.values import View, view
+
+if TYPE_CHECKING:
+    import onnx
+
+QUANTISED = ("int4", "fp4", "int8", "fp8")
+HALF = ("fp16", "bf16")
+_PRECISIONS = {
+    "float64": "fp64",
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float8e4m3fn": "fp8",
+    "float8e5m2": "fp8",
+    "float4e2m1": "fp4",
+    "int16": "int16",
+    "uint16": "int16",
+    "int8": "int8",
+    "uint8": "int8",
+    "int4": "int4",
+    "uint4": "int4",
+}
+_INTEGER_KERNELS = (
+    *("QLinearConv", "ConvInteger", "QLinearMatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
+    *("QGemm", "QAttention", "DynamicQuantizeLSTM"),
+)
+_EIGHT_BITS = ("int8", "fp8", "int16", "fp4")
+"""What products are computed in if both operands are; of fewer bits there are only weights."""
+_PACKED = ("MatMulNBits", "MatMulBnb4")
+_INT8_ACCURACY = 4
+"""MatMulNBits' ``accuracy_level`` that lets it round activations to int8."""
+_OPERANDS = {"LSTM": 3, "GRU": 3, "RNN": 3, "Attention": 3}
+_UNKNOWN = "unknown"
+
+
+class Coverage(BaseModel):
+    """What a graph is computed in. Shares are of all multiply-adds, or all parameters, that could be counted."""
+
+    model_config = ConfigDict(frozen=True)
+
+    total_macs: int
+    """Multiply-adds of one inference at the sizes that it was looked at."""
+    macs: dict[str, float]
+    """Share by the precision that products are computed in, the largest first."""
+    operators: dict[str, dict[str, float]]
+    """The same share, by operator within each precision."""
+    weights: dict[str, float]
+    """Share of parameters by the precision they are stored in: matrices and filters, no scales, biases or norms."""
+    products: dict[str, int]
+    """Number of products by precision, those of unknown size too."""
+    unknown_products: int = 0
+    """Products that are in no share of multiply-adds, as their shapes are not known."""
+    qdq_pairs: int = 0
+    """QuantizeLinear with a DequantizeLinear behind it."""
+    unfused: int = 0
+    """Products computed in floating point on what was quantised just before: of a graph as it is executed."""
+    islands: int = 0
+    """Connected runs of low-precision operators: between any two of them values change their type."""
+    conversions: int = 0
+    """Operators that quantise or dequantise activations."""
+    casts: int = 0
+    """Casts between floating-point types."""
+    reorders: int = 0
+    """Operators that only lay out values anew: ONNX Runtime's blocks of channels, and transpositions."""
+
+    def share(self, precision: str) -> float:
+        """Share of multiply-adds in a precision."""
+        return self.macs.get(precision, 0.0)
+
+
+def of(path: Path, sizes: Mapping[str, int], *, executed: bool = False) -> Coverage:
+    """Look at a file at concrete sizes of its dynamic dimensions.
+
+    In a graph that is still to be built, a product of what DequantizeLinear unpacks counts as quantised: that is what
+    it asks for. In one that is ``executed`` as it stands, it is computed in floating point.
+
+    Raises:
+        InvalidGraph: the file cannot be read.
+        SignatureError: its inputs are no tensors.
+    """
+    seen = view(path, sizes)
+    structure = Structure(seen)
+    counted = costs.products(seen)
+    runs_in = {name: _precision(seen.nodes[name], structure, executed) for name in counted}
+    work: Counter[str] = Counter()
+    operators: dict[str, Counter[str]] = {}
+    for name, count in counted.items():
+        work[runs_in[name]] += count or 0
+        operators.setdefault(runs_in[name], Counter())[_plain(seen.nodes[name].op_type)] += count or 0
+    total = work.total()
+    low = QUANTISED if any(one in QUANTISED for one in runs_in.values()) else HALF
+    lowered = {name for name, precision in runs_in.items() if precision in low}
+    return Coverage(
+        total_macs=total,
+        macs=_shares(work, total),
+        operators={precision: _shares(operators[precision], total) for precision in _shares(work, total)},
+        weights=_weights(seen, structure),
+        products=dict(Counter(runs_in.values()).most_common()),
+        unknown_products=sum(count is None for count in counted.values()),
+        qdq_pairs=structure.pairs,
+        unfused=sum(_unfused(seen.nodes[name], structure) for name in counted) if executed else 0,
+        islands=islands.count(structure, lowered, halves=low == HALF, executed=executed),
+        **_conversions(seen),
+    )
+
+
+def _plain(operator: str) -> str:
+    """What people call it: ONNX Runtime's integer kernels are still convolutions and products."""
+    for word in ("ConvTranspose", "Conv", "MatMul", "Gemm", "Attention", "LSTM"):
+        if word in operator:
+            return word
+    return operator
+
+
+def _shares(counts: Mapping[str, int], total: int) -> dict[str, float]:
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return {name: round(count / total, 6) for name, count in ordered if count}
+
+
+def _precision(node: "onnx.NodeProto", structure: Structure, executed: bool) -> str:
+    """What a product is computed in."""
+    if node.op_type in _INTEGER_KERNELS:
+        return "int8"
+    if node.op_type in _PACKED and attributes(node).get("accuracy_level", 0) == _INT8_ACCURACY:
+        return "int8"
+    asked = set() if executed else _asked(node, structure)
+    if len(asked) == 1 and (only := asked.pop()) in _EIGHT_BITS:
+        return only
+    return _PRECISIONS.get(structure.seen.value(node.input[0]).dtype, _UNKNOWN)
+
+
+def _asked(node: "onnx.NodeProto", structure: Structure) -> set[str]:
+    """Precisions of a product's operands before they are dequantised."""
+    operands = node.input[: _OPERANDS.get(node.op_type, 2)]
+    return {_PRECISIONS.get(structure.stored(name), _UNKNOWN) for name in operands if name}
+
+
+def _unfused(node: "onnx.NodeProto", structure: Structure) -> bool:
+    """Whether a product in floating point reads what was dequantised, and perhaps cast after that."""
+    given = _PRECISIONS.get(structure.stored(node.input[0], through=("Cast",)))
+    return given in _EIGHT_BITS and node.op_type not in _INTEGER_KERNELS
+
+
+def _weights(seen: View, structure: Structure) -> dict[str, float]:
+    packed = {node.input[1]: attributes(node) for node in seen.nodes.values() if node.op_type in _PACKED}
+    sizes: Counter[str] = Counter()
+    for name in seen.constants - structure.scales:
+        value = seen.value(name)
+        if name in packed:
+            given = packed[name]
+            sizes[f"int{given.get('bits', 4)}"] += given["K"] * given["N"]
+        elif value.shape is not None and len(value.shape) > 1 and value.dtype in _PRECISIONS:
+            sizes[_PRECISIONS[value.dtype]] += prod(value.shape)
+    return _shares(sizes, sizes.total())
+
+
+def _conversions(seen: View) -> dict[str, int]:
+    nodes = list(seen.nodes.values())
+    return {
+        "conversions": sum(node.op_type in CONVERTERS and node.input[0] not in seen.constants for node in nodes),
+        "casts": sum(_float_cast(node, seen) for node in nodes),
+        "reorders": sum(node.op_type in ("ReorderInput", "ReorderOutput", "Transpose") for node in nodes),
+    }
+
+
+def _float_cast(node: "onnx.NodeProto", seen: View) -> bool:
+    if node.op_type != "Cast" or node.input[0] in seen.constants:
+        return False
+    ends = (seen.value(node.input[0]).dtype, seen.value(node.output[0]).dtype)
+    return all("float" in end for end in ends)
+
+
+def words(shares: Mapping[str, float]) -> str:
+    """``int8 97 %, fp32 3 %``."""
+    return ", ".join(f"{name} {percent(share)}" for name, share in shares.items()) or "nothing"
+
+
+def percent(share: float) -> str:
+    """A share as people read it; what is there is never shown as none, nor what is left as all."""
+    if 0 < share < 0.01:
+        return "< 1 %"
+    if 0.99 < share < 1:
+        return "> 99 %"
+    return f"{100 * share:.0f} %"

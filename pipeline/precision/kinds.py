@@ -1,0 +1,41 @@
+"""The precisions that a variant can have, and what each of them takes to be made."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Name = Literal["fp32", "fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights"]
+Placement = Literal["onnxruntime", "tensorrt"]
+"""Whose rules Q/DQ pairs are placed by: what one engine fuses tears another one's kernels apart."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known of a precision before anything is made."""
+
+    summary: str
+    threshold: str
+    """The row of fidelity thresholds that it is held to."""
+    calibrated: bool = False
+    """Whether ranges of activations are part of the result, so that they have to come from real data."""
+    searched: bool = False
+    """Whether single groups can be left in floating point where it costs too much accuracy."""
+    rest: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """What the operators are in that are not quantised."""
+
+
+KINDS: Mapping[Name, Kind] = {
+    "fp32": Kind("as exported", "fp32"),
+    "fp16": Kind("float16; normalisations, softmax, reductions and what overflows in float32", "fp16", rest="fp16"),
+    "bf16": Kind("bfloat16; normalisations, softmax and reductions in float32", "bf16", rest="bf16"),
+    "int8": Kind("products in int8 by static Q/DQ, the rest in float32", "int8", calibrated=True, searched=True),
+    "int8+fp16": Kind(
+        "products in int8 by static Q/DQ, the rest in float16", "int8", calibrated=True, searched=True, rest="fp16"
+    ),
+    "int8-dynamic": Kind(
+        "products with weights in int8, activations quantised as they come; CPU only", "int8", searched=True
+    ),
+    "fp8": Kind("products in E4M3 by Q/DQ, the rest in float16", "fp8", calibrated=True, searched=True, rest="fp16"),
+    "int4-weights": Kind("weights of products in int4 by blocks, computed in floating point", "int4", searched=True),
+}
+assert set(KINDS) == set(get_args(Name))

@@ -1,0 +1,98 @@
+"""Data of the user's through a whole run: images, texts and functions; what changed is read again."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from enginesmith.pipeline import Settings, optimize
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.run import Run
+
+pytestmark = pytest.mark.slow
+
+NET = """
+import numpy as np
+import torch
+from torch import nn
+
+def build():
+    layers = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+    return nn.Sequential(*layers), {"x": torch.rand(2, 3, 8, 8)}
+
+def feeds():
+    for index in range(4):
+        yield {"x": np.full((3, 8, 8), index, np.float32), "labels": index % 2}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(NET)
+    for name, shade in (("dark", 40), ("light", 200)):
+        Path("photos", name).mkdir(parents=True)
+        for index in range(3):
+            image("photos", name, f"{index}.png", shade=shade + index)
+
+
+def image(*parts: str, shade: int) -> None:
+    Image.new("RGB", (12, 9), (shade, shade // 2, shade)).save(Path(*parts))
+
+
+def run(store: Path, data: str, out: str) -> tuple[Run, dict[str, bool]]:
+    """The run, and for each step whether it was reused."""
+    reused: dict[str, bool] = {}
+
+    def note(event: object) -> None:
+        if event.kind == "finished" and event.outcome is not None:  # type: ignore[attr-defined]
+            reused[event.step.id] = event.outcome.cached  # type: ignore[attr-defined]
+
+    recipe = {
+        "model": "net.py:build",
+        "inputs": ["x:float32:batch,3,8,8"],
+        "eval_data": data,
+        "measure": {"latency": False, "memory": False},
+    }
+    return optimize(make(recipe), Path(out), Settings(store=store, listener=note)), reused
+
+
+def samples(found: Run) -> list[int]:
+    return [one.quality.samples for one in (found.baseline, *found.variants) if one.quality is not None]
+
+
+def test_images_and_what_changes_about_them(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    found, _ = run(store, "photos", "runs/a")
+    assert samples(found) == [6, 6]
+    assert all(run(store, "photos", "runs/b")[1].values())
+    image("photos", "dark", "3.png", shade=1)
+    assert samples(run(store, "photos", "runs/c")[0]) == [7, 7]
+    Path("photos/middle").mkdir()
+    image("photos", "middle", "0.png", shade=128)
+    assert samples(run(store, "photos", "runs/d")[0]) == [8, 8]
+    Path("preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5]}))
+    _, reused = run(store, "photos", "runs/e")
+    assert not reused["reference"]
+    assert all(run(store, "photos", "runs/f")[1].values())
+
+
+@pytest.mark.parametrize("place", ["net.py", "net"])
+def test_a_function_in_the_models_own_file(tmp_path: Path, place: str) -> None:
+    assert samples(run(tmp_path / "store", f"{place}:feeds", "runs/a")[0]) == [4, 4]
+
+
+def test_functions_and_what_changes_about_them(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    for count in (4, 6):
+        Path("data.py").write_text(NET.replace("range(4)", f"range({count})"))
+        assert samples(run(store, "data.py:feeds", f"runs/{count}")[0]) == [count, count]
+        assert all(run(store, "data.py:feeds", f"runs/{count}, again")[1].values())
+
+
+def test_arrays_in_a_mapped_file(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).random((5, 3, 8, 8), np.float32)
+    np.savez("rows.npz", x=rows, labels=np.arange(5) % 2)
+    assert samples(run(tmp_path / "store", "rows.npz", "runs/a")[0]) == [5, 5]

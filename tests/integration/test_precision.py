@@ -1,0 +1,162 @@
+"""Other precisions through the command line, on the trained digits net: made, held against eager, searched, measured."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from enginesmith.calibration.dataset import embedded
+from enginesmith.pipeline.artifact import file_digest
+
+pytestmark = pytest.mark.slow
+
+PRECISIONS = ("fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights")
+QUICK = ("--measure-time", "0.5s", "--precision-target", "0.5", "--search-steps", "4")
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A place for files of this module."""
+    return tmp_path_factory.mktemp("precision")
+
+
+def data(folder: Path, **changes: np.ndarray) -> Path:
+    """Calibration data for digits, changed by name."""
+    arrays = dict(embedded("digits", "calibration").arrays)
+    path = folder / "data.npz"
+    np.savez(path, **{**arrays, **changes})
+    return path
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_becomes_a_sound_graph(cli: Cli, tmp_path: Path, precision: str) -> None:
+    out = tmp_path / "digits.onnx"
+    done = cli("precision", "digits", "-o", out, "--precision", precision, "--batch", "1,3", *QUICK[4:], "--json")
+    assert done.code == 0, done.text
+    onnx.checker.check_model(out, full_check=True)
+    found = json.loads(done.stdout)
+    assert all(entry["passed"] for entry in found["fidelity"])
+    graph = onnx.load(out).graph
+    kinds = {tensor.data_type for tensor in graph.initializer}
+    wanted = {
+        "fp16": onnx.TensorProto.FLOAT16,
+        "bf16": onnx.TensorProto.BFLOAT16,
+        "int8": onnx.TensorProto.INT8,
+        "int8+fp16": onnx.TensorProto.INT8,
+        "int8-dynamic": onnx.TensorProto.INT8,
+        "fp8": onnx.TensorProto.FLOAT8E4M3FN,
+        "int4-weights": onnx.TensorProto.INT4,
+    }
+    assert wanted[precision] in kinds
+    assert {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)} == {onnx.TensorProto.FLOAT}
+
+
+@pytest.fixture(scope="module")
+def optimized(tmp_path_factory: pytest.TempPathFactory, store: Path) -> tuple[Path, dict[str, Any]]:
+    """A run of the main job with fp32 and int8."""
+    from click.testing import CliRunner
+
+    from enginesmith.cli import main
+
+    out = tmp_path_factory.mktemp("run") / "run"
+    options = ("--precision", "fp32", "--precision", "int8", "--max-drop", "0.01", "--batch", "1,8", *QUICK)
+    done = CliRunner().invoke(
+        main, ["optimize", "digits", *options, "--out", str(out), "--quiet"], env={"ENGINESMITH_STORE": str(store)}
+    )
+    assert done.exit_code == 0, done.output
+    return out, json.loads((out / "run.json").read_text())
+
+
+def test_int8_holds_the_budget_of_accuracy(optimized: tuple[Path, dict[str, Any]]) -> None:
+    variant = next(one for one in optimized[1]["variants"] if one["id"] == "onnxruntime-int8")
+    assert variant["status"] == "measured"
+    assert variant["quality"]["drop"] <= 0.01
+    assert variant["coverage"]["macs"]["int8"] > 0.5
+    assert variant["engine_coverage"]["macs"]["int8"] > 0.5
+    assert not variant["synthetic_calibration"]
+
+
+def test_the_search_and_the_assignment_are_told(optimized: tuple[Path, dict[str, Any]]) -> None:
+    out, run = optimized
+    variant = next(one for one in run["variants"] if one["id"] == "onnxruntime-int8")
+    assert variant["search"]
+    assert all(trial["why"] for trial in variant["search"])
+    assert {entry["precision"] for entry in variant["assignment"]} <= {"int8", "fp32"}
+    report = (out / "report.md").read_text()
+    assert variant["assignment"][0]["group"] in report
+    assert variant["remarks"]
+
+
+def test_a_second_run_takes_everything_from_the_store(
+    cli: Cli, optimized: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    options = ("--precision", "fp32", "--precision", "int8", "--max-drop", "0.01", "--batch", "1,8", *QUICK)
+    done = cli("optimize", "digits", *options, "--out", tmp_path / "again", "--json")
+    assert done.code == 0, done.text
+    assert all(step["cached"] for step in json.loads(done.stdout)["steps"])
+
+
+def test_same_inputs_give_the_same_bytes(cli: Cli, tmp_path: Path) -> None:
+    digests = []
+    for name in ("one", "two"):
+        out = tmp_path / f"{name}.onnx"
+        store = tmp_path / f"store-{name}"
+        done = cli("precision", "digits", "-o", out, "--precision", "int8", "--search-steps", "1", "--store", store)
+        assert done.code == 0, done.text
+        digests.append(file_digest(out))
+        shutil.rmtree(store)
+    assert digests[0] == digests[1]
+
+
+def test_a_group_can_be_kept_by_hand(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "digits.onnx"
+    done = cli("precision", "digits", "-o", out, "--precision", "int8", "--keep", "head*", "--search-steps", "2")
+    nothing = cli("precision", "digits", "-o", out, "--precision", "int8", "--keep", "nosuchthing")
+    assert done.code in (0, 2)
+    assert nothing.code == 2
+    assert "nosuchthing" in nothing.stderr
+
+
+def test_calibration_data_is_needed_or_made_up_on_purpose(cli: Cli, tmp_path: Path) -> None:
+    net = Path(__file__).parent.parent / "data" / "nets.py"
+    out = tmp_path / "mlp.onnx"
+    refused = cli("precision", f"{net}:mlp", "-o", out, "--precision", "int8")
+    assert refused.code == 2
+    assert "--calibration" in refused.stderr
+    made_up = cli("precision", f"{net}:mlp", "-o", out, "--precision", "int8", "--synthetic-calibration")
+    assert made_up.code == 0, made_up.text
+    assert "made up" in made_up.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image": np.zeros((8, 1, 8, 8), np.float32)}, "zero"),
+        ({"image": np.full((8, 1, 8, 8), np.nan, np.float32)}, "NaN"),
+        ({"image": np.ones((8, 1, 8, 8), np.float32)}, "same"),
+        ({"image": np.ones((8, 1, 9, 9), np.float32)}, "shape"),
+        ({"other": np.ones((8, 1), np.float32)}, "other"),
+        ({"image": np.ones((0, 1, 8, 8), np.float32)}, "empty"),
+    ],
+)
+def test_bad_calibration_data(cli: Cli, tmp_path: Path, changes: dict[str, np.ndarray], message: str) -> None:
+    out = tmp_path / "digits.onnx"
+    done = cli("precision", "digits", "-o", out, "--precision", "int8", "--calibration", data(tmp_path, **changes))
+    assert done.code == 2
+    assert message in done.stderr
+    assert not out.exists()
+
+
+def test_a_quantised_file_is_not_quantised_again(cli: Cli, tmp_path: Path) -> None:
+    first, second = tmp_path / "int8.onnx", tmp_path / "again.onnx"
+    assert cli("precision", "digits", "-o", first, "--precision", "int8", "--search-steps", "1").code == 0
+    done = cli("precision", first, "-o", second, "--precision", "int8", "--calibration", "digits")
+    assert done.code != 0
+    assert "quantised already" in done.stderr

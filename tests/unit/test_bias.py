@@ -1,0 +1,138 @@
+"""Bias correction: the mean of a product is what it was before its weight was rounded."""
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from enginesmith.pipeline.precision import bias
+
+Weights = dict[str, Any]
+CHANNELS, OUTPUTS, SIDE = 4, 6, 9
+
+
+def normal(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def rounded(weight: Any, step: float = 0.5) -> Any:
+    """Rounded down, so that every output loses: the worst that a bias can make up for."""
+    return (np.floor(weight / step) * step).astype(np.float32)
+
+
+def node(operator: str, inputs: str, output: str, **attributes: Any) -> Any:
+    return helper.make_node(operator, inputs.split(), [output], name=output, **attributes)
+
+
+def built(nodes: list[Any], weights: Weights, shape: tuple[Any, ...], *outputs: str) -> ir.Model:
+    initialisers = [numpy_helper.from_array(value, name) for name, value in weights.items()]
+    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs or ("y",)]
+    given = helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)
+    body = helper.make_graph(nodes, "g", [given], infos, initialisers)
+    model = helper.make_model(body, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return ir.from_proto(model)
+
+
+def answers(model: ir.Model, x: Any) -> list[Any]:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    return list(session.run(None, {"x": x}))
+
+
+def product(word: str) -> tuple[ir.Model, tuple[int, ...], int]:
+    """A product ``y`` with the weight ``w``, the shape of its input, and the axis of its channels."""
+    pixels = (2, CHANNELS, SIDE, SIDE)
+    places: Weights = {"w": normal(OUTPUTS, CHANNELS, 3, 3), "b": normal(OUTPUTS, seed=1)}
+    square: Weights = {"w": normal(CHANNELS, CHANNELS), "b": normal(CHANNELS, seed=1)}
+    match word:
+        case "Conv":
+            return built([node("Conv", "x w b", "y")], places, pixels), pixels, 1
+        case "Conv without bias":
+            return built([node("Conv", "x w", "y")], {"w": places["w"]}, pixels), pixels, 1
+        case "Conv with groups":
+            places["w"] = normal(OUTPUTS, CHANNELS // 2, 3, 3)
+            return built([node("Conv", "x w b", "y", group=2)], places, pixels), pixels, 1
+        case "ConvTranspose":
+            places |= {"w": normal(CHANNELS, OUTPUTS // 2, 4, 4)}
+            nodes = [node("ConvTranspose", "x w b", "y", group=2, strides=[2, 2], pads=[3, 3, 3, 3])]
+            return built(nodes, places, pixels), pixels, 1
+        case "Gemm":
+            nodes = [node("Gemm", "x w b", "y", transB=1, alpha=0.5, beta=4.0)]
+            return built(nodes, square, (2, CHANNELS)), (2, CHANNELS), -1
+        case "Gemm without bias":
+            return built([node("Gemm", "x w", "y")], {"w": square["w"]}, (2, CHANNELS)), (2, CHANNELS), -1
+    nodes = [node("MatMul", "x w", "p"), node("Add", "b p", "y")]
+    return built(nodes, square, (2, 3, CHANNELS)), (2, 3, CHANNELS), -1
+
+
+CASES = ("Conv", "Conv without bias", "Conv with groups", "ConvTranspose", "Gemm", "Gemm without bias", "MatMul")
+
+
+@pytest.mark.parametrize("word", CASES)
+def test_an_input_that_is_its_mean_gives_what_it_gave(word: str) -> None:
+    model, shape, axis = product(word)
+    mean = normal(CHANNELS, seed=2) + 3
+    x = np.zeros(shape, np.float32) + mean.reshape(-1, *(1,) * (len(shape) - 2 if axis == 1 else 0))
+    (expected,) = answers(model, x)
+    weight = model.graph.initializers["w"]
+    given = weight.const_value.numpy()
+    weight.const_value = ir.tensor(rounded(given), name="w")
+    (lost,) = answers(model, x)
+    assert np.abs(expected - lost).max() > 1
+    assert bias.correct(model.graph[0], given, rounded(given), mean)
+    (found,) = answers(model, x)
+    axes = tuple(range(found.ndim)[:1] if axis == -1 else (0, 2, 3))
+    np.testing.assert_allclose(found.mean(axes), expected.mean(axes), atol=2e-4)
+
+
+def test_the_mean_shift_of_real_activations_goes() -> None:
+    """Behind a Relu the means are far from 0, and what is lost is not noise alone."""
+    shape = (64, CHANNELS, SIDE, SIDE)
+    model = built([node("Conv", "x w", "y")], {"w": normal(OUTPUTS, CHANNELS, 3, 3)}, shape)
+    x = np.maximum(normal(*shape) + normal(CHANNELS, 1, 1, seed=5), 0)
+    (expected,) = answers(model, x)
+    weight = model.graph.initializers["w"]
+    given = weight.const_value.numpy()
+    step = np.abs(given).max() / 7
+    narrow = (np.rint(given / step) * step).astype(np.float32)
+    weight.const_value = ir.tensor(narrow, name="w")
+    shifts, errors = [], []
+    for _ in range(2):
+        error = answers(model, x)[0] - expected
+        shifts.append(np.abs(error.mean((0, 2, 3))).max())
+        errors.append((error**2).mean())
+        bias.correct(model.graph[0], given, narrow, x.mean((0, 2, 3)))
+    assert shifts[0] > 0.1
+    assert shifts[1] < 0.02 * shifts[0]
+    assert errors[1] < 0.95 * errors[0]
+
+
+def test_another_reader_of_the_bias_keeps_it() -> None:
+    weights = {"w": normal(CHANNELS, CHANNELS), "b": normal(CHANNELS, seed=1)}
+    nodes = [node("MatMul", "x w", "p"), node("Add", "p b", "y"), node("Add", "x b", "z")]
+    model = built(nodes, weights, (2, CHANNELS), "y", "z")
+    x = np.ones((2, CHANNELS), np.float32)
+    before = answers(model, x)
+    given = weights["w"]
+    assert bias.correct(model.graph[0], given, rounded(given), np.ones(CHANNELS))
+    after = answers(model, x)
+    assert (before[1] == after[1]).all()
+    assert (before[0] != after[0]).all()
+
+
+@pytest.mark.parametrize("word", ["no addition", "two readers", "a computed addend"])
+def test_where_there_is_no_place_nothing_is_done(word: str) -> None:
+    weights = {"w": normal(CHANNELS, CHANNELS), "b": normal(CHANNELS, seed=1)}
+    first = node("MatMul", "x w", "p")
+    nodes = {
+        "no addition": [first, node("Relu", "p", "y")],
+        "two readers": [first, node("Relu", "p", "r"), node("Add", "p r", "y")],
+        "a computed addend": [first, node("Add", "p x", "y")],
+    }[word]
+    model = built(nodes, weights, (2, CHANNELS))
+    given = ir.to_proto(model).SerializeToString()
+    assert not bias.correct(model.graph[0], weights["w"], rounded(weights["w"]), np.ones(CHANNELS))
+    assert ir.to_proto(model).SerializeToString() == given

@@ -1,0 +1,222 @@
+"""Multiply-adds: counted by hand for small graphs, and against the zoo's own numbers for whole networks."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from enginesmith.models import MODELS
+from enginesmith.pipeline.passes.export import Export, export_module
+from enginesmith.pipeline.passes.simplify import Simplify, simplify_file
+from enginesmith.pipeline.precision import costs
+from enginesmith.pipeline.precision.values import Value, view
+from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.torch_model import LoadOptions, load
+
+FLOAT, UINT8, INT8 = TensorProto.FLOAT, TensorProto.UINT8, TensorProto.INT8
+MICROSOFT, BLOCKED = "com.microsoft", "com.microsoft.nchwc"
+BATCH = {"batch": 2}
+
+
+def saved(
+    folder: Path, nodes: list[onnx.NodeProto], inputs: dict[str, list[Any]], weights: dict[str, Any], kind: int = FLOAT
+) -> Path:
+    """A graph of nodes whose results need no description: its output is its own input."""
+    given = [helper.make_tensor_value_info(name, kind, shape) for name, shape in inputs.items()]
+    stored = [numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()]
+    imports = [helper.make_opsetid("", 23), *(helper.make_opsetid(domain, 1) for domain in (MICROSOFT, BLOCKED))]
+    path = folder / "model.onnx"
+    onnx.save(helper.make_model(helper.make_graph(nodes, "g", given, given[:1], stored), opset_imports=imports), path)
+    return path
+
+
+def node(operator: str, inputs: str, name: str = "n", output: str = "y", **more: Any) -> onnx.NodeProto:
+    return helper.make_node(operator, [one.strip("-") for one in inputs.split()], [output], name=name, **more)
+
+
+def zeros(*shape: int, dtype: str = "float32") -> Any:
+    return np.zeros(shape, dtype)
+
+
+ONE = np.float32(1)
+ZERO = np.uint8(0)
+IMAGE = {"x": ["batch", 4, 8, 8]}
+ROWS = {"x": ["batch", 5, 16]}
+SCALES = {"s": ONE, "z": ZERO}
+FILTERS = {"w": zeros(6, 4, 3, 3)}
+MATRIX = {"w": zeros(16, 7)}
+
+STANDARD: list[tuple[str, onnx.NodeProto, dict[str, list[Any]], dict[str, Any], int]] = [
+    ("conv", node("Conv", "x w", pads=[1] * 4, strides=[2, 2]), IMAGE, FILTERS, 2 * 6 * 4 * 4 * 4 * 9),
+    ("depthwise", node("Conv", "x w", group=4), IMAGE, {"w": zeros(4, 1, 3, 3)}, 2 * 4 * 6 * 6 * 9),
+    ("transposed", node("ConvTranspose", "x w", strides=[2, 2]), IMAGE, {"w": zeros(4, 6, 2, 2)}, 2 * 64 * 4 * 6 * 4),
+    ("matmul", node("MatMul", "x w"), ROWS, MATRIX, 2 * 5 * 16 * 7),
+    ("vector", node("MatMul", "x w"), {"x": [16]}, MATRIX, 16 * 7),
+    ("gemm", node("Gemm", "x w", transA=1, transB=1), {"x": [16, 3]}, {"w": zeros(7, 16)}, 3 * 16 * 7),
+    ("einsum", node("Einsum", "x w", equation="bij,jk->bk"), ROWS, MATRIX, 2 * 5 * 16 * 7),
+    ("ellipsis", node("Einsum", "x w", equation="...j,jk->...k"), ROWS, MATRIX, 2 * 5 * 16 * 7),
+    ("lstm", node("LSTM", "x w r", hidden_size=3), {"x": [9, "batch", 5]}, {"w": zeros(1, 12, 5), "r": zeros(1, 12, 3)},
+     9 * 2 * 12 * 8),
+    ("attention", node("Attention", "q k v"),
+     {"q": ["batch", 8, 5, 4], "k": ["batch", 2, 7, 4], "v": ["batch", 2, 7, 6]}, {}, 2 * 8 * 5 * 7 * (4 + 6)),
+    ("attention with a past", node("Attention", "q k v - p o"),
+     {"q": ["batch", 8, 5, 4], "k": ["batch", 2, 7, 4], "v": ["batch", 2, 7, 6], "p": ["batch", 2, 3, 4],
+      "o": ["batch", 2, 3, 6]}, {}, 2 * 8 * 5 * (7 + 3) * (4 + 6)),
+    ("flat attention", node("Attention", "q k v", q_num_heads=8, kv_num_heads=2),
+     {"q": ["batch", 5, 32], "k": ["batch", 7, 8], "v": ["batch", 7, 12]}, {}, 2 * 8 * 5 * 7 * (4 + 6)),
+]  # fmt: skip
+
+FOREIGN: list[tuple[str, onnx.NodeProto, dict[str, list[Any]], dict[str, Any], int, Value]] = [
+    ("fused conv", node("FusedConv", "x w", domain=MICROSOFT, activation="Relu"), IMAGE, FILTERS,
+     2 * 6 * 36 * 36, Value("float32", (2, 6, 6, 6))),
+    ("channels last", node("NhwcFusedConv", "x w", domain=MICROSOFT), {"x": ["batch", 8, 8, 4]}, FILTERS,
+     2 * 6 * 36 * 36, Value("float32", (2, 6, 6, 6))),
+    ("blocks of channels", node("Conv", "x w", domain=BLOCKED, kernel_shape=[3, 3]), IMAGE, {"w": zeros(16, 4, 3, 3)},
+     2 * 16 * 36 * 36, Value("float32", (2, 16, 6, 6))),
+    ("turned", node("FusedMatMul", "x w", domain=MICROSOFT, transB=1), ROWS, {"w": zeros(7, 16)},
+     2 * 5 * 16 * 7, Value("float32", (2, 5, 7))),
+    ("packed", node("MatMulNBits", "x w s", domain=MICROSOFT, K=16, N=7, bits=4, block_size=16), ROWS,
+     {"w": zeros(7, 1, 8, dtype="uint8"), "s": zeros(7)}, 2 * 5 * 16 * 7, Value("float32", (2, 5, 7))),
+    ("dynamic", node("DynamicQuantizeMatMul", "x w s", domain=MICROSOFT), ROWS,
+     {"w": zeros(16, 7, dtype="int8"), "s": ONE}, 2 * 5 * 16 * 7, Value("float32", (2, 5, 7))),
+    ("dynamic lstm", node("DynamicQuantizeLSTM", "x w r", domain=MICROSOFT, hidden_size=3), {"x": [9, "batch", 5]},
+     {"w": zeros(1, 5, 12, dtype="int8"), "r": zeros(1, 3, 12, dtype="int8")},
+     9 * 2 * 12 * 8, Value("float32", (9, 1, 2, 3))),
+    ("attention with projections", node("Attention", "x w b", domain=MICROSOFT, num_heads=2), ROWS,
+     {"w": zeros(16, 24), "b": zeros(24)}, 2 * (5 * 16 * 24 + 2 * 5 * 5 * 8), Value("float32", (2, 5, 8))),
+    ("heads", node("MultiHeadAttention", "x k v", domain=MICROSOFT, num_heads=2),
+     {**ROWS, "k": ["batch", 7, 16], "v": ["batch", 7, 16]}, {}, 2 * 2 * 5 * 7 * 16, Value("float32", (2, 5, 16))),
+]  # fmt: skip
+
+INTEGERS: list[tuple[str, onnx.NodeProto, dict[str, list[Any]], dict[str, Any], int, Value]] = [
+    ("quantised conv", node("QLinearConv", "x s z w s z s z"), IMAGE, {"w": zeros(6, 4, 3, 3, dtype="uint8"), **SCALES},
+     2 * 6 * 36 * 36, Value("uint8", (2, 6, 6, 6))),
+    ("channels last", node("QLinearConv", "x s z w s z s z", domain=MICROSOFT, channels_last=1),
+     {"x": ["batch", 8, 8, 4]}, {"w": zeros(6, 4, 3, 3, dtype="uint8"), **SCALES},
+     2 * 6 * 36 * 36, Value("uint8", (2, 6, 6, 6))),
+    ("quantised product", node("QLinearMatMul", "x s z w s z s z"), ROWS, {"w": zeros(16, 7, dtype="uint8"), **SCALES},
+     2 * 5 * 16 * 7, Value("uint8", (2, 5, 7))),
+    ("integers", node("MatMulInteger", "x w"), ROWS, {"w": zeros(16, 7, dtype="int8")}, 2 * 5 * 16 * 7,
+     Value("int32", (2, 5, 7))),
+    ("to floats", node("MatMulIntegerToFloat", "x w s s", domain=MICROSOFT), ROWS,
+     {"w": zeros(16, 7, dtype="int8"), **SCALES}, 2 * 5 * 16 * 7, Value("float32", (2, 5, 7))),
+    ("convolution of integers", node("ConvInteger", "x w"), IMAGE, {"w": zeros(6, 4, 3, 3, dtype="uint8")},
+     2 * 6 * 36 * 36, Value("int32", (2, 6, 6, 6))),
+    ("gemm to floats", node("QGemm", "x s z w s z", domain=MICROSOFT, transB=1), {"x": ["batch", 16]},
+     {"w": zeros(7, 16, dtype="uint8"), **SCALES}, 2 * 16 * 7, Value("float32", (2, 7))),
+    ("gemm", node("QGemm", "x s z w s z - s z", domain=MICROSOFT, transB=1), {"x": ["batch", 16]},
+     {"w": zeros(7, 16, dtype="uint8"), **SCALES}, 2 * 16 * 7, Value("uint8", (2, 7))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STANDARD, ids=lambda case: case[0])
+def test_products_are_counted(tmp_path: Path, case: Any) -> None:
+    _, product, inputs, weights, expected = case
+    assert costs.macs(saved(tmp_path, [product], inputs, weights), BATCH) == {"n": expected}
+
+
+@pytest.mark.parametrize("case", FOREIGN, ids=lambda case: case[0])
+def test_products_of_onnx_runtime_are_counted(tmp_path: Path, case: Any) -> None:
+    _, product, inputs, weights, expected, result = case
+    path = saved(tmp_path, [product], inputs, weights)
+    assert costs.macs(path, BATCH) == {"n": expected}
+    assert view(path, BATCH).value("y") == result
+
+
+@pytest.mark.parametrize("case", INTEGERS, ids=lambda case: case[0])
+def test_products_of_integers_are_counted(tmp_path: Path, case: Any) -> None:
+    _, product, inputs, weights, expected, result = case
+    path = saved(tmp_path, [product], inputs, weights, UINT8)
+    assert costs.macs(path, BATCH) == {"n": expected}
+    assert view(path, BATCH).value("y") == result
+
+
+AROUND: list[tuple[str, list[onnx.NodeProto], tuple[int, ...]]] = [
+    ("reordered", [node("ReorderInput", "x", domain=BLOCKED, output="a"),
+                   node("MaxPool", "a", domain=BLOCKED, kernel_shape=[2, 2], strides=[2, 2], output="b"),
+                   node("ReorderOutput", "b", domain=BLOCKED, channels=3)], (2, 3, 4, 4)),
+    ("added", [node("QLinearAdd", "x s z x s z s z", domain=MICROSOFT)], (2, 4, 8, 8)),
+    ("joined", [node("QLinearConcat", "s z x s z x s z", domain=MICROSOFT, axis=1)], (2, 8, 8, 8)),
+    ("pooled", [node("QLinearGlobalAveragePool", "x s z s z", domain=MICROSOFT, channels_last=0)], (2, 4, 1, 1)),
+    ("pooled, channels last", [node("NhwcMaxPool", "x", domain=MICROSOFT, kernel_shape=[2, 2])], (2, 3, 7, 8)),
+    ("normalised", [node("SkipLayerNormalization", "x x s", domain=MICROSOFT)], (2, 4, 8, 8)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", AROUND, ids=lambda case: case[0])
+def test_shapes_pass_through_onnx_runtimes_operators(tmp_path: Path, case: Any) -> None:
+    _, nodes, shape = case
+    assert view(saved(tmp_path, nodes, IMAGE, SCALES), BATCH).value("y").shape == shape
+
+
+def test_shapes_that_are_computed_in_the_graph_are_found(tmp_path: Path) -> None:
+    nodes = [
+        node("Shape", "x", name="", output="shape", end=1),
+        node("Concat", "shape rest", name="", output="target", axis=0),
+        node("Reshape", "x target", name="", output="flat"),
+        node("MatMul", "flat w", name=""),
+    ]
+    weights = {"rest": np.array([-1]), "w": zeros(80, 3)}
+    assert costs.macs(saved(tmp_path, nodes, ROWS, weights), BATCH) == {"MatMul_3": 2 * 80 * 3}
+
+
+def test_what_cannot_be_known_is_left_out(tmp_path: Path) -> None:
+    nodes = [node("Mystery", "x", domain="elsewhere", output="a"), node("MatMul", "a w", "first", "b")]
+    path = saved(tmp_path, [*nodes, node("MatMul", "x w", "second")], ROWS, MATRIX)
+    assert costs.macs(path, BATCH) == {"second": 2 * 5 * 16 * 7}
+    assert costs.products(view(path, BATCH))["first"] is None
+    assert costs.macs(path, {}) == {}
+
+
+def test_sizes_that_were_written_down_before_are_found_anew(tmp_path: Path) -> None:
+    path = saved(
+        tmp_path, [node("MatMul", "x w", "a", "a"), node("MatMul", "a u", "b")], ROWS, {**MATRIX, "u": zeros(7, 3)}
+    )
+    model = onnx.load(path)
+    model.graph.value_info.append(helper.make_tensor_value_info("a", FLOAT, ["made up", "s1 + 2", 7]))
+    onnx.save(model, path)
+    assert costs.macs(path, BATCH) == {"a": 2 * 5 * 16 * 7, "b": 2 * 5 * 7 * 3}
+
+
+def test_names_are_given_where_they_are_missing_or_taken(tmp_path: Path) -> None:
+    nodes = [node("MatMul", "x w", name, output) for name, output in (("", "a"), ("n", "b"), ("n", "c"))]
+    assert list(costs.macs(saved(tmp_path, nodes, ROWS, MATRIX), BATCH)) == ["MatMul_0", "n", "n_2"]
+
+
+def test_subgraphs_count_under_their_own_names(tmp_path: Path) -> None:
+    def branch(name: str, weight: str) -> onnx.GraphProto:
+        made = helper.make_tensor_value_info(name, FLOAT, None)
+        return helper.make_graph([node("MatMul", f"x {weight}", f"in {name}", name)], name, [], [made])
+
+    choice = node("If", "c", "choice", then_branch=branch("then", "w"), else_branch=branch("else", "v"))
+    weights = {"c": np.array(True), "w": zeros(16, 7), "v": zeros(16, 3)}
+    found = costs.macs(saved(tmp_path, [choice], ROWS, weights), BATCH)
+    assert found == {"in then": 2 * 5 * 16 * 7, "in else": 2 * 5 * 16 * 3}
+
+
+def test_branches_that_disagree_about_a_name_leave_it_unknown(tmp_path: Path) -> None:
+    def branch(width: int) -> onnx.GraphProto:
+        output = f"out{width}"
+        nodes = [node("MatMul", f"x w{width}", f"a{width}", "same"), node("MatMul", f"same u{width}", output, output)]
+        return helper.make_graph(nodes, "branch", [], [helper.make_tensor_value_info(output, FLOAT, None)])
+
+    choice = node("If", "c", "choice", then_branch=branch(7), else_branch=branch(3))
+    weights = {"c": np.array(True), "w7": zeros(16, 7), "w3": zeros(16, 3), "u7": zeros(7, 2), "u3": zeros(3, 2)}
+    assert costs.macs(saved(tmp_path, [choice], ROWS, weights), BATCH) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+def test_the_zoo_counts_what_it_says(tmp_path: Path, name: str) -> None:
+    model = load(resolve(name), LoadOptions())
+    effect = export_module(model, tmp_path, Export(), lambda text: None)
+    out = tmp_path / "out"
+    out.mkdir()
+    effect = simplify_file(tmp_path / effect.file, out, Simplify().external_data_bytes, lambda text: None)
+    found = costs.products(view(out / effect.file, {"batch": 1, "sequence": 128}))
+    assert None not in found.values()
+    assert 2 * sum(value or 0 for value in found.values()) == MODELS[name].flops

@@ -1,0 +1,279 @@
+"""Shares by precision, on graphs small enough to count by hand, and on what ONNX Runtime makes of them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from enginesmith.pipeline import samples
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import Device
+from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
+from enginesmith.pipeline.inspection import inspect
+from enginesmith.pipeline.precision import coverage
+from enginesmith.pipeline.precision.coverage import Coverage
+from enginesmith.pipeline.tasks.audit import Audit
+from enginesmith.pipeline.tasks.base import read_records
+from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
+
+FLOAT, HALF, INT8, FP8 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT8, TensorProto.FLOAT8E4M3FN
+MICROSOFT = "com.microsoft"
+SIZES = {"batch": 1}
+Nodes = list[onnx.NodeProto]
+
+
+class Graph:
+    """A chain of layers of 8 × 8 matrices, written one after the other."""
+
+    def __init__(self, kind: int = FLOAT) -> None:
+        self.nodes: Nodes = []
+        self.weights: dict[str, onnx.TensorProto] = {}
+        self.kind, self.value = kind, "x"
+        self.weight("s", np.ones((), np.float32), kind)
+        self.weight("z", np.zeros((), np.int8), INT8)
+
+    def weight(self, name: str, value: Any, kind: int) -> str:
+        array = np.asarray(value)
+        self.weights[name] = helper.make_tensor(name, kind, array.shape, array.ravel().tolist())
+        return name
+
+    def add(self, operator: str, *more: str, domain: str = "", **attributes: Any) -> "Graph":
+        """An operator on the last value."""
+        output = f"v{len(self.nodes)}"
+        given = [self.value, *more]
+        self.nodes.append(helper.make_node(operator, given, [output], name=output, domain=domain, **attributes))
+        self.value = output
+        return self
+
+    def product(self, kind: int = FLOAT) -> "Graph":
+        """A product with a weight of a type: dequantised where that is no float."""
+        count = len(self.nodes)
+        stored = self.weight(f"w{count}", np.ones((8, 8), np.float32), kind)
+        if kind in (FLOAT, HALF):
+            return self.add("MatMul", stored)
+        zero = self.weight(f"z{count}", np.zeros((), np.float32), kind)
+        unpacked = f"{stored}_float"
+        self.nodes.append(helper.make_node("DequantizeLinear", [stored, "s", zero], [unpacked], name=unpacked))
+        return self.add("MatMul", unpacked)
+
+    def pair(self, kind: int = INT8) -> "Graph":
+        """Quantised and dequantised."""
+        zero = self.weight(f"z{kind}", np.zeros((), np.float32), kind)
+        return self.add("QuantizeLinear", "s", zero).add("DequantizeLinear", "s", zero)
+
+    def save(self, folder: Path) -> Path:
+        x = helper.make_tensor_value_info("x", self.kind, ["batch", 8])
+        y = helper.make_tensor_value_info(self.value, self.kind, ["batch", 8])
+        body = helper.make_graph(self.nodes, "g", [x], [y], list(self.weights.values()))
+        imports = [helper.make_opsetid("", 21), helper.make_opsetid(MICROSOFT, 1)]
+        onnx.save(helper.make_model(body, opset_imports=imports, ir_version=10), folder / "model.onnx")
+        return folder / "model.onnx"
+
+    def covered(self, folder: Path, *, executed: bool = False) -> Coverage:
+        return coverage.of(self.save(folder), SIZES, executed=executed)
+
+
+def test_plain_floats(tmp_path: Path) -> None:
+    found = Graph().product().add("Relu").product().covered(tmp_path)
+    assert found.total_macs == 2 * 64
+    assert found.macs == found.weights == {"fp32": 1.0}
+    assert found.operators == {"fp32": {"MatMul": 1.0}}
+    assert (found.islands, found.casts, found.qdq_pairs, found.conversions) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(INT8, "int8"), (FP8, "fp8")])
+def test_a_product_is_quantised_if_both_its_operands_are(tmp_path: Path, kind: int, name: str) -> None:
+    found = Graph().pair(kind).product(kind).pair(kind).product().product(kind).covered(tmp_path)
+    assert found.macs == {"fp32": pytest.approx(2 / 3), name: pytest.approx(1 / 3)}
+    assert found.weights == {name: pytest.approx(2 / 3), "fp32": pytest.approx(1 / 3)}
+    assert found.products == {"fp32": 2, name: 1}
+    assert found.qdq_pairs == 2
+
+
+def test_pairs_that_are_executed_are_no_kernels(tmp_path: Path) -> None:
+    graph = Graph().pair().product(INT8).pair()
+    assert graph.covered(tmp_path).macs == {"int8": 1.0}
+    found = graph.covered(tmp_path, executed=True)
+    assert found.macs == {"fp32": 1.0}
+    assert found.weights == {"int8": 1.0}
+    assert (found.unfused, found.conversions, found.islands) == (1, 4, 0)
+
+
+def test_weights_alone_leave_the_type_of_the_other_operand(tmp_path: Path) -> None:
+    found = Graph(HALF).product(TensorProto.INT4).product(INT8).covered(tmp_path)
+    assert found.macs == {"fp16": 1.0}
+    assert found.weights == {"int4": 0.5, "int8": 0.5}
+
+
+def test_scales_of_blocks_are_no_weights(tmp_path: Path) -> None:
+    graph = Graph()
+    graph.weight("w", np.ones((8, 8), np.float32), TensorProto.INT4)
+    graph.weight("blocks", np.ones((2, 8), np.float32), FLOAT)
+    unpack = helper.make_node("DequantizeLinear", ["w", "blocks"], ["u"], name="u", block_size=4, axis=0)
+    graph.nodes.append(unpack)
+    assert graph.add("MatMul", "u").covered(tmp_path).weights == {"int4": 1.0}
+
+
+def test_packed_weights_count_by_their_bits(tmp_path: Path) -> None:
+    def packed(**more: int) -> Coverage:
+        graph = Graph()
+        graph.weight("w", np.zeros((8, 1, 4)), TensorProto.UINT8)
+        graph.weight("scales", np.ones((8, 1)), FLOAT)
+        attributes = {"K": 8, "N": 8, "bits": 4, "block_size": 16, **more}
+        return graph.add("MatMulNBits", "w", "scales", domain=MICROSOFT, **attributes).covered(tmp_path)
+
+    assert packed().macs == {"fp32": 1.0}
+    assert packed(accuracy_level=4).macs == {"int8": 1.0}
+    assert packed().weights == {"int4": 1.0}
+
+
+def test_types_are_seen_through_casts(tmp_path: Path) -> None:
+    found = Graph().add("Cast", to=HALF).product(HALF).add("Cast", to=FLOAT).product().covered(tmp_path)
+    assert found.macs == {"fp16": 0.5, "fp32": 0.5}
+    assert (found.casts, found.islands) == (2, 1)
+
+
+def test_casts_split_islands(tmp_path: Path) -> None:
+    graph = Graph(HALF).product(HALF).add("Relu").product(HALF)
+    assert graph.covered(tmp_path).islands == 1
+    graph.add("Cast", to=FLOAT).add("Softmax").add("Cast", to=HALF).product(HALF)
+    assert graph.covered(tmp_path).islands == 2
+
+
+def test_what_a_pair_connects_is_one_island(tmp_path: Path) -> None:
+    graph = Graph().pair().product(INT8).add("Relu").pair().product(INT8).pair()
+    assert graph.covered(tmp_path).islands == 1
+    assert graph.add("Softmax").pair().product(INT8).covered(tmp_path).islands == 2
+
+
+def test_a_float_operator_between_products_splits_islands(tmp_path: Path) -> None:
+    """Its result is not quantised at once, so it runs in floating point."""
+    graph = Graph().pair().product(INT8).pair().add("Sigmoid").add("Exp").pair().product(INT8)
+    assert graph.covered(tmp_path).islands == 2
+
+
+def test_floats_between_integer_kernels_connect_nothing(tmp_path: Path) -> None:
+    graph = Graph()
+    for name in ("one", "two"):
+        graph.weight(name, np.ones((8, 8)), INT8)
+        graph.add("DynamicQuantizeMatMul", name, "s", domain=MICROSOFT)
+    assert graph.covered(tmp_path, executed=True).islands == 2
+
+
+def test_what_is_made_of_nothing_is_no_island(tmp_path: Path) -> None:
+    graph = Graph().add("Cast", to=HALF).product(HALF).add("Cast", to=FLOAT)
+    graph.nodes.append(helper.make_node("Shape", ["x"], ["shape"], name="shape"))
+    fill = helper.make_tensor("fill", HALF, [1], [1.0])
+    graph.nodes.append(helper.make_node("ConstantOfShape", ["shape"], ["ones"], name="ones", value=fill))
+    graph.nodes.append(helper.make_node("Cast", ["ones"], ["floats"], name="floats", to=FLOAT))
+    assert graph.add("Add", "floats").covered(tmp_path).islands == 1
+
+
+def test_a_cast_behind_a_pair_keeps_it_from_being_fused(tmp_path: Path) -> None:
+    found = Graph().pair().add("Cast", to=HALF).product(HALF).add("Cast", to=FLOAT).covered(tmp_path, executed=True)
+    assert found.macs == {"fp16": 1.0}
+    assert found.unfused == 1
+
+
+def test_changes_of_layout_are_seen_through(tmp_path: Path) -> None:
+    graph = Graph().pair().add("Transpose", perm=[1, 0]).add("Transpose", perm=[1, 0]).product(INT8)
+    assert graph.covered(tmp_path).macs == {"int8": 1.0}
+
+
+def test_products_of_unknown_size_are_told_and_in_no_share(tmp_path: Path) -> None:
+    graph = Graph().product()
+    graph.nodes.append(helper.make_node("Mystery", ["x"], ["m"], name="m", domain="elsewhere"))
+    graph.nodes.append(helper.make_node("MatMul", ["m", "w0"], ["n"], name="n"))
+    found = graph.covered(tmp_path)
+    assert (found.total_macs, found.unknown_products) == (64, 1)
+    assert found.macs == {"fp32": 1.0}
+    assert found.products == {"fp32": 1, "unknown": 1}
+
+
+def test_a_graph_without_products_has_no_shares(tmp_path: Path) -> None:
+    found = Graph().add("Relu").covered(tmp_path)
+    assert (found.total_macs, found.macs, found.weights, found.islands) == (0, {}, {}, 0)
+
+
+def dynamic(folder: Path) -> Path:
+    graph = Graph()
+    graph.weight("w", np.ones((8, 8), np.float32), INT8)
+    graph.nodes += [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "qs", "qz"], name="quantise"),
+        helper.make_node("MatMulInteger", ["q", "w", "qz", "z"], ["i"], name="product"),
+        helper.make_node("Cast", ["i"], ["f"], name="cast", to=FLOAT),
+        helper.make_node("Mul", ["f", "qs"], ["o"], name="scale"),
+    ]
+    graph.value = "o"
+    return graph.save(folder)
+
+
+def artifact(path: Path) -> Artifact:
+    spec = TensorSpec(name="x", dtype="float32", shape=("batch", 8))
+    return Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=Signature(inputs=(spec,), outputs=()))
+
+
+def run_in_onnx_runtime(path: Path, level: str = "all") -> Coverage:
+    engine, scratch = OnnxRuntime.model_validate({"graph_optimization": level}), path.parent / "scratch"
+    scratch.mkdir(exist_ok=True)
+    return coverage.of(engine.executed(artifact(path), Device(threads=1), scratch), SIZES, executed=True)
+
+
+def test_onnx_runtime_fuses_pairs_that_are_placed_well(tmp_path: Path) -> None:
+    found = run_in_onnx_runtime(Graph().pair().product(INT8).pair().product(INT8).pair().save(tmp_path))
+    assert found.macs == {"int8": 1.0}
+    assert (found.unfused, found.islands) == (0, 1)
+    assert found.conversions == 2, "at the input and at the output"
+
+
+def test_onnx_runtime_leaves_the_others(tmp_path: Path) -> None:
+    path = Graph().pair().product(INT8).pair().save(tmp_path)
+    found = run_in_onnx_runtime(path, "disabled")
+    assert found.macs == {"fp32": 1.0}
+    assert found.unfused == 1
+
+
+def test_onnx_runtime_computes_fp16_in_fp32(tmp_path: Path) -> None:
+    path = Graph(HALF).product(HALF).product(HALF).save(tmp_path)
+    assert coverage.of(path, SIZES).macs == {"fp16": 1.0}
+    for level in ("all", "disabled"):
+        found = run_in_onnx_runtime(path, level)
+        assert found.macs == {"fp32": 1.0}
+        assert found.casts == 2
+
+
+def test_dynamic_quantisation_is_int8_before_and_after(tmp_path: Path) -> None:
+    path = dynamic(tmp_path)
+    for found in (coverage.of(path, SIZES), run_in_onnx_runtime(path)):
+        assert found.macs == found.weights == {"int8": 1.0}
+
+
+def test_the_task_looks_at_one_sample_of_the_usual_size(tmp_path: Path) -> None:
+    path = Graph().product().save(tmp_path)
+    ranges = {"batch": ShapeRange(min=1, opt=4, max=8)}
+    samples.write(tmp_path, samples.Samples(data="synthetic", ranges=ranges, cases=()))
+    reference = Artifact(kind="reference", path=tmp_path / samples.RECORD, sha256="", bytes=0)
+    for engine in (None, OnnxRuntime()):
+        out = tmp_path / type(engine).__name__
+        out.mkdir()
+        inputs = {"model": artifact(path), "reference": reference}
+        effect = Audit(engine=engine, device=Device(threads=1)).run(inputs, out, lambda text: None)
+        record = Artifact(kind="record", path=out / effect.file, sha256="", bytes=0)
+        assert Coverage.model_validate(read_records(record)[0]).total_macs == 64
+        assert effect.summary == "multiply-adds fp32 100 %; weights fp32 100 %"
+
+
+def test_inspect_shows_what_a_file_asks_for(tmp_path: Path) -> None:
+    found = inspect(Graph().pair().product(INT8).pair().product().save(tmp_path))["precision"]
+    assert found["sizes"] == "batch 1"
+    assert found["multiply-adds"] == "128"
+    assert found["share of multiply-adds"] == found["share of weights"] == "fp32 50 %, int8 50 %"
+    assert (found["Q/DQ pairs"], found["islands of low precision"]) == (2, 1)
+
+
+def test_a_little_is_never_shown_as_none_nor_most_as_all() -> None:
+    shown = [coverage.percent(share) for share in (0.0, 0.004, 0.5, 0.996, 1.0)]
+    assert shown == ["0 %", "< 1 %", "50 %", "> 99 %", "100 %"]

@@ -1,0 +1,102 @@
+"""Data that fit the model and say nothing: zeros, and rows that are all the same."""
+
+import numpy as np
+import pytest
+
+from enginesmith.calibration.dataset import Dataset, hold_for_calibration, open_dataset
+from enginesmith.calibration.rows import LazyRows
+from enginesmith.pipeline.errors import DataError
+from enginesmith.pipeline.tensors import TensorSpec
+
+IDS = np.arange(12).reshape(3, 4)
+IMAGE = np.linspace(0, 1, 18, dtype=np.float32).reshape(3, 2, 3)
+
+
+def opened(tmp_path, **arrays):
+    np.savez(tmp_path / "samples.npz", **arrays)
+    specs = [
+        TensorSpec(name=name, dtype=str(array.dtype), shape=("batch", *array.shape[1:]))
+        for name, array in arrays.items()
+    ]
+    return open_dataset(str(tmp_path / "samples.npz"), specs)
+
+
+class Counted(LazyRows):
+    """Rows that count how many of them were made."""
+
+    def __init__(self, value):
+        super().__init__((1000, 1 << 16), np.float32)
+        self.value = value
+        self.made = 0
+
+    def __getitem__(self, key):
+        made = np.full((len(range(*key.indices(len(self)))), *self.shape[1:]), self.value, self.dtype)
+        self.made += len(made)
+        return made + np.arange(len(made), dtype=self.dtype)[:, None]
+
+
+class TestZeros:
+    @pytest.mark.parametrize(
+        "arrays",
+        [
+            {"image": np.zeros((3, 2), np.float32)},
+            {"ids": np.zeros((3, 2), np.int64)},
+            {"image": np.zeros((3, 2), np.float32), "mask": np.zeros((3, 2), bool)},
+        ],
+    )
+    def test_nothing_but_zeros(self, tmp_path, arrays):
+        with pytest.raises(DataError, match="nothing but zeros in " + ", ".join(map(repr, arrays))) as caught:
+            opened(tmp_path, **arrays)
+        assert caught.value.remedy
+
+    def test_an_input_of_zeros_beside_others_is_noted(self, tmp_path):
+        data = opened(tmp_path, image=IMAGE, state=np.zeros((3, 5), np.float32))
+        assert data.notes == ("'state' is zero in all rows of samples.npz",)
+
+    def test_integers_may_be_zero(self, tmp_path):
+        assert opened(tmp_path, ids=IDS, token_type_ids=np.zeros((3, 4), np.int64)).notes == ()
+
+    def test_a_few_rows_are_enough_to_see_that_there_is_something(self):
+        from enginesmith.calibration.checks import notes_on, notes_on_variety
+
+        rows = Counted(1)
+        assert notes_on("x", {"x": rows}) == notes_on_variety("x", {"x": rows}) == ()
+        assert rows.made < 10
+
+
+class TestForCalibration:
+    def test_samples_that_differ(self, tmp_path):
+        data = opened(tmp_path, image=IMAGE, ids=IDS)
+        held = hold_for_calibration(data)
+        assert held.notes == ()
+        assert (held.whole, held.rows) == (data, data.rows)
+
+    @pytest.mark.parametrize(
+        "arrays",
+        [
+            {"image": IMAGE[[1, 1, 1]]},
+            {"ids": IDS[[1, 1, 1]]},
+            {"image": IMAGE[[1, 1, 1]], "mask": np.ones((3, 2), np.int64)},
+        ],
+    )
+    def test_one_sample_many_times(self, tmp_path, arrays):
+        data = opened(tmp_path, **arrays)  # an evaluation may do with that
+        names = ", ".join(map(repr, arrays))
+        with pytest.raises(DataError, match=f"calibration samples of {names} are all the same") as caught:
+            hold_for_calibration(data)
+        assert "samples.npz" in caught.value.message
+        assert caught.value.remedy
+
+    def test_one_input_that_never_varies_is_noted(self, tmp_path):
+        size = np.full((3, 2), 640, np.float32)
+        data = hold_for_calibration(opened(tmp_path, image=IMAGE, size=size, mask=np.ones((3, 2), np.int64)))
+        assert data.notes == ("calibration samples of 'size' are all the same in samples.npz",)
+
+    def test_a_difference_in_the_last_row_counts(self):
+        rows = np.ones((2000, 1000), np.float32)
+        rows[-1, -1] = 2
+        assert hold_for_calibration(Dataset("x", {"x": rows})).notes == ()
+
+    def test_one_row_is_noted(self):
+        data = hold_for_calibration(Dataset("x", {"x": IMAGE[:1]}))
+        assert data.notes == ("x has one row: ranges from one sample are not to be relied on",)

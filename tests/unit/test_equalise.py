@@ -1,0 +1,428 @@
+"""Cross-layer equalisation: what it does to chains of layers, and what it leaves alone."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from enginesmith.calibration.ranges import ChannelStatistics, Provenance, Ranges, TensorRange
+from enginesmith.pipeline import graph, onnx_file
+from enginesmith.pipeline.artifact import Artifact, Effect
+from enginesmith.pipeline.errors import DataError
+from enginesmith.pipeline.passes import equivalence
+from enginesmith.pipeline.passes.base import run_pass
+from enginesmith.pipeline.passes.equalise import Equalise
+from enginesmith.pipeline.precision import products
+from enginesmith.pipeline.precision.equalise import Equalised, equalise
+
+Weights = dict[str, Any]
+SIDE, WIDTH = 8, 6
+PROVENANCE = Provenance(data="test", digest="", rows=(), seed=0, batch=1)
+
+
+def node(operator: str, inputs: str, output: str, **attributes: Any) -> onnx.NodeProto:
+    return helper.make_node(operator, inputs.split(), [output], name=f"{operator}_{output}", **attributes)
+
+
+def saved(folder: Path, nodes: list[onnx.NodeProto], weights: Weights, x: tuple[Any, ...], outputs: str = "y") -> Path:
+    """A graph from ``x`` to its outputs, with the shapes of all values in it, as simplified graphs have them."""
+    initialisers = [numpy_helper.from_array(np.asarray(value, value.dtype), name) for name, value in weights.items()]
+    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs.split()]
+    given = helper.make_tensor_value_info("x", TensorProto.FLOAT, x)
+    body = helper.make_graph(nodes, "g", [given], infos, initialisers)
+    model = helper.make_model(body, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "given.onnx"
+    onnx.save(onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True), path)
+    return path
+
+
+def image(seed: int = 1, channels: int = 3, batch: int = 4) -> Any:
+    return np.random.default_rng(seed).standard_normal((batch, channels, SIDE, SIDE), np.float32)
+
+
+def scales(count: int, decades: float = 3.0) -> Any:
+    """Factors spread over some decades, in no order."""
+    return 10 ** np.random.default_rng(5).permutation(np.linspace(0, -decades, count)).astype(np.float32)
+
+
+def normal(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def depthwise(folder: Path, between: str = "Relu", uneven: float = 3.0, **bounds: Any) -> Path:
+    """Pointwise, depthwise, pointwise: channels of the inner values are apart by up to 10^uneven."""
+    first, second = scales(WIDTH, uneven), scales(WIDTH, uneven)[::-1]
+    weights = {
+        "w1": normal(WIDTH, 3, 1, 1) * first[:, None, None, None],
+        "b1": normal(WIDTH, seed=1) * first,
+        "w2": normal(WIDTH, 1, 3, 3, seed=2) * (second / first)[:, None, None, None],
+        "b2": normal(WIDTH, seed=3) * second,
+        "w3": normal(4, WIDTH, 1, 1, seed=4) / second[:, None, None],
+        **{name: np.float32(value) for name, value in bounds.items()},
+    }
+    extra = "".join(f" {name}" for name in bounds)
+    nodes = [
+        node("Conv", "x w1 b1", "a"),
+        node(between, f"a{extra}", "b"),
+        node("Conv", "b w2 b2", "c", group=WIDTH, pads=[1, 1, 1, 1]),
+        node(between, f"c{extra}", "d"),
+        node("Conv", "d w3", "y"),
+    ]
+    return saved(folder, nodes, weights, ("n", 3, SIDE, SIDE))
+
+
+def measured(path: Path, x: Any, *names: str) -> Ranges:
+    """What calibration would find out about these values, by channel."""
+    model = onnx.load(path)
+    for name in names:
+        if name not in {value.name for value in model.graph.output}:
+            model.graph.output.add().name = name
+    tapped = path.with_name("tapped.onnx")
+    onnx.save(model, tapped)
+    values = dict(zip([value.name for value in model.graph.output], equivalence.run(tapped, {"x": x}), strict=True))
+    axes = {name: tuple(axis for axis in range(values[name].ndim) if axis != 1) for name in names}
+    tensors = {
+        name: TensorRange(minimum=float(v.min()), maximum=float(v.max()), count=v.size) for name, v in values.items()
+    }
+    channels = {name: statistics(values[name], axes[name]) for name in names}
+    return Ranges(model_sha256="model", provenance=PROVENANCE, tensors=tensors, channels=channels)
+
+
+def statistics(value: Any, axes: tuple[int, ...]) -> ChannelStatistics:
+    def mean(numbers: Any) -> tuple[float, ...]:
+        return tuple(map(float, numbers.mean(axes)))
+
+    return ChannelStatistics(
+        axis=1,
+        amax=tuple(map(float, np.abs(value).max(axes))),
+        mean=mean(value),
+        mean_absolute=mean(np.abs(value)),
+        mean_square=mean(value**2),
+    )
+
+
+def written(path: Path, ranges: Ranges | None = None) -> tuple[Path, Equalised]:
+    model = graph.load(path)
+    done = equalise(model, ranges)
+    out = path.parent / "out"
+    out.mkdir(exist_ok=True)
+    graph.save(model, out)
+    onnx_file.check(out / graph.FILE)
+    return out / graph.FILE, done
+
+
+def difference(before: Path, after: Path, x: Any) -> float:
+    """Greatest difference of any output, as a share of its range."""
+    return equivalence.worst(equivalence.run(before, {"x": x}), equivalence.run(after, {"x": x}))
+
+
+def naive_int8(path: Path, x: Any) -> Path:
+    """Every weight and every activation that a Conv reads in int8, one scale for the whole tensor."""
+    inner = [one.input[0] for one in onnx.load(path).graph.node if one.op_type == "Conv" and one.input[0] != "x"]
+    amax = {name: max(found.amax) for name, found in measured(path, x, *inner).channels.items()}
+    model = onnx.load(path)
+    for tensor in model.graph.initializer:
+        value = numpy_helper.to_array(tensor)
+        if tensor.name.startswith("w"):
+            step = np.abs(value).max() / 127
+            tensor.CopyFrom(numpy_helper.from_array(np.rint(value / step) * step, tensor.name))
+    model.graph.initializer.append(numpy_helper.from_array(np.int8(0), "zero"))
+    nodes = []
+    for one in model.graph.node:
+        if one.op_type == "Conv" and (name := one.input[0]) in amax:
+            model.graph.initializer.append(numpy_helper.from_array(np.float32(amax[name] / 127), f"{name}_scale"))
+            nodes.append(node("QuantizeLinear", f"{name} {name}_scale zero", f"{name}_q"))
+            nodes.append(node("DequantizeLinear", f"{name}_q {name}_scale zero", f"{name}_dq"))
+            one.input[0] = f"{name}_dq"
+        nodes.append(one)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    quantised = path.with_name("quantised.onnx")
+    onnx.save(model, quantised)
+    return quantised
+
+
+def sqnr_db(expected: Any, found: Any) -> float:
+    return float(10 * np.log10((expected**2).sum() / ((expected - found) ** 2).sum()))
+
+
+def test_a_badly_scaled_depthwise_net_survives_int8_afterwards(tmp_path: Path) -> None:
+    before = depthwise(tmp_path)
+    after, done = written(before)
+    x = image()
+    assert (done.pairs, done.products) == (2, 3)
+    assert done.ratio_before > 500
+    assert done.ratio_after < 30
+    assert difference(before, after, x) < 1e-6
+    (expected,) = equivalence.run(before, {"x": x})
+    lost, kept = (sqnr_db(expected, equivalence.run(naive_int8(path, x), {"x": x})[0]) for path in (before, after))
+    assert lost < 15
+    assert kept > lost + 15
+
+
+def test_ranges_agree_in_both_weights_of_a_pair(tmp_path: Path) -> None:
+    """The paper's fixed point, equation 10: the range of a channel is the same before and behind it."""
+    after, _ = written(depthwise(tmp_path, uneven=1.5))
+    first, second, third = (np.abs(one.weights()) for one in products.find(graph.load(after)))
+    inner = second.max(axis=(1, 2))
+    np.testing.assert_allclose(first.max(axis=(1, 2)), inner, rtol=1e-2)
+    np.testing.assert_allclose(third.max(axis=(0, 2)), inner, rtol=1e-2)
+
+
+def chain(word: str) -> tuple[list[onnx.NodeProto], Weights, tuple[Any, ...]]:
+    """Two products with something between them; the values between are called ``a``, ``b`` …"""
+    uneven = scales(WIDTH)
+    rows = {"w1": normal(3, WIDTH) * uneven, "b1": normal(WIDTH), "w2": normal(WIDTH, 4) / uneven[:, None]}
+    places = {"w1": normal(WIDTH, 3, 3, 3) * uneven[:, None, None, None], "w2": normal(4, WIDTH, 1, 1)}
+    flat, pixels = ("n", 3), ("n", 3, SIDE, SIDE)
+    match word:
+        case "MatMul":
+            nodes = [node("MatMul", "x w1", "a"), node("Add", "b1 a", "b"), node("Relu", "b", "c")]
+            return [*nodes, node("MatMul", "c w2", "y")], rows, ("n", 5, 3)
+        case "Gemm":
+            rows["w1"] = rows["w1"].T.copy()
+            nodes = [node("Gemm", "x w1 b1", "a", transB=1, alpha=0.5, beta=2.0), node("LeakyRelu", "a", "b")]
+            return [*nodes, node("Gemm", "b w2", "y")], rows, flat
+        case "PRelu":
+            places["slope"] = normal(WIDTH, 1, 1)
+            return [node("Conv", "x w1", "a"), node("PRelu", "a slope", "b"), node("Conv", "b w2", "y")], places, pixels
+        case "pooling":
+            places |= {"axes": np.array([2, 3]), "w2": rows["w2"], "b1": normal(WIDTH)}
+            nodes = [node("Conv", "x w1 b1", "a"), node("MaxPool", "a", "b", kernel_shape=[2, 2], strides=[2, 2])]
+            nodes += [node("Relu", "b", "c"), node("ReduceMean", "c axes", "d", keepdims=0)]
+            return [*nodes, node("Gemm", "d w2", "y")], places, pixels
+        case "flatten":
+            nodes = [node("Conv", "x w1", "a"), node("GlobalAveragePool", "a", "b"), node("Flatten", "b", "c")]
+            return [*nodes, node("MatMul", "c w2", "y")], {**places, "w2": rows["w2"]}, pixels
+        case "groups":
+            places |= {"w1": normal(3, WIDTH, 2, 2) * uneven[:, None, None], "w2": normal(4, WIDTH // 2, 3, 3)}
+            nodes = [node("ConvTranspose", "x w1", "a", strides=[2, 2]), node("Relu", "a", "b")]
+            return [*nodes, node("Conv", "b w2", "y", group=2)], places, pixels
+        case _:
+            places |= {"w1": normal(3, 2, 2, 2), "w2": normal(WIDTH, 2, 3, 3), "b1": normal(WIDTH) * uneven}
+            places["w1"] = np.repeat(places["w1"], 2, 0) * np.logspace(0, -3, 6, dtype=np.float32)[:, None, None, None]
+            nodes = [node("ConvTranspose", "x w1 b1", "a", group=3), node("Relu", "a", "b")]
+            return [*nodes, node("ConvTranspose", "b w2", "y", group=2)], places, ("n", WIDTH, SIDE, SIDE)
+
+
+CHAINS = ("MatMul", "Gemm", "PRelu", "pooling", "flatten", "groups", "transposed groups")
+
+
+@pytest.mark.parametrize("word", CHAINS)
+def test_chains_keep_their_function(tmp_path: Path, word: str) -> None:
+    nodes, weights, shape = chain(word)
+    before = saved(tmp_path, nodes, weights, shape)
+    after, done = written(before)
+    assert done.pairs == 1
+    assert done.ratio_after < done.ratio_before
+    x = normal(*(4 if size == "n" else size for size in shape))
+    assert difference(before, after, x) < 1e-6
+    names = [[value for one in onnx.load(path).graph.node for value in one.output] for path in (before, after)]
+    assert names[0] == names[1]
+    found = {one.name: numpy_helper.to_array(one) for one in onnx.load(after).graph.initializer}
+    assert all((found[name] != weights[name]).any() for name in ("w1", "w2"))
+
+
+def spoiled(word: str) -> tuple[list[onnx.NodeProto], Weights, str]:
+    """A chain with something in it that forbids scaling."""
+    weights = {"w1": normal(WIDTH, 3, 1, 1) * scales(WIDTH)[:, None, None, None], "w2": normal(3, WIDTH, 1, 1)}
+    first, relu, second = node("Conv", "x w1", "a"), node("Relu", "a", "b"), node("Conv", "b w2", "y")
+    match word:
+        case "another reader":
+            return [first, relu, second, node("Neg", "b", "z")], weights, "y z"
+        case "an output":
+            return [first, relu, second], weights, "y a"
+        case "no homogeneous operator":
+            return [first, node("Sigmoid", "a", "b"), second], weights, "y"
+        case "a residual":
+            return (
+                [first, node("Conv", "x w3", "o"), node("Add", "a o", "b"), second],
+                {**weights, "w3": weights["w1"]},
+                "y",
+            )
+        case "a shared first weight":
+            return [first, relu, second, node("Conv", "x w1", "z")], weights, "y z"
+        case _:
+            return [first, relu, second, node("Neg", "w2", "z")], weights, "y z"
+
+
+SPOILED = (
+    "another reader",
+    "an output",
+    "no homogeneous operator",
+    "a residual",
+    "a shared first weight",
+    "the second",
+)
+
+
+@pytest.mark.parametrize("word", SPOILED)
+def test_what_cannot_be_scaled_is_left_alone(tmp_path: Path, word: str) -> None:
+    nodes, weights, outputs = spoiled(word)
+    before = saved(tmp_path, nodes, weights, ("n", 3, SIDE, SIDE), outputs)
+    after, done = written(before)
+    assert done.pairs == 0
+    assert difference(before, after, image()) == 0
+
+
+def test_a_shared_bias_stays_with_its_other_reader(tmp_path: Path) -> None:
+    weights = {"w1": normal(WIDTH, 3, 1, 1) * scales(WIDTH)[:, None, None, None], "w2": normal(3, WIDTH, 1, 1)}
+    weights |= {"b": normal(WIDTH), "w3": normal(WIDTH, 3, 1, 1, seed=3)}
+    nodes = [
+        node("Conv", "x w1 b", "a"),
+        node("Relu", "a", "c"),
+        node("Conv", "c w2", "y"),
+        node("Conv", "x w3 b", "z"),
+    ]
+    before = saved(tmp_path, nodes, weights, ("n", 3, SIDE, SIDE), "y z")
+    after, done = written(before)
+    assert done.pairs == 1
+    assert difference(before, after, image()) < 1e-6
+
+
+def test_dead_channels_stay_as_they_are(tmp_path: Path) -> None:
+    weights = {"w1": normal(WIDTH, 3, 1, 1), "w2": normal(3, WIDTH, 1, 1)}
+    weights["w1"] *= scales(WIDTH)[:, None, None, None]
+    weights["w1"][0], weights["w1"][1], weights["w2"][:, 2] = 0, 1e-34, 0
+    nodes = [node("Conv", "x w1", "a"), node("Relu", "a", "b"), node("Conv", "b w2", "y")]
+    before = saved(tmp_path, nodes, weights, ("n", 3, SIDE, SIDE))
+    after, done = written(before)
+    found = {t.name: numpy_helper.to_array(t) for t in onnx.load(after).graph.initializer}
+    assert (found["w1"][:3] == weights["w1"][:3]).all()
+    assert (found["w1"][3:] != weights["w1"][3:]).any()
+    assert done.ratio_before < 1e4
+    assert difference(before, after, image()) < 1e-6
+
+
+# --- Clip
+
+
+def operators(path: Path) -> list[str]:
+    return [one.op_type for one in onnx.load(path).graph.node]
+
+
+def test_without_ranges_a_clip_is_not_passed(tmp_path: Path) -> None:
+    after, done = written(depthwise(tmp_path, "Clip", low=0, high=6))
+    assert (done.pairs, done.clips_left, done.clips_replaced) == (0, 2, 0)
+    assert operators(after).count("Clip") == 2
+
+
+def test_a_clip_without_an_upper_bound_is_a_relu(tmp_path: Path) -> None:
+    before = depthwise(tmp_path, "Clip", low=0)
+    after, done = written(before)
+    assert (done.pairs, done.clips_left) == (2, 0)
+    assert difference(before, after, image()) < 1e-6
+
+
+def test_a_clip_with_another_lower_bound_is_not_passed(tmp_path: Path) -> None:
+    before = depthwise(tmp_path, "Clip", low=-1, high=1e4)
+    assert written(before, measured(before, image(), "b", "d"))[1].clips_left == 2
+
+
+def test_a_clip_that_nothing_reaches_becomes_relu(tmp_path: Path) -> None:
+    before = depthwise(tmp_path, "Clip", low=0, high=1e4)
+    x = image()
+    after, done = written(before, measured(before, x, "b", "d"))
+    assert (done.pairs, done.clips_left, done.clips_replaced) == (2, 0, 2)
+    assert operators(after) == ["Conv", "Relu", "Conv", "Relu", "Conv"]
+    assert done.ratio_after < done.ratio_before / 10
+    assert difference(before, after, x) < 1e-6
+
+
+def test_the_range_of_the_whole_value_is_enough_to_pass_a_clip(tmp_path: Path) -> None:
+    before = depthwise(tmp_path, "Clip", low=0, high=1e4)
+    ranges = measured(before, image(), "b", "d").model_copy(update={"channels": {}})
+    assert written(before, ranges)[1].clips_replaced == 2
+
+
+def test_channels_below_the_bound_of_a_clip_are_scaled_up_to_it(tmp_path: Path) -> None:
+    before = depthwise(tmp_path, "Clip", low=0, high=2)
+    x = image()
+    ranges = measured(before, x, "b", "d")
+    reached = {name: np.array(found.amax) >= 2 for name, found in ranges.channels.items()}
+    assert all(0 < cut.sum() < WIDTH for cut in reached.values())
+    after, done = written(before, ranges)
+    assert (done.pairs, done.clips_left, done.clips_replaced) == (2, 0, 0)
+    assert difference(before, after, x) < 1e-6
+    for name, found in measured(after, x, "b", "d").channels.items():
+        amax, given, cut = np.array(found.amax), np.array(ranges.channels[name].amax), reached[name]
+        assert (amax[cut] == 2).all()
+        assert (amax[~cut & (given < 1.6)] < 1.6001).all()
+        assert (amax > 4 * given).any()
+
+
+def test_a_clip_that_cuts_every_channel_is_not_passed(tmp_path: Path) -> None:
+    before = depthwise(tmp_path, "Clip", low=0, high=1e-5)
+    after, done = written(before, measured(before, image(), "b", "d"))
+    assert (done.pairs, done.clips_left) == (0, 1)  # behind the second one some channels are 0 throughout
+    assert difference(before, after, image()) == 0
+
+
+def test_no_value_grows_on_the_data_that_were_seen(tmp_path: Path) -> None:
+    """Weights say that small channels should become large; a bias would make them larger than all others."""
+    nodes = [node("Conv", "x w1 b1", "a"), node("Relu", "a", "b"), node("Conv", "b w2", "y")]
+    weights = {"w1": normal(WIDTH, 3, 1, 1), "b1": np.ones(WIDTH, np.float32), "w2": normal(3, WIDTH, 1, 1)}
+    weights["w1"] *= scales(WIDTH)[:, None, None, None]
+    before = saved(tmp_path, nodes, weights, ("n", 3, SIDE, SIDE))
+    x = image()
+    ranges = measured(before, x, "b")
+    largest = max(ranges.channels["b"].amax)
+    blind, _ = written(before)
+    assert max(measured(blind, x, "b").channels["b"].amax) > 3 * largest
+    after, done = written(before, ranges)
+    assert done.pairs == 1
+    assert max(measured(after, x, "b").channels["b"].amax) < 1.0001 * largest
+    assert difference(before, after, x) < 1e-6
+
+
+# --- the pass
+
+
+def artifact(path: Path, kind: Any = "onnx", sha256: str = "model") -> Artifact:
+    return Artifact(kind=kind, path=path, sha256=sha256, bytes=1)
+
+
+def applied(path: Path, out: Path, records: Mapping[str, Artifact] | None = None, **options: Any) -> Effect:
+    out.mkdir(parents=True)
+    return run_pass(Equalise(**options), artifact(path), out, lambda text: None, records or {})
+
+
+def test_the_pass_says_what_it_did_and_gives_the_same_bytes_twice(tmp_path: Path) -> None:
+    before = depthwise(tmp_path)
+    effect = applied(before, tmp_path / "a", external_data_bytes=0)
+    applied(before, tmp_path / "b", external_data_bytes=0)
+    assert effect.summary.startswith("equalised 2 pairs of 3 products; largest channel ratio ")
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+    assert difference(before, tmp_path / "a" / effect.file, image()) < 1e-6
+
+
+def test_what_has_nothing_to_equalise_is_passed_on(tmp_path: Path) -> None:
+    nodes, weights, outputs = spoiled("a residual")
+    before = saved(tmp_path, nodes, weights, ("n", 3, SIDE, SIDE), outputs)
+    effect = applied(before, tmp_path / "a")
+    assert "unchanged" in effect.summary
+    assert effect.notes == ("no two neighbouring layers have channels to equalise",)
+    assert (tmp_path / "a" / effect.file).read_bytes() == before.read_bytes()
+
+
+def test_the_pass_notes_what_became_of_clips(tmp_path: Path) -> None:
+    before = depthwise(tmp_path, "Clip", low=0, high=1e4)
+    assert "2 pairs were left alone" in applied(before, tmp_path / "blind").notes[1]
+    record = tmp_path / "ranges.json"
+    record.write_text(measured(before, image(), "b", "d").model_dump_json())
+    effect = applied(before, tmp_path / "seen", {"ranges": artifact(record, "record")})
+    assert "2 Clip nodes became Relu" in effect.notes[0]
+    with pytest.raises(DataError, match="another model"):
+        run_pass(
+            Equalise(),
+            artifact(before, sha256="other"),
+            tmp_path / "seen",
+            lambda text: None,
+            {"ranges": artifact(record, "record")},
+        )

@@ -1,0 +1,262 @@
+"""The pass as steps use it: records in, a graph and an assignment out, and what it says of both."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from enginesmith.calibration.ranges import METHODS, ChannelStatistics, Provenance, Ranges, TensorRange
+from enginesmith.pipeline import onnx_file
+from enginesmith.pipeline.artifact import Artifact, Effect
+from enginesmith.pipeline.errors import DataError, InvalidGraph, ModelError, UsageError
+from enginesmith.pipeline.passes.base import run_pass
+from enginesmith.pipeline.passes.precision import Precision
+
+PRECISIONS = ("fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights")
+NET = """net (float[n, 4, 8, 8] x) => (float[n, 5] y) {
+    c = Conv <pads = [1, 1, 1, 1]> (x, w, b)
+    r = Relu(c)
+    p = GlobalAveragePool(r)
+    f = Flatten(p)
+    a = Add(f, f)
+    h = LayerNormalization(a, s)
+    m = MatMul(h, v)
+    d = Add(m, u)
+    g = Gelu(d)
+    y = MatMul(g, t)
+}"""
+WEIGHTS = {
+    "w": (64, 4, 3, 3),
+    "b": (64,),
+    "s": (64,),
+    "v": (64, 32),
+    "u": (32,),
+    "t": (32, 5),
+}
+VALUES = ("x", "c", "r", "p", "f", "a", "h", "m", "d", "g", "y")
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Artifact:
+    return written(tmp_path, NET)
+
+
+def written(folder: Path, text: str, digest: str = "this") -> Artifact:
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]>{text}')
+    rng = np.random.default_rng(0)
+    for name, shape in WEIGHTS.items():
+        proto.graph.initializer.append(
+            onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32) / 8, name)
+        )
+    path = folder / "float.onnx"
+    onnx.save(proto, path)
+    return Artifact(kind="onnx", path=path, sha256=digest, bytes=0, signature=onnx_file.signature(path))
+
+
+def ranges(folder: Path, digest: str = "this", *, channels: bool = True, **given: float) -> Artifact:
+    amax = {method: 1.0 + index for index, method in enumerate(METHODS)}
+    one = TensorRange(minimum=-4, maximum=4, count=1, amax=amax)
+    tensors = dict.fromkeys(VALUES, one)
+    for name, maximum in given.items():
+        tensors[name] = one.model_copy(
+            update={"minimum": 0.0, "maximum": maximum, "amax": dict.fromkeys(METHODS, maximum)}
+        )
+    means = {
+        name: ChannelStatistics(
+            axis=1, **dict.fromkeys(("amax", "mean", "mean_absolute", "mean_square"), (1.0,) * count)
+        )
+        for name, count in (("x", 4), ("h", 64), ("g", 32))
+    }
+    nowhere = Provenance(data="random", digest="", rows=(), seed=0, batch=1)
+    document = Ranges(model_sha256=digest, provenance=nowhere, tensors=tensors, channels=means if channels else {})
+    return record(folder / "ranges.json", document.model_dump_json())
+
+
+def record(path: Path, text: str) -> Artifact:
+    path.write_text(text)
+    return Artifact(kind="record", path=path, sha256="", bytes=0)
+
+
+def apply(
+    step: Precision, artifact: Artifact, out: Path, **records: Artifact
+) -> tuple[Effect, onnx.ModelProto, dict[str, dict[str, str]]]:
+    out.mkdir()
+    effect = run_pass(step, artifact, out, lambda text: None, records)
+    entries = json.loads((out / "assignment.json").read_bytes())
+    return effect, onnx.load(out / effect.file), {entry["group"]: entry for entry in entries}
+
+
+def scale_of(model: onnx.ModelProto, value: str) -> float:
+    (node,) = [node for node in model.graph.node if node.op_type == "QuantizeLinear" and node.input[0] == value]
+    (scale,) = [tensor for tensor in model.graph.initializer if tensor.name == node.input[1]]
+    return float(onnx.numpy_helper.to_array(scale))
+
+
+@pytest.mark.parametrize("placement", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_gives_a_sound_graph(
+    artifact: Artifact, tmp_path: Path, precision: Any, placement: Any
+) -> None:
+    step = Precision(precision=precision, placement=placement)
+    effect, model, groups = apply(step, artifact, tmp_path / "out", ranges=ranges(tmp_path))
+    assert [value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)] == [1, 1]
+    low = {"fp16": 3, "bf16": 2, "int8": 3, "int8+fp16": 3, "fp8": 3, "int8-dynamic": 2, "int4-weights": 2}[precision]
+    name = precision.partition("+")[0]
+    assert sum(entry["precision"] == name for entry in groups.values()) == low
+    assert list(groups) == ["Conv_0", "MatMul_6", "MatMul_9"]
+    assert groups["Conv_0"]["operator"] == "Conv"
+    assert (f"{low} of 3 products in {name}" in effect.summary) == (precision not in ("fp16", "bf16"))
+    halves = {tensor.data_type for tensor in model.graph.initializer} & {
+        onnx.TensorProto.FLOAT16,
+        onnx.TensorProto.BFLOAT16,
+    }
+    lowered = precision in ("fp16", "bf16", "int8+fp16") or (
+        placement == "tensorrt" and precision in ("fp8", "int4-weights")
+    )
+    assert bool(halves) == lowered
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_same_input_gives_the_same_bytes(artifact: Artifact, tmp_path: Path, precision: Any) -> None:
+    given = ranges(tmp_path)
+    for folder in ("first", "second"):
+        apply(Precision(precision=precision), artifact, tmp_path / folder, ranges=given)
+    for file in ("model.onnx", "assignment.json"):
+        assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes()
+
+
+def test_the_effect_counts(artifact: Artifact, tmp_path: Path) -> None:
+    effect, _, _ = apply(Precision(precision="int8"), artifact, tmp_path / "out", ranges=ranges(tmp_path))
+    share = (64 * 4 * 9 + 64 * 32 + 32 * 5) / sum(np.prod(shape) for shape in WEIGHTS.values())
+    assert effect.summary == f"3 Q/DQ pairs, 3 of 3 products in int8, {share:.1%} of weights"
+    assert effect.notes == ()
+
+
+def test_an_assignment_says_what_stays_and_whose_ranges(artifact: Artifact, tmp_path: Path) -> None:
+    entries = [
+        {"group": "Conv_0", "precision": "int8", "method": "entropy"},
+        {"group": "MatMul_6", "precision": "fp32", "why": "too sensitive", "method": "entropy"},
+    ]
+    chosen = record(tmp_path / "assignment.json", json.dumps(entries))
+    step = Precision(precision="int8+fp16", method="minmax")
+    effect, model, groups = apply(step, artifact, tmp_path / "out", ranges=ranges(tmp_path), assignment=chosen)
+    assert {name: (one["precision"], one["why"]) for name, one in groups.items()} == {
+        "Conv_0": ("int8", ""),
+        "MatMul_6": ("fp32", "too sensitive"),
+        "MatMul_9": ("int8", ""),
+    }
+    assert effect.notes == ("not quantised: MatMul_6: kept in floating point, as asked for",)
+    np.testing.assert_allclose(scale_of(model, "g"), (1 + METHODS.index("entropy")) / 127, rtol=1e-3)
+    (kept,) = [tensor for tensor in model.graph.initializer if tensor.name == "v"]
+    assert kept.data_type == onnx.TensorProto.FLOAT
+
+
+def test_what_stays_may_be_lowered_with_the_rest(artifact: Artifact, tmp_path: Path) -> None:
+    chosen = record(tmp_path / "assignment.json", json.dumps([{"group": "MatMul_6", "precision": "fp16"}]))
+    step = Precision(precision="int8+fp16")
+    _, _, groups = apply(step, artifact, tmp_path / "out", ranges=ranges(tmp_path), assignment=chosen)
+    assert groups["MatMul_6"]["precision"] == "fp16"
+
+
+def test_everything_may_be_kept(artifact: Artifact, tmp_path: Path) -> None:
+    names = ("Conv_0", "MatMul_6", "MatMul_9")
+    chosen = record(tmp_path / "a.json", json.dumps([{"group": name, "precision": "fp32"} for name in names]))
+    effect, model, _ = apply(
+        Precision(precision="int8"), artifact, tmp_path / "out", ranges=ranges(tmp_path), assignment=chosen
+    )
+    assert "0 of 3 products in int8" in effect.summary
+    assert not any("Quantize" in node.op_type for node in model.graph.node)
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[1]", '[{"group": "Conv_0"}]', "[", '[{"group": "a", "precision": "int8", "method": "guess"}]']
+)
+def test_what_is_no_assignment_is_refused(artifact: Artifact, tmp_path: Path, text: str) -> None:
+    if text == "{}":
+        text = '{"group": 1}'
+    chosen = record(tmp_path / "a.json", text)
+    with pytest.raises(UsageError, match="assignment"):
+        apply(Precision(precision="int8"), artifact, tmp_path / "out", ranges=ranges(tmp_path), assignment=chosen)
+
+
+def test_ranges_have_to_be_there_and_of_this_graph(artifact: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="int8 needs the ranges of activations"):
+        apply(Precision(precision="int8"), artifact, tmp_path / "a")
+    with pytest.raises(UsageError, match="bias correction needs the ranges"):
+        apply(Precision(precision="int4-weights", bias_correction=True), artifact, tmp_path / "b")
+    with pytest.raises(DataError, match="another model"):
+        apply(Precision(precision="int8"), artifact, tmp_path / "c", ranges=ranges(tmp_path, "other"))
+
+
+def test_data_on_which_nothing_varies_is_refused(artifact: Artifact, tmp_path: Path) -> None:
+    dead = ranges(tmp_path, **dict.fromkeys(VALUES, 0.0))
+    with pytest.raises(ModelError, match="never varies"):
+        apply(Precision(precision="int8"), artifact, tmp_path / "out", ranges=dead)
+
+
+def test_a_graph_without_products_is_refused(tmp_path: Path) -> None:
+    bare = written(tmp_path, "net (float[4] x) => (float[4] y) { y = Relu(x) }")
+    with pytest.raises(InvalidGraph, match="no product"):
+        apply(Precision(precision="int8"), bare, tmp_path / "out", ranges=ranges(tmp_path))
+
+
+def test_many_reasons_are_told_in_few_words(tmp_path: Path) -> None:
+    body = " ".join(f"t{i} = MatMul(x, x)" for i in range(5))
+    text = f"net (float[4, 4] x, float[n, 4, 8, 8] z) => (float[n, 64, 6, 6] y) {{ {body} y = Conv(z, w, b) }}"
+    model = written(tmp_path, text)
+    effect, _, _ = apply(Precision(precision="int8"), model, tmp_path / "out", ranges=ranges(tmp_path, z=3.0))
+    assert effect.notes == ("not quantised: MatMul_0, MatMul_1, MatMul_2 and 2 more: a product of two activations",)
+
+
+def test_biases_make_up_for_rounding(artifact: Artifact, tmp_path: Path) -> None:
+    step = Precision(precision="int8", bias_correction=True)
+    found = {}
+    for word, channels in (("plain", False), ("corrected", True)):
+        given = ranges(tmp_path, channels=channels)
+        _, model, _ = apply(step, artifact, tmp_path / word, ranges=given)
+        weights = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+        (conv,) = [node for node in model.graph.node if node.op_type == "Conv"]
+        found[word] = weights, weights[conv.input[2]]
+    (plain, before), (_, after) = found["plain"], found["corrected"]
+    exact = onnx.numpy_helper.to_array(onnx.load(artifact.path).graph.initializer[0])
+    rounded = plain["w_quantized"] * plain["w_scale"].reshape(-1, 1, 1, 1)
+    np.testing.assert_allclose(after - before, (exact - rounded).sum(axis=(1, 2, 3)), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("precision", "placement", "written_as_sum"),
+    [
+        ("int8", "tensorrt", set()),
+        ("int8", "onnxruntime", {"d"}),  # "a" is int8 itself
+        ("int8-dynamic", "onnxruntime", {"a"}),  # "d" becomes part of its product
+        ("int4-weights", "onnxruntime", {"a"}),
+    ],
+)
+def test_sums_that_onnx_runtime_fuses_to_its_loss(
+    artifact: Artifact, tmp_path: Path, precision: Any, placement: Any, written_as_sum: set[str]
+) -> None:
+    step = Precision(precision=precision, placement=placement)
+    _, model, _ = apply(step, artifact, tmp_path / "out", ranges=ranges(tmp_path))
+    assert {node.output[0] for node in model.graph.node if node.op_type == "Sum"} == written_as_sum
+
+
+def test_outputs_may_be_lowered_too(artifact: Artifact, tmp_path: Path) -> None:
+    step = Precision(precision="int8+fp16", keep_io_types=False)
+    _, model, _ = apply(step, artifact, tmp_path / "out", ranges=ranges(tmp_path))
+    kinds = [value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)]
+    assert kinds == [onnx.TensorProto.FLOAT16] * 2
+
+
+def test_the_rest_stays_in_float32_on_request(artifact: Artifact, tmp_path: Path) -> None:
+    _, model, _ = apply(Precision(precision="fp8", rest="fp32"), artifact, tmp_path / "out", ranges=ranges(tmp_path))
+    assert onnx.TensorProto.FLOAT16 not in {tensor.data_type for tensor in model.graph.initializer}
+
+
+def test_inputs_only(artifact: Artifact, tmp_path: Path) -> None:
+    step = Precision(precision="int8", placement="onnxruntime", inputs_only=True)
+    _, model, _ = apply(step, artifact, tmp_path / "out", ranges=ranges(tmp_path))
+    read = {node.input[0] for node in model.graph.node if node.op_type == "QuantizeLinear"}
+    assert read == {"x", "h", "g"}
