@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 .PHONY: demo test test-fast check format documents clean
 
 demo: $(VENV)/.runtime
-	$(BIN)/enginesmith optimize digits --out runs/demo
+	$(BIN)/enginesmith optimize digits --precision fp32 --precision int8 --max-drop 0.01 --out runs/demo
 
 test: $(VENV)/.dev
 	$(BIN)/pytest

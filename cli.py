@@ -114,10 +114,12 @@ _how_to_calibrate = _options(
     click.option("--samples", type=int, help="How many samples of it are used; default 128."),
     click.option("--synthetic-calibration", is_flag=True, default=None, help="Make data up, where there is none."),
     click.option("--ranges", type=click.Choice(["auto", "minmax", "percentile", "entropy", "mse"]), help="Method."),
+    click.option("--placement", type=click.Choice(["auto", "onnxruntime", "tensorrt"]), help="Rules for Q/DQ pairs."),
     click.option("--percentile", type=float, help="Share of the values that ranges by percentile hold; 99.99."),
     click.option("--weight-bits", type=int, help="Bits of int8 weights: 8, or 7 where 8 would saturate."),
     click.option("--keep", multiple=True, metavar="NAME", help="Group, module or pattern that stays in float."),
-    click.option("--smooth", type=float, metavar="ALPHA", help="SmoothQuant: move outliers into weights; 0.5."),
+    click.option("--smooth", metavar="ALPHA|auto", help="SmoothQuant: move outliers into weights; auto, or 0 to 1."),
+    click.option("--smooth-insert", is_flag=True, default=None, help="Also where it costs a multiplication."),
     click.option("--awq", is_flag=True, default=None, help="Activation-aware scaling before int4."),
     click.option("--equalise", is_flag=True, default=None, help="Cross-layer equalisation, for depthwise nets."),
     click.option("--bias-correction", is_flag=True, default=None, help="Take the mean error out of the biases."),
@@ -262,7 +264,7 @@ def simplify(file: Path, output: Path, as_json: bool, quiet: bool, **options: An
 @_model
 @_to
 @click.option("--precision", "precisions", multiple=True, required=True, help="fp16, bf16, int8, int8+fp16 …")
-@click.option("--engine", "engines", multiple=True, default=("onnxruntime",), show_default=True, help="Made for.")
+@click.option("--engine", "engines", multiple=True, help="Made for this engine; without it, for all of them.")
 @click.option("--min-sqnr", type=float, metavar="DB", help="Fidelity threshold.")
 @_what_to_load
 @_how_to_export
@@ -276,6 +278,8 @@ def precision(model: str, output: Path, as_json: bool, quiet: bool, **options: A
     """
     from enginesmith.pipeline import stages
 
+    if not options["engines"] and not options["placement"]:
+        options["placement"] = "tensorrt"  # the strictest rules: what they make runs in every engine
     with _settings(options, quiet) as settings:
         result = stages.precision(_recipe(model, None, options), output, settings)
     _shown().show_stage(result, as_json)
@@ -576,7 +580,18 @@ _PLACES = {
     "search_limit": ("quantisation", "search_limit_seconds"),
     **{
         name: ("quantisation", name)
-        for name in ("ranges", "percentile", "weight_bits", "keep", "smooth", "awq", "equalise", "bias_correction")
+        for name in (
+            "ranges",
+            "percentile",
+            "placement",
+            "weight_bits",
+            "keep",
+            "smooth",
+            "smooth_insert",
+            "awq",
+            "equalise",
+            "bias_correction",
+        )
         + ("convert_io", "search_steps")
     },
     **{

@@ -115,12 +115,12 @@ def summary(answer: Answer, names: Mapping[str, str]) -> dict[str, Any]:
         if each["id"] not in names:
             continue
         kept = [part["group"] for part in each["assignment"] if part["precision"].startswith("fp")]
-        speedup = each["latency"][0]["speedup"]["median"] if each["latency"] else None
+        ratios = [one["speedup"]["median"] for one in each["latency"] if one["speedup"]]
         found[names[each["id"]]] = {
             "status": each["status"],
             "reason": each["reason"],
             "drop": each["quality"]["drop"] if each["quality"] else None,
-            "speedup": speedup,
+            "speedup": ratios[0] if ratios else None,
             "groups": len(each["assignment"]),
             "kept": kept,
             "steps": [{key: step[key] for key in ("why", "drop", "speedup", "passed")} for step in each["search"]],

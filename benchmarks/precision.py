@@ -38,7 +38,7 @@ RIVALS: Mapping[str, tuple[str, ...]] = {
     "ours-int8": ("ort-static", "ort-static-per-channel", "ort-static-entropy", "modelopt-int8"),
     "ours-int8-dynamic": ("ort-dynamic",),
 }
-"""What each of ours is held against; the winner is held against all."""
+"""What each of ours is held against, whatever else the winner is."""
 
 
 def optimised(case: workbench.Case, seconds: float, search: str) -> Answer:
@@ -80,13 +80,14 @@ def measured(name: str, work: Path, options: argparse.Namespace) -> dict[str, An
         for graph in graphs
     }
     winner = OURS.get(row.get("ours", {}).get("winner") or "")
-    row["duels"] = [_duel(case, *pair, graphs, times) for pair in _pairs(graphs, winner)]
+    row["duels"] = [_duel(case, *pair, graphs, times) for pair in _pairs(name, graphs, winner)]
     return row
 
 
-def _pairs(graphs: Mapping[str, Path], winner: str | None) -> list[tuple[str, str]]:
-    """(ours, rival): like against like, and the winner against every rival."""
-    rivals = {**RIVALS, **({winner: tuple(peers.PEERS)} if winner else {})}
+def _pairs(name: str, graphs: Mapping[str, Path], winner: str | None) -> list[tuple[str, str]]:
+    """(ours, rival): like against like, and the winner against all, where dynamic is not known to be slow."""
+    against = [peer for peer in peers.PEERS if peer not in RIVALS["ours-int8-dynamic"] or workbench.TASKS[name].dynamic]
+    rivals = {**RIVALS, **({winner: tuple(against)} if winner else {})}
     return [(ours, rival) for ours, each in rivals.items() for rival in each if {ours, rival} <= set(graphs)]
 
 
@@ -121,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--work", type=Path, default=Path("build/precision"), help="folder of weights, data and graphs")
     parser.add_argument("--parts", nargs="+", choices=("nets", "plain", "cost"), default=("nets", "plain", "cost"))
     parser.add_argument("--nets", nargs="+", choices=workbench.TASKS, default=list(workbench.TASKS))
+    models = sorted({model for model, _ in precision_targets.COSTS})
+    parser.add_argument("--costs", nargs="+", choices=models, default=models, help="models of the part cost")
     parser.add_argument("--peers", nargs="*", choices=peers.PEERS, default=list(peers.PEERS))
     parser.add_argument("--peers-only", action="store_true", help="leave the product out")
     parser.add_argument("--seconds", type=float, default=20.0, help="of timing per network")
@@ -142,8 +145,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found["plain"] = precision_targets.plain(work, options.seconds)
         _write(options.out, found)
     if "cost" in options.parts:
-        found["cost"] = precision_targets.cost(work)
-        _write(options.out, found)
+        costs = {(row["model"], row["samples"]): row for row in found.get("cost", ())}
+        for row in precision_targets.cost(work, options.costs):
+            costs[row["model"], row["samples"]] = row
+            found["cost"] = [costs[each] for each in precision_targets.COSTS if each in costs]
+            _write(options.out, found)
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:

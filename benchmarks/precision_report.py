@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _EVALUATION, _JUDGEMENT = "evaluation", "judgement"
+_KINDS = ("calibrate", "sensitivity", "search", "precision")
 
 
 def lines(row: dict[str, Any]) -> list[str]:
@@ -64,6 +65,24 @@ def _nets(rows: list[dict[str, Any]]) -> Iterator[str]:
                 f"| {row['net']} | {duel['ours']} | {duel['rival']} | {duel['more_drop']:+.4f} {interval} | "
                 f"{_ratio(duel['speedup'])} |"
             )
+    yield ""
+    yield from _verdict(rows)
+
+
+def _verdict(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """In how many duels we lose no more and are no slower, and which those are where it is otherwise."""
+    duels = [(row["net"], duel) for row in rows for duel in row["duels"]]
+    worse = [each for each in duels if each[1]["more_drop"] > 0]
+    slower = [each for each in duels if each[1]["speedup"]["median"] < 1]
+    yield f"Of {len(duels)} duels we lose no more than the rival in {len(duels) - len(worse)}, and are no slower in"
+    yield f"{len(duels) - len(slower)}. The others:"
+    yield ""
+    for net, duel in worse:
+        proven = "beyond the noise" if duel["more_drop_low"] > 0 else "within the noise: the interval holds 0"
+        yield f"- {net}, {duel['ours']} against {duel['rival']}: {duel['more_drop']:+.4f} more drop, {proven}"
+    for net, duel in slower:
+        proven = "beyond the noise" if duel["speedup"]["high"] < 1 else "within the noise: the interval holds 1"
+        yield f"- {net}, {duel['ours']} against {duel['rival']}: {_ratio(duel['speedup'])} the speed, {proven}"
 
 
 def _plain(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -80,12 +99,21 @@ def _plain(rows: list[dict[str, Any]]) -> Iterator[str]:
 def _cost(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "## What calibration and quantisation take"
     yield ""
-    yield "| model | samples | calibrate s | precision s | peak MB over an idle worker | × the model's bytes |"
-    yield "| --- | --- | --- | --- | --- | --- |"
+    yield "Seconds of each step (search: with sensitivity); peak memory of `calibrate` and of all, over that of an"
+    yield "idle worker."
+    yield ""
+    yield "| model | samples | calibrate s | search s | precision s | MB calibrate | MB | × the model's bytes |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     for row in rows:
+        if row["refusal"]:
+            yield f"| {row['model']} | {row['samples']} | {row['refusal']} | – | – | – | – | – |"
+            continue
+        seconds, extra = row["seconds"], row["extra_peak_bytes"]
+        parts = {kind: sum(seconds[name] for name in seconds if name.startswith(kind)) for kind in _KINDS}
         yield (
-            f"| {row['model']} | {row['samples']} | {row['calibrate_seconds']:.1f} | {row['precision_seconds']:.1f} | "
-            f"{row['extra_peak_bytes'] / 1e6:.0f} | {row['peak_share']:.2f} |"
+            f"| {row['model']} | {row['samples']} | {parts['calibrate']:.1f} | "
+            f"{parts['sensitivity'] + parts['search']:.1f} | {parts['precision']:.1f} | "
+            f"{extra['calibrate'] / 1e6:.0f} | {max(extra.values()) / 1e6:.0f} | {row['peak_share']:.2f} |"
         )
 
 

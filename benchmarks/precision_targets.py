@@ -2,22 +2,26 @@
 
 ``plain``: resnet50 in static and bert_base (128 tokens) in dynamic int8, as a plain script makes them with ONNX
 Runtime's tools, in turns with eager and with the pipeline's winner. Calibration is synthetic: it is about speed alone.
-``cost``: seconds and peak memory of the steps ``calibrate`` and ``precision`` of ``enginesmith precision``.
+``cost``: seconds and peak memory of the steps ``calibrate`` and ``precision`` of ``enginesmith precision``, and of what
+lies between them: sensitivity, and one trial. Numbers are made up, so that it is about cost alone.
 """
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import judging
 import numpy as np
 import peers
+import torch
 from command import call
 from judging import EAGER
+from nets import workbench
 
 _PEERS: Mapping[str, tuple[str, str]] = {
     "resnet50": ("ort-static", "int8"),
@@ -25,8 +29,15 @@ _PEERS: Mapping[str, tuple[str, str]] = {
 }
 """Model → what a plain script uses, and the precision of ours that is held against it."""
 _SAMPLES = 8
-_COSTS = (("bert_base", 64), ("resnet50", 128), ("resnet50", 64), ("resnet50", 1024))
+COSTS = (
+    *(("bert_base", 64), ("bert_base", 256), ("resnet50", 128)),
+    *(("resnet20", 64), ("resnet20", 1024), ("minilm", 64), ("minilm", 1024)),
+)
+"""(model, samples): of those that benchmarks/nets/ trains, too, whether memory grows with the samples."""
 _TOKENS = 128
+_VOCABULARY = 30522
+_STEPS = ("calibrate", "sensitivity", "search", "precision")
+_FLOAT = "simplify"
 
 
 def plain(work: Path, seconds: float) -> list[dict[str, Any]]:
@@ -52,7 +63,7 @@ def _plain(model: str, work: Path, seconds: float) -> dict[str, Any]:
         *("optimize", model, "--precision", "fp32", "--precision", precision, "--synthetic-calibration"),
         *("--samples", str(_SAMPLES), "--batch", "1", "--threads", "1", "--measure-time", "10s"),
         *("--search-limit", "3m", "--out", str(folder / "run"), "--store", str(folder / "store")),
-        *(("--shape", f"sequence={_TOKENS}:{_TOKENS}:{_TOKENS}") if model == "bert_base" else ()),
+        *_shapes(model),
     )
     graphs |= judging.engines(answer, folder / "run", names)
     times = judging.timed(model, _feeds(model, 1), graphs, seconds)
@@ -67,47 +78,66 @@ def _plain(model: str, work: Path, seconds: float) -> dict[str, Any]:
     return {"model": model, "graphs": found, "refused": outcome.reason, "ours": judging.summary(answer, names)}
 
 
-def cost(work: Path) -> list[dict[str, Any]]:
-    """Steps of ``enginesmith precision`` on real-sized models."""
-    rows = []
-    for model, samples in _COSTS:
-        folder = work / model
-        folder.mkdir(parents=True, exist_ok=True)
-        data = folder / f"samples-{samples}.{'npy' if model == 'resnet50' else 'npz'}"
-        _save(model, samples, data)
-        rows.append({"model": model, "samples": samples} | _steps(model, samples, data, folder))
-        print(rows[-1], flush=True)
-    return rows
+def cost(work: Path, chosen: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Steps of ``enginesmith precision``, for the models that are chosen."""
+    for model, samples in COSTS:
+        if model in chosen:
+            folder = work / model
+            folder.mkdir(parents=True, exist_ok=True)
+            source = workbench.prepare(model, work).source if model in workbench.TASKS else model
+            row = {"model": model, "samples": samples} | _steps(source, samples, folder)
+            print(row, flush=True)
+            yield row
 
 
-def _steps(model: str, samples: int, data: Path, folder: Path) -> dict[str, Any]:
-    """What a run's steps took; the memory of a worker that has done nothing is that of the smallest step."""
+def _steps(source: str, samples: int, folder: Path) -> dict[str, Any]:
+    """Seconds and memory of the steps; a worker that has done next to nothing has the memory of the smallest step."""
+    data, store = folder / f"samples-{samples}.npz", folder / f"store-{samples}"
+    if not data.is_file():
+        np.savez(data, **_feeds(source, samples))
+    shutil.rmtree(store, ignore_errors=True)
     answer = call(
-        *("precision", model, "-o", str(folder / f"int8-{samples}.onnx"), "--precision", "int8"),
-        *("--calibration", str(data), "--samples", str(samples), "--jobs", "1", "--no-cache"),
-        *("--store", str(folder / f"store-{samples}"), "--batch", "1"),
-        *(("--shape", f"sequence={_TOKENS}:{_TOKENS}:{_TOKENS}") if model == "bert_base" else ()),
+        *("precision", source, "-o", str(folder / f"int8-{samples}.onnx"), "--precision", "int8"),
+        *("--calibration", str(data), "--samples", str(samples), "--jobs", "1", "--search-steps", "1"),
+        *("--store", str(store), "--batch", "1", *_shapes(source)),
     )
-    return {"exit_code": answer.exit_code, "message": answer.message, "document": answer.document}
+    manifests = [json.loads(path.read_text())["manifest"] for path in store.glob("objects/*/*/artifact.json")]
+    last = {one["history"][-1]["step"]: one for one in manifests if one["history"]}
+    taken = {name: one["history"][-1] for name, one in last.items()}
+    idle = min(one["host_peak_bytes"] for one in taken.values())
+    size = sum(file["bytes"] for name, file in last[_FLOAT]["files"].items() if name.startswith("model.onnx"))
+    steps = {name: one for kind in _STEPS for name, one in taken.items() if name.startswith(kind)}
+    extra = {name: one["host_peak_bytes"] - idle for name, one in steps.items()}
+    return {
+        "refusal": answer.message if answer.exit_code else "",
+        "command_seconds": round(answer.seconds, 1),
+        "seconds": {name: one["seconds"] for name, one in steps.items()},
+        "extra_peak_bytes": extra,
+        "idle_bytes": idle,
+        "model_bytes": size,
+        "peak_share": max(extra.values()) / size,
+    }
 
 
-def _feeds(model: str, count: int) -> dict[str, np.ndarray[Any, Any]]:
+def _shapes(source: str) -> tuple[str, ...]:
+    return ("--shape", f"sequence={_TOKENS}:{_TOKENS}:{_TOKENS}") if source == "bert_base" else ()
+
+
+def _feeds(source: str, count: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Rows like the example: normal numbers, tokens of one sentence, masks that hide nothing."""
     generator = np.random.default_rng(0)
-    if model == "resnet50":
-        return {"image": generator.standard_normal((count, 3, 224, 224), np.float32)}
-    ids = generator.integers(0, 30522, (count, _TOKENS))
-    return {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
-
-
-def _save(model: str, samples: int, path: Path) -> None:
-    if path.is_file():
-        return
-    feeds = _feeds(model, samples)
-    if path.suffix == ".npy":
-        np.save(path, next(iter(feeds.values())))
-    else:
-        np.savez(path, **feeds)
+    feeds: dict[str, np.ndarray[Any, Any]] = {}
+    for name, example in judging.built(source).example.items():
+        shape = (count, _TOKENS) if source == "bert_base" else (count, *example.shape[1:])
+        if example.is_floating_point():
+            feeds[name] = generator.standard_normal(shape, np.float32)
+        elif name == "input_ids":
+            feeds[name] = generator.integers(0, _VOCABULARY, shape)
+        else:
+            feeds[name] = np.full(shape, int(name == "attention_mask"))
+    return feeds
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     print(json.dumps(_plain(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]))))

@@ -13,7 +13,7 @@ from enginesmith.pipeline.errors import WrongEngine
 from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.measure.memory import MemoryRow
 from enginesmith.pipeline.measure.quality import Quality
-from enginesmith.pipeline.precision.coverage import Coverage
+from enginesmith.pipeline.precision.audit.coverage import Coverage
 from enginesmith.pipeline.precision.kinds import KINDS
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.run import (

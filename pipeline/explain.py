@@ -14,7 +14,7 @@ from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import WrongEngine
 from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.precision.coverage import HALF, Coverage, percent, words
+from enginesmith.pipeline.precision.audit.coverage import HALF, Coverage, percent, words
 from enginesmith.pipeline.run import VariantRecord
 
 _FLOATS = ("fp32", *HALF)

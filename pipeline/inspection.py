@@ -58,7 +58,7 @@ def _onnx(file: Path) -> Facts:
 
 def _precision(file: Path, signature: Signature) -> Facts:
     """Shares of work and weights by precision, of one sample; what else is dynamic is taken at a usual size."""
-    from enginesmith.pipeline.precision import coverage
+    from enginesmith.pipeline.precision.audit import coverage
     from enginesmith.pipeline.samples import batch_symbol
 
     sizes = dict.fromkeys(signature.symbols, _USUAL_SIZE)

@@ -1,6 +1,6 @@
 """The parts of a recipe, with their defaults."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -52,6 +52,9 @@ class QuantisationOptions(Part):
     ranges: Literal["auto", Method] = Field(
         "auto", description="how ranges are taken from histograms; auto tries mse first, and the others if that fails"
     )
+    placement: Literal["auto", "onnxruntime", "tensorrt"] = Field(
+        "auto", description="whose rules Q/DQ pairs are placed by; auto takes the engine's. TensorRT's run everywhere"
+    )
     percentile: float = Field(99.99, gt=50, le=100, description="share of the values that ranges by percentile hold")
     weight_bits: Literal[7, 8] | None = Field(
         None, description="bits of int8 weights; by default 7 for ONNX Runtime on x86 CPUs without VNNI, which saturate"
@@ -59,8 +62,12 @@ class QuantisationOptions(Part):
     keep: tuple[str, ...] = Field(
         (), description="groups that stay in floating point: names of nodes or modules, * for any part"
     )
-    smooth: float | None = Field(
-        None, ge=0, le=1, description="SmoothQuant's alpha: how much of activations' outliers goes into the weights"
+    smooth: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] | None = Field(
+        None,
+        description="SmoothQuant's alpha: how much of activations' outliers goes into weights; auto looks for the best",
+    )
+    smooth_insert: bool = Field(
+        False, description="also where factors cost a multiplication, as nothing before can take them up"
     )
     awq: bool = Field(False, description="scale weights by their activations before int4 (AWQ)")
     equalise: bool = Field(False, description="equalise the ranges of channels across layers, for depthwise networks")

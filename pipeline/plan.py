@@ -50,6 +50,8 @@ def plan(recipe: Recipe) -> Plan:
     given = given_precision(source)
     baseline = Variant("eager" if source.is_torch else "source", baseline_engine(source), given, LOAD)
     variants = [baseline]
+    if own := quality_step(recipe, baseline, baseline.id):
+        steps.append(own)  # what searches hold their trials against
     for variant in found:
         finished, more = _engine_steps(recipe, variant, graph, verified, baseline.id)
         variants.append(finished)

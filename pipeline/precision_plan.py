@@ -98,8 +98,8 @@ def lowered(recipe: Recipe, variant: Variant, device: Device, graph: str, qualit
 
 def _precision(recipe: Recipe, name: Name, engine: Engine, device: Device) -> Precision:
     options = recipe.quantisation
-    placement: Placement = "onnxruntime" if engine.name == "onnxruntime" else "tensorrt"
-    here = int8_weight_bits() if placement == "onnxruntime" and device.kind == "cpu" else 8
+    placement = _placement(engine) if options.placement == "auto" else options.placement
+    here = int8_weight_bits() if engine.name == "onnxruntime" and device.kind == "cpu" else 8
     return Precision(
         precision=name,
         placement=placement,
@@ -109,6 +109,10 @@ def _precision(recipe: Recipe, name: Name, engine: Engine, device: Device) -> Pr
         bias_correction=options.bias_correction,
         external_data_bytes=recipe.export.external_data_bytes,
     )
+
+
+def _placement(engine: Engine) -> Placement:
+    return "onnxruntime" if engine.name == "onnxruntime" else "tensorrt"
 
 
 def feeder(recipe: Recipe) -> Feeder:
@@ -124,9 +128,13 @@ def _prepared(recipe: Recipe, name: Name, graph: str) -> _Floating:
     if static and options.equalise:
         found = _passed(recipe, found, "equalise", Equalise(external_data_bytes=size))
     if static and options.smooth is not None:
-        found = _passed(recipe, found, "smooth", Smooth(alpha=options.smooth, external_data_bytes=size))
+        alpha = None if options.smooth == "auto" else options.smooth
+        smooth = Smooth(alpha=alpha, insert=options.smooth_insert, external_data_bytes=size)
+        found = _passed(recipe, found, "smooth", smooth)
     if name == "int4-weights" and options.awq:
-        found = _passed(recipe, found, "awq", Smooth(mode="awq", external_data_bytes=size))
+        found = _passed(
+            recipe, found, "awq", Smooth(mode="awq", insert=options.smooth_insert, external_data_bytes=size)
+        )
     return found
 
 
@@ -169,7 +177,7 @@ def _search(
     needs["sensitivity"] = sensitivity.id
     if goal.quality is not None and quality is not None:
         needs[BASELINE] = quality.needs[BASELINE]
-    if not variant.lacking:
+    if not variant.lacking and step.placement == _placement(engine):  # else its speed there says nothing
         untouched = variant.artifact.replace(f"-{variant.precision}", "-fp32", 1)
         float_build = Step(untouched, Build(engine=engine, device=device), {"model": graph})
         if engine.name != "onnxruntime":

@@ -195,7 +195,8 @@ def make(values: dict[str, Any]) -> Recipe:
         first = error.errors()[0]
         if first["type"] == "extra_forbidden":
             raise _unknown(Recipe, first["loc"]) from error
-        place = ".".join(str(part) for part in first["loc"]) or "the recipe"
+        named = (str(part) for part in first["loc"])
+        place = ".".join(part for part in named if part.isalnum() or part.isidentifier()) or "the recipe"
         message = _IN_PYTHON_WORDS.sub(lambda found: _YAML_WORDS[found[0][:5]], first["msg"])
         raise UsageError(f"{place}: {message} (given: {first['input']!r})", "see docs/recipe.md") from error
     _ = recipe.specs, recipe.ranges, recipe.where, recipe.workspace_limits  # each raises its own message

@@ -14,7 +14,7 @@ from enginesmith.pipeline.artifact import HistoryEntry
 from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.measure.memory import MemoryRow
 from enginesmith.pipeline.measure.quality import Quality
-from enginesmith.pipeline.precision.coverage import Coverage
+from enginesmith.pipeline.precision.audit.coverage import Coverage
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.tasks.compare import StageFidelity
 from enginesmith.pipeline.tensors import Signature

@@ -64,9 +64,8 @@ def precision_steps(recipe: Recipe) -> tuple[tuple[Step, ...], Lowered]:
     first = list(first_steps(recipe))
     baseline = Variant("baseline", baseline_engine(source), "fp32", LOAD)
     quality = quality_step(recipe, found[0], baseline.id)
-    if quality is not None and recipe.budgets.max_drop is not None:
-        own = quality_step(recipe, baseline, baseline.id)
-        first += [own] if own else []
+    if recipe.budgets.max_drop is not None and (own := quality_step(recipe, baseline, baseline.id)):
+        first.append(own)
     if isinstance(found[0].engine, TensorRT):
         first.append(shapes_step(recipe))
     made = lowered(recipe, found[0], device_for(recipe, found[0].engine), graph, quality)

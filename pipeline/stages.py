@@ -26,6 +26,8 @@ from enginesmith.pipeline.tasks.compare import StageFidelity
 
 Outcomes = dict[str, Outcome]
 
+_EVERYWHERE = "every engine takes this graph; --engine onnxruntime makes one that is much faster there, and only there"
+
 
 class StageResult(BaseModel):
     """What a single stage did."""
@@ -64,7 +66,10 @@ def simplify(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
 def precision(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     """Turn a model into an ONNX file of another precision, held against it; errors as in :func:`export`."""
     steps, made = plans.precision_steps(recipe)
-    return _to_file(recipe, steps, made.graph, output, settings, also=(made.calibration,))
+    result = _to_file(recipe, steps, made.graph, output, settings, also=(made.calibration,))
+    if recipe.quantisation.placement == "tensorrt" and recipe.engines == ("onnxruntime",):
+        result = result.model_copy(update={"summary": f"{result.summary}\n  note: {_EVERYWHERE}"})
+    return result
 
 
 def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
@@ -98,7 +103,9 @@ def _to_file(
         raise UsageError(f"the output {str(output)!r} is no .onnx file", f"call it {output.with_suffix('.onnx')}")
     outcomes = finished(steps, settings, recipe)
     made = outcomes[stage].artifact
-    assert made is not None
+    if made is None:
+        short = next((one.artifact.breach for one in outcomes.values() if one.artifact and one.artifact.breach), "")
+        raise FidelityError(short or outcomes[stage].reason, "nothing was written; ask for less, or search for longer")
     fidelity = _fidelity(outcomes, f"verify-{stage}")
     if failed := [entry for entry in fidelity if not entry.passed]:
         raise FidelityError(

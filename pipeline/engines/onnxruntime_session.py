@@ -125,6 +125,9 @@ def _load_error(error: Exception, file: str) -> EnginesmithError:
     text = _text(error)
     if _is_out_of_memory(text):
         return StepOutOfMemory(f"memory ran out while ONNX Runtime loaded {file}: {text}", "use a larger machine")
+    if "float8" in text or "bfloat16" in text or "BFloat16" in text:
+        remedy = "fp8 and bf16 are for GPUs: build the graph for TensorRT, or take int8 or fp16 here"
+        return InvalidGraph(f"ONNX Runtime has no CPU kernels for what is in {file}: {text}", remedy)
     if type(error).__name__ == "NotImplemented" or "is not a registered function" in text or "opset" in text:
         remedy = "export with another opset (--opset), or without that operator, or update onnxruntime"
         return InvalidGraph(f"ONNX Runtime does not support what is in {file}: {text}", remedy)

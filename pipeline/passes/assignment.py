@@ -12,7 +12,7 @@ from enginesmith.pipeline.errors import UsageError
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.precision.groups import Group
-    from enginesmith.pipeline.precision.half import Lowered
+    from enginesmith.pipeline.precision.half.lowering import Lowered
 
 FILE = "assignment.json"
 """Beside the graph: what each group is computed in, and why."""

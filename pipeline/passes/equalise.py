@@ -30,7 +30,7 @@ class Equalise(Pass):
         """
         from enginesmith.calibration import ranges as calibration
         from enginesmith.pipeline import onnx_file
-        from enginesmith.pipeline.precision.equalise import equalise
+        from enginesmith.pipeline.precision.scaling.equalise import equalise
 
         given = records.get("ranges")
         ranges = calibration.load(given.path, model_sha256=artifact.sha256) if given is not None else None

@@ -21,14 +21,14 @@ from enginesmith.pipeline.passes import assignment
 from enginesmith.pipeline.passes.assignment import Assignment
 from enginesmith.pipeline.passes.base import Pass, Progress, Records
 from enginesmith.pipeline.precision.kinds import KINDS, Placement
-from enginesmith.pipeline.precision.preparation import ON_REQUEST
+from enginesmith.pipeline.precision.quantise.preparation import ON_REQUEST
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from enginesmith.pipeline.precision.half import Lowered
-    from enginesmith.pipeline.precision.qdq import Correct, Quantised
+    from enginesmith.pipeline.precision.half.lowering import Lowered
+    from enginesmith.pipeline.precision.quantise.qdq import Correct, Quantised
 
 _SHOWN = 5
 _NAMES = 3
@@ -80,6 +80,8 @@ class Precision(Pass):
         found = done.groups if done else groups.find(model)
         low = self._rest
         lowered = self._lower(model, low, ranges, chosen) if low != "fp32" else None
+        if done is None and lowered is not None and not lowered.nodes:
+            _refuse_unchanged(self.precision, lowered.kept)
         progress("writing")
         graph.save(model, out, self.external_data_bytes)
         left = done.left if done else {}
@@ -88,7 +90,7 @@ class Precision(Pass):
         return Effect(
             file=graph.FILE,
             summary=", ".join(_summary(self.precision, done, lowered, total)),
-            notes=_notes(left),
+            notes=_notes({name: chosen.why.get(name) or why for name, why in left.items()}),
             signature=onnx_file.signature(out / graph.FILE),
         )
 
@@ -120,7 +122,7 @@ class Precision(Pass):
         return None
 
     def _quantise(self, model: "ir.Model", ranges: Ranges | None, chosen: Assignment) -> "Quantised":
-        from enginesmith.pipeline.precision import cpu_kernels
+        from enginesmith.pipeline.precision.quantise import cpu_kernels
 
         correct = _corrector(ranges) if self.bias_correction and ranges else None
         done = self._narrowed(model, ranges, chosen, correct)
@@ -134,7 +136,7 @@ class Precision(Pass):
     def _narrowed(
         self, model: "ir.Model", ranges: Ranges | None, chosen: Assignment, correct: "Correct | None"
     ) -> "Quantised":
-        from enginesmith.pipeline.precision import dynamic, qdq, weight_only
+        from enginesmith.pipeline.precision.quantise import dynamic, qdq, weight_only
 
         scales: Literal["fp32", "fp16"] = "fp16" if self._rest == "fp16" else "fp32"
         if self.precision == "int8-dynamic":
@@ -158,7 +160,7 @@ class Precision(Pass):
     def _lower(
         self, model: "ir.Model", low: Literal["fp16", "bf16"], ranges: Ranges | None, chosen: Assignment
     ) -> "Lowered":
-        from enginesmith.pipeline.precision import half
+        from enginesmith.pipeline.precision.half import lowering as half
 
         known = ranges.tensors.items() if ranges else ()
         largest = {name: max(-found.minimum, found.maximum) if found.finite else math.inf for name, found in known}
@@ -167,7 +169,7 @@ class Precision(Pass):
 
 def _corrector(ranges: Ranges) -> "Correct":
     """What makes up for the mean error of a weight, where the mean of what it is multiplied with is known."""
-    from enginesmith.pipeline.precision import bias
+    from enginesmith.pipeline.precision.quantise import bias
 
     def correct(node: "ir.Node", given: Array, narrow: Array) -> Array | None:
         read = node.inputs[0]
@@ -188,6 +190,13 @@ def _hold(precision: str, done: "Quantised") -> None:
     )
 
 
+def _refuse_unchanged(precision: str, kept: Mapping[str, str]) -> None:
+    """Refuse a half-precision graph in which every node stayed in float32."""
+    reasons = Counter(kept.values())
+    shown = "; ".join(f"{count} ×: {why}" for why, count in reasons.most_common(_NAMES)) or "there are no such nodes"
+    raise ModelError(f"no node of this graph can be in {precision}: {shown}", "export it again with a newer opset")
+
+
 def _float_elements(model: "ir.Model") -> int:
     import onnx_ir as ir
 
@@ -198,7 +207,8 @@ def _float_elements(model: "ir.Model") -> int:
 def _summary(precision: str, done: "Quantised | None", lowered: "Lowered | None", total: int) -> list[str]:
     parts = []
     if done is not None:
-        share = sum(group.parameters for group in done.done) / max(total, 1)
+        weights = sum(group.parameters for group in done.groups)  # Constant nodes may hold some of them
+        share = sum(group.parameters for group in done.done) / max(total, weights, 1)
         low = precision.partition("+")[0]
         parts += [f"{done.pairs} Q/DQ pairs"] if done.pairs else []
         parts += [f"{len(done.done)} of {len(done.groups)} products in {low}", f"{share:.1%} of weights"]

@@ -9,10 +9,10 @@ from enginesmith.pipeline import graph
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.passes.base import Pass, Progress, Records
-from enginesmith.pipeline.precision.smooth import Mode
+from enginesmith.pipeline.precision.scaling.smooth import Mode
 
 if TYPE_CHECKING:
-    from enginesmith.pipeline.precision.smooth import Smoothed
+    from enginesmith.pipeline.precision.scaling.smooth import Smoothed
 
 
 class Smooth(Pass):
@@ -40,7 +40,7 @@ class Smooth(Pass):
         """
         from enginesmith.calibration import ranges as calibration
         from enginesmith.pipeline import onnx_file
-        from enginesmith.pipeline.precision.smooth import Settings, smooth
+        from enginesmith.pipeline.precision.scaling.smooth import Settings, smooth
 
         if "ranges" not in records:
             raise UsageError("smoothing needs the ranges of activations, and got none", "calibrate the graph first")

@@ -43,6 +43,8 @@ def _kind(kind: object) -> str:
     origin, arguments = typing.get_origin(kind), [one for one in typing.get_args(kind) if one is not type(None)]
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" for value in arguments)
+    if origin is typing.Annotated:
+        return _kind(arguments[0])
     if origin is tuple:
         return f"list of {_kind(arguments[0])}"
     if origin is dict:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 from enginesmith.pipeline.explain import claimed
-from enginesmith.pipeline.precision.coverage import Coverage, percent, words
+from enginesmith.pipeline.precision.audit.coverage import Coverage, percent, words
 from enginesmith.pipeline.run import Assignment, Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes
 

@@ -10,7 +10,7 @@ from enginesmith.pipeline import onnx_file, samples
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.passes.base import Progress
-from enginesmith.pipeline.precision import coverage
+from enginesmith.pipeline.precision.audit import coverage
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 
 

@@ -156,19 +156,24 @@ class Assign(Task):
         trials = [Trial.model_validate(entry) for entry in read_records(inputs[BEFORE])]
         found = best(trials, groups)
         chosen = found or min(trials, key=lambda trial: trial.error)
-        reasons = {
-            name: f"{trial.why}; needed for the goal" if trial.phase != "speed" else trial.why
-            for trial in trials
-            if set(trial.kept) <= set(chosen.kept)
-            for name in trial.kept
-        }
+        reasons = {name: _why(name, trials) for name in chosen.kept}
         reasons |= dict.fromkeys(kept_by(self.keep, groups), "asked for")
         plain = assignment(groups, chosen.kept, chosen.method, self.step, reasons)
         write_records(out, plain)
         left = sum(1 for group in groups if group.reason or group.name in chosen.kept)
         summary = f"{len(groups) - left} of {len(groups)} groups quantised, ranges by {chosen.method}"
         breach = "" if found else f"no assignment of {len(trials)} tried reaches the goal: {chosen.reason}"
+        if left == len(groups):
+            breach = breach or f"the goal is reached only with nothing in {self.step.precision.partition('+')[0]}"
         return Effect(file=RECORDS, summary=summary, breach=breach)
+
+
+def _why(name: str, trials: Sequence[Trial]) -> str:
+    """Why a group stays in floating point."""
+    first = next((trial for trial in trials if name in trial.kept and trial.phase in ("sensitive", "speed")), None)
+    if first is None or first.phase == "sensitive":
+        return "among the most sensitive groups; the goal needs it"
+    return first.why
 
 
 def assignment(

@@ -14,7 +14,9 @@ from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.passes import assignment
 from enginesmith.pipeline.passes.base import Progress, run_pass
 from enginesmith.pipeline.passes.precision import Precision
-from enginesmith.pipeline.precision import costs, groups, joint
+from enginesmith.pipeline.precision import groups, joint
+from enginesmith.pipeline.precision.audit import costs
+from enginesmith.pipeline.precision.quantise.preparation import require_opset
 from enginesmith.pipeline.precision.search import GroupFact
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder
@@ -75,14 +77,13 @@ class Sensitivity(Task):
             quantised, both = Path(folder, "quantised"), Path(folder, "joint")
             for place in (quantised, both):
                 place.mkdir()
-            alone = self.step.model_copy(
-                update={"placement": "tensorrt", "rest": "fp32"}
-            )  # Q/DQ at inputs only, no casts
+            alone = self.step.model_copy(update={"inputs_only": True, "rest": "fp32"})
             records = {name: artifact for name, artifact in inputs.items() if name == "ranges"}
             effect = run_pass(alone, model, quantised, progress, records)
             left = {entry["group"]: entry["why"] for entry in assignment.read(quantised)}
-            floating = graph.load(model.path)
-            measured = joint.side_by_side(floating, graph.load(quantised / effect.file), found)
+            floating, narrow = graph.load(model.path), graph.load(quantised / effect.file)
+            require_opset(floating, narrow.opset_imports[""], self.step.precision)
+            measured = joint.side_by_side(floating, narrow, found)
             if not measured:
                 return {}, left, ()
             graph.save(floating, both)

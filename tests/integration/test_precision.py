@@ -1,4 +1,4 @@
-"""Other precisions through the command line, on the trained digits net: made, held against eager, searched, measured."""
+"""Other precisions through the command line, on the trained digits net: made, held against eager, measured."""
 
 import json
 import shutil

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.pipeline.precision import bias
+from enginesmith.pipeline.precision.quantise import bias
 
 Weights = dict[str, Any]
 CHANNELS, OUTPUTS, SIDE = 4, 6, 9

@@ -11,8 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 from enginesmith.models import MODELS
 from enginesmith.pipeline.passes.export import Export, export_module
 from enginesmith.pipeline.passes.simplify import Simplify, simplify_file
-from enginesmith.pipeline.precision import costs
-from enginesmith.pipeline.precision.values import Value, view
+from enginesmith.pipeline.precision.audit import costs
+from enginesmith.pipeline.precision.audit.values import Value, view
 from enginesmith.pipeline.source import resolve
 from enginesmith.pipeline.torch_model import LoadOptions, load
 

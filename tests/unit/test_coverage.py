@@ -13,8 +13,8 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
 from enginesmith.pipeline.inspection import inspect
-from enginesmith.pipeline.precision import coverage
-from enginesmith.pipeline.precision.coverage import Coverage
+from enginesmith.pipeline.precision.audit import coverage
+from enginesmith.pipeline.precision.audit.coverage import Coverage
 from enginesmith.pipeline.tasks.audit import Audit
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec

@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 
 from enginesmith.pipeline.errors import InvalidGraph
-from enginesmith.pipeline.precision.dynamic import Settings, quantise
+from enginesmith.pipeline.precision.quantise.dynamic import Settings, quantise
 from enginesmith.pipeline.tensors import Array
 
 _RNG = np.random.default_rng(0)
@@ -144,7 +144,7 @@ def test_what_is_left_and_why(body: str, reason: str) -> None:
 def test_groups_stay_on_request() -> None:
     model = parsed(ENCODER, **WEIGHTS)
     done = quantise(model, Settings(keep=frozenset(["MatMul_0"])))
-    assert dict(done.left) == {"MatMul_0": "kept in floating point, as asked for"}
+    assert dict(done.left) == {"MatMul_0": "the assignment keeps it in floating point"}
     assert sum(node.op_type == "MatMul" for node in model.graph) == 1
 
 

@@ -16,8 +16,8 @@ from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.passes import equivalence
 from enginesmith.pipeline.passes.base import run_pass
 from enginesmith.pipeline.passes.equalise import Equalise
-from enginesmith.pipeline.precision import products
-from enginesmith.pipeline.precision.equalise import Equalised, equalise
+from enginesmith.pipeline.precision.scaling import products
+from enginesmith.pipeline.precision.scaling.equalise import Equalised, equalise
 
 Weights = dict[str, Any]
 SIDE, WIDTH = 8, 6

@@ -17,9 +17,9 @@ from onnx import TensorProto, numpy_helper
 from enginesmith.pipeline import graph, onnx_file
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.measure.fidelity import THRESHOLDS, compare
-from enginesmith.pipeline.precision import half
-from enginesmith.pipeline.precision.cut import SINK, SOURCE, Cut
-from enginesmith.pipeline.precision.half import Lowered
+from enginesmith.pipeline.precision.half import lowering as half
+from enginesmith.pipeline.precision.half.cut import SINK, SOURCE, Cut
+from enginesmith.pipeline.precision.half.lowering import Lowered
 
 RNG = np.random.default_rng(0)
 FLOAT, FLOAT16, BFLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16

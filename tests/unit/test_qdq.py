@@ -15,8 +15,8 @@ import pytest
 
 from enginesmith.calibration.ranges import METHODS, Provenance, Ranges, TensorRange
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
-from enginesmith.pipeline.precision.cpu_kernels import keep_clamps_apart
-from enginesmith.pipeline.precision.qdq import Quantised, Settings, quantise
+from enginesmith.pipeline.precision.quantise.cpu_kernels import keep_clamps_apart
+from enginesmith.pipeline.precision.quantise.qdq import Quantised, Settings, quantise
 from enginesmith.pipeline.tensors import Array
 
 CPU, GPU = Settings(placement="onnxruntime"), Settings(placement="tensorrt")
@@ -222,6 +222,49 @@ def test_the_result_is_close_to_the_float_graph_fused_or_not(settings: Settings)
     assert decibels(simulated, real) > 30
 
 
+@pytest.mark.parametrize(
+    "between",
+    [
+        "b = MaxPool <kernel_shape = [2, 2]> (a)",
+        "b = AveragePool <kernel_shape = [2, 2]> (a)",
+        "b = GlobalAveragePool(a)",
+        "b = LeakyRelu <alpha = 0.1> (a)",
+        "g = Sigmoid(a) b = Mul(a, g)",
+        "g = GlobalAveragePool(a) h = Conv(g, w) i = Sigmoid(h) b = Mul(i, a)",
+        "h = Conv(a, w) i = Add(h, a) b = Relu(i)",
+        'b = Resize <mode = "nearest"> (a, none, twice)',
+        "t = Transpose <perm = [0, 1, 3, 2]> (a) b = Clip(t, low, high)",
+        "b = Slice(a, start, end, axis)",
+        "c, d = Split <axis = 1, num_outputs = 2> (a) b = Concat <axis = 1> (d, c)",
+        "c = Reshape(a, shape) b = Transpose <perm = [0, 1, 3, 2]> (c)",
+    ],
+)
+def test_onnx_runtime_goes_on_in_integers(tmp_path: Path, between: str) -> None:
+    text = f"net (float[1, 4, 8, 8] x) => (float[1, 4, p, q] y) {{ a = Conv(x, w, v) {between} y = Conv(b, w) }}"
+    given = {
+        "w": random(4, 4, 1, 1),
+        "v": random(4),
+        "none": np.zeros(0, np.float32),
+        "twice": np.float32([1, 1, 2, 2]),
+        "start": np.array([1]),
+        "end": np.array([4]),
+        "axis": np.array([2]),
+        "shape": np.array([1, 4, 4, 16]),
+        "low": np.float32(-0.5),
+        "high": np.float32(6),
+    }
+    read = onnx.parser.parse_graph(text)
+    used = {name for one in read.node for name in one.input}
+    weights = {name: array for name, array in given.items() if name in used}
+    model, found = done(lambda: parsed(text, **weights), CPU)
+    assert not found.left
+    kinds = fused(model, tmp_path)
+    assert kinds["QLinearConv"] == 2 + ("Conv(a" in between or "Conv(g" in between)
+    clamps = "Clip" in between  # with nothing before it that it could be part of
+    assert (kinds["QuantizeLinear"], kinds["DequantizeLinear"]) == (1 + clamps, 1 + clamps)
+    assert decibels(run(parsed(text, **weights), feeds(model))["y"], run(model, feeds(model), fused=True)["y"]) > 25
+
+
 def test_a_network_with_upsampling(tmp_path: Path) -> None:
     def make() -> ir.Model:
         return parsed(
@@ -373,7 +416,7 @@ def test_a_bias_beside_a_dead_channel_survives_integers() -> None:
 @pytest.mark.parametrize(
     ("settings", "change", "reason"),
     [
-        (replace(GPU, keep=frozenset(["Conv_0"])), {}, "as asked for"),
+        (replace(GPU, keep=frozenset(["Conv_0"])), {}, "the assignment keeps it"),
         (GPU, {"tensors": {"x": None}}, "'x' has no range"),
         (GPU, {"tensors": {"x": {"amax": None}}}, "'x' has no range"),
         (GPU, {"tensors": {"x": {"minimum": 0.0, "maximum": 0.0}}}, "its input 'x' never varies"),

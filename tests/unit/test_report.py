@@ -10,7 +10,7 @@ from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.measure.memory import MemoryRow
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.precision.coverage import Coverage
+from enginesmith.pipeline.precision.audit.coverage import Coverage
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import markdown, tables, terminal
 from enginesmith.pipeline.report.live import _Board, _markup

@@ -16,8 +16,8 @@ from enginesmith.pipeline.errors import DataError, UsageError
 from enginesmith.pipeline.passes import equivalence
 from enginesmith.pipeline.passes.base import run_pass
 from enginesmith.pipeline.passes.smooth import Smooth
-from enginesmith.pipeline.precision import factors
-from enginesmith.pipeline.precision.smooth import Settings, Smoothed, smooth
+from enginesmith.pipeline.precision.scaling import factors
+from enginesmith.pipeline.precision.scaling.smooth import Settings, Smoothed, smooth
 
 Weights = dict[str, Any]
 Case = tuple[list[onnx.NodeProto], Weights, str]

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from enginesmith.pipeline.precision import weights
+from enginesmith.pipeline.precision.quantise import weights
 from enginesmith.pipeline.tensors import Array
 
 

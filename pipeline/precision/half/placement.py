@@ -10,9 +10,9 @@ and pay with twice the memory; afterwards the two halves of a pair go where they
 
 from typing import TYPE_CHECKING
 
-from enginesmith.pipeline.precision.cut import NEVER, SINK, SOURCE, Cut
-from enginesmith.pipeline.precision.half_rules import Judged
-from enginesmith.pipeline.precision.half_types import DEQUANTISE, QUANTISE, dequantisers, is_float
+from enginesmith.pipeline.precision.half.cut import NEVER, SINK, SOURCE, Cut
+from enginesmith.pipeline.precision.half.rules import Judged
+from enginesmith.pipeline.precision.half.types import DEQUANTISE, QUANTISE, dequantisers, is_float
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -1,7 +1,7 @@
 """Channels scaled between activations and the weights that they meet, wherever that is free: (x/s)·(s·W) = x·W.
 
 Where what comes before can take 1/s, as a normalisation or a product can, it costs nothing when the graph runs. Which
-factors are good is found out in :mod:`enginesmith.pipeline.precision.factors`.
+factors are good is found out in :mod:`enginesmith.pipeline.precision.scaling.factors`.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from enginesmith.calibration.ranges import ChannelStatistics, Ranges
-from enginesmith.pipeline.precision import channels, constants, factors, products, trail
-from enginesmith.pipeline.precision.products import Product
+from enginesmith.pipeline.precision import constants
+from enginesmith.pipeline.precision.scaling import channels, factors, products, trail
+from enginesmith.pipeline.precision.scaling.products import Product
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from enginesmith.pipeline.precision import biases, groups, weights
+from enginesmith.pipeline.precision import groups
 from enginesmith.pipeline.precision.groups import Group
-from enginesmith.pipeline.precision.preparation import ON_REQUEST, prepare, require_opset, require_products
-from enginesmith.pipeline.precision.qdq import Correct, Quantised
-from enginesmith.pipeline.precision.weights import Narrow
-from enginesmith.pipeline.precision.writing import NO_ATTRIBUTES, Attributes, Writer
+from enginesmith.pipeline.precision.quantise import biases, weights
+from enginesmith.pipeline.precision.quantise.preparation import ON_REQUEST, prepare, require_opset, require_products
+from enginesmith.pipeline.precision.quantise.qdq import Correct, Quantised
+from enginesmith.pipeline.precision.quantise.weights import Narrow
+from enginesmith.pipeline.precision.quantise.writing import NO_ATTRIBUTES, Attributes, Writer
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from enginesmith.pipeline.precision.scales import Grid
-from enginesmith.pipeline.precision.weights import Narrow
+from enginesmith.pipeline.precision.quantise.scales import Grid
+from enginesmith.pipeline.precision.quantise.weights import Narrow
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from enginesmith.pipeline.precision.half_types import Slots, is_float
+from enginesmith.pipeline.precision.half.types import Slots, is_float
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from enginesmith.pipeline.precision import groups
-from enginesmith.pipeline.precision.writing import Writer
+from enginesmith.pipeline.precision.quantise.writing import Writer
 
 if TYPE_CHECKING:
     import onnx_ir as ir

@@ -3,7 +3,7 @@
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
-from enginesmith.pipeline.precision.structure import CONVERTERS, QUANTISERS, Structure
+from enginesmith.pipeline.precision.audit.structure import CONVERTERS, QUANTISERS, Structure
 
 if TYPE_CHECKING:
     import onnx

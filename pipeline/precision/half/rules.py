@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from enginesmith.pipeline.precision.half_range import Range
-from enginesmith.pipeline.precision.half_types import Slots, is_float, is_standard, slots
+from enginesmith.pipeline.precision.half.range import Range
+from enginesmith.pipeline.precision.half.types import Slots, is_float, is_standard, slots
 
 if TYPE_CHECKING:
     import onnx_ir as ir

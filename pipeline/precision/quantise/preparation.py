@@ -10,7 +10,7 @@ from enginesmith.pipeline.precision.groups import Group
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-ON_REQUEST = "kept in floating point, as asked for"
+ON_REQUEST = "the assignment keeps it in floating point"
 """Why a group is not quantised that could be."""
 _MARKS = ("Quantize", "QLinear", "Integer", "NBits", "MatMulBnb4", "QGemm", "QAttention")
 _STANDARD = ("", "ai.onnx")
@@ -19,7 +19,7 @@ _SHOWN = 3
 
 
 def prepare(model: "ir.Model", precision: str, keep: Collection[str] = ()) -> tuple[Group, ...]:
-    """Make a float32 graph flat, with constants as initialisers and names for all nodes; its groups.
+    """Make a float32 graph flat, with weights that cannot be fed and names for all nodes; its groups.
 
     Raises:
         InvalidGraph: it is quantised already, not in float32, or has no product.
@@ -30,11 +30,7 @@ def prepare(model: "ir.Model", precision: str, keep: Collection[str] = ()) -> tu
 
     _hold(model, precision)
     model.ir_version = max(model.ir_version, _INITIALISERS_ARE_NO_INPUTS)
-    ir.passes.Sequential(
-        common.InlinePass(),
-        common.RemoveInitializersFromInputsPass(),
-        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-    )(model)
+    ir.passes.Sequential(common.InlinePass(), common.RemoveInitializersFromInputsPass())(model)
     found = groups.find(model)
     if unknown := sorted(set(keep) - {group.name for group in found}):
         more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""

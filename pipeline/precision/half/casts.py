@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from enginesmith.pipeline.precision.half_range import MASKS
-from enginesmith.pipeline.precision.half_types import Slots, is_float
-from enginesmith.pipeline.precision.half_weights import converted, largest, narrowed
+from enginesmith.pipeline.precision.half.range import MASKS
+from enginesmith.pipeline.precision.half.types import Slots, is_float
+from enginesmith.pipeline.precision.half.weights import converted, largest, narrowed
 from enginesmith.pipeline.precision.names import Names
 
 if TYPE_CHECKING:

@@ -8,14 +8,15 @@ import numpy as np
 
 from enginesmith.calibration.ranges import Method, Ranges
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.precision import biases, groups, placement, weights
+from enginesmith.pipeline.precision import groups
 from enginesmith.pipeline.precision.groups import Group
 from enginesmith.pipeline.precision.kinds import Placement
-from enginesmith.pipeline.precision.placement import RULES, SIMULATED, Plan, Rules
-from enginesmith.pipeline.precision.preparation import ON_REQUEST, prepare, require_opset, require_products
-from enginesmith.pipeline.precision.scales import Grid, Number, Rest, Scales
-from enginesmith.pipeline.precision.weights import Narrow
-from enginesmith.pipeline.precision.writing import Stored, Writer
+from enginesmith.pipeline.precision.quantise import biases, placement, weights
+from enginesmith.pipeline.precision.quantise.placement import RULES, SIMULATED, Plan, Rules
+from enginesmith.pipeline.precision.quantise.preparation import ON_REQUEST, prepare, require_opset, require_products
+from enginesmith.pipeline.precision.quantise.scales import Grid, Number, Rest, Scales
+from enginesmith.pipeline.precision.quantise.weights import Narrow
+from enginesmith.pipeline.precision.quantise.writing import Stored, Writer
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Mixed precision: the products of a graph, and what lies between them, in float16 or bfloat16; the rest in float32.
 
 The result is strongly typed: every value has one type, and where types meet stands a Cast, as few of them as can be.
-Rules are in ``half_rules`` and ``half_range``. The softmax inside an Attention operator has no type of its own here:
+Rules are in ``rules`` and ``range``. The softmax inside an Attention operator has no type of its own here:
 TensorRT refuses the attribute ``softmax_precision``, and its fused kernels add up in float32 anyway, as those of
 ONNX Runtime do.
 """
@@ -55,10 +55,10 @@ def lower(
     """
     import onnx_ir as ir
 
-    from enginesmith.pipeline.precision import half_scales
-    from enginesmith.pipeline.precision.half_casts import Retyper
-    from enginesmith.pipeline.precision.half_placement import choose
-    from enginesmith.pipeline.precision.half_rules import judge
+    from enginesmith.pipeline.precision.half import scales
+    from enginesmith.pipeline.precision.half.casts import Retyper
+    from enginesmith.pipeline.precision.half.placement import choose
+    from enginesmith.pipeline.precision.half.rules import judge
 
     target = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}[dtype]
     _prepare(model)
@@ -69,7 +69,7 @@ def lower(
     order = [node for node in model.graph if node in low]
     kept = {node.name or "": reason for node, reason in judged.kept.items()}
     kept |= {node.name or "": _CHEAP for node in judged.free if node not in low}
-    half_scales.fit(model.graph, low, target)
+    scales.fit(model.graph, low, target)
     retyper = Retyper(model.graph, {node: judged.slots[node] for node in order}, target)
     retyper.run(keep_io=keep_io)
     names = tuple(node.name or "" for node in order if node.graph is not None)
@@ -99,8 +99,8 @@ def _hold(model: "ir.Model", keep: Collection[str]) -> None:
     """Refuse what makes no sense."""
     import onnx_ir as ir
 
-    from enginesmith.pipeline.precision.half_rules import is_product
-    from enginesmith.pipeline.precision.half_types import is_float
+    from enginesmith.pipeline.precision.half.rules import is_product
+    from enginesmith.pipeline.precision.half.types import is_float
 
     unknown = sorted(set(keep) - {node.name for node in model.graph})
     if unknown:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from enginesmith.calibration.ranges import ChannelStatistics
-from enginesmith.pipeline.precision.weights import block_size, blocked
+from enginesmith.pipeline.precision.quantise.weights import block_size, blocked
 from enginesmith.pipeline.tensors import Array
 
 AWQ_EXPONENTS = (0.2, 0.4, 0.6, 0.8)

@@ -9,8 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from enginesmith.pipeline.precision.foreign import attributes
-from enginesmith.pipeline.precision.values import Value, View, view
+from enginesmith.pipeline.precision.audit.foreign import attributes
+from enginesmith.pipeline.precision.audit.values import Value, View, view
 
 if TYPE_CHECKING:
     import onnx

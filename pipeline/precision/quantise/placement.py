@@ -41,7 +41,6 @@ _OWN_SCALE = frozenset(("Add", "Mul", "Concat", "AveragePool", "GlobalAveragePoo
 """They have int8 kernels that take a grid for each input and one for the output."""
 _MANY_INPUTS = frozenset(("Add", "Mul", "Concat"))
 _CLAMPS = frozenset(("Relu", "Clip"))
-_EXACT_RESIZES = ("nearest", "linear")
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ def _has_kernel(node: "ir.Node") -> bool:
         return False
     if node.op_type == "MaxPool":
         return len(node.outputs) == 1
-    return node.op_type != "Resize" or node.attributes.get_string("mode", "nearest") in _EXACT_RESIZES
+    return node.op_type != "Resize" or node.attributes.get_string("mode", "nearest") == "nearest"
 
 
 def _residual_input(node: "ir.Node", products: "Mapping[ir.Node, None]") -> int | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from enginesmith.pipeline.precision.scales import LARGEST, Number, Rest, representable
+from enginesmith.pipeline.precision.quantise.scales import LARGEST, Number, Rest, representable
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:

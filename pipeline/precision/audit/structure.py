@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from enginesmith.pipeline.precision.values import View
+from enginesmith.pipeline.precision.audit.values import View
 
 if TYPE_CHECKING:
     import onnx

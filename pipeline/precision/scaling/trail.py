@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from enginesmith.pipeline.precision import channels, constants
-from enginesmith.pipeline.precision.channels import Place
-from enginesmith.pipeline.precision.products import Product
+from enginesmith.pipeline.precision import constants
+from enginesmith.pipeline.precision.scaling import channels
+from enginesmith.pipeline.precision.scaling.channels import Place
+from enginesmith.pipeline.precision.scaling.products import Product
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:

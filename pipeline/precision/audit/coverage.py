@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline.precision import costs, islands
-from enginesmith.pipeline.precision.foreign import attributes
-from enginesmith.pipeline.precision.structure import CONVERTERS, Structure
-from enginesmith.pipeline.precision.values import View, view
+from enginesmith.pipeline.precision.audit import costs, islands
+from enginesmith.pipeline.precision.audit.foreign import attributes
+from enginesmith.pipeline.precision.audit.structure import CONVERTERS, Structure
+from enginesmith.pipeline.precision.audit.values import View, view
 
 if TYPE_CHECKING:
     import onnx

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from enginesmith.pipeline.precision.half_types import DEQUANTISE, QUANTISE, dequantisers
-from enginesmith.pipeline.precision.half_weights import narrowed, smallest
+from enginesmith.pipeline.precision.half.types import DEQUANTISE, QUANTISE, dequantisers
+from enginesmith.pipeline.precision.half.weights import narrowed, smallest
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from enginesmith.calibration.ranges import Ranges
-from enginesmith.pipeline.precision import channels, constants, products, trail
-from enginesmith.pipeline.precision.products import Product
-from enginesmith.pipeline.precision.trail import Trail
+from enginesmith.pipeline.precision import constants
+from enginesmith.pipeline.precision.scaling import channels, products, trail
+from enginesmith.pipeline.precision.scaling.products import Product
+from enginesmith.pipeline.precision.scaling.trail import Trail
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from enginesmith.pipeline.precision import biases
-from enginesmith.pipeline.precision.products import by_channel, inputs_first
+from enginesmith.pipeline.precision.quantise import biases
+from enginesmith.pipeline.precision.scaling.products import by_channel, inputs_first
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:

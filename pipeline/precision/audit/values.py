@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from enginesmith.pipeline import onnx_file
-from enginesmith.pipeline.precision.foreign import STANDARD, stand_ins
+from enginesmith.pipeline.precision.audit.foreign import STANDARD, stand_ins
 from enginesmith.pipeline.tensors import Signature
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Float16 and bfloat16: which nodes can go low, where casts go, how weights and scales follow."""

@@ -1,0 +1,1 @@
+"""Few bits: where Q/DQ pairs go, on which grids, and how weights are rounded."""
