@@ -28,6 +28,8 @@ from enginesmith.pipeline.tasks.sensitivity import Sensitivity
 from enginesmith.pipeline.tasks.shapes import SHAPES
 from enginesmith.pipeline.tasks.transform import Build, Transform
 
+_RANKING_SAMPLES = 16
+"""Samples that groups are ranked by: an order needs fewer than ranges do, and everything is computed twice."""
 _FIRST_METHODS = ("mse", *(method for method in METHODS if method != "mse"))
 
 
