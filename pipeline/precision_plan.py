@@ -174,7 +174,8 @@ def _search(
     """Sensitivity, the trials, and what comes of them."""
     options, engine = recipe.quantisation, variant.engine
     needs = {"model": given.graph, "ranges": given.ranges, REFERENCE: REFERENCE}
-    sensitivity = Step(f"sensitivity-{suffix}", Sensitivity(step=step, feeder=feeder(recipe)), dict(needs))
+    few = feeder(recipe).model_copy(update={"samples": min(recipe.samples, _RANKING_SAMPLES)})
+    sensitivity = Step(f"sensitivity-{suffix}", Sensitivity(step=step, feeder=few), dict(needs))
     yield sensitivity
     needs["sensitivity"] = sensitivity.id
     if goal.quality is not None and quality is not None:

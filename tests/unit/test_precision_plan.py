@@ -93,3 +93,8 @@ def test_a_plan_with_a_hole_is_an_error_and_no_endless_wait(tmp_path: Any) -> No
     runner = Runner(Store(tmp_path / "store"), tmp_path, 1, None, lambda event: None)
     with pytest.raises(ValueError, match="nowhere"):
         runner.run([step], lambda outcomes: None)
+
+
+def test_groups_are_ranked_by_few_samples() -> None:
+    tasks = {step.id: step.task for step in planned(precisions=["int8"], samples=100).steps}
+    assert [tasks[name].feeder.samples for name in ("calibrate", "sensitivity-int8-onnxruntime")] == [100, 16]  # type: ignore[attr-defined]
