@@ -78,7 +78,7 @@ class Precision(Pass):
         progress(f"rewriting for {self.precision}")
         done = self._quantise(model, ranges, chosen) if self._quantises else None
         found = done.groups if done else groups.find(model)
-        low = self._rest
+        low = self.remainder
         lowered = self._lower(model, low, ranges, chosen) if low != "fp32" else None
         if done is None and lowered is not None and not lowered.nodes:
             _refuse_unchanged(self.precision, lowered.kept)
@@ -104,7 +104,8 @@ class Precision(Pass):
         return self.precision.partition("+")[0]
 
     @property
-    def _rest(self) -> Literal["fp32", "fp16", "bf16"]:
+    def remainder(self) -> Literal["fp32", "fp16", "bf16"]:
+        """What is beside the quantised groups is brought into."""
         """What is not quantised is brought into; the CPU has no kernels for what is half the size."""
         if self.rest is not None and self._quantises:
             return self.rest
@@ -138,7 +139,7 @@ class Precision(Pass):
     ) -> "Quantised":
         from enginesmith.pipeline.precision.quantise import dynamic, qdq, weight_only
 
-        scales: Literal["fp32", "fp16"] = "fp16" if self._rest == "fp16" else "fp32"
+        scales: Literal["fp32", "fp16"] = "fp16" if self.remainder == "fp16" else "fp32"
         if self.precision == "int8-dynamic":
             settings = dynamic.Settings(self.weight_bits, self.per_channel, chosen.keep)
             return dynamic.quantise(model, settings, correct)

@@ -20,7 +20,6 @@ from enginesmith.pipeline.measure.race import Candidate as Contender
 from enginesmith.pipeline.measure.race import LatencySettings
 from enginesmith.pipeline.passes.base import Progress, run_pass
 from enginesmith.pipeline.passes.precision import Precision
-from enginesmith.pipeline.precision.kinds import KINDS
 from enginesmith.pipeline.precision.search import Candidate, GroupFact, Trial, best, propose
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_records, write_records
 from enginesmith.pipeline.tasks.goal import Goal
@@ -184,7 +183,7 @@ def assignment(
     reasons: Mapping[str, str],
 ) -> list[dict[str, Any]]:
     """What each group gets, as the precision pass reads it and reports show it."""
-    low, rest = step.precision.partition("+")[0], KINDS[step.precision].rest
+    low, rest = step.precision.partition("+")[0], step.remainder
     return [
         {
             "group": group.name,

@@ -4,7 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
+from enginesmith.pipeline.passes.precision import Precision
+from enginesmith.pipeline.precision.kinds import Placement
 from enginesmith.pipeline.precision.search import Candidate, GroupFact, Trial, best, propose
+from enginesmith.pipeline.tasks.search import assignment
 
 Judge = Callable[[Candidate], tuple[bool, float, float | None]]
 METHODS = ("mse", "minmax")
@@ -126,3 +129,11 @@ def test_nothing_passes() -> None:
 def test_without_groups_there_is_one_trial_a_method() -> None:
     trials = run([], lambda candidate: (False, 1.0, None))
     assert len(trials) == len(METHODS)
+
+
+@pytest.mark.parametrize(("placement", "rest"), [("tensorrt", "fp16"), ("onnxruntime", "fp32")])
+def test_what_has_no_form_goes_with_the_rest(placement: Placement, rest: str) -> None:
+    facts = [GroupFact(name="attention", module="", kind="Attention", macs=1, sqnr_db=None, reason="stays whole")]
+    step = Precision(precision="int4-weights", placement=placement)
+    (entry,) = assignment(facts, (), "mse", step, {})
+    assert (entry["precision"], entry["why"]) == (rest, "stays whole")
