@@ -45,7 +45,8 @@ class Watch:
     def read(self, path: Any) -> None:
         """Remember a file of the user's (not of Python, an installed package or the system)."""
         found = Path(os.fsdecode(path)).absolute()
-        ours = found.suffix == ".py" and found.is_relative_to(_OWN_CODE)
+        own_kind = found.suffix == ".py" or found.parent.suffix == ".egg-info"  # what an editable install leaves there
+        ours = own_kind and found.is_relative_to(_OWN_CODE)
         if any(part.startswith("torchinductor_") for part in found.parts):  # code that torch.compile made
             return
         if found.suffix != ".pyc" and not ours and not any(found.is_relative_to(folder) for folder in _foreign()):

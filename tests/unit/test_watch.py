@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from enginesmith.pipeline import watch as watch_module
 from enginesmith.pipeline.errors import SourceError
 from enginesmith.pipeline.watch import watching
 
@@ -27,6 +28,15 @@ def test_files_that_are_read_are_remembered(tmp_path: Path) -> None:
         (tmp_path / "gone.txt").read_text()
         (tmp_path / "gone.txt").unlink()
     assert {path for path in watch.files if path.is_relative_to(tmp_path)} == {tmp_path / "a.txt"}
+
+
+def test_own_code_and_what_its_installation_left_are_not_remembered() -> None:
+    own = Path(watch_module.__file__).parents[1]
+    with watching(allow_pickle=False) as seen:
+        seen.read(own / "cli.py")
+        seen.read(own / "enginesmith.egg-info" / "PKG-INFO")
+        seen.read(own / "README.md")
+    assert seen.files == {own / "README.md"}
 
 
 def test_a_relative_path_is_remembered_as_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
