@@ -91,7 +91,7 @@ _to = click.option("-o", "--output", type=click.Path(path_type=Path), required=T
 _what_to_load = _options(
     click.option("--input", "inputs", multiple=True, metavar="NAME:DTYPE:DIMS", help="x:float32:batch,3,224,224"),
     click.option("--shape", "shapes", multiple=True, metavar="DIM=MIN:OPT:MAX", help="batch=1:8:64"),
-    click.option("--batch", "batch", metavar="N,N", help="Batch sizes to measure; default 1,8."),
+    click.option("--batch", "batch", metavar="N,N", help="Batch sizes to measure, or sweep; default 1,8."),
     click.option("--eval", "eval_data", metavar="DATA", help="Labelled data: embedded set, .npz, images, texts …"),
     click.option("--resize", metavar="N|H,W", help="Images: the shorter side, or height and width."),
     click.option("--crop", metavar="N|H,W", help="Images: the centre that is cut out after that."),
@@ -163,6 +163,10 @@ _where_to_run = _options(
 _how_to_measure = _options(
     click.option("--measure-time", metavar="TIME", help="Longest time for one batch size; default 20s."),
     click.option("--precision-target", type=float, metavar="SHARE", help="Stop at medians known to ± this; 0.02."),
+    click.option("--concurrency", metavar="N,N", help="Callers at the same time; throughput is measured with each."),
+    click.option("--memory-limit", metavar="SIZE", help="What a session may take; what needs more is out of memory."),
+    click.option("--no-memory", "memory", flag_value=False, default=None, help="Do not measure peak memory."),
+    click.option("--limits/--no-limits", default=None, help="Hold times against what the machine can do at best."),
 )
 _how_to_work = _options(
     click.option("--jobs", type=click.IntRange(1), help="Steps at the same time; default 2, on one core 1."),
@@ -310,16 +314,20 @@ def verify(file: Path, model: str, as_json: bool, quiet: bool, **options: Any) -
 @_what_to_load
 @_where_to_run
 @_how_to_measure
+@click.option("--profile", is_flag=True, default=None, help="Time every operator, by the module it comes from.")
 @_how_to_work
 def benchmark(models: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) -> int:
-    """Measure latency and peak memory of MODELS side by side, interleaved; the first one is the baseline.
+    """Measure latency and peak memory of MODELS side by side, interleaved.
 
-    Example: enginesmith benchmark net.py:build net.onnx --batch 1,8,32
+    The first PyTorch model is the baseline, which runs as it is; without one, the first ONNX file.
+
+    Example: enginesmith benchmark net.py:build net.onnx net.engine --batch 1,8,32
     """
     from enginesmith.pipeline import stages
 
+    options["limits"] = options["limits"] is not False
     with _settings(options, quiet) as settings:
-        run = stages.benchmark(_recipe(models[0], None, options), models[1:], settings)
+        run = stages.benchmark(_recipe(models[0], None, options), models, settings)
     code: int = _shown().show_run(run, None, as_json)
     return code
 
@@ -454,9 +462,10 @@ def doctor(as_json: bool) -> None:
 
     Example: enginesmith doctor
     """
-    from enginesmith.pipeline import inspection
+    from enginesmith.pipeline import doctor as doctors
 
-    _shown().show_facts(inspection.doctor(), as_json)
+    found = doctors.examine()
+    _shown().show_facts(found.model_dump(mode="json") if as_json else doctors.readable(found), as_json)
 
 
 @main.command()
@@ -573,6 +582,8 @@ _PLACES = {
     "external_data": ("export", "external_data_bytes"),
     "measure_time": ("measure", "seconds"),
     "precision_target": ("measure", "precision"),
+    "memory_limit": ("measure", "memory_limit_bytes"),
+    **{name: ("measure", name) for name in ("memory", "limits", "profile")},
     "max_drop": ("budgets", "max_drop"),
     "max_memory": ("budgets", "max_memory_bytes"),
     "max_latency": ("budgets", "max_latency_ms"),
@@ -635,17 +646,25 @@ def _recipe(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe":
         values["simplify"] = False
     if options.get("workspace"):
         values["workspace"] = [part.strip() for part in options["workspace"].split(",")]
-    if options.get("batch"):
-        values["batch"] = _numbers(options["batch"])
+    if options.get("batch") == "sweep":
+        values["batch"] = [1]
+        values["measure"] = {**(values.get("measure") or {}), "sweep": True}
+    elif options.get("batch"):
+        values["batch"] = _numbers("batch", options["batch"])
+    if options.get("concurrency"):
+        values["measure"] = {
+            **(values.get("measure") or {}),
+            "concurrency": _numbers("concurrency", options["concurrency"]),
+        }
     if options.get("shapes"):
         values["shapes"] = {**(values.get("shapes") or {}), **dict(_pair(text) for text in options["shapes"])}
     return recipe.make(values)
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(option: str, text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise click.BadParameter(f"{text!r} is no list of numbers like 1,8,64", param_hint="--batch")
+        raise click.BadParameter(f"{text!r} is no list of numbers like 1,8,64", param_hint=f"--{option}")
     return [int(part) for part in parts]
 
 

@@ -4,19 +4,25 @@
 #
 #   benchmarks/gpu_lane.sh [WHEELS] [OUT] [PARTS]
 #
-# PARTS are words of "tests tensorrt models", all by default: the parts of a lane that one call has no time for.
-#   tests      tests/gpu                                             → OUT/gpu_tests.json
-#   tensorrt   benchmarks/gpu/lane.py, what TensorRT does here        → OUT/gpu_tensorrt.json
-#   models     the main job with ONNX Runtime and torch.compile       → OUT/gpu_<model>.json
+# All of it is one file, OUT/gpu_lane.json; what another part left there stays. PARTS are the parts that one call has the
+# time for, all by default:
+#   tests       tests/gpu
+#   tensorrt    benchmarks/gpu/lane.py: what TensorRT does here
+#   resnet50 bert_base vit_b16 (or another model): benchmarks/gpu/bench.py: latency and memory of eager in float32, TF32,
+#               float16 and bfloat16, compiled, CUDA graphs, ONNX Runtime and the flavours of TensorRT that load
+# A part is cut off after MINUTES (9), and what it has by then is in the file; one marked "complete": false was cut off.
+# Files of several calls are put together by `python benchmarks/gpu/record.py merge FILE... --out gpu_lane.json`.
+# DEVICE=cpu BATCH="1 2" SECONDS_EACH=1 is a dry run of models on the CPU.
 # Wheels too large to carry whole may lie there in parts: NAME.whl.part00, NAME.whl.part01, …
 # Without a device each part says that it is skipped, and writes so. The exit code is that of the tests.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 wheels=${1:-$root/wheels}
 out=${2:-$root/benchmarks/results}
-parts=${3:-tests tensorrt models}
+parts=${3:-tests tensorrt resnet50 bert_base vit_b16}
+minutes=${MINUTES:-9}
 mkdir -p "$out"
-out=$(cd "$out" && pwd)
+record=$(cd "$out" && pwd)/gpu_lane.json
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python=$(command -v python3)
@@ -33,47 +39,32 @@ done
 # The checkout is the package; nothing is installed from it.
 ln -s "$root" "$work/enginesmith"
 export PYTHONPATH="$work:$work/site${PYTHONPATH:+:$PYTHONPATH}"
-export ENGINESMITH_STORE="$work/store"
+export ENGINESMITH_STORE="${ENGINESMITH_STORE:-$work/store}"
 cd "$root"
 
-wants() { case " $parts " in *" $1 "*) ;; *) return 1 ;; esac }
+# Ends a part a little after its own limit, with all that it started.
+within() { timeout --kill-after=10 "$(awk "BEGIN { print int($minutes * 60) + 20 }")" "$@"; }
+
 device=$("$python" -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")')
 echo "device: ${device:-none}"
 
 tests=0
-if wants tests; then
-    "$python" -m pytest tests/gpu -m gpu -q -rs -p no:cacheprovider --import-mode=importlib -o addopts= -o timeout= \
-        -W ignore::pytest.PytestConfigWarning --junitxml="$work/junit.xml"
-    tests=$?
-    "$python" - "$work/junit.xml" "$tests" > "$out/gpu_tests.json" <<'PY'
-import json, pathlib, sys, xml.etree.ElementTree as tree
-
-def outcome(case):
-    part = next((part for part in case if part.tag in ("failure", "error", "skipped")), None)
-    found = {"test": case.get("name"), "seconds": float(case.get("time")), "result": "passed" if part is None else part.tag}
-    return found if part is None else found | {"why": part.get("message")}
-
-path = pathlib.Path(sys.argv[1])
-cases = [outcome(case) for case in tree.parse(path).iter("testcase")] if path.is_file() else []
-print(json.dumps({"exit": int(sys.argv[2]), "cases": cases}, indent=1))
-PY
-fi
-
-if wants tensorrt; then
-    "$python" benchmarks/gpu/lane.py --models digits resnet50 --out "$out/gpu_tensorrt.json"
-fi
-
-if wants models; then
-    for model in resnet50 bert_base vit_b16; do
-        if [ -z "$device" ]; then
-            echo "$model skipped: no CUDA device"
-            echo '{"skipped": "no CUDA device"}' > "$out/gpu_$model.json"
-            continue
-        fi
-        "$python" -m enginesmith.cli optimize "$model" --device cuda --batch 1,8,64 --engine onnxruntime --engine compiled \
-            --min-sqnr 40 --measure-time 20s --out "$work/$model" --json > "$out/gpu_$model.json" ||
-            echo "$model: exit code $?"
-        [ -s "$out/gpu_$model.json" ] || echo '{"failed": "no document"}' > "$out/gpu_$model.json"
-    done
-fi
+for part in $parts; do
+    case $part in
+    tests)
+        within "$python" -m pytest tests/gpu -m gpu -q -rs -p no:cacheprovider --import-mode=importlib -o addopts= -o timeout= \
+            -W ignore::pytest.PytestConfigWarning --junitxml="$work/junit.xml"
+        tests=$?
+        "$python" benchmarks/gpu/record.py tests "$work/junit.xml" "$tests" --out "$record"
+        ;;
+    tensorrt)
+        within "$python" benchmarks/gpu/lane.py --models digits resnet50 --out "$record"
+        ;;
+    *)
+        # shellcheck disable=SC2086
+        within "$python" benchmarks/gpu/bench.py "$part" --out "$record" --device "${DEVICE:-cuda}" --batch ${BATCH:-1 8 64} \
+            --seconds "${SECONDS_EACH:-15}" --minutes "$minutes" --jobs "${JOBS:-4}" || echo "$part: exit code $?"
+        ;;
+    esac
+done
 exit $tests

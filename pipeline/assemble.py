@@ -11,8 +11,11 @@ from enginesmith.pipeline import explain, samples
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import WrongEngine
 from enginesmith.pipeline.measure.latency import LatencyRow
+from enginesmith.pipeline.measure.limits import DeviceLimits
 from enginesmith.pipeline.measure.memory import MemoryRow
+from enginesmith.pipeline.measure.profile import Profile
 from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.measure.roofline import LimitRow, floor
 from enginesmith.pipeline.precision.audit.coverage import Coverage
 from enginesmith.pipeline.precision.kinds import KINDS
 from enginesmith.pipeline.recipe import Recipe
@@ -31,6 +34,7 @@ from enginesmith.pipeline.select import select
 from enginesmith.pipeline.steps import LOAD, REFERENCE, Plan, Step, Variant
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.compare import StageFidelity
+from enginesmith.pipeline.tasks.limits import read_limits, read_work
 from enginesmith.pipeline.tasks.measure import ENVIRONMENT
 from enginesmith.pipeline.variants import device_for
 
@@ -69,6 +73,7 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
         complete=all(step.id in outcomes and outcomes[step.id].status != "lacking" for step in plan.steps),
         recipe=recipe,
         environment=environment,
+        limits=_limits(plan, outcomes),
         model=_model(recipe, outcomes),
         steps=tuple(_step(step.id, outcomes.get(step.id)) for step in plan.steps),
         baseline=baseline,
@@ -145,6 +150,10 @@ def _record(
     reasons = {} if quality else {"quality": _why_missing(variant.quality, outcomes)}
     reasons |= {} if memory else {"memory": _why_missing(variant.memory, outcomes)}
     reasons |= {} if rows else {"latency": _why_missing(plan.latency, outcomes)}
+    profile = _entries(outcomes, variant.profile)
+    limits = _held_against_limits(variant, plan, outcomes, rows)
+    reasons |= {} if profile else {"profile": _why_missing(variant.profile, outcomes)}
+    reasons |= {} if limits else {"limits": _why_missing(variant.work and plan.limits, outcomes)}
     audits, missing = _audits(variant, outcomes)
     assignment = tuple(Assignment.model_validate(entry) for entry in _entries(outcomes, variant.assignment))
     return VariantRecord(
@@ -164,6 +173,8 @@ def _record(
         latency=rows,
         quality=Quality.model_validate(quality) if quality else None,
         memory=MemoryRow.model_validate(memory) if memory else None,
+        limits=limits,
+        profile=tuple(Profile.model_validate(entry) for entry in profile),
         build=build,
         **audits,
         assignment=assignment,
@@ -171,6 +182,21 @@ def _record(
         synthetic_calibration=_synthetic(variant, outcomes),
         reasons=reasons | missing,
     )
+
+
+def _limits(plan: Plan, outcomes: Outcomes) -> DeviceLimits | None:
+    found = _artifact(outcomes, plan.limits)
+    return read_limits(found) if found else None
+
+
+def _held_against_limits(
+    variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...]
+) -> tuple[LimitRow, ...]:
+    limits, counted = _limits(plan, outcomes), _artifact(outcomes, variant.work)
+    if limits is None or counted is None:
+        return ()
+    measured = {row.batch: row.median_ms.median if row.median_ms else row.p50_ms for row in rows}
+    return tuple(floor(work, limits, measured.get(batch)) for batch, work in read_work(counted).items())
 
 
 def _audits(variant: Variant, outcomes: Outcomes) -> tuple[dict[str, Coverage], dict[str, str]]:

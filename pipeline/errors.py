@@ -136,9 +136,16 @@ class StepCrashed(StepError):
 
 
 class StepOutOfMemory(StepError):
-    """The process asked for more memory than there was."""
+    """The process asked for more memory than there was; the bytes are None where nobody told them."""
 
     failure = "out of memory"
+
+    def __init__(
+        self, message: str, remedy: str = "", *, asked_bytes: int | None = None, free_bytes: int | None = None
+    ) -> None:
+        super().__init__(message, remedy)
+        self.asked_bytes = asked_bytes
+        self.free_bytes = free_bytes
 
 
 class StepTimeout(StepError):

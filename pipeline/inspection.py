@@ -1,7 +1,5 @@
 """Facts for people: what is in a file, what this machine can do, what the tables and the store hold."""
 
-import importlib.metadata
-import importlib.util
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -194,50 +192,6 @@ def engines(device: str) -> list[Facts]:
             }
         )
     return rows
-
-
-def doctor() -> Facts:
-    """This machine: hardware, versions, engines, the store; and what to do about what is missing."""
-    from enginesmith.pipeline.engines import engine_class
-    from enginesmith.pipeline.measure import device
-    from enginesmith.pipeline.store import default_root
-
-    facts: Facts = dict(device.environment().model_dump(mode="json"))
-    fixes = []
-    for where in ("cpu", "cuda"):
-        rows = engines(where)
-        facts[f"engines on {where}"] = {
-            row["engine"]: "ok" if row["usable"] == "yes" else f"no: {row['reason']}" + _built_all_the_same(row)
-            for row in rows
-        }
-        fixes += [
-            f"{row['engine']} on {where}: {row['remedy']}"
-            for row in rows
-            if row["remedy"] and where in engine_class(row["engine"]).kinds
-        ]
-    for package, extra in (("transformers", "hf"), ("timm", "timm")):
-        if importlib.util.find_spec(package) is None:
-            fixes.append(f"models as {extra}:… : pip install 'enginesmith[{extra}]'")
-    for package, extra, what in (("PIL", "images", "folders of images"), ("tokenizers", "hf", ".jsonl files of texts")):
-        if importlib.util.find_spec(package) is None:
-            fixes.append(f"{what} as data: pip install 'enginesmith[{extra}]'")
-    if len({"onnxruntime", "onnxruntime-gpu"} & _installed()) == 2:
-        fixes.append("onnxruntime and onnxruntime-gpu overwrite each other: pip uninstall one and reinstall the other")
-    root = default_root()
-    facts["store"] = str(root)
-    facts["what to do about what is missing"] = fixes
-    return facts
-
-
-def _built_all_the_same(row: Facts) -> str:
-    from enginesmith.pipeline.engines import engine_class
-
-    elsewhere = engine_class(row["engine"]).built_elsewhere and row["builds here"] == "yes"
-    return "; it can be built here for other machines" if elsewhere else ""
-
-
-def _installed() -> set[str]:
-    return {str(one.metadata["Name"]).lower() for one in importlib.metadata.distributions() if one.metadata["Name"]}
 
 
 def cached(store: Path | None) -> list[Facts]:

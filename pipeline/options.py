@@ -36,6 +36,15 @@ class MeasureOptions(Part):
     seconds: float = Field(20.0, gt=0, description="longest time for one batch size, over all variants together")
     latency: bool = Field(True, description="measure latency")
     memory: bool = Field(True, description="measure peak memory")
+    limits: bool = Field(False, description="measure what the machine can do, and hold every variant against it")
+    profile: bool = Field(False, description="time every operator, by the module that it comes from")
+    concurrency: tuple[Annotated[int, Field(ge=1, le=256)], ...] = Field(
+        (), description="numbers of callers at the same time that throughput is measured with"
+    )
+    sweep: bool = Field(False, description="go on to larger batch sizes until one does not fit")
+    memory_limit_bytes: int | None = Field(
+        None, gt=0, description="what a measured session may take; a batch that needs more is out of memory"
+    )
 
 
 class Budgets(Part):

@@ -16,11 +16,13 @@ from enginesmith.pipeline.precision.kinds import KINDS
 from enginesmith.pipeline.precision_plan import lowered
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.source import Source, resolve
-from enginesmith.pipeline.steps import LATENCY, LOAD, REFERENCE, Plan, Step, Variant, audited
+from enginesmith.pipeline.steps import LATENCY, LIMITS, LOAD, REFERENCE, Plan, Step, Variant, audited
 from enginesmith.pipeline.tasks.base import Task
 from enginesmith.pipeline.tasks.compare import Sample, Verify
+from enginesmith.pipeline.tasks.limits import CountWork, DeviceRates
 from enginesmith.pipeline.tasks.load import Load, LoadEngine, LoadOnnx
 from enginesmith.pipeline.tasks.measure import VERIFIED, Latency, Memory
+from enginesmith.pipeline.tasks.profile import GRAPH, ProfileVariant
 from enginesmith.pipeline.tasks.quality import BASELINE, Quality
 from enginesmith.pipeline.tasks.shapes import SHAPES, Shapes
 from enginesmith.pipeline.tasks.sweep import SMALLEST, UNLIMITED, BuildWithin
@@ -60,16 +62,25 @@ def plan(recipe: Recipe) -> Plan:
     lacking = [variant.lacking for variant in variants[1:]]
     if lacking and all(lacking):
         variants[0] = replace(baseline, lacking=f"there is nothing to compare it with: {lacking[0]}")
+    stands_for_it = graph if graph != LOAD or not source.is_torch else None
+    built_from = {step.id: step.needs["model"] for step in steps if isinstance(step.task, (Build, BuildWithin))}
     for index, variant in enumerate(variants):
-        variants[index], more = _own_measurements(recipe, variant, baseline.id, device)
+        its_graph = built_from.get(variant.artifact, stands_for_it)
+        variants[index], more = _own_measurements(recipe, variant, baseline.id, device, its_graph)
         steps += more
+    limits = limits_steps(recipe, device)
     latency = latency_step(recipe, variants, device) if recipe.measure.latency else None
-    if latency:
-        steps.append(latency)
+    steps += [*limits, *([latency] if latency else [])]
     distinct: dict[str, Step] = {}
     for step in steps:
         distinct.setdefault(step.id, step)  # variants share what leads to them
-    return Plan(tuple(distinct.values()), variants[0], tuple(variants[1:]), latency.id if latency else None)
+    return Plan(
+        tuple(distinct.values()),
+        variants[0],
+        tuple(variants[1:]),
+        latency.id if latency else None,
+        limits[0].id if limits else None,
+    )
 
 
 def _hold(source: Source, engines: list[str]) -> None:
@@ -204,22 +215,56 @@ def build_step(variant: Variant, device: Device, graph: str) -> Step:
     return Step(variant.artifact, task, needs)
 
 
-def _own_measurements(recipe: Recipe, variant: Variant, baseline_id: str, device: Device) -> tuple[Variant, list[Step]]:
+def _own_measurements(
+    recipe: Recipe, variant: Variant, baseline_id: str, device: Device, graph: str | None
+) -> tuple[Variant, list[Step]]:
     """What is measured of one variant alone."""
     if variant.id != baseline_id:
         device = device_for(recipe, variant.engine)
-    needs = {"model": variant.artifact, "reference": REFERENCE}
-    if variant.verified:
-        needs[VERIFIED] = variant.verified[-1]
-    steps = []
+    variant, steps = measurements(recipe, variant, device, graph)
     if quality := quality_step(recipe, variant, baseline_id):
-        steps.append(replace(quality, needs={**needs, **quality.needs}))
+        steps.insert(0, replace(quality, needs={**_measured_needs(variant), **quality.needs}))
         variant = replace(variant, quality=quality.id)
-    if recipe.measure.memory:
-        memory = Memory(engine=variant.engine, device=device)
-        steps.append(Step(f"memory-{variant.id}", memory, needs, lacking=variant.lacking))
-        variant = replace(variant, memory=steps[-1].id)
     return variant, steps
+
+
+def measurements(
+    recipe: Recipe, variant: Variant, device: Device, graph: str | None, again: str = ""
+) -> tuple[Variant, list[Step]]:
+    """What is measured of a variant alone but its quality; ``again`` is new for measurements made anew.
+
+    ``graph`` is the step of the ONNX graph that its engine was built from, or that stands for its module.
+    """
+    steps = []
+    if recipe.measure.memory:
+        memory = Memory(
+            engine=variant.engine, device=device, limit_bytes=recipe.measure.memory_limit_bytes, again=again
+        )
+        steps.append(Step(f"memory-{variant.id}", memory, _measured_needs(variant), lacking=variant.lacking))
+        variant = replace(variant, memory=steps[-1].id)
+    counted = variant.artifact if variant.engine.shows_graph else graph
+    if recipe.measure.limits and counted:
+        work = CountWork(engine=variant.engine, device=device)
+        needs = {**_measured_needs(variant), "model": counted}
+        steps.append(Step(f"work-{variant.id}", work, needs, lacking=variant.lacking))
+        variant = replace(variant, work=steps[-1].id)
+    if recipe.measure.profile:
+        profile = ProfileVariant(variant=variant.id, engine=variant.engine, device=device, again=again)
+        wants = {GRAPH: graph} if graph and variant.engine.consumes == "onnx" else {}
+        step = Step(f"profile-{variant.id}", profile, _measured_needs(variant), wants, lacking=variant.lacking)
+        steps.append(step)
+        variant = replace(variant, profile=step.id)
+    return variant, steps
+
+
+def limits_steps(recipe: Recipe, device: Device) -> list[Step]:
+    """What the device can do at best, where that was asked for."""
+    return [Step(LIMITS, DeviceRates(device=device))] if recipe.measure.limits else []
+
+
+def _measured_needs(variant: Variant) -> dict[str, str]:
+    needs = {"model": variant.artifact, "reference": REFERENCE}
+    return {**needs, VERIFIED: variant.verified[-1]} if variant.verified else needs
 
 
 def quality_step(recipe: Recipe, variant: Variant, baseline_id: str) -> Step | None:
@@ -245,11 +290,20 @@ def quality_step(recipe: Recipe, variant: Variant, baseline_id: str) -> Step | N
 def latency_step(recipe: Recipe, variants: list[Variant], device: Device, again: str = "") -> Step:
     """Measure all variants together that can run on the device; ``again`` is new for a measurement made anew."""
     variants = [variants[0], *(one for one in variants[1:] if device.kind in one.engine.kinds and not one.lacking)]
+    asked = recipe.measure
     settings = LatencySettings(
-        precision=recipe.measure.precision, time_limit_seconds=recipe.measure.seconds, seed=recipe.seed
+        precision=asked.precision,
+        time_limit_seconds=asked.seconds,
+        concurrency=tuple(sorted(set(asked.concurrency))),
+        memory_limit_bytes=asked.memory_limit_bytes,
+        seed=recipe.seed,
     )
     task = Latency(
-        engines={variant.id: variant.engine for variant in variants}, device=device, settings=settings, again=again
+        engines={variant.id: variant.engine for variant in variants},
+        device=device,
+        settings=settings,
+        most=recipe.largest_batch if asked.sweep else None,
+        again=again,
     )
     needs = {variants[0].id: variants[0].artifact, "reference": REFERENCE}
     wants = {variant.id: variant.artifact for variant in variants[1:]}

@@ -136,6 +136,12 @@ class Recipe(Part):
         return specs
 
     @property
+    def largest_batch(self) -> int:
+        """The last batch size that a sweep looks at."""
+        asked = self.ranges.get("batch")
+        return asked.max if asked else _LARGEST_SWEPT
+
+    @property
     def ranges(self) -> dict[str, ShapeRange]:
         """The shape ranges, read."""
         return {name: ShapeRange.parse(text) for name, text in self.shapes.items()}
@@ -157,6 +163,7 @@ class Recipe(Part):
 
 
 _MOST_BYTES = 1 << 50
+_LARGEST_SWEPT = 1 << 16
 
 
 def _within_shape(values: dict[str, Any]) -> dict[str, Any]:
@@ -302,6 +309,7 @@ _UNITS = {
     ("budgets", "max_memory_bytes"): parse_bytes,
     ("budgets", "max_latency_ms"): lambda text: parse_seconds(text) * 1e3,
     ("measure", "seconds"): parse_seconds,
+    ("measure", "memory_limit_bytes"): parse_bytes,
     ("quantisation", "search_limit_seconds"): parse_seconds,
     ("export", "external_data_bytes"): parse_bytes,
     ("tensorrt", "tactic_dram"): parse_bytes,

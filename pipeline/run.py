@@ -12,8 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from enginesmith.pipeline.artifact import HistoryEntry
 from enginesmith.pipeline.measure.latency import LatencyRow
+from enginesmith.pipeline.measure.limits import DeviceLimits
 from enginesmith.pipeline.measure.memory import MemoryRow
+from enginesmith.pipeline.measure.profile import Profile
 from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.measure.roofline import LimitRow
 from enginesmith.pipeline.precision.audit.coverage import Coverage
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.tasks.compare import StageFidelity
@@ -105,6 +108,10 @@ class VariantRecord(_Part):
     quality: Quality | None = None
     latency: tuple[LatencyRow, ...] = ()
     memory: MemoryRow | None = None
+    limits: tuple[LimitRow, ...] = ()
+    """By batch size, how far it is from what the device could do."""
+    profile: tuple[Profile, ...] = ()
+    """Where its time goes."""
     build: BuildRecord | None = None
     coverage: Coverage | None = None
     """What the graph asks for that the engine is built from."""
@@ -172,6 +179,8 @@ class Run(_Part):
     """Whether every step has ended; a run that was interrupted can be resumed."""
     recipe: Recipe
     environment: dict[str, Any]
+    limits: DeviceLimits | None = None
+    """What the device can do at best, where that was measured."""
     model: ModelRecord
     steps: tuple[StepRecord, ...]
     baseline: VariantRecord

@@ -120,6 +120,11 @@ def feeds_for(case: Case, signature: Signature, example: Feeds, data: Dataset | 
     return synthetic(signature.inputs, example, case.sizes, case.batch, seed).batch(0, case.batch)
 
 
+def resized(feeds: Feeds, signature: Signature, sizes: Mapping[str, int]) -> dict[str, Array]:
+    """Feeds cut or repeated to other sizes of the dynamic dimensions."""
+    return {spec.name: _fitted(feeds[spec.name], spec, sizes) for spec in signature.inputs}
+
+
 def _fitted(value: Array, spec: TensorSpec, sizes: Mapping[str, int]) -> Array:
     """Cut or repeat along each axis until the shape is what the sizes say."""
     for axis, size in enumerate(spec.resolve(sizes)):

@@ -16,7 +16,9 @@ from enginesmith.pipeline.plan import (
     first_steps,
     graph_steps,
     latency_step,
+    limits_steps,
     load_task,
+    measurements,
     quality_step,
     shapes_step,
     verify_step,
@@ -24,8 +26,7 @@ from enginesmith.pipeline.plan import (
 from enginesmith.pipeline.precision_plan import Lowered, lowered
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.source import Source, resolve
-from enginesmith.pipeline.steps import LOAD, REFERENCE, Plan, Step, Variant
-from enginesmith.pipeline.tasks.measure import Memory
+from enginesmith.pipeline.steps import LOAD, Plan, Step, Variant
 from enginesmith.pipeline.tasks.shapes import SHAPES
 from enginesmith.pipeline.tasks.transform import Refit
 from enginesmith.pipeline.tasks.trial import Trial
@@ -145,45 +146,56 @@ def _onnx_steps(recipe: Recipe) -> tuple[Step, Step]:
     return load, replace(shapes_step(recipe), vital=True)
 
 
+def with_baseline(recipe: Recipe, models: Sequence[str]) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe of the model that the others are held against, and the others.
+
+    It is the first PyTorch model, whose eager run is what everything is compared with; without one, the first graph.
+
+    Raises:
+        UsageError: there are built engines only.
+    """
+    sources = [resolve(text) for text in models]
+    able = [index for index, source in enumerate(sources) if source.form != "engine"]
+    if not able:
+        raise UsageError(
+            f"{models[0]} is a built engine, and an engine is held against the model that it was built from",
+            f"give that model too: enginesmith benchmark MODEL {models[0]}",
+        )
+    first = next((index for index in able if sources[index].is_torch), able[0])
+    return recipe.model_copy(update={"model": models[first]}), tuple(models[:first]) + tuple(models[first + 1 :])
+
+
 def benchmark_plan(recipe: Recipe, others: Sequence[str], again: str) -> Plan:
     """Measure models side by side as they are, the recipe's first; ``again`` is new each time."""
-    device = _common_device(recipe, (recipe.model, *others))
+    device = _common_device(recipe, others)
     steps = list(first_steps(recipe))
     variants = [Variant(_label(recipe.model), _own_engine(resolve(recipe.model)), "as given", LOAD)]
     for index, text in enumerate(others, 1):
         source = resolve(text)
         name = f"{LOAD}-{index}"
         steps.append(Step(name, load_task(recipe.model_copy(update={"inputs": ()}), source)))
-        variants.append(Variant(_distinct(_label(text), variants), _own_engine(source), "as given", name))
+        engine = _own_engine(source)
+        lacking = "" if (found := engine.available(device)).ok else f"it does not run on {device}: {found.reason}"
+        variants.append(Variant(_distinct(_label(text), variants), engine, "as given", name, lacking=lacking))
+    graphs = [one.artifact for one in variants if one.engine.shows_graph]
     for index, variant in enumerate(variants):
-        memory = Memory(engine=variant.engine, device=device, again=again)
-        steps.append(Step(f"memory-{variant.id}", memory, {"model": variant.artifact, "reference": REFERENCE}))
-        variants[index] = replace(variant, memory=steps[-1].id)
+        graph = variant.artifact if variant.artifact in graphs else next(iter(graphs), None)
+        variants[index], more = measurements(recipe, variant, device, graph, again)
+        steps += more
+    limits = limits_steps(recipe, device)
     latency = latency_step(recipe, variants, device, again)
-    return Plan((*steps, latency), variants[0], tuple(variants[1:]), latency.id)
+    limited = limits[0].id if limits else None
+    return Plan((*steps, *limits, latency), variants[0], tuple(variants[1:]), latency.id, limited)
 
 
-def _common_device(recipe: Recipe, models: Sequence[str]) -> Device:
-    """Where all of them are measured: as asked for, else where the one runs that runs in one kind of place only.
-
-    Raises:
-        UsageError: a built engine as the baseline, or on a device that it does not run on.
-        MissingCapability: the device is not here.
-    """
-    built = [text for text in models if resolve(text).form == "engine"]
-    if not built:
+def _common_device(recipe: Recipe, others: Sequence[str]) -> Device:
+    """Where all of them are measured: as asked for, else where a built engine among them runs, if that is here."""
+    if recipe.device:
         return recipe.where
-    if models[0] in built:
-        raise UsageError(
-            f"{models[0]} is a built engine, and the first model is what the others are held against",
-            "give the model that it was built from first",
-        )
-    engine = _own_engine(resolve(built[0]))
-    device = recipe.where if recipe.device else Device(kind=engine.kinds[0], threads=recipe.threads)
-    if device.kind not in engine.kinds:
-        raise UsageError(f"{built[0]} runs on {' or '.join(engine.kinds)}, not on {device}", "use --device cuda")
-    engine.require(device)
-    return device
+    engines = [_own_engine(source) for text in others if (source := resolve(text)).form == "engine"]
+    places = [Device(kind=engine.kinds[0], threads=recipe.threads) for engine in engines]
+    here = (place for engine, place in zip(engines, places, strict=True) if engine.available(place).ok)
+    return next(here, recipe.where)
 
 
 def _own_engine(source: Source) -> Engine:

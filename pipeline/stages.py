@@ -17,7 +17,7 @@ from enginesmith.pipeline.measure import device
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.run import Run
 from enginesmith.pipeline.runner import Outcome
-from enginesmith.pipeline.single import finished
+from enginesmith.pipeline.single import attempted, finished
 from enginesmith.pipeline.source import resolve
 from enginesmith.pipeline.steps import Step
 from enginesmith.pipeline.store import storage_errors
@@ -80,12 +80,22 @@ def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
     return StageResult(summary=f"{file} {'equals' if good else 'differs from'} {recipe.model}", fidelity=fidelity)
 
 
-def benchmark(recipe: Recipe, others: Sequence[str], settings: Settings) -> Run:
-    """Measure the recipe's model, as the baseline, and others beside it; measurements are always made anew."""
+def benchmark(recipe: Recipe, models: Sequence[str], settings: Settings) -> Run:
+    """Measure models side by side; measurements are always made anew. The baseline is the first PyTorch model.
+
+    One that fails has the reason beside it, and the others are measured.
+
+    Raises:
+        EnginesmithError: the baseline cannot be loaded, or nothing was measured.
+    """
     started = time.monotonic()
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    recipe, others = plans.with_baseline(recipe, models)
     plan = plans.benchmark_plan(recipe, others, now)
-    outcomes = finished(plan.steps, settings, recipe)
+    outcomes = attempted(plan.steps, settings, recipe)
+    needed = [step.id for step in plan.steps if step.vital or step.id == plan.latency]
+    if error := next((outcomes[name].error for name in needed if name in outcomes and outcomes[name].error), None):
+        raise error
     header = Header(
         name="benchmark",
         created=now,

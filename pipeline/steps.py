@@ -7,7 +7,7 @@ from enginesmith.pipeline.precision.kinds import Name
 from enginesmith.pipeline.tasks.audit import Audit
 from enginesmith.pipeline.tasks.base import Task
 
-LOAD, REFERENCE, LATENCY = "load", "reference", "latency"
+LOAD, REFERENCE, LATENCY, LIMITS = "load", "reference", "latency", "limits"
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,9 @@ class Variant:
     """The step that says which groups are in which precision."""
     search: tuple[str, ...] = ()
     """The steps that led to it."""
+    work: str | None = None
+    """The step that counted what one inference has to do."""
+    profile: str | None = None
     audits: tuple[str, ...] = ()
     """Steps that look at what the graph asks for and, where the engine shows it, what is really executed."""
 
@@ -64,6 +67,8 @@ class Plan:
     baseline: Variant
     variants: tuple[Variant, ...]
     latency: str | None
+    limits: str | None = None
+    """The step that found out what the device can do at best."""
 
 
 def audited(variant: Variant, graph: str, device: Device) -> tuple[Variant, list[Step]]:

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from enginesmith.pipeline import allocation
 from enginesmith.pipeline.errors import (
     EnginesmithError,
     StepCrashed,
@@ -46,16 +47,18 @@ def run(
     on_start: "Callable[[Worker], None] | None" = None,
     timeout_seconds: float | None = None,
     cores: Collection[int] | None = None,
+    prepare: Callable[[], None] | None = None,
 ) -> Any:
     """Call ``function(*args, progress)`` in a fresh process and give back what it returns.
 
-    ``on_start`` is handed the worker, so that another thread can kill it; ``cores`` are those it may run on.
+    ``on_start`` is handed the worker, so that another thread can kill it; ``cores`` are those it may run on;
+    ``prepare`` is called in the process while it has one thread.
 
     Raises:
         EnginesmithError: the function raised it.
         StepError: the function raised anything else, or its process ended without an answer.
     """
-    with Worker(_serve_once, function, args, log=log, cores=cores) as worker:
+    with Worker(_serve_once, function, args, log=log, cores=cores, prepare=prepare) as worker:
         if on_start:
             on_start(worker)
         return worker.receive(on_progress, timeout_seconds)
@@ -64,13 +67,22 @@ def run(
 class Worker:
     """A process that answers requests one at a time; leaving its context ends it."""
 
-    def __init__(self, body: Callable[..., None], *args: Any, log: Path, cores: Collection[int] | None = None) -> None:
+    def __init__(
+        self,
+        body: Callable[..., None],
+        *args: Any,
+        log: Path,
+        cores: Collection[int] | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
         """Start ``body(connection, *args)`` with its standard output and error in ``log``."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([_PRELOADED])
         self.log = log
+        self._said_before = log.stat().st_size if log.is_file() else 0
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(body, theirs, args, str(log), cores), name=body.__name__)
+        main = (body, theirs, args, str(log), cores, prepare)
+        self._process = context.Process(target=_main, args=main, name=body.__name__)
         with _starting, _main_module_hidden(), _preload_named():
             self._process.start()
         theirs.close()
@@ -116,13 +128,16 @@ class Worker:
     def _ended(self) -> StepError:
         self._process.join(_STOP_SECONDS)
         code = self._process.exitcode
-        tail = f"; the end of its log ({self.log.name}): {_tail(self.log)}"
+        said = _tail(self.log, self._said_before)
+        tail = f"; the end of its log ({self.log.name}): {said}"
         if code == -signal.SIGKILL:
             return StepOutOfMemory(
                 "its process was killed, most likely by the kernel because memory ran out" + tail,
                 "give it more memory, a smaller batch or fewer --jobs; `resume` does what is missing",
             )
         cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        if code == -signal.SIGABRT and allocation.says_out_of_memory(said):  # an exception that nothing caught
+            return allocation.out_of_memory(said, f"memory ran out, and its process ended ({cause}){tail}")
         return StepCrashed(f"its process crashed ({cause}){tail}", "the whole log is in the run's logs folder")
 
     def __enter__(self) -> "Worker":
@@ -160,27 +175,36 @@ def _attempt(function: Callable[..., Any], args: Sequence[Any]) -> tuple[str, An
         return _DONE, function(*args)
     except EnginesmithError as error:
         traceback.print_exc()
-        return _FAILED, error
+        return _FAILED, allocation.behind(error) or error
     except OSError as error:
         traceback.print_exc()
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             return _FAILED, translated(error, error.filename or "a file of the step")
-        return _FAILED, StepError(f"{type(error).__name__}: {error}", "the whole trace is in the step's log")
-    except MemoryError as error:
-        traceback.print_exc()
-        return _FAILED, StepOutOfMemory(f"memory ran out: {error}", "use a smaller batch or a larger machine")
+        return _FAILED, _unexpected(error)
     except Exception as error:  # noqa: BLE001 - the worker boundary
         traceback.print_exc()
-        return _FAILED, StepError(f"{type(error).__name__}: {error}", "the whole trace is in the step's log")
+        return _FAILED, _unexpected(error)
+
+
+def _unexpected(error: Exception) -> StepError:
+    memory = allocation.behind(error)
+    return memory or StepError(f"{type(error).__name__}: {error}", "the whole trace is in the step's log")
 
 
 def _main(
-    body: Callable[..., None], connection: Connection, args: Sequence[Any], log: str, cores: Collection[int] | None
+    body: Callable[..., None],
+    connection: Connection,
+    args: Sequence[Any],
+    log: str,
+    cores: Collection[int] | None,
+    prepare: Callable[[], None] | None,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; Ctrl-C reaches the whole group
     _write_to(log)
     if cores:
         os.sched_setaffinity(0, cores)
+    if prepare:
+        prepare()
     threading.Thread(target=_die_with_parent, daemon=True).start()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     body(connection, *args)
@@ -215,10 +239,11 @@ def _main_module_hidden() -> Iterator[None]:
             setattr(main, name, value)
 
 
-def _tail(log: Path) -> str:
+def _tail(log: Path, since: int) -> str:
+    """The last lines of what was written after the first ``since`` bytes."""
     if not log.is_file():
         return "empty"
-    text = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+    text = log.read_bytes()[since:][-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
     return " / ".join(text.splitlines()[-3:]) or "empty"
 
 

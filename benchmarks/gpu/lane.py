@@ -1,14 +1,13 @@
 """What TensorRT does on the device at hand: engines built, verified, swept, with and without CUDA graphs, and measured.
 
-    python benchmarks/gpu/lane.py --models digits resnet50 --out gpu_tensorrt.json [--seconds 10]
+    python benchmarks/gpu/lane.py --models digits resnet50 --out gpu_lane.json [--seconds 10]
 
-Everything is a command in a process of its own, with a time limit; the JSON has each one's exit code, seconds and
-document. What a flavour refuses (TensorRT-RTX has no target for sm90) is its document, and no failure of the lane. The
-file is written anew after each command, so that a lane which is cut short leaves what it has.
+Everything is a command in a process of its own, with a time limit; the part ``tensorrt`` of the lane's record has each
+one's exit code, seconds and document. What a flavour refuses (TensorRT-RTX has no target for sm90) is its document, and
+no failure of the lane. The file is written anew after each command: a lane which is cut short leaves what it has.
 """
 
 import argparse
-import importlib.metadata
 import json
 import subprocess
 import sys
@@ -16,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from record import Record
 
 from enginesmith.pipeline.engines import cuda, engine_class
 from enginesmith.pipeline.engines.base import Device
@@ -33,13 +34,12 @@ class Lane:
     """Runs commands and keeps the record."""
 
     def __init__(self, out: Path) -> None:
-        self._out = out
-        self.record: dict[str, Any] = {"versions": _versions()}
-        self.write()
+        self._whole = Record(out)
+        self.record = self._whole.start("tensorrt")
 
     def write(self) -> None:
         """The record as it is now."""
-        self._out.write_text(json.dumps(self.record, indent=1) + "\n")
+        self._whole.write()
 
     def note(self, place: dict[str, Any], name: str, *command: str) -> bool:
         """Run ``command`` and put what came of it into ``place``; whether its exit code was 0."""
@@ -56,16 +56,6 @@ class Lane:
         print(f"  {name}: {'done' if not code else _reason(document, said)}", flush=True)
         self.write()
         return code == 0
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "onnx", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-cu13", "tensorrt-rtx"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _parsed(text: str) -> Any:
@@ -144,16 +134,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=10)
     given = parser.parse_args()
     lane = Lane(given.out)
-    device = cuda.cuda_device(0)
-    if device is None:
-        lane.record["skipped"] = f"no CUDA device: {cuda.driver().reason}"
+    if cuda.cuda_device(0) is None:
+        lane.record |= {"skipped": f"no CUDA device: {cuda.driver().reason}", "complete": True}
         print(f"TensorRT skipped: {lane.record['skipped']}")
         lane.write()
         return
-    lane.record["device"] = {**device.model_dump(mode="json"), "driver": cuda.driver().version}
     with tempfile.TemporaryDirectory() as scratch:
         for name in FLAVOURS:
             flavour(lane, name, given.models, given.seconds, Path(scratch))
+    lane.record["complete"] = True
+    lane.write()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Where the device memory of one TensorRT engine goes, in a fresh process, by every instrument there is.
+"""Where the device memory of one engine goes, in a fresh process, by every instrument there is.
 
     python benchmarks/gpu/ledger.py model.engine --batch 8 [--cuda-graphs] [--weight-streaming-budget BYTES]
+    python benchmarks/gpu/ledger.py model.onnx --batch 8        # ONNX Runtime, through its external allocator
 
-Prints JSON: after each step what torch's allocator holds and had at most since the step before, what it keeps back, and
-what the device has in use; and what the manifest and the opened engine say. What lies between device and allocator is
-the CUDA context, libraries, their modules, and graphs. The exit code is that of the error, which is in the JSON too.
+Prints JSON: after each step what the allocator of torch holds and had at most since the last, what it keeps back, what
+the device has in use, and what the engine asked the ledger for, by tag; what was not given back; and what the manifest
+and the opened engine say. What lies between device and allocator is the CUDA context, libraries, their modules, and
+graphs. The exit code is that of the error, which is in the JSON too.
 """
 
 import argparse
@@ -16,76 +18,106 @@ from typing import Any
 
 import numpy as np
 
+from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.artifact import Artifact, file_digest
 from enginesmith.pipeline.engines import engine_class
-from enginesmith.pipeline.engines.base import Device, Session
+from enginesmith.pipeline.engines.base import Device, Engine, Session
+from enginesmith.pipeline.engines.cuda_ledger import ACTIVATIONS, TRANSFERS, WEIGHTS, Ledger, counting
 from enginesmith.pipeline.engines.tensorrt import TensorRT
 from enginesmith.pipeline.engines.trt import manifest
 from enginesmith.pipeline.engines.trt.options import RunOptions
 from enginesmith.pipeline.engines.trt.session import TensorRTSession
 from enginesmith.pipeline.errors import EnginesmithError
+from enginesmith.pipeline.measure.cuda_memory import moment, peaks
 from enginesmith.pipeline.tensors import Feeds, TensorSpec
 
 CUDA = Device(kind="cuda")
 
 
-class Ledger:
+class Lines:
     """Takes a line after each step; a line that follows shows what its step added."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self.lines: list[dict[str, Any]] = []
 
     def take(self, step: str) -> None:
         """Wait for the device, and write down what it has."""
         import torch
 
-        torch.cuda.synchronize()
-        free, whole = torch.cuda.mem_get_info()
+        now, most, account = moment(CUDA), peaks(CUDA), self._ledger.account()
         line = {
             "after": step,
-            "allocated_bytes": torch.cuda.memory_allocated(),
-            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
-            "reserved_bytes": torch.cuda.memory_reserved(),
-            "device_used_bytes": whole - free,
+            "allocated_bytes": now.allocated,
+            "requested_bytes": now.requested,
+            "peak_allocated_bytes": most.allocated,
+            "peak_requested_bytes": most.requested,
+            "reserved_bytes": now.reserved,
+            "device_used_bytes": now.device,
+            "ledger_bytes": account.by_tag,
+            "ledger_peak_bytes": account.peak,
+            "ledger_peak_by_tag_bytes": account.peak_by_tag,
         }
         self.lines.append(line)
         torch.cuda.reset_peak_memory_stats()
+        self._ledger.reset_peak()
 
 
-def ledger(engine: Path, batch: int, options: RunOptions) -> dict[str, Any]:
+def account(file: Path, batch: int, options: RunOptions) -> dict[str, Any]:
     """Open the engine, run it, close it."""
-    found = manifest.read(engine)
-    kind = engine_class(found.engine)
-    assert issubclass(kind, TensorRT)
-    artifact = Artifact(kind="engine", path=engine, sha256=file_digest(engine), bytes=engine.stat().st_size)
-    one = kind(run=options)
-    lines = Ledger()
-    one.prime(artifact, CUDA)
-    lines.take("priming")
-    with one.load(artifact, CUDA) as session:
-        assert isinstance(session, TensorRTSession)
-        lines.take("loading")
-        feeds = _feeds(found.signature.inputs, batch)
-        bound = session.bind(feeds)
-        lines.take("binding")
-        for call in ("the first call", "the second call", "the third call"):
-            session.enqueue(bound)
-            lines.take(call)
-        said = _said(session)
-        finite = _finite(session)
-        del bound
-    gc.collect()
-    lines.take("closing")
+    artifact, engine = _opened_by(file, options)
+    assert artifact.signature is not None
+    feeds = _feeds(artifact.signature.inputs, batch)
+    with counting(CUDA.index) as ledger:
+        lines = Lines(ledger)
+        engine.prime(artifact, CUDA)
+        lines.take("priming")
+        before = ledger.account().taken
+        with ledger.tagged(WEIGHTS):
+            session = engine.load(artifact, CUDA)
+        with session:
+            lines.take("loading")
+            with ledger.tagged(TRANSFERS):
+                bound = session.bind(feeds)
+            lines.take("binding")
+            for call in ("the first call", "the second call", "the third call"):
+                with ledger.tagged(ACTIVATIONS):
+                    session.enqueue(bound)
+                lines.take(call)
+            said = _said(session) if isinstance(session, TensorRTSession) else {}
+            finite = _finite(session)
+            del bound
+        del session
+        gc.collect()
+        lines.take("closing")
+        left = ledger.account()
     return {
-        "engine": f"{found.engine} {found.version}",
+        "engine": engine.name,
         "batch": batch,
         "feeds_bytes": sum(array.nbytes for array in feeds.values()),
         "options": options.model_dump(),
         "ledger": lines.lines,
-        "manifest": found.figures.model_dump(),
+        "not_given_back_bytes": sum(block.size for block in ledger.leaks(before).values()),
+        "given_back_twice": left.double_frees,
+        "given_back_and_never_taken": left.unknown_frees,
+        "manifest": manifest.read(file).figures.model_dump() if isinstance(engine, TensorRT) else None,
         "opened": said,
         "outputs_finite": finite,
     }
+
+
+def _opened_by(file: Path, options: RunOptions) -> tuple[Artifact, Engine]:
+    """The file, and the engine that opens it: the one that built it, or ONNX Runtime."""
+    digest, size = file_digest(file), file.stat().st_size
+    if file.suffix == ".onnx":
+        signature = onnx_file.signature(file)
+        plain = Artifact(kind="onnx", path=file, sha256=digest, bytes=size, signature=signature)
+        return plain, engine_class("onnxruntime")()
+    found = manifest.read(file)
+    kind = engine_class(found.engine)
+    assert issubclass(kind, TensorRT)
+    built = Artifact(kind="engine", path=file, sha256=digest, bytes=size, signature=found.signature)
+    return built, kind(run=options)
 
 
 def _feeds(inputs: tuple[TensorSpec, ...], batch: int) -> Feeds:
@@ -130,7 +162,7 @@ def main() -> int:
     given = parser.parse_args()
     options = RunOptions(cuda_graphs=given.cuda_graphs, weight_streaming_budget=given.weight_streaming_budget)
     try:
-        found = ledger(given.engine, given.batch, options)
+        found = account(given.engine, given.batch, options)
     except EnginesmithError as error:
         print(json.dumps({"error": error.message, "remedy": error.remedy}, indent=1))
         return error.exit_code

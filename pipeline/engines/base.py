@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
 from enginesmith.pipeline.errors import MissingCapability
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature
 
@@ -79,9 +80,27 @@ class Session(ABC):
     def fetch(self) -> dict[str, Array]:
         """Outputs of the last inference as host arrays, by name; later inferences leave them as they are."""
 
+    @property
+    def sibling_note(self) -> str:
+        """What a sibling costs besides its own activations and outputs: weights of its own, say. Empty if nothing."""
+        return ""
+
+    @abstractmethod
+    def sibling(self) -> "Session":
+        """Another session on the same weights, which can run at the same time as this one.
+
+        It is made, used and closed in the thread that uses it, while this one is open; either may be closed first.
+
+        Raises:
+            UsageError: this session is closed.
+        """
+
     @abstractmethod
     def close(self) -> None:
-        """Free everything; a call after it raises UsageError, a second close does nothing."""
+        """Free everything; a call after it raises UsageError, a second close does nothing.
+
+        What a sibling still uses stays until that is closed too.
+        """
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
         """One whole inference: feeds in, outputs out.
@@ -178,7 +197,10 @@ class Engine(BaseModel, ABC):
 
     @property
     def arithmetic(self) -> str:
-        """What fp32 products are computed in: ``fp32``, or ``tf32`` where they may be rounded to its 10 bits."""
+        """What fp32 products are computed in: ``tf32`` where they may be rounded to its 10 bits, ``fp16``, ``bf16``.
+
+        It names the row of the fidelity thresholds that its outputs are held to.
+        """
         return "fp32"
 
     def facts(self, artifact: Artifact) -> EngineFacts:
@@ -196,6 +218,15 @@ class Engine(BaseModel, ABC):
     def build(self, request: BuildRequest) -> Effect:
         """Write the engine's files; only for engines that consume ``onnx``."""
         raise TypeError(f"{self.name} runs the module itself and is not built")
+
+    def profile(self, request: ProfileRequest) -> Profiled:
+        """Time per operator, by the engine's own profiler; what runs is slower than it is without.
+
+        Raises:
+            MissingCapability: the engine has no profiler, or none that tells times here.
+            ModelError: what was profiled failed, or the profile cannot be read.
+        """
+        raise MissingCapability(f"{self.name} has no profiler", "profile another engine")
 
     @abstractmethod
     def load(self, artifact: Artifact, device: Device) -> Session:

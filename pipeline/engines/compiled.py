@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from enginesmith.pipeline.engines.base import Availability, Device
 from enginesmith.pipeline.engines.eager import Eager
+from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
 
 if TYPE_CHECKING:
     import torch
 
-    from enginesmith.pipeline.engines.eager import Forward
+    from enginesmith.pipeline.engines.eager_session import Forward
 
 _SHAPES = 64
 """Shapes a session may be compiled for before that is an error; torch's own limit of 8 falls back to eager silently."""
+
+_NO_MODULES = "kernels of compiled code do not say which modules they came from"
 
 
 class Compiled(Eager):
@@ -40,12 +43,27 @@ class Compiled(Eager):
             return Availability(ok=False, reason="Python's C headers (Python.h) are missing", remedy=remedy)
         return found
 
+    def profile(self, request: ProfileRequest) -> Profiled:
+        """Time of each kernel; compiled code does not say which module it came from."""
+        from torch._inductor import config
+
+        from enginesmith.pipeline.engines import profile_torch
+
+        plain = self.model_copy(update={"cuda_graphs": False})
+        with config.patch({"cpp.enable_kernel_profile": True}), plain.load(request.artifact, request.device) as session:
+            return profile_torch.profile(session, request, modules=False, notes=(_NO_MODULES,))
+
     def forward(self, module: "torch.nn.Module") -> "Forward":
         """The module, compiled at the first call with each set of shapes."""
         import torch
-        from torch._dynamo import config
 
-        config.recompile_limit = config.accumulated_recompile_limit = _SHAPES
-        config.fail_on_recompile_limit_hit = True
         compiled: Forward = torch.compile(module, dynamic=False, mode=self.mode)
         return compiled
+
+    def enter_thread(self, device: Device) -> None:
+        """As eager; Dynamo's settings are of a thread, too."""
+        from torch._dynamo import config
+
+        super().enter_thread(device)
+        config.recompile_limit = config.accumulated_recompile_limit = _SHAPES
+        config.fail_on_recompile_limit_hit = True

@@ -1,24 +1,31 @@
-"""PyTorch as it is: the module itself in inference mode. The baseline that every other engine is held against."""
+"""PyTorch as it is: the module itself in inference mode. The baseline that every other engine is held against.
 
+By default float32 means float32. torch lets cuDNN round the products of convolutions and recurrent layers to TF32 if
+nobody says otherwise (``torch.backends.cudnn.allow_tf32`` starts as True, that of matrix products as False), so a
+session says it. TF32, half types and CUDA graphs are options, each a variant of its own.
+"""
+
+import functools
 import gc
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
-
-import numpy as np
+import warnings
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from enginesmith.pipeline.artifact import Artifact, Kind
-from enginesmith.pipeline.engines.base import Availability, Device, Engine, Session
-from enginesmith.pipeline.errors import EnginesmithError, ModelError, StepOutOfMemory, UsageError
-from enginesmith.pipeline.tensors import Array, Feeds, Signature
+from enginesmith.pipeline.engines import cuda
+from enginesmith.pipeline.engines.base import Availability, Device, Engine
+from enginesmith.pipeline.engines.eager_session import EagerSession, GraphedSession
+from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
+from enginesmith.pipeline.errors import MissingCapability
 
 if TYPE_CHECKING:
     import torch
 
-    Tensors = tuple[torch.Tensor, ...]
-    Forward = Callable[..., Tensors]
+    from enginesmith.pipeline.engines.eager_session import Forward
 
 _PRIMING_SIDE = 256
 """Rows and columns of the matrix that starts torch's thread pool: large enough to be split among threads."""
+_TF32_SINCE = (8, 0)
+_ARITHMETIC = {"float16": "fp16", "bfloat16": "bf16"}
 
 
 class Eager(Engine):
@@ -28,6 +35,13 @@ class Eager(Engine):
     consumes: ClassVar[Kind] = "torch"
     tools: ClassVar[tuple[str, ...]] = ("torch",)
     memory_from_torch: ClassVar[bool] = True
+
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """What weights and float inputs are cast to; outputs come back in the model's own types. float32 casts nothing."""
+    tf32: bool = False
+    """Let products of float32 be rounded to TF32's 10 bits, on CUDA; a setting of the process, made by ``load``."""
+    cuda_graphs: bool = False
+    """Replay each bound set of feeds as a CUDA graph: one launch instead of one for each operator."""
 
     @classmethod
     def available(cls, device: Device) -> Availability:
@@ -48,19 +62,68 @@ class Eager(Engine):
             return Availability(ok=False, reason=f"there is no {device}", remedy=remedy)
         return Availability(ok=True)
 
-    def load(self, artifact: Artifact, device: Device) -> "EagerSession":
-        """Rebuild the module with the stored weights and move it to the device."""
+    def runnable(self, device: Device) -> Availability:
+        """As :meth:`available`; TF32 and CUDA graphs need a CUDA device, TF32 one of compute capability 8.0."""
+        found = type(self).available(device)
+        if not found.ok:
+            return found
+        asked = [name for name, value in (("TF32", self.tf32), ("replays of CUDA graphs", self.cuda_graphs)) if value]
+        if device.kind == "cpu" and asked:
+            reason = f"{' and '.join(asked)} can be had on CUDA devices only"
+            return Availability(ok=False, reason=reason, remedy="use --device cuda, or leave that away")
+        if device.kind == "cpu":
+            return found
+        here = cuda.cuda_device(device.index)
+        if self.tf32 and here and here.compute_capability < _TF32_SINCE:
+            reason = f"TF32 needs compute capability 8.0, and {device} is {here.target} ({here.name})"
+            return Availability(ok=False, reason=reason, remedy="leave tf32 away: products are in float32 here anyway")
+        return found
+
+    @property
+    def arithmetic(self) -> str:
+        """``fp16`` or ``bf16`` where the module is cast, else ``tf32`` where that is allowed."""
+        return _ARITHMETIC.get(self.dtype, "tf32" if self.tf32 else "fp32")
+
+    def load(self, artifact: Artifact, device: Device) -> EagerSession:
+        """Rebuild the module with the stored weights, cast it, and move it to the device."""
+        import torch
+
         from enginesmith.pipeline.torch_model import load_artifact
 
         self.require(device)
-        _use(device)
+        found = self.runnable(device)
+        if not found.ok:
+            raise MissingCapability(f"{self.name} cannot run so on {device}: {found.reason}", found.remedy)
+        self.enter_thread(device)
+        _allow_tf32(device, self.tf32)
         loaded = load_artifact(artifact)
-        module = loaded.module.eval().to(str(device))
-        return EagerSession(self.forward(module), loaded.signature, device)
+        dtype = None if self.dtype == "float32" else getattr(torch, self.dtype)
+        module = loaded.module.eval().to(device=str(device), dtype=dtype)
+        if device.kind == "cuda":
+            torch.cuda.synchronize(device.index)  # the weights came by another stream than the session's
+        kind = GraphedSession if self.cuda_graphs else EagerSession
+        enter = functools.partial(self.enter_thread, device)
+        return kind(self.forward(module), loaded.signature, device, dtype, enter)
+
+    def profile(self, request: ProfileRequest) -> Profiled:
+        """Time of each operator, by torch's profiler and by the module that called it; without CUDA graphs."""
+        from enginesmith.pipeline.engines import profile_torch
+
+        notes = ("profiled without CUDA graphs",) if self.cuda_graphs else ()
+        with self.model_copy(update={"cuda_graphs": False}).load(request.artifact, request.device) as session:
+            return profile_torch.profile(session, request, modules=True, notes=notes)
 
     def forward(self, module: "torch.nn.Module") -> "Forward":
         """What a session calls; engines that transform the module do it here."""
         return module
+
+    def enter_thread(self, device: Device) -> None:
+        """Make the settings that hold for the calling thread alone: OpenMP's threads and CUDA's device."""
+        import torch
+
+        torch.set_num_threads(device.thread_count)
+        if device.kind == "cuda":
+            torch.cuda.set_device(device.index)
 
     def prime(self, artifact: Artifact, device: Device) -> None:
         """Build the module once, which imports all of its code, and start the thread pool."""
@@ -68,7 +131,7 @@ class Eager(Engine):
 
         from enginesmith.pipeline.torch_model import load_artifact
 
-        _use(device)
+        self.enter_thread(device)
         load_artifact(artifact)
         with torch.inference_mode():
             square = torch.ones(_PRIMING_SIDE, _PRIMING_SIDE, device=str(device))
@@ -76,78 +139,17 @@ class Eager(Engine):
         gc.collect()
 
 
-def _use(device: Device) -> None:
+def _allow_tf32(device: Device, allowed: bool) -> None:
+    """Have this process's products of float32 on CUDA in TF32, or not.
+
+    The older of torch's two ways to say so sets both, and has them agree. After the newer one (``fp32_precision``),
+    asking the older way raises, which Inductor does (pytorch/pytorch#166387). The older way warns in torch 2.9.
+    """
+    if device.kind != "cuda":
+        return
     import torch
 
-    torch.set_num_threads(device.thread_count)
-    if device.kind == "cuda":
-        torch.cuda.set_device(device.index)
-
-
-class EagerSession(Session):
-    """A module on a device. On CUDA all work goes to one stream of its own."""
-
-    def __init__(self, forward: "Forward", signature: Signature, device: Device) -> None:
-        import torch
-
-        self.signature = signature
-        self._inference_mode = torch.inference_mode
-        self._forward: Forward = forward
-        self._device = str(device)
-        self._stream = torch.cuda.Stream(self._device) if device.kind == "cuda" else None  # type: ignore[no-untyped-call]
-        if self._stream:
-            torch.cuda.set_stream(self._stream)
-        self._outputs: Tensors = ()
-
-    @property
-    def cuda_stream(self) -> int | None:
-        """Handle of the session's stream; None on the CPU."""
-        return self._stream.cuda_stream if self._stream else None
-
-    def bind(self, feeds: Feeds) -> "Tensors":
-        """Tensors on the device, in the order of the inputs."""
-        import torch
-
-        arrays = (np.require(feeds[spec.name], requirements=("C", "W")) for spec in self.signature.inputs)
-        return tuple(torch.from_numpy(array).to(self._device) for array in arrays)
-
-    def enqueue(self, bound: "Tensors") -> None:
-        """Run the module; on CUDA this returns before the kernels have finished.
-
-        Raises:
-            ModelError: the module raised; StepOutOfMemory where memory was what it lacked.
-        """
-        self._outputs = ()  # its memory is free for this call
-        try:
-            with self._inference_mode():
-                self._outputs = self._forward(*bound)
-        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
-            raise _translated(error) from error
-
-    def synchronize(self) -> None:
-        """Wait for the stream; on the CPU there is nothing to wait for."""
-        if self._stream:
-            self._stream.synchronize()
-
-    def fetch(self) -> dict[str, Array]:
-        """Copies of the last outputs on the host."""
-        pairs = zip(self.signature.outputs, self._outputs, strict=True)
-        return {spec.name: np.array(tensor.cpu().numpy()) for spec, tensor in pairs}
-
-    def close(self) -> None:
-        """Let go of the module."""
-        self._forward, self._outputs = _closed, ()
-        gc.collect()
-
-
-def _closed(*bound: Any) -> "Tensors":
-    raise UsageError("the session is closed")
-
-
-def _translated(error: Exception) -> EnginesmithError:
-    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text:
-        return StepOutOfMemory(text, "use a smaller batch")
-    return ModelError(
-        f"the module raised {type(error).__name__}: {text}", "run it alone with these inputs to see where"
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+        torch.backends.cudnn.allow_tf32 = allowed

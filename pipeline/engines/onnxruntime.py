@@ -21,14 +21,15 @@ from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.engines import cuda
+from enginesmith.pipeline.engines import cuda, cuda_ledger
 from enginesmith.pipeline.engines import onnxruntime_session as sessions
-from enginesmith.pipeline.engines.base import Availability, BuildRequest, Device, Engine, Session
+from enginesmith.pipeline.engines.base import Availability, BuildRequest, Device, Engine
 from enginesmith.pipeline.engines.onnxruntime_session import Level
+from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest, warm_up
 from enginesmith.pipeline.errors import MissingCapability
 
 _logger = logging.getLogger(__name__)
-_MODEL, _RECORD = "model.onnx", "engine.json"
+_MODEL, _RECORD, _TRACE = "model.onnx", "engine.json", "trace"
 _SIMD = re.compile(r"\b(?:avx|fma|amx|asimd|sve|i8mm|bf16)\w*")
 
 
@@ -49,12 +50,15 @@ class OnnxRuntime(Engine):
     consumes: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("onnxruntime", "onnxruntime-gpu")
     shows_graph: ClassVar[bool] = True
+    only_running: ClassVar[frozenset[str]] = frozenset({"tf32"})
 
     graph_optimization: Level = "all"
     save_optimized: bool = True
     """Optimise in ``build`` and keep the result; otherwise the engine is the model itself, optimised at every load."""
     memory_arena: bool = True
     """Keep freed memory for the next call: faster, and the peak is somewhat higher."""
+    tf32: bool = False
+    """Let products of float32 be rounded to TF32's 10 bits, on CUDA; by itself ONNX Runtime does, without a word."""
     emulate: bool = False
     """Compute float16 and bfloat16 in float32 and round each value: slower, and near to what other hardware answers."""
 
@@ -73,6 +77,18 @@ class OnnxRuntime(Engine):
             remedy = f"replace it: pip uninstall onnxruntime; pip install 'enginesmith[{extra}]'"
             return Availability(ok=False, reason="this onnxruntime is built without CUDA", remedy=remedy)
         return cuda.available(device.index)
+
+    def runnable(self, device: Device) -> Availability:
+        """As :meth:`available`; TF32 is for CUDA devices."""
+        found = type(self).available(device)
+        if not found.ok or not self.tf32 or device.kind == "cuda":
+            return found
+        return Availability(ok=False, reason="TF32 can be had on CUDA devices only", remedy="use --device cuda")
+
+    @property
+    def arithmetic(self) -> str:
+        """``tf32`` where that is allowed."""
+        return "tf32" if self.tf32 else "fp32"
 
     def surroundings(self, device: Device) -> dict[str, Any]:
         """The processor and version that an optimised graph holds for."""
@@ -113,19 +129,44 @@ class OnnxRuntime(Engine):
         sessions.open_session(artifact.path, chosen, device)
         return scratch / _MODEL
 
-    def load(self, artifact: Artifact, device: Device) -> Session:
+    def load(self, artifact: Artifact, device: Device) -> sessions.OnnxRuntimeSession:
         """Open a session on an engine, or on a plain ONNX model."""
+        return self._open(artifact, device)
+
+    def profile(self, request: ProfileRequest) -> Profiled:
+        """Time of each node, of a session that writes a trace."""
+        from enginesmith.pipeline.engines import profile_onnxruntime
+
+        artifact, device, scratch = request.artifact, request.device, request.scratch
+        saved = (artifact.folder / _RECORD).is_file()
+        executed = artifact.path if saved else scratch / _MODEL
+        with self._open(artifact, device, save_to=None if saved else executed, trace=scratch / _TRACE) as session:
+            bound = warm_up(session, request.feeds)
+            for _ in range(request.calls):
+                session.enqueue(bound)
+                session.synchronize()
+            trace = session.end_trace()
+        events = profile_onnxruntime.read_trace(trace)
+        return profile_onnxruntime.profiled(events, executed, request.graph, on_cuda=device.kind == "cuda")
+
+    def _open(
+        self, artifact: Artifact, device: Device, save_to: Path | None = None, trace: Path | None = None
+    ) -> sessions.OnnxRuntimeSession:
         self.require(device)
+        found = self.runnable(device)
+        if not found.ok:
+            raise MissingCapability(f"{self.name} cannot run so on {device}: {found.reason}", found.remedy)
         level = self.graph_optimization
         if (artifact.folder / _RECORD).is_file():
             _hold(_Record.model_validate_json((artifact.folder / _RECORD).read_bytes()), device)
             level = "disabled"
-        chosen = sessions.options(device, level, memory_arena=self.memory_arena)
+        chosen = sessions.options(device, level, memory_arena=self.memory_arena, save_to=save_to, trace=trace)
         stream = _stream(device)
         content = _emulated(artifact.path) if self.emulate else None
-        session = sessions.open_session(artifact.path, chosen, device, stream and stream.cuda_stream, content)
+        handle = stream and stream.cuda_stream
+        session = sessions.open_session(artifact.path, chosen, device, handle, content, tf32=self.tf32)
         signature = artifact.signature or onnx_file.signature(artifact.path)
-        return sessions.OnnxRuntimeSession(session, signature, device, stream)
+        return sessions.OnnxRuntimeSession(session, signature, device, stream, lambda: self.load(artifact, device))
 
     def prime(self, artifact: Artifact, device: Device) -> None:
         """Run a model of a few bytes: the libraries are in then; thread pools belong to sessions."""
@@ -157,11 +198,16 @@ def _emulated(path: Path) -> bytes | None:
 
 
 def _stream(device: Device) -> Any:
-    """A CUDA stream that the session and the clock share; torch makes it, since ONNX Runtime shows none."""
+    """A CUDA stream that the session and the clock share; torch makes it, since ONNX Runtime shows none.
+
+    A session whose memory is counted has the default stream.
+    """
     if device.kind == "cpu":
         return None
     import torch
 
+    if cuda_ledger.active(device.index):
+        return torch.cuda.default_stream(str(device))
     return torch.cuda.Stream(str(device))  # type: ignore[no-untyped-call]
 
 

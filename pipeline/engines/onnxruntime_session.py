@@ -3,19 +3,21 @@
 import gc
 import mmap
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from enginesmith.pipeline.allocation import out_of_memory, says_out_of_memory
 from enginesmith.pipeline.engines.base import Device, Session
+from enginesmith.pipeline.engines.onnxruntime_memory import counted_options
 from enginesmith.pipeline.errors import (
     EnginesmithError,
     InvalidGraph,
     MissingCapability,
     ModelError,
-    StepOutOfMemory,
     UsageError,
 )
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
@@ -38,8 +40,13 @@ _WRONG_IN_HALF = "WeightBiasQuantization"
 _GPU_LIBRARIES = "install the CUDA build alone: pip uninstall onnxruntime; pip install 'enginesmith[gpu]'"
 
 
-def options(device: Device, level: Level, *, memory_arena: bool, save_to: Path | None = None) -> Any:
-    """Session options; with ``save_to`` the optimised graph is written there, its weights in a file beside it."""
+def options(
+    device: Device, level: Level, *, memory_arena: bool, save_to: Path | None = None, trace: Path | None = None
+) -> Any:
+    """Session options; with ``save_to`` the optimised graph is written there, its weights in a file beside it.
+
+    With ``trace`` what runs is profiled, into files whose names start so.
+    """
     import onnxruntime as ort
 
     chosen = ort.SessionOptions()
@@ -49,6 +56,8 @@ def options(device: Device, level: Level, *, memory_arena: bool, save_to: Path |
     chosen.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     chosen.graph_optimization_level = getattr(ort.GraphOptimizationLevel, _LEVELS[level])
     chosen.enable_cpu_mem_arena = chosen.enable_mem_pattern = memory_arena
+    if trace:
+        chosen.enable_profiling, chosen.profile_file_prefix = True, str(trace)
     if save_to:
         entry = "session.optimized_model_external_initializers_"
         chosen.optimized_model_filepath = str(save_to)
@@ -58,11 +67,18 @@ def options(device: Device, level: Level, *, memory_arena: bool, save_to: Path |
 
 
 def open_session(
-    path: Path, chosen: Any, device: Device, stream: int | None = None, content: bytes | None = None
+    path: Path,
+    chosen: Any,
+    device: Device,
+    stream: int | None = None,
+    content: bytes | None = None,
+    *,
+    tf32: bool = False,
 ) -> "onnxruntime.InferenceSession":
     """Open a session that runs on the device that was asked for, or none.
 
-    ``content`` is the graph, if it is another one than the file's; its weights lie where the file's do.
+    ``content`` is the graph, if it is another one than the file's; its weights lie where the file's do. ``tf32`` lets
+    CUDA round products of float32 to TF32, which ONNX Runtime does unless it is told otherwise.
 
     Raises:
         MissingCapability: ONNX Runtime would run it on another device.
@@ -75,13 +91,12 @@ def open_session(
     if content is not None:
         chosen.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
     left_out = [_WRONG_IN_HALF] if content is None and _has_half_scales(path) else []
+    providers = _providers(device, stream, tf32)
     try:
-        session = ort.InferenceSession(
-            content or str(path), chosen, providers=_providers(device, stream), disabled_optimizers=left_out
-        )
+        session = ort.InferenceSession(content or str(path), chosen, providers=providers, disabled_optimizers=left_out)
     except _errors() as error:
         raise _load_error(error, path.name) from error
-    wanted = _providers(device, stream)[0][0]
+    wanted = providers[0][0]
     if session.get_providers()[0] != wanted:
         raise MissingCapability(
             f"ONNX Runtime did not start its {wanted} and would run on the CPU without a word", _GPU_LIBRARIES
@@ -105,11 +120,13 @@ def _has_half_scales(path: Path) -> bool:
     return any(kinds.get(node.input[1]) in ("float16", "bfloat16") for node in nodes if len(node.input) > 1)
 
 
-def _providers(device: Device, stream: int | None) -> list[tuple[str, dict[str, str]]]:
+def _providers(device: Device, stream: int | None, tf32: bool) -> list[tuple[str, dict[str, str]]]:
     cpu: tuple[str, dict[str, str]] = ("CPUExecutionProvider", {})
     if device.kind == "cpu":
         return [cpu]
-    chosen = {"device_id": str(device.index)} | ({"user_compute_stream": str(stream)} if stream else {})
+    counted = counted_options(device.index)
+    shared = {"user_compute_stream": str(stream)} if stream and not counted else {}
+    chosen = {"device_id": str(device.index), "use_tf32": str(int(tf32)), **shared, **counted}
     return [("CUDAExecutionProvider", chosen), cpu]
 
 
@@ -123,8 +140,8 @@ def _errors() -> tuple[type[Exception], ...]:
 
 def _load_error(error: Exception, file: str) -> EnginesmithError:
     text = _text(error)
-    if _is_out_of_memory(text):
-        return StepOutOfMemory(f"memory ran out while ONNX Runtime loaded {file}: {text}", "use a larger machine")
+    if says_out_of_memory(text):
+        return out_of_memory(text, f"memory ran out while ONNX Runtime loaded {file}: {text}", "use a larger machine")
     if "float8" in text or "bfloat16" in text or "BFloat16" in text:
         remedy = "fp8 and bf16 are for GPUs: build the graph for TensorRT, or take int8 or fp16 here"
         return InvalidGraph(f"ONNX Runtime has no CPU kernels for what is in {file}: {text}", remedy)
@@ -136,15 +153,11 @@ def _load_error(error: Exception, file: str) -> EnginesmithError:
 
 def _run_error(error: Exception) -> EnginesmithError:
     text = _text(error)
-    if _is_out_of_memory(text):
-        return StepOutOfMemory(f"ONNX Runtime ran out of memory: {text}", "use a smaller batch")
+    if says_out_of_memory(text):
+        return out_of_memory(text, f"ONNX Runtime ran out of memory: {text}")
     return ModelError(
         f"ONNX Runtime failed on this input: {text}", "check that the model takes this shape and these values"
     )
-
-
-def _is_out_of_memory(text: str) -> bool:
-    return any(words in text for words in ("Failed to allocate memory", "bad allocation", "bad_alloc"))
 
 
 def _text(error: Exception) -> str:
@@ -164,8 +177,17 @@ class Bound:
 class OnnxRuntimeSession(Session):
     """An open session; what it reads and writes stays bound between calls."""
 
-    def __init__(self, session: "onnxruntime.InferenceSession", signature: Signature, device: Device, stream: Any):
+    def __init__(
+        self,
+        session: "onnxruntime.InferenceSession",
+        signature: Signature,
+        device: Device,
+        stream: Any,
+        again: "Callable[[], OnnxRuntimeSession]",
+    ):
+        """``again`` opens another session like this one."""
         self.signature = signature
+        self._again = again
         self._session: Any = session
         self._device = device
         self._stream = stream
@@ -176,6 +198,19 @@ class OnnxRuntimeSession(Session):
     def cuda_stream(self) -> int | None:
         """Handle of the stream that the CUDA provider works on; None on the CPU."""
         return self._stream.cuda_stream if self._stream else None
+
+    @property
+    def sibling_note(self) -> str:
+        """On CUDA a stream belongs to a session, so that a sibling loads the weights again."""
+        return "it has the weights on the device once more" if self._stream else ""
+
+    def sibling(self) -> "OnnxRuntimeSession":
+        """On the CPU the same session, which may be run from several threads, with bindings of its own."""
+        if self._session is None:
+            raise UsageError("the session is closed")
+        if self._stream:
+            return self._again()
+        return OnnxRuntimeSession(self._session, self.signature, self._device, None, self._again)
 
     def bind(self, feeds: Feeds) -> "Bound":
         """Inputs as tensors on the device, outputs left to be allocated there."""
@@ -216,6 +251,10 @@ class OnnxRuntimeSession(Session):
         """Copies of the last outputs on the host."""
         names = (spec.name for spec in self.signature.outputs)
         return dict(zip(names, self._last.copy_outputs_to_cpu(), strict=True))
+
+    def end_trace(self) -> Path:
+        """Stop profiling; the file that the events are in."""
+        return Path(self._session.end_profiling())
 
     def close(self) -> None:
         """Free the session, its arena and its threads."""

@@ -5,12 +5,13 @@ before the engine is loaded.
 """
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
 from enginesmith.pipeline.engines import cuda
-from enginesmith.pipeline.engines.base import Availability, BuildRequest, Device, Engine, EngineFacts, Session
+from enginesmith.pipeline.engines.base import Availability, BuildRequest, Device, Engine, EngineFacts
+from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
 from enginesmith.pipeline.engines.trt import audit as audits
 from enginesmith.pipeline.engines.trt import flavours, graph_check, manifest, profiles
 from enginesmith.pipeline.engines.trt.building import Built, Order, build, compute_capabilities
@@ -20,6 +21,9 @@ from enginesmith.pipeline.engines.trt.options import BuildOptions, RunOptions, h
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.store import default_root
 from enginesmith.pipeline.units import format_bytes
+
+if TYPE_CHECKING:
+    from enginesmith.pipeline.engines.trt.session import TensorRTSession
 
 ENGINE_FILE, LOG_FILE = "model.engine", "model.engine.log"
 _PRIMING_BYTES = 1 << 20
@@ -215,7 +219,7 @@ class TensorRT(Engine):
             options=self.options,
             profiles=tuple(dict(profile) for profile in order.profiles),
             signature=request.artifact.signature,
-            figures=built.log.figures,
+            figures=built.figures,
             audit=found,
             notes=notes,
         )
@@ -232,7 +236,16 @@ class TensorRT(Engine):
             layers=found.audit.layers if found.audit else None,
         )
 
-    def load(self, artifact: Artifact, device: Device) -> Session:
+    def profile(self, request: ProfileRequest) -> Profiled:
+        """Time of each layer, as the execution context reports it; without CUDA graphs."""
+        from enginesmith.pipeline.engines.trt import profile
+
+        run = self.run.model_copy(update={"cuda_graphs": False})
+        notes = ("profiled without CUDA graphs",) if self.run.cuda_graphs else ()
+        with self.model_copy(update={"run": run}).load(request.artifact, request.device) as session:
+            return profile.profile(flavours.module(self.flavour), session, request, notes)
+
+    def load(self, artifact: Artifact, device: Device) -> "TensorRTSession":
         """Open a session on an engine, after its digest and whether it fits this machine were checked."""
         from enginesmith.pipeline.engines.trt.opening import open_engine
         from enginesmith.pipeline.engines.trt.session import TensorRTSession

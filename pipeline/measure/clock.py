@@ -1,7 +1,8 @@
 """The clock, in the process of the session that it times. No other file reads one to measure an inference.
 
 A sample is the host's monotonic clock around ``enqueue`` and ``synchronize``; reading it takes about 0.2 µs a call. On
-CUDA the same calls are also timed by events on the session's stream.
+CUDA the same calls are also timed by events on the session's stream. Every few milliseconds, between two calls, the
+kernel is asked how long the session's threads waited for a core: calls around which they did were disturbed by others.
 """
 
 import contextlib
@@ -19,12 +20,17 @@ import numpy as np
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device, Engine, Session
-from enginesmith.pipeline.measure.statistics import Samples
+from enginesmith.pipeline.measure import out_of_memory
+from enginesmith.pipeline.measure.callers import Callers, Crowd
+from enginesmith.pipeline.measure.run_queue import RunQueue
+from enginesmith.pipeline.measure.statistics import Samples, Timed
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.workers import serve
 
 _MOST_CALLS = 10_000
 _WARM_BLOCK_SECONDS = 0.025
+_SLICE_SECONDS = 0.004
+"""Calls between two looks at the run queue take about so long, one at least."""
 _TREND = 0.97
 """Warm-up goes on while the latest blocks are below this share of the ones before them."""
 _TRANSFERS = 5
@@ -50,12 +56,21 @@ class Block:
     """Consecutive calls: seconds of each, shape (calls,); and what the process did since its block before."""
 
     host_seconds: Samples
+    waited: Samples | None
+    """Time that its threads waited for a core, as a share of the time of the few calls around; shape (calls,)."""
+    wall_seconds: float
+    """From the start of the first call to the end of the last."""
     device_seconds: Samples | None
     settle_seconds: float
     idle_seconds: float
     idle_cpu_seconds: float
     preemptions: int
     """Times that the kernel took a core from the process during the block: others wanted it."""
+
+    @property
+    def timed(self) -> Timed:
+        """The calls as statistics take them."""
+        return Timed(self.host_seconds, self.waited)
 
 
 def serve_session(connection: Connection, engine: Engine, artifact: Artifact, device: Device) -> None:
@@ -65,8 +80,15 @@ def serve_session(connection: Connection, engine: Engine, artifact: Artifact, de
         "load": stopwatch.load,
         "make_ready": stopwatch.make_ready,
         "block": stopwatch.block,
+        "call_together": stopwatch.call_together,
+        "part": stopwatch.part,
     }
-    serve(connection, lambda name, *arguments: methods[name](*arguments[:-1]))
+
+    def answer(name: str, *arguments: Any) -> Any:
+        with out_of_memory.explaining(device):
+            return methods[name](*arguments[:-1])  # without the worker's progress, which nobody looks at
+
+    serve(connection, answer)
 
 
 class Stopwatch:
@@ -76,11 +98,16 @@ class Stopwatch:
         self._engine, self._artifact, self._device = engine, artifact, device
         self._session: Session
         self._bound: Any = None
+        self._feeds: Feeds = {}
+        self._callers: Callers | None = None
         self._call_seconds = 0.0
         self._asleep_since = (0, 0)
 
-    def load(self) -> float:
-        """Open the session; seconds that took."""
+    def load(self, memory_limit_bytes: int | None = None) -> float:
+        """Open the session; seconds that took. A limit holds for what it takes besides libraries."""
+        if memory_limit_bytes is not None:
+            self._engine.prime(self._artifact, self._device)
+            out_of_memory.hold(memory_limit_bytes, self._device)
         start = time.perf_counter_ns()
         self._session = self._engine.load(self._artifact, self._device)
         return _seconds_since(start)
@@ -92,7 +119,8 @@ class Stopwatch:
             SignatureError: the feeds do not fit the session.
         """
         self._session.signature.check(feeds)
-        self._bound = self._session.bind(feeds)
+        self.part()
+        self._feeds, self._bound = feeds, self._session.bind(feeds)
         first = self._timed(1)[0]
         self._call_seconds = float(self._timed(1)[0])
         calls, ended = self._warm_up(limit_seconds)
@@ -112,12 +140,40 @@ class Stopwatch:
             self._timed(1)
         device = self._events(calls)
         before = _preemptions()
-        host = self._timed(calls, device)
+        start = _now()
+        host, waited = self._sliced(calls, device)
+        whole = _seconds_since(start)
         preemptions = _preemptions() - before
         self._call_seconds = float(np.median(host))
         settle = self._settle()
         on_device = device.seconds() if device else None
-        return Block(host, on_device, settle, idle / 1e9, idle_cpu / 1e9, preemptions)
+        return Block(host, waited, whole, on_device, settle, idle / 1e9, idle_cpu / 1e9, preemptions)
+
+    def call_together(self, callers: int, seconds: float) -> Crowd:
+        """Have so many callers call at the same time, each a session on the same weights and the feeds made ready."""
+        if self._callers is None:
+            self._callers = Callers(self._session, self._feeds)
+        found = self._callers.run(callers, seconds)
+        self._settle()
+        return found
+
+    def part(self) -> None:
+        """Close the callers' sessions, where there are any."""
+        if self._callers is not None:
+            self._callers.close()
+            self._callers = None
+
+    def _sliced(self, calls: int, events: "_Events | None") -> tuple[Samples, Samples | None]:
+        """Seconds of each call, and the share of waiting around it; shapes (calls,)."""
+        at_once = self._calls(_SLICE_SECONDS)
+        parts, shares = [], []
+        with RunQueue() as queue:
+            for start in range(0, calls, at_once):
+                before, since = queue.waited_ns(), _now()
+                parts.append(self._timed(min(at_once, calls - start), events))
+                shares.append((queue.waited_ns() - before) / (_now() - since))
+        waited = np.repeat(shares, [part.size for part in parts]) if queue.known else None
+        return np.concatenate(parts), waited
 
     def _calls(self, budget_seconds: float) -> int:
         return max(1, min(_MOST_CALLS, round(budget_seconds / max(self._call_seconds, 1e-9))))

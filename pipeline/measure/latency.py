@@ -3,24 +3,48 @@
 The clock is in ``clock.py``, the interleaving in ``race.py``, the formulas in ``statistics.py``.
 """
 
-import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline.measure.race import Candidate, Contender, LatencySettings, Progress, race
-from enginesmith.pipeline.measure.statistics import LEAST_ROUNDS, Interval, median_interval, paired_ratio, percentile
+from enginesmith.pipeline.measure.out_of_memory import OutOfMemory
+from enginesmith.pipeline.measure.race import Candidate, Contender, LatencySettings, Progress, race, race_callers
+from enginesmith.pipeline.measure.statistics import (
+    LEAST_ROUNDS,
+    UNDISTURBED,
+    Interval,
+    comparable,
+    median_interval,
+    paired_ratio,
+    percentile,
+)
 from enginesmith.pipeline.tensors import Feeds
 
 __all__ = ["Candidate", "LatencyResult", "LatencyRow", "LatencySettings", "measure_latency"]
 
-_PERCENTILES = {"p50_ms": 50.0, "p90_ms": 90.0, "p95_ms": 95.0, "p99_ms": 99.0}
+_PERCENTILES = {"p50_ms": 50.0, "p90_ms": 90.0, "p95_ms": 95.0, "p99_ms": 99.0, "p99_9_ms": 99.9}
 _ON_CPU = "on the CPU nothing is transferred, and the host's clock is the only one"
+_KNEE = 0.95
+"""Share of the best throughput from which more callers are not worth their latency."""
+
+
+class Throughput(BaseModel):
+    """One candidate under a number of callers, each of which calls again as soon as it has its answer."""
+
+    model_config = ConfigDict(frozen=True)
+
+    callers: int
+    samples_per_s: Interval
+    """Samples that were answered in a second, by the clock."""
+    p50_ms: float
+    """Of a call, as its caller saw it."""
+    p99_ms: float | None
+    n: int
 
 
 class LatencyRow(BaseModel):
@@ -35,9 +59,14 @@ class LatencyRow(BaseModel):
     p90_ms: float | None = None
     p95_ms: float | None = None
     p99_ms: float | None = None
+    p99_9_ms: float | None = None
     mean_ms: float | None = None
     throughput_per_s: float | None = None
-    """Samples a second through one stream: batch / mean latency, not measured on its own."""
+    """Samples answered in a second of the clock: the best of ``concurrency`` where it was asked for, else of one caller
+    in the blocks that latency comes from."""
+    concurrency: tuple[Throughput, ...] = ()
+    knee: int | None = None
+    """The fewest callers that have 95 % of the best throughput."""
     median_ms: Interval | None = None
     """The median over rounds of the blocks' medians, which the stopping rule looks at."""
     speedup: Interval | None = None
@@ -58,8 +87,14 @@ class LatencyRow(BaseModel):
     """Cores that its process kept busy while others were measured; near 0 if it left them undisturbed."""
     preemptions_per_s: float | None = None
     """How often the kernel took a core from it while it was timed: near 0 on a machine that is not shared."""
+    disturbed_share: float | None = None
+    """Of the calls, those around which its threads waited for a core; medians and the speed-up leave them out."""
+    speedup_rounds: int | None = None
+    """Rounds behind the speed-up: those with undisturbed calls on both sides."""
     stopped_because: str | None = None
     failure: str | None = None
+    oom: OutOfMemory | None = None
+    """Set where it failed because memory ran out."""
     reasons: dict[str, str] = {}
 
 
@@ -67,7 +102,8 @@ class LatencyRow(BaseModel):
 class LatencyResult:
     """Rows by candidate, in the order of the batch sizes, and every sample behind them.
 
-    ``samples`` is made for ``numpy.savez_compressed``: ``<id>/<batch>/seconds`` has shape (n,), in order of time, and
+    ``samples`` is made for ``numpy.savez_compressed``: ``<id>/<batch>/seconds`` has shape (n,), in order of time;
+    ``<id>/<batch>/waited``, if the kernel tells, too: the waiting around each call as a share of the time; and
     ``<id>/<batch>/calls`` has shape (rounds,), how many of them belong to each round.
     """
 
@@ -86,50 +122,112 @@ def measure_latency(
 
     A candidate that fails gets a row that says why, and the others go on.
     """
-    rows: dict[str, tuple[LatencyRow, ...]] = {candidate.id: () for candidate in candidates}
-    samples: dict[str, NDArray[Any]] = {}
-    contenders = [Contender(candidate, log_folder / f"latency-{candidate.id}.log") for candidate in candidates]
-    with contextlib.ExitStack() as stack:
-        for contender in contenders:
-            stack.callback(contender.close)
+    with Course(candidates, settings, log_folder, progress) as course:
         for batch, arrays in sorted(feeds.items()):
-            for contender in contenders:
-                progress(f"batch {batch}: warming up {contender.candidate.id}")
-                contender.start(arrays, settings)
-            stopped = race(contenders, settings, progress)
-            for contender in contenders:
-                rows[contender.candidate.id] += (_row(contender, contenders[0], batch, stopped, settings.seed),)
-                samples |= _samples(contender, batch)
-    return LatencyResult(rows, samples)
+            course.measure(batch, arrays)
+        return course.result()
 
 
-def _row(contender: Contender, baseline: Contender, batch: int, stopped: str, seed: int) -> LatencyRow:
+class Course:
+    """Candidates with their sessions, and what was measured of them so far, batch by batch."""
+
+    def __init__(
+        self, candidates: Sequence[Candidate], settings: LatencySettings, log_folder: Path, progress: Progress
+    ) -> None:
+        self._settings, self._progress = settings, progress
+        self._rows: dict[str, dict[int, LatencyRow]] = {candidate.id: {} for candidate in candidates}
+        self._samples: dict[str, NDArray[Any]] = {}
+        self._contenders = [Contender(one, log_folder / f"latency-{one.id}.log") for one in candidates]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for contender in self._contenders:
+            contender.close()
+
+    def rows(self, name: str) -> tuple[LatencyRow, ...]:
+        """What is known of a candidate, in the order of the batch sizes."""
+        return tuple(row for _, row in sorted(self._rows[name].items()))
+
+    def measure(self, batch: int, feeds: Feeds, only: Collection[str] = (), *, fresh: bool = False) -> None:
+        """Measure all candidates at a batch size, or ``only`` some, with the baseline where that has memory for it.
+
+        ``fresh`` opens their sessions anew, with nothing left of other batch sizes.
+        """
+        baseline = self._contenders[0]
+        running = [one for one in self._contenders if not only or one.candidate.id in only]
+        known = self.rows(baseline.candidate.id)
+        if baseline not in running and not any(row.oom and row.batch <= batch for row in known):
+            running.insert(0, baseline)
+        for contender in running:
+            if fresh:
+                contender.close()
+            self._progress(f"batch {batch}: warming up {contender.candidate.id}")
+            contender.start(feeds, self._settings)
+        stopped = race(running, self._settings, self._progress)
+        if self._settings.concurrency:
+            race_callers(running, self._settings, self._progress)
+        for contender in running:
+            against = baseline if baseline in running else None
+            self._rows[contender.candidate.id][batch] = _row(contender, against, batch, stopped, self._settings.seed)
+            self._samples |= _samples(contender, batch)
+
+    def result(self) -> LatencyResult:
+        """All of it."""
+        return LatencyResult({name: self.rows(name) for name in self._rows}, self._samples)
+
+
+def _row(contender: Contender, baseline: Contender | None, batch: int, stopped: str, seed: int) -> LatencyRow:
     if contender.failure:
         loaded = _milliseconds(contender.load_seconds)
-        return _explained(LatencyRow(batch=batch, load_ms=loaded, failure=contender.failure), contender.failure, {})
-    seconds = np.concatenate(contender.host_blocks)
+        failed = LatencyRow(batch=batch, load_ms=loaded, failure=contender.failure, oom=contender.oom)
+        return _explained(failed, contender.failure, {})
+    seconds = np.concatenate([block.host_seconds for block in contender.blocks])
     found = {name: percentile(seconds, rank) for name, rank in _PERCENTILES.items()}
     reasons = {name: reason for name, (_, reason) in found.items() if reason}
     enough = len(contender.blocks) >= LEAST_ROUNDS
     if not enough:
         few = f"an interval takes {LEAST_ROUNDS} rounds, and there are {len(contender.blocks)}; give it more time"
-        reasons |= {"median_ms": few, "speedup": few}
+        reasons |= {"median_ms": few, "speedup": few, "speedup_rounds": few}
     row = LatencyRow(
         batch=batch,
         n=seconds.size,
         rounds=len(contender.blocks),
         mean_ms=float(seconds.mean()) * 1e3,
-        throughput_per_s=batch / float(seconds.mean()),
-        median_ms=median_interval([block * 1e3 for block in contender.host_blocks], seed) if enough else None,
+        median_ms=median_interval(contender.timed, seed).scaled(1e3) if enough else None,
         stopped_because=stopped,
         **{name: _milliseconds(value) for name, (value, _) in found.items()},
         **_preparation(contender),
         **_conduct(contender),
+        **_throughput(contender, batch, seed),
         **(_against(baseline, contender, seed) if enough else {}),
     )
-    if baseline.failure:
-        reasons["speedup"] = f"the baseline {baseline.candidate.id} failed"
+    if baseline is None or baseline.failure:
+        why = f"the baseline {baseline.candidate.id} failed" if baseline else "the baseline had no memory for it"
+        reasons |= dict.fromkeys(("speedup", "speedup_rounds"), why)
+    reasons["knee"] = "not asked for: --concurrency 1,2,4"
+    reasons["disturbed_share"] = "the kernel keeps no account of waiting (/proc/self/schedstat)"
     return _explained(row, _ON_CPU, reasons)
+
+
+def _throughput(contender: Contender, batch: int, seed: int) -> dict[str, Any]:
+    """Answered samples a second by the clock: of each number of callers, and the best."""
+    levels = []
+    for callers, crowds in sorted(contender.crowds.items()):
+        seconds = np.concatenate([crowd.host_seconds for crowd in crowds])
+        tail = percentile(seconds, 99.0)[0]
+        rate = contender.rate(callers, seed).scaled(batch)
+        p50 = float(np.median(seconds)) * 1e3
+        levels.append(
+            Throughput(callers=callers, samples_per_s=rate, p50_ms=p50, p99_ms=_milliseconds(tail), n=seconds.size)
+        )
+    if not levels:
+        calls = sum(block.host_seconds.size for block in contender.blocks)
+        return {"throughput_per_s": batch * calls / sum(block.wall_seconds for block in contender.blocks)}
+    best = max(level.samples_per_s.median for level in levels)
+    knee = next(level.callers for level in levels if level.samples_per_s.median >= _KNEE * best)
+    return {"throughput_per_s": best, "concurrency": tuple(levels), "knee": knee}
 
 
 def _preparation(contender: Contender) -> dict[str, Any]:
@@ -157,28 +255,39 @@ def _conduct(contender: Contender) -> dict[str, Any]:
         "settle_ms": float(np.median([block.settle_seconds for block in blocks])) * 1e3,
         "idle_cpu_share": sum(block.idle_cpu_seconds for block in blocks) / idle,
         "preemptions_per_s": sum(block.preemptions for block in blocks) / timed,
+        "disturbed_share": _disturbed(contender),
         "device_p50_ms": float(np.median(np.concatenate(events))) * 1e3 if events else None,
     }
 
 
-def _against(baseline: Contender, contender: Contender, seed: int) -> dict[str, Any]:
-    if baseline.failure:
+def _disturbed(contender: Contender) -> float | None:
+    parts = [block.waited for block in contender.blocks]
+    known = [part for part in parts if part is not None]
+    return float(np.mean(np.concatenate(known) > UNDISTURBED)) if len(known) == len(parts) else None
+
+
+def _against(baseline: Contender | None, contender: Contender, seed: int) -> dict[str, Any]:
+    if baseline is None or baseline.failure:
         return {}
-    return {"speedup": paired_ratio(baseline.host_blocks, contender.host_blocks, seed)}
+    rounds = len(comparable(baseline.timed, contender.timed)[0])
+    return {"speedup": paired_ratio(baseline.timed, contender.timed, seed), "speedup_rounds": rounds}
 
 
 def _explained(row: LatencyRow, otherwise: str, reasons: dict[str, str]) -> LatencyRow:
     """The row with a reason beside everything that is None."""
-    empty = [name for name, value in row if value is None and name != "failure"]
+    empty = [name for name, value in row if value is None and name not in ("failure", "oom")]
     return row.model_copy(update={"reasons": {name: reasons.get(name, otherwise) for name in empty}})
 
 
 def _samples(contender: Contender, batch: int) -> dict[str, NDArray[Any]]:
     if not contender.blocks:
         return {}
-    name = f"{contender.candidate.id}/{batch}"
-    blocks = contender.host_blocks
-    return {f"{name}/seconds": np.concatenate(blocks), f"{name}/calls": np.array([block.size for block in blocks])}
+    name, blocks = f"{contender.candidate.id}/{batch}", contender.blocks
+    waited = [block.waited for block in blocks if block.waited is not None]
+    return {
+        f"{name}/seconds": np.concatenate([block.host_seconds for block in blocks]),
+        f"{name}/calls": np.array([block.host_seconds.size for block in blocks]),
+    } | ({f"{name}/waited": np.concatenate(waited)} if len(waited) == len(blocks) else {})
 
 
 def _milliseconds(seconds: float | None) -> float | None:

@@ -18,11 +18,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability
+from enginesmith.pipeline.measure import cuda_lenses
 from enginesmith.pipeline.measure.cuda_memory import CudaPhases, measure_on_cuda
+from enginesmith.pipeline.measure.out_of_memory import OutOfMemory, explaining, hold, run_held
 from enginesmith.pipeline.measure.race import Candidate
-from enginesmith.pipeline.measure.resident import Phase, Resident, phase, return_freed_memory, trimmed
+from enginesmith.pipeline.measure.resident import Phase, Resident, close_holes, phase, trimmed
 from enginesmith.pipeline.tensors import Feeds
-from enginesmith.pipeline.workers import run
 
 Progress = Callable[[str], None]
 
@@ -58,6 +59,8 @@ class MemoryRow(BaseModel):
     """The most that the whole process had resident, libraries and all."""
     lenses: dict[str, Lens] = {}
     failure: str | None = None
+    oom: OutOfMemory | None = None
+    """Where it did not fit: what was asked for, what was free, and that it was given back."""
     reasons: dict[str, str] = {}
 
 
@@ -68,58 +71,77 @@ def measure_memory(
     log_folder: Path,
     progress: Progress,
     time_limit_seconds: float = 900.0,
+    memory_limit_bytes: int | None = None,
 ) -> MemoryRow:
-    """Measure a candidate in a fresh process; one that fails gets a row that says why."""
+    """Measure a candidate in a fresh process; one that fails gets a row that says why.
+
+    ``memory_limit_bytes`` is what loading and running may add to the loaded libraries.
+    """
     device = str(candidate.device)
     progress(f"memory of {candidate.id} at batch {batch}")
     log = log_folder / f"memory-{candidate.id}.log"
     try:
-        phases: _Phases | CudaPhases = run(_measure, candidate, feeds, log=log, timeout_seconds=time_limit_seconds)
+        found: _Phases | CudaPhases | OutOfMemory = run_held(
+            _measure,
+            candidate,
+            feeds,
+            memory_limit_bytes,
+            device=candidate.device,
+            log=log,
+            limit_bytes=memory_limit_bytes,
+            timeout_seconds=time_limit_seconds,
+        )
     except MissingCapability as error:
         return _unknown(MemoryRow(device=device, batch=batch), str(error))
     except EnginesmithError as error:
         return _unknown(MemoryRow(device=device, batch=batch, failure=str(error)), str(error))
-    return _cuda_row(phases, device, batch) if isinstance(phases, CudaPhases) else phases.row(device, batch)
+    if isinstance(found, OutOfMemory):
+        return _unknown(MemoryRow(device=device, batch=batch, failure=found.message, oom=found), found.message)
+    return _cuda_row(found, device, batch) if isinstance(found, CudaPhases) else found.row(device, batch)
 
 
 def _cuda_row(found: CudaPhases, device: str, batch: int) -> MemoryRow:
     """The allocator's figures where it counts the engine, else the device's."""
-    lenses = {
-        "device": Lens(
-            bytes=found.device_used, source="cudaMemGetInfo", note="used at the end, over that before loading"
-        )
-    }
-    if found.reported is not None:
-        note = "weights, and activations at the largest shape it was built for"
-        lenses["engine"] = Lens(bytes=found.reported, source="the builder's figures", note=note)
-    common: dict[str, Any] = {"device": device, "batch": batch, "host_peak_bytes": found.host_peak}
-    if not found.allocated:
-        why = "the engine allocates by itself, and only the device's own figure is known"
-        unknown = dict.fromkeys(("weights_bytes", "activation_bytes"), why)
-        return MemoryRow(**common, peak_bytes=found.device_used, lenses=lenses, reasons=unknown)
-    peak = max(found.load_peak, found.run_peak)
-    lenses["allocator"] = Lens(bytes=peak, source="torch's caching allocator", note="the peak; inputs are not in it")
-    activations = max(0, found.run_peak - found.weights)
+    lenses = {name: Lens(**figure._asdict()) for name, figure in cuda_lenses.figures(found).items()}
+    reasons = cuda_lenses.reasons(found)
+    common: dict[str, Any] = {"device": device, "batch": batch, "host_peak_bytes": found.host_peak, "lenses": lenses}
+    parts = cuda_lenses.split(found)
+    if parts is None:
+        unknown = dict.fromkeys(("weights_bytes", "activation_bytes"), reasons["allocator"])
+        return MemoryRow(**common, peak_bytes=lenses["device_peak"].bytes, reasons=reasons | unknown)
     return MemoryRow(
-        **common, peak_bytes=peak, weights_bytes=found.weights, activation_bytes=activations, lenses=lenses
+        **common,
+        peak_bytes=parts.peak,
+        weights_bytes=parts.weights,
+        activation_bytes=parts.activations,
+        reasons=reasons,
     )
 
 
 def _unknown(row: MemoryRow, reason: str) -> MemoryRow:
-    names = [name for name, value in row if value is None and name != "failure"]
+    names = [name for name, value in row if value is None and name not in ("failure", "oom")]
     return row.model_copy(update={"reasons": dict.fromkeys(names, reason)})
 
 
-def _measure(candidate: Candidate, feeds: Feeds, progress: Progress) -> "_Phases | CudaPhases":
+def _measure(
+    candidate: Candidate, feeds: Feeds, memory_limit_bytes: int | None, progress: Progress
+) -> "_Phases | CudaPhases":
     """In the fresh process: prime, load, run."""
     engine, artifact, device = candidate.engine, candidate.artifact, candidate.device
     if device.kind == "cuda":
-        return measure_on_cuda(engine, artifact, device, feeds)
-    return_freed_memory()
+        with explaining(device):
+            return measure_on_cuda(engine, artifact, device, feeds, lambda: hold(memory_limit_bytes, device))
     engine.prime(artifact, device)
+    hold(memory_limit_bytes, device)
+    with explaining(device):
+        return _measure_resident(candidate, feeds)
+
+
+def _measure_resident(candidate: Candidate, feeds: Feeds) -> "_Phases":
+    close_holes()
     base = trimmed()
     with phase() as load:
-        session = engine.load(artifact, device)
+        session = candidate.engine.load(candidate.artifact, candidate.device)
     with session:
         session.signature.check(feeds)
         bound = session.bind(feeds)

@@ -6,7 +6,7 @@ gives each of them a short block in shuffled order, so that the ratio of two blo
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,9 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device, Engine
-from enginesmith.pipeline.errors import EnginesmithError
+from enginesmith.pipeline.errors import EnginesmithError, StepCrashed, StepOutOfMemory
+from enginesmith.pipeline.measure import out_of_memory
+from enginesmith.pipeline.measure.callers import Crowd
 from enginesmith.pipeline.measure.clock import Block, Ready, serve_session
-from enginesmith.pipeline.measure.statistics import LEAST_ROUNDS, Samples, median_interval
+from enginesmith.pipeline.measure.out_of_memory import OutOfMemory
+from enginesmith.pipeline.measure.statistics import LEAST_ROUNDS, Interval, Timed, median_interval, rate_interval
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.workers import Worker
 
@@ -28,6 +31,8 @@ _SLOW_BLOCK = 50
 _LEAST_LIMIT_SECONDS = 60.0
 _PATIENCE = 4
 """The time limit is exceeded by up to so many times itself where fewer rounds were done than an interval takes."""
+_CALLS_EACH = 3
+"""Calls that each of several callers makes at least in a round, about."""
 _CHECK_GROWTH = 1.15
 """Rounds between two looks at the stopping rule grow by this factor, as the interval shrinks ever more slowly."""
 
@@ -55,10 +60,14 @@ class LatencySettings(BaseModel):
     warmup_limit_seconds: float = 3.0
     start_limit_seconds: float = 900.0
     """For loading, and for the first call and warm-up; past it a session counts as hanging."""
+    concurrency: tuple[int, ...] = ()
+    """Numbers of callers that throughput is measured with, after latency."""
+    memory_limit_bytes: int | None = None
+    """What a session may take besides libraries: address space on the CPU, device memory on CUDA."""
     seed: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Contender:
     """A candidate, its process, and what was measured of it at the current batch size."""
 
@@ -68,17 +77,26 @@ class Contender:
     load_seconds: float | None = None
     ready: Ready | None = None
     blocks: list[Block] = field(default_factory=list)
+    crowds: dict[int, list[Crowd]] = field(default_factory=dict)
+    """By the number of callers, one for each round."""
     failure: str = ""
+    oom: OutOfMemory | None = None
+    _feeds: Feeds = field(default_factory=dict)
+    _limit_bytes: int | None = None
+    _used_before: int | None = None
 
     def start(self, feeds: Feeds, settings: LatencySettings) -> None:
         """Open the session where it is not open yet, and make it ready for these feeds."""
-        self.blocks, self.ready, self.failure = [], None, ""
+        self.blocks, self.crowds, self.ready, self.failure, self.oom = [], {}, None, "", None
         limit = settings.start_limit_seconds
         with self._failing_alone():
+            self._feeds = feeds
             if self.worker is None:
                 what = (self.candidate.engine, self.candidate.artifact, self.candidate.device)
+                self._limit_bytes = settings.memory_limit_bytes
+                self._used_before = out_of_memory.used_bytes(self.candidate.device)[0]
                 self.worker = Worker(serve_session, *what, log=self.log)
-                self.load_seconds = self.worker.request("load", timeout_seconds=limit)
+                self.load_seconds = self.worker.request("load", self._limit_bytes, timeout_seconds=limit)
             request = ("make_ready", feeds, settings.warmup_limit_seconds)
             self.ready = self.worker.request(*request, timeout_seconds=limit)
 
@@ -91,10 +109,29 @@ class Contender:
         with self._failing_alone():
             self.blocks.append(self.worker.request("block", budget_seconds, timeout_seconds=limit))
 
+    def run_callers(self, callers: int, seconds: float) -> None:
+        """Have so many callers call it at the same time."""
+        if self.worker is None:
+            return
+        limit = max(_LEAST_LIMIT_SECONDS, _SLOW_BLOCK * seconds)
+        with self._failing_alone():
+            found = self.worker.request("call_together", callers, seconds, timeout_seconds=limit)
+            self.crowds.setdefault(callers, []).append(found)
+
+    def part(self) -> None:
+        """End the callers, whose sessions would be idle from here on."""
+        if self.worker is not None:
+            with self._failing_alone():
+                self.worker.request("part", timeout_seconds=_LEAST_LIMIT_SECONDS)
+
     @property
-    def host_blocks(self) -> list[Samples]:
-        """Seconds of each call by the host's clock, an array for each round."""
-        return [block.host_seconds for block in self.blocks]
+    def timed(self) -> list[Timed]:
+        """The calls by the host's clock, one entry for each round."""
+        return [block.timed for block in self.blocks]
+
+    def rate(self, callers: int, seed: int) -> Interval:
+        """Calls a second with so many callers."""
+        return rate_interval([crowd.calls_per_second for crowd in self.crowds[callers]], seed)
 
     def close(self) -> None:
         """End its process."""
@@ -110,30 +147,79 @@ class Contender:
         except EnginesmithError as error:
             self.failure = str(error)
             self.close()
+            if isinstance(error, StepOutOfMemory):
+                self.oom = out_of_memory.outcome(error, self._used_before, self.candidate.device, self._limit_bytes)
+            elif isinstance(error, StepCrashed) and self._limit_bytes is not None:
+                self.oom = self._crashed_for_memory()
+
+    def _crashed_for_memory(self) -> OutOfMemory | None:
+        """Some libraries end the process when an allocation fails: whether that is what they do here."""
+        with contextlib.suppress(EnginesmithError):
+            return out_of_memory.try_batch(self.candidate, self._feeds, self.log.parent, self._limit_bytes)
+        return None
 
 
 def race(contenders: Sequence[Contender], settings: LatencySettings, progress: Progress) -> str:
-    """Rounds of blocks until the stopping rule or the time limit is met; says which."""
+    """Rounds of blocks until every median is known well enough, or the time limit is met; says which."""
+
+    def turn(contender: Contender) -> None:
+        contender.run_block(settings.block_ms / 1e3)
+
+    def widest(alive: Sequence[Contender]) -> float:
+        widths = (median_interval(one.timed, settings.seed).relative_half_width for one in alive)
+        return max(widths, default=0.0)
+
+    return _rounds({contender: [turn] for contender in contenders}, widest, settings, "median", progress)
+
+
+def race_callers(contenders: Sequence[Contender], settings: LatencySettings, progress: Progress) -> str:
+    """The same for throughput: in each round every contender is called by each number of callers."""
+
+    def turn(callers: int) -> Turn:
+        def run(contender: Contender) -> None:
+            slowest = max(float(block.host_seconds.max()) for block in contender.blocks)
+            contender.run_callers(callers, max(settings.block_ms / 1e3, _CALLS_EACH * slowest))
+
+        return run
+
+    def widest(alive: Sequence[Contender]) -> float:
+        widths = (one.rate(level, settings.seed).relative_half_width for one in alive for level in settings.concurrency)
+        return max(widths, default=0.0)
+
+    turns = [turn(callers) for callers in settings.concurrency]
+    stopped = _rounds(dict.fromkeys(contenders, turns), widest, settings, "throughput", progress)
+    for contender in contenders:
+        contender.part()
+    return stopped
+
+
+Turn = Callable[[Contender], None]
+
+
+def _rounds(
+    turns: Mapping[Contender, Sequence[Turn]],
+    widest: Callable[[Sequence[Contender]], float],
+    settings: LatencySettings,
+    what: str,
+    progress: Progress,
+) -> str:
+    """Take each contender's turns in rounds, shuffled together, until ``widest`` is narrow or time is over."""
     rng = np.random.default_rng(settings.seed)
     deadline = time.monotonic() + settings.time_limit_seconds
     rounds, next_look = 0, settings.min_rounds
-    while running := [contender for contender in contenders if not contender.failure]:
-        for position in rng.permutation(len(running)):
-            running[position].run_block(settings.block_ms / 1e3)
+    while running := [contender for contender in turns if not contender.failure]:
+        order = [(contender, turn) for contender in running for turn in turns[contender]]
+        for position in rng.permutation(len(order)):
+            contender, turn = order[position]
+            turn(contender)
         rounds += 1
         if rounds >= next_look:
-            widest = _widest(contenders, settings.seed)
-            progress(f"round {rounds}: every median within ±{widest:.1%}")
-            if widest <= settings.precision:
-                return f"every median's 95 % interval is within ±{settings.precision:.0%}"
+            width = widest([contender for contender in running if not contender.failure])
+            progress(f"round {rounds}: every {what} within ±{width:.1%}")
+            if width <= settings.precision:
+                return f"every {what}'s 95 % interval is within ±{settings.precision:.0%}"
             next_look = int(np.ceil(rounds * _CHECK_GROWTH))
         over = time.monotonic() - deadline
         if (over > 0 and rounds >= LEAST_ROUNDS) or over > _PATIENCE * settings.time_limit_seconds:
             return f"the time limit of {settings.time_limit_seconds:g} s"
     return "every candidate failed"
-
-
-def _widest(contenders: Sequence[Contender], seed: int) -> float:
-    """The widest interval among the medians, as a share of its median."""
-    alive = (contender.host_blocks for contender in contenders if not contender.failure)
-    return max((median_interval(blocks, seed).relative_half_width for blocks in alive), default=0.0)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from enginesmith.pipeline.report import tables
+from enginesmith.pipeline.report import measurements, tables
 from enginesmith.pipeline.run import Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes, format_seconds
 
@@ -22,6 +22,7 @@ def render(run: Run) -> str:
         *_verdicts(run),
         *_failures(run),
         *_engines(run),
+        *_measured(run),
         *_precision(run),
         "## Fidelity",
         f"Outputs against {run.baseline.id} on {_plain(run.model.data or 'unknown')} data.",
@@ -116,6 +117,20 @@ def _precision(run: Run) -> list[str]:
         if record.search:
             parts.append(_folded(f"{tables.marked(record)}: trials", _table(tables.SEARCH, tables.search(record))))
     return ["## Precision", *parts] if parts else []
+
+
+def _measured(run: Run) -> list[str]:
+    """Throughput, memory by part, limits and time by module, as far as they were measured."""
+    columns, profile = measurements.profile(run)
+    parts = {
+        "Throughput": (measurements.THROUGHPUT, measurements.throughput(run)),
+        "Memory": (measurements.MEMORY, measurements.memory(run)),
+        "Limits of the machine": (measurements.LIMITS, measurements.limits(run)),
+        "Time by module": (columns, profile),
+    }
+    found = [text for title, (heads, rows) in parts.items() if rows for text in (f"## {title}", _table(heads, rows))]
+    notes = [f"- {_plain(note)}" for note in (*measurements.out_of_memory(run), *measurements.disturbed(run))]
+    return [*found, *(["\n".join(notes)] if notes else [])]
 
 
 def _folded(summary: str, content: str) -> str:

@@ -36,7 +36,7 @@ def _record_rows(
         return [(name, "–", "–", "–", "–", *fixed)]
     return [
         (name if index == 0 else "", str(row.batch), compared(record, row.batch), ms(row.p50_ms), ms(row.p99_ms))
-        + (fixed if index == 0 else ("", "", "", "failed" if row.failure else ""))
+        + (fixed if index == 0 else ("", "", "", "oom" if row.oom else "failed" if row.failure else ""))
         for index, row in enumerate(record.latency)
     ]
 

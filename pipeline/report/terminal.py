@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from enginesmith.pipeline.assemble import as_json as run_as_json
-from enginesmith.pipeline.report import tables
+from enginesmith.pipeline.report import measurements, tables
 from enginesmith.pipeline.run import Run
 
 _WIDE = 200
@@ -36,7 +36,8 @@ def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
         for name, text in tables.remarks(run):
             click.echo(f"{name}: {text}")
         _assignments(run)
-        for caution in tables.cautions(run):
+        _measurements(run)
+        for caution in (*tables.cautions(run), *measurements.out_of_memory(run), *measurements.disturbed(run)):
             click.echo(f"note: {caution}")
         if folder is not None:
             click.echo(f"report: {folder / 'report.md'}")
@@ -54,6 +55,17 @@ def _assignments(run: Run) -> None:
             _table(tables.ASSIGNMENT, rows[:_MOST_ROWS])
             if len(rows) > _MOST_ROWS:
                 click.echo(f"and {len(rows) - _MOST_ROWS} more, in report.md")
+
+
+def _measurements(run: Run) -> None:
+    columns, rows = measurements.profile(run)
+    for heads, lines in (
+        (measurements.THROUGHPUT, measurements.throughput(run)),
+        (measurements.LIMITS, measurements.limits(run)),
+        (columns, rows),
+    ):
+        if lines:
+            _table(heads, lines)
 
 
 def show_stage(result: Any, as_json: bool) -> None:

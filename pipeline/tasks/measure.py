@@ -16,15 +16,18 @@ from enginesmith.pipeline import samples
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.measure import device as devices
-from enginesmith.pipeline.measure.latency import measure_latency
+from enginesmith.pipeline.measure.batches import FeedsAt, Sweep
+from enginesmith.pipeline.measure.latency import Course
 from enginesmith.pipeline.measure.memory import measure_memory
 from enginesmith.pipeline.measure.race import Candidate, LatencySettings
+from enginesmith.pipeline.measure.used_memory import available_bytes
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tensors import Array
 from enginesmith.pipeline.units import format_bytes
 
 SAMPLES = "samples.npz"
+_SHARE_OF_FREE = 0.8
 ENVIRONMENT = "environment.json"
 """The machine as it was when latency was measured, which may have been in an earlier run."""
 VERIFIED = "verified"
@@ -42,6 +45,8 @@ class Latency(Task):
     """By variant, whose artifact comes in under the same name; one without an artifact is left out."""
     device: Device
     settings: LatencySettings
+    most: int | None = None
+    """The largest batch size of a sweep; None is no sweep."""
     again: str = ""
     """Something new each time, for a measurement that must not be taken from the store."""
 
@@ -64,11 +69,17 @@ class Latency(Task):
             for index, (name, engine) in enumerate(self.engines.items())
             if name in inputs and (index == 0 or f"{name} {VERIFIED}" in inputs)
         ]
-        feeds = measured_feeds(inputs["reference"])
+        feeds, settings = measured_feeds(inputs["reference"]), self._settings()
         machine = devices.environment()  # before the measurement itself makes the machine busy
+        with logs_in_own_log() as logs, Course(candidates, settings, logs, progress) as course:
+            for batch, arrays in sorted(feeds.items()):
+                course.measure(batch, arrays)
+            larger = _larger(inputs["reference"], inputs[candidates[0].id])
+            if larger is not None:
+                Sweep(course, candidates, larger, settings, logs, progress).run(max(feeds), self.most)
+            result = course.result()
+            machine = _with_warnings(machine, devices.spoiled(machine, devices.environment()))
         (out / ENVIRONMENT).write_text(machine.model_dump_json(indent=1))
-        with logs_in_own_log() as logs:
-            result = measure_latency(candidates, feeds, self.settings, logs, progress)
         measured_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         rows = [
             {"variant": name, "measured_at": measured_at, "row": row.model_dump(mode="json")}
@@ -78,8 +89,16 @@ class Latency(Task):
         write_records(out, rows)
         np.savez_compressed(out / SAMPLES, **result.samples)  # type: ignore[arg-type]
         failed = [f"{name} failed" for name, rows in result.rows.items() if any(row.failure for row in rows)]
-        summary = f"{len(candidates)} variants at batch {', '.join(map(str, feeds))}"
+        measured = sorted({row.batch for rows in result.rows.values() for row in rows})
+        summary = f"{len(candidates)} variants at batch {', '.join(map(str, measured))}"
         return Effect(file=RECORDS, summary="; ".join([summary, *failed]), provisional=bool(failed))
+
+    def _settings(self) -> LatencySettings:
+        """A sweep on the CPU has a limit in any case: without one the kernel would end other processes, too."""
+        limit, free = self.settings.memory_limit_bytes, available_bytes()
+        if self.most is None or limit is not None or self.device.kind != "cpu" or free is None:
+            return self.settings
+        return self.settings.model_copy(update={"memory_limit_bytes": int(_SHARE_OF_FREE * free)})
 
 
 class Memory(Task):
@@ -91,6 +110,8 @@ class Memory(Task):
 
     engine: SerializeAsAny[Engine]
     device: Device
+    limit_bytes: int | None = None
+    """What the session may take besides libraries."""
     again: str = ""
     """As in :class:`Latency`."""
 
@@ -106,7 +127,7 @@ class Memory(Task):
         batch, feeds = max(measured_feeds(inputs["reference"]).items(), key=lambda item: item[0])
         candidate = Candidate(self.engine.name, self.engine, inputs["model"], self.device)
         with logs_in_own_log() as logs:
-            row = measure_memory(candidate, batch, feeds, logs, progress)
+            row = measure_memory(candidate, batch, feeds, logs, progress, memory_limit_bytes=self.limit_bytes)
         write_records(out, [row])
         peak = format_bytes(row.peak_bytes) if row.peak_bytes is not None else row.reasons["peak_bytes"]
         return Effect(file=RECORDS, summary=f"peak {peak} at batch {batch}", provisional=row.failure is not None)
@@ -122,6 +143,22 @@ def measured_feeds(reference: Artifact) -> dict[int, dict[str, Array]]:
     """Feeds by batch size."""
     cases = enumerate(samples.read(reference.folder).cases)
     return {case.batch: samples.read_arrays(reference.folder, "feeds", index) for index, case in cases if case.measured}
+
+
+def _with_warnings(machine: devices.Environment, more: tuple[str, ...]) -> devices.Environment:
+    return machine.model_copy(update={"warnings": tuple(dict.fromkeys((*machine.warnings, *more)))})
+
+
+def _larger(reference: Artifact, model: Artifact) -> FeedsAt | None:
+    """Feeds of any batch size, made of those of the largest measured one; None where the batch is fixed."""
+    assert model.signature is not None
+    signature, symbol = model.signature, samples.batch_symbol(model.signature)
+    if symbol is None:
+        return None
+    cases = enumerate(samples.read(reference.folder).cases)
+    index, case = max(((index, case) for index, case in cases if case.measured), key=lambda found: found[1].batch)
+    known = samples.read_arrays(reference.folder, "feeds", index)
+    return lambda batch: samples.resized(known, signature, {**case.sizes, symbol: batch})
 
 
 @contextlib.contextmanager

@@ -141,3 +141,15 @@ def test_scales_of_float16_are_not_multiplied(level: Level, tmp_path: Path) -> N
     expected = quantised @ (weight.astype(np.float32) * np.float32(small)) + bias
     with OnnxRuntime(graph_optimization=level).load(built, CPU) as session:
         np.testing.assert_allclose(session.run({"x": x})["y"], expected, atol=0.05)
+
+
+@pytest.mark.parametrize(("tf32", "option", "row"), [(False, "0", "fp32"), (True, "1", "tf32")])
+def test_float32_is_float32_on_cuda_too(tf32: bool, option: str, row: str) -> None:
+    """By itself the CUDA provider rounds to TF32."""
+    from enginesmith.pipeline.engines import onnxruntime_session
+
+    name, options = onnxruntime_session._providers(Device(kind="cuda"), 7, tf32)[0]
+    assert (name, options["use_tf32"]) == ("CUDAExecutionProvider", option)
+    engine = OnnxRuntime(tf32=tf32)
+    assert engine.arithmetic == row
+    assert engine.runnable(Device()).ok != tf32

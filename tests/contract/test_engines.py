@@ -3,7 +3,9 @@
 It has two inputs, one of them integers, two outputs, one of them integers, and a dynamic batch.
 """
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -208,6 +210,43 @@ def test_closed_session_is_not_used(engine: Engine, artifact: Artifact) -> None:
     session.close()
     with pytest.raises(UsageError, match="closed"):
         session.run(feeds(2))
+
+
+def test_siblings_answer_at_the_same_time(session: Session, module: torch.nn.Module) -> None:
+    together = threading.Barrier(2)
+
+    def answers(seed: int) -> list[dict[str, Array]]:
+        with session.sibling() as own:
+            bound = own.bind(feeds(3, seed))
+            together.wait(60)
+            found = []
+            for _ in range(50):
+                own.enqueue(bound)
+                own.synchronize()
+                found.append(own.fetch())
+            return found
+
+    with ThreadPoolExecutor(2) as threads:
+        of_each = list(threads.map(answers, (1, 2)))
+    for seed, found in zip((1, 2), of_each, strict=True):
+        wanted = expected(module, feeds(3, seed))
+        for outputs in found:
+            np.testing.assert_allclose(outputs["scores"], wanted["scores"], rtol=1e-5, atol=1e-6)
+            np.testing.assert_array_equal(outputs["best"], wanted["best"])
+
+
+def test_siblings_are_closed_in_any_order(engine: Engine, artifact: Artifact, module: torch.nn.Module) -> None:
+    wanted = expected(module, feeds(2))["scores"]
+    first = engine.load(artifact, where(engine))
+    second, third = first.sibling(), first.sibling()
+    third.close()
+    np.testing.assert_allclose(first.run(feeds(2))["scores"], wanted, rtol=1e-5, atol=1e-6)
+    first.close()
+    np.testing.assert_allclose(second.run(feeds(2))["scores"], wanted, rtol=1e-5, atol=1e-6)
+    second.close()
+    for session in (first, second, third):
+        with pytest.raises(UsageError, match="closed"):
+            session.sibling()
 
 
 def test_device_that_is_not_there(engine: Engine, artifact: Artifact) -> None:

@@ -29,6 +29,9 @@ class Fake(Session):
     def __init__(self, work: Callable[[], object]) -> None:
         self.work = work
 
+    def sibling(self) -> "Fake":
+        return Fake(self.work)
+
     def bind(self, feeds: Feeds) -> Feeds:
         return feeds
 

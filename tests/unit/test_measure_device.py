@@ -1,13 +1,34 @@
 """Facts of the machine."""
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from enginesmith.pipeline.measure import device
-from enginesmith.pipeline.measure.device import Environment, environment, fingerprint, warnings_of
+from enginesmith.pipeline.engines.cuda import CudaDevice, Driver
+from enginesmith.pipeline.errors import MissingCapability
+from enginesmith.pipeline.measure import cgroup, cpu_state, device
+from enginesmith.pipeline.measure.device import Environment, environment, fingerprint, spoiled, warnings_of
+from enginesmith.pipeline.measure.nvml import GpuProcess, GpuState
+
+QUIET = {
+    "load_average": 0.1,
+    "usable_cores": 8,
+    "quota_cores": None,
+    "governor": "performance",
+    "stolen_seconds": 0.0,
+    "cpu_seconds": 100.0,
+    "memory_limit_bytes": None,
+    "memory_limit_left_bytes": None,
+    "gpus": None,
+}
+FOREIGN = (1 << 22) + 1
+"""A number that the kernel gives to no process here."""
+GPU = GpuState(name="NVIDIA H100", compute_capability="9.0", clock_limits=("idle",), processes=(), sm_clock_mhz=345)
+
+
+def busy(**change: Any) -> GpuState:
+    return GPU.model_copy(update=change)
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +53,95 @@ def test_says_what_it_knows_and_why_not(here: Environment) -> None:
         ({"load_average": 5.0, "usable_cores": 8}, "busy"),
         ({"quota_cores": 1.5, "usable_cores": 4}, "throttled"),
         ({"governor": "powersave"}, "governor"),
+        ({"stolen_seconds": 5.0}, "given 5% of its cores' time to others"),
+        ({"memory_limit_bytes": 1 << 30, "memory_limit_left_bytes": 64 << 20}, "only 64 MiB is left"),
+        ({"gpus": (GPU.model_copy(update={"clock_limits": ("idle", "power limit")}),)}, "held down by: power limit"),
+        ({"gpus": (GPU, GPU.model_copy(update={"utilisation_percent": 90}))}, "cuda:1 is busy"),
+        (
+            {"gpus": (GPU.model_copy(update={"processes": (GpuProcess(pid=FOREIGN, used_bytes=None),)}),)},
+            f"(process {FOREIGN})",
+        ),
+        ({"gpus": (GPU.model_copy(update={"mig": True}),)}, "MIG"),
     ],
 )
 def test_warns_of_what_spoils_numbers(here: Environment, change: dict[str, Any], word: str) -> None:
-    quiet = {"load_average": 0.1, "usable_cores": 8, "quota_cores": None, "governor": "performance"}
-    assert not warnings_of(here.model_copy(update=quiet))
-    assert word in warnings_of(here.model_copy(update={**quiet, **change}))[0]
+    assert not warnings_of(here.model_copy(update={**QUIET, "gpus": (GPU,)}))
+    assert word in warnings_of(here.model_copy(update={**QUIET, **change}))[0]
 
 
 def test_fingerprint_holds_what_lasts(here: Environment) -> None:
-    assert fingerprint(here) == fingerprint(here.model_copy(update={"load_average": 9.0, "frequency_mhz": 1.0}))
+    passing = {"load_average": 9.0, "frequency_mhz": 1.0, "cpu_seconds": 1.0, "memory_limit_left_bytes": 5}
+    assert fingerprint(here) == fingerprint(here.model_copy(update=passing))
+    on_gpu = here.model_copy(update={"gpus": (GPU,)})
+    assert fingerprint(on_gpu) == fingerprint(here.model_copy(update={"gpus": (busy(sm_clock_mhz=1980),)}))
+    assert fingerprint(on_gpu) != fingerprint(here.model_copy(update={"gpus": (busy(power_limit_watts=300.0),)}))
     assert fingerprint(here) != fingerprint(here.model_copy(update={"packages": {}}))
     assert fingerprint(here) != fingerprint(here.model_copy(update={"usable_cores": 99}))
+
+
+def test_nothing_spoils_a_quiet_measurement(here: Environment) -> None:
+    before = here.model_copy(update={**QUIET, "gpus": (GPU,), "frequency_mhz": 3000.0})
+    after = before.model_copy(update={"cpu_seconds": 180.0, "frequency_mhz": 2900.0})
+    working = busy(clock_limits=(), sm_clock_mhz=1980)
+    assert spoiled(before, after, [(working,), (working,)]) == ()
+    assert spoiled(before, after, [(GPU,), (working,)]) == ()  # rest is slow, and no work
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "word"),
+    [
+        (
+            {"quota_periods": 100, "throttled_periods": 5, "throttled_seconds": 1.0},
+            {"quota_periods": 150, "throttled_periods": 25, "throttled_seconds": 3.5},
+            "in 20 of 50 periods and was throttled for 2.5 s",
+        ),
+        ({}, {"cpu_seconds": 200.0, "stolen_seconds": 4.0}, "gave 4% of its cores' time"),
+        ({"thermal_throttles": 3}, {"thermal_throttles": 10}, "heat slowed the processor down 7 times"),
+        ({"frequency_mhz": 3000.0}, {"frequency_mhz": 2000.0}, "fell from 3000 to 2000 MHz"),
+        (
+            {"gpus": (busy(held_back_by_heat_seconds=1.0),)},
+            {"gpus": (busy(held_back_by_heat_seconds=4.0),)},
+            "heat for 3.0",
+        ),
+        (
+            {"gpus": (GPU,)},
+            {"gpus": (busy(processes=(GpuProcess(pid=FOREIGN, used_bytes=1),)),)},
+            "cuda:0 is used by others",
+        ),
+    ],
+)
+def test_what_happened_meanwhile(here: Environment, before: Any, after: Any, word: str) -> None:
+    first = here.model_copy(update={**QUIET, **before})
+    found = spoiled(first, first.model_copy(update=after))
+    assert len(found) == 1
+    assert word in found[0]
+
+
+def test_what_gpus_did_while_they_worked(here: Environment) -> None:
+    rest = here.model_copy(update={**QUIET, "gpus": (GPU, GPU)})
+    fast, slow = busy(clock_limits=(), sm_clock_mhz=1980), busy(clock_limits=("power limit",), sm_clock_mhz=1500)
+    assert spoiled(rest, rest, [(GPU, fast), (GPU, slow), (GPU, slow)]) == (
+        "cuda:1 has its clocks held down by: power limit",
+        "cuda:1 had clocks between 1500 and 1980 MHz while it worked",
+    )
+
+
+def test_our_own_processes_are_not_others() -> None:
+    assert device._is_ours(device.os.getpid())
+    assert not device._is_ours(FOREIGN)
+
+
+def test_gpus_without_nvml_are_named_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise MissingCapability("there is no NVML")
+
+    known = CudaDevice(name="NVIDIA L4", compute_capability=(8, 9))
+    monkeypatch.setattr(device.cuda, "driver", lambda: Driver(version=13000, devices=(known,)))
+    monkeypatch.setattr(device.nvml, "library", missing)
+    (gpu,) = environment().gpus or ()
+    assert (gpu.name, gpu.compute_capability, gpu.power_watts) == ("NVIDIA L4", "8.9", None)
+    assert gpu.reasons["power_watts"] == "there is no NVML"
+    assert set(gpu.reasons) == {name for name, value in gpu if value is None}
 
 
 def write(path: Path, text: str) -> None:
@@ -51,44 +149,93 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_limits_of_both_cgroup_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_CGROUP", tmp_path)
-    monkeypatch.setattr(device, "_own_group", lambda controller: "/box/inner")
-    assert device._quota_cores() is None
-    assert device._memory_limit_bytes() is None
-    write(tmp_path / "box/inner/cpu.max", "max 100000\n")
-    write(tmp_path / "box/cpu.max", "150000 100000\n")
-    write(tmp_path / "memory.max", "max\n")
-    write(tmp_path / "box/memory.max", "1073741824\n")
-    assert device._quota_cores() == 1.5
-    assert device._memory_limit_bytes() == 1 << 30
-    write(tmp_path / "cpu/cpu.cfs_quota_us", "-1")
-    write(tmp_path / "cpu/cpu.cfs_period_us", "100000")
-    write(tmp_path / "cpu/box/cpu.cfs_quota_us", "50000")
-    write(tmp_path / "cpu/box/cpu.cfs_period_us", "100000")
-    write(tmp_path / "memory/memory.limit_in_bytes", str((1 << 63) - 4096))
-    assert device._quota_cores() == 0.5
-    assert device._memory_limit_bytes() == 1 << 30
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(cgroup, "_CGROUP", tmp_path)
+    monkeypatch.setattr(cgroup, "_own_group", lambda controller: "/box/inner")
+    return tmp_path
 
 
-def test_reads_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "NVIDIA A100-SXM4-40GB, 580.65, 40960, 8.0, 31, [N/A], 1410\n"
-    monkeypatch.setattr(device.shutil, "which", lambda name: "/bin/nvidia-smi")
-    monkeypatch.setattr(
-        device.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 0, stdout=text, stderr="")
-    )
-    gpus, reason = device._gpus()
-    assert gpus
-    assert not reason
-    assert (gpus[0].name, gpus[0].driver, gpus[0].memory_bytes) == ("NVIDIA A100-SXM4-40GB", "580.65", 40960 << 20)
-    assert gpus[0].power_watts is None
+def test_no_limits(groups: Path) -> None:
+    assert (cgroup.quota_cores(), cgroup.memory_limit(), cgroup.throttling()) == (None, None, None)
 
 
-def test_nvidia_smi_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise subprocess.CalledProcessError(9, "nvidia-smi")
+def test_limits_of_both_cgroup_versions(groups: Path) -> None:
+    write(groups / "box/inner/cpu.max", "max 100000\n")
+    write(groups / "box/cpu.max", "150000 100000\n")
+    write(groups / "memory.max", "max\n")
+    write(groups / "box/memory.max", "1073741824\n")
+    assert cgroup.quota_cores() == 1.5
+    assert cgroup.memory_limit() == (1 << 30, None)
+    write(groups / "box/memory.current", "1000000000\n")
+    write(groups / "box/memory.stat", "anon 1\ninactive_file 500000000\n")
+    assert cgroup.memory_limit() == (1 << 30, (1 << 30) - 500_000_000)
+    write(groups / "cpu/cpu.cfs_quota_us", "-1")
+    write(groups / "cpu/cpu.cfs_period_us", "100000")
+    write(groups / "cpu/box/cpu.cfs_quota_us", "50000")
+    write(groups / "cpu/box/cpu.cfs_period_us", "100000")
+    write(groups / "memory/memory.limit_in_bytes", str((1 << 63) - 4096))
+    assert cgroup.quota_cores() == 0.5
+    assert cgroup.memory_limit() == (1 << 30, (1 << 30) - 500_000_000)
 
-    monkeypatch.setattr(device.shutil, "which", lambda name: "/bin/nvidia-smi")
-    monkeypatch.setattr(device.subprocess, "run", fail)
-    assert device._gpus()[0] is None
-    assert "failed" in device._gpus()[1]
+
+def test_throttling_of_both_cgroup_versions(groups: Path) -> None:
+    write(groups / "cpu.stat", "usage_usec 5\n")
+    write(groups / "box/cpu.stat", "usage_usec 5\nnr_periods 40\nnr_throttled 4\nthrottled_usec 250000\n")
+    assert cgroup.throttling() == (40, 4, 0.25)
+    write(groups / "cpu/box/cpu.stat", "nr_periods 9\nnr_throttled 8\nthrottled_time 7000000000\n")
+    assert cgroup.throttling() == (9, 8, 7.0)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of four cores, of which this process may use the last two."""
+    monkeypatch.setattr(cpu_state, "_CPU_FOLDER", tmp_path / "cpu")
+    monkeypatch.setattr(cpu_state, "_NODE_FOLDER", tmp_path / "node")
+    monkeypatch.setattr(cpu_state, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(cpu_state, "_STAT", tmp_path / "stat")
+    monkeypatch.setattr(cpu_state.os, "sched_getaffinity", lambda pid: {2, 3})
+    return tmp_path
+
+
+def test_a_machine_that_shows_nothing(machine: Path) -> None:
+    told = (cpu_state.governor(), cpu_state.turbo(), cpu_state.threads_per_core(), cpu_state.numa_nodes())
+    assert told == (None, None, None, None)
+    told = (cpu_state.frequency_mhz(), cpu_state.thermal_throttles(), cpu_state.time(), cpu_state.is_virtual())
+    assert told == (None, None, None, None)
+    assert cpu_state.frequency_limits_mhz() == (None, None)
+
+
+def test_clocks_of_the_cores_that_may_be_used(machine: Path) -> None:
+    for core, governor in enumerate(("schedutil", "schedutil", "performance", "powersave")):
+        write(machine / f"cpu/cpu{core}/cpufreq/scaling_governor", f"{governor}\n")
+    for name, kilohertz in (("cur", 2400000), ("min", 800000), ("max", 3600000)):
+        write(machine / f"cpu/cpu2/cpufreq/scaling_{name}_freq", f"{kilohertz}\n")
+    assert cpu_state.governor() == "performance, powersave"
+    assert cpu_state.frequency_mhz() == 2400.0
+    assert cpu_state.frequency_limits_mhz() == (800.0, 3600.0)
+
+
+def test_turbo_of_intel_and_of_others(machine: Path) -> None:
+    write(machine / "cpu/cpufreq/boost", "0\n")
+    assert cpu_state.turbo() is False
+    write(machine / "cpu/intel_pstate/no_turbo", "0\n")
+    assert cpu_state.turbo() is True
+
+
+def test_topology_and_heat(machine: Path) -> None:
+    write(machine / "cpu/cpu2/topology/thread_siblings_list", "0,2-3\n")
+    for node in ("node0", "node1"):
+        write(machine / "node" / node / "cpulist", "0\n")
+    for core in range(4):
+        write(machine / f"cpu/cpu{core}/thermal_throttle/core_throttle_count", f"{core}\n")
+    assert (cpu_state.threads_per_core(), cpu_state.numa_nodes(), cpu_state.thermal_throttles()) == (3, 2, 6)
+
+
+def test_time_is_the_kernels(machine: Path) -> None:
+    second = device.os.sysconf("SC_CLK_TCK")
+    ticks = " ".join(str(second * part) for part in (1, 2, 3, 4, 5, 6, 7, 8, 1, 2))
+    write(machine / "stat", f"cpu  {ticks}\ncpu0 {ticks}\n")
+    assert cpu_state.time() == (36.0, 8.0)
+    write(machine / "cpuinfo", "processor : 0\nflags : fpu hypervisor\n")
+    assert cpu_state.is_virtual()

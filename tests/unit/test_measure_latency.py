@@ -11,6 +11,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import StepCrashed
 from enginesmith.pipeline.measure import race
+from enginesmith.pipeline.measure.callers import Crowd
 from enginesmith.pipeline.measure.clock import Block, Ready
 from enginesmith.pipeline.measure.latency import Candidate, LatencyResult, LatencySettings, measure_latency
 
@@ -34,10 +35,15 @@ class FakeWorker:
             return 0.5
         if name == "make_ready":
             return Ready(0.25, 9, "the block medians stopped falling", None, None)
+        if name == "part":
+            return None
         self.order.append(self.log.stem)
         self.blocks += 1
+        if name == "call_together":
+            callers, _ = arguments
+            return Crowd(min(callers, 3) / self.script(0), np.full(4 * callers, callers * self.script(0)))
         seconds = np.full(2, self.script(self.blocks))
-        return Block(seconds, None, 0.004, 0.1, 0.001, preemptions=0)
+        return Block(seconds, np.array([0.0, 0.5]), float(seconds.sum()), None, 0.004, 0.1, 0.001, preemptions=0)
 
     def kill(self) -> None:
         self.open_now.remove(self.log.stem)
@@ -73,6 +79,8 @@ def test_stops_once_medians_are_certain(measure: Callable[..., LatencyResult]) -
     assert (fast.speedup.median, fast.speedup.low, fast.speedup.high) == (2.0, 2.0, 2.0)
     assert (fast.load_ms, fast.first_call_ms, fast.warmup_calls) == (500.0, 250.0, 9)
     assert fast.idle_cpu_share == pytest.approx(0.01)
+    assert fast.disturbed_share == 0.5
+    assert fast.speedup_rounds == 10
 
 
 def test_stops_at_the_time_limit(measure: Callable[..., LatencyResult]) -> None:
@@ -119,13 +127,25 @@ def test_what_is_missing_has_a_reason(measure: Callable[..., LatencyResult]) -> 
     row = measure({"eager": lambda block: 0.001}, min_rounds=10).rows["eager"][0]
     assert row.p90_ms is None
     assert row.reasons["p90_ms"] == "p90 takes 64 samples, and there are 20"
-    missing = {name for name, value in row if value is None and name != "failure"}
+    missing = {name for name, value in row if value is None and name not in ("failure", "oom")}
     assert missing == set(row.reasons)
+
+
+def test_throughput_is_counted_for_each_number_of_callers(measure: Callable[..., LatencyResult]) -> None:
+    scripts: dict[str, Script] = {"eager": lambda block: 0.004, "fast": lambda block: 0.002}
+    row = measure(scripts, batches=(8,), concurrency=(1, 2, 3, 4)).rows["fast"][0]
+    assert [level.callers for level in row.concurrency] == [1, 2, 3, 4]
+    assert [level.samples_per_s.median for level in row.concurrency] == pytest.approx([4e3, 8e3, 12e3, 12e3])
+    assert [level.p50_ms for level in row.concurrency] == pytest.approx([2.0, 4.0, 6.0, 8.0])
+    assert row.throughput_per_s == pytest.approx(12e3)
+    assert row.knee == 3
+    assert row.p50_ms == pytest.approx(2.0)
 
 
 def test_raw_samples_are_kept_in_order(measure: Callable[..., LatencyResult]) -> None:
     result = measure({"eager": lambda block: block / 1000}, batches=(4,), min_rounds=10, time_limit_seconds=0.001)
     seconds, calls = result.samples["eager/4/seconds"], result.samples["eager/4/calls"]
     assert seconds.size == calls.sum()
+    assert result.samples["eager/4/waited"].size == seconds.size
     np.testing.assert_array_equal(seconds, np.repeat(np.arange(1, len(calls) + 1) / 1000, calls))
     assert result.rows["eager"][0].p50_ms == np.percentile(seconds, 50) * 1e3

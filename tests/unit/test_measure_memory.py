@@ -9,7 +9,7 @@ import pytest
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.errors import MissingCapability, StepOutOfMemory
+from enginesmith.pipeline.errors import MissingCapability, StepCrashed
 from enginesmith.pipeline.measure import memory, resident
 from enginesmith.pipeline.measure.memory import measure_memory
 from enginesmith.pipeline.measure.race import Candidate
@@ -99,14 +99,14 @@ def candidate(tmp_path: Path) -> Candidate:
     return Candidate("eager", None, artifact, Device())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("error", [StepOutOfMemory("it was killed"), MissingCapability("no counters here")])
+@pytest.mark.parametrize("error", [StepCrashed("it was killed"), MissingCapability("no counters here")])
 def test_what_cannot_be_measured_has_a_reason(
     candidate: Candidate, error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(*arguments: Any, **options: Any) -> None:
         raise error
 
-    monkeypatch.setattr(memory, "run", fail)
+    monkeypatch.setattr(memory, "run_held", fail)
     row = measure_memory(candidate, 4, {}, tmp_path, lambda text: None)
     assert row.peak_bytes is None
     assert str(error) in row.reasons["peak_bytes"]

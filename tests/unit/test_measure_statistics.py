@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from enginesmith.pipeline.measure.statistics import (
+    LEAST_ROUNDS,
     SAMPLE_FLOORS,
+    Timed,
+    comparable,
     mean_interval,
     median_interval,
     paired_ratio,
@@ -47,8 +50,8 @@ def test_speedup_is_not_moved_by_drift() -> None:
     """A machine that gets three times slower while it measures: the paired ratio stays what it is."""
     rng = np.random.default_rng(1)
     drift = np.linspace(1, 3, 40)
-    slow = [speed * rng.normal(2.0, 0.01, 20) for speed in drift]
-    fast = [speed * rng.normal(1.0, 0.01, 20) for speed in drift]
+    slow = [Timed(speed * rng.normal(2.0, 0.01, 20)) for speed in drift]
+    fast = [Timed(speed * rng.normal(1.0, 0.01, 20)) for speed in drift]
     found = paired_ratio(slow, fast, seed=0)
     assert found.low < 2.0 < found.high
     assert found.relative_half_width < 0.01
@@ -59,16 +62,55 @@ def test_interval_covers_the_true_median_about_19_times_in_20() -> None:
     rng = np.random.default_rng(2)
     hits = 0
     for _ in range(200):
-        found = median_interval(list(rng.normal(1.0, 0.1, (30, 1))), seed=0)
+        found = median_interval([Timed(block) for block in rng.normal(1.0, 0.1, (30, 1))], seed=0)
         hits += found.low <= 1.0 <= found.high
     assert 180 <= hits <= 199
 
 
 def test_same_seed_same_interval() -> None:
-    blocks = list(np.random.default_rng(3).normal(1.0, 0.1, (12, 5)))
+    values = np.random.default_rng(3).normal(1.0, 0.1, (12, 5))
+    blocks = [Timed(block) for block in values]
     assert median_interval(blocks, seed=7) == median_interval(blocks, seed=7)
-    assert mean_interval(blocks[0], seed=7) == mean_interval(blocks[0], seed=7)
-    assert mean_interval(blocks[0], seed=7) != mean_interval(blocks[0], seed=8)
+    assert mean_interval(values[0], seed=7) == mean_interval(values[0], seed=7)
+    assert mean_interval(values[0], seed=7) != mean_interval(values[0], seed=8)
+
+
+def disturbed(rng: np.random.Generator, seconds: float, slowed: float, share: float) -> Timed:
+    """A block of 20 calls, of which some waited for a core and took longer."""
+    waited = np.where(rng.random(20) < share, 0.4, 0.001)
+    return Timed(np.where(waited > 0.1, slowed, 1.0) * rng.normal(seconds, 0.01 * seconds, 20), waited)
+
+
+def test_speedup_is_that_of_calls_that_nobody_disturbed() -> None:
+    """One side suffers more from a busy neighbour than the other: eager's threads wait for each other."""
+    rng = np.random.default_rng(5)
+    slow = [disturbed(rng, 2.0, slowed=6.0, share=0.6) for _ in range(40)]
+    fast = [disturbed(rng, 1.0, slowed=1.5, share=0.6) for _ in range(40)]
+    found = paired_ratio(slow, fast, seed=0)
+    assert found.low < 2.0 < found.high
+    assert found.relative_half_width < 0.02
+    assert median_interval(slow, seed=0).median == pytest.approx(2.0, rel=0.01)
+
+
+def test_rounds_count_where_both_sides_have_undisturbed_calls() -> None:
+    quiet, busy = Timed(np.ones(4), np.zeros(4)), Timed(np.full(4, 9.0), np.ones(4))
+    ours = [quiet] * LEAST_ROUNDS + [busy, quiet]
+    theirs = [quiet] * LEAST_ROUNDS + [quiet, busy]
+    judged = comparable(ours, theirs)
+    assert [len(side) for side in judged] == [LEAST_ROUNDS] * 2
+    assert max(block.max() for side in judged for block in side) == 1.0
+
+
+def test_where_hardly_a_call_was_undisturbed_all_of_them_count() -> None:
+    quiet, busy = Timed(np.ones(4), np.zeros(4)), Timed(np.full(4, 9.0), np.ones(4))
+    blocks = [quiet] * (LEAST_ROUNDS - 1) + [busy] * 20
+    assert len(comparable(blocks)[0]) == len(blocks)
+    assert median_interval(blocks, seed=0).median == 9.0
+
+
+def test_a_block_with_a_single_undisturbed_call_does_not_count() -> None:
+    assert Timed(np.ones(20), np.array([0.0] + [0.5] * 19)).undisturbed.size == 0
+    assert Timed(np.ones(20), np.array([0.0] * 2 + [0.5] * 18)).undisturbed.size == 2
 
 
 def test_mean_interval_is_the_normal_one_for_many_values() -> None:

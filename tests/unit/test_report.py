@@ -12,7 +12,7 @@ from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.precision.audit.coverage import Coverage
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.report import markdown, tables, terminal
+from enginesmith.pipeline.report import markdown, measurements, tables, terminal
 from enginesmith.pipeline.report.live import _Board, _markup
 from enginesmith.pipeline.run import Assignment, ModelRecord, Run, SearchStep, VariantRecord, Verdict
 from enginesmith.pipeline.tasks.compare import StageFidelity
@@ -82,8 +82,9 @@ def test_names_cannot_break_out(name: str) -> None:
     text = markdown.render(run(variants=(failed,), winner=None))
     assert "<script>" not in text
     table = [line for line in text.splitlines() if line.startswith("|") and "MiB" in line]
-    assert len(table) == 2
-    assert all(line.replace("\\|", "").count("|") == len(tables.COLUMNS) + 1 for line in table)
+    assert len(table) == 4  # of latency and of memory
+    for line, columns in zip(table, (tables.COLUMNS,) * 2 + (measurements.MEMORY,) * 2, strict=True):
+        assert line.replace("\\|", "").count("|") == len(columns) + 1
 
 
 def test_a_damaged_or_foreign_document_is_refused(tmp_path: object) -> None:

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from enginesmith.pipeline.artifact import file_digest
 from enginesmith.pipeline.engines.trt import building, flavours, parsing, timing
+from enginesmith.pipeline.engines.trt.build_log import BuildLog
 from enginesmith.pipeline.engines.trt.building import Order
 from enginesmith.pipeline.engines.trt.options import BuildOptions
 from enginesmith.pipeline.errors import MissingCapability, UsageError
@@ -212,6 +214,31 @@ def test_a_build_has_a_large_stack_and_other_threads_keep_theirs(monkeypatch: py
     building._watched(lambda: None, monitor(), lambda text: None)
     assert set_to[0] >= 256 << 20
     assert threading.stack_size() == before
+
+
+def test_what_a_builder_takes_is_counted_and_given_back_once_the_device_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "caching_allocator_alloc", lambda size, device, stream: 0x1000 * size)
+    monkeypatch.setattr(torch.cuda, "caching_allocator_delete", done.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    trt, builder = SimpleNamespace(IGpuAsyncAllocator=object), SimpleNamespace()
+    ledger = building._ledger(trt, builder, 0)
+    assert ledger is not None
+    for size in (5, 7):
+        builder.gpu_allocator.allocate_async(size, 256, 0, 0)
+    assert builder.gpu_allocator.deallocate_async(0x5000, 0) is True
+    assert done == ["waited", 0x5000]
+    built = building.Built(BuildLog(), 0, "", device_peak_bytes=ledger.account().peak)
+    assert built.figures.build_device_peak_bytes == 12
+
+
+def test_an_engine_that_is_built_ahead_of_time_needs_no_device() -> None:
+    builder = SimpleNamespace()
+    assert building._ledger(TRT, builder, None) is None
+    assert vars(builder) == {}
+    assert building.Built(BuildLog(), 0, "").figures.build_device_peak_bytes is None
 
 
 class TimingCache:

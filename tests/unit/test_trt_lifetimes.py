@@ -18,6 +18,15 @@ import pytest
 import torch
 
 from enginesmith.pipeline.engines.base import Device
+from enginesmith.pipeline.engines.cuda_ledger import (
+    ACTIVATIONS,
+    OUTPUTS,
+    TRANSFERS,
+    WEIGHTS,
+    WORKSPACE,
+    active,
+    counting,
+)
 from enginesmith.pipeline.engines.trt import memory, opening, session
 from enginesmith.pipeline.engines.trt.flavours import capabilities
 from enginesmith.pipeline.engines.trt.manifest import EngineManifest
@@ -432,6 +441,8 @@ def opened_from(
         def deserialize_cuda_engine(self, plan: Any) -> Engine | None:
             assert self.gpu_allocator is not None, "weights would not be counted"
             assert bytes(plan) == b"plan"
+            if active(0):
+                self.gpu_allocator.allocate_async(500, 256, 0x7F0000000000, 0)
             if says:
                 self.logger.log(named("ERROR"), says)
             return engine
@@ -449,6 +460,57 @@ def test_engine_that_is_not_taken(tmp_path: Path) -> None:
         opened_from(None, tmp_path, says="generated on an incompatible device")
     with pytest.raises(StepOutOfMemory):
         opened_from(None, tmp_path, says="Requested amount of GPU memory (9 bytes) could not be allocated.")
+
+
+class Heap:
+    """Memory that is nowhere; has so many bytes in all."""
+
+    def __init__(self, left: int = 1 << 20) -> None:
+        self.left, self.taken = left, 0
+
+    def take(self, size: int, stream: int) -> int:
+        self.taken += 1
+        return 0x1000 * self.taken if size <= self.left else 0
+
+    def give(self, address: int) -> None:
+        pass
+
+
+def test_what_a_session_takes_is_counted_by_tag(engine: Engine) -> None:
+    with counting(0, Heap()) as ledger:
+        with open_session(engine, UNKNOWN) as one:
+            bound = one.bind(feeds(2))
+            assert ledger.account().by_tag == {TRANSFERS: 32, ACTIVATIONS: 200, OUTPUTS: 32}
+            one.enqueue(bound)
+            assert ledger.account().by_tag[OUTPUTS] == 32 + 64  # eight positions, which only the run tells of
+            one.run(feeds(8))
+            assert ledger.account().by_tag[ACTIVATIONS] == 800
+            del bound
+        gc.collect()
+        assert ledger.leaks() == {}
+        assert ledger.account().unknown_frees == ledger.account().double_frees == 0
+
+
+def test_memory_that_tensorrt_asks_for_has_the_tag_of_its_time(engine: Engine, tmp_path: Path) -> None:
+    with counting(0, Heap()) as ledger:
+        found = opened_from(engine, tmp_path)
+        assert ledger.account().by_tag == {WEIGHTS: 500}
+        with TensorRTSession(TRT, found, SIGNATURE, HERE, RunOptions()) as one:
+            one.bind(feeds(2))
+            found.allocator.allocate_async(70, 256, 0, 0)
+            scratch = engine.contexts[0].temporary_allocator.allocate_async(9, 256, 0, 0)
+            assert ledger.account().by_tag[WORKSPACE] == 79
+            assert engine.contexts[0].temporary_allocator.deallocate_async(scratch, 0) is True
+            assert engine.contexts[0].temporary_allocator.deallocate_async(scratch, 0) is False
+        assert (ledger.account().double_frees, ledger.account().unknown_frees) == (1, 0)
+
+
+def test_nothing_is_counted_unless_that_was_asked_for(engine: Engine) -> None:
+    with open_session(engine) as one:
+        bound = one.bind(feeds(2))
+        with counting(0, Heap()) as ledger:
+            one.enqueue(bound)
+        assert ledger.account().taken == 0
 
 
 def test_inputs_that_no_feeds_can_be(engine: Engine, tmp_path: Path) -> None:

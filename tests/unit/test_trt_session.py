@@ -471,7 +471,7 @@ def test_the_allocator_takes_and_gives_back_torchs_memory(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch.cuda, "caching_allocator_alloc", alloc)
     monkeypatch.setattr(torch.cuda, "caching_allocator_delete", freed.append)
-    found = memory.allocator(TRT, 1)
+    found = memory.allocator(TRT, memory.ledger_of(1))
     stream = 0x7F0000000000
     assert found.allocate_async(10, 256, stream, 1) == found.allocate_async(10, 256, 1, stream) == 0xABC000
     assert found.allocate(20, 256, 1) == 0xABC000

@@ -131,6 +131,17 @@ class Layer:
         """Whether it multiplies no matrices."""
         return self.kind in _LIGHT
 
+    @property
+    def moves(self) -> bool:
+        """Whether it only brings data into another layout."""
+        return self.light and bool(_MOVES.search(self.name)) and self.reads == self.writes
+
+    @property
+    def quantises(self) -> bool:
+        """Whether it multiplies nothing, reads floats and writes quantised values."""
+        narrow = {"Int8", "FP8", "FP4"} & set(self.writes)
+        return self.light and self.precision in ("fp32", "fp16", "bf16") and bool(narrow)
+
 
 def read_layers(dump: str) -> list[Layer]:
     """The layers of a dump; lines of another form are left out."""
@@ -156,16 +167,15 @@ def audit(dump: str, model: "onnx.ModelProto", signature: Signature, source: str
     seen = {name: precision for name, precision in runs.items() if precision}
     otherwise = [f"{name} {asked[name]} → {real}" for name, real in seen.items() if real != asked[name]]
     products = [layer for layer in layers if not layer.light]
-    light = [layer for layer in layers if layer.light]
     return Audit(
         layers=_ordered(Counter(layer.precision for layer in layers if layer.precision)),
         products=_ordered(Counter(seen.values())),
         requested=_ordered(Counter(asked.values())),
         otherwise=tuple(otherwise),
         unseen=len(asked) - len(seen),
-        standalone_quantise=sum(_only_quantises(layer) for layer in light),
+        standalone_quantise=sum(layer.quantises for layer in layers),
         float_outputs=sum(_writes_float(layer) for layer in products),
-        reformats=sum(bool(_MOVES.search(layer.name)) and layer.reads == layer.writes for layer in light),
+        reformats=sum(layer.moves for layer in layers),
         problems=tuple(_io_problems(dump, signature)) if layers else ("the builder's layers could not be read",),
         source=source,
     )
@@ -177,10 +187,6 @@ def _ordered(counts: Mapping[str, int]) -> dict[str, int]:
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
-
-
-def _only_quantises(layer: Layer) -> bool:
-    return layer.precision in ("fp32", "fp16", "bf16") and {"Int8", "FP8", "FP4"} & set(layer.writes) != set()
 
 
 def _writes_float(layer: Layer) -> bool:

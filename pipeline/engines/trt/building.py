@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from enginesmith.pipeline.engines.cuda_ledger import Ledger
 from enginesmith.pipeline.engines.trt import parsing, timing
 from enginesmith.pipeline.engines.trt.build_errors import build_error
-from enginesmith.pipeline.engines.trt.build_log import BuildLog, listening
+from enginesmith.pipeline.engines.trt.build_log import BuildLog, Figures, listening
 from enginesmith.pipeline.engines.trt.flavours import PORTABLE, Capabilities, FlavourName, module
+from enginesmith.pipeline.engines.trt.memory import allocator, ledger_of
 from enginesmith.pipeline.engines.trt.options import BuildOptions
 from enginesmith.pipeline.errors import MissingCapability, UnsupportedGraph, UsageError
 
@@ -51,6 +53,15 @@ class Built:
     sha256: str
     """Of the engine's file."""
     timing_cache_sha256: str | None = None
+    device_peak_bytes: int | None = None
+    """The most that the builder had of the device at once, as its allocator counted; None where it had no device."""
+
+    @property
+    def figures(self) -> Figures:
+        """The builder's own figures; its peak on the device is the exact one where that was counted."""
+        if self.device_peak_bytes is None:
+            return self.log.figures
+        return self.log.figures.model_copy(update={"build_device_peak_bytes": self.device_peak_bytes})
 
 
 def build(order: Order, graph: Path, file: Path, progress: Progress) -> Built:
@@ -69,6 +80,7 @@ def _build(trt: Any, log: BuildLog, sink: Any, order: Order, graph: Path, file: 
     parsing.load_plugins(trt, order.options.plugins, sink, order.known)
     builder = trt.Builder(sink)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    ledger = _ledger(trt, builder, order.device)
     config = builder.create_builder_config()
     monitor = _monitor(trt)
     config.progress_monitor = monitor
@@ -93,7 +105,22 @@ def _build(trt: Any, log: BuildLog, sink: Any, order: Order, graph: Path, file: 
         file.write_bytes(plan)
     timings = timing.keep(cache, order.timing_cache, order.options.locked) if cache and order.timing_cache else None
     limit = config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE)
-    return Built(log=log, workspace_limit_bytes=limit, sha256=digest.result(), timing_cache_sha256=timings)
+    return Built(
+        log=log,
+        workspace_limit_bytes=limit,
+        sha256=digest.result(),
+        timing_cache_sha256=timings,
+        device_peak_bytes=ledger.account().peak if ledger else None,
+    )
+
+
+def _ledger(trt: Any, builder: Any, device: int | None) -> Ledger | None:
+    """Have the builder take its device memory through a ledger; None where it is built without a device."""
+    if device is None:
+        return None
+    ledger = ledger_of(device)
+    builder.gpu_allocator = allocator(trt, ledger, waits=True)
+    return ledger
 
 
 def _choose_device(index: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Device memory of sessions, all of it from torch's caching allocator, so that one instrument counts everything.
+"""Device memory of TensorRT, all of it from torch's caching allocator, so that one instrument counts everything.
 
 The allocator reuses freed memory in the order of the stream it was taken for, which need not be waited for. So each
 buffer is taken for the stream that works on it.
@@ -6,6 +6,9 @@ buffer is taken for the stream that works on it.
 
 from dataclasses import dataclass
 from typing import Any
+
+from enginesmith.pipeline.engines import cuda_ledger
+from enginesmith.pipeline.engines.cuda_ledger import ACTIVATIONS, OUTPUTS, WORKSPACE, Ledger, TorchMemory, active
 
 _FLAGS_BELOW = 1 << 12
 """Allocation flags are small numbers, handles of streams are addresses."""
@@ -46,6 +49,7 @@ class ActivationMemory:
         self._free()  # first, so that the larger one may take its place
         with torch.cuda.stream(self.stream):
             self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        cuda_ledger.follow(self._buffer, ACTIVATIONS, device_index(self._device))
 
     def leave(self) -> None:
         """One session less that works here; the last one frees the buffer."""
@@ -74,13 +78,29 @@ def activation_memory(device: str, *, shared: bool) -> ActivationMemory:
     return found
 
 
-def allocator(trt: Any, device: int) -> Any:
-    """A GPU allocator for TensorRT that takes its memory from torch's caching allocator."""
+def device_index(device: str) -> int:
+    """1 for ``cuda:1``."""
     import torch
 
-    class TorchAllocator(trt.IGpuAsyncAllocator):  # type: ignore[misc]
+    return torch.device(device).index or 0
+
+
+def ledger_of(device: int) -> Ledger:
+    """The ledger that counts the device now, else one of the caller's own: what it is given back is looked up there."""
+    return active(device) or Ledger(TorchMemory(device))
+
+
+def allocator(trt: Any, ledger: Ledger, tag: str = WORKSPACE, *, waits: bool = False) -> Any:
+    """A GPU allocator for TensorRT that takes its memory through a ledger, under its attribute ``tag``.
+
+    With ``waits`` it waits for the device before it gives memory back, as ``cudaFree`` does: for the builder, which
+    works on streams of its own.
+    """
+
+    class LedgerAllocator(trt.IGpuAsyncAllocator):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IGpuAsyncAllocator.__init__(self)
+            self.tag = tag
 
         def allocate(self, size: int, alignment: int, flags: int) -> int:
             return self.allocate_async(size, alignment, 0, 0)
@@ -93,19 +113,21 @@ def allocator(trt: Any, device: int) -> Any:
 
         def allocate_async(self, size: int, alignment: int, one: int, other: int) -> int:
             """Stream and flags come in either order (the docstring says one, the binding does the other)."""
-            if not size:
-                return 0
-            try:
-                return int(torch.cuda.caching_allocator_alloc(size, device, _stream(one, other)))
-            except torch.OutOfMemoryError:
-                return 0
+            return ledger.allocate(size, _stream(one, other), self.tag)
 
         def deallocate_async(self, memory: int, stream: int) -> bool:
-            if memory:
-                torch.cuda.caching_allocator_delete(memory)  # type: ignore[no-untyped-call]
-            return True
+            """Whether it was memory of this allocator's; nothing is nothing to give back."""
+            if memory and waits:
+                _wait()
+            return not memory or ledger.free(memory)
 
-    return TorchAllocator()
+    return LedgerAllocator()
+
+
+def _wait() -> None:
+    import torch
+
+    torch.cuda.synchronize()
 
 
 def _stream(one: int, other: int) -> int:
@@ -147,6 +169,7 @@ def output_allocator(trt: Any, device: str, stream: Any) -> Any:
                         room.buffer = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
                 except torch.OutOfMemoryError:
                     return 0
+                cuda_ledger.follow(room.buffer, OUTPUTS, device_index(device))
             return int(room.buffer.data_ptr())
 
         def notify_shape(self, tensor_name: str, shape: Any) -> None:

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from enginesmith.pipeline.allocation import out_of_memory, says_out_of_memory
 from enginesmith.pipeline.artifact import write_whole
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.engines.cuda import cuda_device, driver
+from enginesmith.pipeline.engines.cuda_ledger import WEIGHTS, WORKSPACE
 from enginesmith.pipeline.engines.trt.build_log import BuildLog, logger
 from enginesmith.pipeline.engines.trt.flavours import Capabilities
 from enginesmith.pipeline.engines.trt.manifest import EngineManifest
-from enginesmith.pipeline.engines.trt.memory import allocator
+from enginesmith.pipeline.engines.trt.memory import allocator, ledger_of
 from enginesmith.pipeline.engines.trt.options import BuildOptions, RunOptions
 from enginesmith.pipeline.engines.trt.parsing import load_plugins
 from enginesmith.pipeline.errors import (
@@ -24,7 +26,6 @@ from enginesmith.pipeline.errors import (
     MissingCapability,
     ModelError,
     SignatureError,
-    StepOutOfMemory,
     UsageError,
 )
 from enginesmith.pipeline.store import default_root
@@ -34,7 +35,6 @@ _log = logging.getLogger(__name__)
 _KERNELS = "kernels"
 """Folder below the store's root for kernels that were compiled at a first run."""
 _MESSAGES = 16
-_MEMORY_RAN_OUT = ("out of memory", "outofmemory", "not be allocated", "insufficient memory", "failed to allocate")
 DTYPES = {
     "FLOAT": "float32",
     "HALF": "float16",
@@ -70,8 +70,8 @@ class RuntimeLog(BuildLog):
         """An error that quotes the first message after the first ``since``; of its own kind where memory ran out."""
         fresh = list(self.latest)[-(self.seen - since) :] if self.seen > since else []
         message = f"{what}, and said: {fresh[0]}" if fresh else f"{what}, and did not say why"
-        if any(words in text.lower() for text in fresh for words in _MEMORY_RAN_OUT):
-            return StepOutOfMemory(message, "use a smaller batch, or close what else is on the device")
+        if says_out_of_memory("\n".join(fresh)):
+            return out_of_memory("\n".join(fresh), message, "use a smaller batch, or close what else is on the device")
         return ModelError(message, remedy)
 
 
@@ -95,6 +95,8 @@ class Opened:
     """Whether TensorRT makes and replays CUDA graphs on its own."""
     streams: bool = False
     """Whether weights come from the host while it runs."""
+    temporary: Any = None
+    """The allocator that contexts ask for memory whose size only the run tells; None leaves it to the runtime's."""
     cache: Any = None
     cache_file: Path | None = None
     cached_bytes: int = 0
@@ -113,7 +115,7 @@ class Opened:
             self._keep_kernels()
             self.config = self.cache = None
             self.engine = None
-            self.runtime = self.allocator = None
+            self.runtime = self.allocator = self.temporary = None
 
     def _keep_kernels(self) -> None:
         """Write kernels back if any were compiled; where that fails they are compiled again, which is no error."""
@@ -156,7 +158,8 @@ def open_engine(
     _hold_allowed(manifest, allowed)
     runtime.engine_host_code_allowed = allowed.host_code
     load_plugins(trt, allowed.plugins, sink, known)
-    taken = allocator(trt, device.index)
+    ledger = ledger_of(device.index)
+    taken = allocator(trt, ledger, WEIGHTS)
     runtime.gpu_allocator = taken
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
         engine = runtime.deserialize_cuda_engine(plan)
@@ -164,9 +167,11 @@ def open_engine(
         raise log.failure(f"TensorRT cannot load {path.name}", "build it again on this machine", before)
     _hold_inputs(trt, engine, manifest)
     streams = _stream_weights(engine, options)
+    taken.tag = WORKSPACE  # the weights are in
     config = engine.create_runtime_config()
     config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
     opened = Opened(engine, runtime, taken, config, log, captures_itself=known.captures_graphs, streams=streams)
+    opened.temporary = allocator(trt, ledger, WORKSPACE)
     if known.runtime_cache:
         _compile_at_once(trt, config, options)
         if options.kernel_cache:
@@ -262,6 +267,8 @@ def open_context(opened: Opened, shapes: Mapping[str, tuple[int, ...]], stream: 
     native = engine.create_execution_context(opened.config)
     if native is None:
         raise log.failure("TensorRT made no execution context", remedy, before)
+    if opened.temporary is not None:
+        native.temporary_allocator = opened.temporary
     taken = native.set_optimization_profile_async(profile, stream)
     if not taken or not all(native.set_input_shape(name, shape) for name, shape in shapes.items()):
         raise log.failure(f"TensorRT does not take the shapes {dict(shapes)}", remedy, before)

@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from enginesmith.pipeline.allocation import out_of_memory
+from enginesmith.pipeline.engines import cuda_ledger
 from enginesmith.pipeline.engines.base import Device, Session
 from enginesmith.pipeline.engines.trt.memory import ActivationMemory, Room, activation_memory, output_allocator
 from enginesmith.pipeline.engines.trt.opening import DTYPES, Opened, open_context
 from enginesmith.pipeline.engines.trt.options import RunOptions
-from enginesmith.pipeline.errors import ModelError, StepOutOfMemory, UsageError
+from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
 _WARM_CALLS = 1
@@ -99,8 +101,13 @@ class TensorRTSession(Session):
             return ""
         return "took over kernels of an earlier run" if self._opened.warm else "compiled its kernels"
 
+    @property
+    def engine(self) -> Any:
+        """The engine itself; UsageError on a closed session."""
+        return self._opened.engine
+
     def sibling(self) -> "TensorRTSession":
-        """Another session on the same weights, with contexts, activations and a stream of its own."""
+        """A session on the same engine, with contexts, activations and a stream of its own."""
         options = self._options.model_copy(update={"share_activation_memory": False})
         return TensorRTSession(self._trt, self._opened, self.signature, self._where, options)
 
@@ -125,6 +132,8 @@ class TensorRTSession(Session):
             inputs = {spec.name: to_torch(feeds[spec.name]).to(self._device) for spec in self.signature.inputs}
             context = self._context(tuple(tuple(tensor.shape) for tensor in inputs.values()))
             outputs = {name: self._room(name, shape) for name, shape in context.outputs.items()}
+            for tensor in inputs.values():
+                cuda_ledger.follow(tensor, cuda_ledger.TRANSFERS, self._where.index)
         self._stream.synchronize()
         return Bound(context, inputs, outputs)
 
@@ -136,7 +145,10 @@ class TensorRTSession(Session):
         engine = self._opened.engine
         on_host = engine.get_tensor_location(name) == self._trt.TensorLocation.HOST
         dtype = torch_dtype(engine.get_tensor_dtype(name).name)
-        return torch.empty(shape, dtype=dtype, device="cpu" if on_host else self._device)
+        made = torch.empty(shape, dtype=dtype, device="cpu" if on_host else self._device)
+        if not on_host:
+            cuda_ledger.follow(made, cuda_ledger.OUTPUTS, self._where.index)
+        return made
 
     def _context(self, shapes: Shapes) -> Context:
         """The context for these shapes; made once, as a captured graph belongs to one context."""
@@ -313,7 +325,7 @@ def _out_of_memory() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise StepOutOfMemory(str(error).splitlines()[0], "use a smaller batch") from error
+        raise out_of_memory(str(error)) from error
 
 
 def torch_dtype(name: str) -> Any:

@@ -1,0 +1,105 @@
+"""What allocators say when memory runs out, and how much was asked for; each library has words of its own.
+
+Seen with torch 2.13, ONNX Runtime 1.31 and numpy 2 under an address-space limit, and read in the sources of torch's
+``CUDACachingAllocator`` and of TensorRT's logs:
+
+- torch: ``DefaultCPUAllocator: can't allocate memory: you tried to allocate N bytes``, and on CUDA ``Tried to allocate
+  20.00 GiB. … of which 3.50 GiB is free. … 4.00 GiB allowed; …``
+- ONNX Runtime: ``Failed to allocate memory for requested buffer of size N`` from its arena, else ``bad allocation`` or
+  ``std::bad_alloc``, which tell no size
+- TensorRT: ``Requested amount of GPU memory (N bytes) could not be allocated``, ``Requested size was N bytes``
+- numpy: ``Unable to allocate 763. MiB for an array``; files: ``unable to mmap N bytes``, ``Cannot allocate memory``
+"""
+
+import errno
+import re
+from collections.abc import Iterator
+
+from enginesmith.pipeline.errors import StepOutOfMemory
+from enginesmith.pipeline.units import parse_bytes
+
+_WORDS = (
+    "out of memory",
+    "outofmemory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "unable to allocate",
+    "failed to allocate",
+    "not be allocated",
+    "insufficient memory",
+    "bad allocation",
+    "bad_alloc",
+    "cudaexternalallocator",
+)
+_SIZE = r"([\d.]+) ?([kmgt]?i?b|bytes)\b"
+_ASKED = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        rf"tried to allocate {_SIZE}",
+        rf"unable to allocate {_SIZE}",
+        rf"unable to mmap {_SIZE}",
+        r"requested buffer of size (\d+)()",
+        rf"\({_SIZE}\) could not be allocated",
+        rf"requested size was {_SIZE}",
+    )
+)
+_FREE = re.compile(rf"of which {_SIZE} is free", re.IGNORECASE)
+_ALLOWED = re.compile(
+    rf"{_SIZE} allowed; Of the allocated memory {_SIZE} is allocated by PyTorch, .*?{_SIZE} is reserved", re.IGNORECASE
+)
+"""What is left of torch's own limit is what it allows, less what it has taken."""
+_REMEDY = "use a smaller batch"
+
+
+def says_out_of_memory(text: str) -> bool:
+    """Whether it is about memory that ran out."""
+    lower = text.lower()
+    return any(words in lower for words in _WORDS)
+
+
+def out_of_memory(text: str, message: str = "", remedy: str = _REMEDY) -> StepOutOfMemory:
+    """The error for what an allocator said; ``message`` is what people read, else its first line."""
+    first = next(iter(text.strip().splitlines()), "")
+    return StepOutOfMemory(message or first, remedy, asked_bytes=asked_bytes(text), free_bytes=free_bytes(text))
+
+
+def asked_bytes(text: str) -> int | None:
+    """The size that was refused, as exactly as it was told."""
+    found = (pattern.search(text) for pattern in _ASKED)
+    return next((_bytes(*match.groups()) for match in found if match), None)
+
+
+def free_bytes(text: str) -> int | None:
+    """What was free then: on the device, or of the share that the process was allowed."""
+    match = _FREE.search(text)
+    if match is None:
+        return None
+    free = _bytes(*match.groups())
+    if share := _ALLOWED.search(text):
+        allowed, allocated, reserved = (_bytes(*share.group(first, first + 1)) for first in (1, 3, 5))
+        free = min(free, max(0, allowed - allocated - reserved))
+    return free
+
+
+def behind(error: BaseException) -> StepOutOfMemory | None:
+    """Memory that ran out, where that is what an exception came from; libraries put others around it."""
+    for one in _chain(error):
+        if isinstance(one, StepOutOfMemory):
+            return one
+        if isinstance(one, MemoryError) or getattr(one, "errno", None) == errno.ENOMEM:
+            return out_of_memory(str(one), f"memory ran out: {one}", f"{_REMEDY} or a larger machine")
+        if isinstance(one, RuntimeError) and says_out_of_memory(str(one)):
+            return out_of_memory(str(one))
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception and those that it was raised from."""
+    one: BaseException | None = error
+    while one is not None:
+        yield one
+        one = one.__cause__
+
+
+def _bytes(number: str, unit: str) -> int:
+    return parse_bytes(number.rstrip(".") + ("" if unit.lower() == "bytes" else unit))

@@ -1,0 +1,214 @@
+"""One account of the device memory that engines take: who asked for how much, under which tag, and what came back.
+
+TensorRT asks through its GPU allocator, ONNX Runtime through its external one (see ``onnxruntime_memory``), and our own
+buffers are torch's tensors, which are noted here. All of it comes from torch's caching allocator in the end. The ledger
+counts the bytes that were asked for; torch rounds each block up to 512 bytes, and leaves up to 1 MiB of a block above
+1 MiB unsplit, so that its figure for what is allocated is somewhat higher.
+
+An engine asks :func:`active` when it is opened: measuring memory makes a ledger active, a latency run does not.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+WEIGHTS, ACTIVATIONS, WORKSPACE, TRANSFERS, OUTPUTS = "weights", "activations", "workspace", "transfers", "outputs"
+"""Tags: what a loaded engine keeps; what calls are planned to work in; what they ask for besides; inputs; outputs."""
+UNTAGGED = "untagged"
+
+
+class Memory(Protocol):
+    """Where device memory comes from."""
+
+    def take(self, size: int, stream: int) -> int:
+        """Address of ``size`` bytes for work on that stream; 0 where there are not as many."""
+
+    def give(self, address: int) -> None:
+        """Give back what :meth:`take` gave."""
+
+
+class TorchMemory:
+    """torch's caching allocator on one device."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+
+    def take(self, size: int, stream: int) -> int:
+        """Address of the bytes; 0 where torch finds none."""
+        import torch
+
+        try:
+            return int(torch.cuda.caching_allocator_alloc(size, self._device, stream))
+        except torch.OutOfMemoryError:
+            return 0
+
+    def give(self, address: int) -> None:
+        """Back to torch, which keeps it for the next who asks on the same stream."""
+        import torch
+
+        torch.cuda.caching_allocator_delete(address)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Memory that is in use."""
+
+    size: int
+    tag: str
+    number: int
+    """In the order that blocks were taken in, from 1."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """The ledger as it was at one time, in bytes asked for."""
+
+    current: int = 0
+    peak: int = 0
+    by_tag: dict[str, int] = field(default_factory=dict)
+    """Of ``current``."""
+    peak_by_tag: dict[str, int] = field(default_factory=dict)
+    """Of ``peak``, at the time of the peak."""
+    taken: int = 0
+    """Blocks so far."""
+    unknown_frees: int = 0
+    """Addresses that were given back and had never been taken here."""
+    double_frees: int = 0
+    refused: int | None = None
+    """What was last asked for and not to be had."""
+
+
+class Ledger:
+    """Takes memory, gives it back, and keeps the account; may be asked from any thread."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._lock = threading.RLock()  # a collection of garbage inside may give back more
+        self._live: dict[int, Block] = {}
+        self._gone: set[int] = set()
+        self._tags: Counter[str] = Counter()
+        self._peak_tags: dict[str, int] = {}
+        self._current = self._peak = self._taken = self._unknown = self._double = 0
+        self._refused: int | None = None
+        self._tag = UNTAGGED
+
+    def allocate(self, size: int, stream: int = 0, tag: str | None = None) -> int:
+        """Address of ``size`` bytes for work on ``stream``; 0 for no bytes, and where there are not as many."""
+        if not size:
+            return 0
+        address = self._memory.take(size, stream)
+        if address:
+            self._enter(address, size, tag)
+        else:
+            self._refused = size
+        return address
+
+    def free(self, address: int) -> bool:
+        """Give back what :meth:`allocate` gave; False, and nothing done, for an address that is not in use here."""
+        known = self._leave(address)
+        if known:
+            self._memory.give(address)
+        return known
+
+    def follow(self, tensor: Any, tag: str) -> None:
+        """Count a tensor whose memory is torch's own, until it is gone."""
+        address, size = int(tensor.data_ptr()), int(tensor.numel() * tensor.element_size())
+        if size:
+            self._enter(address, size, tag)
+            weakref.finalize(tensor, self._leave, address).atexit = False
+
+    @contextlib.contextmanager
+    def tagged(self, tag: str) -> Iterator[None]:
+        """Whatever is taken meanwhile without a tag of its own has this one."""
+        before, self._tag = self._tag, tag
+        try:
+            yield
+        finally:
+            self._tag = before
+
+    def reset_peak(self) -> None:
+        """From now on the peak is that of what follows."""
+        with self._lock:
+            self._peak, self._peak_tags = self._current, dict(+self._tags)
+
+    def account(self) -> Account:
+        """How things are now."""
+        with self._lock:
+            return Account(
+                current=self._current,
+                peak=self._peak,
+                by_tag=dict(+self._tags),
+                peak_by_tag=dict(self._peak_tags),
+                taken=self._taken,
+                unknown_frees=self._unknown,
+                double_frees=self._double,
+                refused=self._refused,
+            )
+
+    def leaks(self, since: int = 0) -> dict[int, Block]:
+        """Address → block of what was taken after the first ``since`` blocks, and not given back."""
+        with self._lock:
+            return {address: block for address, block in self._live.items() if block.number > since}
+
+    def _enter(self, address: int, size: int, tag: str | None) -> None:
+        with self._lock:
+            self._forget(address)  # given to someone else by now, so it was given back unseen
+            self._gone.discard(address)
+            self._taken += 1
+            block = Block(size, tag or self._tag, self._taken)
+            self._live[address] = block
+            self._tags[block.tag] += size
+            self._current += size
+            if self._current > self._peak:
+                self._peak, self._peak_tags = self._current, dict(+self._tags)
+
+    def _leave(self, address: int) -> bool:
+        with self._lock:
+            if self._forget(address):
+                self._gone.add(address)
+                return True
+            if address in self._gone:
+                self._double += 1
+            else:
+                self._unknown += 1
+            return False
+
+    def _forget(self, address: int) -> bool:
+        block = self._live.pop(address, None)
+        if block is None:
+            return False
+        self._tags[block.tag] -= block.size
+        self._current -= block.size
+        return True
+
+
+_active: dict[int, Ledger] = {}
+
+
+def active(device: int) -> Ledger | None:
+    """The ledger that counts a device now; None where nothing is counted, and engines are to be as in production."""
+    return _active.get(device)
+
+
+def follow(tensor: Any, tag: str, device: int) -> None:
+    """Count a tensor, if its device is counted now."""
+    if ledger := active(device):
+        ledger.follow(tensor, tag)
+
+
+@contextlib.contextmanager
+def counting(device: int, memory: Memory | None = None) -> Iterator[Ledger]:
+    """Count what engines that are opened and run meanwhile take on a device; ``memory`` is torch's if not given."""
+    before = _active.get(device)
+    ledger = _active[device] = Ledger(memory or TorchMemory(device))
+    try:
+        yield ledger
+    finally:
+        if before is None:
+            del _active[device]
+        else:
+            _active[device] = before

@@ -1,0 +1,142 @@
+"""Holding a process to a limit of memory, and seeing how near to it the process came.
+
+On the CPU the limit is on address space and on what of it can be written (RLIMIT_AS and RLIMIT_DATA, getrlimit(2)):
+allocators reserve room for later, which takes address space when it is reserved and counts as data when it is used.
+On CUDA it is on torch's caching allocator, which eager and TensorRT take their memory from.
+"""
+
+import contextlib
+import resource
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from enginesmith.pipeline import allocation
+from enginesmith.pipeline.engines.base import Device
+from enginesmith.pipeline.measure.kernel_files import fields, text
+from enginesmith.pipeline.measure.resident import close_holes
+from enginesmith.pipeline.measure.used_memory import available_bytes, kibibytes
+from enginesmith.pipeline.workers import Worker
+
+_LIMITS = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
+_WATCH_SECONDS = 0.005
+
+
+def hold(limit_bytes: int | None, device: Device) -> None:
+    """From here on this process may take that much more; call it when libraries and pools are in (``Engine.prime``)."""
+    if limit_bytes is None:
+        return
+    if device.kind == "cuda":
+        _hold_device(limit_bytes, device.index)
+        return
+    close_holes()
+    now = _status("self")
+    for kind, counter in _LIMITS:
+        _, hard = resource.getrlimit(kind)
+        most = now[counter] + limit_bytes
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _hold_device(limit_bytes: int, index: int) -> None:
+    """A share of the device's memory, as torch takes it; what it has taken already is not counted."""
+    import torch
+
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info(index)[1]
+    allowed = torch.cuda.memory_reserved(index) + limit_bytes
+    torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), index)
+
+
+def release() -> None:
+    """End a limit on the CPU, so that there is room to answer."""
+    for kind, _ in _LIMITS:
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (hard, hard))
+
+
+@contextlib.contextmanager
+def explaining(device: Device) -> Iterator[None]:
+    """Have what fails inside for lack of memory say how much was free; the limit on the CPU ends there.
+
+    Raises:
+        StepOutOfMemory: something inside did not get its memory.
+    """
+    try:
+        yield
+    except Exception as error:
+        found = allocation.behind(error)
+        if found is None:
+            raise
+        free = found.free_bytes if found.free_bytes is not None else _left(device)
+        believable = free is None or found.asked_bytes is None or free < found.asked_bytes
+        found.free_bytes = free if believable else None  # else the libraries had freed some before it could be read
+        release()
+        if found is error:
+            raise
+        raise found from error
+
+
+def _left(device: Device) -> int | None:
+    """What is free now; below a limit on address space at the fullest, as libraries let go of memory when they fail."""
+    if device.kind == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device.index)[0])
+    gap = _gap("self")
+    return available_bytes() if gap is None else gap
+
+
+class Watch:
+    """How near a process came to its limit on address space, looked at from another one while it lives."""
+
+    def __init__(self) -> None:
+        self.gap: int | None = None
+        """Bytes; None where there was no limit."""
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, worker: Worker) -> None:
+        """Begin to look."""
+        self._thread = threading.Thread(target=self._look, args=(worker.pid,), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it; :attr:`gap` stays."""
+        self._over.set()
+        if self._thread:
+            self._thread.join()
+
+    def _look(self, pid: int) -> None:
+        while not self._over.wait(_WATCH_SECONDS):
+            try:
+                gap = _gap(str(pid))
+            except KeyError:  # it has ended
+                return
+            if gap is not None:
+                self.gap = gap if self.gap is None else min(gap, self.gap)
+
+
+def _gap(process: str) -> int | None:
+    """What a limit on address space left at the fullest; None where there is no limit.
+
+    The high-water mark is of the process's whole life; one above the limit is of before.
+    """
+    limit = _limit(process)
+    if limit is None:
+        return None
+    now = _status(process)
+    return max(0, limit - (now["VmPeak"] if now["VmPeak"] <= limit else now["VmSize"]))
+
+
+def _limit(process: str) -> int | None:
+    """The soft limit on address space (proc_pid_limits(5)): ``Max address space  SOFT  HARD  bytes``."""
+    name = "Max address space"
+    rows = (text(Path(f"/proc/{process}/limits")) or "").splitlines()
+    soft = next((row.removeprefix(name).split()[0] for row in rows if row.startswith(name)), "unlimited")
+    return int(soft) if soft.isdecimal() else None
+
+
+def _status(process: str) -> dict[str, int]:
+    """Bytes by the names of proc_pid_status(5)."""
+    found = fields(Path(f"/proc/{process}/status"))
+    return {name: kibibytes(found[name]) for name in ("VmSize", "VmPeak", "VmData")}

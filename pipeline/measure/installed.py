@@ -1,0 +1,137 @@
+"""What is installed, and what it was built for; read from files, without importing anything heavy."""
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import NamedTuple
+
+Numbers = tuple[int, ...]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_CUDA_OF = re.compile(r"^\s*cuda(?:_version)?\b[^=\n]*=\s*['\"]([\d.]+)['\"]", re.MULTILINE)
+_GLIBC = re.compile(r"manylinux_(\d+_\d+)")
+
+
+class Requirement(NamedTuple):
+    """One that a package's metadata names: ``nvidia-cudnn-cu13``, its versions ``~=9.0``, the extra it belongs to."""
+
+    name: str
+    versions: str
+    extra: str
+
+
+def version(name: str) -> str | None:
+    """Of a package, or None if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    return {name: found for name in names if (found := version(name))}
+
+
+def numbers(text: str) -> Numbers:
+    """``9.10.2`` as numbers; what follows them (``+cu130``, ``rc1``) is left out."""
+    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[^\d.]", text)[0]))
+
+
+def meets(version: str, wanted: str) -> bool:
+    """Whether a version is among ``==13.0.48``, ``~=9.0`` or ``>=12,<13`` (PEP 440, for plain numbers)."""
+    here = numbers(version)
+    for clause in filter(None, (part.strip() for part in wanted.split(","))):
+        operator, there = re.match(r"[=~<>!]*", clause)[0], numbers(clause.lstrip("=~<>! "))  # type: ignore[index]
+        prefix = there[:-1] if operator == "~=" else there
+        same = here[: len(prefix)] == prefix
+        verdicts = {
+            "==": same if clause.endswith("*") else here == there,
+            "~=": same and here >= there,
+            "!=": here != there,
+            ">=": here >= there,
+            "<=": here <= there,
+            ">": here > there,
+            "<": here < there,
+        }
+        if not verdicts.get(operator, True):
+            return False
+    return True
+
+
+def torch_cuda() -> str | None:
+    """The CUDA that torch was built for, ``13.0``; None for a build without it, or no torch."""
+    return _cuda_in("torch", "version.py")
+
+
+def onnxruntime_cuda() -> str | None:
+    """The CUDA that onnxruntime-gpu was built for; None where the package does not say, or is not there."""
+    return _cuda_in("onnxruntime", "capi/build_and_package_info.py")
+
+
+def find(package: str) -> Path | None:
+    """The folder that a package would be imported from."""
+    found = importlib.util.find_spec(package)
+    return Path(found.origin).parent if found and found.origin else None
+
+
+def _cuda_in(package: str, file: str) -> str | None:
+    folder = find(package)
+    match = _CUDA_OF.search((folder / file).read_text()) if folder and (folder / file).is_file() else None
+    return match[1] if match else None
+
+
+def requirements(package: str, start: str = "nvidia-") -> list[Requirement]:
+    """What an installed package asks for by names that start like that."""
+    found = []
+    for text in importlib.metadata.requires(package) or () if version(package) else ():
+        name = _NAME.match(text)
+        if name and name[0].startswith(start):
+            wanted, _, condition = text[name.end() :].partition(";")
+            extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", condition)
+            wanted = re.sub(r"^\[[^\]]*\]", "", wanted.strip())
+            found.append(Requirement(name[0], wanted.strip(" ()"), extra[1] if extra else ""))
+    return found
+
+
+def cuda_variants(package: str) -> dict[int, list[str]]:
+    """CUDA's major version → a package's distributions for it: tensorrt-cu12, say, and tensorrt-cu12-libs."""
+    pattern = re.compile(rf"{package.replace('-', '[-_]')}[-_]cu(\d+)(?:[-_](?:libs|bindings))?", re.IGNORECASE)
+    found: dict[int, list[str]] = {}
+    for one in importlib.metadata.distributions():
+        match = pattern.fullmatch(one.metadata["Name"] or "")
+        if match:
+            found.setdefault(int(match[1]), []).append(one.metadata["Name"].replace("_", "-"))
+    return {major: sorted(set(names)) for major, names in sorted(found.items())}
+
+
+def needed_glibc(package: str) -> str | None:
+    """The C library that a package's wheel was made for: ``2.28`` of a ``manylinux_2_28`` tag."""
+    try:
+        tags = importlib.metadata.distribution(package).read_text("WHEEL") or ""
+    except PackageNotFoundError:
+        return None
+    found = [match.replace("_", ".") for match in _GLIBC.findall(tags)]
+    return min(found, key=numbers, default=None)
+
+
+def loads(library: str) -> bool:
+    """Whether the system's loader finds a library; it stays loaded."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def cudnn() -> str | None:
+    """Of NVIDIA's packages, which torch and ONNX Runtime take it from; else of what the system's loader finds."""
+    packaged = version("nvidia-cudnn-cu13") or version("nvidia-cudnn-cu12")
+    if packaged or not loads("libcudnn.so.9"):
+        return packaged
+    number = int(ctypes.CDLL("libcudnn.so.9").cudnnGetVersion())  # 91501 is 9.15.1
+    return f"{number // 10000}.{number % 10000 // 100}.{number % 100}"

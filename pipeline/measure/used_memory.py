@@ -1,0 +1,65 @@
+"""How much memory is in use where a session runs, seen from another process."""
+
+import os
+from pathlib import Path
+
+from enginesmith.pipeline.engines.base import Device
+from enginesmith.pipeline.errors import MissingCapability
+from enginesmith.pipeline.measure.cgroup import memory_limit
+from enginesmith.pipeline.measure.kernel_files import fields, numbers, text
+
+_GROUP = 2
+"""Where the process group stands after the name in /proc/PID/stat."""
+
+
+def used_bytes(device: Device) -> tuple[int | None, str]:
+    """Bytes in use now, or None and why.
+
+    On CUDA by NVML, which counts every process. On the CPU what counts against the memory limit of this process's
+    control group where it has one, else what the other processes of this program have resident (shared pages by
+    their share): the rest of the machine takes and frees too much meanwhile for 1 % to mean anything.
+    """
+    if device.kind != "cuda":
+        found = _of_container() or _of_processes(os.getpgrp())
+        return found, "" if found is not None else "the kernel does not show what processes have resident"
+    try:
+        from enginesmith.pipeline.measure import nvml
+
+        return nvml.library().used_bytes(device.index), ""
+    except MissingCapability as error:
+        return None, str(error)
+
+
+def killed_by_kernel() -> int | None:
+    """How many processes the kernel has killed for lack of memory since the machine started; None if untold."""
+    return numbers(Path("/proc/vmstat")).get("oom_kill")
+
+
+def available_bytes() -> int | None:
+    """What the machine could still hand out without swapping (MemAvailable, proc_meminfo(5))."""
+    row = fields(Path("/proc/meminfo")).get("MemAvailable")
+    return kibibytes(row) if row else None
+
+
+def _of_container() -> int | None:
+    limit = memory_limit()
+    return None if limit is None or limit.left_bytes is None else limit.limit_bytes - limit.left_bytes
+
+
+def _of_processes(group: int) -> int | None:
+    """Proportional set sizes of a process group, which is where workers and their server are (proc_pid_smaps(5)).
+
+    This process is left out: what it takes meanwhile is not a session's.
+    """
+    found = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        after_name = (text(folder / "stat") or "").rpartition(") ")[2].split()
+        ours = len(after_name) > _GROUP and int(after_name[_GROUP]) == group
+        if ours and folder.name != str(os.getpid()):
+            found += kibibytes(fields(folder / "smaps_rollup").get("Pss", "0 kB"))
+    return found or None
+
+
+def kibibytes(field: str) -> int:
+    """``12 kB`` → bytes."""
+    return int(field.split()[0]) * 1024

@@ -1,0 +1,99 @@
+"""What the doctor tells people."""
+
+import pytest
+
+from enginesmith.pipeline import doctor, inspection
+from enginesmith.pipeline.doctor import Diagnosis
+from enginesmith.pipeline.measure import compatibility, device, stack
+from enginesmith.pipeline.measure.compatibility import Check
+from enginesmith.pipeline.measure.nvml import GpuProcess, GpuState
+from enginesmith.pipeline.measure.stack import Stack
+
+FITS = Check(name="C library", found="glibc 2.36", needed="2.28, by torch", ok=True)
+BROKEN = Check(name="cuDNN", found="8.9.7", needed="9.x", ok=False, fix="pip install 'nvidia-cudnn-cu13==9.*'")
+MEANINGLESS = Check(name="torch", found="without CUDA", needed="CUDA", ok=None, note="there is no NVIDIA GPU here")
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> Diagnosis:
+    rows = [
+        {"engine": "eager", "usable": "yes", "builds here": "yes", "reason": "", "remedy": ""},
+        {"engine": "tensorrt_rtx", "usable": "no", "builds here": "yes", "reason": "no GPU", "remedy": "get one"},
+    ]
+    monkeypatch.setattr(stack, "look", Stack)
+    monkeypatch.setattr(compatibility, "checks", lambda *stack: [FITS, BROKEN, MEANINGLESS])
+    monkeypatch.setattr(inspection, "engines", lambda where: rows)
+    return doctor.examine()
+
+
+def test_fixes_begin_with_what_does_not_fit(found: Diagnosis) -> None:
+    assert found.fixes[0] == "cuDNN: pip install 'nvidia-cudnn-cu13==9.*'"
+    assert "tensorrt_rtx on cuda: get one" in found.fixes
+    assert not any("tensorrt_rtx on cpu" in fix for fix in found.fixes)  # it never runs there
+    assert found.engines["cpu"] == {
+        "eager": "ok",
+        "tensorrt_rtx": "no: no GPU; it can be built here for other machines",
+    }
+
+
+def test_people_read_the_fixes_last(found: Diagnosis) -> None:
+    facts = doctor.readable(found)
+    assert next(iter(facts)) == "processor"
+    assert facts[list(facts)[-1]] == list(found.fixes)
+    assert facts["what fits together"] == {
+        "C library": "yes: glibc 2.36; needed: 2.28, by torch",
+        "cuDNN": "NO: 8.9.7; needed: 9.x",
+        "torch": "– without CUDA; needed: CUDA (there is no NVIDIA GPU here)",
+    }
+    assert all(isinstance(value, str | list | dict) for value in facts.values())
+
+
+def test_gpus_with_units_and_reasons(found: Diagnosis) -> None:
+    gpu = GpuState(
+        name="NVIDIA H100",
+        compute_capability="9.0",
+        memory_bytes=80 << 30,
+        clock_limits=("power limit",),
+        persistence=True,
+        processes=(GpuProcess(pid=7, used_bytes=1 << 30), GpuProcess(pid=8, used_bytes=None)),
+        reasons={"power_watts": "no permission"},
+    )
+    machine = found.environment.model_copy(update={"gpus": (gpu,)})
+    facts = doctor.readable(found.model_copy(update={"environment": machine}))["cuda:0"]
+    assert facts["memory"] == "80 GiB"
+    assert facts["clock limits"] == "power limit"
+    assert facts["persistence"] == "yes"
+    assert facts["processes"] == "7 (1 GiB), 8 (–)"
+    assert facts["power watts"] == "unknown (no permission)"
+
+
+def test_a_machine_that_shows_everything(found: Diagnosis) -> None:
+    shown = {
+        "quota_cores": 1.5,
+        "turbo": False,
+        "governor": "performance",
+        "throttled_periods": 4,
+        "thermal_throttles": 2,
+        "stolen_seconds": 3.4,
+        "memory_limit_bytes": 2 << 30,
+        "memory_limit_left_bytes": 1 << 30,
+        "frequency_mhz": 2400.0,
+        "frequency_max_mhz": 3600.0,
+        "frequency_min_mhz": None,
+    }
+    facts = doctor.readable(found.model_copy(update={"environment": device.environment().model_copy(update=shown)}))
+    processor = facts["processor"]
+    assert processor["container's limit"] == "1.5 cores"
+    assert (processor["turbo"], processor["governor"]) == ("no", "performance")
+    assert processor["clock"] == "2400 MHz now, 3600 MHz at most"
+    lost = "4 periods of the quota throttled, slowed down by heat 2 times, 3 s given to other machines"
+    assert processor["lost since the start"] == lost
+    assert facts["memory"]["container's limit"] == "2 GiB, left: 1 GiB"
+
+
+@pytest.mark.slow
+def test_here() -> None:
+    found = doctor.examine()
+    assert found.environment.processor
+    assert found.engines["cpu"]["eager"] == "ok"
+    assert Diagnosis.model_validate_json(found.model_dump_json()) == found

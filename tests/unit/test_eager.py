@@ -1,0 +1,290 @@
+"""Eager's options: what they refuse, what they cast, and when a CUDA graph is captured.
+
+CUDA's streams and graphs are stood in for; tensors are on the host.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines import eager
+from enginesmith.pipeline.engines.base import Availability, Device
+from enginesmith.pipeline.engines.cuda import CudaDevice
+from enginesmith.pipeline.engines.eager import Eager
+from enginesmith.pipeline.engines.eager_session import EagerSession, GraphedSession
+from enginesmith.pipeline.errors import MissingCapability, ModelError, StepOutOfMemory, UsageError
+from enginesmith.pipeline.measure.fidelity import thresholds_for
+from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
+
+CPU = Device(threads=1)
+SIGNATURE = Signature(
+    inputs=(TensorSpec.parse("x:float32:batch,4"), TensorSpec.parse("rows:int64:batch")),
+    outputs=(TensorSpec.parse("y:float32:batch,4"),),
+)
+FACTORY = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x, rows):
+        assert x.dtype == self.linear.weight.dtype and rows.dtype == torch.int64
+        return {"y": self.linear(x)[rows]}
+
+def build():
+    return Net(), {"x": torch.ones(2, 4), "rows": torch.tensor([0, 1])}
+"""
+
+
+def feeds(seed: int = 0) -> Feeds:
+    rows = np.arange(3)
+    return {"x": np.random.default_rng(seed).standard_normal((3, 4)).astype(np.float32), "rows": rows}
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    from enginesmith.pipeline import torch_model
+
+    folder = tmp_path_factory.mktemp("eager")
+    (folder / "eager_net.py").write_text(FACTORY)
+    source = resolve(f"{folder}/eager_net.py:build")
+    options = torch_model.LoadOptions(inputs=SIGNATURE.inputs)
+    loaded = torch_model.load(source, options)
+    torch_model.save(loaded, source, options, folder)
+    path = folder / torch_model.RECORD
+    return Artifact(kind="torch", path=path, sha256="", bytes=0, signature=loaded.signature)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_cast_module_answers_in_the_models_own_types(artifact: Artifact, dtype: Any) -> None:
+    with Eager().load(artifact, CPU) as plain:
+        wanted = plain.run(feeds())["y"]
+    with Eager(dtype=dtype).load(artifact, CPU) as cast:
+        bound = cast.bind(feeds())
+        found = cast.run(feeds())["y"]
+    assert [str(tensor.dtype) for tensor in bound] == [f"torch.{dtype}", "torch.int64"]
+    assert found.dtype == np.float32
+    assert not np.array_equal(found, wanted)
+    np.testing.assert_allclose(found, wanted, rtol=0.05, atol=0.05)
+
+
+def test_a_sibling_casts_too(artifact: Artifact) -> None:
+    with Eager(dtype="float16").load(artifact, CPU) as cast, cast.sibling() as other:
+        np.testing.assert_array_equal(other.run(feeds())["y"], cast.run(feeds())["y"])
+
+
+@pytest.mark.parametrize(
+    ("options", "row"),
+    [
+        ({}, "fp32"),
+        ({"tf32": True}, "tf32"),
+        ({"dtype": "float16"}, "fp16"),
+        ({"dtype": "bfloat16", "tf32": True}, "bf16"),
+        ({"cuda_graphs": True}, "fp32"),
+    ],
+)
+def test_each_option_is_held_to_its_own_thresholds(options: dict[str, Any], row: str) -> None:
+    assert Eager(**options).arithmetic == row
+    assert thresholds_for(row)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tf32": True}, "TF32 can"),
+        ({"cuda_graphs": True}, "replays of CUDA graphs can"),
+        ({"tf32": True, "cuda_graphs": True}, "and"),
+    ],
+)
+def test_what_only_cuda_has_is_refused_on_the_cpu(artifact: Artifact, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(MissingCapability, match=words) as caught:
+        Eager(**options).load(artifact, CPU)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(("capability", "ok"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_devices_without_tf32(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], ok: bool) -> None:
+    monkeypatch.setattr(Eager, "available", classmethod(lambda cls, device: Availability(ok=True)))
+    monkeypatch.setattr(eager.cuda, "cuda_device", lambda index: CudaDevice(name="T", compute_capability=capability))
+    found = Eager(tf32=True).runnable(Device(kind="cuda"))
+    assert found.ok == ok
+    assert ok or "sm75" in found.reason
+    assert Eager().runnable(Device(kind="cuda")).ok
+
+
+@pytest.fixture
+def tf32_as_it_was() -> Iterator[None]:
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = True
+
+
+@pytest.mark.usefixtures("tf32_as_it_was")
+@pytest.mark.parametrize("allowed", [False, True])
+def test_tf32_is_as_asked_for_products_and_convolutions(allowed: bool) -> None:
+    """In both of torch's ways to ask, which raise where they disagree."""
+    assert torch.backends.cudnn.allow_tf32  # torch's own default, which a float32 baseline cannot leave
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        eager._allow_tf32(Device(kind="cuda"), allowed)
+        backends = torch.backends
+        assert backends.cuda.matmul.allow_tf32 == backends.cudnn.allow_tf32 == allowed
+        assert (torch.get_float32_matmul_precision() == "high") == allowed
+        precisions = [backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision]
+        assert [one == "tf32" for one in precisions] == [allowed, allowed]
+
+
+@pytest.mark.usefixtures("tf32_as_it_was")
+def test_on_the_cpu_tf32_is_left_alone(artifact: Artifact) -> None:
+    Eager().load(artifact, CPU).close()
+    assert torch.backends.cudnn.allow_tf32
+
+
+class FakeStream:
+    def __init__(self, device: str) -> None:
+        self.cuda_stream = id(self)
+        self.waited = 0
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+
+class FakeGraph:
+    """Replays what the module computed while it was captured."""
+
+    current: "FakeGraph | None" = None
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def capture_begin(self, capture_error_mode: str) -> None:
+        assert FakeGraph.current is None
+        FakeGraph.current = self
+
+    def capture_end(self) -> None:
+        graph, FakeGraph.current = FakeGraph.current, None
+        if graph and graph.calls == ["failed"]:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def replay(self) -> None:
+        with torch.inference_mode():
+            for call in self.calls:
+                call()
+
+
+class OnHost(Device):
+    """A CUDA device whose tensors are on the host."""
+
+    kind: str = "cuda"
+
+    def __str__(self) -> str:
+        return "cpu"
+
+
+class Doubling:
+    """y = 2x, and what was asked of it; ``error`` is raised while a graph is captured."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.calls, self.streams, self.error = 0, [], error  # type: ignore[var-annotated]
+
+    def __call__(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor]:
+        self.calls += 1
+        result = x * 2
+        if FakeGraph.current:
+            if self.error:
+                FakeGraph.current.calls = ["failed"]
+                raise self.error
+            FakeGraph.current.calls.append(lambda: result.copy_(x * 2))
+        return (result,)
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
+    """Streams in the order in which they became the thread's current one."""
+    seen: list[FakeStream] = []
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "set_stream", seen.append)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(FakeGraph, "current", None)
+    return seen
+
+
+def opened(kind: type[EagerSession], forward: Doubling) -> Any:
+    return kind(forward, SIGNATURE, OnHost(), None, lambda: None)  # type: ignore[arg-type]
+
+
+def doubled(seed: int = 0) -> Array:
+    return np.asarray(feeds(seed)["x"] * 2)
+
+
+def test_work_goes_to_the_sessions_own_stream(current: list[FakeStream]) -> None:
+    first = opened(EagerSession, Doubling())
+    second = first.sibling()
+    bounds = [one.bind(feeds()) for one in (first, second)]
+    for one, bound in zip((first, second, first), (*bounds, bounds[0]), strict=True):
+        one.enqueue(bound)
+        assert current[-1].cuda_stream == one.cuda_stream
+    assert first.cuda_stream != second.cuda_stream
+
+
+def test_the_third_call_is_captured_and_replayed(current: list[FakeStream]) -> None:
+    module = Doubling()
+    session = opened(GraphedSession, module)
+    bound = session.bind(feeds())
+    for _ in range(6):
+        session.enqueue(bound)
+        np.testing.assert_array_equal(session.fetch()["y"], doubled())
+    assert module.calls == 3
+    assert len(bound.graph.calls) == 1
+    assert len(current) >= 6
+
+
+def test_each_set_of_feeds_has_a_graph_of_its_own(current: list[FakeStream]) -> None:
+    session = opened(GraphedSession, Doubling())
+    bounds = [session.bind(feeds(seed)) for seed in (1, 2)]
+    for _ in range(4):
+        for seed, bound in zip((1, 2), bounds, strict=True):
+            session.enqueue(bound)
+            np.testing.assert_array_equal(session.fetch()["y"], doubled(seed))
+    assert bounds[0].graph is not bounds[1].graph
+
+
+@pytest.mark.usefixtures("current")
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (RuntimeError("operation not permitted when stream is capturing"), ModelError, "not permitted when stream"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), StepOutOfMemory, "2 GiB"),
+    ],
+)
+def test_what_cannot_be_captured_is_said_in_words(error: Exception, kind: type[Exception], words: str) -> None:
+    session = opened(GraphedSession, Doubling(error))
+    bound = session.bind(feeds())
+    for _ in range(2):
+        session.enqueue(bound)
+    with pytest.raises(kind, match=words) as caught:
+        session.enqueue(bound)
+    assert isinstance(caught.value, StepOutOfMemory) or "without CUDA graphs" in caught.value.remedy  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("current")
+def test_a_closed_session_lets_go_of_its_graphs() -> None:
+    session = opened(GraphedSession, Doubling())
+    bound = session.bind(feeds())
+    for _ in range(4):
+        session.enqueue(bound)
+    session.close()
+    assert bound.graph is None
+    assert bound.outputs == ()
+    with pytest.raises(UsageError, match="closed"):
+        session.enqueue(bound)

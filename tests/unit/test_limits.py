@@ -1,0 +1,539 @@
+"""Limits of the hardware: how rates come about, what a graph's work is, and what the floor says of a measured time."""
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from enginesmith.pipeline import onnx_file, samples
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import Device
+from enginesmith.pipeline.engines.eager import Eager
+from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
+from enginesmith.pipeline.measure import bench, limits, probes
+from enginesmith.pipeline.measure.limits import Bench, Candidate, DeviceLimits, Probe, Rate, measured, together, told
+from enginesmith.pipeline.measure.roofline import Work, floor
+from enginesmith.pipeline.measure.work import count_work
+from enginesmith.pipeline.tasks.limits import CountWork, DeviceRates, read_limits, read_work
+
+MIB = 1 << 20
+BOTH = 2
+
+
+# What threads did together
+
+
+def test_rates_of_threads_add_up_while_they_overlap() -> None:
+    first, second = [(0.0, 1.0), (1.0, 1.0)], [(1.0, 0.5)]
+    assert sorted(together([first, second], 10.0)) == pytest.approx([10.0, 30.0, 30.0])
+
+
+def test_touching_is_not_enough_where_threads_share_a_limit() -> None:
+    apart = [[(0.0, 0.010)], [(0.009, 0.010)]]
+    assert max(together(apart, 1.0)) == pytest.approx(200.0)
+    assert max(together(apart, 1.0, seconds=0.010)) == pytest.approx(110.0)
+
+
+def test_a_repetition_without_length_is_no_infinite_rate() -> None:
+    assert all(map(math.isfinite, together([[(0.0, 0.0)]], 1.0)))
+
+
+# Repeating
+
+
+class Clock:
+    """Timed pieces whose seconds are told beforehand."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds = list(seconds)
+        self.calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        time.sleep(0.001)
+        return self.seconds[min(self.calls, len(self.seconds)) - 1]
+
+
+def candidate(figure: str, piece: Callable[[], float], amount: float = 1.0, threads: int = 1) -> Candidate:
+    return Candidate(figure, lambda: Probe(lambda: piece, amount, f"by {figure}", threads))
+
+
+def refused(error: Exception) -> Candidate:
+    def prepare() -> Probe:
+        raise error
+
+    return Candidate("bf16", prepare)
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_BURST_SECONDS", 0.002)
+
+
+def run(*candidates: Candidate, **more: Any) -> DeviceLimits:
+    return measured(Bench("some device", MIB, candidates, **more), 0.0, lambda text: None)
+
+
+def test_the_best_repetition_counts_and_the_median_stands_beside_it() -> None:
+    found = run(candidate("fp32", Clock(0.5, 0.1, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4), amount=2.0)).products["fp32"]
+    assert found.per_second == pytest.approx(20.0)
+    assert found.usual_per_second == pytest.approx(5.0)
+    assert found.spread == pytest.approx(4.0)
+    assert found.how == "by fp32"
+
+
+def test_a_wide_spread_is_a_warning() -> None:
+    wide = run(candidate("fp32", Clock(0.1, 0.5)))
+    assert "fp32 5.0 ×" in wide.warnings[0]
+    assert run(candidate("fp32", Clock(0.1))).warnings == ()
+
+
+def test_the_better_one_of_two_ways_counts() -> None:
+    found = run(candidate("fp32", Clock(0.2)), candidate("fp32", Clock(0.1)), candidate("fp32", Clock(0.3)))
+    assert found.products["fp32"].per_second == pytest.approx(10.0)
+
+
+def test_every_candidate_has_its_turn_in_each_round_and_three_at_least() -> None:
+    pieces = [Clock(0.1), Clock(0.1)]
+    rounds: list[str] = []
+    measured(Bench("cpu", None, tuple(candidate("fp32", one) for one in pieces)), 0.0, rounds.append)
+    assert len(rounds) == 3
+    assert all(piece.calls >= 3 for piece in pieces)
+
+
+def test_what_cannot_be_prepared_has_its_reason() -> None:
+    found = run(refused(RuntimeError("no kernel\nwith a trace")), candidate("fp32", Clock(0.1)))
+    assert "bf16" not in found.products
+    assert found.reasons["bf16"] == "RuntimeError: no kernel"
+    assert found.copy_bandwidth is None
+    assert found.reasons["copy_bandwidth"]
+
+
+def test_a_way_that_works_leaves_no_reason_of_one_that_does_not() -> None:
+    found = run(refused(ImportError("no module")), candidate("bf16", Clock(0.1)))
+    assert "bf16" not in found.reasons
+
+
+def test_threads_each_have_a_piece_and_a_core_of_their_own() -> None:
+    cores: dict[int, set[int]] = {}
+
+    def make() -> Callable[[], float]:
+        def piece() -> float:
+            cores[threading.get_native_id()] = os.sched_getaffinity(0)
+            time.sleep(0.001)
+            return 0.001
+
+        return piece
+
+    own = sorted(os.sched_getaffinity(0))
+    run(Candidate("fp32", lambda: Probe(make, 1.0, "", BOTH)), cores=tuple(own))
+    assert len(cores) == BOTH
+    assert set(map(frozenset, cores.values())) == {frozenset({core}) for core in own[:BOTH]}
+    assert sorted(os.sched_getaffinity(0)) == own
+
+
+def test_no_pieces_at_all() -> None:
+    assert run().products == {}
+
+
+# Which type a product may be computed in
+
+
+def rate(per_second: float) -> Rate:
+    return Rate(per_second=per_second, usual_per_second=per_second, repetitions=9, how="told")
+
+
+def device(**more: Any) -> DeviceLimits:
+    known: dict[str, Any] = {
+        "device": "cpu",
+        "copy_bandwidth": rate(10e9),
+        "read_bandwidth": rate(20e9),
+        "cache_bandwidth": rate(100e9),
+        "cache_bytes": 1_000_000,
+        "products": {"fp32": rate(100e9), "int8": rate(400e9), "fp16": rate(5e9)},
+        "operators": rate(1e6),
+        "calls": rate(200e3),
+        "seconds": 4.0,
+    }
+    return DeviceLimits(**(known | more))
+
+
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    [("fp32", "fp32"), ("int8", "int8"), ("fp16", "fp32"), ("bf16", "fp32"), ("int4", "int8"), ("tf32", "fp32")],
+)
+def test_narrow_types_may_be_computed_in_wider_ones(precision: str, name: str) -> None:
+    found = device().product(precision)
+    assert found is not None
+    assert found[0] == name
+
+
+def test_no_type_stands_in_for_a_wider_one() -> None:
+    assert device().product("fp64") is None
+    assert device(products={"int8": rate(1.0)}).product("fp32") is None
+
+
+# The floor
+
+
+def work(**more: Any) -> Work:
+    return Work(**({"batch": 1, "flops": {"fp32": 1_000_000}, "least_bytes": 0} | more))
+
+
+def test_bound_by_arithmetic() -> None:
+    row = floor(work(flops={"fp32": 100_000_000, "int8": 400_000_000}, least_bytes=1000), device(), 3.0)
+    assert row.arithmetic_ms == pytest.approx(2.0)
+    assert (row.bound_by, row.floor_ms) == ("arithmetic", row.arithmetic_ms)
+    assert row.measured_over_floor == pytest.approx(1.5)
+    assert row.summary.startswith("1.5 × its floor of 2 ms; bound by arithmetic: ")
+    assert "400 MFLOP in int8 at 400 GFLOP/s" in row.summary
+    assert "100 MFLOP in fp32 at 100 GFLOP/s" in row.summary
+
+
+def test_what_the_caches_hold_does_not_come_from_memory() -> None:
+    small = floor(work(least_bytes=1_000_000), device(), 1.0)
+    assert small.memory_ms == pytest.approx(0.010)  # through the caches at 100 GB/s
+    large = floor(work(least_bytes=41_000_000), device(), 4.0)
+    assert large.memory_ms == pytest.approx(2.0)  # 40 MB at 20 GB/s, the faster one of copying and reading
+    assert large.bound_by == "memory"
+
+
+def test_a_result_beyond_the_caches_is_written_and_read() -> None:
+    row = floor(work(large_intermediates=(11_000_000, 500_000)), device(), 2.0)
+    assert row.memory_ms == pytest.approx(1.0)
+
+
+def test_bound_by_the_start_of_operators() -> None:
+    row = floor(work(launches=500), device(), 1.0)
+    assert (row.bound_by, row.launch_ms) == ("launch", pytest.approx(0.5))
+    assert "500 operators at 1 µs each" in row.summary
+    assert floor(work(launches=1), device(), 1.0).launch_ms == pytest.approx(0.005)  # no call is shorter
+
+
+def test_the_floor_is_the_largest_and_not_the_sum() -> None:
+    row = floor(work(flops={"fp32": 100_000_000}, least_bytes=19_000_000, launches=700), device(), 1.0)
+    assert (row.arithmetic_ms, row.memory_ms, row.launch_ms) == pytest.approx((1.0, 0.9, 0.7))
+    assert row.floor_ms == pytest.approx(1.0)
+
+
+def test_a_floor_above_what_was_measured_is_called_wrong() -> None:
+    row = floor(work(flops={"fp32": 100_000_000}), device(warnings=("the device was busy",)), 0.5)
+    assert row.measured_over_floor == pytest.approx(0.5)
+    assert "so the floor is wrong" in row.summary
+    assert "Winograd" in row.summary
+    assert "the device was busy" in row.summary
+
+
+def test_what_is_not_known_is_left_out_with_its_reason() -> None:
+    row = floor(work(flops={"fp64": 9, "fp32": 100_000_000}), device(), 2.0)
+    assert row.arithmetic_ms == pytest.approx(1.0)
+    assert "fp64 are left out" in row.reasons["arithmetic_ms"]
+    assert row.launch_ms is None
+    assert row.reasons["launch_ms"]
+
+
+def test_without_knowing_the_caches_memory_bounds_nothing() -> None:
+    row = floor(work(least_bytes=1 << 30), device(cache_bytes=None, reasons={"cache_bytes": "not shown"}), 2.0)
+    assert row.memory_ms is None
+    assert row.reasons["memory_ms"] == "not shown"
+
+
+def test_nothing_known() -> None:
+    nothing = device(products={}, operators=None, cache_bytes=None, reasons={"fp32": "no torch"})
+    row = floor(work(), nothing, 2.0)
+    assert (row.bound_by, row.floor_ms, row.measured_over_floor) == ("nothing known", None, None)
+    assert row.reasons.keys() >= {"arithmetic_ms", "memory_ms", "launch_ms", "floor_ms", "measured_over_floor"}
+    assert "no torch" in row.reasons["arithmetic_ms"]
+
+
+def test_a_floor_without_a_measured_time() -> None:
+    row = floor(work(), device(), None)
+    assert row.floor_ms is not None
+    assert row.measured_over_floor is None
+    assert row.reasons["measured_over_floor"] == "it was not measured"
+    assert row.summary.startswith("its floor is 0.01 ms; bound by arithmetic")
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.5, "0.5 B"), (999, "999 B"), (95.04e9, "95 GB"), (2.5e18, "2500 PB")])
+def test_told(value: float, text: str) -> None:
+    assert told(value, "B") == text
+
+
+# The work of a graph
+
+
+def saved(path: Path, nodes: list[onnx.NodeProto], given: Any, made: Any, weights: Any, kind: int = 1) -> Path:
+    ends = [
+        [
+            helper.make_tensor_value_info(name, TensorProto.INT64 if name == "ids" else kind, shape)
+            for name, shape in end
+        ]
+        for end in (given.items(), made.items())
+    ]
+    stored = [numpy_helper.from_array(value, name) for name, value in weights.items()]
+    graph = helper.make_graph(nodes, "g", *ends, stored)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path
+
+
+@pytest.fixture
+def product(tmp_path: Path) -> Path:
+    """``y = relu(x w)`` in another shape: 2 · batch · 16 · 7 operations."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("Relu", ["h"], ["r"]),
+        helper.make_node("Unsqueeze", ["r", "axes"], ["y"]),
+    ]
+    weights = {"w": np.ones((16, 7), np.float32), "axes": np.array([0])}
+    return saved(tmp_path / "m.onnx", nodes, {"x": ["batch", 16]}, {"y": [1, "batch", 7]}, weights)
+
+
+def test_the_work_of_a_product(product: Path) -> None:
+    found = count_work(product, {"batch": 4}, 4, executed=True)
+    assert found.batch == 4
+    assert found.flops == {"fp32": 2 * 4 * 16 * 7}
+    assert found.least_bytes == 4 * (16 * 7 + 4 * 16 + 4 * 7) + 8
+    assert found.launches == 2  # a view starts nothing
+    assert found.traffic_bytes is not None
+    assert found.traffic_bytes > found.least_bytes - 8
+    assert found.reasons == {}
+
+
+def test_a_stand_in_has_no_launches(product: Path) -> None:
+    found = count_work(product, {"batch": 4}, 4, executed=False)
+    assert found.launches is None
+    assert "launches" in found.reasons
+
+
+@pytest.mark.parametrize(("arithmetic", "bytes_each"), [("tf32", 4), ("fp16", 2), ("bf16", 2)])
+def test_float32_products_are_counted_in_what_they_are_computed_in(
+    product: Path, arithmetic: str, bytes_each: int
+) -> None:
+    found = count_work(product, {"batch": 4}, 4, executed=False, arithmetic=arithmetic)
+    assert found.flops == {arithmetic: 2 * 4 * 16 * 7}
+    assert found.least_bytes == bytes_each * 16 * 7 + 4 * (4 * 16 + 4 * 7) + 8
+
+
+def test_of_a_table_only_the_rows_that_are_looked_up_count(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Gather", ["table", "ids"], ["y"])]
+    path = saved(
+        tmp_path / "m.onnx", nodes, {"ids": ["batch", 3]}, {"y": ["batch", 3, 8]}, {"table": np.ones((1000, 8), "f4")}
+    )
+    found = count_work(path, {"batch": 2}, 2, executed=True)
+    assert found.flops == {}
+    assert found.least_bytes == 2 * 3 * 8 + 2 * (2 * 3 * 8 * 4)  # ids, rows, result
+
+
+def test_large_results_count_only_where_operators_run_one_by_one(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Neg", ["x"], ["h"]), helper.make_node("ReduceSum", ["h"], ["y"], keepdims=0)]
+    path = saved(tmp_path / "m.onnx", nodes, {"x": ["batch", MIB]}, {"y": []}, {})
+    assert count_work(path, {"batch": 3}, 3, executed=True).large_intermediates == (12 * MIB,)
+    assert count_work(path, {"batch": 3}, 3, executed=False).large_intermediates == ()
+    assert count_work(path, {"batch": 2}, 2, executed=True).large_intermediates == ()
+
+
+# This machine
+
+
+def caches(folder: Path, core: int, *rows: tuple[str, str, str, str]) -> None:
+    for index, row in enumerate(rows):
+        place = folder / f"cpu{core}" / "cache" / f"index{index}"
+        place.mkdir(parents=True)
+        for name, text in zip(("level", "type", "size", "shared_cpu_list"), row, strict=True):
+            (place / name).write_text(f"{text}\n")
+
+
+def test_each_cache_counts_once(tmp_path: Path) -> None:
+    for core in range(3):
+        caches(
+            tmp_path,
+            core,
+            ("1", "Data", "32K", str(core)),
+            ("2", "Unified", "1024K", str(core)),
+            ("3", "Unified", "32M", "0-2"),
+        )
+    assert bench.cpu_cache_bytes(tmp_path, {0, 1}) == 2 * MIB + 32 * MIB
+    assert bench.cpu_cache_bytes(tmp_path / "nothing", {0, 1}) is None
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes of next to no size, and no more rounds than there must be."""
+    monkeypatch.setattr(bench, "_LEAST_BYTES", 4 * MIB)
+    monkeypatch.setattr(bench, "_BEYOND_CACHE", 0)
+    monkeypatch.setattr(bench, "_PIECE", {"cpu": MIB, "cuda": MIB})
+    monkeypatch.setattr(bench, "_OPERATORS", 3)
+    monkeypatch.setattr(probes, "_SIDES", {"cpu": (64, 128), "cuda": (64,)})
+    monkeypatch.setattr(limits, "_BUDGET_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("small")
+def test_all_figures_of_this_processor() -> None:
+    threads = torch.get_num_threads()
+    found = limits.measure_limits(Device(threads=2))
+    assert torch.get_num_threads() == threads
+    assert found.products.keys() == {"fp32", "fp16", "bf16", "int8"}
+    assert all((found.copy_bandwidth, found.read_bandwidth, found.operators, found.calls))
+    assert found.reasons.keys() - {"cache_bytes", "cache_bandwidth"} == {"tf32", "fp8"}
+    assert DeviceLimits.model_validate_json(found.model_dump_json()) == found
+
+
+# A CUDA device that is not there
+
+
+class Event:
+    """Records the time of a device that runs twice as fast as the host's clock says."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: "Event") -> float:
+        return (other.at - self.at) * 1e3 / 2
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    facts = SimpleNamespace(name="Some GPU", major=8, minor=6, L2_cache_size=6 * MIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (4 << 30, 8 << 30))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return facts
+
+
+def test_a_figure_that_a_gpu_is_too_old_for_has_its_reason(gpu: SimpleNamespace) -> None:
+    found = bench.cuda_bench(Device(kind="cuda"))
+    figures = [one.figure for one in found.candidates]
+    assert figures.count("fp16") == 2  # with sums in float16, too
+    assert {"copy", "read", "cache", "fp32", "tf32", "bf16", "int8", "operator", "call"} <= set(figures)
+    assert "fp8" not in figures
+    assert found.reasons == {"fp8": "needs compute capability 8.9, and Some GPU has 8.6"}
+    assert (found.device, found.cache_bytes) == ("cuda:0, Some GPU", 6 * MIB)
+    gpu.major, gpu.minor = 7, 5
+    assert bench.cuda_bench(Device(kind="cuda")).reasons.keys() == {"fp8", "tf32", "bf16"}
+    gpu.major, gpu.minor = 9, 0
+    assert "fp8" in [one.figure for one in bench.cuda_bench(Device(kind="cuda")).candidates]
+
+
+def test_events_give_the_devices_seconds(gpu: SimpleNamespace) -> None:
+    assert bench.by_events(partial(time.sleep, 0.02)) == pytest.approx(0.01, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("figure", "tf32", "sums"), [("fp32", False, False), ("tf32", True, False), ("fp16 sums", False, True)]
+)
+def test_settings_are_made_for_the_product_and_given_back(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, figure: str, tf32: bool, sums: bool
+) -> None:
+    before = SimpleNamespace(allow_tf32=True, allow_fp16_accumulation=True)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", before)
+    seen: list[SimpleNamespace] = []
+    bench.set_for(figure)(lambda: seen.append(SimpleNamespace(**vars(before))))
+    assert seen == [SimpleNamespace(allow_tf32=tf32, allow_fp16_accumulation=sums)]
+    assert before == SimpleNamespace(allow_tf32=True, allow_fp16_accumulation=True)
+
+
+def test_kernels_and_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("kernel"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+    many = probes.empty_kernels(bench.by_host)
+    assert many.make()() > 0
+    assert done == ["kernel"] * int(many.amount) + ["wait"]
+    done.clear()
+    probes.empty_call(bench.by_host).make()()
+    assert done == ["kernel", "wait"]
+
+
+def test_eight_bit_floats_are_given_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def multiplied(left: torch.Tensor, right: torch.Tensor, **how: Any) -> None:
+        seen.append((left, right, how))
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiplied)
+    probe = probes.products("cpu", "float8_e4m3fn", 1, bench.by_host)
+    probe.make()()
+    left, right, how = seen[-1]
+    side = left.shape[0]
+    assert probe.amount == 2.0 * side**3
+    assert (left.stride(), right.stride()) == ((side, 1), (1, side))
+    assert {left.dtype, right.dtype} == {torch.float8_e4m3fn}
+    assert how["scale_a"].dtype == torch.float32
+
+
+def test_the_side_grows_with_the_speed() -> None:
+    fast = probes._side(lambda side: lambda: None, "cuda:0", lambda call: 1e-6)
+    slow = probes._side(lambda side: lambda: None, "cuda:0", lambda call: 1.0)
+    assert (fast, slow) == (max(probes._SIDES["cuda"]), min(probes._SIDES["cuda"]))
+
+
+# As tasks
+
+
+@pytest.mark.usefixtures("small")
+def test_the_rates_of_a_device_as_a_task(tmp_path: Path) -> None:
+    task = DeviceRates(device=Device())
+    effect = task.run({}, tmp_path, lambda text: None)
+    record = Artifact(kind="record", path=tmp_path / effect.file, sha256="", bytes=0)
+    assert read_limits(record).products["fp32"].per_second > 0
+    assert "fp32" in effect.summary
+    assert task.exclusive
+    assert task.surroundings["machine"]
+
+
+@pytest.fixture
+def inputs(product: Path, tmp_path: Path) -> dict[str, Artifact]:
+    signature = onnx_file.signature(product)
+    folder = tmp_path / "reference"
+    folder.mkdir()
+    sizes = [samples.Case(sizes={"batch": n}, batch=n, measured=n > 1) for n in (1, 2, 3)]
+    samples.write(folder, samples.Samples(data="made up", ranges={}, cases=tuple(sizes)))
+    reference = Artifact(kind="reference", path=folder / samples.RECORD, sha256="", bytes=0)
+    return {
+        "model": Artifact(kind="onnx", path=product, sha256="", bytes=0, signature=signature),
+        "reference": reference,
+    }
+
+
+def test_the_work_at_each_measured_batch_as_a_task(inputs: dict[str, Artifact], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    task = CountWork(engine=OnnxRuntime(), device=Device(threads=1))
+    effect = task.run(inputs, out, lambda text: None)
+    found = read_work(Artifact(kind="record", path=out / effect.file, sha256="", bytes=0))
+    assert {batch: one.flops for batch, one in found.items()} == {2: {"fp32": 448}, 3: {"fp32": 672}}
+    assert found[2].launches == 2
+    assert effect.summary.startswith("batch 2: 448 FLOP in fp32, at least ")
+
+
+def test_the_work_of_an_engine_that_shows_no_graph_is_that_of_a_stand_in(
+    inputs: dict[str, Artifact], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    effect = CountWork(engine=Eager(dtype="bfloat16"), device=Device()).run(inputs, out, lambda text: None)
+    found = read_work(Artifact(kind="record", path=out / effect.file, sha256="", bytes=0))
+    assert found[2].flops == {"bf16": 448}
+    assert found[2].launches is None
+
+
+def test_engines_of_other_kinds_have_other_work() -> None:
+    tasks = [CountWork(engine=engine, device=Device()) for engine in (OnnxRuntime(), Eager(), Eager(tf32=True))]
+    assert len({str(task.identity) for task in tasks}) == 3

@@ -1,0 +1,206 @@
+"""Profiles by module: rows that add up, modules that share one, what a table says of why."""
+
+from pathlib import Path
+
+import pytest
+
+from enginesmith.pipeline.engines.base import Device
+from enginesmith.pipeline.engines.eager import Eager
+from enginesmith.pipeline.engines.profiling import BETWEEN, OperatorTime, Origin, Profiled, Tally
+from enginesmith.pipeline.errors import MissingCapability, StepCrashed
+from enginesmith.pipeline.measure import profile as profiles
+from enginesmith.pipeline.measure.profile import Profile, groups, label, measure_profile, of
+from enginesmith.pipeline.measure.profile_table import cells, columns, joined, repeated
+from enginesmith.pipeline.measure.race import Candidate
+
+
+def operator(
+    kind: str, ms: float, *modules: str, name: str = "", precision: str = "", **origin: object
+) -> OperatorTime:
+    made = Origin.model_validate({"modules": modules, "multiplies": bool(precision), **origin})
+    return OperatorTime(
+        name=name or f"{kind} {modules}", operator=kind, origin=made, precision=precision, seconds=ms / 1e3
+    )
+
+
+def profile(variant: str, *operators: OperatorTime, call_ms: float | None = None) -> Profile:
+    found = Profiled(operators=operators, source="a test", call_seconds=call_ms and call_ms / 1e3)
+    return of(Profile(variant=variant, batch=1, device="cpu", calls=3), found)
+
+
+EAGER = profile(
+    "eager",
+    operator("aten::conv2d", 4.0, "block.conv"),
+    operator("aten::batch_norm", 1.0, "block.bn"),
+    operator("aten::relu", 0.5, "block"),
+    operator(BETWEEN, 0.25, "stage"),
+    operator("aten::linear", 2.0, "head"),
+    operator("aten::mean", 0.25, ""),
+)
+FUSED = profile(
+    "ort",
+    operator("FusedConv", 3.0, "block.conv", "block.bn", precision="fp32", also={"block": ("Relu",)}),
+    operator("ReorderOutput", 0.5, "block.bn", converts=True),
+    operator("SlowGemm", 3.0, "head", precision="fp32"),
+    operator("ReduceMean", 0.1, ""),
+    operator("Mystery", 0.4, name="node_7"),
+)
+
+
+def test_rows_add_up_to_the_total_and_shares_to_one() -> None:
+    for one in (EAGER, FUSED):
+        assert one.total_ms is not None
+        assert sum(row.ms for row in one.rows) == pytest.approx(one.total_ms)
+        assert sum(row.share for row in one.rows) == pytest.approx(1)
+    rows = joined([EAGER, FUSED])
+    assert sum(row.ms["eager"] or 0 for row in rows) == pytest.approx(8.0)
+    assert sum(row.ms["ort"] or 0 for row in rows) == pytest.approx(7.0)
+    *lines, total = cells([EAGER, FUSED], most=2)  # also where people see a part of them only
+    for column, expected in ((1, 8.0), (2, 7.0)):
+        assert float(total[column]) == expected
+        assert sum(float(line[column]) for line in lines if line[column] != "–") == pytest.approx(expected, rel=0.01)
+
+
+def test_modules_that_one_operator_does_share_a_row() -> None:
+    row = next(row for row in joined([EAGER, FUSED]) if "block.conv" in row.modules)
+    assert row.module == "block.conv + bn"
+    assert row.ms == {"eager": pytest.approx(5.0), "ort": pytest.approx(3.5)}
+    assert row.ratio["ort"] == pytest.approx(0.7)
+
+
+def test_what_got_slower_comes_first_and_says_in_which_operator() -> None:
+    first = joined([EAGER, FUSED])[0]
+    assert first.module == "head"
+    assert first.lost_ms == pytest.approx(1.0)
+    assert first.why["ort"] == "mostly SlowGemm"
+
+
+def test_why_names_evidence_only() -> None:
+    rows = {row.module: row for row in joined([EAGER, FUSED])}
+    assert rows["block"].ms["ort"] is None
+    assert rows["block"].ratio["ort"] is None
+    assert rows["block"].why["ort"] == "Relu done within block.conv + bn"
+    assert rows["block.conv + bn"].why["ort"] == "14 % in ReorderOutput; with Relu of block"
+    assert "ort" not in rows["stage"].why  # nothing but Python ran there, and that is nowhere
+    assert "ort" not in rows["(model)"].why
+
+
+def test_what_is_not_known_has_a_row_of_its_own() -> None:
+    assert FUSED.unattributed_share == pytest.approx(0.4 / 7.0)
+    row = next(row for row in joined([EAGER, FUSED]) if not row.modules)
+    assert row.module == "(unknown: node_7)"
+    assert row.ms == {"eager": None, "ort": pytest.approx(0.4)}
+
+
+def test_a_module_that_is_gone() -> None:
+    base = profile("eager", operator("aten::dropout", 1.0, "drop"), operator("aten::linear", 1.0, "head"))
+    told = profile("ort", operator("Gemm", 1.0, "head"))
+    gone = next(row for row in joined([base, told]) if row.module == "drop")
+    assert gone.why["ort"] == "no operator of it is left"
+    silent = profile("compiled", operator("kernel", 1.0))  # where modules are not told, this one may be anywhere
+    gone = next(row for row in joined([base, silent]) if row.module == "drop")
+    assert gone.why == {}
+
+
+def test_products_left_in_float_are_told() -> None:
+    base = profile("eager", operator("aten::linear", 1.0, "a"), operator("aten::linear", 1.0, "b"))
+    low = profile(
+        "int8",
+        operator("QGemm", 0.2, "a", precision="int8"),
+        operator("Gemm", 0.9, "b", precision="fp32"),
+        operator("DequantizeLinear", 0.3, "b", converts=True),
+    )
+    rows = {row.module: row for row in joined([base, low])}
+    assert rows["b"].why["int8"] == (
+        "mostly Gemm; 25 % in DequantizeLinear; computed in fp32 on what was dequantised: not fused"
+    )
+    assert rows["a"].why == {}
+
+
+def test_layers_that_differ_in_their_number_are_one_row_where_there_are_many() -> None:
+    base = profile("eager", *(operator("aten::norm", 1.0, f"layer.{i}.norm") for i in range(12)))
+    slow = profile("ort", *(operator("Skip", 5.0, f"layer.{i}.norm") for i in range(12)))
+    (row,) = repeated(joined([base, slow]))
+    assert row.module == "layer.*.norm (12×)"
+    assert row.ms["ort"] == pytest.approx(60)
+    assert row.why["ort"] == "mostly Skip"
+    assert columns([base, slow]) == ("module", "eager ms", "ort ms", "ort / eager", "why")
+    assert cells([base, slow], most=5) == [
+        ("layer.*.norm (12×)", "12", "60", "5.00×", "mostly Skip"),
+        ("total", "12", "60", "5.00×", ""),
+    ]
+
+
+def test_what_is_said_of_a_single_layer_is_not_said_of_all() -> None:
+    base = profile("eager", *(operator("aten::norm", 1.0, f"layer.{i}.norm") for i in range(3)))
+    also = {"head": ("Add",)}
+    noisy = profile("ort", *(operator("Skip", 0.9 + i, f"layer.{i}.norm", also=also) for i in range(3)))
+    (row,) = repeated(joined([base, noisy]))
+    assert row.why["ort"] == "with Add of head"
+
+
+def test_reasons_of_several_variants_stand_under_their_names() -> None:
+    base = profile("eager", operator("aten::norm", 1.0, "norm"))
+    others = [profile(name, operator("Skip", 5.0, "norm")) for name in ("a", "b")]
+    assert cells([base, *others])[0][-1] == "a, b: mostly Skip"
+
+
+def test_groups_of_modules_that_touch_are_one() -> None:
+    assert groups([("a",), ("b", "c"), ("d",), ("c", "d")])["b"] == ("b", "c", "d")
+    assert groups([("a",), ("b", "c")])["a"] == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [
+        (("",), "(model)"),
+        (("node:conv_1",), "conv_1"),
+        (("a.q", "a.k"), "a.q + k"),
+        (("a.q", "a.k", "a.v"), "a"),
+        (("a.q", "head"), "a.q + head"),
+    ],
+)
+def test_labels(modules: tuple[str, ...], expected: str) -> None:
+    assert label(modules, {"a.q", "a.k", "a.v", "ab.x", "head", ""}) == expected
+
+
+def test_medians_are_of_inferences_and_absence_counts() -> None:
+    tally = Tally()
+    tally.add("warm", 9.0)
+    for seconds in ((1.0, 2.0), (4.0,), ()):
+        tally.begin()
+        for one in seconds:
+            tally.add("a", one)
+    assert tally.medians() == {"a": (3.0, 1)}
+
+
+def test_what_lies_between_operators_is_noted() -> None:
+    assert profile("x", operator("a", 5.0, "m"), call_ms=10.0).notes[0].startswith("operators add up to 5 ms of 10 ms")
+    assert profile("x", operator("a", 9.5, "m"), call_ms=10.0).notes == ()
+
+
+def test_overhead_is_told_against_the_unprofiled_latency() -> None:
+    assert profile("x", operator("a", 5.0, "m"), call_ms=10.0).overhead(8.0) == (
+        "10 ms a call while profiled, 8 ms without: 1.25×"
+    )
+    assert profile("x", operator("a", 5.0, "m")).overhead(8.0) == ""
+    assert "call_ms" in profile("x", operator("a", 5.0, "m")).reasons
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"), [(MissingCapability("no profiler", "another"), False), (StepCrashed("it died", "again"), True)]
+)
+def test_what_cannot_be_profiled_says_why(
+    error: Exception, failed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(profiles, "run", refuse)
+    candidate = Candidate("eager", Eager(), None, Device())  # type: ignore[arg-type]
+    found = measure_profile(candidate, 1, {}, None, 3, tmp_path, lambda text: None)
+    assert (found.total_ms, found.rows) == (None, ())
+    assert str(error) in found.reasons["total_ms"]
+    assert (found.failure is not None) == failed
+    assert joined([found]) == ()
+    assert cells([found]) == []
