@@ -395,7 +395,9 @@ def _checked_row(row: dict[str, Any], as_json: bool) -> dict[str, Any]:
 def fit(
     models: tuple[str, ...], memory: str | None, keep_speed: float, as_json: bool, quiet: bool, **options: Any
 ) -> int:
-    """Find the largest batch of MODELS that fits a memory budget, by the builder's own figures.
+    """Find the largest batch of MODELS that fits a memory budget, without running them.
+
+    TensorRT's builder tells what its engines take. For --engine onnxruntime it is predicted from the graph.
 
     With a run directory that has measured a workspace sweep: the smallest workspace that keeps the speed.
 

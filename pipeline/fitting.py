@@ -5,27 +5,18 @@ from collections.abc import Callable, Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline import stage_plans, workers
-from enginesmith.pipeline.build_stages import MODULES, tensorrt_engine
-from enginesmith.pipeline.engines.base import EngineFacts
-from enginesmith.pipeline.engines.trt import sweep
-from enginesmith.pipeline.errors import LimitTooSmall, ModelError, UsageError
+from enginesmith.pipeline import footprints
+from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.job import Settings
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.run import Run
-from enginesmith.pipeline.samples import batch_symbol
-from enginesmith.pipeline.single import finished
-from enginesmith.pipeline.steps import LOAD
-from enginesmith.pipeline.tasks.base import read_records
-from enginesmith.pipeline.tasks.trial import TrialResult
-from enginesmith.pipeline.tensors import Signature, total_bytes
 from enginesmith.pipeline.units import format_bytes
 
 _LARGEST_BATCH = 1 << 16
 
 
 class Fits(BaseModel):
-    """The answer of ``fit``; bytes are the builder's figures, and what is not counted is said."""
+    """The answer of ``fit``; ``source`` says whose figures these are, and what is not counted."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -40,7 +31,7 @@ class Fits(BaseModel):
     workspace_note: str
     source: str
     builds: int
-    """Batch sizes that were tried."""
+    """Batch sizes that were tried, by building for them or by predicting."""
     reason: str = ""
 
 
@@ -58,13 +49,13 @@ class WorkspaceKept(BaseModel):
 def fit(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Settings) -> Fits:
     """The largest batch whose engines fit, all ``models`` together, and the smallest workspace that they build with.
 
-    With several models and ``share_activation_memory`` their activations are counted once, the largest.
+    TensorRT's builder tells what an engine takes; of ONNX Runtime's on the CPU it is predicted from their graphs.
+    With several models and ``share_activation_memory`` TensorRT's activations are counted once, the largest.
 
     Raises:
-        UsageError: no dynamic batch to vary.
+        UsageError: no dynamic batch to vary, or an engine that neither is known of.
     """
-    workers.preload_only(MODULES)
-    sizes = _Sizes(recipe, models, settings)
+    sizes = footprints.of(recipe, models, settings)
     asked = recipe.ranges.get("batch")
     most = asked.max if asked else _LARGEST_BATCH
     batch = largest(sizes.needed, memory_bytes, most)
@@ -72,11 +63,13 @@ def fit(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Sett
         least = sizes.needed(1)
         return Fits(
             **_nothing(memory_bytes),
-            builds=len(sizes.tried),
-            reason=f"even batch 1 needs {format_bytes(least)} ({least} bytes)",
+            source=sizes.source,
+            builds=sizes.tried,
+            reason=_sentences(f"even batch 1 needs {format_bytes(least)} ({least} bytes)", sizes.lacking(1)),
         )
     parts = sizes.parts(batch)
     workspace, note = sizes.workspace(batch)
+    end = "" if batch < most else f"larger batches than {most} were not tried"
     return Fits(
         memory_bytes=memory_bytes,
         largest_batch=batch,
@@ -84,10 +77,14 @@ def fit(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Sett
         **parts,
         smallest_workspace_bytes=workspace,
         workspace_note=note,
-        source=_SOURCE,
-        builds=len(sizes.tried),
-        reason="" if batch < most else f"larger batches than {most} were not tried",
+        source=sizes.source,
+        builds=sizes.tried,
+        reason=_sentences(end, sizes.lacking(batch)),
     )
+
+
+def _sentences(*parts: str) -> str:
+    return "; ".join(filter(None, parts))
 
 
 def keeping(run: Run, share: float) -> tuple[WorkspaceKept, ...]:
@@ -116,12 +113,6 @@ def _kept(group: list[tuple[int, float, str]], share: float) -> WorkspaceKept:
     return WorkspaceKept(variant=name, workspace_bytes=limit, speed_share=rate / best)
 
 
-_SOURCE = (
-    "the builder's figures for weights and activations, and the sizes of inputs and outputs; the CUDA context and the "
-    "libraries come on top"
-)
-
-
 def _nothing(memory_bytes: int) -> dict[str, object]:
     parts = dict.fromkeys(("weights_bytes", "activation_bytes", "io_bytes", "needed_bytes", "largest_batch"))
     return {
@@ -129,82 +120,7 @@ def _nothing(memory_bytes: int) -> dict[str, object]:
         "memory_bytes": memory_bytes,
         "smallest_workspace_bytes": None,
         "workspace_note": "nothing fits",
-        "source": _SOURCE,
     }
-
-
-class _Sizes:
-    """What engines for a largest batch need; each batch is tried once."""
-
-    def __init__(self, recipe: Recipe, models: Sequence[str], settings: Settings) -> None:
-        self._settings, self._engine = settings, tensorrt_engine(recipe)
-        self._share = recipe.tensorrt_run.share_activation_memory
-        self._recipes = [recipe.model_copy(update={"model": model}) for model in models]
-        self.tried: dict[int, list[tuple[EngineFacts, Signature]]] = {}
-
-    def needed(self, batch: int) -> int:
-        """Bytes of all engines together."""
-        return sum(self.parts(batch).values())
-
-    def parts(self, batch: int) -> dict[str, int]:
-        """The same by what it is for."""
-        found = self._facts(batch)
-        activations = [facts.activation_bytes or 0 for facts, _ in found]
-        return {
-            "weights_bytes": sum(facts.weights_bytes or 0 for facts, _ in found),
-            "activation_bytes": max(activations) if self._share else sum(activations),
-            "io_bytes": sum(_io_bytes(signature, batch) for _, signature in found),
-        }
-
-    def workspace(self, batch: int) -> tuple[int | None, str]:
-        """The smallest limit that all engines build with, and what that means for speed."""
-        if not self._engine.known().workspace_is_a_gate:
-            return None, "needs measured engines: optimize with --workspace sweep, then `enginesmith fit RUN`"
-        found = zip(self._recipes, self._facts(batch), strict=True)
-        limits = [self._smallest(recipe, batch, facts) for recipe, (facts, _) in found]
-        return max(limits), f"{self._engine.name} builds the same engine under any limit: it keeps all of the speed"
-
-    def _smallest(self, recipe: Recipe, batch: int, facts: EngineFacts) -> int:
-        def attempt(limit: int) -> None:
-            limited = recipe.model_copy(update={"workspace": (str(limit),)})
-            found = self._trial(limited, batch)[0]
-            if not found.builds:
-                kind = LimitTooSmall if found.failure == LimitTooSmall.failure else ModelError
-                raise kind(found.reason, found.remedy)
-
-        return sweep.smallest(attempt, facts, self._engine.known())
-
-    def _facts(self, batch: int) -> list[tuple[EngineFacts, Signature]]:
-        if batch not in self.tried:
-            found = []
-            for recipe in self._recipes:
-                result, signature = self._trial(recipe, batch)
-                if result.facts is None:
-                    raise ModelError(f"no engine for batch {batch}: {result.reason}", result.remedy)
-                found.append((result.facts, signature))
-            self.tried[batch] = found
-        return self.tried[batch]
-
-    def _trial(self, recipe: Recipe, batch: int) -> tuple[TrialResult, Signature]:
-        steps, trials = stage_plans.trial_steps(recipe, batch)
-        if len(trials) != 1:
-            raise UsageError(f"{len(trials)} targets are named", "fit answers for one: --target sm86")
-        outcomes = finished(steps, self._settings, recipe)
-        artifact, model = outcomes[next(iter(trials.values()))].artifact, outcomes[LOAD].artifact
-        assert artifact is not None
-        assert model is not None
-        assert model.signature is not None
-        if batch_symbol(model.signature) is None:
-            raise UsageError(f"{recipe.model} has no dynamic batch", "export it with one: --input name:dtype:batch,…")
-        return TrialResult.model_validate(read_records(artifact)[0]), model.signature
-
-
-def _io_bytes(signature: Signature, batch: int) -> int:
-    """Inputs and outputs at a batch; dimensions of unknown size count as 1."""
-    symbol = batch_symbol(signature)
-    specs = (*signature.inputs, *signature.outputs)
-    sizes = {dim: batch if dim == symbol else 1 for spec in specs for dim in spec.symbols}
-    return total_bytes(specs, sizes)
 
 
 def largest(needed: Callable[[int], int], limit: int, most: int = _LARGEST_BATCH) -> int | None:

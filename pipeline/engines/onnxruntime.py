@@ -169,10 +169,11 @@ class OnnxRuntime(Engine):
         return sessions.OnnxRuntimeSession(session, signature, device, stream, lambda: self.load(artifact, device))
 
     def prime(self, artifact: Artifact, device: Device) -> None:
-        """Run a model of a few bytes: the libraries are in then; thread pools belong to sessions."""
+        """Run a model of a few bytes, and read a record: the libraries are in then; thread pools belong to sessions."""
         import numpy as np
         from onnx import TensorProto, helper, save
 
+        _Record.model_validate_json(_here(device).model_dump_json())
         value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [64, 64]) for name in "xy"]
         graph = helper.make_graph([helper.make_node("MatMul", ["x", "x"], ["y"])], "prime", value[:1], value[1:])
         with tempfile.TemporaryDirectory() as folder:

@@ -18,7 +18,7 @@ Timer = Callable[[Call], float]
 
 _MIB = 1 << 20
 _SIDES = {"cpu": (128, 256, 384, 512, 768, 1024), "cuda": (1024, 2048, 4096, 8192)}
-_PRODUCT_SECONDS = {"cpu": 0.003, "cuda": 0.01}
+_PRODUCT_SECONDS = {"cpu": 0.003, "cuda": 0.003}
 _SHARED_SECONDS = 0.003
 """Threads share the memory: what they move counts only while they go on together for longer than the caches can take
 in what is written, which they have room for when other work was there in between."""
@@ -35,7 +35,7 @@ def copies(place: str, piece: int, pieces: int, threads: int, timer: Timer) -> P
     def make() -> Timed:
         source, target = (torch.ones(pieces, piece // 4, device=place) for _ in range(2))
         turns = itertools.cycle([partial(to.copy_, of) for to, of in zip(target, source, strict=True)])
-        return lambda: timer(next(turns))
+        return partial(timer, lambda: next(turns)())
 
     how = f"torch copies {_of(piece, pieces, threads)}"
     shared = {"over_seconds": _SHARED_SECONDS} if pieces > 1 else {}
@@ -51,7 +51,7 @@ def reads(place: str, piece: int, pieces: int, threads: int, timer: Timer) -> Pr
         turns = itertools.cycle(
             [partial(torch.sum, row) if row.is_cuda else partial(torch.dot, row, row) for row in source]
         )
-        return lambda: timer(next(turns))
+        return partial(timer, lambda: next(turns)())
 
     how = f"torch reduces {_of(piece, pieces, threads)} to one number"
     return Probe(make, float(piece), how, threads, _SHARED_SECONDS)

@@ -130,8 +130,9 @@ def _memory(work: Work, limits: DeviceLimits, reasons: dict[str, str]) -> tuple[
         words = f"{told(moved, 'B')} that no cache holds at {told(bandwidth.per_second, 'B/s')}"
         found.append((1e3 * moved / bandwidth.per_second, words))
     if cached:
-        words = f"{told(work.least_bytes, 'B')} through the caches at {told(cached.per_second, 'B/s')}"
-        found.append((1e3 * work.least_bytes / cached.per_second, words))
+        through = max(cached.per_second, bandwidth.per_second if bandwidth else 0.0)
+        words = f"{told(work.least_bytes, 'B')} through the caches at {told(through, 'B/s')}"
+        found.append((1e3 * work.least_bytes / through, words))
     return max(found)
 
 
@@ -162,7 +163,8 @@ def _summary(ratio: float | None, parts: Mapping[Bound, float], how: Mapping[Bou
         return f"its floor is {least}; {words}"
     if ratio >= 1:
         return f"{ratio:.3g} × its floor of {least}; {words}"
-    return f"{ratio:.3g} × its floor of {least}, so the floor is wrong: {' '.join(_doubts(bound, limits))}; {words}"
+    wrong = f"the floor is wrong, at least {100 * (1 / ratio - 1):.3g} % too high"
+    return f"{ratio:.3g} × its floor of {least}, so {wrong}: {' '.join(_doubts(bound, limits))}; {words}"
 
 
 def _doubts(bound: Bound, limits: DeviceLimits) -> Iterator[str]:

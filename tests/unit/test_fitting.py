@@ -1,14 +1,19 @@
-"""From a measured sweep to the smallest workspace that is fast enough, and from trials to the smallest that builds."""
+"""What fits: a measured sweep, trials that are refused, and predictions for ONNX Runtime."""
 
 from collections.abc import Callable
+from pathlib import Path
 
+import onnx
 import pytest
+from onnx import parser
 
 from enginesmith.pipeline.engines.base import EngineFacts
 from enginesmith.pipeline.errors import LimitTooSmall, ModelError, UnsupportedGraph, UsageError
-from enginesmith.pipeline.fitting import _Sizes, keeping
+from enginesmith.pipeline.fitting import Fits, fit, keeping
+from enginesmith.pipeline.footprints import ARENA_FACTOR, BuiltSizes, PredictedSizes
 from enginesmith.pipeline.job import Settings
 from enginesmith.pipeline.measure.latency import LatencyRow
+from enginesmith.pipeline.measure.predictor import predict
 from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.run import Run, VariantRecord
 from enginesmith.pipeline.tasks.trial import TrialResult
@@ -55,11 +60,13 @@ def test_a_run_without_measured_limits_says_so(other: VariantRecord) -> None:
         keeping(run(other), 0.95)
 
 
-def tried(refusal: Callable[[int], TrialResult | None], monkeypatch: pytest.MonkeyPatch) -> tuple[_Sizes, list[int]]:
+def tried(
+    refusal: Callable[[int], TrialResult | None], monkeypatch: pytest.MonkeyPatch
+) -> tuple[BuiltSizes, list[int]]:
     """Sizes whose builds are refused by their limit, and the limits that were tried."""
     limits: list[int] = []
 
-    def trial(self: _Sizes, recipe: Recipe, batch: int) -> tuple[TrialResult, Signature]:
+    def trial(self: BuiltSizes, recipe: Recipe, batch: int) -> tuple[TrialResult, Signature]:
         found = None
         if recipe.workspace:
             limits.append(int(recipe.workspace[0]))
@@ -67,9 +74,9 @@ def tried(refusal: Callable[[int], TrialResult | None], monkeypatch: pytest.Monk
         facts = EngineFacts(activation_bytes=74 * MIB, weights_bytes=51 * MIB, workspace_limit_bytes=64 << 30)
         return found or TrialResult(builds=True, facts=facts), Signature(inputs=(), outputs=())
 
-    monkeypatch.setattr(_Sizes, "_trial", trial)
+    monkeypatch.setattr(BuiltSizes, "_trial", trial)
     recipe = make({"model": "digits", "engines": ["tensorrt_rtx"], "targets": ["sm86"]})
-    return _Sizes(recipe, ["digits.onnx"], Settings()), limits
+    return BuiltSizes(recipe, ["digits.onnx"], Settings()), limits
 
 
 def test_the_smallest_workspace_is_searched_above_a_limit_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,3 +96,100 @@ def test_a_trial_that_fails_otherwise_ends_the_search(failure: str, monkeypatch:
         sizes.workspace(8)
     assert caught.value.remedy == "another target"
     assert len(limits) == 1
+
+
+def net(folder: Path, batch: str = "batch", nodes: str = "a = Neg(x) b = Neg(a) y = Neg(b)") -> Path:
+    """A graph whose intermediates and outputs are 1 MiB each for a row."""
+    text = f"g (float[{batch}, 512, 512] x) => (float[{batch}, 512, 512] y) {{ {nodes} }}"
+    model = parser.parse_model(f'<ir_version: 9, opset_import: ["": 20]> {text}')
+    onnx.save(model, folder / "net.onnx")
+    return folder / "net.onnx"
+
+
+@pytest.fixture
+def fitted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fits]:
+    """``fit`` for ONNX Runtime, with the file itself as the graph that runs."""
+
+    def built(self: PredictedSizes, recipe: Recipe, settings: Settings) -> tuple[Path, str]:
+        return Path(recipe.model), "batch"
+
+    def answer(memory_bytes: int, *models: Path, **more: object) -> Fits:
+        monkeypatch.setattr(PredictedSizes, "_built", built)
+        recipe = make({"model": str(models[0]), "engines": ["onnxruntime"], **more})
+        return fit(recipe, [str(model) for model in models], memory_bytes, Settings())
+
+    return answer
+
+
+def need(file: Path, batch: int) -> int:
+    """By hand: the session, a and b as the arena holds them, x and y."""
+    found = predict(file, {"batch": batch})
+    assert found.activation_bytes == 3 * batch * MIB
+    return found.session_bytes + int(2 * batch * MIB * ARENA_FACTOR + 0.999) + 2 * batch * MIB
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7, 64, 1000])
+def test_the_largest_batch_is_exact_at_the_boundary(batch: int, fitted: Callable[..., Fits], tmp_path: Path) -> None:
+    file = net(tmp_path)
+    found = fitted(need(file, batch), file)
+    assert (found.largest_batch, found.needed_bytes) == (batch, need(file, batch))
+    assert found.needed_bytes == sum((found.weights_bytes or 0, found.activation_bytes or 0, found.io_bytes or 0))
+    assert fitted(need(file, batch) - 1, file).largest_batch == (batch - 1 or None)
+    assert found.builds < 40
+
+
+def test_a_prediction_says_how_it_knows(fitted: Callable[..., Fits], tmp_path: Path) -> None:
+    found = fitted(64 * MIB, net(tmp_path))
+    assert "predicted from the graph" in found.source
+    assert f"{ARENA_FACTOR} times" in found.source
+    assert "libraries come on top" in found.source
+    assert (found.smallest_workspace_bytes, found.reason) == (None, "")
+    assert "no limit" in found.workspace_note
+
+
+def test_less_than_batch_1_fits_nothing(fitted: Callable[..., Fits], tmp_path: Path) -> None:
+    file = net(tmp_path)
+    found = fitted(MIB, file)
+    assert (found.largest_batch, found.needed_bytes, found.activation_bytes) == (None, None, None)
+    assert f"({need(file, 1)} bytes)" in found.reason
+    assert "predicted" in found.source
+
+
+def test_an_absurd_budget_ends_at_the_largest_batch_that_is_tried(fitted: Callable[..., Fits], tmp_path: Path) -> None:
+    found = fitted(1 << 60, net(tmp_path))
+    assert found.largest_batch == 1 << 16
+    assert found.reason == f"larger batches than {1 << 16} were not tried"
+    limited = fitted(1 << 60, net(tmp_path), shapes={"batch": "1:2:5"})
+    assert limited.largest_batch == 5
+
+
+def test_several_models_lie_beside_each_other(fitted: Callable[..., Fits], tmp_path: Path) -> None:
+    file = net(tmp_path)
+    assert fitted(2 * need(file, 3), file, file).largest_batch == 3
+    assert fitted(2 * need(file, 3) - 1, file, file).largest_batch == 2
+
+
+def test_what_could_not_be_told_is_said(fitted: Callable[..., Fits], tmp_path: Path) -> None:
+    file = net(tmp_path, nodes="a = Neg(x) b = NonZero(a) c = Cast<to=1>(b) y = Neg(a)")
+    for budget in (64 * MIB, 1):
+        reason = fitted(budget, file).reason
+        assert "no size could be inferred of b" in reason
+        assert "simplify the graph first" in reason
+
+
+@pytest.mark.parametrize(
+    ("batch", "device", "said"),
+    [("4", "cpu", "has no dynamic batch"), ("batch", "cuda", "predicted for the CPU")],
+)
+def test_what_cannot_be_predicted_is_refused(batch: str, device: str, said: str, tmp_path: Path) -> None:
+    file = net(tmp_path, batch)
+    recipe = make({"model": str(file), "engines": ["onnxruntime"], "device": device})
+    with pytest.raises(UsageError, match=said) as caught:
+        fit(recipe, [str(file)], MIB, Settings())
+    assert caught.value.remedy
+
+
+def test_a_module_is_to_be_exported_first() -> None:
+    with pytest.raises(UsageError, match="digits is not an ONNX file") as caught:
+        fit(make({"model": "digits", "engines": ["onnxruntime"]}), ["digits"], MIB, Settings())
+    assert "enginesmith export" in caught.value.remedy

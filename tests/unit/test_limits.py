@@ -209,6 +209,10 @@ def test_what_the_caches_hold_does_not_come_from_memory() -> None:
     assert large.bound_by == "memory"
 
 
+def test_caches_are_no_slower_than_memory() -> None:
+    assert floor(work(least_bytes=1_000_000), device(cache_bandwidth=rate(5e9)), 1.0).memory_ms == pytest.approx(0.05)
+
+
 def test_a_result_beyond_the_caches_is_written_and_read() -> None:
     row = floor(work(large_intermediates=(11_000_000, 500_000)), device(), 2.0)
     assert row.memory_ms == pytest.approx(1.0)
@@ -230,7 +234,7 @@ def test_the_floor_is_the_largest_and_not_the_sum() -> None:
 def test_a_floor_above_what_was_measured_is_called_wrong() -> None:
     row = floor(work(flops={"fp32": 100_000_000}), device(warnings=("the device was busy",)), 0.5)
     assert row.measured_over_floor == pytest.approx(0.5)
-    assert "so the floor is wrong" in row.summary
+    assert "so the floor is wrong, at least 100 % too high: " in row.summary
     assert "Winograd" in row.summary
     assert "the device was busy" in row.summary
 
@@ -395,10 +399,11 @@ def test_all_figures_of_this_processor() -> None:
 class Event:
     """Records the time of a device that runs twice as fast as the host's clock says."""
 
-    def __init__(self, enable_timing: bool) -> None:
-        self.at = 0.0
+    def __init__(self, done: list[str], enable_timing: bool) -> None:
+        self.done, self.at = done, 0.0
 
     def record(self) -> None:
+        self.done.append("event")
         self.at = time.perf_counter()
 
     def synchronize(self) -> None:
@@ -410,10 +415,11 @@ class Event:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    facts = SimpleNamespace(name="Some GPU", major=8, minor=6, L2_cache_size=6 * MIB)
+    facts = SimpleNamespace(name="Some GPU", major=8, minor=6, L2_cache_size=8 * MIB, done=[])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (4 << 30, 8 << 30))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", partial(Event, facts.done))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: facts.done.append("spin"))
     return facts
 
 
@@ -424,15 +430,20 @@ def test_a_figure_that_a_gpu_is_too_old_for_has_its_reason(gpu: SimpleNamespace)
     assert {"copy", "read", "cache", "fp32", "tf32", "bf16", "int8", "operator", "call"} <= set(figures)
     assert "fp8" not in figures
     assert found.reasons == {"fp8": "needs compute capability 8.9, and Some GPU has 8.6"}
-    assert (found.device, found.cache_bytes) == ("cuda:0, Some GPU", 6 * MIB)
+    assert (found.device, found.cache_bytes) == ("cuda:0, Some GPU", 8 * MIB)
     gpu.major, gpu.minor = 7, 5
     assert bench.cuda_bench(Device(kind="cuda")).reasons.keys() == {"fp8", "tf32", "bf16"}
     gpu.major, gpu.minor = 9, 0
     assert "fp8" in [one.figure for one in bench.cuda_bench(Device(kind="cuda")).candidates]
 
 
-def test_events_give_the_devices_seconds(gpu: SimpleNamespace) -> None:
-    assert bench.by_events(partial(time.sleep, 0.02)) == pytest.approx(0.01, rel=0.5)
+def test_events_are_around_several_calls_that_are_queued_while_the_device_spins(gpu: SimpleNamespace) -> None:
+    def call() -> None:
+        gpu.done.append("call")
+        time.sleep(0.002)
+
+    assert bench.by_events(call) == pytest.approx(0.001, rel=0.5)
+    assert gpu.done == ["spin", "event", *["call"] * bench._QUEUED, "event"]
 
 
 @pytest.mark.parametrize(
@@ -445,7 +456,7 @@ def test_settings_are_made_for_the_product_and_given_back(
     monkeypatch.setattr(torch.backends.cuda, "matmul", before)
     seen: list[SimpleNamespace] = []
     bench.set_for(figure)(lambda: seen.append(SimpleNamespace(**vars(before))))
-    assert seen == [SimpleNamespace(allow_tf32=tf32, allow_fp16_accumulation=sums)]
+    assert seen == [SimpleNamespace(allow_tf32=tf32, allow_fp16_accumulation=sums)] * bench._QUEUED
     assert before == SimpleNamespace(allow_tf32=True, allow_fp16_accumulation=True)
 
 
@@ -476,6 +487,24 @@ def test_eight_bit_floats_are_given_by_columns(monkeypatch: pytest.MonkeyPatch) 
     assert (left.stride(), right.stride()) == ((side, 1), (1, side))
     assert {left.dtype, right.dtype} == {torch.float8_e4m3fn}
     assert how["scale_a"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("probe", [probes.copies, probes.reads])
+def test_memory_is_gone_through_piece_by_piece(probe: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def timer(call: Any) -> float:
+        for _ in range(2):
+            call()
+        return 1.0
+
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda to, of: seen.append(of.data_ptr()))
+    monkeypatch.setattr(torch, "dot", lambda one, other: seen.append(one.data_ptr()))
+    once = probe("cpu", 4096, 3, 1, timer).make()
+    once()
+    once()
+    assert len(set(seen)) == 3
+    assert seen[0] == seen[3]
 
 
 def test_the_side_grows_with_the_speed() -> None:
