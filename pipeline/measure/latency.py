@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.measure.out_of_memory import OutOfMemory
-from enginesmith.pipeline.measure.race import Candidate, Contender, LatencySettings, Progress, race, race_callers
+from enginesmith.pipeline.measure.race import Candidate, Contender, LatencySettings, Progress, race
 from enginesmith.pipeline.measure.statistics import (
+    LEAST_LAUNCHES,
     LEAST_ROUNDS,
     UNDISTURBED,
     Interval,
@@ -55,6 +56,8 @@ class LatencyRow(BaseModel):
     batch: int
     n: int | None = None
     rounds: int | None = None
+    launches: int | None = None
+    """Processes, one after another, that these rounds are of: intervals are over launches from 3 on."""
     p50_ms: float | None = None
     p90_ms: float | None = None
     p95_ms: float | None = None
@@ -104,7 +107,8 @@ class LatencyResult:
 
     ``samples`` is made for ``numpy.savez_compressed``: ``<id>/<batch>/seconds`` has shape (n,), in order of time;
     ``<id>/<batch>/waited``, if the kernel tells, too: the waiting around each call as a share of the time; and
-    ``<id>/<batch>/calls`` has shape (rounds,), how many of them belong to each round.
+    ``<id>/<batch>/calls`` has shape (rounds,), how many of them belong to each round; ``<id>/<batch>/rounds`` has shape
+    (launches,), how many rounds each launch had.
     """
 
     rows: dict[str, tuple[LatencyRow, ...]]
@@ -166,8 +170,6 @@ class Course:
             self._progress(f"batch {batch}: warming up {contender.candidate.id}")
             contender.start(feeds, self._settings)
         stopped = race(running, self._settings, self._progress)
-        if self._settings.concurrency:
-            race_callers(running, self._settings, self._progress)
         for contender in running:
             against = baseline if baseline in running else None
             self._rows[contender.candidate.id][batch] = _row(contender, against, batch, stopped, self._settings.seed)
@@ -186,7 +188,7 @@ def _row(contender: Contender, baseline: Contender | None, batch: int, stopped: 
     seconds = np.concatenate([block.host_seconds for block in contender.blocks])
     found = {name: percentile(seconds, rank) for name, rank in _PERCENTILES.items()}
     reasons = {name: reason for name, (_, reason) in found.items() if reason}
-    enough = len(contender.blocks) >= LEAST_ROUNDS
+    enough = len(contender.blocks) >= LEAST_ROUNDS or len(contender.launches) >= LEAST_LAUNCHES
     if not enough:
         few = f"an interval takes {LEAST_ROUNDS} rounds, and there are {len(contender.blocks)}; give it more time"
         reasons |= {"median_ms": few, "speedup": few, "speedup_rounds": few}
@@ -194,6 +196,7 @@ def _row(contender: Contender, baseline: Contender | None, batch: int, stopped: 
         batch=batch,
         n=seconds.size,
         rounds=len(contender.blocks),
+        launches=len(contender.launches),
         mean_ms=float(seconds.mean()) * 1e3,
         median_ms=median_interval(contender.timed, seed).scaled(1e3) if enough else None,
         stopped_because=stopped,
@@ -214,7 +217,8 @@ def _row(contender: Contender, baseline: Contender | None, batch: int, stopped: 
 def _throughput(contender: Contender, batch: int, seed: int) -> dict[str, Any]:
     """Answered samples a second by the clock: of each number of callers, and the best."""
     levels = []
-    for callers, crowds in sorted(contender.crowds.items()):
+    for callers in sorted({callers for launch in contender.launches for callers in launch.crowds}):
+        crowds = [crowd for launch in contender.crowds(callers) for crowd in launch]
         seconds = np.concatenate([crowd.host_seconds for crowd in crowds])
         tail = percentile(seconds, 99.0)[0]
         rate = contender.rate(callers, seed).scaled(batch)
@@ -269,7 +273,7 @@ def _disturbed(contender: Contender) -> float | None:
 def _against(baseline: Contender | None, contender: Contender, seed: int) -> dict[str, Any]:
     if baseline is None or baseline.failure:
         return {}
-    rounds = len(comparable(baseline.timed, contender.timed)[0])
+    rounds = sum(map(len, comparable(baseline.timed, contender.timed)[0]))
     return {"speedup": paired_ratio(baseline.timed, contender.timed, seed), "speedup_rounds": rounds}
 
 
@@ -287,6 +291,7 @@ def _samples(contender: Contender, batch: int) -> dict[str, NDArray[Any]]:
     return {
         f"{name}/seconds": np.concatenate([block.host_seconds for block in blocks]),
         f"{name}/calls": np.array([block.host_seconds.size for block in blocks]),
+        f"{name}/rounds": np.array([len(launch.blocks) for launch in contender.launches]),
     } | ({f"{name}/waited": np.concatenate(waited)} if len(waited) == len(blocks) else {})
 
 

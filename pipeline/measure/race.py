@@ -1,7 +1,8 @@
 """Candidates taken through rounds: each in its own process, all open at once, one active at a time.
 
 A machine's speed drifts; candidates measured one after another are compared with the drift included. Here every round
-gives each of them a short block in shuffled order, so that the ratio of two blocks of one round is a fair one.
+gives each of them a short block in shuffled order, so that the ratio of two blocks of one round is a fair one. The
+processes are started anew several times: how fast one is depends on where its memory happens to lie.
 """
 
 import contextlib
@@ -20,7 +21,15 @@ from enginesmith.pipeline.measure import out_of_memory
 from enginesmith.pipeline.measure.callers import Crowd
 from enginesmith.pipeline.measure.clock import Block, Ready, serve_session
 from enginesmith.pipeline.measure.out_of_memory import OutOfMemory
-from enginesmith.pipeline.measure.statistics import LEAST_ROUNDS, Interval, Timed, median_interval, rate_interval
+from enginesmith.pipeline.measure.statistics import (
+    LEAST_LAUNCHES,
+    LEAST_ROUNDS,
+    MOST_LAUNCHES,
+    Interval,
+    Timed,
+    median_interval,
+    rate_interval,
+)
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.workers import Worker
 
@@ -33,6 +42,12 @@ _PATIENCE = 4
 """The time limit is exceeded by up to so many times itself where fewer rounds were done than an interval takes."""
 _CALLS_EACH = 3
 """Calls that each of several callers makes at least in a round, about."""
+_LAUNCHES = 5
+"""Launches that an interval is to be of, where there is time."""
+_DEAREST_START = 0.5
+"""Share of the time limit that starting all contenders may take, for it to be done more than once."""
+_LEAST_ROUNDS_EACH = 3
+"""Rounds of each of several launches, at least."""
 _CHECK_GROWTH = 1.15
 """Rounds between two looks at the stopping rule grow by this factor, as the interval shrinks ever more slowly."""
 
@@ -57,6 +72,8 @@ class LatencySettings(BaseModel):
     time_limit_seconds: float = Field(30.0, gt=0)
     block_ms: float = Field(80.0, gt=0)
     min_rounds: int = Field(10, ge=2)
+    launches: int = Field(MOST_LAUNCHES, ge=1, le=MOST_LAUNCHES)
+    """How often the processes are started, at most."""
     warmup_limit_seconds: float = 3.0
     start_limit_seconds: float = 900.0
     """For loading, and for the first call and warm-up; past it a session counts as hanging."""
@@ -65,6 +82,16 @@ class LatencySettings(BaseModel):
     memory_limit_bytes: int | None = None
     """What a session may take besides libraries: address space on the CPU, device memory on CUDA."""
     seed: int = 0
+
+
+@dataclass
+class Launch:
+    """What was measured of one process."""
+
+    blocks: list[Block] = field(default_factory=list)
+    """One for each round."""
+    crowds: dict[int, list[Crowd]] = field(default_factory=dict)
+    """By the number of callers, one for each round."""
 
 
 @dataclass(eq=False)
@@ -76,29 +103,53 @@ class Contender:
     worker: Worker | None = None
     load_seconds: float | None = None
     ready: Ready | None = None
-    blocks: list[Block] = field(default_factory=list)
-    crowds: dict[int, list[Crowd]] = field(default_factory=dict)
-    """By the number of callers, one for each round."""
+    """Of the first launch."""
+    launches: list[Launch] = field(default_factory=list)
     failure: str = ""
     oom: OutOfMemory | None = None
+    starting_seconds: float = 0.0
+    """For opening its session and making it ready."""
+    _opening_seconds: float = 0.0
     _feeds: Feeds = field(default_factory=dict)
     _limit_bytes: int | None = None
     _used_before: int | None = None
 
     def start(self, feeds: Feeds, settings: LatencySettings) -> None:
-        """Open the session where it is not open yet, and make it ready for these feeds."""
-        self.blocks, self.crowds, self.ready, self.failure, self.oom = [], {}, None, "", None
-        limit = settings.start_limit_seconds
+        """Begin with other feeds: open the session where it is not open yet, and make it ready for them."""
+        self.launches, self.ready, self.failure, self.oom = [], None, "", None
+        self._feeds = feeds
         with self._failing_alone():
-            self._feeds = feeds
             if self.worker is None:
-                what = (self.candidate.engine, self.candidate.artifact, self.candidate.device)
-                self._limit_bytes = settings.memory_limit_bytes
-                self._used_before = out_of_memory.used_bytes(self.candidate.device)[0]
-                self.worker = Worker(serve_session, *what, log=self.log)
-                self.load_seconds = self.worker.request("load", self._limit_bytes, timeout_seconds=limit)
-            request = ("make_ready", feeds, settings.warmup_limit_seconds)
-            self.ready = self.worker.request(*request, timeout_seconds=limit)
+                before = time.monotonic()
+                self.load_seconds = self._open(settings)
+                self._opening_seconds = time.monotonic() - before
+            before = time.monotonic()
+            self.ready = self._make_ready(settings)
+            self.starting_seconds = self._opening_seconds + time.monotonic() - before
+
+    def start_anew(self, settings: LatencySettings) -> None:
+        """Go on with the same feeds in a new process; nothing where it failed."""
+        if self.failure:
+            return
+        self.close()
+        with self._failing_alone():
+            self._open(settings)
+            self._make_ready(settings)
+
+    def _open(self, settings: LatencySettings) -> float:
+        what = (self.candidate.engine, self.candidate.artifact, self.candidate.device)
+        self._limit_bytes = settings.memory_limit_bytes
+        self._used_before = out_of_memory.used_bytes(self.candidate.device)[0]
+        self.worker = Worker(serve_session, *what, log=self.log)
+        seconds: float = self.worker.request("load", self._limit_bytes, timeout_seconds=settings.start_limit_seconds)
+        return seconds
+
+    def _make_ready(self, settings: LatencySettings) -> Ready:
+        assert self.worker is not None
+        request = ("make_ready", self._feeds, settings.warmup_limit_seconds)
+        ready: Ready = self.worker.request(*request, timeout_seconds=settings.start_limit_seconds)
+        self.launches.append(Launch())
+        return ready
 
     def run_block(self, budget_seconds: float) -> None:
         """Have it timed for one block."""
@@ -107,7 +158,7 @@ class Contender:
         slowest = max((float(block.host_seconds.max()) for block in self.blocks), default=0.0)
         limit = max(_LEAST_LIMIT_SECONDS, _SLOW_BLOCK * max(budget_seconds, slowest))
         with self._failing_alone():
-            self.blocks.append(self.worker.request("block", budget_seconds, timeout_seconds=limit))
+            self.launches[-1].blocks.append(self.worker.request("block", budget_seconds, timeout_seconds=limit))
 
     def run_callers(self, callers: int, seconds: float) -> None:
         """Have so many callers call it at the same time."""
@@ -116,7 +167,7 @@ class Contender:
         limit = max(_LEAST_LIMIT_SECONDS, _SLOW_BLOCK * seconds)
         with self._failing_alone():
             found = self.worker.request("call_together", callers, seconds, timeout_seconds=limit)
-            self.crowds.setdefault(callers, []).append(found)
+            self.launches[-1].crowds.setdefault(callers, []).append(found)
 
     def part(self) -> None:
         """End the callers, whose sessions would be idle from here on."""
@@ -125,13 +176,23 @@ class Contender:
                 self.worker.request("part", timeout_seconds=_LEAST_LIMIT_SECONDS)
 
     @property
-    def timed(self) -> list[Timed]:
-        """The calls by the host's clock, one entry for each round."""
-        return [block.timed for block in self.blocks]
+    def blocks(self) -> list[Block]:
+        """Of all launches, one for each round."""
+        return [block for launch in self.launches for block in launch.blocks]
+
+    @property
+    def timed(self) -> list[list[Timed]]:
+        """The calls by the host's clock, by launch and round."""
+        return [[block.timed for block in launch.blocks] for launch in self.launches]
+
+    def crowds(self, callers: int) -> list[list[Crowd]]:
+        """What so many callers saw, by launch and round."""
+        return [launch.crowds.get(callers, []) for launch in self.launches]
 
     def rate(self, callers: int, seed: int) -> Interval:
         """Calls a second with so many callers."""
-        return rate_interval([crowd.calls_per_second for crowd in self.crowds[callers]], seed)
+        rates = [[crowd.calls_per_second for crowd in crowds] for crowds in self.crowds(callers)]
+        return rate_interval(rates, seed)
 
     def close(self) -> None:
         """End its process."""
@@ -160,19 +221,61 @@ class Contender:
 
 
 def race(contenders: Sequence[Contender], settings: LatencySettings, progress: Progress) -> str:
-    """Rounds of blocks until every median is known well enough, or the time limit is met; says which."""
+    """Launches of rounds of blocks until every median is known well enough, or the time is over; says which.
+
+    The contenders have been started.
+    """
+    begun, launch = time.monotonic(), 0
+    starting = sum(contender.starting_seconds for contender in contenders)
+    several = settings.launches >= LEAST_LAUNCHES and starting <= _DEAREST_START * settings.time_limit_seconds
+    while True:
+        launch += 1
+        part = _part(settings, starting, launch) if several else settings
+        _race_blocks(contenders, part, progress)
+        if settings.concurrency:
+            _race_callers(contenders, part, progress)
+        alive = [contender for contender in contenders if not contender.failure]
+        if not alive:
+            return "every candidate failed"
+        width = max(median_interval(one.timed, settings.seed).relative_half_width for one in alive)
+        if width <= settings.precision and (launch >= _LAUNCHES or not several):
+            return f"every median's 95 % interval is within ±{settings.precision:.0%}"
+        over = time.monotonic() - begun + starting / 2 > settings.time_limit_seconds
+        if not several or (over and launch >= LEAST_LAUNCHES):
+            return f"the time limit of {settings.time_limit_seconds:g} s"
+        if launch == settings.launches:
+            return f"{launch} launches, the most that there are"
+        progress(f"launch {launch + 1}; so far every median within ±{width:.1%}")
+        for contender in contenders:
+            contender.start_anew(settings)
+
+
+def _part(settings: LatencySettings, starting_seconds: float, launch: int) -> LatencySettings:
+    """One launch of several. Its own interval may be wider than that of all."""
+    limit = settings.time_limit_seconds
+    parts = {
+        "time_limit_seconds": max(limit / _LAUNCHES - starting_seconds, limit / (2 * _LAUNCHES)),
+        "min_rounds": max(_LEAST_ROUNDS_EACH, -(-settings.min_rounds // _LAUNCHES)),
+        "precision": settings.precision * _LAUNCHES**0.5,
+        "seed": settings.seed + launch,
+    }
+    return settings.model_copy(update=parts)
+
+
+def _race_blocks(contenders: Sequence[Contender], settings: LatencySettings, progress: Progress) -> None:
+    """Rounds of blocks in the current launch."""
 
     def turn(contender: Contender) -> None:
         contender.run_block(settings.block_ms / 1e3)
 
     def widest(alive: Sequence[Contender]) -> float:
-        widths = (median_interval(one.timed, settings.seed).relative_half_width for one in alive)
+        widths = (median_interval(one.timed[-1:], settings.seed).relative_half_width for one in alive)
         return max(widths, default=0.0)
 
-    return _rounds({contender: [turn] for contender in contenders}, widest, settings, "median", progress)
+    _rounds({contender: [turn] for contender in contenders}, widest, settings, "median", progress)
 
 
-def race_callers(contenders: Sequence[Contender], settings: LatencySettings, progress: Progress) -> str:
+def _race_callers(contenders: Sequence[Contender], settings: LatencySettings, progress: Progress) -> None:
     """The same for throughput: in each round every contender is called by each number of callers."""
 
     def turn(callers: int) -> Turn:
@@ -183,14 +286,14 @@ def race_callers(contenders: Sequence[Contender], settings: LatencySettings, pro
         return run
 
     def widest(alive: Sequence[Contender]) -> float:
-        widths = (one.rate(level, settings.seed).relative_half_width for one in alive for level in settings.concurrency)
-        return max(widths, default=0.0)
+        last = [crowds for one in alive for crowds in one.launches[-1].crowds.values()]
+        rates = [[crowd.calls_per_second for crowd in crowds] for crowds in last]
+        return max((rate_interval([one], settings.seed).relative_half_width for one in rates), default=0.0)
 
     turns = [turn(callers) for callers in settings.concurrency]
-    stopped = _rounds(dict.fromkeys(contenders, turns), widest, settings, "throughput", progress)
+    _rounds(dict.fromkeys(contenders, turns), widest, settings, "throughput", progress)
     for contender in contenders:
         contender.part()
-    return stopped
 
 
 Turn = Callable[[Contender], None]
@@ -202,11 +305,11 @@ def _rounds(
     settings: LatencySettings,
     what: str,
     progress: Progress,
-) -> str:
+) -> None:
     """Take each contender's turns in rounds, shuffled together, until ``widest`` is narrow or time is over."""
     rng = np.random.default_rng(settings.seed)
     deadline = time.monotonic() + settings.time_limit_seconds
-    rounds, next_look = 0, settings.min_rounds
+    rounds, next_look, least = 0, settings.min_rounds, min(LEAST_ROUNDS, settings.min_rounds)
     while running := [contender for contender in turns if not contender.failure]:
         order = [(contender, turn) for contender in running for turn in turns[contender]]
         for position in rng.permutation(len(order)):
@@ -217,9 +320,8 @@ def _rounds(
             width = widest([contender for contender in running if not contender.failure])
             progress(f"round {rounds}: every {what} within ±{width:.1%}")
             if width <= settings.precision:
-                return f"every {what}'s 95 % interval is within ±{settings.precision:.0%}"
+                return
             next_look = int(np.ceil(rounds * _CHECK_GROWTH))
         over = time.monotonic() - deadline
-        if (over > 0 and rounds >= LEAST_ROUNDS) or over > _PATIENCE * settings.time_limit_seconds:
-            return f"the time limit of {settings.time_limit_seconds:g} s"
-    return "every candidate failed"
+        if (over > 0 and rounds >= least) or over > _PATIENCE * settings.time_limit_seconds:
+            return

@@ -1,7 +1,10 @@
 """What is computed from samples of latency: percentiles, speed-ups and their intervals. Pure functions on arrays.
 
-Intervals are percentile bootstraps over *rounds*, not over single calls: calls of one block share the state of the
-machine, so that they are not independent, and blocks far apart in time nearly are.
+Samples come in three levels: calls of a block, blocks one for each round, rounds of a launch. Calls of one block share
+the state of the machine, and rounds of one launch share their processes: where in memory these lie alone moves a median
+by some per cent, for as long as they live. Only launches are independent, so an interval is Student's over launches
+(Georges, Buytaert, Eeckhout: "Statistically Rigorous Java Performance Evaluation", OOPSLA 2007, section 3.2); of one
+launch it is a percentile bootstrap over rounds, which is true of these processes and says nothing of others.
 
 Medians and ratios are taken of undisturbed calls, where there are some: those around which no thread waited for a core.
 What decides is the kernel's account of waiting, never how long the call took; percentiles are of all calls.
@@ -24,6 +27,9 @@ LEAST_ROUNDS = 6
 """Rounds below which no interval is given: even from the smallest to the largest of n values covers the median with
 1 − 2^(1−n) only, which reaches 95 % at six."""
 
+LEAST_LAUNCHES = 3
+"""Launches below which their spread says too little; the interval is over rounds then."""
+
 UNDISTURBED = 0.02
 """Waiting for a core, as a share of the time, up to which calls count as undisturbed."""
 
@@ -32,6 +38,9 @@ _LEAST_UNDISTURBED = 0.1
 
 _RESAMPLES = 2_000
 _CONFIDENCE = 0.95
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""Student's t at 97.5 %, by degrees of freedom from 1 on."""
+MOST_LAUNCHES = len(_STUDENT) + 1
 _DRAWN_AT_ONCE = 500_000
 
 
@@ -79,34 +88,42 @@ class Timed:
         return quiet if quiet.size >= _LEAST_UNDISTURBED * self.seconds.size else quiet[:0]
 
 
-def comparable(*sides: Sequence[Timed]) -> tuple[list[Samples], ...]:
-    """The calls to judge by, by round: undisturbed ones of the rounds in which every side has some.
+Launches = Sequence[Sequence[Timed]]
+"""Blocks by round, by launch."""
 
-    Where such rounds are fewer than an interval takes, all calls of all rounds.
+
+def comparable(*sides: Launches) -> tuple[list[list[Samples]], ...]:
+    """The calls to judge by, by launch and round: undisturbed ones of the rounds in which every side has some.
+
+    Where such rounds are fewer than an interval takes, or a launch has none, all calls of all rounds.
     """
-    rounds = [[block.undisturbed for block in blocks] for blocks in zip(*sides, strict=True)]
-    quiet = [blocks for blocks in rounds if all(block.size for block in blocks)]
-    if len(quiet) < LEAST_ROUNDS:
-        quiet = [[block.seconds for block in blocks] for blocks in zip(*sides, strict=True)]
-    return tuple([blocks[side] for blocks in quiet] for side in range(len(sides)))
+    whole = [list(zip(*launch, strict=True)) for launch in zip(*sides, strict=True)]
+    every = [[tuple(block.seconds for block in blocks) for blocks in launch] for launch in whole]
+    calm = [[tuple(block.undisturbed for block in blocks) for blocks in launch] for launch in whole]
+    quiet = [[blocks for blocks in launch if all(block.size for block in blocks)] for launch in calm]
+    judged = quiet if all(quiet) and sum(map(len, quiet)) >= LEAST_ROUNDS else every
+    return tuple([[blocks[side] for blocks in launch] for launch in judged] for side in range(len(sides)))
 
 
-def median_interval(blocks: Sequence[Timed], seed: int) -> Interval:
+def median_interval(blocks: Launches, seed: int) -> Interval:
     """The median over rounds of the blocks' medians, in seconds, with its interval."""
     (judged,) = comparable(blocks)
-    return _interval(np.array([np.median(block) for block in judged]), seed)
+    return _interval([np.array([np.median(block) for block in launch]) for launch in judged], seed)
 
 
-def paired_ratio(baseline: Sequence[Timed], candidate: Sequence[Timed], seed: int) -> Interval:
+def paired_ratio(baseline: Launches, candidate: Launches, seed: int) -> Interval:
     """The speed-up: the median over rounds of median(baseline's block) / median(candidate's block) in that round."""
-    rounds = zip(*comparable(baseline, candidate), strict=True)
-    ratios = [np.median(ours) / np.median(theirs) for ours, theirs in rounds]
-    return _interval(np.array(ratios), seed)
+    launches = zip(*comparable(baseline, candidate), strict=True)
+    ratios = [
+        np.array([np.median(ours) / np.median(theirs) for ours, theirs in zip(*sides, strict=True)])
+        for sides in launches
+    ]
+    return _interval(ratios, seed)
 
 
-def rate_interval(rates: Sequence[float], seed: int) -> Interval:
-    """The median over rounds of a rate, with its interval."""
-    return _interval(np.array(rates), seed)
+def rate_interval(rates: Sequence[Sequence[float]], seed: int) -> Interval:
+    """The median over rounds of a rate, given by launch, with its interval."""
+    return _interval([np.array(launch) for launch in rates], seed)
 
 
 def mean_interval(values: Samples, seed: int) -> tuple[float, float]:
@@ -114,9 +131,17 @@ def mean_interval(values: Samples, seed: int) -> tuple[float, float]:
     return _ends(_estimates(values, np.mean, seed))
 
 
-def _interval(values: Samples, seed: int) -> Interval:
-    low, high = _ends(_estimates(values, np.median, seed))
-    return Interval(median=float(np.median(values)), low=low, high=high)
+def _interval(launches: Sequence[Samples], seed: int) -> Interval:
+    """Of positive values by launch."""
+    values = np.concatenate(launches)
+    median = float(np.median(values))
+    if len(launches) < LEAST_LAUNCHES:
+        low, high = _ends(_estimates(values, np.median, seed))
+        return Interval(median=median, low=low, high=high)
+    centres = np.log([np.median(launch) for launch in launches])
+    half = _STUDENT[len(launches) - 2] * centres.std(ddof=1) / len(launches) ** 0.5
+    low, high = np.exp(centres.mean() - half), np.exp(centres.mean() + half)
+    return Interval(median=median, low=min(float(low), median), high=max(float(high), median))
 
 
 def _estimates(values: Samples, statistic: Callable[..., Samples], seed: int) -> Samples:

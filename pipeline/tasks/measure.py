@@ -61,7 +61,7 @@ class Latency(Task):
 
     @property
     def surroundings(self) -> dict[str, Any]:
-        return _machine()
+        return this_machine()
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         candidates = [
@@ -121,7 +121,7 @@ class Memory(Task):
 
     @property
     def surroundings(self) -> dict[str, Any]:
-        return _machine()
+        return this_machine()
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         batch, feeds = max(measured_feeds(inputs["reference"]).items(), key=lambda item: item[0])
@@ -134,7 +134,7 @@ class Memory(Task):
 
 
 @functools.cache
-def _machine() -> dict[str, Any]:
+def this_machine() -> dict[str, Any]:
     """What decides how fast things run here."""
     return {"machine": devices.fingerprint(devices.environment())}
 

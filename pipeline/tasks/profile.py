@@ -12,7 +12,7 @@ from enginesmith.pipeline.measure.profile import measure_profile
 from enginesmith.pipeline.measure.race import Candidate
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
-from enginesmith.pipeline.tasks.measure import _machine, logs_in_own_log, measured_feeds
+from enginesmith.pipeline.tasks.measure import logs_in_own_log, measured_feeds, this_machine
 
 GRAPH = "graph"
 """Role of the ONNX graph that the engine was built from, whose nodes say which module they came from."""
@@ -41,7 +41,7 @@ class ProfileVariant(Task):
 
     @property
     def surroundings(self) -> dict[str, Any]:
-        return _machine()
+        return this_machine()
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         feeds = measured_feeds(inputs["reference"])

@@ -28,7 +28,7 @@ from enginesmith.pipeline.tasks.shapes import SHAPES, read_ranges
 
 MODEL, RANGES, SENSITIVITY, FLOAT, BEFORE = "model", "ranges", "sensitivity", "float", "before"
 _log = logging.getLogger(__name__)
-_SPEED = LatencySettings(precision=0.02, time_limit_seconds=4.0)
+_SPEED = LatencySettings(precision=0.02, time_limit_seconds=4.0, launches=1)
 
 
 class Search(Task):

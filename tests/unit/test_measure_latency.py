@@ -1,5 +1,6 @@
 """Rounds, stopping, failures and rows, with workers that answer from a script."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,14 +25,23 @@ class FakeWorker:
 
     order: ClassVar[list[str]] = []
     open_now: ClassVar[list[str]] = []
+    load_seconds: ClassVar[float] = 0.0
+    ends: ClassVar[dict[str, int]] = {}
+    """By name, the launch that crashes."""
+    opened: ClassVar[list[str]] = []
 
     def __init__(self, body: Any, engine: Any, artifact: Artifact, device: Device, log: Path) -> None:
         self.script, self.log, self.blocks = engine, log, 0
         self.open_now.append(log.stem)
+        self.opened.append(log.stem)
+        self.launch = self.opened.count(log.stem)
 
     def request(self, name: str, *arguments: Any, timeout_seconds: float) -> Any:
         assert timeout_seconds > 0
         if name == "load":
+            time.sleep(self.load_seconds)
+            if self.ends.get(self.log.stem) == self.launch:
+                raise StepCrashed("its process crashed (SIGSEGV)")
             return 0.5
         if name == "make_ready":
             return Ready(0.25, 9, "the block medians stopped falling", None, None)
@@ -52,7 +62,7 @@ class FakeWorker:
 @pytest.fixture
 def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., LatencyResult]:
     monkeypatch.setattr(race, "Worker", FakeWorker)
-    FakeWorker.order, FakeWorker.open_now = [], []
+    FakeWorker.order, FakeWorker.open_now, FakeWorker.opened, FakeWorker.ends = [], [], [], {}
 
     def call(scripts: dict[str, Script], batches: tuple[int, ...] = (1,), **settings: Any) -> LatencyResult:
         artifact = Artifact(kind="torch", path=tmp_path, sha256="", bytes=0)
@@ -73,14 +83,14 @@ def test_stops_once_medians_are_certain(measure: Callable[..., LatencyResult]) -
     rows = measure({"eager": lambda block: 0.004, "fast": lambda block: 0.002}, batches=(8,), min_rounds=10).rows
     fast = rows["fast"][0]
     assert fast.stopped_because == "every median's 95 % interval is within ±2%"
-    assert (fast.batch, fast.n, fast.rounds) == (8, 20, 10)
+    assert (fast.batch, fast.n, fast.rounds, fast.launches) == (8, 30, 15, 5)
     assert (fast.p50_ms, fast.mean_ms, fast.throughput_per_s) == pytest.approx((2.0, 2.0, 4000.0))
     assert fast.speedup
     assert (fast.speedup.median, fast.speedup.low, fast.speedup.high) == (2.0, 2.0, 2.0)
     assert (fast.load_ms, fast.first_call_ms, fast.warmup_calls) == (500.0, 250.0, 9)
     assert fast.idle_cpu_share == pytest.approx(0.01)
     assert fast.disturbed_share == 0.5
-    assert fast.speedup_rounds == 10
+    assert fast.speedup_rounds == 15
 
 
 def test_stops_at_the_time_limit(measure: Callable[..., LatencyResult]) -> None:
@@ -92,6 +102,7 @@ def test_stops_at_the_time_limit(measure: Callable[..., LatencyResult]) -> None:
 
 def test_every_round_has_one_block_of_each_in_shuffled_order(measure: Callable[..., LatencyResult]) -> None:
     measure({name: lambda block: 0.001 for name in "abc"}, min_rounds=12)
+    assert len(FakeWorker.order) == 3 * 5 * 3
     rounds = [tuple(FakeWorker.order[start : start + 3]) for start in range(0, len(FakeWorker.order), 3)]
     assert all(sorted(one) == ["latency-a", "latency-b", "latency-c"] for one in rounds)
     assert len(set(rounds)) > 2
@@ -107,7 +118,7 @@ def test_one_that_crashes_leaves_the_others_measured(measure: Callable[..., Late
         assert "SIGSEGV" in row.failure
         assert row.p50_ms is None
         assert "SIGSEGV" in row.reasons["p50_ms"]
-    assert [row.rounds for row in result.rows["good"]] == [10, 10]
+    assert [row.rounds for row in result.rows["good"]] == [15, 15]
     assert [row.speedup is not None for row in result.rows["good"]] == [True, True]
     assert not FakeWorker.open_now
 
@@ -126,7 +137,7 @@ def test_all_failing_ends_the_race(measure: Callable[..., LatencyResult]) -> Non
 def test_what_is_missing_has_a_reason(measure: Callable[..., LatencyResult]) -> None:
     row = measure({"eager": lambda block: 0.001}, min_rounds=10).rows["eager"][0]
     assert row.p90_ms is None
-    assert row.reasons["p90_ms"] == "p90 takes 64 samples, and there are 20"
+    assert row.reasons["p90_ms"] == "p90 takes 64 samples, and there are 30"
     missing = {name for name, value in row if value is None and name not in ("failure", "oom")}
     assert missing == set(row.reasons)
 
@@ -142,8 +153,40 @@ def test_throughput_is_counted_for_each_number_of_callers(measure: Callable[...,
     assert row.p50_ms == pytest.approx(2.0)
 
 
+def test_launches_go_on_until_they_agree(measure: Callable[..., LatencyResult]) -> None:
+    speeds = [0.010, 0.011, 0.010, 0.009, 0.010, 0.010, 0.0101, 0.0099, *[0.010] * 20]
+    script: Script = lambda block: speeds[len(FakeWorker.opened)]  # noqa: E731
+    (row,) = measure({"eager": script}, time_limit_seconds=60.0, precision=0.03).rows["eager"]
+    assert row.launches == len(FakeWorker.opened) > 5
+    assert row.median_ms
+    assert row.median_ms.relative_half_width <= 0.03
+
+
+@pytest.mark.parametrize(("load_seconds", "launches"), [(0.0, 3), (0.06, 1)])
+def test_starting_anew_takes_no_longer_than_measuring(
+    load_seconds: float, launches: int, measure: Callable[..., LatencyResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = np.random.default_rng(0).uniform(0.001, 0.1, 100_000)
+    monkeypatch.setattr(FakeWorker, "load_seconds", load_seconds)
+    row = measure({"eager": lambda block: noise[block]}, time_limit_seconds=0.1, precision=1e-6).rows["eager"][0]
+    assert row.stopped_because == "the time limit of 0.1 s"
+    assert row.launches
+    assert (row.launches >= 3) == (launches == 3)
+
+
+def test_one_that_crashes_when_it_is_started_again(measure: Callable[..., LatencyResult]) -> None:
+    scripts: dict[str, Script] = {"eager": lambda block: 0.004, "bad": lambda block: 0.002}
+    FakeWorker.ends["latency-bad"] = 2
+    result = measure(scripts)
+    assert "SIGSEGV" in (result.rows["bad"][0].failure or "")
+    assert result.rows["eager"][0].launches == 5
+    assert not FakeWorker.open_now
+
+
 def test_raw_samples_are_kept_in_order(measure: Callable[..., LatencyResult]) -> None:
-    result = measure({"eager": lambda block: block / 1000}, batches=(4,), min_rounds=10, time_limit_seconds=0.001)
+    result = measure(
+        {"eager": lambda block: block / 1000}, batches=(4,), min_rounds=10, launches=1, time_limit_seconds=0.001
+    )
     seconds, calls = result.samples["eager/4/seconds"], result.samples["eager/4/calls"]
     assert seconds.size == calls.sum()
     assert result.samples["eager/4/waited"].size == seconds.size

@@ -1,11 +1,12 @@
 """Percentiles, intervals and speed-ups."""
 
-from math import comb
+from math import comb, gamma, pi, sqrt
 
 import numpy as np
 import pytest
 
 from enginesmith.pipeline.measure.statistics import (
+    _STUDENT,
     LEAST_ROUNDS,
     SAMPLE_FLOORS,
     Timed,
@@ -52,17 +53,17 @@ def test_speedup_is_not_moved_by_drift() -> None:
     drift = np.linspace(1, 3, 40)
     slow = [Timed(speed * rng.normal(2.0, 0.01, 20)) for speed in drift]
     fast = [Timed(speed * rng.normal(1.0, 0.01, 20)) for speed in drift]
-    found = paired_ratio(slow, fast, seed=0)
+    found = paired_ratio([slow], [fast], seed=0)
     assert found.low < 2.0 < found.high
     assert found.relative_half_width < 0.01
-    assert median_interval(slow, seed=0).relative_half_width > 0.1
+    assert median_interval([slow], seed=0).relative_half_width > 0.1
 
 
 def test_interval_covers_the_true_median_about_19_times_in_20() -> None:
     rng = np.random.default_rng(2)
     hits = 0
     for _ in range(200):
-        found = median_interval([Timed(block) for block in rng.normal(1.0, 0.1, (30, 1))], seed=0)
+        found = median_interval([[Timed(block) for block in rng.normal(1.0, 0.1, (30, 1))]], seed=0)
         hits += found.low <= 1.0 <= found.high
     assert 180 <= hits <= 199
 
@@ -70,7 +71,7 @@ def test_interval_covers_the_true_median_about_19_times_in_20() -> None:
 def test_same_seed_same_interval() -> None:
     values = np.random.default_rng(3).normal(1.0, 0.1, (12, 5))
     blocks = [Timed(block) for block in values]
-    assert median_interval(blocks, seed=7) == median_interval(blocks, seed=7)
+    assert median_interval([blocks], seed=7) == median_interval([blocks], seed=7)
     assert mean_interval(values[0], seed=7) == mean_interval(values[0], seed=7)
     assert mean_interval(values[0], seed=7) != mean_interval(values[0], seed=8)
 
@@ -86,17 +87,17 @@ def test_speedup_is_that_of_calls_that_nobody_disturbed() -> None:
     rng = np.random.default_rng(5)
     slow = [disturbed(rng, 2.0, slowed=6.0, share=0.6) for _ in range(40)]
     fast = [disturbed(rng, 1.0, slowed=1.5, share=0.6) for _ in range(40)]
-    found = paired_ratio(slow, fast, seed=0)
+    found = paired_ratio([slow], [fast], seed=0)
     assert found.low < 2.0 < found.high
     assert found.relative_half_width < 0.02
-    assert median_interval(slow, seed=0).median == pytest.approx(2.0, rel=0.01)
+    assert median_interval([slow], seed=0).median == pytest.approx(2.0, rel=0.01)
 
 
 def test_rounds_count_where_both_sides_have_undisturbed_calls() -> None:
     quiet, busy = Timed(np.ones(4), np.zeros(4)), Timed(np.full(4, 9.0), np.ones(4))
     ours = [quiet] * LEAST_ROUNDS + [busy, quiet]
     theirs = [quiet] * LEAST_ROUNDS + [quiet, busy]
-    judged = comparable(ours, theirs)
+    judged = [launch for (launch,) in comparable([ours], [theirs])]
     assert [len(side) for side in judged] == [LEAST_ROUNDS] * 2
     assert max(block.max() for side in judged for block in side) == 1.0
 
@@ -104,8 +105,43 @@ def test_rounds_count_where_both_sides_have_undisturbed_calls() -> None:
 def test_where_hardly_a_call_was_undisturbed_all_of_them_count() -> None:
     quiet, busy = Timed(np.ones(4), np.zeros(4)), Timed(np.full(4, 9.0), np.ones(4))
     blocks = [quiet] * (LEAST_ROUNDS - 1) + [busy] * 20
-    assert len(comparable(blocks)[0]) == len(blocks)
-    assert median_interval(blocks, seed=0).median == 9.0
+    assert len(comparable([blocks])[0][0]) == len(blocks)
+    assert median_interval([blocks], seed=0).median == 9.0
+
+
+def test_one_launch_without_undisturbed_calls_has_all_calls_count() -> None:
+    quiet, busy = Timed(np.ones(4), np.zeros(4)), Timed(np.full(4, 9.0), np.ones(4))
+    (judged,) = comparable([[quiet] * 9 + [busy], [busy] * 2])
+    assert [len(launch) for launch in judged] == [10, 2]
+
+
+def launched(rng: np.random.Generator, launches: int, rounds: int = 20) -> list[list[Timed]]:
+    """Processes that differ by 5 % among each other, and by 1 % within."""
+    speeds = rng.normal(1.0, 0.05, launches)
+    return [[Timed(rng.normal(speed, 0.01, 5)) for _ in range(rounds)] for speed in speeds]
+
+
+@pytest.mark.parametrize("launches", [3, 5, 10])
+def test_interval_of_several_launches_covers_what_others_would_be(launches: int) -> None:
+    rng = np.random.default_rng(6)
+    found = [median_interval(launched(rng, launches), seed=0) for _ in range(200)]
+    assert 182 <= sum(one.low <= 1.0 <= one.high for one in found) <= 199
+    assert all(one.low <= one.median <= one.high for one in found)
+
+
+def test_interval_of_one_launch_is_of_that_launch() -> None:
+    rng = np.random.default_rng(6)
+    found = [median_interval(launched(rng, 1), seed=0) for _ in range(50)]
+    assert sum(one.low <= 1.0 <= one.high for one in found) < 25
+
+
+def test_students_t_has_its_quantiles() -> None:
+    """By the definition: 97.5 % of Student's density lie below."""
+    for freedom, quantile in enumerate(_STUDENT, start=1):
+        at = np.linspace(0, quantile, 20_001)
+        height = gamma((freedom + 1) / 2) / (sqrt(freedom * pi) * gamma(freedom / 2))
+        density = height * (1 + at**2 / freedom) ** (-(freedom + 1) / 2)
+        assert np.trapezoid(density, at) == pytest.approx(0.475, abs=5e-5)
 
 
 def test_a_block_with_a_single_undisturbed_call_does_not_count() -> None:
