@@ -130,6 +130,17 @@ _how_to_calibrate = _options(
     click.option("--search-limit", metavar="TIME", help="Time for choosing what stays in float; default 10m."),
     click.option("--search-steps", type=int, help="Most assignments that are tried; default 12."),
 )
+_how_to_prune = _options(
+    click.option("--importance", type=click.Choice(["l1", "l2", "taylor", "bn", "random"]), help="Default l2."),
+    click.option("--prune-scope", type=click.Choice(["global", "uniform"]), help="Rank all layers together, or each."),
+    click.option("--multiple-of", type=int, help="Channels are kept at multiples of this; default 8."),
+    click.option("--protect", multiple=True, metavar="NAME", help="Module or pattern whose channels stay."),
+    click.option("--prune-steps", type=int, help="In so many steps, each of which ranks anew, and recovers."),
+    click.option("--no-heads", "heads", flag_value=False, default=None, help="Leave attention heads alone."),
+    click.option("--recover", metavar="METHOD", help="Train back: distil, supervised, or module:function."),
+    click.option("--recover-time", metavar="TIME", help="Time for it; default 2m."),
+    click.option("--recover-memory", metavar="SIZE", help="What it may take; batches are worked through in parts."),
+)
 _how_to_build = _options(
     click.option("--target", "targets", multiple=True, help="sm86, portable …: TensorRT-RTX builds ahead of time."),
     click.option("--workspace", metavar="SIZE,SIZE", help="Limits, each a variant: 64MiB,256MiB,max; or sweep."),
@@ -185,6 +196,10 @@ _how_to_work = _options(
 @click.option("--graph-optimization", multiple=True, help="ONNX Runtime's level: disabled, basic, extended, all.")
 @click.option("--no-simplify", is_flag=True, default=None, help="Leave the exported graph as it is.")
 @click.option("--precision", "precisions", multiple=True, help="fp32, fp16, bf16, int8, int8+fp16, int8-dynamic …")
+@click.option("--prune", multiple=True, metavar="TARGET", help="0.3 of channels go; macs=0.5, latency=0.6 are left.")
+@click.option("--prune-sensitivity", is_flag=True, default=None, help="Show what each group of layers costs, alone.")
+@click.option("--sparsity", multiple=True, metavar="PATTERN", help="Zeros in weights: 2:4, or unstructured=0.5.")
+@click.option("--permute", is_flag=True, default=None, help="2:4: put channels in an order that keeps more weight.")
 @click.option("--min-sqnr", type=float, metavar="DB", help="Fidelity threshold.")
 @click.option("--max-memory", metavar="SIZE", help="Largest peak memory.")
 @click.option("--max-latency", metavar="TIME", help="Largest median latency at the first batch size.")
@@ -193,6 +208,7 @@ _how_to_work = _options(
 @_what_to_load
 @_how_to_export
 @_how_to_calibrate
+@_how_to_prune
 @_how_to_build
 @_how_to_run_tensorrt
 @_where_to_run
@@ -290,6 +306,66 @@ def precision(model: str, output: Path, as_json: bool, quiet: bool, **options: A
 
 
 @main.command()
+@_model
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write; it is a MODEL.")
+@click.option("--prune", required=True, metavar="TARGET", help="0.3, macs=0.5, params=0.5, latency=0.6.")
+@click.option("--engine", "engines", multiple=True, help="What latency=… is measured on; default onnxruntime.")
+@click.option("--data", "calibration", metavar="DATA", help="For taylor and recovery: embedded set, .npz, images …")
+@click.option("--samples", type=int, help="How many samples of it taylor uses; default 128.")
+@_how_to_prune
+@_what_to_load
+@_how_to_work
+def prune(model: str, output: Path, prune: str, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Take channels, hidden units and attention heads out of MODEL; the result is a smaller model.
+
+    Example: enginesmith prune net.py:build -o pruned --prune macs=0.5 --recover distil --data data.npz
+    """
+    from enginesmith.pipeline import stages
+
+    options["prune"] = (prune,)
+    with _settings(options, quiet) as settings:
+        result = stages.prune(_recipe(model, None, options), output, settings)
+    _shown().show_pruned(result, as_json)
+
+
+@main.command()
+@_model
+@_to
+@click.option("--sparsity", default="2:4", show_default=True, metavar="PATTERN", help="2:4, or unstructured=0.5.")
+@click.option("--permute", is_flag=True, help="2:4: put channels in an order that keeps more of the weights.")
+@click.option("--per-layer", is_flag=True, help="Unstructured: a threshold for each layer, not one for all.")
+@click.option("--protect", multiple=True, metavar="NAME", help="Weight, node, module or pattern that stays dense.")
+@click.option("--min-sqnr", type=float, metavar="DB", help="Fail if the outputs are farther from the dense ones.")
+@_what_to_load
+@_how_to_export
+@_how_to_work
+def sparsify(
+    model: str,
+    output: Path,
+    sparsity: str,
+    permute: bool,
+    per_layer: bool,
+    protect: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Set weights of MODEL, or of an ONNX file, to zero: 2:4 for sparse tensor cores, or the smallest ones.
+
+    One shot, without training; how far the answers are from the dense model's is shown.
+
+    Example: enginesmith sparsify net.onnx -o net-24.onnx --sparsity 2:4 --permute
+    """
+    from enginesmith.pipeline import stages
+    from enginesmith.pipeline.sparsity.options import SparsifyOptions
+
+    chosen = SparsifyOptions(scope="layer" if per_layer else "global", permute=permute, protect=protect)
+    with _settings(options, quiet) as settings:
+        result = stages.sparsify(_recipe(model, None, options), sparsity, chosen, output, settings)
+    _shown().show_stage(result, as_json)
+
+
+@main.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--against", "model", required=True, metavar="MODEL", help="What the outputs have to equal.")
 @click.option("--min-sqnr", type=float, metavar="DB", help="Fidelity threshold.")
@@ -315,11 +391,22 @@ def verify(file: Path, model: str, as_json: bool, quiet: bool, **options: Any) -
 @_where_to_run
 @_how_to_measure
 @click.option("--profile", is_flag=True, default=None, help="Time every operator, by the module it comes from.")
+@click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe; options change it.")
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    type=click.Choice(["eager", "compiled"]),
+    help="Measure the baseline's module by this engine too.",
+)
+@click.option("--precision", "precisions", multiple=True, help="fp32, fp16 or bf16: what those engines cast it to.")
 @_how_to_work
-def benchmark(models: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) -> int:
+def benchmark(models: tuple[str, ...], recipe_file: Path | None, as_json: bool, quiet: bool, **options: Any) -> int:
     """Measure latency and peak memory of MODELS side by side, interleaved.
 
     The first PyTorch model is the baseline, which runs as it is; without one, the first ONNX file.
+
+    With --engine, that PyTorch model is measured in other ways too: --engine eager --engine compiled --precision fp16
 
     Example: enginesmith benchmark net.py:build net.onnx net.engine --batch 1,8,32
     """
@@ -327,9 +414,10 @@ def benchmark(models: tuple[str, ...], as_json: bool, quiet: bool, **options: An
 
     options["limits"] = options["limits"] is not False
     with _settings(options, quiet) as settings:
-        run = stages.benchmark(_recipe(models[0], None, options), models, settings)
+        run = stages.benchmark(_recipe(models[0], recipe_file, options), models, settings)
     code: int = _shown().show_run(run, None, as_json)
-    return code
+    measured = any(record.status == "measured" for record in (run.baseline, *run.variants))
+    return code or (0 if measured else 1)
 
 
 @main.command()
@@ -613,13 +701,19 @@ _PLACES = {
         + ("sparse_weights", "weight_streaming", "strip_plan", "refit", "version_compatible", "hardware_compatibility")
         + ("tf32", "plugins", "timing_cache", "locked", "profiles", "host_code")
     },
+    **{name: ("pruning", name) for name in ("importance", "multiple_of", "protect", "heads")},
+    "prune_scope": ("pruning", "scope"),
+    "prune_steps": ("pruning", "steps"),
+    "recover_time": ("recovery", "seconds"),
+    "recover_memory": ("recovery", "memory_bytes"),
+    "permute": ("sparsifying", "permute"),
     **{name: ("data_options", name) for name in ("tokenizer", "text_field", "max_length")},
     **{name: ("tensorrt_run", name) for name in ("cuda_graphs", "share_activation_memory", "weight_streaming_budget")},
     **{
         name: (name,)
         for name in ("inputs", "targets", "engines", "graph_optimization", "device", "threads", "eval_data", "metric")
         + ("precisions", "calibration", "samples", "synthetic_calibration", "eval_samples", "objective", "seed")
-        + ("allow_pickle",)
+        + ("allow_pickle", "prune", "prune_sensitivity", "sparsity")
     },
 }
 """Option → where its value goes in the recipe."""
@@ -644,6 +738,9 @@ def _recipe(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe":
     for name in ("resize", "crop", "mean", "std"):
         if options.get(name):
             values.setdefault("data_options", {})[name] = _sizes(name, options[name])
+    if options.get("recover"):
+        values["recover"] = True
+        values["recovery"] = {**(values.get("recovery") or {}), "method": options["recover"]}
     if options.get("no_simplify"):
         values["simplify"] = False
     if options.get("workspace"):

@@ -170,7 +170,8 @@ def bert_base(*, weights: str | None = None) -> tuple[nn.Module, dict[str, Tenso
 
 
 def _heads(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[0], x.shape[1], HEADS, -1).transpose(1, 2)
+    """As many as the width holds: pruning takes whole ones away."""
+    return x.reshape(x.shape[0], x.shape[1], -1, WIDTH // HEADS).transpose(1, 2)
 
 
 def _key(key: str) -> str | None:

@@ -28,7 +28,8 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = [part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.in_proj(x).chunk(3, dim=-1)]
+        # As many heads as the width holds: pruning takes whole ones away.
+        heads = [part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in self.in_proj(x).chunk(3, dim=-1)]
         y: Tensor = self.out_proj(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
         return y
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from enginesmith.pipeline import explain, samples
 from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.decision import decide
 from enginesmith.pipeline.errors import WrongEngine
 from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.measure.limits import DeviceLimits
@@ -18,7 +19,9 @@ from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.roofline import LimitRow, floor
 from enginesmith.pipeline.precision.audit.coverage import Coverage
 from enginesmith.pipeline.precision.kinds import KINDS
+from enginesmith.pipeline.pruning.record import GroupSensitivity
 from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.recovery.record import read as read_recovery
 from enginesmith.pipeline.run import (
     Assignment,
     BuildRecord,
@@ -36,6 +39,7 @@ from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.compare import StageFidelity
 from enginesmith.pipeline.tasks.limits import read_limits, read_work
 from enginesmith.pipeline.tasks.measure import ENVIRONMENT
+from enginesmith.pipeline.tasks.prune import read_facts
 from enginesmith.pipeline.variants import device_for
 
 Outcomes = Mapping[str, Outcome]
@@ -49,6 +53,8 @@ class Header:
     created: str
     seconds: float
     environment: dict[str, Any]
+    cautions: tuple[str, ...] = ()
+    """What the run's readers are to be warned of besides the machine."""
 
 
 def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, artifacts: Mapping[str, Path]) -> Run:
@@ -63,8 +69,10 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
         )
         for variant in plan.variants
     ]
-    batch, environment = _first_batch(recipe, latency), {**header.environment, **_measured_on(plan, outcomes)}
+    batch, environment = _first_batch(recipe, latency), _environment(header, plan, outcomes)
     variants = _remarked(variants, plan, recipe, batch, environment)
+    by_id = {record.id: record for record in (baseline, *variants)}
+    variants = [decide(record, by_id, recipe.budgets, batch) for record in variants]
     chosen = select([baseline, *variants], recipe.budgets, recipe.objective, batch)
     return Run(
         name=header.name,
@@ -74,6 +82,9 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
         recipe=recipe,
         environment=environment,
         limits=_limits(plan, outcomes),
+        prune_sensitivity=tuple(
+            GroupSensitivity.model_validate(entry) for entry in _entries(outcomes, plan.sensitivity)
+        ),
         model=_model(recipe, outcomes),
         steps=tuple(_step(step.id, outcomes.get(step.id)) for step in plan.steps),
         baseline=baseline,
@@ -160,6 +171,9 @@ def _record(
         id=variant.id,
         engine=variant.engine.name,
         precision=variant.precision,
+        prune=variant.prune,
+        sparsity=variant.sparsity,
+        dense=variant.dense,
         workspace_limit_bytes=build.workspace_limit_bytes if build and variant.workspace else None,
         target=variant.target,
         status=status,
@@ -176,6 +190,8 @@ def _record(
         limits=limits,
         profile=tuple(Profile.model_validate(entry) for entry in profile),
         build=build,
+        pruning=tuple(read_facts(one) for one in _artifacts(outcomes, variant.pruned)),
+        recovery=tuple(read_recovery(one.folder) for one in _artifacts(outcomes, variant.recovered)),
         **audits,
         assignment=assignment,
         search=_search(variant, outcomes, len(assignment) or None),
@@ -278,10 +294,12 @@ def _latency(plan: Plan, outcomes: Outcomes) -> dict[str, tuple[LatencyRow, ...]
     return {name: tuple(values) for name, values in rows.items()}
 
 
-def _measured_on(plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
-    """The machine when latency was measured; it may have been in an earlier run."""
+def _environment(header: Header, plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
+    """The machine when latency was measured, which may have been in an earlier run; all warnings."""
     found = _artifact(outcomes, plan.latency)
-    return dict(json.loads((found.folder / ENVIRONMENT).read_bytes())) if found else {}
+    measured = json.loads((found.folder / ENVIRONMENT).read_bytes()) if found else {}
+    environment = {**header.environment, **measured}
+    return {**environment, "warnings": [*header.cautions, *environment.get("warnings", ())]}
 
 
 def _chain(step_id: str, by_id: Mapping[str, Step]) -> list[str]:
@@ -332,6 +350,10 @@ def _why_missing(step: str | None, outcomes: Outcomes) -> str:
 def _artifact(outcomes: Outcomes, step: str | None) -> Artifact | None:
     outcome = outcomes.get(step) if step else None
     return outcome.artifact if outcome else None
+
+
+def _artifacts(outcomes: Outcomes, steps: Sequence[str]) -> list[Artifact]:
+    return [found for step in steps if (found := _artifact(outcomes, step))]
 
 
 def _entries(outcomes: Outcomes, step: str | None) -> list[dict[str, Any]]:

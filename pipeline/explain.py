@@ -15,6 +15,7 @@ from enginesmith.pipeline.errors import WrongEngine
 from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.precision.audit.coverage import HALF, Coverage, percent, words
+from enginesmith.pipeline.precision.kinds import AS_GIVEN
 from enginesmith.pipeline.run import VariantRecord
 
 _FLOATS = ("fp32", *HALF)
@@ -30,6 +31,8 @@ _FIRST_CAPABILITY = {"fp16": 7.0, "int8": 7.5, "bf16": 8.0, "fp8": 8.9}
 
 def claimed(precision: str) -> str | None:
     """The narrowest type that a precision's name promises; None where that is plain float32."""
+    if precision == AS_GIVEN:
+        return None
     first = precision.partition("+")[0].removesuffix("-dynamic").removesuffix("-weights")
     return first if first != "fp32" else None
 

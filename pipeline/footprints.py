@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from enginesmith.pipeline import stage_plans, workers
 from enginesmith.pipeline.build_stages import MODULES, tensorrt_engine
+from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import EngineFacts
 from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
 from enginesmith.pipeline.engines.trt import sweep
@@ -29,9 +30,9 @@ _PREDICTED_WITH = (
     *("onnx", "onnx.checker", "onnx.shape_inference", "onnxruntime", "enginesmith.pipeline.engines.onnxruntime"),
     *("enginesmith.pipeline.tasks.load", "enginesmith.pipeline.tasks.transform"),
 )
-ARENA_FACTOR = 2.3
+ARENA_FACTOR = 2.61
 """The most that intermediates took with the memory arena, over what lives at one time: the blocks of the first call
-stay, and from the second call on one planned block lies beside them (benchmarks/results/predictor.md)."""
+stay, and from the second call on one planned block lies beside them (unet in benchmarks/results/predictor.md)."""
 
 
 class Footprints(ABC):
@@ -68,7 +69,12 @@ def of(recipe: Recipe, models: Sequence[str], settings: Settings) -> Footprints:
     Raises:
         UsageError: it names several, or one of which nothing is known without running it.
     """
-    if recipe.engines != (OnnxRuntime.name,):
+    if len(recipe.engines) != 1 or engine_class(recipe.engines[0]).consumes != "onnx":
+        raise UsageError(
+            f"fit knows what one of TensorRT and ONNX Runtime takes, and was given {', '.join(recipe.engines)}",
+            "name one: --engine tensorrt_rtx or onnxruntime; others tell when run: enginesmith benchmark --batch sweep",
+        )
+    if recipe.engines[0] != OnnxRuntime.name:
         return BuiltSizes(recipe, models, settings)
     if recipe.where.kind != "cpu":
         raise UsageError(
@@ -170,7 +176,7 @@ class PredictedSizes(Footprints):
         return len(self._found)
 
     def parts(self, batch: int) -> dict[str, int]:
-        parts = [_parts(found) for found in self._predictions(batch)]
+        parts = [parts_of(found) for found in self._predictions(batch)]
         return {name: sum(part[name] for part in parts) for name in parts[0]}
 
     def workspace(self, batch: int) -> tuple[int | None, str]:
@@ -201,8 +207,11 @@ class PredictedSizes(Footprints):
         return engine.path, _batch_word(recipe.model, engine.signature)
 
 
-def _parts(found: Prediction) -> dict[str, int]:
-    """A prediction by what it is for; where loading takes more than running, what it takes beyond counts as weights."""
+def parts_of(found: Prediction) -> dict[str, int]:
+    """A prediction by what it is for, with the memory arena.
+
+    Where loading takes more than running, what it takes beyond counts as weights.
+    """
     outputs = found.io_bytes - found.input_bytes  # they live all the time, outside of the arena's reuse
     activations = math.ceil((found.activation_bytes - outputs) * ARENA_FACTOR)
     weights = max(found.session_bytes + found.kept_bytes, found.load_bytes - activations - outputs)

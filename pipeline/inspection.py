@@ -51,6 +51,24 @@ def _onnx(file: Path) -> Facts:
         "outputs": [str(spec) for spec in signature.outputs],
         "external_files": list(onnx_file.external_files(file)),
         "precision": _precision(file, signature),
+        "sparsity": _sparsity(file),
+    }
+
+
+def _sparsity(file: Path) -> Facts:
+    """Zeros among the weights of products, and the pattern that they are in."""
+    from enginesmith.pipeline import onnx_file
+    from enginesmith.pipeline.sparsity import check, marks
+
+    found = check.sparse_weights(file)
+    elements = sum(one.elements for one in found)
+    zeros = sum(one.zeros for one in found)
+    return {
+        "marked as": marks.of(onnx_file.skeleton(file)) or "dense",
+        "zeros": f"{zeros / elements:.1%} of {elements:,} weights of products"
+        if elements
+        else "no weights of products",
+        "2:4": f"{sum(one.two_of_four for one in found)} of {len(found)} weights",
     }
 
 

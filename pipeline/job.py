@@ -17,7 +17,7 @@ from enginesmith.pipeline.artifact import file_digest, files_below, folder_diges
 from enginesmith.pipeline.assemble import Header, assemble
 from enginesmith.pipeline.errors import MissingCapability, ModelError, SourceError, UsageError
 from enginesmith.pipeline.measure import device
-from enginesmith.pipeline.plan import plan
+from enginesmith.pipeline.plan import in_time, plan
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.report import markdown
 from enginesmith.pipeline.run import Run
@@ -62,7 +62,8 @@ def optimize(recipe: Recipe, out: Path, settings: Settings | None = None) -> Run
         given = _given(out, steps, runner)
         if kept.exists(out) and not given:
             directory.caution("the model is not the one that this run was begun with: everything is made anew")
-        outcomes = runner.run(steps.steps, directory.update, given)
+        in_order = in_time(steps.steps, settings.time_limit_seconds, len(recipe.batch))
+        outcomes = runner.run(in_order, directory.update, given)
         run = directory.update(outcomes)
         if any(outcome.status == "lacking" for outcome in outcomes.values()):
             with storage_errors(f"the run directory {out}"):
@@ -129,7 +130,7 @@ class _RunDirectory:
 
     def caution(self, text: str) -> None:
         """Have the run's readers warned."""
-        self._header.environment.setdefault("warnings", []).append(text)
+        self._header = replace(self._header, cautions=(*self._header.cautions, text))
 
     def update(self, outcomes: Mapping[str, Outcome]) -> Run:
         """Write what is known now."""

@@ -47,6 +47,19 @@ class MeasureOptions(Part):
     )
 
 
+class ModuleOptions(Part):
+    """How eager and compiled run the module, in variants of their own; the baseline is always plain float32."""
+
+    tf32: bool = Field(False, description="let fp32 products be rounded to TF32's 10 bits, on CUDA")
+    cuda_graphs: bool = Field(False, description="capture each set of inputs once as a CUDA graph, and replay it")
+
+
+class OnnxRuntimeOptions(Part):
+    """How ONNX Runtime runs a graph."""
+
+    tf32: bool = Field(False, description="let fp32 products be rounded to TF32's 10 bits, on CUDA")
+
+
 class Budgets(Part):
     """What a variant has to hold to win."""
 

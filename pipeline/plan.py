@@ -5,8 +5,10 @@ load ─┬─ reference ─────────────────┬�
                  └─ verify    └─ verify              └─ quality-V     (all variants together)
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from enginesmith.pipeline.changed_models import Trunk, changed, sensitivity_steps
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.engines.tensorrt import TensorRT
@@ -29,6 +31,9 @@ from enginesmith.pipeline.tasks.sweep import SMALLEST, UNLIMITED, BuildWithin
 from enginesmith.pipeline.tasks.transform import Build, Transform
 from enginesmith.pipeline.variants import MAX, SWEPT, device_for, given_precision, variants_of
 
+_SHARE_TO_START = 0.25
+"""Of a time limit, for sessions to be started in."""
+
 
 def plan(recipe: Recipe) -> Plan:
     """Expand a recipe.
@@ -38,26 +43,27 @@ def plan(recipe: Recipe) -> Plan:
     """
     source = resolve(recipe.model)
     device = recipe.where
-    engines = [name for name in recipe.engines if name != "eager"]  # eager is the baseline, always there
-    _hold(source, engines)
+    engines = [name for name in recipe.engines if name != "eager"]  # as it is, eager is the baseline, always there
+    _hold(source, recipe.engines)
     steps = list(first_steps(recipe))
     graph: str = LOAD
     verified: tuple[str, ...] = ()
+    to_graph: list[Step] = []
     if any(engine_class(name).consumes == "onnx" for name in engines):
-        graph, verified, more = graph_steps(recipe, source)
-        steps += more
+        graph, verified, to_graph = graph_steps(recipe, source)
+        steps += to_graph
     if any(issubclass(engine_class(name), TensorRT) for name in engines):
         steps.append(shapes_step(recipe))
-    found = list(variants_of(recipe, engines))
+    found = list(variants_of(recipe, recipe.engines))
     given = given_precision(source)
     baseline = Variant("eager" if source.is_torch else "source", baseline_engine(source), given, LOAD)
-    variants = [baseline]
     if own := quality_step(recipe, baseline, baseline.id):
         steps.append(own)  # what searches hold their trials against
-    for variant in found:
-        finished, more = _engine_steps(recipe, variant, graph, verified, baseline.id)
-        variants.append(finished)
-        steps += more
+    dense, to_engines = _made(recipe, found, graph, verified, baseline.id)
+    shared = frozenset((SHAPES, *([own.id] if own else ())))
+    trunk = Trunk(graph, tuple(to_graph), tuple(to_engines), tuple(dense), shared)
+    others, more = changed(recipe, trunk)
+    variants, steps = [baseline, *dense, *others], [*steps, *to_engines, *more]
     _hold_buildable(engines)
     lacking = [variant.lacking for variant in variants[1:]]
     if lacking and all(lacking):
@@ -68,9 +74,10 @@ def plan(recipe: Recipe) -> Plan:
         its_graph = built_from.get(variant.artifact, stands_for_it)
         variants[index], more = _own_measurements(recipe, variant, baseline.id, device, its_graph)
         steps += more
+    scan = sensitivity_steps(recipe)
     limits = limits_steps(recipe, device)
     latency = latency_step(recipe, variants, device) if recipe.measure.latency else None
-    steps += [*limits, *([latency] if latency else [])]
+    steps += [*scan, *limits, *([latency] if latency else [])]
     distinct: dict[str, Step] = {}
     for step in steps:
         distinct.setdefault(step.id, step)  # variants share what leads to them
@@ -80,10 +87,23 @@ def plan(recipe: Recipe) -> Plan:
         tuple(variants[1:]),
         latency.id if latency else None,
         limits[0].id if limits else None,
+        scan[0].id if scan else None,
     )
 
 
-def _hold(source: Source, engines: list[str]) -> None:
+def _made(
+    recipe: Recipe, found: Sequence[Variant], graph: str, checks: tuple[str, ...], baseline_id: str
+) -> tuple[list[Variant], list[Step]]:
+    """Variants with their engines' steps, from one float graph."""
+    variants, steps = [], []
+    for variant in found:
+        finished, more = _engine_steps(recipe, variant, graph, checks, baseline_id)
+        variants.append(finished)
+        steps += more
+    return variants, steps
+
+
+def _hold(source: Source, engines: Sequence[str]) -> None:
     if source.form == "engine":
         raise UsageError(
             f"{source.text} is a built engine, and there is nothing to optimise in it",
@@ -302,6 +322,7 @@ def latency_step(recipe: Recipe, variants: list[Variant], device: Device, again:
         engines={variant.id: variant.engine for variant in variants},
         device=device,
         settings=settings,
+        dense={variant.id: variant.dense for variant in variants if variant.dense},
         most=recipe.largest_batch if asked.sweep else None,
         again=again,
     )
@@ -316,3 +337,22 @@ def first_steps(recipe: Recipe) -> tuple[Step, Step]:
     source = resolve(recipe.model)
     load = Step(LOAD, load_task(recipe, source), vital=True)
     return load, Step(REFERENCE, _sample(recipe, source), {"model": LOAD}, vital=True)
+
+
+def in_time(steps: Sequence[Step], limit_seconds: float | None, batch_sizes: int) -> list[Step]:
+    """Steps in which no session that hangs takes the time of all: a quarter to be started, all batch sizes together."""
+    if limit_seconds is None:
+        return list(steps)
+    return [_given_up_after(step, _SHARE_TO_START * limit_seconds / batch_sizes) for step in steps]
+
+
+def _given_up_after(step: Step, seconds: float) -> Step:
+    """No limit is part of what is measured, so the keys are the same."""
+    if isinstance(step.task, Memory):
+        limit = min(step.task.time_limit_seconds, seconds)
+        return replace(step, task=step.task.model_copy(update={"time_limit_seconds": limit}))
+    if not isinstance(step.task, Latency):
+        return step
+    settings = step.task.settings
+    changed = settings.model_copy(update={"start_limit_seconds": min(settings.start_limit_seconds, seconds)})
+    return replace(step, task=step.task.model_copy(update={"settings": changed}))

@@ -22,11 +22,18 @@ from enginesmith.pipeline.options import (
     ExportOptions,
     GraphOptimization,
     MeasureOptions,
+    ModuleOptions,
     Objective,
+    OnnxRuntimeOptions,
     Part,
     QuantisationOptions,
 )
 from enginesmith.pipeline.precision.kinds import KINDS, Name
+from enginesmith.pipeline.pruning.options import PruneOptions
+from enginesmith.pipeline.pruning.target import Target
+from enginesmith.pipeline.recovery.options import RecoverOptions
+from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.sparsity.options import SparsifyOptions, Sparsity
 from enginesmith.pipeline.tensors import ShapeRange, TensorSpec
 from enginesmith.pipeline.units import parse_bytes, parse_seconds
 
@@ -57,6 +64,8 @@ class Recipe(Part):
     )
     tensorrt: BuildOptions = BuildOptions()
     tensorrt_run: RunOptions = RunOptions()
+    eager: ModuleOptions = ModuleOptions()
+    onnxruntime: OnnxRuntimeOptions = OnnxRuntimeOptions()
     simplify: bool = Field(True, description="clean the exported graph")
     export: ExportOptions = ExportOptions()
     calibration: str | None = Field(
@@ -68,6 +77,19 @@ class Recipe(Part):
     )
     data_options: DataOptions = AS_FOUND
     quantisation: QuantisationOptions = QuantisationOptions()
+    prune: tuple[str, ...] = Field(
+        (), description="how far to prune, each one more variant: 0.3 of the channels, or what is left: macs=0.5 …"
+    )
+    pruning: PruneOptions = PruneOptions()
+    prune_sensitivity: bool = Field(
+        False, description="prune every group of layers alone at a few ratios, and show what that costs"
+    )
+    recover: bool = Field(False, description="train what was pruned back, with the calibration data")
+    recovery: RecoverOptions = RecoverOptions()
+    sparsity: tuple[str, ...] = Field(
+        (), description="zeros in the weights, each one more variant: 2:4, or unstructured=0.5"
+    )
+    sparsifying: SparsifyOptions = SparsifyOptions()
     eval_data: str | None = Field(None, description="labelled data: an embedded set, .npz, .npy, .safetensors …")
     metric: str | None = Field(
         None, description="top1, top5, mse, or module:function; top1 without it, where the data has labels"
@@ -105,10 +127,35 @@ class Recipe(Part):
         words: dict[str, int | Literal["sweep"] | None] = {"max": None, "sweep": "sweep"}
         return tuple(words[text] if text in words else _limit(text) for text in self.workspace)
 
-    @field_validator("targets", "workspace", "precisions")
+    @field_validator("prune", "sparsity", mode="before")
+    @classmethod
+    def _numbers_too(cls, value: Any) -> Any:
+        """``0.3`` in a recipe is a number, and as good a target."""
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        return [str(part) if isinstance(part, float) else part for part in parts]
+
+    @field_validator("targets", "workspace", "precisions", "prune", "sparsity")
     @classmethod
     def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(value))
+
+    @property
+    def prune_targets(self) -> tuple[Target, ...]:
+        """How far to prune, read.
+
+        Raises:
+            UsageError: one is no target.
+        """
+        return tuple(Target.parse(text) for text in self.prune)
+
+    @property
+    def sparsities(self) -> tuple[Sparsity, ...]:
+        """The patterns of zeros, read.
+
+        Raises:
+            UsageError: one is no pattern.
+        """
+        return tuple(Sparsity.parse(text, self.sparsifying) for text in self.sparsity)
 
     @property
     def data(self) -> str | None:
@@ -207,8 +254,10 @@ def make(values: dict[str, Any]) -> Recipe:
         message = _IN_PYTHON_WORDS.sub(lambda found: _YAML_WORDS[found[0][:5]], first["msg"])
         raise UsageError(f"{place}: {message} (given: {first['input']!r})", "see docs/recipe.md") from error
     _ = recipe.specs, recipe.ranges, recipe.where, recipe.workspace_limits  # each raises its own message
+    _check_smaller(recipe)
     _check_metric(recipe)
     _check_tensorrt(recipe)
+    _check_run(recipe)
     _check_calibration(recipe)
     return recipe
 
@@ -243,6 +292,17 @@ def _check_tensorrt(recipe: Recipe) -> None:
         )
 
 
+def _check_run(recipe: Recipe) -> None:
+    """Options of an engine that is not asked for have no effect."""
+    for part, engines in ((recipe.eager, ("eager", "compiled")), (recipe.onnxruntime, ("onnxruntime",))):
+        given = [name for name, value in part if value]
+        if given and not set(engines) & set(recipe.engines):
+            where = f"{engines[0]}.{given[0]}"
+            raise UsageError(
+                f"{where} has no effect on {', '.join(recipe.engines)}", f"add --engine {engines[0]}, or leave it away"
+            )
+
+
 def _check_calibration(recipe: Recipe) -> None:
     """Ranges come from real data, or from made-up data that was asked for."""
     needing = [name for name in recipe.precisions if KINDS[name].calibrated]
@@ -251,6 +311,44 @@ def _check_calibration(recipe: Recipe) -> None:
             f"{needing[0]} needs calibration data, and there is none",
             "give some samples with --calibration DATA; --synthetic-calibration makes some up, which is good for "
             "measuring speed and memory, and not for accuracy",
+        )
+
+
+def _check_smaller(recipe: Recipe) -> None:
+    """What is pruned has to be a module, and what is learnt needs data."""
+    for option, ids in (
+        ("--prune", [target.slug for target in recipe.prune_targets]),
+        ("--sparsity", [pattern.slug for pattern in recipe.sparsities]),
+    ):  # each raises its own message
+        if twice := next((one for one in ids if ids.count(one) > 1), None):
+            raise UsageError(f"{option} is given twice as {twice}", "give each one once")
+    for what, part, empty, missing in (
+        ("pruning", recipe.pruning, not (recipe.prune or recipe.prune_sensitivity), "--prune macs=0.5"),
+        ("recovery", recipe.recovery, not recipe.recover, "--recover distil"),
+        ("sparsifying", recipe.sparsifying, not recipe.sparsity, "--sparsity 2:4"),
+    ):
+        given = [name for name in type(part).model_fields if getattr(part, name) != getattr(type(part)(), name)]
+        if given and empty:
+            raise UsageError(f"{what}.{given[0]} has no effect here", f"add {missing}, or leave it away")
+    if recipe.prune and not resolve(recipe.model).is_torch:
+        raise UsageError(
+            f"{recipe.model} is a graph, and channels are pruned in a module",
+            "give the model as file.py:factory; --sparsity 2:4 works on graphs",
+        )
+    if recipe.recover and not recipe.prune:
+        raise UsageError("--recover trains back what was pruned, and nothing is", "add --prune macs=0.5")
+    needing = [
+        what
+        for what, asked in (
+            ("recovery", recipe.recover),
+            ("importance by taylor", recipe.pruning.importance == "taylor"),
+        )
+        if asked and recipe.prune
+    ]
+    if needing and recipe.calibration_data is None:
+        raise UsageError(
+            f"{needing[0]} needs data, and there is none",
+            "give some samples with --calibration DATA; distilling needs no labels",
         )
 
 
@@ -311,6 +409,8 @@ _UNITS = {
     ("measure", "seconds"): parse_seconds,
     ("measure", "memory_limit_bytes"): parse_bytes,
     ("quantisation", "search_limit_seconds"): parse_seconds,
+    ("recovery", "seconds"): parse_seconds,
+    ("recovery", "memory_bytes"): parse_bytes,
     ("export", "external_data_bytes"): parse_bytes,
     ("tensorrt", "tactic_dram"): parse_bytes,
     ("tensorrt", "tactic_shared_memory"): parse_bytes,

@@ -18,7 +18,9 @@ from enginesmith.pipeline.measure.profile import Profile
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.roofline import LimitRow
 from enginesmith.pipeline.precision.audit.coverage import Coverage
+from enginesmith.pipeline.pruning.record import Facts, GroupSensitivity
 from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.recovery.record import Recovery
 from enginesmith.pipeline.tasks.compare import StageFidelity
 from enginesmith.pipeline.tensors import Signature
 
@@ -94,14 +96,19 @@ class VariantRecord(_Part):
     id: str
     engine: str
     precision: str
-    prune: float | None = None
-    sparsity: float | None = None
+    prune: str | None = None
+    """What was asked for, as ``macs=0.5``."""
+    sparsity: str | None = None
+    dense: str | None = None
+    """The variant that it differs from in nothing but being pruned or sparse."""
     workspace_limit_bytes: int | None = None
     target: str | None = None
     status: VariantStatus
     reason: str = ""
     failure: str | None = None
     """Class of the failure: unsupported, does not fit the limit, internal, crash, out of memory, timeout …"""
+    rejected: str = ""
+    """Why it cannot win although it was measured: pruned, and no faster than its dense sibling, or of unknown loss."""
     artifact: StoredArtifact | None = None
     history: tuple[HistoryEntry, ...] = ()
     fidelity: tuple[StageFidelity, ...] = ()
@@ -113,6 +120,10 @@ class VariantRecord(_Part):
     profile: tuple[Profile, ...] = ()
     """Where its time goes."""
     build: BuildRecord | None = None
+    pruning: tuple[Facts, ...] = ()
+    """What pruning took away, one entry for each time that it was done."""
+    recovery: tuple[Recovery, ...] = ()
+    """How the pruned model was trained back, likewise."""
     coverage: Coverage | None = None
     """What the graph asks for that the engine is built from."""
     engine_coverage: Coverage | None = None
@@ -181,6 +192,8 @@ class Run(_Part):
     environment: dict[str, Any]
     limits: DeviceLimits | None = None
     """What the device can do at best, where that was measured."""
+    prune_sensitivity: tuple[GroupSensitivity, ...] = ()
+    """What each group of layers costs when it is pruned alone."""
     model: ModelRecord
     steps: tuple[StepRecord, ...]
     baseline: VariantRecord

@@ -3,6 +3,7 @@
 A step that fails takes down what stands on it, and nothing else.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -21,7 +22,7 @@ from enginesmith.pipeline.artifact import Artifact, HistoryEntry, file_digest, f
 from enginesmith.pipeline.errors import BuilderFailed, EnginesmithError, StepError, StepTimeout
 from enginesmith.pipeline.steps import Step
 from enginesmith.pipeline.store import ReadRecord, Store, storage_errors
-from enginesmith.pipeline.tasks.base import Done, execute
+from enginesmith.pipeline.tasks.base import Done, ResumableTask, execute, execute_on
 
 Status = Literal["done", "failed", "skipped", "lacking"]
 
@@ -170,8 +171,12 @@ class Runner:
             history = (*_before(inputs), found.history[-1])  # others may have come to the same by another way
             return Outcome(step.id, "done", found.model_copy(update={"history": history}), cached=True)
         self.listener(Event("started", step))
-        with self.store.workspace() as out:
-            done = self._work(step, inputs, out, alone)
+        with contextlib.ExitStack() as stack:
+            out = stack.enter_context(self.store.workspace())
+            begun = None
+            if isinstance(step.task, ResumableTask):
+                begun = stack.enter_context(self.store.begun(json_digest([identity, step.task.place])))
+            done = self._work(step, inputs, out, begun, alone)
             read = index.remember(done.effect.reads, done.effect.packages)
             artifact = self.store.publish(
                 _key(identity, read),
@@ -185,7 +190,7 @@ class Runner:
             )
         return Outcome(step.id, "done", artifact)
 
-    def _work(self, step: Step, inputs: Mapping[str, Artifact], out: Path, alone: bool) -> Done:
+    def _work(self, step: Step, inputs: Mapping[str, Artifact], out: Path, begun: Path | None, alone: bool) -> Done:
         left = None if self._deadline is None else self._deadline - time.monotonic()
         if left is not None and left <= 0:
             raise StepTimeout("the time limit was over before it started", "allow more: --time-limit; then resume")
@@ -204,10 +209,11 @@ class Runner:
         share = None if alone else self._shares.get()
         try:
             done: Done = workers.run(
-                execute,
+                execute if begun is None else execute_on,
                 step.task,
                 inputs,
                 out,
+                *([] if begun is None else [begun]),
                 log=log,
                 on_progress=lambda text: self.listener(Event("progress", step, text)),
                 on_start=started,

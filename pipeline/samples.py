@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.calibration.dataset import Dataset, synthetic
-from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.errors import SignatureError, UsageError
 from enginesmith.pipeline.tensors import Array, Feeds, Point, ShapeRange, Signature, TensorSpec
 
 RECORD = "samples.json"
@@ -54,6 +54,25 @@ def fixed_batch(signature: Signature) -> int:
     leading = {spec.shape[0] if spec.shape else 1 for spec in signature.inputs}
     first = leading.pop() if len(leading) == 1 else 1
     return first if isinstance(first, int) else 1
+
+
+def check_feeds(signature: Signature, feeds: Feeds) -> None:
+    """As :meth:`Signature.check`, in plainer words where nothing but the batch size is not the one a model has fixed.
+
+    Raises:
+        SignatureError: the feeds do not fit.
+    """
+    try:
+        signature.check(feeds)
+    except SignatureError as error:
+        given, own = {value.shape[0] for value in feeds.values() if value.ndim}, fixed_batch(signature)
+        if batch_symbol(signature) is not None or len(given) != 1 or own in given:
+            raise
+        signature.check({name: value.take([0] * own, axis=0) if value.ndim else value for name, value in feeds.items()})
+        raise SignatureError(
+            f"its batch size is fixed at {own}, and {given.pop()} was asked for",
+            f"measure it at --batch {own}, or export it with a dynamic batch",
+        ) from error
 
 
 def plan_ranges(

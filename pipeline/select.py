@@ -19,7 +19,7 @@ class Selection:
 
 def select(records: Sequence[VariantRecord], budgets: Budgets, objective: Objective, batch: int) -> Selection:
     """Choose among measured records, the baseline being the first; latency counts at ``batch``."""
-    usable = [record for record in records if record.status == "measured"]
+    usable = [record for record in records if record.status == "measured" and not record.rejected]
     scores = {record.id: _score(record, objective, batch) for record in usable}
     ranked = sorted((record for record in usable if scores[record.id] is not None), key=lambda one: scores[one.id] or 0)
     pareto = _pareto(usable, batch)

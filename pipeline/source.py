@@ -9,6 +9,7 @@
 ``model.engine``          a TensorRT engine with its manifest beside it, to be measured or verified
 ``hf:org/name@revision``  a Hugging Face model, or a local folder with config.json and safetensors
 ``timm:name``             a timm model
+``pruned/``               a folder that ``enginesmith prune`` wrote, with model.json in it
 ========================  =======================================================================
 """
 
@@ -25,8 +26,10 @@ from pydantic import BaseModel, ConfigDict
 from enginesmith.models import MODELS
 from enginesmith.pipeline.errors import SourceError
 
-Form = Literal["zoo", "file", "module", "onnx", "pt2", "engine", "hf", "timm"]
+Form = Literal["zoo", "file", "module", "onnx", "pt2", "engine", "hf", "timm", "saved"]
 
+SAVED = "model.json"
+"""What tells a folder with a saved model from others."""
 _SUFFIXES: dict[str, Form] = {".onnx": "onnx", ".pt2": "pt2", ".engine": "engine"}
 _LONGEST = 4095
 """Bytes of the longest path that Linux takes."""
@@ -63,6 +66,8 @@ class Source(BaseModel):
             return _transformers_modules(Path(self.target))
         if self.form == "timm":
             return ("timm",)
+        if self.form == "saved":
+            return _saved_libraries(Path(self.target))
         text = Path(self.target).read_text(errors="ignore") if self.form == "file" else ""
         named = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE))
         return tuple(module for name, module in _HEAVY.items() if name in named)
@@ -78,6 +83,36 @@ def _transformers_modules(folder: Path) -> tuple[str, ...]:
     except (OSError, ValueError, KeyError, TypeError):
         return (_HEAVY["transformers"],)
     return _HEAVY["transformers"], f"transformers.models.{kind}.modeling_{kind}".replace("-", "_")
+
+
+def _saved_libraries(folder: Path) -> tuple[str, ...]:
+    """Those of the model that was saved; none where its record cannot be read, which loading it will tell."""
+    try:
+        inner = json.loads((folder / SAVED).read_bytes())["model"]
+        return resolve(rebased(inner, folder, Path.cwd())).libraries
+    except (OSError, ValueError, LookupError, TypeError, SourceError):
+        return ()
+
+
+def rebased(text: str, old: Path, new: Path) -> str:
+    """A MODEL argument whose path is taken from the folder ``old``, as it is given from the folder ``new``.
+
+    Names of zoo models, modules and libraries stay, and so do absolute paths.
+    """
+    head, separator, rest = text.partition(":")
+    path, _, call = _split_call(text)
+    if separator and head == "hf":
+        given, build = rest, "hf:{}".format
+        if not (old / rest).is_dir():
+            return text
+    elif Path(text).suffix in _SUFFIXES:
+        given, build = text, "{}".format
+    elif path.endswith(".py"):
+        given, build = path, f"{{}}:{call.replace('{', '{{').replace('}', '}}')}".format
+    else:
+        return text
+    expanded = Path(given).expanduser()
+    return text if expanded.is_absolute() else build(os.path.relpath(old / expanded, new))
 
 
 def resolve(text: str) -> Source:
@@ -176,7 +211,12 @@ def _zoo(text: str) -> Source:
             "write a small file.py with a factory that builds the module and loads them, and give file.py:factory",
         )
     if text and path.is_dir():
-        raise SourceError(f"{text!r} is a folder", f"a Hugging Face folder is given as hf:{text}")
+        if (path / SAVED).is_file():
+            return Source(form="saved", text=text, target=str(path.resolve()))
+        raise SourceError(
+            f"{text!r} is a folder, and not one that `enginesmith prune` wrote: it has no {SAVED}",
+            f"a Hugging Face folder is given as hf:{text}",
+        )
     near = difflib.get_close_matches(name, MODELS, n=3, cutoff=0.4)
     raise SourceError(
         f"there is no model {text!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""),

@@ -1,15 +1,18 @@
 """The steps of single stages: parts of the main job's plan, on files of the user's."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from enginesmith.pipeline.changed_models import smaller
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Device, Engine
+from enginesmith.pipeline.engines.eager import DTYPES
 from enginesmith.pipeline.engines.tensorrt import TensorRT
 from enginesmith.pipeline.engines.trt import flavours, manifest
 from enginesmith.pipeline.engines.trt.options import BuildOptions
 from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.passes.sparsify import Sparsify
 from enginesmith.pipeline.plan import (
     baseline_engine,
     build_step,
@@ -23,16 +26,19 @@ from enginesmith.pipeline.plan import (
     shapes_step,
     verify_step,
 )
-from enginesmith.pipeline.precision_plan import Lowered, lowered
+from enginesmith.pipeline.precision.kinds import AS_GIVEN
+from enginesmith.pipeline.precision_plan import Lowered, lowered, simulation
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.source import Source, resolve
-from enginesmith.pipeline.steps import LOAD, Plan, Step, Variant
+from enginesmith.pipeline.steps import LOAD, REFERENCE, Plan, Step, Variant
+from enginesmith.pipeline.tasks.compare import Verify
+from enginesmith.pipeline.tasks.prune import Prune
 from enginesmith.pipeline.tasks.shapes import SHAPES
-from enginesmith.pipeline.tasks.transform import Refit
+from enginesmith.pipeline.tasks.transform import Refit, Transform
 from enginesmith.pipeline.tasks.trial import Trial
 from enginesmith.pipeline.variants import device_for, variants_of
 
-BUILD, TRIAL = "build", "trial"
+BUILD, SPARSIFY, TRIAL = "build", "sparsify", "trial"
 
 
 def export_steps(recipe: Recipe) -> tuple[Step, ...]:
@@ -71,6 +77,37 @@ def precision_steps(recipe: Recipe) -> tuple[tuple[Step, ...], Lowered]:
         first.append(shapes_step(recipe))
     made = lowered(recipe, found[0], device_for(recipe, found[0].engine), graph, quality)
     return (*first, *steps, *made.steps), replace(made, checks=(*checks, *made.checks))
+
+
+def sparsify_steps(recipe: Recipe, asked: Sparsify) -> tuple[Step, ...]:
+    """The steps of ``sparsify``: from a model, or a file as it is, to a graph with sparse weights."""
+    source = resolve(recipe.model)
+    untouched = recipe if source.is_torch else recipe.model_copy(update={"simplify": False})
+    graph, _, steps = graph_steps(untouched, source)
+    made = Step(SPARSIFY, Transform(step=asked), {"model": graph})
+    task = Verify(
+        stage=SPARSIFY,
+        engine=simulation(),
+        device=Device(),
+        precision="fp32",
+        min_sqnr_db=recipe.min_sqnr_db,
+        judged=recipe.min_sqnr_db is not None,
+    )
+    check = Step(f"verify-{SPARSIFY}", task, {"model": SPARSIFY, REFERENCE: REFERENCE})
+    return (*first_steps(recipe), *steps, made, check)
+
+
+def prune_steps(recipe: Recipe) -> tuple[tuple[Step, ...], str, str]:
+    """The steps of ``prune``, from a model to a smaller one of the same kind; the last one, and the one that pruned.
+
+    Raises:
+        UsageError: there is not one target, or no engine that its latency can be measured on.
+    """
+    if len(recipe.prune_targets) != 1:
+        raise UsageError(f"{len(recipe.prune_targets)} targets are given, and one model is written", "give one --prune")
+    made = tuple(smaller(recipe, recipe.prune_targets[0]))
+    cut = [step.id for step in made if isinstance(step.task, Prune)]
+    return (*first_steps(recipe), *made), made[-1].id, cut[-1]
 
 
 def verify_steps(recipe: Recipe, file: str) -> tuple[Step, ...]:
@@ -166,17 +203,24 @@ def with_baseline(recipe: Recipe, models: Sequence[str]) -> tuple[Recipe, tuple[
 
 
 def benchmark_plan(recipe: Recipe, others: Sequence[str], again: str) -> Plan:
-    """Measure models side by side as they are, the recipe's first; ``again`` is new each time."""
+    """Measure models side by side as they are, the recipe's first; ``again`` is new each time.
+
+    The recipe's module is measured by each of its engines that run one, too, once it answers like eager.
+    """
     device = _common_device(recipe, others)
     steps = list(first_steps(recipe))
-    variants = [Variant(_label(recipe.model), _own_engine(resolve(recipe.model)), "as given", LOAD)]
+    variants = [Variant(_label(recipe.model), _own_engine(resolve(recipe.model)), AS_GIVEN, LOAD)]
     for index, text in enumerate(others, 1):
         source = resolve(text)
         name = f"{LOAD}-{index}"
         steps.append(Step(name, load_task(recipe.model_copy(update={"inputs": ()}), source)))
         engine = _own_engine(source)
         lacking = "" if (found := engine.available(device)).ok else f"it does not run on {device}: {found.reason}"
-        variants.append(Variant(_distinct(_label(text), variants), engine, "as given", name, lacking=lacking))
+        variants.append(Variant(_distinct(_label(text), variants), engine, AS_GIVEN, name, lacking=lacking))
+    for variant in _of_module(recipe):
+        check = verify_step(recipe, variant.id, "engine", LOAD, variant.engine, device)
+        steps.append(check)
+        variants.append(replace(variant, id=_distinct(variant.id, variants), verified=(check.id,)))
     graphs = [one.artifact for one in variants if one.engine.shows_graph]
     for index, variant in enumerate(variants):
         graph = variant.artifact if variant.artifact in graphs else next(iter(graphs), None)
@@ -186,6 +230,26 @@ def benchmark_plan(recipe: Recipe, others: Sequence[str], again: str) -> Plan:
     latency = latency_step(recipe, variants, device, again)
     limited = limits[0].id if limits else None
     return Plan((*steps, *limits, latency), variants[0], tuple(variants[1:]), latency.id, limited)
+
+
+def _of_module(recipe: Recipe) -> Iterator[Variant]:
+    """The recipe's module by the engines and in the precisions that are asked for, but as it is.
+
+    Raises:
+        UsageError: there is no module, or it cannot be cast to that.
+    """
+    engines = [name for name in recipe.engines if engine_class(name).consumes == "torch"]
+    graphs_only = [name for name in recipe.precisions if name not in DTYPES]
+    if graphs_only or (recipe.precisions != ("fp32",) and not engines):
+        raise UsageError(
+            f"a benchmark takes files as they are, and modules in {', '.join(DTYPES)}: "
+            f"--precision {', '.join(graphs_only or recipe.precisions)} has no effect",
+            "add --engine eager or compiled, or make a file first: enginesmith precision MODEL -o FILE.onnx",
+        )
+    if engines and not resolve(recipe.model).is_torch:
+        remedy = f"give the module too: enginesmith benchmark MODEL {recipe.model} --engine {engines[0]}"
+        raise UsageError(f"{engines[0]} runs a PyTorch module, and {recipe.model} is an ONNX file", remedy)
+    return variants_of(recipe, engines)
 
 
 def _common_device(recipe: Recipe, others: Sequence[str]) -> Device:

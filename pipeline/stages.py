@@ -11,18 +11,27 @@ from pydantic import BaseModel, ConfigDict
 from enginesmith.pipeline import stage_plans as plans
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.assemble import Header, assemble
-from enginesmith.pipeline.errors import FidelityError, UsageError
+from enginesmith.pipeline.engines.trt import manifest
+from enginesmith.pipeline.errors import FidelityError, ModelError, UsageError
 from enginesmith.pipeline.job import Settings
 from enginesmith.pipeline.measure import device
+from enginesmith.pipeline.passes.sparsify import Sparsify
+from enginesmith.pipeline.plan import in_time
+from enginesmith.pipeline.precision.kinds import AS_GIVEN
+from enginesmith.pipeline.pruning.record import Facts
 from enginesmith.pipeline.recipe import Recipe
-from enginesmith.pipeline.run import Run
+from enginesmith.pipeline.run import Run, VariantRecord
 from enginesmith.pipeline.runner import Outcome
 from enginesmith.pipeline.single import attempted, finished
-from enginesmith.pipeline.source import resolve
-from enginesmith.pipeline.steps import Step
+from enginesmith.pipeline.source import SAVED, resolve
+from enginesmith.pipeline.sparsity.options import SparsifyOptions
+from enginesmith.pipeline.steps import Plan, Step
 from enginesmith.pipeline.store import storage_errors
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.compare import StageFidelity
+from enginesmith.pipeline.tasks.measure import Latency, Memory
+from enginesmith.pipeline.tasks.profile import ProfileVariant
+from enginesmith.pipeline.tasks.prune import read_facts
 
 Outcomes = dict[str, Outcome]
 
@@ -43,6 +52,12 @@ class StageResult(BaseModel):
     def passed(self) -> bool:
         """Whether every comparison was close enough."""
         return all(entry.passed for entry in self.fidelity)
+
+
+class PruneResult(StageResult):
+    """What ``prune`` did."""
+
+    pruning: Facts
 
 
 def export(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
@@ -72,6 +87,55 @@ def precision(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     return result
 
 
+def sparsify(recipe: Recipe, sparsity: str, options: SparsifyOptions, output: Path, settings: Settings) -> StageResult:
+    """Turn a model into an ONNX file with sparse weights; how far its answers are from the dense one's is told.
+
+    That judges nothing unless the recipe has a least SQNR.
+
+    Raises:
+        UsageError: a sparsity that there is none of, or an option that does nothing to it.
+        EnginesmithError: as in :func:`export`.
+    """
+    asked = Sparsify.parse(sparsity, options, recipe.export.external_data_bytes)
+    idle = options.permute if asked.pattern != "2:4" else options.scope != "global"
+    if idle:
+        what = "the order of channels" if options.permute else "a threshold for each layer"
+        raise UsageError(f"{what} has no effect on weights that are {asked}", "leave that option away")
+    return _to_file(recipe, plans.sparsify_steps(recipe, asked), plans.SPARSIFY, output, settings)
+
+
+def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
+    """Prune a model into the folder ``output``, which is a MODEL for every other command; recover it if that is asked.
+
+    Raises:
+        UsageError: the target cannot be met, or there is something else in the folder.
+        EnginesmithError: the model cannot be loaded, followed or run without what would go; nothing is written then.
+    """
+    if Path(resolve(recipe.model).target).resolve() == output.resolve():
+        raise UsageError(f"{output} is the model that is to be pruned", "give another folder: -o DIR")
+    if output.exists() and not (output / SAVED).is_file() and (not output.is_dir() or any(output.iterdir())):
+        raise UsageError(f"{output} is there already, and holds something else", "give a new folder: -o DIR")
+    steps, last, cut = plans.prune_steps(recipe)
+    outcomes = finished(steps, settings, recipe)
+    made, pruned = outcomes[last].artifact, outcomes[cut].artifact
+    assert made is not None
+    assert pruned is not None
+    from enginesmith.pipeline.torch_model import write_saved
+
+    with storage_errors(f"the output {output}"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
+            whole = Path(scratch, output.name)
+            write_saved(made, whole, output)
+            if output.exists():
+                output.rename(Path(scratch, "before"))
+            whole.rename(output)
+    notes = "".join(f"\n  note: {note}" for note in made.history[-1].notes)
+    files = tuple(str(output / name) for name in sorted(path.name for path in output.iterdir()))
+    summary = f"wrote {output}: {made.history[-1].effect}{notes}"
+    return PruneResult(summary=summary, files=files, history=made.history, pruning=read_facts(pruned))
+
+
 def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
     """Compare an ONNX file with the recipe's model at the points of the shape range."""
     outcomes = finished(plans.verify_steps(recipe, str(file)), settings, recipe)
@@ -86,13 +150,16 @@ def benchmark(recipe: Recipe, models: Sequence[str], settings: Settings) -> Run:
     One that fails has the reason beside it, and the others are measured.
 
     Raises:
-        EnginesmithError: the baseline cannot be loaded, or nothing was measured.
+        MissingCapability: none of them can run on the device.
+        EnginesmithError: the baseline cannot be loaded, or the measurement as a whole failed.
     """
     started = time.monotonic()
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     recipe, others = plans.with_baseline(recipe, models)
-    plan = plans.benchmark_plan(recipe, others, now)
-    outcomes = attempted(plan.steps, settings, recipe)
+    damaged = damaged_engines(others)
+    plan = plans.benchmark_plan(recipe, [text for text in others if text not in damaged], now)
+    _require_device(plan)
+    outcomes = attempted(_latency_first(plan, recipe, settings), settings, recipe)
     needed = [step.id for step in plan.steps if step.vital or step.id == plan.latency]
     if error := next((outcomes[name].error for name in needed if name in outcomes and outcomes[name].error), None):
         raise error
@@ -102,7 +169,44 @@ def benchmark(recipe: Recipe, models: Sequence[str], settings: Settings) -> Run:
         seconds=round(time.monotonic() - started, 3),
         environment=device.environment().model_dump(mode="json"),
     )
-    return assemble(header, recipe, plan, outcomes, {})
+    run = assemble(header, recipe, plan, outcomes, {})
+    return run.model_copy(update={"variants": (*run.variants, *damaged.values())})
+
+
+def damaged_engines(models: Sequence[str]) -> dict[str, VariantRecord]:
+    """By argument, the record of each engine file that cannot be used at all: it says why."""
+    found = {}
+    for text in models:
+        source = resolve(text)
+        if source.form != "engine":
+            continue
+        try:
+            manifest.read(Path(source.target))
+        except ModelError as error:
+            reasons = dict.fromkeys(("latency", "memory", "quality", "limits", "profile"), str(error))
+            found[text] = VariantRecord(
+                id=text, engine="unknown", precision=AS_GIVEN, status="failed", reason=str(error), reasons=reasons
+            )
+    return found
+
+
+def _latency_first(plan: Plan, recipe: Recipe, settings: Settings) -> list[Step]:
+    """The plan's steps, with memory and profiles at the end: where time ends, latency is known."""
+    steps = in_time(plan.steps, settings.time_limit_seconds, len(recipe.batch))
+    return sorted(steps, key=lambda step: isinstance(step.task, (Memory, ProfileVariant)))
+
+
+def _require_device(plan: Plan) -> None:
+    """Insist on a device that at least one of the models can be measured on.
+
+    Raises:
+        MissingCapability: there is none.
+    """
+    measured = next(step.task for step in plan.steps if step.id == plan.latency)
+    assert isinstance(measured, Latency)
+    engines = [plan.baseline.engine, *(variant.engine for variant in plan.variants)]
+    if not any(engine.available(measured.device).ok for engine in engines):
+        plan.baseline.engine.require(measured.device)
 
 
 def _to_file(

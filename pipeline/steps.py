@@ -42,6 +42,14 @@ class Variant:
     workspace: str | None = None
     """The limit as it is part of the id; None where none was asked for."""
     target: str | None = None
+    dense: str | None = None
+    """The variant that it differs from in nothing but being pruned or sparse."""
+    prune: str | None = None
+    pruned: tuple[str, ...] = ()
+    """The steps that pruned its model."""
+    recovered: tuple[str, ...] = ()
+    """The steps that trained it back."""
+    sparsity: str | None = None
     lacking: str = ""
     """Why it can be built here, and not run."""
     lowering: Name | None = None
@@ -69,6 +77,8 @@ class Plan:
     latency: str | None
     limits: str | None = None
     """The step that found out what the device can do at best."""
+    sensitivity: str | None = None
+    """The step that pruned each group alone."""
 
 
 def audited(variant: Variant, graph: str, device: Device) -> tuple[Variant, list[Step]]:

@@ -2,6 +2,7 @@
 
     ROOT/objects/ab/abcdef…/artifact.json + files      published artifacts, named by key
     ROOT/reads/…json                                   the user's files that a step read when it last ran
+    ROOT/begun/…                                       what a long step has so far; gone once it is done
     ROOT/tmp/PID@HOST-…                                  work in flight; nobody reads it
 
 An entry appears whole or not at all: it is written under ``tmp`` and renamed. What is read is held against its
@@ -10,6 +11,7 @@ digests; a damaged entry is thrown away and made again.
 
 import contextlib
 import errno
+import fcntl
 import importlib.metadata
 import os
 import platform
@@ -38,6 +40,8 @@ from enginesmith.pipeline.tensors import Signature
 
 _MANIFEST = "artifact.json"
 _ALWAYS_HASH_BYTES = 32 << 20
+UNFINISHED = "unfinished"
+"""The kind of an entry that a step has begun, and not ended."""
 
 
 class StoredFile(BaseModel):
@@ -99,7 +103,7 @@ class Store:
         self._reuse = reuse
         self._published: set[str] = set()
         with storage_errors(f"the store {root}"):
-            for name in ("objects", "reads", "tmp"):
+            for name in ("objects", "reads", "begun", "tmp"):
                 (root / name).mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()
 
@@ -130,6 +134,26 @@ class Store:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def begun(self, name: str) -> Iterator[Path]:
+        """What a step has so far, as the last process that was ended left it; removed when this block ends well.
+
+        A second process that does the same step at the same time has an empty workspace instead, and so does every
+        one where nothing may be reused.
+
+        Raises:
+            StoreError: it cannot be made.
+        """
+        folder = self.root / "begun" / name
+        with contextlib.ExitStack() as stack:
+            if self._reuse and (lock := _claimed(folder)) is not None:
+                stack.callback(os.close, lock)
+                stack.callback(_remove_if_empty, folder)
+                yield folder
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                yield stack.enter_context(self.workspace())
 
     def publish(
         self,
@@ -182,6 +206,10 @@ class Store:
             total = sum(file.bytes for file in manifest.files.values()) if manifest else 0
             step, kind = (manifest.step, manifest.kind) if manifest else ("unreadable", "?")
             found.append(Entry(folder.name, step, kind, total, folder.stat().st_mtime))
+        for folder in self.root.glob("begun/*"):
+            with contextlib.suppress(FileNotFoundError):  # its step has ended meanwhile
+                total = sum((folder / name).stat().st_size for name in files_below(folder))
+                found.append(Entry(folder.name, "unfinished", UNFINISHED, total, folder.stat().st_mtime))
         return sorted(found, key=lambda entry: -entry.used)
 
     def verify(self) -> list[str]:
@@ -199,12 +227,24 @@ class Store:
         oldest = time.time() - max_age_seconds if max_age_seconds is not None else 0.0
         for entry in self.entries():
             kept += entry.bytes
-            if entry.used < oldest or (max_bytes is not None and kept > max_bytes):
-                shutil.rmtree(self._folder(entry.key), ignore_errors=True)
+            unwanted = entry.used < oldest or (max_bytes is not None and kept > max_bytes)
+            if unwanted and self._removed(entry):
                 kept -= entry.bytes
                 removed.append(entry)
         self._remove_abandoned()
         return removed
+
+    def _removed(self, entry: Entry) -> bool:
+        """Whether it could be removed: what a process is at work on stays."""
+        if entry.kind != UNFINISHED:
+            shutil.rmtree(self._folder(entry.key), ignore_errors=True)
+            return True
+        folder = self.root / "begun" / entry.key
+        if (lock := _claimed(folder)) is None:
+            return False
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+        return True
 
     def _remove_abandoned(self) -> None:
         for folder in (self.root / "tmp").iterdir():
@@ -296,6 +336,27 @@ class Reads:
             partial.write_text(found.model_dump_json())
             partial.replace(self._path)
         return found
+
+
+def _claimed(folder: Path) -> int | None:
+    """A descriptor that holds the folder, which is made if needed, for this process; None if another one does."""
+    with storage_errors(f"the folder {folder}"):
+        folder.mkdir(exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held = os.fstat(descriptor).st_nlink > 0  # else another process removed it between the two
+    except BlockingIOError:
+        held = False
+    if not held:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _listing(folder: Path) -> list[str]:

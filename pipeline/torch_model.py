@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import inspect
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,15 +22,17 @@ from torch import Tensor, nn
 
 from enginesmith.pipeline import factories
 from enginesmith.pipeline.artifact import Artifact, file_digest, portable
-from enginesmith.pipeline.errors import SignatureError, SourceError
+from enginesmith.pipeline.errors import ModelError, SignatureError, SourceError
+from enginesmith.pipeline.pruning import record as pruning
+from enginesmith.pipeline.pruning.record import Surgery, named_tensors
 from enginesmith.pipeline.skip_init import parameters_left_empty
-from enginesmith.pipeline.source import Source, resolve
+from enginesmith.pipeline.source import SAVED, Source, rebased, resolve
 from enginesmith.pipeline.store import translated
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec, check_feeds
 from enginesmith.pipeline.torch_shapes import default_specs, dtype_name, infer_dims, sizes_of
 from enginesmith.pipeline.watch import watching
 
-RECORD = "model.json"
+RECORD = SAVED
 _UNNAMED = re.compile(r"input_\d+")
 """Names of inputs that have none: the module takes ``*args``."""
 _SMALL_BYTES = 32 << 20
@@ -62,6 +65,8 @@ class _Record(BaseModel):
     """State entries that share memory with another one → that other."""
     draw: bool = False
     """Whether the factory has to draw its random weights, although others replace them: something is made of them."""
+    surgery: Surgery | None = None
+    """What pruning changed of the module that the factory builds."""
 
 
 class NamedForward(nn.Module):
@@ -153,7 +158,7 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
     Raises:
         StoreError: the disk is full or cannot be written.
     """
-    state, tied = _untied(_tensors(loaded.module.model))
+    state, tied = _untied(named_tensors(loaded.module.model))
     record = _Record(
         model=source.text,
         options=options,
@@ -167,6 +172,52 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
     record = record.model_copy(update={"draw": not _comes_back(loaded, out / _STATE, record)})
     (out / RECORD).write_text(record.model_dump_json(indent=1))
     _write({name: value.contiguous() for name, value in loaded.example.items()}, out / _EXAMPLE)
+
+
+def save_changed(parent: Artifact, loaded: LoadedModel, out: Path, surgery: Surgery | None = None) -> None:
+    """Write an artifact of the parent's model with other weights, and with other sizes where there was ``surgery``.
+
+    ``surgery`` is relative to the parent's module; None says that only weights changed. The module is rebuilt from
+    what was written, and has to answer to the example as ``loaded`` does.
+
+    Raises:
+        ModelError: the rebuilt module is another one: something was changed that the surgery does not tell of.
+        StoreError: the disk is full or cannot be written.
+    """
+    parents = read_record(parent.folder)
+    state, tied = _untied(named_tensors(loaded.module.model))
+    made = surgery if parents.surgery is None or surgery is None else parents.surgery.then(surgery)
+    record = parents.model_copy(update={"tied": tied, "surgery": made or parents.surgery})
+    _write(state, out / _STATE)
+    (out / RECORD).write_text(record.model_dump_json(indent=1))
+    _write({name: value.contiguous() for name, value in loaded.example.items()}, out / _EXAMPLE)
+    _hold_rebuilt(loaded, out / _STATE, record)
+
+
+def _hold_rebuilt(loaded: LoadedModel, state: Path, record: "_Record") -> None:
+    """Insist on the same tensors, bit by bit, and the same answers."""
+    with torch.inference_mode(False):
+        model = _built_around(state, record)
+    before, after = named_tensors(loaded.module.model), named_tensors(model)
+    other = [name for name, value in before.items() if name not in after or not _same_bits(value, after[name])]
+    feeds = tuple(loaded.example.values())
+    with torch.inference_mode():
+        answers = NamedForward(model, tuple(loaded.example), record.output_names)(*feeds)
+        expected = loaded.module(*feeds)
+    if other or not _alike(expected, answers):
+        where = f", as at {other[0]!r}" if other else ""
+        raise ModelError(
+            f"{record.model} cannot be built again as it was changed: the rebuilt module differs{where}",
+            "keep sizes in attributes that are whole numbers or tuples of them, and tensors in parameters or buffers",
+        )
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) or (
+        torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+    )
 
 
 def _comes_back(loaded: LoadedModel, state: Path, record: _Record) -> bool:
@@ -225,11 +276,14 @@ def load_artifact(artifact: Artifact) -> LoadedModel:
     Raises:
         SourceError: the factory now gives a module that the stored weights do not fit.
     """
+    return _loaded(artifact.folder, read_record(artifact.folder))
+
+
+def _loaded(folder: Path, record: _Record) -> LoadedModel:
     from safetensors.torch import load_file
 
-    record = _Record.model_validate_json((artifact.folder / RECORD).read_bytes())
-    model = _built_around(artifact.folder / _STATE, record)
-    example = load_file(artifact.folder / _EXAMPLE)
+    model = _built_around(folder / _STATE, record)
+    example = load_file(folder / _EXAMPLE)
     ordered = {spec.name: example[spec.name] for spec in record.signature.inputs}
     module = NamedForward(model, tuple(ordered), record.output_names)
     return LoadedModel(module, record.signature, ordered)
@@ -248,7 +302,9 @@ def _built_around(state: Path, record: _Record) -> nn.Module:
     for path in watch.files:
         if str(path) not in others and path.stat().st_size < _SMALL_BYTES and file_digest(path) not in known:
             raise SourceError(f"{path} changed since the model was loaded", "start again, and leave it alone meanwhile")
-    own = _tensors(model)
+    if record.surgery is not None:
+        _operate(model, record.surgery, record.model)
+    own = named_tensors(model)
     with safe_open(state, framework="pt") as stored:
         names = list(stored.keys())
     if set(own) != {*names, *record.tied}:
@@ -262,6 +318,16 @@ def _built_around(state: Path, record: _Record) -> nn.Module:
     return model
 
 
+def _operate(model: nn.Module, surgery: Surgery, text: str) -> None:
+    try:
+        pruning.apply(surgery, model)
+    except LookupError as error:
+        raise SourceError(
+            f"{text} no longer builds the module that was pruned: there is no {error.args[0]!r}",
+            "prune it again, or bring the code back that it was pruned with",
+        ) from error
+
+
 def _put(model: nn.Module, name: str, place: Tensor, value: Tensor) -> None:
     if 0 not in place.stride() or place.numel() <= 1:
         place.copy_(value)
@@ -270,10 +336,59 @@ def _put(model: nn.Module, name: str, place: Tensor, value: Tensor) -> None:
     setattr(model.get_submodule(parent), leaf, value.clone())
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer by name, those too that a state dict leaves out."""
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return {name: value.detach() for name, value in named}
+def read_saved(folder: Path, options: LoadOptions, out: Path) -> LoadedModel:
+    """Bring a saved model's folder into ``out`` as an artifact, and load it; what it is made of has to be as it was.
+
+    Paths in the folder's record are taken from that folder, in an artifact from the current one.
+
+    Raises:
+        SourceError: the folder is damaged, or what the model is built with changed.
+        SignatureError: ``options`` give other inputs than the model was saved with.
+    """
+    try:
+        record = read_record(folder)
+    except ValueError as error:
+        raise SourceError(f"{folder / RECORD} is no record of a saved model", "prune the model again") from error
+    if options.inputs and options.inputs != record.signature.inputs:
+        raise SignatureError(
+            f"--input says {', '.join(map(str, options.inputs))}, and the model was saved with "
+            f"{', '.join(map(str, record.signature.inputs))}",
+            "leave --input away: a saved model names its own inputs",
+        )
+    allowed = record.options.allow_pickle and options.allow_pickle
+    inner = record.options.model_copy(update={"allow_pickle": allowed})
+    record = record.model_copy(update={"model": rebased(record.model, folder, Path.cwd()), "options": inner})
+    (out / RECORD).write_text(record.model_dump_json(indent=1))
+    for name in (_STATE, _EXAMPLE):
+        if not (folder / name).is_file():
+            raise SourceError(f"the saved model {folder} lacks {name}", "prune the model again")
+        shutil.copyfile(folder / name, out / name)
+    from safetensors import SafetensorError
+
+    with watching(allowed) as watch:
+        try:
+            loaded = _loaded(out, record)
+        except SafetensorError as error:
+            raise SourceError(f"the saved model {folder} is damaged: {error}", "prune the model again") from error
+    own = {path for path in watch.files if path.is_relative_to(out.absolute())}
+    files = {*watch.files - own, *(folder / name for name in (RECORD, _STATE, _EXAMPLE))}
+    return dataclasses.replace(loaded, files=tuple(sorted(files)), packages=watch.packages())
+
+
+def write_saved(artifact: Artifact, folder: Path, seen_from: Path) -> None:
+    """Write a torch artifact's files into a folder, and what lies beside them.
+
+    ``seen_from`` is where the folder is going to be; paths in its record are taken from there.
+    """
+    shutil.copytree(artifact.folder, folder, ignore=shutil.ignore_patterns("artifact.json"))
+    record = read_record(artifact.folder)
+    record = record.model_copy(update={"model": rebased(record.model, Path.cwd(), seen_from.resolve())})
+    (folder / RECORD).write_text(record.model_dump_json(indent=1))
+
+
+def read_record(folder: Path) -> "_Record":
+    """What ``model.json`` in an artifact's folder says."""
+    return _Record.model_validate_json((folder / RECORD).read_bytes())
 
 
 def read_example(artifact: Artifact) -> dict[str, Array]:

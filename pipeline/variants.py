@@ -9,6 +9,7 @@ from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.engines.cuda import cuda_device
+from enginesmith.pipeline.engines.eager import DTYPES, Eager
 from enginesmith.pipeline.engines.tensorrt import TensorRT
 from enginesmith.pipeline.errors import MissingCapability
 from enginesmith.pipeline.precision.kinds import Name
@@ -26,18 +27,29 @@ def variants_of(recipe: Recipe, engines: Sequence[str]) -> Iterator[Variant]:
     taken: set[str] = set()
     for name in engines:
         engine = engine_class(name)
-        for lowering, label in _precisions(recipe, engine):
-            for variant in _of_engine(recipe, engine, label):
+        if issubclass(engine, Eager):
+            yield from _of_module(recipe, engine)
+            continue
+        for lowering, label in _precisions(recipe):
+            for variant in _of_graph(recipe, engine, label):
                 if variant.id not in taken:  # a file may be in a precision already that is asked for besides
                     taken.add(variant.id)
                     yield replace(variant, lowering=lowering)
 
 
-def _precisions(recipe: Recipe, engine: type[Engine]) -> list[tuple[Name | None, str]]:
+def _of_module(recipe: Recipe, engine: type[Eager]) -> Iterator[Variant]:
+    """The module in each precision that it can be cast to; plain eager is the baseline, and no variant."""
+    for name in [name for name in recipe.precisions if name in DTYPES] or ["fp32"]:
+        chosen = engine(dtype=DTYPES[name], tf32=recipe.eager.tf32, cuda_graphs=recipe.eager.cuda_graphs)
+        if chosen != Eager():
+            suffix = "-graphs" if chosen.cuda_graphs else ""
+            yield Variant(f"{engine.name}-{chosen.arithmetic}{suffix}", chosen, name, LOAD)
+
+
+def _precisions(recipe: Recipe) -> list[tuple[Name | None, str]]:
     """What the graph is turned into (None: it is taken as it is), and what the variant is called after."""
     given = given_precision(resolve(recipe.model))
-    asked = recipe.precisions if engine.consumes == "onnx" else ("fp32",)
-    return [(None, given) if name == "fp32" else (name, name) for name in asked]
+    return [(None, given) if name == "fp32" else (name, name) for name in recipe.precisions]
 
 
 def given_precision(source: Source) -> str:
@@ -45,17 +57,15 @@ def given_precision(source: Source) -> str:
     return onnx_file.precision(Path(source.target)) if source.form == "onnx" else "fp32"
 
 
-def _of_engine(recipe: Recipe, engine: type[Engine], precision: str) -> Iterator[Variant]:
-    name = engine.name
+def _of_graph(recipe: Recipe, engine: type[Engine], precision: str) -> Iterator[Variant]:
     if issubclass(engine, TensorRT):
         yield from _tensorrt_variants(recipe, engine, precision)
-    elif name == "onnxruntime":
-        for level in recipe.graph_optimization:
-            suffix = "" if level == "all" else f"-{level}"
-            chosen = engine.model_validate({"graph_optimization": level})
-            yield Variant(f"{name}-{precision}{suffix}", chosen, precision, f"build-{name}-{precision}{suffix}")
-    else:
-        yield Variant(f"{name}-{precision}", engine(), precision, LOAD)
+        return
+    for level in recipe.graph_optimization:
+        suffix = "" if level == "all" else f"-{level}"
+        chosen = engine.model_validate({"graph_optimization": level, "tf32": recipe.onnxruntime.tf32})
+        name = f"{engine.name}-{precision}{suffix}"
+        yield Variant(name, chosen, precision, f"build-{name}")
 
 
 def _tensorrt_variants(recipe: Recipe, engine: type[TensorRT], precision: str) -> Iterator[Variant]:

@@ -7,6 +7,7 @@ out. A worker dies with its parent, whatever ends that.
 
 import contextlib
 import errno
+import faulthandler
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -138,7 +139,8 @@ class Worker:
         cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         if code == -signal.SIGABRT and allocation.says_out_of_memory(said):  # an exception that nothing caught
             return allocation.out_of_memory(said, f"memory ran out, and its process ended ({cause}){tail}")
-        return StepCrashed(f"its process crashed ({cause}){tail}", "the whole log is in the run's logs folder")
+        remedy = "its log, in the run's logs folder where there is one, has what was running last"
+        return StepCrashed(f"its process crashed ({cause}){tail}", remedy)
 
     def __enter__(self) -> "Worker":
         return self
@@ -201,6 +203,7 @@ def _main(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; Ctrl-C reaches the whole group
     _write_to(log)
+    faulthandler.enable()
     if cores:
         os.sched_setaffinity(0, cores)
     if prepare:

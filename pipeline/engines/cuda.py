@@ -10,6 +10,12 @@ from enginesmith.pipeline.engines.base import Availability
 _NAME_BYTES = 256
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h
 _REMEDY = "install NVIDIA's driver, or start the container with --gpus all"
+OTHER_TORCH = (
+    "replace it: pip uninstall -y torch && pip install 'enginesmith[gpu]'; where PIP_EXTRA_INDEX_URL points at "
+    "PyTorch's CPU index, unset it first"
+)
+"""For a torch without CUDA. It satisfies every requirement, so that installing alone leaves it as it is; and pip takes
+``2.13.0+cpu`` for newer than ``2.13.0``, wherever it finds both."""
 
 
 class CudaDevice(BaseModel):

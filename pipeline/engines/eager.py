@@ -8,6 +8,7 @@ session says it. TF32, half types and CUDA graphs are options, each a variant of
 import functools
 import gc
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from enginesmith.pipeline.artifact import Artifact, Kind
@@ -26,7 +27,9 @@ _PRIMING_SIDE = 1024
 """Rows and columns of the matrix that starts torch's thread pool, and has MKL take the buffers of 1 MiB that each of
 its threads keeps for products (with 512 it takes none)."""
 _TF32_SINCE = (8, 0)
-_ARITHMETIC = {"float16": "fp16", "bfloat16": "bf16"}
+DType = Literal["float32", "float16", "bfloat16"]
+DTYPES: Mapping[str, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""What a module can be cast to, by the name of the precision."""
 
 
 class Eager(Engine):
@@ -37,7 +40,7 @@ class Eager(Engine):
     tools: ClassVar[tuple[str, ...]] = ("torch",)
     memory_from_torch: ClassVar[bool] = True
 
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    dtype: DType = "float32"
     """What weights and float inputs are cast to; outputs come back in the model's own types. float32 casts nothing."""
     tf32: bool = False
     """Let products of float32 be rounded to TF32's 10 bits, on CUDA; a setting of the process, made by ``load``."""
@@ -53,7 +56,7 @@ class Eager(Engine):
 
         if torch.version.cuda is None:
             reason = f"the installed torch {torch.__version__} is built without CUDA"
-            return Availability(ok=False, reason=reason, remedy="install one with it: pip install 'enginesmith[gpu]'")
+            return Availability(ok=False, reason=reason, remedy=cuda.OTHER_TORCH)
         if not torch.cuda.is_available():
             remedy = "look at what nvidia-smi says; the driver is missing or older than this torch needs"
             return Availability(ok=False, reason="torch finds no CUDA device", remedy=remedy)
@@ -83,7 +86,8 @@ class Eager(Engine):
     @property
     def arithmetic(self) -> str:
         """``fp16`` or ``bf16`` where the module is cast, else ``tf32`` where that is allowed."""
-        return _ARITHMETIC.get(self.dtype, "tf32" if self.tf32 else "fp32")
+        named = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+        return "tf32" if self.tf32 and named == "fp32" else named
 
     def load(self, artifact: Artifact, device: Device) -> EagerSession:
         """Rebuild the module with the stored weights, cast it, and move it to the device."""

@@ -111,7 +111,10 @@ class OnnxRuntime(Engine):
         return Effect(
             file=_MODEL,
             summary=_difference(artifact.path, out / _MODEL, self.graph_optimization),
-            notes=(f"holds for processors with the same vector units, and onnxruntime {_version()}",),
+            notes=(
+                f"holds for processors with the same vector units, and onnxruntime {_version()}",
+                *_sparsity(artifact.path, out / _MODEL),
+            ),
             signature=artifact.signature,
         )
 
@@ -237,6 +240,18 @@ def _hold(record: _Record, device: Device) -> None:
                 f"the engine was optimised for {field} {made!r}, and here it is {now!r}",
                 "build it here, or build a portable one with save_optimized: false",
             )
+
+
+def _sparsity(before: Path, after: Path) -> tuple[str, ...]:
+    """Whether the optimised graph still has the zeros of a 2:4 graph, its weights repacked and fused as they are.
+
+    ONNX Runtime computes with them as with other numbers, so what is lost or not found is told, and no failure.
+    """
+    from enginesmith.pipeline.sparsity import check, marks
+
+    if marks.of(onnx_file.skeleton(before)) != marks.TWO_OF_FOUR:
+        return ()
+    return (f"in the optimised graph, {check.follow(before, after)}; there are no sparse kernels for it here",)
 
 
 def _difference(before: Path, after: Path, level: Level) -> str:

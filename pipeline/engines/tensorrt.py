@@ -23,10 +23,13 @@ from enginesmith.pipeline.store import default_root
 from enginesmith.pipeline.units import format_bytes
 
 if TYPE_CHECKING:
+    import onnx
+
     from enginesmith.pipeline.engines.trt.session import TensorRTSession
 
 ENGINE_FILE, LOG_FILE = "model.engine", "model.engine.log"
 _PRIMING_BYTES = 1 << 20
+_SHOWN = 200  # characters of a line of the builder's log
 
 
 class TensorRT(Engine):
@@ -61,7 +64,7 @@ class TensorRT(Engine):
 
         if torch.version.cuda is None:
             reason = f"the installed torch {torch.__version__} is built without CUDA, and buffers come from it"
-            return Availability(ok=False, reason=reason, remedy="install one with it: pip install 'enginesmith[gpu]'")
+            return Availability(ok=False, reason=reason, remedy=cuda.OTHER_TORCH)
         return Availability(ok=True)
 
     @classmethod
@@ -119,25 +122,27 @@ class TensorRT(Engine):
         if not known.builds_without_gpu:
             _need(cuda.available(request.device.index), self.name)
         targets = self.targets(here)
-        notes = hold(self.options, self.flavour, known, device=here is not None)
+        model = onnx_file.skeleton(request.artifact.path)
+        options, notes = _for_graph(self.options, model, request.artifact.path)
+        notes = (*notes, *hold(options, self.flavour, known, device=here is not None))
         if known.workspace_is_a_gate and self.workspace_bytes is not None:
             notes = (
                 *notes,
                 f"in {self.name} the workspace limit decides if the engine is built, and changes nothing else",
             )
-        model = onnx_file.skeleton(request.artifact.path)
         graph_check.hold(model, targets or ((here.target,) if here else ()), known)
         order = Order(
             flavour=self.flavour,
             known=known,
-            options=self.options,
+            options=options,
             workspace_bytes=self.workspace_bytes,
             targets=targets,
-            profiles=profiles.plan(signature, request.ranges, self.options.profiles),
+            profiles=profiles.plan(signature, request.ranges, options.profiles),
             timing_cache=self._timing_cache(known, here),
             device=None if known.builds_without_gpu else request.device.index,
         )
         built = build(order, request.artifact.path, request.out / ENGINE_FILE, request.progress)
+        notes = (*notes, *_sparse_layers(built.log.text))
         found = audits.audit(built.log.layers, model, signature, "build log")
         record = self._manifest(request, order, built, found, here, trt.__version__, notes)
         manifest.path_beside(request.out / ENGINE_FILE).write_text(record.model_dump_json(indent=1) + "\n")
@@ -216,7 +221,7 @@ class TensorRT(Engine):
             timing_cache_sha256=built.timing_cache_sha256,
             workspace_limit_bytes=built.workspace_limit_bytes,
             workspace_asked_bytes=self.workspace_bytes,
-            options=self.options,
+            options=order.options,
             profiles=tuple(dict(profile) for profile in order.profiles),
             signature=request.artifact.signature,
             figures=built.figures,
@@ -275,6 +280,29 @@ class TensorRTRTX(TensorRT):
     flavour: ClassVar[FlavourName] = "tensorrt_rtx"
     tools: ClassVar[tuple[str, ...]] = ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12")
     built_elsewhere: ClassVar[bool] = True
+
+
+def _for_graph(options: BuildOptions, model: "onnx.ModelProto", path: Path) -> tuple[BuildOptions, tuple[str, ...]]:
+    """The options that a graph is built with: sparse kernels are allowed where it is marked as 2:4 and its weights are.
+
+    The builder decides for each layer whether a sparse kernel is faster, and says which it took in its log.
+    """
+    from enginesmith.pipeline.sparsity import check, marks
+
+    if marks.of(model) != marks.TWO_OF_FOUR:
+        return options, ()
+    found = check.sparse_weights(path)
+    sparse = sum(one.two_of_four for one in found)
+    if not sparse:
+        return options, ("the graph is marked as 2:4, and none of its weights is: SPARSE_WEIGHTS is left as it was",)
+    note = f"SPARSE_WEIGHTS is set: {sparse} of {len(found)} weights of the graph are 2:4"
+    return options.model_copy(update={"sparse_weights": True}), (note,)
+
+
+def _sparse_layers(log: str) -> tuple[str, ...]:
+    """What the builder says of layers that sparse kernels could compute, and of those that they do."""
+    lines = (line.partition("(Sparsity)")[2].strip() for line in log.splitlines() if "(Sparsity)" in line)
+    return tuple(f"sparsity: {line[:_SHOWN]}" for line in lines)
 
 
 def _need(found: Availability, name: str) -> None:

@@ -24,6 +24,7 @@ from enginesmith.pipeline.measure import out_of_memory
 from enginesmith.pipeline.measure.callers import Callers, Crowd
 from enginesmith.pipeline.measure.run_queue import RunQueue
 from enginesmith.pipeline.measure.statistics import Samples, Timed
+from enginesmith.pipeline.samples import check_feeds
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.workers import serve
 
@@ -49,6 +50,8 @@ class Ready:
     h2d_seconds: float | None
     d2h_seconds: float | None
     first_call_note: str = ""
+    sibling_note: str = ""
+    """What several callers share, where that holds them up."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class Stopwatch:
         Raises:
             SignatureError: the feeds do not fit the session.
         """
-        self._session.signature.check(feeds)
+        check_feeds(self._session.signature, feeds)
         self.part()
         self._feeds, self._bound = feeds, self._session.bind(feeds)
         first = self._timed(1)[0]
@@ -126,7 +129,8 @@ class Stopwatch:
         calls, ended = self._warm_up(limit_seconds)
         h2d, d2h = self._transfers(feeds) if self._session.cuda_stream else (None, None)
         self._settle()
-        return Ready(float(first), calls + 2, ended, h2d, d2h, self._session.first_call_note)
+        notes = self._session.first_call_note, self._session.sibling_note
+        return Ready(float(first), calls + 2, ended, h2d, d2h, *notes)
 
     def block(self, budget_seconds: float) -> Block:
         """Time as many calls as fit the budget, one at least, then wait for the session's threads to sleep.

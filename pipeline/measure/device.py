@@ -203,6 +203,8 @@ def spoiled(before: Environment, after: Environment, during: Iterable[Sequence[G
         found.append(f"heat slowed the processor down {hot:.0f} times meanwhile")
     if before.frequency_mhz and after.frequency_mhz and after.frequency_mhz < _FALLEN * before.frequency_mhz:
         found.append(f"the processor's clock fell from {before.frequency_mhz:.0f} to {after.frequency_mhz:.0f} MHz")
+    if before.gpus and not after.gpus:
+        found.append(f"the GPU no longer tells its state: {after.reasons.get('gpus', 'no reason is known')}")
     looks = [*during]
     for index, (first, last) in enumerate(zip(before.gpus or (), after.gpus or (), strict=False)):
         seen = [look[index] for look in looks if index < len(look)]
@@ -217,6 +219,8 @@ def gpu_states() -> tuple[GpuState, ...]:
 
 def _spoiled_on_gpu(before: GpuState, after: GpuState, during: Sequence[GpuState]) -> list[str]:
     found = []
+    if before.driver and not after.driver:
+        found.append(f"no longer tells its state: {after.reasons.get('driver', 'no reason is known')}")
     for what, field in (("its power limit", "held_back_by_power_seconds"), ("heat", "held_back_by_heat_seconds")):
         seconds = _grown(getattr(before, field), getattr(after, field))
         if seconds > _HELD_BACK_SECONDS:

@@ -6,6 +6,7 @@ The clock is in ``clock.py``, the interleaving in ``race.py``, the formulas in `
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -70,10 +71,14 @@ class LatencyRow(BaseModel):
     concurrency: tuple[Throughput, ...] = ()
     knee: int | None = None
     """The fewest callers that have 95 % of the best throughput."""
+    sibling_note: str = ""
+    """What several callers share, where that holds them up."""
     median_ms: Interval | None = None
     """The median over rounds of the blocks' medians, which the stopping rule looks at."""
     speedup: Interval | None = None
     """Against the first candidate, paired by round."""
+    speedup_over_dense: Interval | None = None
+    """Of a pruned or sparse variant, against the one that differs from it in nothing else."""
     device_p50_ms: float | None = None
     """By CUDA events on the session's stream."""
     h2d_ms: float | None = None
@@ -136,9 +141,15 @@ class Course:
     """Candidates with their sessions, and what was measured of them so far, batch by batch."""
 
     def __init__(
-        self, candidates: Sequence[Candidate], settings: LatencySettings, log_folder: Path, progress: Progress
+        self,
+        candidates: Sequence[Candidate],
+        settings: LatencySettings,
+        log_folder: Path,
+        progress: Progress,
+        dense: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._settings, self._progress = settings, progress
+        """``dense``: by candidate, the other one that differs from it only in being dense."""
+        self._settings, self._progress, self._dense = settings, progress, dense
         self._rows: dict[str, dict[int, LatencyRow]] = {candidate.id: {} for candidate in candidates}
         self._samples: dict[str, NDArray[Any]] = {}
         self._contenders = [Contender(one, log_folder / f"latency-{one.id}.log") for one in candidates]
@@ -170,9 +181,12 @@ class Course:
             self._progress(f"batch {batch}: warming up {contender.candidate.id}")
             contender.start(feeds, self._settings)
         stopped = race(running, self._settings, self._progress)
+        names = {one.candidate.id: one for one in running}
         for contender in running:
             against = baseline if baseline in running else None
-            self._rows[contender.candidate.id][batch] = _row(contender, against, batch, stopped, self._settings.seed)
+            dense = names.get(self._dense.get(contender.candidate.id, ""))
+            row = _row(contender, against, dense, batch, stopped, self._settings.seed)
+            self._rows[contender.candidate.id][batch] = row
             self._samples |= _samples(contender, batch)
 
     def result(self) -> LatencyResult:
@@ -180,7 +194,14 @@ class Course:
         return LatencyResult({name: self.rows(name) for name in self._rows}, self._samples)
 
 
-def _row(contender: Contender, baseline: Contender | None, batch: int, stopped: str, seed: int) -> LatencyRow:
+def _row(
+    contender: Contender,
+    baseline: Contender | None,
+    dense: Contender | None,
+    batch: int,
+    stopped: str,
+    seed: int,
+) -> LatencyRow:
     if contender.failure:
         loaded = _milliseconds(contender.load_seconds)
         failed = LatencyRow(batch=batch, load_ms=loaded, failure=contender.failure, oom=contender.oom)
@@ -191,7 +212,7 @@ def _row(contender: Contender, baseline: Contender | None, batch: int, stopped: 
     enough = len(contender.blocks) >= LEAST_ROUNDS or len(contender.launches) >= LEAST_LAUNCHES
     if not enough:
         few = f"an interval takes {LEAST_ROUNDS} rounds, and there are {len(contender.blocks)}; give it more time"
-        reasons |= {"median_ms": few, "speedup": few, "speedup_rounds": few}
+        reasons |= dict.fromkeys(("median_ms", "speedup", "speedup_rounds", "speedup_over_dense"), few)
     row = LatencyRow(
         batch=batch,
         n=seconds.size,
@@ -205,10 +226,13 @@ def _row(contender: Contender, baseline: Contender | None, batch: int, stopped: 
         **_conduct(contender),
         **_throughput(contender, batch, seed),
         **(_against(baseline, contender, seed) if enough else {}),
+        speedup_over_dense=_ratio(dense, contender, seed) if enough else None,
     )
     if baseline is None or baseline.failure:
         why = f"the baseline {baseline.candidate.id} failed" if baseline else "the baseline had no memory for it"
         reasons |= dict.fromkeys(("speedup", "speedup_rounds"), why)
+    if dense is None or dense.failure:
+        reasons["speedup_over_dense"] = "there is no dense variant that was measured beside it"
     reasons["knee"] = "not asked for: --concurrency 1,2,4"
     reasons["disturbed_share"] = "the kernel keeps no account of waiting (/proc/self/schedstat)"
     return _explained(row, _ON_CPU, reasons)
@@ -242,6 +266,7 @@ def _preparation(contender: Contender) -> dict[str, Any]:
         "load_ms": _milliseconds(contender.load_seconds),
         "first_call_ms": _milliseconds(ready.first_call_seconds),
         "first_call_note": ready.first_call_note,
+        "sibling_note": ready.sibling_note,
         "warmup_calls": ready.warmup_calls,
         "warmup_ended": ready.warmup_ended,
         "h2d_ms": _milliseconds(ready.h2d_seconds),
@@ -271,10 +296,18 @@ def _disturbed(contender: Contender) -> float | None:
 
 
 def _against(baseline: Contender | None, contender: Contender, seed: int) -> dict[str, Any]:
-    if baseline is None or baseline.failure:
+    speedup = _ratio(baseline, contender, seed)
+    if baseline is None or speedup is None:
         return {}
     rounds = sum(map(len, comparable(baseline.timed, contender.timed)[0]))
-    return {"speedup": paired_ratio(baseline.timed, contender.timed, seed), "speedup_rounds": rounds}
+    return {"speedup": speedup, "speedup_rounds": rounds}
+
+
+def _ratio(other: Contender | None, contender: Contender, seed: int) -> Interval | None:
+    """How many times as fast as another one that was measured beside it."""
+    if other is None or other.failure:
+        return None
+    return paired_ratio(other.timed, contender.timed, seed)
 
 
 def _explained(row: LatencyRow, otherwise: str, reasons: dict[str, str]) -> LatencyRow:

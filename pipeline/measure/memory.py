@@ -23,6 +23,7 @@ from enginesmith.pipeline.measure.cuda_memory import CudaPhases, measure_on_cuda
 from enginesmith.pipeline.measure.out_of_memory import OutOfMemory, explaining, hold, run_held
 from enginesmith.pipeline.measure.race import Candidate
 from enginesmith.pipeline.measure.resident import Phase, Resident, close_holes, phase, trimmed
+from enginesmith.pipeline.samples import check_feeds
 from enginesmith.pipeline.tensors import Feeds
 
 Progress = Callable[[str], None]
@@ -143,7 +144,7 @@ def _measure_resident(candidate: Candidate, feeds: Feeds) -> "_Phases":
     with phase() as load:
         session = candidate.engine.load(candidate.artifact, candidate.device)
     with session:
-        session.signature.check(feeds)
+        check_feeds(session.signature, feeds)
         bound = session.bind(feeds)
         held = trimmed()
         with phase() as first:

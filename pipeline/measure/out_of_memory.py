@@ -16,14 +16,24 @@ from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import StepCrashed, StepError, StepOutOfMemory
 from enginesmith.pipeline.measure.holding import Watch, explaining, hold
 from enginesmith.pipeline.measure.resident import return_freed_memory
-from enginesmith.pipeline.measure.used_memory import killed_by_kernel, used_bytes
+from enginesmith.pipeline.measure.used_memory import killed_by_kernel, used_besides, used_bytes
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.workers import Progress, run
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.measure.race import Candidate
 
-__all__ = ["OutOfMemory", "explaining", "hold", "largest_fit", "outcome", "run_held", "try_batch", "used_bytes"]
+__all__ = [
+    "OutOfMemory",
+    "explaining",
+    "hold",
+    "largest_fit",
+    "outcome",
+    "run_held",
+    "try_batch",
+    "used_besides",
+    "used_bytes",
+]
 
 _BACK_WITHIN = 0.01
 _BACK_SECONDS = 5.0
@@ -47,7 +57,7 @@ class OutOfMemory(BaseModel):
     limit_bytes: int | None = None
     """What loading and running were allowed to add to the loaded libraries."""
     used_before_bytes: int | None = None
-    """In use before the process started, as :func:`used_bytes` counts."""
+    """In use besides, as :func:`used_bytes` counts: before the process started, or less what it alone had."""
     used_after_bytes: int | None = None
     """The same once the process had ended."""
     given_back: bool | None = None

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device, Engine
-from enginesmith.pipeline.errors import EnginesmithError, StepCrashed, StepOutOfMemory
+from enginesmith.pipeline.errors import EnginesmithError, StepCrashed, StepOutOfMemory, StepTimeout
 from enginesmith.pipeline.measure import out_of_memory
 from enginesmith.pipeline.measure.callers import Crowd
 from enginesmith.pipeline.measure.clock import Block, Ready, serve_session
@@ -75,7 +75,7 @@ class LatencySettings(BaseModel):
     launches: int = Field(MOST_LAUNCHES, ge=1, le=MOST_LAUNCHES)
     """How often the processes are started, at most."""
     warmup_limit_seconds: float = 3.0
-    start_limit_seconds: float = 900.0
+    start_limit_seconds: float = Field(900.0, exclude=True)
     """For loading, and for the first call and warm-up; past it a session counts as hanging."""
     concurrency: tuple[int, ...] = ()
     """Numbers of callers that throughput is measured with, after latency."""
@@ -107,17 +107,22 @@ class Contender:
     launches: list[Launch] = field(default_factory=list)
     failure: str = ""
     oom: OutOfMemory | None = None
+    hangs: str = ""
+    """How it ran past a time limit: it is not started again then."""
     starting_seconds: float = 0.0
     """For opening its session and making it ready."""
     _opening_seconds: float = 0.0
     _feeds: Feeds = field(default_factory=dict)
     _limit_bytes: int | None = None
-    _used_before: int | None = None
+    _patience_seconds: float = _LEAST_LIMIT_SECONDS
 
     def start(self, feeds: Feeds, settings: LatencySettings) -> None:
         """Begin with other feeds: open the session where it is not open yet, and make it ready for them."""
         self.launches, self.ready, self.failure, self.oom = [], None, "", None
-        self._feeds = feeds
+        self._feeds, self._patience_seconds = feeds, min(_LEAST_LIMIT_SECONDS, settings.start_limit_seconds)
+        if self.hangs:
+            self.failure = self.hangs
+            return
         with self._failing_alone():
             if self.worker is None:
                 before = time.monotonic()
@@ -139,7 +144,6 @@ class Contender:
     def _open(self, settings: LatencySettings) -> float:
         what = (self.candidate.engine, self.candidate.artifact, self.candidate.device)
         self._limit_bytes = settings.memory_limit_bytes
-        self._used_before = out_of_memory.used_bytes(self.candidate.device)[0]
         self.worker = Worker(serve_session, *what, log=self.log)
         seconds: float = self.worker.request("load", self._limit_bytes, timeout_seconds=settings.start_limit_seconds)
         return seconds
@@ -156,7 +160,7 @@ class Contender:
         if self.worker is None:
             return
         slowest = max((float(block.host_seconds.max()) for block in self.blocks), default=0.0)
-        limit = max(_LEAST_LIMIT_SECONDS, _SLOW_BLOCK * max(budget_seconds, slowest))
+        limit = max(self._patience_seconds, _SLOW_BLOCK * max(budget_seconds, slowest))
         with self._failing_alone():
             self.launches[-1].blocks.append(self.worker.request("block", budget_seconds, timeout_seconds=limit))
 
@@ -164,7 +168,7 @@ class Contender:
         """Have so many callers call it at the same time."""
         if self.worker is None:
             return
-        limit = max(_LEAST_LIMIT_SECONDS, _SLOW_BLOCK * seconds)
+        limit = max(self._patience_seconds, _SLOW_BLOCK * seconds)
         with self._failing_alone():
             found = self.worker.request("call_together", callers, seconds, timeout_seconds=limit)
             self.launches[-1].crowds.setdefault(callers, []).append(found)
@@ -173,7 +177,7 @@ class Contender:
         """End the callers, whose sessions would be idle from here on."""
         if self.worker is not None:
             with self._failing_alone():
-                self.worker.request("part", timeout_seconds=_LEAST_LIMIT_SECONDS)
+                self.worker.request("part", timeout_seconds=self._patience_seconds)
 
     @property
     def blocks(self) -> list[Block]:
@@ -206,10 +210,15 @@ class Contender:
         try:
             yield
         except EnginesmithError as error:
-            self.failure = str(error)
+            self.failure, device = str(error), self.candidate.device
+            before = None
+            if isinstance(error, StepOutOfMemory) and self.worker:
+                before = out_of_memory.used_besides(device, self.worker.pid)[0]
             self.close()
-            if isinstance(error, StepOutOfMemory):
-                self.oom = out_of_memory.outcome(error, self._used_before, self.candidate.device, self._limit_bytes)
+            if isinstance(error, StepTimeout):
+                self.hangs = self.failure
+            elif isinstance(error, StepOutOfMemory):
+                self.oom = out_of_memory.outcome(error, before, device, self._limit_bytes)
             elif isinstance(error, StepCrashed) and self._limit_bytes is not None:
                 self.oom = self._crashed_for_memory()
 
@@ -226,7 +235,7 @@ def race(contenders: Sequence[Contender], settings: LatencySettings, progress: P
     The contenders have been started.
     """
     begun, launch = time.monotonic(), 0
-    starting = sum(contender.starting_seconds for contender in contenders)
+    starting = sum(contender.starting_seconds for contender in contenders if not contender.failure)
     several = settings.launches >= LEAST_LAUNCHES and starting <= _DEAREST_START * settings.time_limit_seconds
     while True:
         launch += 1

@@ -95,13 +95,16 @@ Launches = Sequence[Sequence[Timed]]
 def comparable(*sides: Launches) -> tuple[list[list[Samples]], ...]:
     """The calls to judge by, by launch and round: undisturbed ones of the rounds in which every side has some.
 
-    Where such rounds are fewer than an interval takes, or a launch has none, all calls of all rounds.
+    Launches without such rounds are left out. Where what is left is less than an interval takes, all calls of all
+    rounds.
     """
     whole = [list(zip(*launch, strict=True)) for launch in zip(*sides, strict=True)]
     every = [[tuple(block.seconds for block in blocks) for blocks in launch] for launch in whole]
     calm = [[tuple(block.undisturbed for block in blocks) for blocks in launch] for launch in whole]
-    quiet = [[blocks for blocks in launch if all(block.size for block in blocks)] for launch in calm]
-    judged = quiet if all(quiet) and sum(map(len, quiet)) >= LEAST_ROUNDS else every
+    undisturbed = [[blocks for blocks in launch if all(block.size for block in blocks)] for launch in calm]
+    quiet = [launch for launch in undisturbed if launch]
+    enough = len(quiet) >= min(len(whole), LEAST_LAUNCHES) and sum(map(len, quiet)) >= LEAST_ROUNDS
+    judged = quiet if enough else every
     return tuple([[blocks[side] for blocks in launch] for launch in judged] for side in range(len(sides)))
 
 

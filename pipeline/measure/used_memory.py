@@ -30,6 +30,28 @@ def used_bytes(device: Device) -> tuple[int | None, str]:
         return None, str(error)
 
 
+def used_besides(device: Device, process: int) -> tuple[int | None, str]:
+    """Bytes in use now, less what only that process has: what :func:`used_bytes` has to fall to once it has ended."""
+    used, why = used_bytes(device)
+    own, why_not = _own_bytes(device, process)
+    if used is None or own is None:
+        return None, why or why_not
+    return max(0, used - own), ""
+
+
+def _own_bytes(device: Device, process: int) -> tuple[int | None, str]:
+    """Bytes that end with a process; on the CPU those of pages that no other process shares, 0 where it has ended."""
+    if device.kind != "cuda":
+        pages = fields(Path(f"/proc/{process}/smaps_rollup"))
+        return sum(kibibytes(pages.get(name, "0 kB")) for name in ("Private_Clean", "Private_Dirty")), ""
+    try:
+        from enginesmith.pipeline.measure import nvml
+
+        return nvml.library().process_bytes(device.index, process)
+    except MissingCapability as error:
+        return None, str(error)
+
+
 def killed_by_kernel() -> int | None:
     """How many processes the kernel has killed for lack of memory since the machine started; None if untold."""
     return numbers(Path("/proc/vmstat")).get("oom_kill")

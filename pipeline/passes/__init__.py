@@ -7,4 +7,5 @@ PASSES: tuple[str, ...] = (
     "enginesmith.pipeline.passes.equalise:Equalise",
     "enginesmith.pipeline.passes.smooth:Smooth",
     "enginesmith.pipeline.passes.precision:Precision",
+    "enginesmith.pipeline.passes.sparsify:Sparsify",
 )

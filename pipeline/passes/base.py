@@ -51,9 +51,11 @@ def run_pass(
     effect = pass_.apply(artifact, out, progress, records)
     if not (out / effect.file).is_file():
         raise ModelError(f"the pass {pass_.name!r} did not write {effect.file!r}")
-    if pass_.produces == "onnx":
-        _check_onnx(pass_, artifact, out / effect.file)
-    return effect
+    if pass_.produces != "onnx":
+        return effect
+    _check_onnx(pass_, artifact, out / effect.file)
+    kept = _check_sparsity(pass_, artifact, out / effect.file) if artifact.kind == "onnx" else ""
+    return effect.model_copy(update={"summary": f"{effect.summary}; {kept}"}) if kept else effect
 
 
 def _check_onnx(pass_: Pass, before: Artifact, path: Path) -> None:
@@ -68,3 +70,25 @@ def _check_onnx(pass_: Pass, before: Artifact, path: Path) -> None:
         found = [spec.name for spec in getattr(after, side)]
         if names != found:
             raise InvalidGraph(f"the pass {pass_.name!r} changed the {side} from {names} to {found}")
+
+
+def _check_sparsity(pass_: Pass, before: Artifact, path: Path) -> str:
+    """What became of the weights of a graph that is marked as 2:4; empty for others.
+
+    It is looked at here, as a promise of every pass alike: casts, scaling and symmetric quantisation keep zeros where
+    they are, and a pass that moves them would cost the speed that they are for without a word.
+    """
+    from enginesmith.pipeline import onnx_file
+    from enginesmith.pipeline.sparsity import check, marks
+
+    if marks.of(onnx_file.skeleton(before.path)) != marks.TWO_OF_FOUR:
+        return ""
+    found = check.follow(before.path, path)
+    if found.lost:
+        raise InvalidGraph(
+            f"the pass {pass_.name!r} took weights out of their 2:4 pattern: {found}",
+            "leave that pass away, or make the graph sparse after it",
+        )
+    if marks.of(onnx_file.skeleton(path)) != marks.TWO_OF_FOUR:
+        raise InvalidGraph(f"the pass {pass_.name!r} lost the mark of a 2:4 graph", "this is a fault of the pass")
+    return str(found)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from enginesmith.pipeline.report import measurements, tables
+from enginesmith.pipeline.report import measurements, smaller, tables
 from enginesmith.pipeline.run import Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes, format_seconds
 
@@ -23,6 +23,7 @@ def render(run: Run) -> str:
         *_failures(run),
         *_engines(run),
         *_measured(run),
+        *_smaller(run),
         *_precision(run),
         "## Fidelity",
         f"Outputs against {run.baseline.id} on {_plain(run.model.data or 'unknown')} data.",
@@ -107,6 +108,23 @@ def _remarks(run: Run) -> list[str]:
     return ["\n".join(lines)] if lines else []
 
 
+def _smaller(run: Run) -> list[str]:
+    """What was pruned, by group, and how training it back went."""
+    rows = smaller.models(run)
+    parts = [_table(smaller.MODELS, rows)] if rows else []
+    if scanned := smaller.sensitivity(run):
+        parts.append(_folded("what each group costs when it is pruned alone", _table(smaller.SENSITIVITY, scanned)))
+    for record in smaller.pruned(run):
+        for facts in record.pruning:
+            parts.append(
+                _folded(f"{record.prune}: what each group lost", _table(smaller.GROUPS, smaller.groups(facts)))
+            )
+        for back in record.recovery:
+            line = smaller.drawn([point.metric for point in back.curve])
+            parts.append(_folded(f"{record.prune}: {back.metric} {line}", _table(smaller.CURVE, smaller.curve(back))))
+    return ["## Pruning", *parts] if parts else []
+
+
 def _precision(run: Run) -> list[str]:
     """What is computed in which precision, by variant, by group, and how that was found."""
     rows = tables.coverage(run)
@@ -129,7 +147,7 @@ def _measured(run: Run) -> list[str]:
         "Time by module": (columns, profile),
     }
     found = [text for title, (heads, rows) in parts.items() if rows for text in (f"## {title}", _table(heads, rows))]
-    notes = [f"- {_plain(note)}" for note in (*measurements.out_of_memory(run), *measurements.disturbed(run))]
+    notes = [f"- {_plain(note)}" for note in measurements.notes(run)]
     return [*found, *(["\n".join(notes)] if notes else [])]
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from enginesmith.pipeline.measure import profile_table
+from enginesmith.pipeline.measure.latency import LatencyRow, Throughput
 from enginesmith.pipeline.report.tables import marked, ms
 from enginesmith.pipeline.run import Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes
@@ -21,12 +22,19 @@ def throughput(run: Run) -> list[tuple[str, ...]]:
     """A row for each number of callers; columns as in :data:`THROUGHPUT`."""
     return [
         (marked(record), str(row.batch), str(level.callers), f"{rate.median:.4g} [{rate.low:.4g}, {rate.high:.4g}]")
-        + (ms(level.p50_ms), ms(level.p99_ms), "the knee" if level.callers == row.knee else "")
+        + (ms(level.p50_ms), ms(level.p99_ms), "; ".join(_said(level, row)))
         for record in _records(run)
         for row in record.latency
         for level in row.concurrency
         for rate in (level.samples_per_s,)
     ]
+
+
+def _said(level: Throughput, row: LatencyRow) -> Iterator[str]:
+    if level.callers == row.knee:
+        yield "the knee"
+    if level.callers > 1 and row.sibling_note:
+        yield row.sibling_note
 
 
 def memory(run: Run) -> list[tuple[str, ...]]:
@@ -55,6 +63,18 @@ def profile(run: Run) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     return profile_table.columns(found) if found else (), profile_table.cells(found)
 
 
+def profiled(run: Run) -> Iterator[str]:
+    """For each profile whose figures they are, what profiling cost and what it does not tell; or why there is none."""
+    for record in _records(run):
+        for found in record.profile:
+            row = record.row(found.batch)
+            if found.total_ms is None:
+                parts: tuple[str, ...] = (found.reasons["total_ms"],)
+            else:
+                parts = (f"by {found.source}", found.overhead(row.p50_ms if row else None), *found.notes)
+            yield f"profile of {marked(record)} at batch {found.batch}: {'; '.join(filter(None, parts))}"
+
+
 def out_of_memory(run: Run) -> Iterator[str]:
     """For each variant that ran out of memory, what it asked for, and the largest batch that fits."""
     for record in _records(run):
@@ -78,3 +98,8 @@ def disturbed(run: Run) -> Iterator[str]:
                     f"{marked(record)} at batch {row.batch}: in {row.disturbed_share:.0%} of the calls its threads "
                     "waited for a core that others had; measure again on a quieter machine"
                 )
+
+
+def notes(run: Run) -> tuple[str, ...]:
+    """All that is to be said of these tables."""
+    return (*profiled(run), *out_of_memory(run), *disturbed(run))

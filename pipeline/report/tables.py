@@ -1,7 +1,7 @@
 """The tables that people read in the terminal and in report.md: one definition of columns and of number formats."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from enginesmith.pipeline.explain import claimed
 from enginesmith.pipeline.precision.audit.coverage import Coverage, percent, words
@@ -30,7 +30,7 @@ def _record_rows(
         format_bytes(record.peak_bytes),
         format_bytes(record.artifact.bytes if record.artifact else None),
         drop(record),
-        f"{record.status}, mostly {_mostly(record)}" if record.shortfall else record.status,
+        _status(record),
     )
     if not record.latency:
         return [(name, "–", "–", "–", "–", *fixed)]
@@ -122,7 +122,17 @@ def _against(record: VariantRecord, baseline: VariantRecord, batch: int) -> str:
 def cautions(run: Run) -> list[str]:
     """What people have to know before they believe the numbers: the machine's warnings, and what failed."""
     found = [str(warning) for warning in run.environment.get("warnings", ())]
-    return [*found, *(f"{names}: {reason}" for names, reason in reasons(run))]
+    return [*found, *_other_batches(run), *(f"{names}: {reason}" for names, reason in reasons(run))]
+
+
+def _other_batches(run: Run) -> Iterator[str]:
+    """A model of fixed batch is measured at that, whatever was asked for."""
+    measured = {row.batch for row in run.baseline.latency}
+    missing = [batch for batch in run.recipe.batch if batch not in measured]
+    if measured and missing:
+        at = ", ".join(map(str, sorted(measured)))
+        asked = ", ".join(map(str, run.recipe.batch))
+        yield f"{marked(run.baseline)} was measured at batch {at}, and --batch {asked} was asked for: its size is fixed"
 
 
 def reasons(run: Run) -> list[tuple[str, str]]:
@@ -137,9 +147,17 @@ def reasons(run: Run) -> list[tuple[str, str]]:
     ]
 
 
+def _status(record: VariantRecord) -> str:
+    if record.rejected:
+        return "rejected"
+    return f"{record.status}, mostly {_mostly(record)}" if record.shortfall else record.status
+
+
 def remarks(run: Run) -> list[tuple[str, str]]:
-    """Whether low precision paid, by variant."""
-    return [(marked(record), mark(run, text)) for record in run.variants for text in record.remarks]
+    """Whether low precision, pruning and zeros paid, by variant."""
+    rejected = ((record, f"rejected: {record.rejected}") for record in run.variants if record.rejected)
+    said = ((record, text) for record in run.variants for text in record.remarks)
+    return [(marked(record), mark(run, text)) for record, text in (*rejected, *said)]
 
 
 def coverage(run: Run) -> list[tuple[str, ...]]:

@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from enginesmith.pipeline.assemble import as_json as run_as_json
-from enginesmith.pipeline.report import measurements, tables
+from enginesmith.pipeline.report import measurements, smaller, tables
 from enginesmith.pipeline.run import Run
+from enginesmith.pipeline.tasks.compare import StageFidelity
 
 _WIDE = 200
 """Columns of a table that goes to a file or a pipe."""
@@ -37,7 +38,7 @@ def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
             click.echo(f"{name}: {text}")
         _assignments(run)
         _measurements(run)
-        for caution in (*tables.cautions(run), *measurements.out_of_memory(run), *measurements.disturbed(run)):
+        for caution in (*tables.cautions(run), *measurements.notes(run)):
             click.echo(f"note: {caution}")
         if folder is not None:
             click.echo(f"report: {folder / 'report.md'}")
@@ -60,6 +61,8 @@ def _assignments(run: Run) -> None:
 def _measurements(run: Run) -> None:
     columns, rows = measurements.profile(run)
     for heads, lines in (
+        (smaller.MODELS, smaller.models(run)),
+        (smaller.SENSITIVITY, smaller.sensitivity(run)),
         (measurements.THROUGHPUT, measurements.throughput(run)),
         (measurements.LIMITS, measurements.limits(run)),
         (columns, rows),
@@ -76,11 +79,40 @@ def show_stage(result: Any, as_json: bool) -> None:
     click.echo(result.summary)
     rows = [
         (one.stage, f"{one.point} (batch {one.batch})", f"{one.sqnr_db:.1f}" if one.sqnr_db is not None else "–")
-        + (f"{one.max_abs_error:.3g}" if one.max_abs_error is not None else "–", "yes" if one.passed else one.reason)
+        + (f"{one.max_abs_error:.3g}" if one.max_abs_error is not None else "–", _passed(one))
         for one in result.fidelity
     ]
     if rows:
         _table(("stage", "at", "SQNR dB", "max abs error", "passed"), rows)
+
+
+def _passed(one: StageFidelity) -> str:
+    if not one.passed:
+        return one.reason
+    return "not judged" if one.reason else "yes"
+
+
+def show_pruned(result: Any, as_json: bool) -> None:
+    """What pruning wrote: each group before and after, what stays, and what the model costs."""
+    show_stage(result, as_json)
+    if as_json:
+        return
+    facts = result.pruning
+    rows = [(one.root, f"{one.unit}s", str(one.before), str(one.after)) for one in facts.groups]
+    _table(("group", "of", "before", "after"), rows)
+    for name, why in facts.whole.items():
+        click.echo(f"whole: {name}: {why}")
+    _table(
+        ("", "before", "after", "left"),
+        [
+            (name, f"{before:,}", f"{after:,}", f"{after / max(before, 1):.1%}")
+            for name, before, after in (
+                ("channels", facts.channels_before, facts.channels_after),
+                ("MACs", facts.macs_before, facts.macs_after),
+                ("parameters", facts.parameters_before, facts.parameters_after),
+            )
+        ],
+    )
 
 
 def show_facts(facts: dict[str, Any], as_json: bool) -> None:

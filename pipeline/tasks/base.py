@@ -5,9 +5,10 @@ A task's fields, with the digests of what it takes, make its key; so everything 
 
 import json
 import resource
+import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -60,6 +61,18 @@ class Task(BaseModel, ABC):
         """Do it: read the inputs, write into the empty folder ``out``."""
 
 
+class ResumableTask(Task):
+    """A long task that keeps what it has so far, so that another process can go on where one was ended."""
+
+    @abstractmethod
+    def go_on(self, inputs: Inputs, out: Path, begun: Path, progress: Progress) -> Effect:
+        """As :meth:`run`; ``begun`` holds what an earlier process left there, and is removed once this one is done."""
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        with tempfile.TemporaryDirectory(prefix="enginesmith-begun-") as begun:
+            return self.go_on(inputs, out, Path(begun), progress)
+
+
 class Done(BaseModel):
     """What a worker sends back."""
 
@@ -70,8 +83,17 @@ class Done(BaseModel):
 
 def execute(task: Task, inputs: Inputs, out: Path, progress: Progress) -> Done:
     """Run a task in this process, and say what it cost."""
+    return _timed(lambda: task.run(inputs, out, progress))
+
+
+def execute_on(task: ResumableTask, inputs: Inputs, out: Path, begun: Path, progress: Progress) -> Done:
+    """Run a task from where an earlier process left it in ``begun``, and say what the rest cost."""
+    return _timed(lambda: task.go_on(inputs, out, begun, progress))
+
+
+def _timed(work: Callable[[], Effect]) -> Done:
     start = time.monotonic()
-    effect = task.run(inputs, out, progress)
+    effect = work()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Done(effect=effect, seconds=time.monotonic() - start, host_peak_bytes=peak)
 

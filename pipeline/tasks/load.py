@@ -48,8 +48,11 @@ class Load(_FromSource):
 
         options = torch_model.LoadOptions(inputs=self.inputs, seed=self.seed, allow_pickle=self.allow_pickle)
         progress(f"building {self.source.text}")
-        loaded = torch_model.load(self.source, options)
-        torch_model.save(loaded, self.source, options, out)
+        if self.source.form == "saved":
+            loaded = torch_model.read_saved(Path(self.source.target), options, out)
+        else:
+            loaded = torch_model.load(self.source, options)
+            torch_model.save(loaded, self.source, options, out)
         weights = sum(value.numel() for value in loaded.module.model.parameters())
         return Effect(
             file=torch_model.RECORD,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from pydantic import SerializeAsAny
+from pydantic import Field, SerializeAsAny
 
 from enginesmith.pipeline import samples
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
@@ -45,6 +45,8 @@ class Latency(Task):
     """By variant, whose artifact comes in under the same name; one without an artifact is left out."""
     device: Device
     settings: LatencySettings
+    dense: dict[str, str]
+    """By pruned or sparse variant, the one that differs from it in nothing else."""
     most: int | None = None
     """The largest batch size of a sweep; None is no sweep."""
     again: str = ""
@@ -71,7 +73,7 @@ class Latency(Task):
         ]
         feeds, settings = measured_feeds(inputs["reference"]), self._settings()
         machine = devices.environment()  # before the measurement itself makes the machine busy
-        with logs_in_own_log() as logs, Course(candidates, settings, logs, progress) as course:
+        with logs_in_own_log() as logs, Course(candidates, settings, logs, progress, self.dense) as course:
             for batch, arrays in sorted(feeds.items()):
                 course.measure(batch, arrays)
             larger = _larger(inputs["reference"], inputs[candidates[0].id])
@@ -112,6 +114,8 @@ class Memory(Task):
     device: Device
     limit_bytes: int | None = None
     """What the session may take besides libraries."""
+    time_limit_seconds: float = Field(900.0, exclude=True)
+    """No part of what is measured."""
     again: str = ""
     """As in :class:`Latency`."""
 
@@ -127,7 +131,8 @@ class Memory(Task):
         batch, feeds = max(measured_feeds(inputs["reference"]).items(), key=lambda item: item[0])
         candidate = Candidate(self.engine.name, self.engine, inputs["model"], self.device)
         with logs_in_own_log() as logs:
-            row = measure_memory(candidate, batch, feeds, logs, progress, memory_limit_bytes=self.limit_bytes)
+            limits = self.time_limit_seconds, self.limit_bytes
+            row = measure_memory(candidate, batch, feeds, logs, progress, *limits)
         write_records(out, [row])
         peak = format_bytes(row.peak_bytes) if row.peak_bytes is not None else row.reasons["peak_bytes"]
         return Effect(file=RECORDS, summary=f"peak {peak} at batch {batch}", provisional=row.failure is not None)

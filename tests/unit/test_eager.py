@@ -121,6 +121,14 @@ def test_devices_without_tf32(monkeypatch: pytest.MonkeyPatch, capability: tuple
     assert Eager().runnable(Device(kind="cuda")).ok
 
 
+def test_a_torch_without_cuda_is_to_be_taken_away_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It satisfies every requirement: installing alone leaves it as it is."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    found = Eager.available(Device(kind="cuda"))
+    assert not found.ok
+    assert found.remedy.index("pip uninstall -y torch") < found.remedy.index("pip install 'enginesmith[gpu]'")
+
+
 @pytest.fixture
 def tf32_as_it_was() -> Iterator[None]:
     yield

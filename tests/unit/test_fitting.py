@@ -193,3 +193,11 @@ def test_a_module_is_to_be_exported_first() -> None:
     with pytest.raises(UsageError, match="digits is not an ONNX file") as caught:
         fit(make({"model": "digits", "engines": ["onnxruntime"]}), ["digits"], MIB, Settings())
     assert "enginesmith export" in caught.value.remedy
+
+
+@pytest.mark.parametrize("engines", [["eager"], ["onnxruntime", "tensorrt_rtx"]])
+def test_one_engine_that_something_is_known_of(engines: list[str], tmp_path: Path) -> None:
+    recipe = make({"model": str(net(tmp_path)), "engines": engines})
+    with pytest.raises(UsageError, match=", ".join(engines)) as caught:
+        fit(recipe, [recipe.model], MIB, Settings())
+    assert "--engine tensorrt_rtx or onnxruntime" in caught.value.remedy

@@ -10,7 +10,7 @@ import pytest
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.errors import StepCrashed
+from enginesmith.pipeline.errors import StepCrashed, StepTimeout
 from enginesmith.pipeline.measure import race
 from enginesmith.pipeline.measure.callers import Crowd
 from enginesmith.pipeline.measure.clock import Block, Ready
@@ -95,7 +95,7 @@ def test_stops_once_medians_are_certain(measure: Callable[..., LatencyResult]) -
 
 def test_stops_at_the_time_limit(measure: Callable[..., LatencyResult]) -> None:
     noise = np.random.default_rng(0).uniform(0.001, 0.1, 100_000)
-    row = measure({"eager": lambda block: noise[block]}, time_limit_seconds=0.05).rows["eager"][0]
+    row = measure({"eager": lambda block: noise[len(FakeWorker.order)]}, time_limit_seconds=0.05).rows["eager"][0]
     assert row.stopped_because == "the time limit of 0.05 s"
     assert row.rounds
 
@@ -168,7 +168,8 @@ def test_starting_anew_takes_no_longer_than_measuring(
 ) -> None:
     noise = np.random.default_rng(0).uniform(0.001, 0.1, 100_000)
     monkeypatch.setattr(FakeWorker, "load_seconds", load_seconds)
-    row = measure({"eager": lambda block: noise[block]}, time_limit_seconds=0.1, precision=1e-6).rows["eager"][0]
+    script: Script = lambda block: noise[len(FakeWorker.order)]  # noqa: E731
+    (row,) = measure({"eager": script}, time_limit_seconds=0.1, precision=1e-6).rows["eager"]
     assert row.stopped_because == "the time limit of 0.1 s"
     assert row.launches
     assert (row.launches >= 3) == (launches == 3)
@@ -181,6 +182,15 @@ def test_one_that_crashes_when_it_is_started_again(measure: Callable[..., Latenc
     assert "SIGSEGV" in (result.rows["bad"][0].failure or "")
     assert result.rows["eager"][0].launches == 5
     assert not FakeWorker.open_now
+
+
+def test_one_that_hangs_is_not_started_again(measure: Callable[..., LatencyResult]) -> None:
+    def hanging(block: int) -> float:
+        raise StepTimeout("it ran past its time limit of 60 s")
+
+    rows = measure({"eager": lambda block: 0.004, "stuck": hanging}, batches=(1, 2, 4)).rows["stuck"]
+    assert FakeWorker.opened.count("latency-stuck") == 1
+    assert ["time limit" in (row.failure or "") for row in rows] == [True] * 3
 
 
 def test_raw_samples_are_kept_in_order(measure: Callable[..., LatencyResult]) -> None:

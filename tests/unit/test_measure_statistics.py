@@ -109,10 +109,12 @@ def test_where_hardly_a_call_was_undisturbed_all_of_them_count() -> None:
     assert median_interval([blocks], seed=0).median == 9.0
 
 
-def test_one_launch_without_undisturbed_calls_has_all_calls_count() -> None:
+def test_launches_without_undisturbed_calls_are_left_out() -> None:
     quiet, busy = Timed(np.ones(4), np.zeros(4)), Timed(np.full(4, 9.0), np.ones(4))
-    (judged,) = comparable([[quiet] * 9 + [busy], [busy] * 2])
-    assert [len(launch) for launch in judged] == [10, 2]
+    (judged,) = comparable([[quiet] * 4 + [busy], [busy] * 2, [quiet] * 2, [quiet]])
+    assert [len(launch) for launch in judged] == [4, 2, 1]
+    (judged,) = comparable([[quiet] * 9, [busy] * 2, [quiet]])
+    assert [len(launch) for launch in judged] == [9, 2, 1]  # two launches are too few
 
 
 def launched(rng: np.random.Generator, launches: int, rounds: int = 20) -> list[list[Timed]]:

@@ -7,10 +7,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from enginesmith.pipeline.engines.eager import Eager
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.plan import Plan, plan
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.runner import Outcome, Runner
+from enginesmith.pipeline.stage_plans import benchmark_plan, with_baseline
 from enginesmith.pipeline.store import Store
 from enginesmith.pipeline.tasks.compare import Verify
 
@@ -55,14 +57,78 @@ def test_engines_of_modules_need_no_graph() -> None:
     assert [variant.artifact for variant in steps.variants] == ["load"]
 
 
+FORMS = [
+    ({"precisions": ["fp32", "fp16", "int8"]}, ["eager-fp16", "compiled-fp32", "compiled-fp16"]),
+    ({"precisions": ["int8"]}, ["compiled-fp32"]),
+    ({"eager": {"tf32": True}}, ["eager-tf32", "compiled-tf32"]),
+    (
+        {"eager": {"tf32": True, "cuda_graphs": True}, "precisions": ["fp32", "bf16"]},
+        ["eager-tf32-graphs", "eager-bf16-graphs", "compiled-tf32-graphs", "compiled-bf16-graphs"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "ids"), FORMS)
+def test_a_module_is_cast_for_the_engines_that_run_it(values: dict[str, Any], ids: list[str]) -> None:
+    """Plain eager is the baseline, whatever is asked of the others."""
+    found = planned(engines=["eager", "compiled"], synthetic_calibration=True, **values)
+    assert [variant.id for variant in found.variants] == ids
+    assert found.baseline.engine == Eager()
+    checks = {step.id: step.task for step in found.steps if isinstance(step.task, Verify)}
+    for variant in found.variants:
+        assert variant.artifact == "load"
+        assert variant.id.split("-")[1] == variant.engine.arithmetic
+        assert checks[variant.verified[0]].precision == variant.engine.arithmetic
+
+
+def test_tf32_of_onnxruntime_is_held_to_its_own_thresholds() -> None:
+    found = planned(onnxruntime={"tf32": True})
+    check = next(step.task for step in found.steps if step.id == "verify-onnxruntime-fp32")
+    assert isinstance(check, Verify)
+    assert check.precision == "tf32"
+    assert check.engine.tf32  # type: ignore[attr-defined]
+
+
+def benchmarked(*models: str, **values: Any) -> Plan:
+    recipe, others = with_baseline(make({"model": models[0], **values}), models)
+    return benchmark_plan(recipe, others, "now")
+
+
+def test_a_benchmark_takes_the_module_in_other_forms_too() -> None:
+    found = benchmarked("digits", "resnet18", engines=["eager", "compiled"], precisions=["fp16"])
+    assert [variant.id for variant in found.variants] == ["resnet18", "eager-fp16", "compiled-fp16"]
+    by_id = {step.id: step for step in found.steps}
+    assert by_id["latency"].wants["eager-fp16 verified"] == "verify-eager-fp16"
+    assert by_id["memory-compiled-fp16"].needs["verified"] == "verify-compiled-fp16"
+    assert [variant.id for variant in benchmarked("digits").variants] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"precisions": ["fp16"]}, "--precision fp16 has no effect"),
+        ({"engines": ["eager"], "precisions": ["fp32", "int8"]}, "--precision int8 has no effect"),
+        ({"engines": ["compiled"], "model": "m.onnx"}, "compiled runs a PyTorch module, and .*m.onnx is an ONNX file"),
+    ],
+)
+def test_what_a_benchmark_cannot_cast_is_refused(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
+    onnx.save(helper.make_model(helper.make_graph([], "g", [value], [value])), tmp_path / "m.onnx")
+    model = values.pop("model", None)
+    with pytest.raises(UsageError, match=said) as caught:
+        benchmarked(str(tmp_path / model) if model else "digits", synthetic_calibration=True, **values)
+    assert caught.value.remedy
+
+
 def test_an_onnx_file_is_held_against_itself(tmp_path: Path) -> None:
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
     onnx.save(helper.make_model(helper.make_graph([], "g", [value], [value])), tmp_path / "m.onnx")
     steps = planned(model=str(tmp_path / "m.onnx"))
     assert steps.baseline.id == "source"
     assert "export" not in [step.id for step in steps.steps]
-    with pytest.raises(UsageError, match="compiled"):
-        planned(model=str(tmp_path / "m.onnx"), engines=["compiled"])
+    for engine in ("compiled", "eager"):
+        with pytest.raises(UsageError, match=engine):
+            planned(model=str(tmp_path / "m.onnx"), engines=[engine])
 
 
 def test_identities_differ_where_results_may(tmp_path: Path) -> None:

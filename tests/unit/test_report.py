@@ -8,6 +8,7 @@ from rich.console import Console
 from enginesmith.pipeline import run as runs
 from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.measure.memory import MemoryRow
+from enginesmith.pipeline.measure.profile import Profile
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.precision.audit.coverage import Coverage
@@ -225,3 +226,23 @@ def test_a_variant_is_not_shown_as_what_it_is_not(capsys: pytest.CaptureFixture[
     assert tables.rows(shown)[1][-1] == "measured, mostly fp32"
     assert "note: onnxruntime-int8: only 3 % is int8" in printed(shown, capsys)
     assert "- **onnxruntime-int8**: only 3 % is int8" in markdown.render(shown)
+
+
+def test_a_profile_says_whose_figures_it_has_and_what_it_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    common = {"batch": 1, "device": "cpu", "calls": 20}
+    told = Profile(**common, variant="eager", source="a profiler", total_ms=2.0, call_ms=3.0, notes=("half of it",))
+    lacking = Profile(**common, variant="x", reasons={"total_ms": "there is no profiler"})
+    shown = run(
+        baseline=record("eager", 2.0, 1.0).model_copy(update={"profile": (told,)}),
+        variants=(record("x", 1.0, 2.0).model_copy(update={"profile": (lacking,)}),),
+        winner="x",
+    )
+    lines = (
+        "profile of eager at batch 1: by a profiler; 3 ms a call while profiled, 2 ms without: 1.50×; half of it",
+        "profile of x at batch 1: there is no profiler",
+    )
+    text = markdown.render(shown)
+    said = " ".join(printed(shown, capsys).split())
+    for line in lines:
+        assert f"- {line}" in text
+        assert f"note: {line}" in said

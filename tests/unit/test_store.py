@@ -211,3 +211,30 @@ def test_the_environment_names_the_place(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.delenv("ENGINESMITH_STORE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_root() == tmp_path / "enginesmith"
+
+
+def test_what_was_begun_is_found_again_until_it_is_done(store: Store) -> None:
+    def interrupted() -> None:
+        with store.begun("work") as folder:
+            (folder / "half").write_bytes(b"so far")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [(entry.step, entry.bytes) for entry in store.entries()] == [("unfinished", 6)]
+    with store.begun("work") as folder, store.begun("work") as other:
+        assert (folder / "half").read_bytes() == b"so far"
+        assert other != folder
+        assert not list(other.iterdir())
+        assert store.prune(max_bytes=0) == []  # somebody is at work on it
+    assert store.entries() == []
+
+
+def test_what_was_begun_long_ago_is_pruned_and_without_reuse_not_looked_at(store: Store) -> None:
+    with contextlib.suppress(KeyboardInterrupt), store.begun("work") as folder:
+        (folder / "half").write_bytes(b"so far")
+        raise KeyboardInterrupt
+    with Store(store.root, reuse=False).begun("work") as folder:
+        assert not list(folder.iterdir())
+    assert [entry.key for entry in store.prune(max_bytes=0)] == ["work"]
+    assert store.entries() == []

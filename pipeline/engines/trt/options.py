@@ -18,7 +18,9 @@ class BuildOptions(BaseModel):
     optimization_level: int | None = Field(None, ge=0, le=5, description="0 builds fastest, 5 searches longest")
     aux_streams: int | None = Field(None, ge=0, description="most streams besides the main one")
     tiling: Literal["none", "fast", "moderate", "full"] | None = Field(None, description="search for tiled kernels")
-    sparse_weights: bool = Field(False, description="use kernels for 2:4 sparse weights")
+    sparse_weights: bool = Field(
+        False, description="use kernels for 2:4 sparse weights; always on for graphs that were made 2:4"
+    )
     weight_streaming: bool = Field(False, description="let weights be streamed from the host while it runs")
     strip_plan: bool = Field(False, description="leave the weights out of the engine, to be refitted later")
     refit: bool = Field(False, description="let the weights be replaced in the built engine")

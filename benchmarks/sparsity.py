@@ -1,0 +1,173 @@
+"""What one-shot 2:4 covers and what it costs in fidelity, with and without an order of channels, and how long it takes.
+
+    python benchmarks/sparsity.py [digits resnet18 …]
+
+Each model is exported, simplified, and made 2:4 twice. SQNR of the outputs is against the dense graph on one set of
+feeds, run unoptimised; of digits, the share of test images that are recognised, too. The other models of the zoo have
+random weights, so their outputs say little of trained ones. The pattern is followed into float16 and into the graph
+that ONNX Runtime saves. Writes results/sparsity.json and results/sparsity.md.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+from enginesmith.calibration.dataset import embedded
+from enginesmith.models import MODELS
+from enginesmith.pipeline import graph, onnx_file
+from enginesmith.pipeline.artifact import Artifact, Effect, file_digest
+from enginesmith.pipeline.engines.base import BuildRequest, Device
+from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
+from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
+from enginesmith.pipeline.passes import equivalence
+from enginesmith.pipeline.passes.base import run_pass
+from enginesmith.pipeline.passes.export import Export, export_module
+from enginesmith.pipeline.passes.precision import Precision
+from enginesmith.pipeline.passes.simplify import Simplify, simplify_file
+from enginesmith.pipeline.passes.sparsify import Sparsify
+from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.sparsity import check
+from enginesmith.pipeline.tensors import Feeds
+from enginesmith.pipeline.torch_model import LoadedModel, LoadOptions, load
+
+ZOO = ("digits", "resnet18", "resnet50", "vit_b16", "bert_base")
+RESULTS = Path(__file__).parent / "results"
+_TOKENS = 64
+
+
+def main() -> None:
+    """Measure the models named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=ZOO, help=f"of {', '.join(MODELS)}")
+    rows = []
+    for name in parser.parse_args().models:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(_measure(name, Path(folder)))
+        print(json.dumps(rows[-1], indent=1))
+    versions = {"onnxruntime": onnxruntime.__version__, "numpy": np.__version__}
+    (RESULTS / "sparsity.json").write_text(json.dumps({"versions": versions, "models": rows}, indent=1) + "\n")
+    (RESULTS / "sparsity.md").write_text(_table(rows))
+
+
+def _measure(name: str, folder: Path) -> dict[str, Any]:
+    for word in ("raw", "simple", "plain", "ordered", "fp16", "engine"):
+        (folder / word).mkdir()
+    loaded = load(resolve(name), LoadOptions())
+    exported = export_module(loaded, folder / "raw", Export(), _quiet)
+    effect = simplify_file(folder / "raw" / exported.file, folder / "simple", Simplify().external_data_bytes, _quiet)
+    dense = folder / "simple" / effect.file
+    feeds = _feeds(loaded)
+    rows = {word: _one(word, dense, folder / word, feeds, name) for word in ("plain", "ordered")}
+    facts = check.sparse_weights(folder / "plain" / graph.FILE)
+    sparse = _artifact(folder / "plain" / graph.FILE)
+    lower = run_pass(Precision(precision="fp16"), sparse, folder / "fp16", _quiet)
+    built = OnnxRuntime().build(BuildRequest(sparse, folder / "engine", Device(), {}, _quiet))
+    return {
+        "model": name,
+        "weights": len(facts),
+        "two_of_four": sum(one.two_of_four for one in facts),
+        "elements": sum(one.elements for one in facts),
+        "zeros": sum(one.zeros for one in facts),
+        **rows,
+        "top1_dense": _top1(dense, name),
+        "after_fp16": _counts(check.follow(sparse.path, folder / "fp16" / lower.file)),
+        "after_onnxruntime": _counts(check.follow(sparse.path, folder / "engine" / built.file)),
+    }
+
+
+def _one(word: str, dense: Path, out: Path, feeds: Feeds, name: str) -> dict[str, Any]:
+    step = Sparsify(permute=word == "ordered")
+    effect, seconds = _timed(lambda: run_pass(step, _artifact(dense), out, _quiet))
+    made = out / effect.file
+    names = [spec.name for spec in onnx_file.signature(dense).outputs]
+    outputs = [dict(zip(names, equivalence.run(path, feeds), strict=True)) for path in (dense, made)]
+    found = compare(outputs[0], outputs[1], thresholds_for("fp32"))
+    return {
+        "summary": effect.summary,
+        "seconds": seconds,
+        "sqnr_outputs_db": found.sqnr_db,
+        "top1": _top1(made, name),
+    }
+
+
+def _top1(path: Path, name: str) -> float | None:
+    """Share of digits' test images that are recognised; None for models that have no labelled data."""
+    if name != "digits":
+        return None
+    data = embedded("digits", "test")
+    inputs = {spec.name: data.arrays[spec.name] for spec in onnx_file.signature(path).inputs}
+    (scores,) = equivalence.run(path, inputs)
+    assert data.labels is not None
+    return float((scores.argmax(axis=1) == data.labels).mean())
+
+
+def _counts(found: check.Followed) -> dict[str, int]:
+    return {"held": len(found.held), "lost": len(found.lost), "missing": len(found.missing)}
+
+
+def _artifact(path: Path) -> Artifact:
+    sha = file_digest(path)
+    return Artifact(kind="onnx", path=path, sha256=sha, bytes=0, signature=onnx_file.signature(path))
+
+
+def _feeds(loaded: LoadedModel) -> Feeds:
+    """The first rows of the example, and of a sequence 64 elements."""
+    feeds = {}
+    for spec in loaded.signature.inputs:
+        value = loaded.example[spec.name].numpy()
+        for axis, dim in enumerate(spec.shape):
+            if isinstance(dim, str):
+                size = 2 if axis == 0 else _TOKENS
+                value = np.take(value, np.arange(size) % value.shape[axis], axis)
+        feeds[spec.name] = value
+    return feeds
+
+
+def _quiet(text: str) -> None:
+    del text
+
+
+def _timed(work: Callable[[], Effect]) -> tuple[Effect, float]:
+    start = time.perf_counter()
+    return work(), round(time.perf_counter() - start, 2)
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    head = (
+        "One-shot 2:4 by magnitude, without training; *ordered* is with `--permute`. Only digits is trained.\n\n"
+        "| model | 2:4 weights | zeros | SQNR of weights, ordered | SQNR of outputs, ordered "
+        "| top-1 dense, 2:4, ordered "
+        "| seconds, ordered | held in fp16, in ONNX Runtime's graph |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
+    )
+    return head + "".join(_row(row) for row in rows)
+
+
+def _row(row: dict[str, Any]) -> str:
+    both = [row["plain"], row["ordered"]]
+    weights = [one["summary"].partition("SQNR of the weights ")[2].partition(" dB")[0] for one in both]
+    outputs = [f"{one['sqnr_outputs_db']:.1f}" for one in both]
+    top = [row["top1_dense"], *(one["top1"] for one in both)]
+    kept = [f"{row[name]['held']} of {row['two_of_four']}" for name in ("after_fp16", "after_onnxruntime")]
+    cells = (
+        row["model"],
+        f"{row['two_of_four']} of {row['weights']}",
+        f"{row['zeros'] / row['elements']:.1%}",
+        f"{weights[0]}, {weights[1]} dB",
+        f"{outputs[0]}, {outputs[1]} dB",
+        "–" if None in top else ", ".join(f"{value:.3f}" for value in top),
+        f"{both[0]['seconds']:.1f}, {both[1]['seconds']:.1f}",
+        ", ".join(kept),
+    )
+    return f"| {' | '.join(map(str, cells))} |\n"
+
+
+if __name__ == "__main__":
+    main()

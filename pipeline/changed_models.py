@@ -1,0 +1,174 @@
+"""The part of a plan that leads through pruned and sparse models: each is made, and then treated like the given one.
+
+load ─── prune-P ── recover-P ─┬─ reference-P ─┐
+                               └─ export-P … ──┴─ build-V-P ── verify-V-P
+graph ── sparsify-S ── reference-S, build-V-S ── verify-V-S
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from enginesmith.pipeline.branches import Branch
+from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines.base import Device, Engine
+from enginesmith.pipeline.engines.tensorrt import TensorRT
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.passes.export import Export
+from enginesmith.pipeline.passes.sparsify import Sparsify
+from enginesmith.pipeline.precision_plan import feeder, simulation
+from enginesmith.pipeline.pruning.options import PruneOptions
+from enginesmith.pipeline.pruning.target import Target
+from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.sparsity.options import Sparsity
+from enginesmith.pipeline.steps import LOAD, REFERENCE, Step, Variant
+from enginesmith.pipeline.tasks.answers import Answers
+from enginesmith.pipeline.tasks.compare import Verify
+from enginesmith.pipeline.tasks.prune import Prune
+from enginesmith.pipeline.tasks.prune_latency import PruneToLatency
+from enginesmith.pipeline.tasks.prune_sensitivity import METRIC, PruneSensitivity
+from enginesmith.pipeline.tasks.recover import TEACHER, Recover
+from enginesmith.pipeline.tasks.transform import Transform
+from enginesmith.pipeline.variants import device_for
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """What was planned for the given model."""
+
+    graph: str
+    """The step whose graph engines are built from."""
+    to_graph: tuple[Step, ...]
+    to_engines: tuple[Step, ...]
+    variants: tuple[Variant, ...]
+    shared: frozenset[str]
+    """Steps that stay the same whatever the model is changed to."""
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A pruned or sparse model: how it is made, and what is made of it as of the given one."""
+
+    own: tuple[Step, ...]
+    again: tuple[Step, ...]
+    branch: Branch
+    check: str
+    """The step that tells how far it is from the given one."""
+    prune: str | None = None
+    sparsity: str | None = None
+
+    def steps(self) -> list[Step]:
+        """All of them."""
+        return [*self.own, *self.branch.steps(self.again)]
+
+    def variant(self, variant: Variant) -> Variant:
+        """What differs from a variant in nothing else."""
+        found = self.branch.variant(variant)
+        return replace(
+            found,
+            verified=(self.check, *found.verified),
+            prune=self.prune or found.prune,
+            pruned=found.pruned + tuple(step.id for step in self.own if isinstance(step.task, Prune)),
+            recovered=found.recovered + tuple(step.id for step in self.own if isinstance(step.task, Recover)),
+            sparsity=self.sparsity or found.sparsity,
+        )
+
+
+def changed(recipe: Recipe, trunk: Trunk) -> tuple[list[Variant], list[Step]]:
+    """Variants and steps of every changed model: pruned, sparse, and both."""
+    graphs = [variant for variant in trunk.variants if variant.engine.consumes == "onnx"]
+    sparse = [_sparse(recipe, pattern, trunk) for pattern in recipe.sparsities]
+    variants = [one.variant(variant) for one in sparse for variant in graphs]
+    steps = [step for one in sparse for step in one.steps()]
+    for target in recipe.prune_targets:
+        pruned = _pruned(recipe, target, trunk)
+        steps += pruned.steps()
+        variants += [pruned.variant(variant) for variant in trunk.variants]
+        for one in sparse:
+            steps += pruned.branch.steps(one.steps())
+            variants += [pruned.variant(one.variant(variant)) for variant in graphs]
+    return variants, steps
+
+
+def sensitivity_steps(recipe: Recipe) -> list[Step]:
+    """The scan of what each group costs when it is pruned alone, where that was asked for."""
+    if not recipe.prune_sensitivity:
+        return []
+    task = PruneSensitivity(
+        options=recipe.pruning, feeder=feeder(recipe), metric=recipe.metric or METRIC, seed=recipe.seed
+    )
+    return [Step("prune-sensitivity", task, {"model": LOAD, REFERENCE: REFERENCE})]
+
+
+def _pruned(recipe: Recipe, target: Target, trunk: Trunk) -> Changed:
+    suffix = f"-{target.slug}"
+    steps = list(smaller(recipe, target))
+    made = steps[-1].id
+    steps += _answered(made, suffix, engine_class("eager")())
+    branch = Branch(suffix, {LOAD: made, REFERENCE: f"reference{suffix}"}, trunk.shared)
+    again = (*trunk.to_graph, *trunk.to_engines)
+    return Changed(tuple(steps), again, branch, steps[-1].id, prune=str(target))
+
+
+def smaller(recipe: Recipe, target: Target) -> Iterator[Step]:
+    """Prune, and train back: in turns, where pruning is done in several steps.
+
+    Raises:
+        UsageError: a latency is aimed at, and there is not one engine that it can be measured on.
+    """
+    turns = recipe.pruning.steps if recipe.recover and target.kind != "latency" else 1
+    options = recipe.pruning.model_copy(update={"steps": 1}) if turns > 1 else recipe.pruning
+    last = LOAD
+    for turn, part in enumerate(target.stages(turns) if turns > 1 else [target], start=1):
+        name = target.slug + (f"-{turn}of{turns}" if turns > 1 else "")
+        yield Step(name, _prune(recipe, part, options), {"model": last, REFERENCE: REFERENCE})
+        last = name
+        if recipe.recover:
+            last = f"recover-{name}"
+            yield Step(last, _recover(recipe, turns), {"model": name, TEACHER: LOAD})
+
+
+def _prune(recipe: Recipe, target: Target, options: PruneOptions) -> Prune:
+    asked = {"target": target, "options": options, "feeder": feeder(recipe), "seed": recipe.seed}
+    if target.kind != "latency":
+        return Prune(**asked)
+    kinds = [engine_class(name) for name in recipe.engines]
+    able = [kind for kind in kinds if kind.consumes == "onnx" and not issubclass(kind, TensorRT)]
+    if len(able) != 1:
+        raise UsageError(
+            f"--prune {target} is measured on one engine that runs here, and {len(able)} are asked for",
+            "give --engine onnxruntime, or --prune macs=0.5",
+        )
+    engine = able[0]()
+    export = Export(**recipe.export.model_dump())
+    device = device_for(recipe, engine)
+    return PruneToLatency(**asked, engine=engine, device=device, export=export, simplify=recipe.simplify)
+
+
+def _recover(recipe: Recipe, turns: int) -> Recover:
+    return Recover(
+        options=recipe.recovery.model_copy(update={"seconds": recipe.recovery.seconds / turns}),
+        data=recipe.calibration_data,
+        data_options=recipe.data_options,
+        metric=recipe.metric,
+        seed=recipe.seed,
+        device=recipe.where,
+    )
+
+
+def _sparse(recipe: Recipe, pattern: Sparsity, trunk: Trunk) -> Changed:
+    made = Sparsify(**pattern.model_dump(), external_data_bytes=recipe.export.external_data_bytes)
+    suffix = f"-{pattern.slug}"
+    name = f"sparsify{suffix}"
+    steps = [Step(name, Transform(step=made), {"model": trunk.graph}), *_answered(name, suffix, simulation())]
+    shared = (trunk.shared | {LOAD} | {one.id for one in trunk.to_graph}) - {trunk.graph}
+    branch = Branch(suffix, {trunk.graph: name, REFERENCE: f"reference{suffix}"}, shared)
+    modules = {} if trunk.graph == LOAD else {"model": LOAD}
+    again = tuple(step for step in trunk.to_engines if not modules or step.needs["model"] != LOAD)
+    return Changed(tuple(steps), again, branch, steps[-1].id, sparsity=str(pattern))
+
+
+def _answered(model: str, suffix: str, engine: Engine) -> Iterator[Step]:
+    """What the changed model answers, which its engines are held against; and how far that is from the given one."""
+    yield Step(f"reference{suffix}", Answers(engine=engine), {"model": model, REFERENCE: REFERENCE})
+    task = Verify(stage=model, engine=engine, device=Device(), precision="fp32", min_sqnr_db=None, judged=False)
+    yield Step(f"verify-{model}", task, {"model": model, REFERENCE: REFERENCE})

@@ -1,0 +1,130 @@
+"""Sparsify: weights of products set to zero, 2:4 for sparse tensor cores or unstructured by magnitude.
+
+One shot, by magnitude alone. What the network loses by that is the metric's to say; a 2:4 graph runs faster on devices
+with sparse tensor cores, an unstructured one only compresses better.
+"""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from enginesmith.pipeline import graph
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.passes.base import Pass, Progress, Records
+from enginesmith.pipeline.sparsity.options import SparsifyOptions, Sparsity
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from enginesmith.pipeline.sparsity.permuting import Permuted
+    from enginesmith.pipeline.sparsity.sparsifying import Sparsified
+
+_SHOWN, _NAMES = 5, 3
+
+
+class Sparsify(Sparsity, Pass):
+    """Put zeros into the weights of products."""
+
+    name: ClassVar[str] = "sparsify"
+    consumes: ClassVar[Kind] = "onnx"
+    produces: ClassVar[Kind] = "onnx"
+    tools: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir", "onnxruntime")
+
+    external_data_bytes: int = graph.EXTERNAL_DATA_BYTES
+
+    @classmethod
+    def parse(
+        cls,
+        text: str,
+        options: SparsifyOptions | None = None,
+        external_data_bytes: int = graph.EXTERNAL_DATA_BYTES,
+    ) -> "Sparsify":
+        """The pass for ``2:4`` or ``unstructured=0.5``; errors as in :meth:`Sparsity.parse`."""
+        return super().parse(text, options).model_copy(update={"external_data_bytes": external_data_bytes})
+
+    def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
+        """Put channels in order, if that is wanted and changes nothing; then zeros into the weights.
+
+        Raises:
+            InvalidGraph: no weight can have the pattern.
+            UsageError: a protected name that there is none of.
+        """
+        from enginesmith.pipeline import onnx_file
+        from enginesmith.pipeline.sparsity.sparsifying import sparsify
+
+        model, order, why_not = self._ordered(artifact, out, progress)
+        progress(f"making weights {self}")
+        done = sparsify(model, self)
+        progress("writing")
+        graph.save(model, out, self.external_data_bytes)
+        return Effect(
+            file=graph.FILE,
+            summary=_summary(self, done, order),
+            notes=(*_notes("left dense", done.left), *why_not),
+            signature=onnx_file.signature(out / graph.FILE),
+        )
+
+    def _ordered(
+        self, artifact: Artifact, out: Path, progress: Progress
+    ) -> "tuple[ir.Model, Permuted | None, tuple[str, ...]]":
+        """The graph with its channels in order; the given one, and why, if the other one answers something else."""
+        if not (self.permute and self.pattern == "2:4"):
+            return _flat(artifact.path), None, ()
+        from onnx_ir.passes import common
+
+        from enginesmith.pipeline.passes.equivalence import compare
+        from enginesmith.pipeline.sparsity.permuting import permute
+
+        model = _flat(artifact.path)
+        declared = [(value.name, value.shape) for value in model.graph.outputs]
+        common.ShapeInferencePass(strict_mode=False)(model)
+        for value, (name, shape) in zip(model.graph.outputs, declared, strict=True):
+            value.name, value.shape = name, shape
+        progress("looking for orders of channels")
+        done = permute(model, self)
+        if not done.orders:
+            return _flat(artifact.path), None, ("no channels were put in order", *_notes("same order", done.left))
+        progress("checking that the order changes nothing")
+        try:
+            with tempfile.TemporaryDirectory(dir=out) as scratch:
+                graph.save(model, Path(scratch), self.external_data_bytes)
+                compare(artifact.path, Path(scratch, graph.FILE))
+        except ModelError as error:
+            return _flat(artifact.path), None, (f"channels keep their order: {error.message}",)
+        return model, done, _notes("same order", done.left)
+
+
+def _flat(path: Path) -> "ir.Model":
+    """The graph without functions, its weights no inputs."""
+    import onnx_ir as ir
+    from onnx_ir.passes import common
+
+    model = graph.load(path)
+    model.ir_version = max(model.ir_version, 4)  # from then on weights need not be listed as inputs
+    ir.passes.Sequential(common.InlinePass(), common.RemoveInitializersFromInputsPass())(model)
+    return model
+
+
+def _summary(asked: Sparsity, done: "Sparsified", order: "Permuted | None") -> str:
+    parts = [f"{asked} in {done.done} of {done.weights} weights, {done.share:.1%} of the weights' elements are zero"]
+    if done.sqnr_db is not None:
+        parts.append(f"SQNR of the weights {done.sqnr_db:.1f} dB")
+    if order is not None:
+        gain = order.kept_after / order.kept_before - 1
+        parts.append(f"inputs of {order.weights} weights in another order, keeping {gain:.1%} more magnitude")
+    return "; ".join(parts)
+
+
+def _notes(what: str, left: Mapping[str, str]) -> tuple[str, ...]:
+    """Which weights, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in left.items():
+        by_reason.setdefault(why, []).append(name)
+    notes = []
+    for why, names in list(by_reason.items())[:_SHOWN]:
+        more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+        notes.append(f"{what}: {', '.join(names[:_NAMES])}{more}: {why}")
+    rest = sum(map(len, list(by_reason.values())[_SHOWN:]))
+    return (*notes, *([f"{what}: {rest} more, each for a reason of its own"] if rest else []))

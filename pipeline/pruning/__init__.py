@@ -1,0 +1,1 @@
+"""Structured pruning: whole channels, heads and hidden units leave the torch module before it is exported."""

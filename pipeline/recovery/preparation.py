@@ -1,0 +1,243 @@
+"""The plan of a recovery: what is compared, in which parts a batch fits, and how many steps there is time for."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from enginesmith.pipeline.errors import DataError
+from enginesmith.pipeline.recovery import memory
+from enginesmith.pipeline.recovery.checkpoints import Checkpoints, Progress
+from enginesmith.pipeline.recovery.features import feature_targets, output_targets
+from enginesmith.pipeline.recovery.judging import Judge, Metric, Verdict
+from enginesmith.pipeline.recovery.losses import Distil, Loss, supervised, user_loss
+from enginesmith.pipeline.recovery.material import Material
+from enginesmith.pipeline.recovery.options import RecoverOptions
+from enginesmith.pipeline.recovery.record import Point, TrainingPlan
+from enginesmith.pipeline.recovery.team import Team
+from enginesmith.pipeline.recovery.training import Models, Trainer, too_few
+
+_LOOKED_AT = 8
+"""Samples that shapes and scales of values are taken from."""
+_TIMED_STEPS = 8
+_TIMED_SECONDS = 2.0
+_SHARE_OF_TIME = 0.95
+"""Of the time is planned for; the rest is for what takes longer than it did when it was timed."""
+_SHARE_OF_EVALUATION = 0.2
+"""Of the time is for all evaluations, and a fifth of that for one."""
+_SHARE_OF_ONE_EVALUATION = 0.04
+_PASSES = 3
+"""In an evaluation: for statistics, for the student's outputs and for the teacher's."""
+_LEAST_JUDGED, _STATISTICS = 32, 256
+_LONG_SECONDS = 0.5
+"""Longer steps have enough to do for all threads."""
+_FASTER = 0.9
+"""More threads are worth it from here on."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be recovered, from what, and by which means."""
+
+    models: Models
+    material: Material
+    options: RecoverOptions
+    metric: Metric
+    seed: int
+    threads: int
+    processes: int
+    meter: memory.Meter
+    fixed: int | None = None
+    """The batch that the model takes, where it takes only one."""
+
+    def loss(self, plan: TrainingPlan) -> Loss:
+        """What the student is to become better at.
+
+        Raises:
+            DataError: the user's loss is not there.
+        """
+        if self.options.method == "supervised":
+            return supervised
+        if self.options.method == "distil":
+            names = [spec.name for spec in self.models.teacher.signature.outputs]
+            return Distil(plan.outputs, plan.features, names, self.options.temperature)
+        return user_loss(self.options.method)
+
+    def trainer(self, plan: TrainingPlan, team: Team) -> Trainer:
+        """A training at its first step."""
+        return Trainer(self.models, self.material, self.loss(plan), self.options, plan, self.seed, team)
+
+    def judge(self, plan: TrainingPlan) -> Judge:
+        """What evaluates."""
+        return Judge(self.models, self.material, self.loss(plan), self.metric, self.seed, plan, self.fixed)
+
+
+def prepare(work: Work, checkpoints: Checkpoints, fingerprint: str) -> Progress:
+    """Plan, and leave a checkpoint of the beginning, so that every recovery goes on from one.
+
+    Raises:
+        DataError: the data does not fit the method.
+        ModelError: the models cannot be compared.
+        StepOutOfMemory: not even one sample at a time fits.
+    """
+    start = time.monotonic()
+    checkpoints.clear()
+    checkpoints.keep_best(work.models.average.module, 0)
+    draft = _draft(work)
+    plan = _in_parts(work, draft, checkpoints)
+    step_seconds, threads = pace(_alone(work, plan), work.threads)
+    torch.set_num_threads(threads)
+    plan = _with_rows(work, plan.model_copy(update={"threads": threads}))
+    _begin_again(work, checkpoints)
+    judge = work.judge(plan)
+    teacher, first = judge.teacher, time.monotonic()
+    before = judge.judge(statistics=False)
+    evaluation_seconds = (time.monotonic() - first) * (1 + plan.statistics / plan.judged)
+    spent = time.monotonic() - start
+    plan = _timed(work, plan, step_seconds, evaluation_seconds, spent)
+    if plan.frozen_norms:  # those that it begins with are of the network before it was pruned
+        judge.find_statistics(work.models.student)
+    trainer = work.trainer(plan, Team(work.material.device))
+    progress = Progress(
+        fingerprint=fingerprint, plan=plan, teacher=teacher, curve=(_first_point(before),), seconds=spent
+    )
+    checkpoints.write(trainer, progress)
+    return progress
+
+
+def _first_point(before: Verdict) -> Point:
+    return Point(step=0, loss=None, metric=before.metric, held_back_loss=before.loss, learning_rate=0.0)
+
+
+def _draft(work: Work) -> TrainingPlan:
+    """Everything but sizes and numbers."""
+    learnt, unit = len(work.material.learnt), (work.fixed or 1) * work.processes
+    batch = min(work.options.batch, learnt)
+    batch = max(batch - batch % unit, unit)
+    if batch > learnt:
+        raise DataError(
+            f"{learnt} samples are left to learn from, and the model takes batches of {unit}", "give more samples"
+        )
+    rows = np.asarray(work.material.learnt[: work.fixed or min(_LOOKED_AT, batch)])
+    batch_looked_at = work.material.batch(rows)
+    models, distilled = work.models, work.options.method == "distil"
+    features = distilled and work.options.features
+    return TrainingPlan(
+        steps=1,
+        batch=batch,
+        micro_batch=batch // work.processes,
+        evaluate_every=1,
+        judged=min(_LEAST_JUDGED, len(work.material.held_back)),
+        statistics=_LEAST_JUDGED,
+        processes=work.processes,
+        threads=work.threads,
+        least_part=work.fixed or 1,
+        autocast=_autocast(work),
+        outputs=output_targets(models.teacher, batch_looked_at) if distilled else (),
+        features=feature_targets(models.student, models.teacher, batch_looked_at) if features else (),
+    )
+
+
+def _autocast(work: Work) -> bool:
+    if work.options.autocast == "auto":
+        return work.material.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return work.options.autocast == "bf16"
+
+
+def _in_parts(work: Work, draft: TrainingPlan, checkpoints: Checkpoints) -> TrainingPlan:
+    """The plan with the largest part that fits."""
+
+    def planned(size: int, again: bool) -> TrainingPlan:
+        plan = draft.model_copy(update={"micro_batch": size, "checkpointed": again})
+        return plan.model_copy(update={"frozen_norms": too_few(size, plan)})
+
+    def attempt(size: int, again: bool) -> None:
+        _begin_again(work, checkpoints)
+        # two parts take as much as all of a batch: gradients are there from the first one on
+        few = {"batch": min(2 * size, draft.micro_batch) * draft.processes, "judged": min(2 * size, draft.judged)}
+        own = planned(size, again).model_copy(update={**few, "statistics": memory.LEAST_FOR_NORMS})
+        _alone(work, own).advance(smaller=False)
+        work.judge(own).judge()
+
+    on_cpu = work.material.device.type == "cpu"
+    if on_cpu and work.options.memory_bytes is None:
+        return planned(draft.micro_batch, False)
+    sizes = memory.sizes(draft.micro_batch, work.fixed)
+    found = planned(*memory.largest_part(sizes, attempt, work.meter, work.options.memory_bytes))
+    _begin_again(work, checkpoints)
+    return found
+
+
+def _alone(work: Work, plan: TrainingPlan) -> Trainer:
+    """A training that does what each of the processes will do, while the others wait."""
+    own = plan.model_copy(update={"batch": plan.batch // plan.processes})
+    return work.trainer(own, Team(work.material.device))
+
+
+def _begin_again(work: Work, checkpoints: Checkpoints) -> None:
+    """Put the weights that it begins with back everywhere."""
+    for loaded in (work.models.student, work.models.average):
+        checkpoints.put_best(loaded.module, 0)
+
+
+def _with_rows(work: Work, plan: TrainingPlan) -> TrainingPlan:
+    """The plan with as many samples in an evaluation as there is time for."""
+    size = plan.micro_batch
+    batch = work.material.batch(np.asarray(work.material.learnt[:size]))
+    seconds = []
+    with torch.no_grad():
+        for _ in range(2):  # the first call does what is done once
+            start = time.monotonic()
+            work.models.teacher.module(*batch.inputs.values())
+            seconds.append((time.monotonic() - start) / len(batch))
+    affordable = int(_SHARE_OF_ONE_EVALUATION * work.options.seconds / seconds[-1]) // _PASSES
+    judged = min(len(work.material.held_back), max(_LEAST_JUDGED, affordable))
+    return plan.model_copy(update={"judged": judged, "statistics": min(_STATISTICS, max(_LEAST_JUDGED, affordable))})
+
+
+def pace(trainer: Trainer, most_threads: int) -> tuple[float, int]:
+    """How long a step takes, and the number of threads that it takes least with.
+
+    Threads wait for each other in short steps, and much longer where others use the machine too.
+    """
+    torch.set_num_threads(1)
+    trainer.advance()  # does what is done once
+    start = time.monotonic()
+    trainer.advance()
+    if most_threads == 1 or time.monotonic() - start > _LONG_SECONDS:
+        torch.set_num_threads(most_threads)
+        return _step_seconds(trainer), most_threads
+    threads, taken = 1, _step_seconds(trainer)
+    while threads < most_threads:
+        more = min(2 * threads, most_threads)
+        torch.set_num_threads(more)
+        found = _step_seconds(trainer)
+        if found > _FASTER * taken:
+            break
+        threads, taken = more, found
+    return taken, threads
+
+
+def _step_seconds(trainer: Trainer) -> float:
+    """The mean over some steps, or over those that took some time together."""
+    start, done = time.monotonic(), 0
+    while done < _TIMED_STEPS and time.monotonic() - start < _TIMED_SECONDS:
+        trainer.advance()
+        done += 1
+    return (time.monotonic() - start) / done
+
+
+def _timed(
+    work: Work, plan: TrainingPlan, step_seconds: float, evaluation_seconds: float, spent: float
+) -> TrainingPlan:
+    """The plan with the number of steps that there is time for."""
+    options = work.options
+    left = max(0.0, _SHARE_OF_TIME * options.seconds - spent)
+    evaluations = int(_SHARE_OF_EVALUATION * left / evaluation_seconds)
+    evaluations = min(max(1, evaluations), options.evaluations)
+    steps = int((left - evaluations * evaluation_seconds) / step_seconds)
+    if options.epochs is not None:
+        steps = min(steps, options.epochs * work.material.order(plan.batch, work.seed).steps_per_epoch)
+    steps = max(1, steps)
+    return plan.model_copy(update={"steps": steps, "evaluate_every": -(-steps // evaluations)})

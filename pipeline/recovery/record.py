@@ -1,0 +1,96 @@
+"""What is written down of a recovery: its plan, its curve, and how it ended. The same steps give the same record."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+FILE = "recovery.json"
+"""Lies beside the model that came out."""
+
+Ending = Literal["planned", "patience", "diverged", "time"]
+
+
+class Target(BaseModel):
+    """One output, or one value inside of both models, that the student is to have as the teacher has it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    """Of the output, or the path of the module."""
+    kind: Literal["classes", "probabilities", "values", "maps"]
+    """Logits or probabilities of classes; numbers; where in an image there is much, over channels that may differ."""
+    scale: float = 1.0
+    """Mean square of the teacher's deviation from its mean, which errors of ``values`` are divided by."""
+
+
+class TrainingPlan(BaseModel):
+    """Everything that decides what the steps do; made once, and kept, as some of it was found out by the clock."""
+
+    model_config = ConfigDict(frozen=True)
+
+    steps: int
+    batch: int
+    micro_batch: int
+    """Samples that are worked through at once, in each process."""
+    evaluate_every: int
+    judged: int
+    """Samples that each evaluation looks at, of those that were held back."""
+    statistics: int
+    """Samples that batch norms' statistics are found from, before each evaluation."""
+    processes: int
+    threads: int
+    least_part: int = 1
+    """Below it no part can be: 1, or the batch that the model is fixed to."""
+    checkpointed: bool = False
+    """Whether activations are computed again for the gradients instead of kept."""
+    autocast: bool = False
+    frozen_norms: bool = False
+    """Whether batch norms keep their statistics while training, as parts of a batch are too small to have some."""
+    outputs: tuple[Target, ...] = ()
+    features: tuple[Target, ...] = ()
+
+
+class Point(BaseModel):
+    """One evaluation: of the averaged weights, on the samples that were held back."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    loss: float | None
+    """Mean over the steps since the last point; None before the first step."""
+    metric: float
+    held_back_loss: float
+    learning_rate: float
+
+
+class Recovery(BaseModel):
+    """What :data:`FILE` holds."""
+
+    model_config = ConfigDict(frozen=True)
+
+    method: str
+    metric: str
+    """More is better, but for ``mse``."""
+    teacher: float
+    """The dense model's metric on the samples that were held back."""
+    before: float
+    after: float
+    best_step: int
+    """The step whose weights were kept; 0 means that none was better than those that it began with."""
+    steps: int
+    """Steps that were done."""
+    ending: Ending
+    reason: str
+    """The ending in words."""
+    samples: int
+    held_back: int
+    """Those that the metric was taken on."""
+    data: str
+    plan: TrainingPlan
+    curve: tuple[Point, ...]
+
+
+def read(folder: Path) -> Recovery:
+    """The record of a recovered model, from the folder of its artifact."""
+    return Recovery.model_validate_json((folder / FILE).read_bytes())

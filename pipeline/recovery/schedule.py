@@ -1,0 +1,52 @@
+"""Which samples a step takes, and its learning rate: pure functions of the seed and the step."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from enginesmith.pipeline.tensors import Array
+
+
+@dataclass(frozen=True)
+class Order:
+    """Rows for each step: every epoch goes over all of them in an order of its own; a remainder is left out."""
+
+    rows: tuple[int, ...]
+    batch: int
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole batches in the rows; at least one."""
+        return max(1, len(self.rows) // self.batch)
+
+    def at(self, step: int) -> Array:
+        """Rows of a step, int64 of shape (batch,); fewer only if there are fewer."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        order = _shuffled(len(self.rows), self.seed, epoch)[index * self.batch : (index + 1) * self.batch]
+        return np.asarray(self.rows, np.int64)[order]
+
+
+@functools.lru_cache(maxsize=2)
+def _shuffled(count: int, seed: int, epoch: int) -> Array:
+    return np.random.default_rng([seed, epoch]).permutation(count)
+
+
+def learning_rate(step: int, steps: int, highest: float, warmup: float) -> float:
+    """Linear warm-up over a share of the steps, then a cosine to zero (Loshchilov and Hutter, "SGDR", ICLR 2017)."""
+    warm = math.ceil(warmup * steps)
+    if step < warm:
+        return highest * (step + 1) / warm
+    return highest * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+def parts(rows: Array, size: int) -> list[Array]:
+    """A batch in parts of at most ``size`` rows."""
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def share(rows: Array, rank: int, processes: int) -> Array:
+    """The rows of a batch that one of several processes works through."""
+    return np.array_split(rows, processes)[rank]

@@ -1,0 +1,177 @@
+"""Recovery in processes of its own: killed and resumed, shared between two, held to a limit of memory."""
+
+import time
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from enginesmith.calibration.dataset import embedded
+from enginesmith.pipeline import torch_model, workers
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import Device
+from enginesmith.pipeline.errors import DataError, StepOutOfMemory
+from enginesmith.pipeline.recovery.options import RecoverOptions
+from enginesmith.pipeline.recovery.record import Recovery, read
+from enginesmith.pipeline.runner import Outcome, Runner
+from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.steps import Step
+from enginesmith.pipeline.store import Store
+from enginesmith.pipeline.tasks.base import execute
+from enginesmith.pipeline.tasks.load import Load
+from enginesmith.pipeline.tasks.recover import MODEL, TEACHER, Recover
+
+NETS = Path(__file__).parent.parent / "data" / "nets.py"
+Pair = dict[str, Artifact]
+
+
+def quiet(text: str) -> None:
+    del text
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The digits network, and the same one with the smaller half of each convolution's filters at zero."""
+    folder = tmp_path_factory.mktemp("digits")
+    teacher, thinned = loaded("digits", folder / "dense", 0), folder / "thinned"
+    thinned.mkdir()
+    model = torch_model.load_artifact(teacher)
+    with torch.no_grad():
+        for module in model.module.modules():
+            if isinstance(module, torch.nn.Conv2d):
+                norms = module.weight.abs().sum((1, 2, 3))
+                module.weight[norms < norms.median()] = 0
+    torch_model.save_changed(teacher, model, thinned)
+    student = teacher.model_copy(update={"path": thinned / torch_model.RECORD, "sha256": "thinned"})
+    return {MODEL: student, TEACHER: teacher}
+
+
+def loaded(factory: str, folder: Path, seed: int) -> Artifact:
+    folder.mkdir()
+    effect = Load(source=resolve(factory), seed=seed).run({}, folder, quiet)
+    return Artifact(kind="torch", path=folder / effect.file, sha256=folder.name, bytes=0, signature=effect.signature)
+
+
+def task(seconds: float = 600.0, **options: Any) -> Recover:
+    chosen = {"epochs": 4, "evaluations": 4, "seconds": seconds, **options}
+    return Recover(options=RecoverOptions(**chosen), data="digits", samples=600, device=Device(threads=1))
+
+
+def recovered(task: Recover, pair: Pair, folder: Path) -> tuple[dict[str, Any], Recovery]:
+    out = folder / "out"
+    out.mkdir()
+    workers.run(execute, task, pair, out, log=folder / "log")
+    return load_file(out / "state.safetensors"), read(out)
+
+
+def top1(artifact: Artifact) -> float:
+    data = embedded("digits", "test")
+    image = torch.from_numpy(data.batch(0, len(data))["image"])
+    with torch.inference_mode():
+        (logits,) = torch_model.load_artifact(artifact).module(image)
+    return float(np.mean(logits.argmax(1).numpy() == data.labels))
+
+
+@pytest.mark.slow
+def test_killed_and_begun_again_it_ends_with_the_same_weights(digits: Pair, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    given = {role: Outcome(role, "done", artifact) for role, artifact in digits.items()}
+    step = Step("recover", task(epochs=3, checkpoint_seconds=0), {role: role for role in digits})
+    runner = Runner(store, tmp_path)
+    killer = Thread(target=_kill_in_the_middle, args=(runner, store.root / "begun"), daemon=True)
+    killer.start()
+    failed = runner.run([step], quiet_outcomes, given)["recover"]
+    killer.join()
+    assert isinstance(failed.error, StepOutOfMemory)  # which is what a process that was killed is taken for
+    (begun,) = store.root.glob("begun/*")
+    assert 5 <= max(int(path.name.removeprefix("state-")) for path in begun.glob("state-*")) < 21
+    assert [entry.step for entry in store.entries()] == ["unfinished"]
+
+    resumed = runner.run([step], quiet_outcomes, given)["recover"].artifact
+    assert resumed is not None
+    assert not list(store.root.glob("begun/*"))
+    whole, record = recovered(step.task, digits, tmp_path)  # type: ignore[arg-type]
+    found = load_file(resumed.folder / "state.safetensors")
+    assert record.steps == 21
+    assert read(resumed.folder) == record
+    assert all(np.array_equal(whole[name], found[name]) for name in whole)
+
+
+def quiet_outcomes(outcomes: Any) -> None:
+    del outcomes
+
+
+def _kill_in_the_middle(runner: Runner, begun: Path) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if any(int(path.name.removeprefix("state-")) >= 5 for path in begun.glob("*/state-*")):
+            next(iter(runner._active)).kill()
+            return
+        time.sleep(0.001)
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_steps_that_one_takes(tmp_path: Path) -> None:
+    pair = {role: loaded(f"{NETS}:mlp", tmp_path / role, seed) for seed, role in enumerate((MODEL, TEACHER))}
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal((150, 4)).astype(np.float32))
+    options = {"epochs": 3, "batch": 12, "learning_rate": 0.01, "seconds": 600, "evaluations": 2}
+    ends = []
+    for processes in (1, 2):
+        recover = Recover(
+            options=RecoverOptions(processes=processes, **options),
+            data=str(tmp_path / "x.npy"),
+            device=Device(threads=1),
+        )
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        ends.append(recovered(recover, pair, folder))
+    (one, alone), (two, shared) = ends
+    assert (alone.plan.processes, shared.plan.processes) == (1, 2)
+    assert (alone.plan.micro_batch, shared.plan.micro_batch) == (12, 6)
+    assert alone.steps == shared.steps == 30
+    assert alone.after > alone.before
+    before = load_file(pair[MODEL].folder / "state.safetensors")
+    for name, value in one.items():
+        moved = np.abs(value - before[name]).max()
+        assert moved > 0.01
+        assert np.abs(value - two[name]).max() < 1e-3 * moved
+
+
+@pytest.mark.slow
+def test_what_fails_in_another_process_is_told(digits: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("losses.py").write_text(
+        "import multiprocessing\n"
+        "assert '_help' not in multiprocessing.current_process().name, 'not here'\n"
+        "def loss(student, teacher, batch):\n"
+        "    return student(batch['image']).square().mean()\n"
+    )
+    with pytest.raises(DataError, match="not here"):
+        recovered(task(processes=2, method="losses.py:loss"), digits, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_limit_of_memory_is_held_in_smaller_parts(digits: Pair, tmp_path: Path) -> None:
+    _, record = recovered(task(evaluations=1, memory_bytes=15 << 20), digits, tmp_path)
+    assert 2 <= record.plan.micro_batch < 64
+    assert record.after > record.before + 0.3
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_at_all_is_said(digits: Pair, tmp_path: Path) -> None:
+    with pytest.raises(StepOutOfMemory, match="even one sample at a time"):
+        recovered(task(memory_bytes=1 << 20), digits, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["distil", "supervised"])
+def test_a_network_that_lost_half_of_its_filters_is_recovered(digits: Pair, tmp_path: Path, method: str) -> None:
+    _, record = recovered(task(epochs=10, method=method), digits, tmp_path)
+    assert top1(digits[MODEL]) < 0.8
+    assert record.before < 0.8
+    after = digits[MODEL].model_copy(update={"path": tmp_path / "out" / torch_model.RECORD})
+    assert top1(after) > 0.97

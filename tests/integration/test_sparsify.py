@@ -1,0 +1,88 @@
+"""Sparse weights through the command line, on the trained digits net: made, told how far off, kept, built."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from enginesmith.pipeline.engines.trt import flavours
+from enginesmith.pipeline.sparsity import check
+
+pytestmark = pytest.mark.slow
+
+Cli = Any
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sparsify")
+
+
+def test_a_module_becomes_a_2_4_graph_and_stays_one(cli: Cli, folder: Path) -> None:
+    out = folder / "sparse.onnx"
+    done = cli("sparsify", "digits", "-o", out, "--sparsity", "2:4", "--permute", "--protect", "model.fc", "--json")
+    assert done.code == 0, done.text
+    found = json.loads(done.stdout)
+    assert "2:4 in 14 of 16 weights" in found["summary"]
+    assert "in another order, keeping" in found["summary"]
+    assert "left dense: model.fc.weight: it is protected" in found["summary"]
+    assert [entry["step"] for entry in found["history"]][-1] == "sparsify"
+    assert all(entry["sqnr_db"] < 60 and entry["passed"] for entry in found["fidelity"])  # told, and not judged
+    facts = check.sparse_weights(out)
+    assert sum(one.two_of_four for one in facts) == 14
+    for tensor in onnx.load(out).graph.initializer:
+        if tensor.name.endswith("conv2.weight"):
+            assert (np.count_nonzero(numpy_helper.to_array(tensor).reshape(-1, 4, 9), axis=1) <= 2).all()
+    lower = folder / "int8.onnx"
+    done = cli("precision", out, "-o", lower, "--precision", "int8", "--calibration", "digits", "--search-steps", "1")
+    assert done.code == 0, done.text
+    assert "2:4 held in 14 of 14 weights" in done.stdout
+    assert check.follow(out, lower).lost == ()
+
+
+def test_how_far_the_answers_may_be(cli: Cli, folder: Path) -> None:
+    dense = folder / "dense.onnx"
+    assert cli("export", "digits", "-o", dense).code == 0
+    done = cli("sparsify", dense, "-o", folder / "far.onnx", "--sparsity", "unstructured=0.9", "--min-sqnr", "40")
+    assert done.code == 1
+    assert "the result differs from the original" in done.text
+    assert not (folder / "far.onnx").exists()
+    near = ("--sparsity", "unstructured=0.05", "--per-layer", "--min-sqnr", "20")
+    done = cli("sparsify", dense, "-o", folder / "near.onnx", *near)
+    assert done.code == 0, done.text
+    assert "unstructured=0.05 in 16 of 16 weights, 5.0%" in done.stdout
+    assert cli("inspect", folder / "near.onnx").stdout.count("unstructured=0.05") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--sparsity", "1:2"), "write 2:4, or unstructured=0.5"),
+        (("--sparsity", "unstructured=1"), "not at least 0 and less than 1"),
+        (("--protect", "model.layer1.0.conv9"), "did you mean model.layer1.0.conv"),
+        (("--sparsity", "unstructured=0.5", "--permute"), "the order of channels has no effect"),
+        (("--per-layer",), "a threshold for each layer has no effect"),
+    ],
+)
+def test_what_makes_no_sense_is_said(options: tuple[str, ...], words: str, cli: Cli, tmp_path: Path) -> None:
+    done = cli("sparsify", "digits", "-o", tmp_path / "m.onnx", *options)
+    assert done.code == 2
+    assert words in done.text
+    assert not (tmp_path / "m.onnx").exists()
+
+
+@pytest.mark.skipif(not flavours.importable("tensorrt_rtx").ok, reason="tensorrt-rtx is not installed")
+def test_tensorrt_is_told_of_2_4(cli: Cli, folder: Path) -> None:
+    out = folder / "sparse-for-trt.onnx"
+    assert cli("sparsify", "digits", "-o", out).code == 0
+    engine = folder / "sparse.engine"
+    done = cli("build", out, "-o", engine, "--target", "sm86", "--json")
+    assert done.code == 0, done.text
+    found = json.loads(done.stdout)["manifest"]
+    assert found["options"]["sparse_weights"]
+    assert "SPARSE_WEIGHTS is set: 15 of 16 weights of the graph are 2:4" in found["notes"]
+    assert any("--sparse-weights has no effect in tensorrt_rtx" in note for note in found["notes"])

@@ -1,0 +1,120 @@
+"""Plans with pruned and sparse models: each has its own model and answers, and is paired with its dense sibling."""
+
+from typing import Any
+
+import pytest
+
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.plan import Plan, plan
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.steps import Step
+from enginesmith.pipeline.tasks.measure import Latency
+from enginesmith.pipeline.tasks.prune import Prune
+from enginesmith.pipeline.tasks.recover import Recover
+
+FULL = {
+    "engines": ["onnxruntime", "compiled", "tensorrt_rtx"],
+    "targets": ["sm86"],
+    "precisions": ["fp32", "fp16"],
+    "prune": ["macs=0.5", "0.3"],
+    "sparsity": ["2:4"],
+}
+
+
+def planned(**values: Any) -> Plan:
+    return plan(make({"model": "digits", **values}))
+
+
+def by_id(made: Plan) -> dict[str, Step]:
+    return {step.id: step for step in made.steps}
+
+
+def test_every_step_comes_after_what_it_takes() -> None:
+    known: set[str] = set()
+    for step in planned(**FULL, recover=True, recovery={"seconds": 20}).steps:
+        assert {*step.needs.values(), *step.wants.values()} <= known, step.id
+        assert step.id not in known
+        known.add(step.id)
+
+
+def test_every_variant_has_a_sibling_for_each_change() -> None:
+    found = {variant.id: variant for variant in planned(**FULL).variants}
+    dense = [variant for variant in found.values() if variant.dense is None]
+    for one in dense:
+        pruned = found[f"{one.id}-prune-macs50"]
+        assert (pruned.dense, pruned.prune, pruned.sparsity) == (one.id, "macs=0.5", None)
+        assert (f"{one.id}-sparse24" in found) == (one.engine.consumes == "onnx")
+    both = found["onnxruntime-fp16-sparse24-prune30"]
+    assert (both.dense, both.prune, both.sparsity) == ("onnxruntime-fp16", "0.3", "2:4")
+
+
+def test_pruned_engines_are_held_against_the_pruned_model() -> None:
+    steps = by_id(planned(**FULL))
+    assert steps["export-prune30"].needs == {"model": "prune30"}
+    assert steps["reference-prune30"].needs == {"model": "prune30", "reference": "reference"}
+    assert steps["verify-onnxruntime-fp32-prune30"].needs["reference"] == "reference-prune30"
+    assert steps["verify-onnxruntime-fp32-sparse24"].needs["reference"] == "reference-sparse24"
+    assert steps["sparsify-sparse24-prune30"].needs == {"model": "simplify-prune30"}
+    assert not steps["verify-prune30"].task.judged  # type: ignore[attr-defined]
+    assert steps["verify-prune30"].needs["reference"] == "reference"
+
+
+def test_its_accuracy_is_held_against_the_given_model() -> None:
+    steps = by_id(planned(**FULL))
+    assert steps["quality-onnxruntime-fp32-prune30"].needs["baseline"] == "quality-eager"
+
+
+def test_siblings_are_paired_in_the_measurement() -> None:
+    latency = by_id(planned(**FULL))["latency"].task
+    assert isinstance(latency, Latency)
+    assert latency.dense["onnxruntime-fp32-prune30"] == "onnxruntime-fp32"
+    assert "onnxruntime-fp32" not in latency.dense
+
+
+def test_pruning_in_steps_recovers_after_each() -> None:
+    steps = by_id(planned(prune=["macs=0.5"], pruning={"steps": 2}, recover=True, recovery={"seconds": 60}))
+    first, second = (steps[f"prune-macs50-{turn}of2"] for turn in (1, 2))
+    assert isinstance(first.task, Prune)
+    assert isinstance(second.task, Prune)
+    assert second.needs["model"] == "recover-prune-macs50-1of2"
+    assert first.task.target.value * second.task.target.value == pytest.approx(0.5)
+    recover = steps["recover-prune-macs50-2of2"].task
+    assert isinstance(recover, Recover)
+    assert recover.options.seconds == 30
+    assert steps["export-prune-macs50"].needs == {"model": "recover-prune-macs50-2of2"}
+
+
+def test_a_graph_can_be_sparse_and_not_pruned(tmp_path_factory: pytest.TempPathFactory) -> None:
+    import onnx
+    from onnx import parser
+
+    path = tmp_path_factory.mktemp("graph") / "net.onnx"
+    text = '<ir_version: 9, opset_import: ["": 20]> g (float[batch, 8] x) => (float[batch, 8] y) { y = Neg(x) }'
+    onnx.save(parser.parse_model(text), path)
+    made = plan(make({"model": str(path), "sparsity": ["unstructured=0.5"], "simplify": False}))
+    assert [variant.id for variant in made.variants] == ["onnxruntime-fp32", "onnxruntime-fp32-sparse50"]
+    assert by_id(made)["build-onnxruntime-fp32-sparse50"].needs == {"model": "sparsify-sparse50"}
+    with pytest.raises(UsageError, match="channels are pruned in a module"):
+        make({"model": str(path), "prune": ["0.3"]})
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"prune": ["1.5"]}, "not between 0 and 1"),
+        ({"prune": ["speed=0.5"]}, "nothing that pruning can aim at"),
+        ({"sparsity": ["1:2"]}, "cannot read the sparsity"),
+        ({"recover": True}, "nothing is"),
+        ({"model": "resnet18", "prune": ["0.3"], "recover": True}, "recovery needs data"),
+        ({"model": "resnet18", "prune": ["0.3"], "pruning": {"importance": "taylor"}}, "taylor needs data"),
+        ({"prune": ["0.3"], "recover": True, "recovery": {"method": "distill"}}, "did you mean distil"),
+        ({"prune": ["0.5", "0.50"]}, "given twice as prune50"),
+        ({"pruning": {"importance": "l1"}}, "pruning.importance has no effect"),
+        ({"prune": ["0.5"], "recovery": {"seconds": 10}}, "recovery.seconds has no effect"),
+        ({"sparsifying": {"permute": True}}, "sparsifying.permute has no effect"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        make({"model": "digits", **values})
+    assert caught.value.remedy

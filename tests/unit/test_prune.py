@@ -1,0 +1,207 @@
+"""Pruning as a task: targets, what is written, what comes back, and what a saved model is as a MODEL."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from enginesmith.pipeline import torch_model
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.errors import DataError, ModelError, SourceError, UsageError
+from enginesmith.pipeline.pruning.options import PruneOptions
+from enginesmith.pipeline.pruning.record import Before, Surgery, named_tensors
+from enginesmith.pipeline.pruning.target import Target
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.source import rebased, resolve
+from enginesmith.pipeline.tasks.base import read_records
+from enginesmith.pipeline.tasks.calibrate import Feeder
+from enginesmith.pipeline.tasks.load import Load
+from enginesmith.pipeline.tasks.prune import Prune, hold_runs, read_facts
+from enginesmith.pipeline.tasks.prune_sensitivity import PruneSensitivity
+
+NETS = f"{Path(__file__).parents[1] / 'data' / 'nets.py'}:mlp"
+
+
+def quiet(_: str) -> None:
+    return None
+
+
+def loaded(tmp_path: Path, model: str = "digits") -> Artifact:
+    out = tmp_path / "loaded"
+    out.mkdir()
+    effect = Load(source=resolve(model)).run({}, out, quiet)
+    return _artifact(out / effect.file, effect.signature)
+
+
+def _artifact(path: Path, signature=None, kind="torch") -> Artifact:
+    return Artifact(kind=kind, path=path, sha256="0" * 64, bytes=0, signature=signature)
+
+
+def pruned(parent: Artifact, out: Path, target: str = "0.3", feeder: Feeder | None = None, **options) -> Artifact:
+    out.mkdir()
+    task = Prune(target=Target.parse(target), options=PruneOptions.model_validate(options), feeder=feeder)
+    effect = task.run({"model": parent}, out, quiet)
+    return _artifact(out / effect.file, effect.signature)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value", "slug"),
+    [
+        ("0.3", "ratio", 0.3, "prune30"),
+        ("macs=0.5", "macs", 0.5, "prune-macs50"),
+        ("params=0.125", "params", 0.125, "prune-params12_5"),
+        ("latency=0.6", "latency", 0.6, "prune-latency60"),
+    ],
+)
+def test_targets_are_read(text: str, kind: str, value: float, slug: str) -> None:
+    found = Target.parse(text)
+    assert (found.kind, found.value, found.slug, str(found)) == (kind, value, slug, text)
+
+
+@pytest.mark.parametrize("text", ["0", "1", "-0.1", "1.5", "nan", "half", "flops=0.5", "macs=0", "macs=1", "macs=", ""])
+def test_targets_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Target.parse(text)
+    assert "macs=0.5" in caught.value.remedy
+
+
+def test_stages_lead_to_the_target() -> None:
+    left = 1.0
+    for stage in Target.parse("macs=0.5").stages(3):
+        left *= stage.left
+    assert left == pytest.approx(0.5)
+    assert Target.parse("0.3").stages(1)[0].value == pytest.approx(0.3)
+
+
+def test_options_that_are_not_allowed_are_named() -> None:
+    with pytest.raises(UsageError, match=r"pruning.multiple_of: .* \(given: 0\)"):
+        make({"model": "digits", "prune": ["0.3"], "pruning": {"multiple_of": 0}})
+
+
+def test_a_pruned_model_comes_back_bit_by_bit_and_can_be_pruned_again(tmp_path: Path) -> None:
+    first = pruned(loaded(tmp_path), tmp_path / "first", "macs=0.6")
+    second = pruned(first, tmp_path / "second", "macs=0.6")
+    once, twice = (torch_model.load_artifact(one) for one in (first, second))
+    image = torch.rand(3, 1, 8, 8)
+    assert torch.equal(twice.module(image)[0], torch_model.load_artifact(second).module(image)[0])
+    assert read_facts(second).macs_before == read_facts(first).macs_after
+    assert abs(read_facts(first).macs_after / read_facts(first).macs_before - 0.6) <= 0.02
+    assert sum(one.numel() for one in twice.module.model.parameters()) < sum(
+        one.numel() for one in once.module.model.parameters()
+    )
+    record = json.loads((second.folder / "model.json").read_text())
+    assert record["model"] == "digits"
+    assert len(record["surgery"]["history"]) > len(read_facts(second).groups)
+
+
+def test_the_same_pruning_gives_the_same_bytes(tmp_path: Path) -> None:
+    parent = loaded(tmp_path, NETS)
+    for name in ("a", "b"):
+        pruned(parent, tmp_path / name, importance="random")
+    for file in ("model.json", "state.safetensors", "pruning.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_weights_alone_can_change(tmp_path: Path) -> None:
+    parent = pruned(loaded(tmp_path, NETS), tmp_path / "pruned")
+    model = torch_model.load_artifact(parent)
+    with torch.no_grad():
+        model.module.model.layers[2].bias.add_(1)
+    out = tmp_path / "trained"
+    out.mkdir()
+    torch_model.save_changed(parent, model, out)
+    again = torch_model.load_artifact(_artifact(out / "model.json"))
+    before, after = named_tensors(model.module.model), named_tensors(again.module.model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_a_surgery_does_not_tell_of_is_refused(tmp_path: Path) -> None:
+    parent = loaded(tmp_path)
+    model = torch_model.load_artifact(parent)
+    before = Before(model.module.model)
+    model.module.model.bn1.eps = 10.0
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(ModelError, match="cannot be built again as it was changed"):
+        torch_model.save_changed(parent, model, out, before.difference(model.module.model))
+
+
+def test_taylor_needs_data_and_takes_labels(tmp_path: Path) -> None:
+    parent = loaded(tmp_path)
+    with pytest.raises(UsageError, match="taylor needs samples"):
+        pruned(parent, tmp_path / "none", importance="taylor")
+    feeder = Feeder(data="digits", samples=16, seed=0)
+    found = pruned(parent, tmp_path / "some", "macs=0.5", feeder, importance="taylor")
+    assert read_facts(found).importance == "taylor"
+    with pytest.raises(DataError):
+        pruned(parent, tmp_path / "bad", feeder=Feeder(data="nowhere.npz", samples=4, seed=0), importance="taylor")
+
+
+def test_a_model_that_runs_at_one_batch_size_only_is_named(tmp_path: Path) -> None:
+    model = torch_model.load_artifact(loaded(tmp_path))
+
+    class Once(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(2, -1) if x.shape[0] == 2 else x.reshape(7, 11)
+
+    model.module.model.fc = Once()
+    with pytest.raises(ModelError, match=r"does not run at batch size 3: in fc \(Once\)"):
+        hold_runs(model)
+
+
+def test_a_saved_model_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(__file__).parents[1] / "data" / "nets.py"
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "nets_saved.py").write_text(source.read_text())
+    monkeypatch.chdir(project)
+    made = pruned(loaded(tmp_path, "nets_saved.py:mlp"), tmp_path / "made", "0.5")
+    torch_model.write_saved(made, project / "small", project / "small")
+    assert json.loads((project / "small" / "model.json").read_text())["model"] == "../nets_saved.py:mlp"
+    inner = project / "elsewhere"
+    inner.mkdir()
+    monkeypatch.chdir(inner)
+    found = resolve("../small")
+    assert (found.form, found.is_torch) == ("saved", True)
+    out = tmp_path / "again"
+    out.mkdir()
+    effect = Load(source=found).run({}, out, quiet)
+    again = torch_model.load_artifact(_artifact(out / effect.file))
+    x = torch.randn(3, 4)
+    monkeypatch.chdir(project)
+    assert torch.equal(again.module(x)[0], torch_model.load_artifact(made).module(x)[0])
+    (project / "nets_saved.py").write_text(source.read_text() + "\n# changed\n")
+    (project / "small" / "model.json").write_text("{}")
+    with pytest.raises(SourceError, match="is no record of a saved model"):
+        torch_model.read_saved(project / "small", torch_model.LoadOptions(), out)
+
+
+def test_paths_are_taken_along() -> None:
+    here, there = Path("/a/b"), Path("/a/b/c")
+    assert rebased("net.py:build(x='a:b')", here, there) == "../net.py:build(x='a:b')"
+    assert rebased("../net.py:build(x={'a': 1})", there, here) == "net.py:build(x={'a': 1})"
+    assert rebased("net.pt2", here, there) == "../net.pt2"
+    for kept in ("digits", "resnet50(num_classes=3)", "package.module:name", "hf:org/name", "/x/net.py:build"):
+        assert rebased(kept, here, there) == kept
+
+
+def test_sensitivity_has_a_number_for_each_group_and_ratio(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    task = PruneSensitivity(feeder=Feeder(data="digits", samples=64, seed=0), ratios=(0.25, 0.75))
+    parent = loaded(tmp_path)
+    before = torch_model.load_artifact(parent)
+    effect = task.run({"model": parent}, out, quiet)
+    rows = read_records(_artifact(out / effect.file, kind="record"))
+    assert {row["group"] for row in rows} >= {"conv1", "layer3.1.conv1"}
+    assert len(rows) == 18
+    assert all(row["metric"] == "top1" and 0 <= row["value"] <= 1 for row in rows)
+    stem = {row["ratio"]: row["value"] for row in rows if row["group"] == "conv1"}
+    assert stem[0.75] < stem[0.25]
+    assert before.module.model.conv1.out_channels == 16
+
+
+def test_an_empty_surgery_changes_nothing() -> None:
+    model = torch.nn.Linear(2, 2)
+    assert Before(model).difference(model) == Surgery()

@@ -1,0 +1,316 @@
+"""Structures that channels are pruned in: what hangs together goes together, and what cannot go stays, for a reason."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from enginesmith.pipeline.errors import ModelError, UsageError
+from enginesmith.pipeline.pruning import pruner
+from enginesmith.pipeline.pruning.options import PruneOptions
+from enginesmith.pipeline.pruning.pruner import Pruned
+from enginesmith.pipeline.pruning.record import Before, Surgery, apply, named_tensors
+from enginesmith.pipeline.pruning.target import Target
+
+IMAGE = (2, 3, 8, 8)
+
+
+class Of(nn.Module):
+    """Modules by name, and a forward that is handed them."""
+
+    def __init__(self, forward: Callable[..., Tensor], **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.function = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+class Heads(nn.Module):
+    """Attention that counts its heads beside its weights."""
+
+    def __init__(self, fixed: bool = False) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.num_heads, self.head_size, self.fixed = 4, 4, fixed
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = 4 if self.fixed else self.num_heads
+        q, k, v = (f(x).unflatten(-1, (count, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        return self.out((q @ k.transpose(-1, -2) / 2).softmax(-1).matmul(v).transpose(1, 2).flatten(2))
+
+
+def head(width: int, classes: int = 3) -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes))
+
+
+def grouped() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 16, 1), nn.Conv2d(16, 16, 3, groups=4), nn.BatchNorm2d(16), nn.ReLU(), head(16))
+
+
+def squeezed() -> nn.Module:
+    """Depthwise, and a squeeze-and-excitation block."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        y = self.depthwise(self.expand(x))
+        weight = self.up(F.relu(self.down(y.mean((2, 3)))))
+        return self.head(y * weight.sigmoid()[:, :, None, None])
+
+    parts = {"expand": nn.Conv2d(3, 16, 1), "depthwise": nn.Conv2d(16, 16, 3, groups=16)}
+    return Of(forward, **parts, down=nn.Linear(16, 8), up=nn.Linear(8, 16), head=head(16))
+
+
+def dense() -> nn.Module:
+    """Each layer reads all before it, as in DenseNet."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        x = self.a(x)
+        x = torch.cat([x, self.b(x)], 1)
+        return self.head(F.relu(self.norm(torch.cat([x, self.c(x)], 1))))
+
+    convolutions = {"a": nn.Conv2d(3, 8, 1), "b": nn.Conv2d(8, 8, 3, padding=1), "c": nn.Conv2d(16, 8, 1)}
+    return Of(forward, **convolutions, norm=nn.BatchNorm2d(24), head=head(24))
+
+
+def transposed() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.ConvTranspose2d(8, 16, 2, stride=2),
+        nn.PReLU(16),
+        nn.Conv2d(16, 8, 1),
+        nn.Conv2d(8, 2, 1),
+    )
+
+
+def flattened() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 16), nn.Linear(16, 3))
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 16, 1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 8, 1), head(8))
+
+
+def without_weights() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 16, 1), nn.InstanceNorm2d(16), nn.BatchNorm2d(16, affine=False), head(16))
+
+
+def shared() -> nn.Module:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.head(self.b(F.relu(self.b(x))))
+
+    return Of(forward, a=nn.Conv2d(3, 8, 1), b=nn.Conv2d(8, 8, 3, padding=1), head=head(8))
+
+
+def gated() -> nn.Module:
+    """One Linear makes both halves of a gated unit."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        gate, value = self.both(x.flatten(2)).chunk(2, -1)
+        return self.out(F.silu(gate) * value)
+
+    return Of(forward, both=nn.Linear(64, 32), out=nn.Linear(16, 3))
+
+
+STRUCTURES = {one.__name__: one for one in (grouped, squeezed, dense, transposed, flattened, normalised)}
+STRUCTURES |= {one.__name__: one for one in (without_weights, shared, gated)}
+
+
+def prune(model: nn.Module, shape: tuple[int, ...] = IMAGE, target: str = "0.3", **options: object) -> Pruned:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator)
+    chosen = PruneOptions.model_validate({"scope": "uniform", **options})
+    return pruner.prune(model.eval(), lambda: (model(x),), Target.parse(target), chosen)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_what_hangs_together_goes_together_and_comes_back_from_the_record(name: str) -> None:
+    torch.manual_seed(0)
+    model = STRUCTURES[name]()
+    done = prune(model)
+    assert done.after.macs < done.before.macs
+    assert done.after.parameters < done.before.parameters
+    assert done.surgery.history
+    assert 0.15 <= 1 - done.channels_after / done.channels_before <= 0.45
+    again = STRUCTURES[name]().eval()
+    apply(Surgery.model_validate_json(done.surgery.model_dump_json()), again)
+    again.load_state_dict(model.state_dict())
+    for size in (1, 3):
+        x = torch.randn(size, *IMAGE[1:])
+        assert torch.equal(model(x), again(x))
+
+
+def test_groups_of_a_grouped_convolution_lose_alike() -> None:
+    model = grouped()
+    prune(model, target="0.5", multiple_of=1)
+    assert (model[1].in_channels, model[1].out_channels, model[1].groups) == (8, 8, 4)
+
+
+def test_heads_go_whole_and_their_number_is_kept_in_line() -> None:
+    model = nn.Sequential(Heads(), nn.Linear(16, 3))
+    done = prune(model, (2, 5, 16), "0.5")
+    heads = next(one for one in done.surgery.history if one.unit == "head")
+    assert (heads.before, heads.after) == (4, 2)
+    assert model[0].num_heads == 2
+    assert done.surgery.attributes["0"] == {"num_heads": 2}
+    assert model[0].value.out_features == 8
+    assert model[0].head_size == 4
+
+
+def test_heads_of_a_number_written_in_forward_stay() -> None:
+    model = nn.Sequential(Heads(fixed=True), nn.Linear(16, 3))
+    done = prune(model, (2, 5, 16), "0.25")
+    assert "its heads cannot go one by one" in done.whole["0.query"]
+    assert model[0].query.out_features == 16
+    assert {one.root for one in done.surgery.history} == {"0.out"}
+
+
+def test_heads_stay_where_that_is_asked_for() -> None:
+    done = prune(nn.Sequential(Heads(), nn.Linear(16, 3)), (2, 5, 16), "0.25", heads=False)
+    assert done.whole["0.query"] == "attention heads are to stay"
+
+
+def test_the_hidden_layer_of_a_transformer_of_torch_is_pruned_and_its_attention_is_not() -> None:
+    model = nn.Sequential(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), nn.Linear(16, 3))
+    done = prune(model, (2, 5, 16), "0.25")
+    assert model[0].linear1.out_features == 24
+    assert {one.root for one in done.surgery.history} == {"0.linear1"}
+    assert model[0].self_attn.embed_dim == 16
+
+
+def test_a_view_of_a_fixed_size_keeps_its_layer_whole_and_lets_the_others_go() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x).view(-1, 8 * 64)))
+
+    model = Of(forward, first=nn.Conv2d(3, 8, 1), middle=nn.Linear(512, 16), last=nn.Linear(16, 3))
+    done = prune(model)
+    assert "does not run without some of them: in " in done.whole["first"] or "RuntimeError" in done.whole["first"]
+    assert {one.root for one in done.surgery.history} == {"middle"}
+
+
+def test_a_mean_over_channels_keeps_its_layer_whole() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x).mean(1).flatten(1)))
+
+    done = prune(Of(forward, first=nn.Conv2d(3, 8, 1), middle=nn.Linear(64, 16), last=nn.Linear(16, 3)))
+    assert "first" in done.whole
+    assert {one.root for one in done.surgery.history} == {"middle"}
+
+
+@pytest.mark.parametrize("recurrent", [nn.GRU, nn.LSTM])
+def test_recurrent_layers_are_refused_by_name(recurrent: type[nn.RNNBase]) -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.last(self.recurrent(x)[0])
+
+    model = Of(forward, recurrent=recurrent(8, 8, batch_first=True), last=nn.Linear(8, 3))
+    with pytest.raises(ModelError, match=r"recurrent|no layer of this model can lose channels"):
+        prune(model, (2, 5, 8))
+
+
+def test_shared_tensors_stay_shared() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return self.c(F.relu(self.a(x)) + F.relu(self.b(x)))
+
+    def build() -> nn.Module:
+        model = Of(forward, a=nn.Linear(8, 16), b=nn.Linear(8, 16), c=nn.Linear(16, 3))
+        model.b.weight = model.a.weight
+        return model
+
+    model = build()
+    done = prune(model, (2, 8), "0.5")
+    assert model.a.weight is model.b.weight
+    again = build()
+    apply(done.surgery, again)
+    assert again.a.weight.shape == (8, 8)
+    assert again.a.weight.data_ptr() == again.b.weight.data_ptr()
+
+
+def test_surgery_composes() -> None:
+    model = flattened().eval()
+    first = prune(model, target="0.25").surgery
+    both = first.then(prune(model, target="0.25").surgery)
+    again = flattened()
+    apply(both, again)
+    assert {name: value.shape for name, value in named_tensors(again).items()} == {
+        name: value.shape for name, value in named_tensors(model).items()
+    }
+    assert both == Before(flattened().eval()).difference(model, both.history)
+
+
+@pytest.mark.parametrize("scope", ["global", "uniform"])
+@pytest.mark.parametrize("target", ["macs=0.5", "params=0.5"])
+def test_a_target_is_met_within_two_points(target: str, scope: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.Conv2d(32, 64, 3), nn.Conv2d(64, 64, 3), head(64))
+    done = prune(model, target=target, scope=scope, multiple_of=4)
+    before, after = (one.macs if "macs" in target else one.parameters for one in (done.before, done.after))
+    assert abs(after / before - 0.5) <= 0.02
+    assert all(layer.out_channels % 4 == 0 for layer in (model[0], model[2], model[3]))
+
+
+def test_several_steps_end_where_one_does() -> None:
+    torch.manual_seed(0)
+    done = prune(nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3), head(64)), target="macs=0.5", steps=3)
+    assert abs(done.after.macs / done.before.macs - 0.5) <= 0.02
+    assert {one.step for one in done.surgery.history} == {1, 2, 3}
+
+
+def test_named_layers_stay_whole() -> None:
+    model = grouped()
+    done = prune(model, protect=("4.*",))
+    assert done.surgery.history
+    model = flattened()
+    done = prune(model, protect=("0",))
+    assert done.whole["0"] == "it is to stay whole, as was asked for"
+    assert model[0].out_channels == 8
+    with pytest.raises(UsageError, match="no layer of the model is called 'fist'"):
+        prune(flattened(), protect=("fist",))
+
+
+def test_what_would_empty_a_layer_is_refused() -> None:
+    with pytest.raises(UsageError, match="would empty a layer"):
+        prune(flattened(), target="0.99")
+    with pytest.raises(UsageError, match="would empty a layer"):
+        prune(flattened(), target="macs=0.01")
+
+
+def test_channels_that_leave_the_model_stay() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+    with pytest.raises(ModelError, match="no layer of this model can lose channels"):
+        prune(model)
+
+
+def test_a_model_that_gradients_do_not_follow_is_refused() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.layer(x)
+
+    with pytest.raises(ModelError, match="no output of the model depends on its parameters"):
+        prune(Of(forward, layer=nn.Linear(8, 8)), (2, 8))
+
+
+def test_batch_norm_ranks_by_its_scale() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), head(8))
+    with torch.no_grad():
+        model[1].weight.copy_(torch.tensor([1.0, 0.1, 1.0, 0.2, 1.0, 0.3, 1.0, 0.4]))
+    done = prune(model, target="0.5", importance="bn")
+    assert done.surgery.history[0].kept == (0, 2, 4, 6)
+
+
+def test_taylor_ranks_by_gradients() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).eval()
+    x = torch.randn(2, 4)
+
+    def gradients() -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        model[0].weight.grad[2:6] = 1.0
+
+    target, options = Target.parse("0.5"), PruneOptions(importance="taylor")
+    done = pruner.prune(model, lambda: (model(x),), target, options, gradients=gradients)
+    assert done.surgery.history[0].kept == (2, 3, 4, 5)

@@ -1,0 +1,311 @@
+"""What recovery is made of: orders, rates, losses, parts that fit, averages, judgements."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+from torch.nn import functional as F
+
+from enginesmith.calibration.dataset import Dataset
+from enginesmith.pipeline.errors import DataError, ModelError, StepOutOfMemory
+from enginesmith.pipeline.recovery import averaging, judging, losses, memory, schedule
+from enginesmith.pipeline.recovery.features import feature_targets, output_targets
+from enginesmith.pipeline.recovery.material import Batch, divided
+from enginesmith.pipeline.recovery.options import RecoverOptions
+from enginesmith.pipeline.recovery.record import Target, TrainingPlan
+from enginesmith.pipeline.recovery.training import shrunk
+from enginesmith.pipeline.tensors import Signature, TensorSpec
+from enginesmith.pipeline.torch_model import LoadedModel, NamedForward
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """Two stages of convolutions, the second at half the size, and classes."""
+
+    def __init__(self, width: int = 8, name: str = "logits") -> None:
+        super().__init__()
+        self.name = name
+        self.one = nn.Sequential(nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+        self.two = nn.Sequential(nn.Conv2d(width, 4, 3, stride=2, padding=1), nn.ReLU())
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {self.name: self.head(self.two(self.one(image)).mean((2, 3)))}
+
+
+def model(width: int = 8, name: str = "logits", seed: int = 0) -> LoadedModel:
+    torch.manual_seed(seed)
+    image = TensorSpec(name="image", dtype="float32", shape=("batch", 1, 8, 8))
+    answer = TensorSpec(name=name, dtype="float32", shape=("batch", 3))
+    module = NamedForward(Net(width, name).eval(), ("image",), (name,))
+    return LoadedModel(module, Signature(inputs=(image,), outputs=(answer,)), {"image": torch.zeros(2, 1, 8, 8)})
+
+
+def batch(count: int = 6, labels: torch.Tensor | None = None) -> Batch:
+    return Batch({"image": torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(1))}, labels)
+
+
+def test_an_epoch_takes_every_row_once_and_each_epoch_in_another_order() -> None:
+    order = schedule.Order(tuple(range(100, 120)), 5, seed=3)
+    epochs = [np.concatenate([order.at(4 * epoch + step) for step in range(4)]) for epoch in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(100, 120))
+    assert epochs[0].tolist() != epochs[1].tolist()
+    assert order.at(6).tolist() == schedule.Order(tuple(range(100, 120)), 5, seed=3).at(6).tolist()
+    assert order.at(6).tolist() != schedule.Order(tuple(range(100, 120)), 5, seed=4).at(6).tolist()
+
+
+def test_the_rate_rises_and_falls_to_nothing() -> None:
+    rates = [schedule.learning_rate(step, 100, 1.0, 0.1) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[10] == 1.0
+    assert rates[55] == pytest.approx(0.5)
+    assert rates[100] == pytest.approx(0.0)
+
+
+def test_parts_and_shares_are_the_whole_batch() -> None:
+    rows = np.arange(10)
+    assert [part.tolist() for part in schedule.parts(rows, 4)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert np.concatenate([schedule.share(rows, rank, 3) for rank in range(3)]).tolist() == rows.tolist()
+
+
+def test_what_is_judged_is_not_learnt_from() -> None:
+    labels = np.repeat(np.arange(2), 10)
+    found = divided(Dataset("set", {"image": np.zeros((20, 1))}, labels), 0.3, 0, CPU)
+    assert sorted(found.learnt + found.held_back) == list(range(20))
+    assert np.bincount(labels[list(found.held_back)]).tolist() == [3, 3]
+    with pytest.raises(DataError, match="1 sample"):
+        divided(Dataset("set", {"image": np.zeros((1, 1))}), 0.3, 0, CPU)
+
+
+def test_distilling_classes_is_the_divergence_of_softened_probabilities() -> None:
+    student, teacher, given = model(seed=1), model(), batch()
+    (target,) = output_targets(teacher, given)
+    assert (target.name, target.kind) == ("logits", "classes")
+    with torch.no_grad():
+        found = losses.Distil([target], [], ["logits"], 2.0)(student.module, teacher.module, given)
+        ours, theirs = (F.softmax(one.module(given.inputs["image"])[0] / 2, 1) for one in (student, teacher))
+    assert found.item() == pytest.approx(4 * (theirs * (theirs / ours).log()).sum(1).mean().item(), rel=1e-4)
+
+
+def test_numbers_are_compared_by_the_variance_of_the_teachers() -> None:
+    student, teacher, given = model(name="box", seed=1), model(name="box"), batch()
+    (target,) = output_targets(teacher, given)
+    assert target.kind == "values"
+    with torch.no_grad():
+        found = losses.Distil([target], [], ["box"], 2.0)(student.module, teacher.module, given)
+        ours, theirs = (one.module(given.inputs["image"])[0] for one in (student, teacher))
+    assert found.item() == pytest.approx(F.mse_loss(ours, theirs).item() / theirs.var(correction=0).item(), rel=1e-4)
+
+
+def test_labels_that_number_an_outputs_columns_make_it_classes() -> None:
+    teacher = model(name="box")
+    assert output_targets(teacher, batch(labels=torch.tensor([0, 1, 2, 0, 1, 2])))[0].kind == "classes"
+    assert output_targets(teacher, batch(labels=torch.tensor([0, 1, 9, 0, 1, 2])))[0].kind == "values"
+
+
+def test_outputs_without_numbers_cannot_be_distilled() -> None:
+    teacher = model()
+    teacher.module.model.head = nn.Flatten()  # what it answers then is replaced
+    teacher.module.register_forward_hook(lambda module, given, values: (values[0].argmax(1),))
+    with pytest.raises(ModelError, match="no output of the model is of floating point"):
+        output_targets(teacher, batch())
+
+
+def test_ends_of_stages_are_compared_and_maps_where_channels_are_gone() -> None:
+    given = batch()
+    same = {one.name: one.kind for one in feature_targets(model(seed=1), model(), given)}
+    assert same == {"one": "values", "two": "values"}
+    pruned = {one.name: one.kind for one in feature_targets(model(width=5), model(), given)}
+    assert pruned == {"one": "maps", "two": "values"}
+
+
+def test_features_are_zero_for_the_teacher_itself_and_reach_the_weights_of_others() -> None:
+    given = batch()
+    student, teacher = model(width=5, seed=1), model()
+    features = feature_targets(student, teacher, given)
+    loss = losses.Distil(output_targets(teacher, given), features, ["logits"], 1.0)
+    assert loss(teacher.module, teacher.module, given).item() == pytest.approx(0.0, abs=1e-6)
+    loss(student.module, teacher.module, given).backward()
+    assert student.module.model.one[0].weight.grad.abs().max() > 0
+    assert not student.module.model.two._forward_hooks
+
+
+def test_supervised_is_cross_entropy_or_squared_error() -> None:
+    student, labels = model(), torch.tensor([0, 1, 2, 0, 1, 2])
+    logits = student.module(batch().inputs["image"])[0]
+    found = losses.supervised(student.module, student.module, batch(labels=labels))
+    assert found.item() == pytest.approx(F.cross_entropy(logits, labels).item())
+    numbers = torch.zeros(6, 3)
+    found = losses.supervised(student.module, student.module, batch(labels=numbers))
+    assert found.item() == pytest.approx(logits.square().mean().item())
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (None, "needs labels"),
+        (torch.tensor([0, 1, 2, 0, 1, 3]), "from 0 to 3, and the model has 3 classes"),
+        (torch.zeros(6, 2), r"\[6, 2\] do not fit the output of shape \[6, 3\]"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused(labels: torch.Tensor | None, said: str) -> None:
+    student = model().module
+    with pytest.raises(DataError, match=said):
+        losses.supervised(student, student, batch(labels=labels))
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda student, teacher, batch: batch["nothing"], "raised KeyError"),
+        (lambda student, teacher, batch: 0.5, "returned a float"),
+        (lambda student, teacher, batch: teacher(batch["image"])["logits"], r"tensor of shape \[6, 3\]"),
+        (lambda student, teacher, batch: torch.zeros(()), "depends on no weight"),
+    ],
+)
+def test_what_a_loss_of_the_users_must_not_do_is_said(function: Callable[..., object], said: str) -> None:
+    student = model().module
+    with pytest.raises(DataError, match=said):
+        losses.UserLoss("own:loss", function)(student, student, batch())
+
+
+def test_a_loss_of_the_users_gets_modules_and_arrays_by_name() -> None:
+    student, teacher = model(seed=1).module, model().module
+
+    def own(student: nn.Module, teacher: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        assert batch["labels"].shape == (6,)
+        apart: torch.Tensor = student(batch["image"])["logits"] - teacher(batch["image"])["logits"]
+        return apart.square().mean()
+
+    found = losses.UserLoss("own:loss", own)(student, teacher, batch(labels=torch.zeros(6)))
+    assert found.requires_grad
+    assert found.item() > 0
+
+
+def test_a_method_that_there_is_not_is_refused_with_the_nearest() -> None:
+    assert RecoverOptions(method="losses.py:own").method == "losses.py:own"
+    with pytest.raises(ValidationError, match="did you mean distil"):
+        RecoverOptions(method="distill")
+
+
+class Limited:
+    """A step that takes 10 bytes and 4 for each sample; half of them where activations are computed again."""
+
+    def __init__(self, device_bytes: int = 10**9) -> None:
+        self.device_bytes = device_bytes
+        self.tried: list[tuple[int, bool]] = []
+
+    def attempt(self, size: int, again: bool) -> None:
+        self.tried.append((size, again))
+        self.taken = 10 + (2 if again else 4) * size
+        if self.taken > self.device_bytes:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    def meter(self, action: Callable[[], None]) -> int:
+        action()
+        return self.taken
+
+
+def test_the_largest_part_below_a_limit_is_found_without_going_far_above() -> None:
+    step = Limited()
+    assert memory.largest_part(memory.sizes(64, None), step.attempt, step.meter, 100) == (16, False)
+    assert max(size for size, _ in step.tried) == 16
+    assert memory.largest_part(memory.sizes(64, None), step.attempt, step.meter, 10**6) == (64, False)
+
+
+def test_activations_are_computed_again_where_one_sample_is_too_much() -> None:
+    step = Limited()
+    assert memory.largest_part(memory.sizes(64, None), step.attempt, step.meter, 13) == (1, True)
+    with pytest.raises(StepOutOfMemory, match="even one sample at a time: it takes 12 B"):
+        memory.largest_part(memory.sizes(64, None), step.attempt, step.meter, 11)
+
+
+def test_without_a_limit_the_device_says_what_fits() -> None:
+    step = Limited(device_bytes=100)
+    assert memory.largest_part(memory.sizes(64, None), step.attempt, step.meter, None) == (16, False)
+    assert [size for size, _ in step.tried] == [64, 32, 16]
+    assert memory.sizes(48, None) == (1, 2, 4, 8, 16, 32, 48)
+    assert memory.sizes(48, 4) == (4,)
+
+
+def test_other_errors_are_not_taken_for_lack_of_memory() -> None:
+    def broken(size: int, again: bool) -> None:
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        memory.largest_part((1, 2), broken, Limited().meter, None)
+
+
+PLAN = TrainingPlan(steps=1, batch=32, micro_batch=32, evaluate_every=1, judged=1, statistics=1, processes=1, threads=1)
+
+
+def test_a_plan_shrinks_until_it_cannot() -> None:
+    half = shrunk(PLAN)
+    assert (half.micro_batch, half.frozen_norms) == (16, False)
+    assert (shrunk(half).micro_batch, shrunk(half).frozen_norms) == (8, True)
+    one = PLAN.model_copy(update={"micro_batch": 1})
+    assert shrunk(one).checkpointed
+    with pytest.raises(StepOutOfMemory):
+        shrunk(shrunk(one))
+    fixed = PLAN.model_copy(update={"least_part": 32})
+    assert shrunk(fixed).checkpointed
+
+
+def test_computing_activations_again_changes_no_gradient() -> None:
+    gradients = []
+    for again in (False, True):
+        student = model().module
+        if again:
+            assert memory.compute_again(student.model) == 5
+        student(batch().inputs["image"])[0].sum().backward()
+        gradients.append(student.model.one[0].weight.grad.clone())
+        memory.keep_all(student.model)
+        assert not any("forward" in vars(one) for one in student.modules())
+    assert torch.equal(*gradients)
+
+
+def test_the_average_follows_closely_at_first_and_slowly_later() -> None:
+    average, student = model().module, model(seed=1).module
+    start, end = (one.model.head.weight.detach().clone() for one in (average, student))
+    averaging.update(average, student, 0.9, step=0)
+    torch.testing.assert_close(average.model.head.weight.detach(), start + 0.9 * (end - start))
+    start = average.model.head.weight.detach().clone()
+    averaging.update(average, student, 0.9, step=1000)
+    torch.testing.assert_close(average.model.head.weight.detach(), start + 0.1 * (end - start))
+
+
+def test_statistics_are_those_of_the_samples() -> None:
+    module = model().module
+    norm = module.model.one[1]
+    batches = [batch(8), batch(8)]
+    averaging.find_statistics(module, batches)
+    values = module.model.one[0](batches[0].inputs["image"])
+    torch.testing.assert_close(norm.running_mean, values.mean((0, 2, 3)))
+    torch.testing.assert_close(norm.running_var, values.var((0, 2, 3)))
+    assert not norm.training
+    assert norm.momentum == 0.1
+
+
+def test_a_verdict_is_by_the_metric_and_then_by_the_loss() -> None:
+    good = judging.Verdict(0.9, 0.5, 1.0)
+    assert judging.Verdict(0.9, 0.4, 1.0).better_than(good)
+    assert not judging.Verdict(0.8, 0.1, 1.0).better_than(good)
+    assert not judging.Verdict(float("nan"), 0.1, 1.0).better_than(good)
+    assert judging.Verdict(0.8, 0.9, -1.0).better_than(judging.Verdict(0.9, 0.5, -1.0))
+
+
+def test_agreement_is_of_classes_or_of_numbers() -> None:
+    theirs = {"y": np.array([[1.0, 0.0], [0.0, 1.0]])}
+    assert judging.agreement({"y": np.array([[2.0, 1.0], [2.0, 1.0]])}, theirs, None) == 0.5
+    numbers = {"y": np.arange(8.0).reshape(2, 2, 2)}
+    assert judging.agreement(numbers, numbers, None) == 1.0
+    assert judging.agreement({"y": np.full((2, 2, 2), 3.5)}, numbers, None) == pytest.approx(0.0)
+
+
+def test_targets_can_be_read_again() -> None:
+    plan = PLAN.model_copy(update={"outputs": (Target(name="y", kind="values", scale=0.1 + 0.2),)})
+    assert TrainingPlan.model_validate_json(plan.model_dump_json()) == plan

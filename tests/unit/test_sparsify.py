@@ -1,0 +1,408 @@
+"""Zeros put into graphs: which weights, along which axis, in which order of channels, and what is left alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from enginesmith.pipeline import graph, onnx_file
+from enginesmith.pipeline.artifact import Artifact, Effect, file_digest
+from enginesmith.pipeline.errors import InvalidGraph, UsageError
+from enginesmith.pipeline.passes import equivalence
+from enginesmith.pipeline.passes.base import run_pass
+from enginesmith.pipeline.passes.sparsify import Sparsify
+from enginesmith.pipeline.sparsity import candidates, check, marks
+from enginesmith.pipeline.sparsity.options import Sparsity
+from enginesmith.pipeline.sparsity.permuting import Permuted, permute
+
+Weights = dict[str, Any]
+
+
+def node(operator: str, inputs: str, output: str, **attributes: Any) -> onnx.NodeProto:
+    return helper.make_node(operator, inputs.split(), [output], name=f"{operator}_{output}", **attributes)
+
+
+def normal(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
+
+
+def saved(
+    folder: Path, nodes: list[onnx.NodeProto], weights: Weights, x: Sequence[Any], outputs: str = "y", **inputs: Any
+) -> Path:
+    initialisers = [numpy_helper.from_array(value, name) for name, value in weights.items()]
+    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs.split()]
+    given = [helper.make_tensor_value_info("x", TensorProto.FLOAT, x)]
+    given += [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in inputs.items()]
+    body = helper.make_graph(nodes, "g", given, infos, initialisers)
+    model = helper.make_model(body, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    folder.mkdir(parents=True, exist_ok=True)
+    onnx.save(onnx.shape_inference.infer_shapes(model), folder / "given.onnx")
+    return folder / "given.onnx"
+
+
+def artifact(path: Path) -> Artifact:
+    sha = file_digest(path)
+    return Artifact(kind="onnx", path=path, sha256=sha, bytes=0, signature=onnx_file.signature(path))
+
+
+def sparsified(path: Path, folder: Path, **fields: Any) -> tuple[Path, Effect]:
+    folder.mkdir(parents=True, exist_ok=True)
+    effect = run_pass(Sparsify(**fields), artifact(path), folder, lambda _: None)
+    return folder / effect.file, effect
+
+
+def arrays(path: Path) -> Weights:
+    return {one.name: numpy_helper.to_array(one, str(path.parent)) for one in onnx.load(path).graph.initializer}
+
+
+def eligible(weight: Any) -> bool:
+    """TensorRT's test, as its developer guide has it, for a weight of K × C × places in the kernel."""
+    rows, length = weight.reshape(*weight.shape[:2], -1), weight.shape[1]
+    assert length % 4 == 0
+    return all(
+        np.count_nonzero(rows[k, c : c + 4, place]) <= 2
+        for k in range(rows.shape[0])
+        for c in range(0, length, 4)
+        for place in range(rows.shape[2])
+    )
+
+
+def mixed(folder: Path, **changes: Any) -> Path:
+    """One product of each kind, with weights that reach them in different layouts."""
+    nodes = [
+        node("Conv", "x conv", "a", pads=[1, 1, 1, 1]),
+        node("GlobalAveragePool", "a", "b"),
+        node("Flatten", "b", "c"),
+        node("Gemm", "c gemm", "d"),
+        node("Gemm", "d gemm_t bias", "e", transB=1),
+        node("MatMul", "e matmul", "f"),
+        node("Transpose", "turned", "t", perm=[1, 0]),
+        node("Cast", "t", "u", to=TensorProto.FLOAT),
+        node("MatMul", "f u", "g"),
+        node("Transpose", "g", "h", perm=[1, 0]),
+        node("Gemm", "h last", "y", transA=1),
+    ]
+    weights = {
+        "conv": normal(8, 4, 3, 3),
+        "gemm": normal(8, 12),
+        "gemm_t": normal(16, 12),
+        "bias": normal(16),
+        "matmul": normal(16, 20),
+        "turned": normal(8, 20).astype(np.float16),
+        "last": normal(8, 6),
+    } | changes
+    return saved(folder, nodes, weights, ("n", 4, 6, 6))
+
+
+def test_every_weight_is_sparse_along_what_is_summed_over(tmp_path: Path) -> None:
+    path, effect = sparsified(mixed(tmp_path), tmp_path / "out")
+    found, given = arrays(path), arrays(tmp_path / "given.onnx")
+    assert eligible(found["conv"])
+    for name in ("gemm", "matmul", "last"):
+        assert eligible(found[name].T), name
+    for name in ("gemm_t", "turned"):
+        assert eligible(found[name]), name
+    assert effect.summary.startswith("2:4 in 6 of 6 weights, 50.0% of the weights' elements are zero; SQNR")
+    weights = [name for name in found if name != "bias"]
+    for name in weights:
+        same = found[name] == given[name]
+        assert (same | (found[name] == 0)).all()
+        assert int((found[name] == 0).sum()) == found[name].size // 2
+    signal, noise = (
+        sum(float((np.float64(one[name]) ** 2).sum()) for name in weights)
+        for one in (given, {name: given[name] - found[name] for name in weights})
+    )
+    assert f"SQNR of the weights {10 * np.log10(signal / noise):.1f} dB" in effect.summary
+    assert np.array_equal(found["bias"], given["bias"])
+    assert marks.of(onnx.load(path)) == "2:4"
+
+
+def test_the_same_bytes_each_time_with_and_without_external_data(tmp_path: Path) -> None:
+    given = mixed(tmp_path)
+    first, second, beside = (
+        sparsified(given, tmp_path / name, external_data_bytes=size)[0]
+        for name, size in (("a", 1 << 20), ("b", 1 << 20), ("c", 0))
+    )
+    assert first.read_bytes() == second.read_bytes()
+    assert onnx_file.external_files(beside)
+    assert all(np.array_equal(value, arrays(first)[name]) for name, value in arrays(beside).items())
+    again, _ = sparsified(beside, tmp_path / "d")  # reads what lies beside the graph
+    assert all(np.array_equal(value, arrays(first)[name]) for name, value in arrays(again).items())
+
+
+def refusals(folder: Path) -> Path:
+    """What 2:4 is not put into, and one weight that it is."""
+    nodes = [
+        node("Conv", "x three", "a"),
+        node("Conv", "a depthwise", "b", group=8),
+        node("ConvTranspose", "b up", "c"),
+        node("Conv", "c good", "d"),
+        node("GlobalAveragePool", "d", "e"),
+        node("Flatten", "e", "f"),
+        node("MatMul", "f both", "g"),
+        node("Gemm", "g both", "h", transB=1),
+        node("MatMul", "h vector", "i"),
+        node("Gather", "table ids", "j"),
+        node("MatMul", "j table", "k"),
+        node("DequantizeLinear", "int8 scale", "l"),
+        node("MatMul", "f l", "m"),
+        node("Unsqueeze", "i ids", "s"),
+        node("Add", "s m", "n"),
+        node("Add", "n k", "o"),
+        node("MatMul", "f fed", "p"),
+        node("Add", "o p", "y"),
+    ]
+    weights = {
+        "three": normal(8, 3, 1, 1),
+        "depthwise": normal(8, 1, 3, 3),
+        "up": normal(8, 8, 2, 2),
+        "good": normal(8, 8, 1, 1),
+        "both": normal(8, 8),
+        "vector": normal(8),
+        "table": normal(8, 8),
+        "int8": np.ones((8, 8), np.int8),
+        "scale": np.array(0.1, np.float32),
+        "ids": np.array([1]),
+    }
+    return saved(folder, nodes, weights, (2, 3, 8, 8), fed=(TensorProto.FLOAT, (8, 8)))
+
+
+def test_what_cannot_be_sparse_is_left_with_the_reason(tmp_path: Path) -> None:
+    found = {one.name: one for one in candidates.find(graph.load(refusals(tmp_path)))}
+    why = {name: one.structured for name, one in found.items()}
+    assert why == {
+        "three": "its 3 input channels of a group are no multiple of 4",
+        "depthwise": "its 1 input channels of a group are no multiple of 4",
+        "up": "there are no sparse kernels for ConvTranspose",
+        "good": "",
+        "both": "two products sum over different axes of it",
+        "vector": "it is a vector",
+        "table": "it is also read by Gather",
+        "int8": "it is quantised already: sparse weights are made of a float graph",
+    }
+    assert [name for name in ("three", "depthwise", "up") if found[name].reason] == []  # other patterns can be had
+    path, effect = sparsified(tmp_path / "given.onnx", tmp_path / "out")
+    given, after = arrays(tmp_path / "given.onnx"), arrays(path)
+    assert [name for name in given if not np.array_equal(given[name], after[name])] == ["good"]
+    assert effect.summary.startswith("2:4 in 1 of 8 weights")
+    assert "left dense: vector: it is a vector" in effect.notes
+    assert effect.notes[-1] == "left dense: 2 more, each for a reason of its own"
+
+
+def test_a_weight_of_two_products_is_masked_once(tmp_path: Path) -> None:
+    nodes = [node("MatMul", "x w", "a"), node("Relu", "a", "b"), node("MatMul", "b w", "y")]
+    path, effect = sparsified(saved(tmp_path, nodes, {"w": normal(8, 8)}, (2, 8)), tmp_path / "out")
+    assert eligible(arrays(path)["w"].T)
+    assert effect.summary.startswith("2:4 in 1 of 1 weights")
+
+
+def test_a_weight_that_is_listed_as_an_input_is_no_input_any_more(tmp_path: Path) -> None:
+    path = saved(tmp_path, [node("MatMul", "x w", "y")], {"w": normal(8, 8)}, (2, 8), w=(TensorProto.FLOAT, (8, 8)))
+    made, _ = sparsified(path, tmp_path / "out")
+    assert [one.name for one in onnx.load(made).graph.input] == ["x"]
+
+
+@pytest.mark.parametrize("scope", ["global", "layer"])
+def test_unstructured_takes_the_smallest_of_all_or_of_each(scope: str, tmp_path: Path) -> None:
+    given = mixed(tmp_path, conv=10 * normal(8, 4, 3, 3))
+    path, effect = sparsified(given, tmp_path / "out", pattern="unstructured", ratio=0.75, scope=scope)
+    found = {name: value for name, value in arrays(path).items() if name != "bias"}
+    shares = {name: float((value == 0).mean()) for name, value in found.items()}
+    total = sum(value.size for value in found.values())
+    assert sum(int((value == 0).sum()) for value in found.values()) == pytest.approx(0.75 * total, abs=len(found))
+    if scope == "layer":
+        assert all(share == pytest.approx(0.75, abs=1 / found[name].size) for name, share in shares.items())
+    else:
+        assert shares["conv"] < 0.2 < 0.75 < shares["gemm"]
+    assert marks.of(onnx.load(path)) == "unstructured=0.75"
+    assert effect.summary.startswith("unstructured=0.75 in 6 of 6 weights, 75.0%")
+
+
+def test_a_second_pattern_leaves_a_2_4_graph_2_4(tmp_path: Path) -> None:
+    first, _ = sparsified(mixed(tmp_path), tmp_path / "a")
+    second, effect = sparsified(first, tmp_path / "b", pattern="unstructured", ratio=0.8)
+    assert marks.of(onnx.load(second)) == "2:4"
+    assert effect.summary.endswith("2:4 held in 6 of 6 weights")
+
+
+@pytest.mark.parametrize("name", ["conv", "Conv_a", "Con*"])
+def test_protected_weights_stay_dense(name: str, tmp_path: Path) -> None:
+    path, effect = sparsified(mixed(tmp_path), tmp_path / "out", protect=(name,))
+    found = arrays(path)
+    assert (found["conv"] != 0).all()
+    assert eligible(found["matmul"].T)
+    assert effect.notes == ("left dense: conv: it is protected",)
+
+
+def test_a_module_is_protected_with_all_below_it(tmp_path: Path) -> None:
+    model = onnx.load(mixed(tmp_path))
+    for one, module in zip(model.graph.node, ("body.0", "", "", "head.a", "head.b", *[""] * 6), strict=True):
+        entry = one.metadata_props.add()
+        entry.key, entry.value = onnx_file.MODULE_KEY, module
+    onnx.save(model, tmp_path / "given.onnx")
+    path, _ = sparsified(tmp_path / "given.onnx", tmp_path / "out", protect=("head",))
+    assert {name for name, one in arrays(path).items() if (one != 0).all()} == {"gemm", "gemm_t", "bias"}
+
+
+def test_a_protected_name_that_there_is_none_of(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="matmul") as caught:
+        sparsified(mixed(tmp_path), tmp_path / "out", protect=("matmull",))
+    assert "'matmull' is to be protected" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("nodes", "weights", "words"),
+    [
+        ([node("Relu", "x", "y")], {}, "no weight that can be sparse"),
+        ([node("MatMul", "x w", "y")], {"w": normal(6, 8)}, "its 6 inputs are no multiple of 4"),
+    ],
+)
+def test_a_graph_without_such_weights(nodes: Any, weights: Weights, words: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidGraph, match=words):
+        sparsified(saved(tmp_path, nodes, weights, (2, 6)), tmp_path / "out")
+
+
+def residual(folder: Path, tail: str = "Relu") -> Path:
+    """A network with a residual, a depthwise filter, BatchNormalization and a head."""
+    nodes = [
+        node("Conv", "x stem stem_bias", "a"),
+        node("Relu", "a", "b"),
+        node("Conv", "b up up_bias", "c"),
+        node("BatchNormalization", "c gamma beta mean var", "d"),
+        node("PRelu", "d slope", "e"),
+        node("Conv", "e depthwise depthwise_bias", "f", group=16, pads=[1, 1, 1, 1]),
+        node("Mul", "f factor", "g"),
+        node("Conv", "g down", "h"),
+        node("Add", "b h", "i"),
+        node(tail, "i", "j"),
+        node("GlobalAveragePool", "j", "k"),
+        node("Flatten", "k", "l"),
+        node("Gemm", "l head head_bias", "y", transB=1),
+    ]
+    lift = np.exp(2 * normal(16))[:, None, None, None]  # channels that differ, so that their order matters
+    weights = {
+        "stem": normal(8, 3, 1, 1),
+        "stem_bias": normal(8),
+        "up": normal(16, 8, 1, 1) * np.exp(2 * normal(8))[None, :, None, None],
+        "up_bias": normal(16),
+        "gamma": normal(16, seed=1),
+        "beta": normal(16, seed=2),
+        "mean": normal(16, seed=3),
+        "var": np.abs(normal(16, seed=4)) + 1,
+        "slope": normal(16, 1, 1),
+        "depthwise": normal(16, 1, 3, 3),
+        "depthwise_bias": normal(16, seed=5),
+        "factor": normal(1, 16, 1, 1),
+        "down": normal(8, 16, 1, 1) * lift.reshape(1, 16, 1, 1),
+        "head": normal(5, 8),
+        "head_bias": normal(5),
+    }
+    return saved(folder, nodes, weights, ("n", 3, 6, 6))
+
+
+def ordered(path: Path, folder: Path, asked: Sparsity | None = None) -> tuple[Path, Permuted]:
+    model = graph.load(path)
+    done = permute(model, asked or Sparsity(permute=True))
+    folder.mkdir(parents=True, exist_ok=True)
+    graph.save(model, folder)
+    return folder / graph.FILE, done
+
+
+def test_an_order_of_channels_changes_nothing_but_what_2_4_keeps(tmp_path: Path) -> None:
+    given = residual(tmp_path)
+    path, done = ordered(given, tmp_path / "ordered")
+    before, after = arrays(given), arrays(path)
+    assert done.left == {}
+    assert (done.weights, done.orders) == (3, 2)  # of up and head together, of down alone
+    assert done.kept_after > done.kept_before
+    moved = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert moved == set(before) - {"head_bias"}
+    assert all(np.array_equal(np.sort(before[name], None), np.sort(after[name], None)) for name in before)
+    equivalence.compare(given, path)
+
+
+def test_the_pass_puts_zeros_into_the_ordered_graph(tmp_path: Path) -> None:
+    given = residual(tmp_path)
+    plain, plainly = sparsified(given, tmp_path / "plain")
+    made, effect = sparsified(given, tmp_path / "made", permute=True)
+    assert "inputs of 3 weights in another order, keeping" in effect.summary
+    for name in ("up", "down", "head"):
+        assert eligible(arrays(made)[name])
+    energy = [sum(float((value**2).sum()) for value in arrays(path).values()) for path in (plain, made)]
+    assert energy[1] > energy[0]
+    assert plainly.summary.startswith("2:4 in 3 of 5 weights")
+    again, _ = sparsified(given, tmp_path / "again", permute=True)
+    assert again.read_bytes() == made.read_bytes()
+
+
+def test_a_feed_forward_block_is_put_in_order_inside(tmp_path: Path) -> None:
+    nodes = [
+        node("LayerNormalization", "x gamma beta", "a", axis=-1),
+        node("MatMul", "a up", "b"),
+        node("Add", "b bias", "c"),
+        node("Gelu", "c", "d"),
+        node("MatMul", "d down", "e"),
+        node("Add", "e x", "y"),
+    ]
+    lift = np.exp(2 * normal(16))[:, None]
+    weights = {"gamma": normal(8), "beta": normal(8), "up": normal(8, 16), "bias": normal(16)}
+    weights["down"] = normal(16, 8) * lift
+    given = saved(tmp_path, nodes, weights, ("n", 4, 8))
+    path, done = ordered(given, tmp_path / "ordered")
+    moved = {name for name, value in arrays(path).items() if not np.array_equal(value, weights[name])}
+    assert moved == {"up", "bias", "down"}
+    assert done.left == {"up": "the order of 'x' is given from outside"}
+    equivalence.compare(given, path)
+
+
+STUCK = {
+    "an operator that is not known": ([node("Softmax", "a", "b", axis=1), node("Conv", "b w2", "y")], "Softmax"),
+    "an output": ([node("Relu", "a", "b"), node("Conv", "b w2", "y"), node("Relu", "b", "z")], "output"),
+    "another reader": ([node("Conv", "a w2", "c"), node("ReduceSum", "a", "b"), node("Add", "b c", "y")], "ReduceSum"),
+    "a grouped convolution": ([node("Conv", "a w4", "b", group=2), node("Conv", "b w2", "y")], "groups"),
+    "a constant that others read": (
+        [node("Add", "a bias", "b"), node("Conv", "b w2", "c"), node("Add", "c bias", "y")],
+        "read more than once",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STUCK)
+def test_an_order_that_cannot_be_followed_stays(case: str, tmp_path: Path) -> None:
+    nodes, word = STUCK[case]
+    weights = {"w1": normal(8, 3, 1, 1), "w2": normal(8, 8, 1, 1) * np.exp(2 * normal(8)).reshape(1, 8, 1, 1)}
+    weights |= {"w4": normal(8, 4, 1, 1), "bias": normal(8, 1, 1)}
+    outputs = "y b" if case == "an output" else "y"
+    if case == "an output":
+        nodes = nodes[:2]
+    given = saved(tmp_path, [node("Conv", "x w1", "a"), *nodes], weights, (2, 3, 4, 4), outputs)
+    path, done = ordered(given, tmp_path / "ordered")
+    assert word in done.left["w2"]
+    assert all(np.array_equal(value, weights[name]) for name, value in arrays(path).items())
+
+
+def test_an_order_that_changes_the_answers_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from enginesmith.pipeline.sparsity import coupling
+
+    monkeypatch.setattr(coupling, "_UNARY", coupling._UNARY | {"CumSum"})  # which is no operator on single channels
+    given = residual(tmp_path, tail="Relu")
+    model = onnx.load(given)
+    at = next(index for index, one in enumerate(model.graph.node) if one.op_type == "PRelu")
+    model.graph.node[at].CopyFrom(node("CumSum", "d axis", "e"))
+    model.graph.initializer.append(numpy_helper.from_array(np.array(1), "axis"))
+    onnx.save(model, given)
+    path, effect = sparsified(given, tmp_path / "out", permute=True)
+    assert any("channels keep their order: the outputs differ" in note for note in effect.notes)
+    assert np.array_equal(arrays(path)["stem"], arrays(given)["stem"])
+    assert eligible(arrays(path)["down"])
+
+
+def test_facts_of_a_file(tmp_path: Path) -> None:
+    path, _ = sparsified(mixed(tmp_path), tmp_path / "out", protect=("gemm",))
+    facts = {one.name: one for one in check.sparse_weights(path)}
+    assert {name: one.two_of_four for name, one in facts.items()} == {name: name != "gemm" for name in facts}
+    assert (facts["conv"].zeros, facts["conv"].elements) == (144, 288)
