@@ -4,8 +4,9 @@
 
 For each model: the speed-up of ONNX Runtime over eager on the machine as it is when nothing else runs (several runs,
 each in fresh processes), and as many runs beside each synthetic load, a process that takes one core half of the time. A
-run is right if its 95 % interval contains the quiet value, which is the median of the quiet runs; how much those differ
-among themselves stands beside it. Loads differ in how long they run and sleep at a stretch:
+run is right if its 95 % interval contains the quiet value: once that of the quiet runs just before and after it (their
+geometric mean), once the median of all quiet runs. The quiet runs are held against the latter too: where they do not
+hold it, the machine itself was not the same all the time. Loads differ in how long they run and sleep at a stretch:
 
     fine     5 ms and 5 ms, shorter than most calls and blocks
     even     50 ms and 50 ms
@@ -16,6 +17,7 @@ With ``pinned`` in front the load stays on one core; otherwise the kernel places
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -94,12 +96,19 @@ def examine(model: str, graph: str, runs: int, seconds: int, loads: list[str]) -
                 f"{interval['high']:.3f}], all calls {said['all_calls']:.2f}, disturbed {said['disturbed']}",
                 flush=True,
             )
+    return judged(found)
+
+
+def judged(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """How many intervals of each load hold the quiet value."""
     medians = [one["speedup"]["median"] for one in found["quiet"] if one["speedup"]]
     quiet = statistics.median(medians)
-    summary = {
-        name: {"right": sum(_holds(one, quiet) for one in each), "of": len(each), "runs": each}
-        for name, each in found.items()
-    }
+    around = [math.sqrt(one * other) for one, other in zip(medians, [*medians[1:], medians[-1]], strict=True)]
+    summary = {}
+    for name, each in found.items():
+        near = None if name == "quiet" else sum(map(_holds, each, around))
+        right = sum(_holds(one, quiet) for one in each)
+        summary[name] = {"right_around": near, "right": right, "of": len(each), "runs": each}
     return {"quiet": quiet, "quiet_range": [min(medians), max(medians)], "loads": summary}
 
 
@@ -127,7 +136,8 @@ def main() -> None:
             found[model] = examine(model, graph, given.runs, given.seconds, given.loads.split(","))
             given.out.write_text(json.dumps(found, indent=1) + "\n")
             for name, one in found[model]["loads"].items():
-                print(f"{model}, {name}: {one['right']} of {one['of']} intervals hold {found[model]['quiet']:.3f}")
+                near = "" if name == "quiet" else f"{one['right_around']} hold the quiet runs around, "
+                print(f"{model}, {name}: of {one['of']}, {near}{one['right']} hold {found[model]['quiet']:.3f}")
 
 
 if __name__ == "__main__":

@@ -99,6 +99,7 @@ class _Run:
         if self._team.leads:
             verdict = self._judged.judge()
             best = next(point for point in self._progress.curve if point.step == self._progress.best_step)
+            assert best.held_back_loss is not None
             if verdict.better_than(Verdict(best.metric, best.held_back_loss, self._work.metric.sign)):
                 self._checkpoints.keep_best(self._work.models.average.module, self._trainer.step)
                 self._update(best_step=self._trainer.step)
@@ -120,7 +121,7 @@ class _Run:
             step=step,
             loss=self._progress.loss_sum / since,
             metric=verdict.metric,
-            held_back_loss=verdict.loss,
+            held_back_loss=verdict.loss if math.isfinite(verdict.loss) else None,
             learning_rate=self._trainer.rate(step - 1),
         )
 

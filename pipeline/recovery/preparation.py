@@ -1,12 +1,13 @@
 """The plan of a recovery: what is compared, in which parts a batch fits, and how many steps there is time for."""
 
+import math
 import time
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from enginesmith.pipeline.errors import DataError
+from enginesmith.pipeline.errors import DataError, ModelError
 from enginesmith.pipeline.recovery import memory
 from enginesmith.pipeline.recovery.checkpoints import Checkpoints, Progress
 from enginesmith.pipeline.recovery.features import feature_targets, output_targets
@@ -93,6 +94,11 @@ def prepare(work: Work, checkpoints: Checkpoints, fingerprint: str) -> Progress:
     judge = work.judge(plan)
     teacher, first = judge.teacher, time.monotonic()
     before = judge.judge(statistics=False)
+    if not math.isfinite(before.loss):
+        raise ModelError(
+            f"the loss is {before.loss} before the first step: nothing can be learnt by it",
+            "look at what the loss divides by or takes the logarithm of, and at what the pruned model answers",
+        )
     evaluation_seconds = (time.monotonic() - first) * (1 + plan.statistics / plan.judged)
     spent = time.monotonic() - start
     plan = _timed(work, plan, step_seconds, evaluation_seconds, spent)

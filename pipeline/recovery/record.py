@@ -60,7 +60,8 @@ class Point(BaseModel):
     loss: float | None
     """Mean over the steps since the last point; None before the first step."""
     metric: float
-    held_back_loss: float
+    held_back_loss: float | None
+    """None where it was NaN or infinite."""
     learning_rate: float
 
 

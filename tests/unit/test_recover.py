@@ -105,7 +105,15 @@ def test_a_loss_of_the_users_is_called(pair: Pair, unlabelled: Path, tmp_path: P
     code = tmp_path / "own.py"
     code.write_text("def apart(student, teacher, batch):\n    return (student(batch['x']) - 7).square().mean()\n")
     _, record = done(task(unlabelled, method=f"{code}:apart", epochs=10, patience=99), pair, tmp_path / "out")
-    assert record.curve[-1].held_back_loss < record.curve[0].held_back_loss
+    losses = [point.held_back_loss or 0.0 for point in record.curve]
+    assert 0 < losses[-1] < losses[0]
+
+
+def test_a_loss_that_is_nan_from_the_start_is_refused(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
+    code = tmp_path / "nan.py"
+    code.write_text("def loss(student, teacher, batch):\n    return student(batch['x']).mean() * float('nan')\n")
+    with pytest.raises(ModelError, match="the loss is nan before the first step"):
+        done(task(unlabelled, method=f"{code}:loss", epochs=5), pair, tmp_path / "out")
 
 
 def test_a_loss_that_becomes_nan_ends_it_with_the_best_so_far(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
