@@ -129,7 +129,10 @@ def test_features_are_zero_for_the_teacher_itself_and_reach_the_weights_of_other
     features = feature_targets(student, teacher, given)
     loss = losses.Distil(output_targets(teacher, given), features, ["logits"], 1.0)
     assert loss(teacher.module, teacher.module, given).item() == pytest.approx(0.0, abs=1e-6)
-    loss(student.module, teacher.module, given).backward()
+    without = losses.Distil(output_targets(teacher, given), [], ["logits"], 1.0)
+    found = loss(student.module, teacher.module, given)
+    assert found > without(student.module, teacher.module, given)
+    found.backward()
     assert student.module.model.one[0].weight.grad.abs().max() > 0
     assert not student.module.model.two._forward_hooks
 
