@@ -1,7 +1,7 @@
 """Latency and memory of a model in every form that runs on the device, side by side, into the lane's record.
 
     python benchmarks/gpu/bench.py resnet50 --out gpu_lane.json [--batch 1 8 64] [--seconds 15] [--minutes 9]
-    python benchmarks/gpu/bench.py digits --out /tmp/dry.json --device cpu --batch 1 2 --seconds 1      a dry run
+    python benchmarks/gpu/bench.py digits --out build/dry.json --device cpu --batch 1 2 --seconds 1     a dry run
 
 Every variant is made and held against eager first; then all are measured together at one batch size after the other,
 and then the memory of each alone, at the largest. What cannot be had is in the record in words: a variant that is

@@ -15,6 +15,10 @@ Progress = Callable[[str], None]
 Records = Mapping[str, Artifact]
 
 
+_SHOWN, _NAMES = 5, 3
+"""Reasons that are written out, and names for each."""
+
+
 class Pass(BaseModel):
     """A transformation; its fields are its parameters, and with the parent's digest they make its key.
 
@@ -92,3 +96,16 @@ def _check_sparsity(pass_: Pass, before: Artifact, path: Path) -> str:
     if marks.of(onnx_file.skeleton(path)) != marks.TWO_OF_FOUR:
         raise InvalidGraph(f"the pass {pass_.name!r} lost the mark of a 2:4 graph", "this is a fault of the pass")
     return str(found)
+
+
+def by_reason(what: str, left: Mapping[str, str]) -> tuple[str, ...]:
+    """Sentences on what a pass did not do: names of groups or weights, those of one reason together."""
+    found: dict[str, list[str]] = {}
+    for name, why in left.items():
+        found.setdefault(why, []).append(name)
+    notes = []
+    for why, names in list(found.items())[:_SHOWN]:
+        more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+        notes.append(f"{what}: {', '.join(names[:_NAMES])}{more}: {why}")
+    rest = sum(map(len, list(found.values())[_SHOWN:]))
+    return (*notes, *([f"{what}: {rest} more, each for a reason of its own"] if rest else []))

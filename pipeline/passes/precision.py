@@ -19,7 +19,7 @@ from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.passes import assignment
 from enginesmith.pipeline.passes.assignment import Assignment
-from enginesmith.pipeline.passes.base import Pass, Progress, Records
+from enginesmith.pipeline.passes.base import Pass, Progress, Records, by_reason
 from enginesmith.pipeline.precision.kinds import KINDS, Placement
 from enginesmith.pipeline.precision.quantise.preparation import ON_REQUEST
 from enginesmith.pipeline.tensors import Array
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from enginesmith.pipeline.precision.half.lowering import Lowered
     from enginesmith.pipeline.precision.quantise.qdq import Correct, Quantised
 
-_SHOWN = 5
 _NAMES = 3
 
 
@@ -90,7 +89,7 @@ class Precision(Pass):
         return Effect(
             file=graph.FILE,
             summary=", ".join(_summary(self.precision, done, lowered, total)),
-            notes=_notes({name: chosen.why.get(name) or why for name, why in left.items()}),
+            notes=by_reason("not quantised", {name: chosen.why.get(name) or why for name, why in left.items()}),
             signature=onnx_file.signature(out / graph.FILE),
         )
 
@@ -216,16 +215,3 @@ def _summary(precision: str, done: "Quantised | None", lowered: "Lowered | None"
     if lowered is not None:
         parts.append(f"{len(lowered.nodes)} nodes in {lowered.dtype}, {len(lowered.casts)} casts")
     return parts
-
-
-def _notes(left: Mapping[str, str]) -> tuple[str, ...]:
-    """Which groups stay in floating point, by reason."""
-    by_reason: dict[str, list[str]] = {}
-    for name, why in left.items():
-        by_reason.setdefault(why, []).append(name)
-    notes = []
-    for why, names in list(by_reason.items())[:_SHOWN]:
-        more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-        notes.append(f"not quantised: {', '.join(names[:_NAMES])}{more}: {why}")
-    rest = sum(map(len, list(by_reason.values())[_SHOWN:]))
-    return (*notes, *([f"{rest} more are not quantised, each for a reason of its own"] if rest else []))

@@ -5,14 +5,13 @@ with sparse tensor cores, an unstructured one only compresses better.
 """
 
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from enginesmith.pipeline import graph
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ModelError
-from enginesmith.pipeline.passes.base import Pass, Progress, Records
+from enginesmith.pipeline.passes.base import Pass, Progress, Records, by_reason
 from enginesmith.pipeline.sparsity.options import SparsifyOptions, Sparsity
 
 if TYPE_CHECKING:
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
     from enginesmith.pipeline.sparsity.permuting import Permuted
     from enginesmith.pipeline.sparsity.sparsifying import Sparsified
-
-_SHOWN, _NAMES = 5, 3
 
 
 class Sparsify(Sparsity, Pass):
@@ -62,7 +59,7 @@ class Sparsify(Sparsity, Pass):
         return Effect(
             file=graph.FILE,
             summary=_summary(self, done, order),
-            notes=(*_notes("left dense", done.left), *why_not),
+            notes=(*by_reason("left dense", done.left), *why_not),
             signature=onnx_file.signature(out / graph.FILE),
         )
 
@@ -85,7 +82,7 @@ class Sparsify(Sparsity, Pass):
         progress("looking for orders of channels")
         done = permute(model, self)
         if not done.orders:
-            return _flat(artifact.path), None, ("no channels were put in order", *_notes("same order", done.left))
+            return _flat(artifact.path), None, ("no channels were put in order", *by_reason("same order", done.left))
         progress("checking that the order changes nothing")
         try:
             with tempfile.TemporaryDirectory(dir=out) as scratch:
@@ -93,7 +90,7 @@ class Sparsify(Sparsity, Pass):
                 compare(artifact.path, Path(scratch, graph.FILE))
         except ModelError as error:
             return _flat(artifact.path), None, (f"channels keep their order: {error.message}",)
-        return model, done, _notes("same order", done.left)
+        return model, done, by_reason("same order", done.left)
 
 
 def _flat(path: Path) -> "ir.Model":
@@ -115,16 +112,3 @@ def _summary(asked: Sparsity, done: "Sparsified", order: "Permuted | None") -> s
         gain = order.kept_after / order.kept_before - 1
         parts.append(f"inputs of {order.weights} weights in another order, keeping {gain:.1%} more magnitude")
     return "; ".join(parts)
-
-
-def _notes(what: str, left: Mapping[str, str]) -> tuple[str, ...]:
-    """Which weights, by reason."""
-    by_reason: dict[str, list[str]] = {}
-    for name, why in left.items():
-        by_reason.setdefault(why, []).append(name)
-    notes = []
-    for why, names in list(by_reason.items())[:_SHOWN]:
-        more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-        notes.append(f"{what}: {', '.join(names[:_NAMES])}{more}: {why}")
-    rest = sum(map(len, list(by_reason.values())[_SHOWN:]))
-    return (*notes, *([f"{what}: {rest} more, each for a reason of its own"] if rest else []))
