@@ -18,7 +18,7 @@ from command import Answer, call
 from racing import race
 
 from enginesmith.calibration.dataset import embedded
-from enginesmith.pipeline import torch_model
+from enginesmith.pipeline import saved_module
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.recovery import record
 from enginesmith.pipeline.recovery.options import RecoverOptions
@@ -59,7 +59,7 @@ def _row(model: str, scope: str, everywhere: bool, folder: Path, seconds: float,
     if refused := next((each.message for each in answers if each.exit_code), None):
         row["refused"] = {OURS: refused}
         return row
-    ours = torch_model.load_artifact(_loaded(str(folder / "pruned"), folder / "student-ours")).module.model
+    ours = saved_module.load_artifact(_loaded(str(folder / "pruned"), folder / "student-ours")).module.model
     modules = {DENSE: judging.built(model).module, HAND: judging.built(source).module, OURS: ours}
     row["macs_left"][OURS] = by_hand.macs(ours, example) / dense_macs
     row["parameters"] = {name: sum(each.numel() for each in one.parameters()) for name, one in modules.items()}
@@ -134,7 +134,7 @@ def _fresh(folder: Path) -> Path:
 def _top1(artifact: Artifact) -> float:
     data = embedded("digits", "test")
     assert data.labels is not None
-    module = torch_model.load_artifact(artifact).module
+    module = saved_module.load_artifact(artifact).module
     with torch.inference_mode():
         (logits,) = module(torch.from_numpy(np.array(data.arrays["image"])))
     return float(np.mean(logits.argmax(1).numpy() == data.labels))

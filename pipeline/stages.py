@@ -120,7 +120,7 @@ def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
     made, pruned = outcomes[last].artifact, outcomes[cut].artifact
     assert made is not None
     assert pruned is not None
-    from enginesmith.pipeline.torch_model import write_saved
+    from enginesmith.pipeline.saved_module import write_saved
 
     with storage_errors(f"the output {output}"):
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -93,7 +93,7 @@ class Eager(Engine):
         """Rebuild the module with the stored weights, cast it, and move it to the device."""
         import torch
 
-        from enginesmith.pipeline.torch_model import load_artifact
+        from enginesmith.pipeline.saved_module import load_artifact
 
         self.require(device)
         found = self.runnable(device)
@@ -134,7 +134,7 @@ class Eager(Engine):
         """Build the module once, which imports all of its code, and start the thread pool."""
         import torch
 
-        from enginesmith.pipeline.torch_model import load_artifact
+        from enginesmith.pipeline.saved_module import load_artifact
 
         self.enter_thread(device)
         load_artifact(artifact)

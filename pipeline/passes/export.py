@@ -36,7 +36,7 @@ class Export(Pass):
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Load the module and export it."""
-        from enginesmith.pipeline.torch_model import load_artifact
+        from enginesmith.pipeline.saved_module import load_artifact
 
         return export_module(load_artifact(artifact), out, self, progress)
 

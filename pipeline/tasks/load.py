@@ -44,18 +44,18 @@ class Load(_FromSource):
         return ("torch", *libraries.get(self.source.form, ()))
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        from enginesmith.pipeline import torch_model
+        from enginesmith.pipeline import saved_module, torch_model
 
         options = torch_model.LoadOptions(inputs=self.inputs, seed=self.seed, allow_pickle=self.allow_pickle)
         progress(f"building {self.source.text}")
         if self.source.form == "saved":
-            loaded = torch_model.read_saved(Path(self.source.target), options, out)
+            loaded = saved_module.read_saved(Path(self.source.target), options, out)
         else:
             loaded = torch_model.load(self.source, options)
-            torch_model.save(loaded, self.source, options, out)
+            saved_module.save(loaded, self.source, options, out)
         weights = sum(value.numel() for value in loaded.module.model.parameters())
         return Effect(
-            file=torch_model.RECORD,
+            file=saved_module.RECORD,
             summary=f"{weights:,} parameters; {', '.join(map(str, loaded.signature.inputs))}",
             notes=loaded.notes,
             signature=loaded.signature,

@@ -50,17 +50,17 @@ class Prune(Task):
             UsageError: the target cannot be met, a protected layer is not there, or ``taylor`` has no data.
             ModelError: the module's values cannot be followed, or the pruned module does not run.
         """
-        from enginesmith.pipeline import torch_model
+        from enginesmith.pipeline import saved_module
 
-        loaded = torch_model.load_artifact(inputs[MODEL])
+        loaded = saved_module.load_artifact(inputs[MODEL])
         done, notes, reads = pruned(self, inputs, loaded, progress)
         hold_runs(loaded)
         progress("writing")
-        torch_model.save_changed(inputs[MODEL], loaded, out, done.surgery)
+        saved_module.save_changed(inputs[MODEL], loaded, out, done.surgery)
         facts = _facts(self, loaded, done)
         (out / FACTS).write_text(facts.model_dump_json(indent=1) + "\n")
         return Effect(
-            file=torch_model.RECORD,
+            file=saved_module.RECORD,
             summary=summary(facts),
             notes=notes,
             signature=loaded.signature,

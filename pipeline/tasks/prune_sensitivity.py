@@ -51,10 +51,10 @@ class PruneSensitivity(Task):
             ModelError: there are none, or the metric is not finite.
             DataError: the samples cannot be used.
         """
-        from enginesmith.pipeline import torch_model
+        from enginesmith.pipeline import saved_module
         from enginesmith.pipeline.pruning import pruner, ranking, sensitivity
 
-        loaded = torch_model.load_artifact(inputs[MODEL])
+        loaded = saved_module.load_artifact(inputs[MODEL])
         feeding, reads = self.feeder.open(inputs[MODEL], inputs.get("reference", inputs[MODEL]))
         model, feeds = loaded.module.model, tuple(value.clone() for value in loaded.example.values())
         found = pruner.find(model, lambda: loaded.module(*feeds), self.options, progress)

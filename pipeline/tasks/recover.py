@@ -64,7 +64,7 @@ class Recover(ResumableTask):
         return ("torch", "numpy")
 
     def go_on(self, inputs: Inputs, out: Path, begun: Path, progress: Progress) -> Effect:
-        from enginesmith.pipeline import torch_model
+        from enginesmith.pipeline import saved_module
 
         size = self.options.processes or _visible(self.device)
         with _helped(self, inputs, begun, size) as start:
@@ -74,10 +74,10 @@ class Recover(ResumableTask):
         assert record is not None
         kept = opened.work.models.average
         kept.module.to("cpu")
-        torch_model.save_changed(inputs[MODEL], kept, out, None)
+        saved_module.save_changed(inputs[MODEL], kept, out, None)
         (out / FILE).write_text(record.model_dump_json(indent=1) + "\n")
         return Effect(
-            file=torch_model.RECORD,
+            file=saved_module.RECORD,
             summary=_summary(record),
             notes=(*opened.work.material.data.notes, *_notes(record), *_peak(self.device)),
             signature=kept.signature,
@@ -91,7 +91,7 @@ class Recover(ResumableTask):
         from enginesmith.pipeline.recovery.material import divided
         from enginesmith.pipeline.recovery.preparation import Work
         from enginesmith.pipeline.recovery.training import Models, load_libraries
-        from enginesmith.pipeline.torch_model import load_artifact
+        from enginesmith.pipeline.saved_module import load_artifact
 
         device = self.device.model_copy(update={"index": self.device.index + rank})
         place = torch.device(str(device))

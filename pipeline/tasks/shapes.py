@@ -61,7 +61,7 @@ def example(model: Artifact) -> tuple[dict[str, Array], dict[str, int]]:
     assert model.signature is not None
     specs = model.signature.inputs
     if model.kind == "torch":
-        from enginesmith.pipeline.torch_model import read_example
+        from enginesmith.pipeline.saved_module import read_example
 
         found = read_example(model)
         sizes = {

@@ -14,7 +14,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.pipeline import torch_model
+from enginesmith.pipeline import saved_module, torch_model
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import ENGINES, engine_class
 from enginesmith.pipeline.engines.base import BuildRequest, Device, Engine, Session
@@ -69,14 +69,14 @@ def torch_artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     source = resolve(f"{folder}/contract_net.py:build")
     options = torch_model.LoadOptions(inputs=SIGNATURE.inputs)
     loaded = torch_model.load(source, options)
-    torch_model.save(loaded, source, options, folder)
-    path = folder / torch_model.RECORD
+    saved_module.save(loaded, source, options, folder)
+    path = folder / saved_module.RECORD
     return Artifact(kind="torch", path=path, sha256="", bytes=0, signature=loaded.signature)
 
 
 @pytest.fixture(scope="module")
 def module(torch_artifact: Artifact) -> torch.nn.Module:
-    return torch_model.load_artifact(torch_artifact).module
+    return saved_module.load_artifact(torch_artifact).module
 
 
 @pytest.fixture(scope="module")

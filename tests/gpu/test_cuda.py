@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from enginesmith.pipeline import Settings, optimize, torch_model
+from enginesmith.pipeline import Settings, optimize, saved_module, torch_model
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Device, Engine, Session
@@ -72,8 +72,8 @@ def saved(folder: Path, factory: str) -> Artifact:
     source, options, out = resolve(f"{folder}/cuda_net.py:{factory}"), torch_model.LoadOptions(), folder / factory
     out.mkdir()
     loaded = torch_model.load(source, options)
-    torch_model.save(loaded, source, options, out)
-    path = out / torch_model.RECORD
+    saved_module.save(loaded, source, options, out)
+    path = out / saved_module.RECORD
     return Artifact(kind="torch", path=path, sha256="", bytes=0, signature=loaded.signature)
 
 

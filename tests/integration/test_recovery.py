@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file
 
 from enginesmith.calibration.dataset import embedded
-from enginesmith.pipeline import torch_model, workers
+from enginesmith.pipeline import saved_module, workers
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import DataError, StepOutOfMemory
@@ -39,14 +39,14 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("digits")
     teacher, thinned = loaded("digits", folder / "dense", 0), folder / "thinned"
     thinned.mkdir()
-    model = torch_model.load_artifact(teacher)
+    model = saved_module.load_artifact(teacher)
     with torch.no_grad():
         for module in model.module.modules():
             if isinstance(module, torch.nn.Conv2d):
                 norms = module.weight.abs().sum((1, 2, 3))
                 module.weight[norms < norms.median()] = 0
-    torch_model.save_changed(teacher, model, thinned)
-    student = teacher.model_copy(update={"path": thinned / torch_model.RECORD, "sha256": "thinned"})
+    saved_module.save_changed(teacher, model, thinned)
+    student = teacher.model_copy(update={"path": thinned / saved_module.RECORD, "sha256": "thinned"})
     return {MODEL: student, TEACHER: teacher}
 
 
@@ -72,7 +72,7 @@ def top1(artifact: Artifact) -> float:
     data = embedded("digits", "test")
     image = torch.from_numpy(data.batch(0, len(data))["image"])
     with torch.inference_mode():
-        (logits,) = torch_model.load_artifact(artifact).module(image)
+        (logits,) = saved_module.load_artifact(artifact).module(image)
     return float(np.mean(logits.argmax(1).numpy() == data.labels))
 
 
@@ -173,5 +173,5 @@ def test_a_network_that_lost_half_of_its_filters_is_recovered(digits: Pair, tmp_
     _, record = recovered(task(epochs=10, method=method), digits, tmp_path)
     assert top1(digits[MODEL]) < 0.8
     assert record.before < 0.8
-    after = digits[MODEL].model_copy(update={"path": tmp_path / "out" / torch_model.RECORD})
+    after = digits[MODEL].model_copy(update={"path": tmp_path / "out" / saved_module.RECORD})
     assert top1(after) > 0.97

@@ -52,15 +52,15 @@ def feeds(seed: int = 0) -> Feeds:
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    from enginesmith.pipeline import torch_model
+    from enginesmith.pipeline import saved_module, torch_model
 
     folder = tmp_path_factory.mktemp("eager")
     (folder / "eager_net.py").write_text(FACTORY)
     source = resolve(f"{folder}/eager_net.py:build")
     options = torch_model.LoadOptions(inputs=SIGNATURE.inputs)
     loaded = torch_model.load(source, options)
-    torch_model.save(loaded, source, options, folder)
-    path = folder / torch_model.RECORD
+    saved_module.save(loaded, source, options, folder)
+    path = folder / saved_module.RECORD
     return Artifact(kind="torch", path=path, sha256="", bytes=0, signature=loaded.signature)
 
 

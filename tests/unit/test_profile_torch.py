@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from enginesmith.pipeline import torch_model
+from enginesmith.pipeline import saved_module, torch_model
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.engines.eager import Eager
@@ -24,9 +24,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Profiled:
     folder = tmp_path_factory.mktemp("mlp")
     source, options = resolve(f"{NETS}:mlp"), torch_model.LoadOptions()
     loaded = torch_model.load(source, options)
-    torch_model.save(loaded, source, options, folder)
-    artifact = Artifact(kind="torch", path=folder / torch_model.RECORD, sha256="", bytes=0, signature=loaded.signature)
-    feeds = torch_model.read_example(artifact)
+    saved_module.save(loaded, source, options, folder)
+    artifact = Artifact(kind="torch", path=folder / saved_module.RECORD, sha256="", bytes=0, signature=loaded.signature)
+    feeds = saved_module.read_example(artifact)
     return Eager().profile(ProfileRequest(artifact, Device(threads=1), feeds, 5, folder))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from enginesmith.pipeline import torch_model
+from enginesmith.pipeline import saved_module, torch_model
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import DataError, ModelError, SourceError, UsageError
 from enginesmith.pipeline.pruning.options import PruneOptions
@@ -82,9 +82,9 @@ def test_options_that_are_not_allowed_are_named() -> None:
 def test_a_pruned_model_comes_back_bit_by_bit_and_can_be_pruned_again(tmp_path: Path) -> None:
     first = pruned(loaded(tmp_path), tmp_path / "first", "macs=0.6")
     second = pruned(first, tmp_path / "second", "macs=0.6")
-    once, twice = (torch_model.load_artifact(one) for one in (first, second))
+    once, twice = (saved_module.load_artifact(one) for one in (first, second))
     image = torch.rand(3, 1, 8, 8)
-    assert torch.equal(twice.module(image)[0], torch_model.load_artifact(second).module(image)[0])
+    assert torch.equal(twice.module(image)[0], saved_module.load_artifact(second).module(image)[0])
     assert read_facts(second).macs_before == read_facts(first).macs_after
     assert abs(read_facts(first).macs_after / read_facts(first).macs_before - 0.6) <= 0.02
     assert sum(one.numel() for one in twice.module.model.parameters()) < sum(
@@ -105,26 +105,26 @@ def test_the_same_pruning_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_weights_alone_can_change(tmp_path: Path) -> None:
     parent = pruned(loaded(tmp_path, NETS), tmp_path / "pruned")
-    model = torch_model.load_artifact(parent)
+    model = saved_module.load_artifact(parent)
     with torch.no_grad():
         model.module.model.layers[2].bias.add_(1)
     out = tmp_path / "trained"
     out.mkdir()
-    torch_model.save_changed(parent, model, out)
-    again = torch_model.load_artifact(_artifact(out / "model.json"))
+    saved_module.save_changed(parent, model, out)
+    again = saved_module.load_artifact(_artifact(out / "model.json"))
     before, after = named_tensors(model.module.model), named_tensors(again.module.model)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_what_a_surgery_does_not_tell_of_is_refused(tmp_path: Path) -> None:
     parent = loaded(tmp_path)
-    model = torch_model.load_artifact(parent)
+    model = saved_module.load_artifact(parent)
     before = Before(model.module.model)
     model.module.model.bn1.eps = 10.0
     out = tmp_path / "out"
     out.mkdir()
     with pytest.raises(ModelError, match="cannot be built again as it was changed"):
-        torch_model.save_changed(parent, model, out, before.difference(model.module.model))
+        saved_module.save_changed(parent, model, out, before.difference(model.module.model))
 
 
 def test_taylor_needs_data_and_takes_labels(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_taylor_needs_data_and_takes_labels(tmp_path: Path) -> None:
 
 
 def test_a_model_that_runs_at_one_batch_size_only_is_named(tmp_path: Path) -> None:
-    model = torch_model.load_artifact(loaded(tmp_path))
+    model = saved_module.load_artifact(loaded(tmp_path))
 
     class Once(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,7 @@ def test_a_saved_model_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (project / "nets_saved.py").write_text(source.read_text())
     monkeypatch.chdir(project)
     made = pruned(loaded(tmp_path, "nets_saved.py:mlp"), tmp_path / "made", "0.5")
-    torch_model.write_saved(made, project / "small", project / "small")
+    saved_module.write_saved(made, project / "small", project / "small")
     assert json.loads((project / "small" / "model.json").read_text())["model"] == "../nets_saved.py:mlp"
     inner = project / "elsewhere"
     inner.mkdir()
@@ -167,14 +167,14 @@ def test_a_saved_model_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     out = tmp_path / "again"
     out.mkdir()
     effect = Load(source=found).run({}, out, quiet)
-    again = torch_model.load_artifact(_artifact(out / effect.file))
+    again = saved_module.load_artifact(_artifact(out / effect.file))
     x = torch.randn(3, 4)
     monkeypatch.chdir(project)
-    assert torch.equal(again.module(x)[0], torch_model.load_artifact(made).module(x)[0])
+    assert torch.equal(again.module(x)[0], saved_module.load_artifact(made).module(x)[0])
     (project / "nets_saved.py").write_text(source.read_text() + "\n# changed\n")
     (project / "small" / "model.json").write_text("{}")
     with pytest.raises(SourceError, match="is no record of a saved model"):
-        torch_model.read_saved(project / "small", torch_model.LoadOptions(), out)
+        saved_module.read_saved(project / "small", torch_model.LoadOptions(), out)
 
 
 def test_paths_are_taken_along() -> None:
@@ -191,7 +191,7 @@ def test_sensitivity_has_a_number_for_each_group_and_ratio(tmp_path: Path) -> No
     out.mkdir()
     task = PruneSensitivity(feeder=Feeder(data="digits", samples=64, seed=0), ratios=(0.25, 0.75))
     parent = loaded(tmp_path)
-    before = torch_model.load_artifact(parent)
+    before = saved_module.load_artifact(parent)
     effect = task.run({"model": parent}, out, quiet)
     rows = read_records(_artifact(out / effect.file, kind="record"))
     assert {row["group"] for row in rows} >= {"conv1", "layer3.1.conv1"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from enginesmith.pipeline import torch_model
+from enginesmith.pipeline import saved_module
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import DataError, ModelError
@@ -78,7 +78,7 @@ def test_without_labels_it_comes_to_agree_with_the_dense_model(pair: Pair, unlab
     assert (record.samples, record.held_back) == (100, 20)
     assert "agreement" in effect.summary
     made = Artifact(kind="torch", path=tmp_path / "out" / effect.file, sha256="", bytes=0, signature=effect.signature)
-    own, theirs = (torch_model.load_artifact(one).module for one in (made, pair[TEACHER]))
+    own, theirs = (saved_module.load_artifact(one).module for one in (made, pair[TEACHER]))
     rows = torch.from_numpy(np.load(unlabelled))
     with torch.inference_mode():
         agreed = (own(rows)[0].argmax(1) == theirs(rows)[0].argmax(1)).float().mean()
@@ -88,7 +88,7 @@ def test_without_labels_it_comes_to_agree_with_the_dense_model(pair: Pair, unlab
 def test_the_same_steps_leave_the_same_files(pair: Pair, data: Path, tmp_path: Path) -> None:
     for name in "ab":
         done(task(data, checkpoint_seconds=0 if name == "a" else 600), pair, tmp_path / name)
-    for file in (FILE, "state.safetensors", torch_model.RECORD):
+    for file in (FILE, "state.safetensors", saved_module.RECORD):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
 
@@ -181,7 +181,7 @@ def test_what_cannot_be_recovered_from_is_refused(pair: Pair, unlabelled: Path, 
 
 
 def test_weights_of_half_precision_are_refused(pair: Pair) -> None:
-    loaded = torch_model.load_artifact(pair[TEACHER])
+    loaded = saved_module.load_artifact(pair[TEACHER])
     loaded.module.half()
     with pytest.raises(ModelError, match="is float16, whose steps are too coarse"):
         training.Models(loaded, loaded, loaded).ready(torch.device("cpu"))

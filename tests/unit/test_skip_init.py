@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from enginesmith.pipeline import torch_model
+from enginesmith.pipeline import saved_module, torch_model
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.skip_init import parameters_left_empty
 from enginesmith.pipeline.source import resolve
@@ -39,9 +39,9 @@ def round_trip(tmp_path: Path, extra: str = "pass", use: str = "") -> tuple[torc
     file.write_text(NET.format(extra=extra, use=use))
     source, options = resolve(f"{file}:build"), torch_model.LoadOptions(seed=3)
     loaded = torch_model.load(source, options)
-    torch_model.save(loaded, source, options, tmp_path)
-    artifact = Artifact(kind="torch", path=tmp_path / torch_model.RECORD, sha256="", bytes=0)
-    again = torch_model.load_artifact(artifact)
+    saved_module.save(loaded, source, options, tmp_path)
+    artifact = Artifact(kind="torch", path=tmp_path / saved_module.RECORD, sha256="", bytes=0)
+    again = saved_module.load_artifact(artifact)
     x = torch.randn(5, 4)
     return loaded.module(x)[0], again.module(x)[0]
 

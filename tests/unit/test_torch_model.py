@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from enginesmith.pipeline import factories, torch_model
+from enginesmith.pipeline import factories, saved_module, torch_model
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import SignatureError, SourceError, StoreError
 from enginesmith.pipeline.factories import Built
@@ -176,30 +176,30 @@ class Tied(nn.Module):
 
 
 def stored(folder: Path) -> Artifact:
-    return Artifact(kind="torch", path=folder / torch_model.RECORD, sha256="", bytes=0)
+    return Artifact(kind="torch", path=folder / saved_module.RECORD, sha256="", bytes=0)
 
 
 def test_what_is_stored_comes_back_with_its_weights(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(Tied(), ONE)
-    torch_model.save(loaded, Source(form="zoo", text="digits", target="digits"), LoadOptions(), tmp_path)
+    saved_module.save(loaded, Source(form="zoo", text="digits", target="digits"), LoadOptions(), tmp_path)
     fresh = Tied()
     nn.init.zeros_(fresh.first.weight)
     monkeypatch.setattr(factories, "build", lambda source: Built(fresh.eval().requires_grad_(False)))
-    again = torch_model.load_artifact(stored(tmp_path))
+    again = saved_module.load_artifact(stored(tmp_path))
     assert again.signature == loaded.signature
     torch.testing.assert_close(again.module(ONE)[0], loaded.module(ONE)[0])
     assert fresh.second.weight is fresh.first.weight
     assert len(load_file(tmp_path / "state.safetensors")) == len(fresh.state_dict()) - 1  # the tied one once
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
-    assert torch_model.read_example(stored(tmp_path))["x"].tolist() == ONE.tolist()
+    assert saved_module.read_example(stored(tmp_path))["x"].tolist() == ONE.tolist()
 
     monkeypatch.setattr(factories, "build", lambda source: Built(nn.Linear(3, 3)))
     with pytest.raises(SourceError, match="no longer builds the module"):
-        torch_model.load_artifact(stored(tmp_path))
+        saved_module.load_artifact(stored(tmp_path))
 
 
 def test_files_of_the_same_name_are_told_apart(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_model, "_comes_back", lambda *_: True)
+    monkeypatch.setattr(saved_module, "_comes_back", lambda *_: True)
     records = []
     for content in ("a", "b"):
         for package, text in (("one", content), ("two", "same")):
@@ -207,8 +207,8 @@ def test_files_of_the_same_name_are_told_apart(load, tmp_path: Path, monkeypatch
             (tmp_path / package / "__init__.py").write_text(text)
         files = (tmp_path / "one" / "__init__.py", tmp_path / "two" / "__init__.py")
         loaded = dataclasses.replace(load(nn.Linear(3, 3), ONE), files=files)
-        torch_model.save(loaded, SOURCE, LoadOptions(), tmp_path)
-        records.append((tmp_path / torch_model.RECORD).read_text())
+        saved_module.save(loaded, SOURCE, LoadOptions(), tmp_path)
+        records.append((tmp_path / saved_module.RECORD).read_text())
     assert records[0] != records[1]
 
 
@@ -222,10 +222,10 @@ def test_a_full_disk_is_told_from_other_faults(load, tmp_path: Path, monkeypatch
     loaded = load(nn.Linear(3, 3), ONE)
     refuse("Error while serializing: I/O error: No space left on device (os error 28)")
     with pytest.raises(StoreError, match=r"no space left.*\n.*free some space"):
-        torch_model.save(loaded, SOURCE, LoadOptions(), tmp_path)
+        saved_module.save(loaded, SOURCE, LoadOptions(), tmp_path)
     refuse("something else")
     with pytest.raises(SafetensorError):
-        torch_model.save(loaded, SOURCE, LoadOptions(), tmp_path)
+        saved_module.save(loaded, SOURCE, LoadOptions(), tmp_path)
 
 
 @pytest.mark.parametrize(
