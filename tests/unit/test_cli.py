@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from enginesmith import cli
+from enginesmith.pipeline.commands import request
 
 HEAVY = ("torch", "onnx", "onnxruntime", "tensorrt", "numpy", "pydantic", "rich")
 
@@ -61,7 +62,7 @@ def test_the_zoo_is_listed_as_json() -> None:
 
 def test_options_change_the_recipe_file(tmp_path: object) -> None:
     values = {"opset": 21, "batch": "2,4", "shapes": ("sequence=8:16:32",), "max_memory": "2GiB", "inputs": ()}
-    recipe = cli._recipe("digits", None, values)
+    recipe = request.recipe_of("digits", None, values)
     assert recipe.export.opset == 21
     assert recipe.batch == (2, 4)
     assert recipe.shapes == {"sequence": "8:16:32"}

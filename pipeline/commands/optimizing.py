@@ -1,0 +1,76 @@
+"""The main job, and going on with it."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enginesmith.pipeline.commands.options import (
+    how_to_build,
+    how_to_calibrate,
+    how_to_export,
+    how_to_measure,
+    how_to_prune,
+    how_to_run_tensorrt,
+    how_to_work,
+    model_argument,
+    what_to_load,
+    where_to_run,
+)
+from enginesmith.pipeline.commands.request import recipe_of, resumable, settings_of, shown
+
+
+@click.command()
+@model_argument
+@click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe; options change it.")
+@click.option("--engine", "engines", multiple=True, help="onnxruntime, compiled, tensorrt_rtx …; may be repeated.")
+@click.option("--graph-optimization", multiple=True, help="ONNX Runtime's level: disabled, basic, extended, all.")
+@click.option("--no-simplify", is_flag=True, default=None, help="Leave the exported graph as it is.")
+@click.option("--precision", "precisions", multiple=True, help="fp32, fp16, bf16, int8, int8+fp16, int8-dynamic …")
+@click.option("--prune", multiple=True, metavar="TARGET", help="0.3 of channels go; macs=0.5, latency=0.6 are left.")
+@click.option("--prune-sensitivity", is_flag=True, default=None, help="Show what each group of layers costs, alone.")
+@click.option("--sparsity", multiple=True, metavar="PATTERN", help="Zeros in weights: 2:4, or unstructured=0.5.")
+@click.option("--permute", is_flag=True, default=None, help="2:4: put channels in an order that keeps more weight.")
+@click.option("--min-sqnr", type=float, metavar="DB", help="Fidelity threshold.")
+@click.option("--max-memory", metavar="SIZE", help="Largest peak memory.")
+@click.option("--max-latency", metavar="TIME", help="Largest median latency at the first batch size.")
+@click.option("--objective", type=click.Choice(["latency", "throughput", "memory", "size"]), help="What wins.")
+@click.option("--out", type=click.Path(path_type=Path), help="Run directory; default runs/MODEL-TIME.")
+@what_to_load
+@how_to_export
+@how_to_calibrate
+@how_to_prune
+@how_to_build
+@how_to_run_tensorrt
+@where_to_run
+@how_to_measure
+@how_to_work
+def optimize(model: str, recipe_file: Path | None, out: Path | None, as_json: bool, quiet: bool, **options: Any) -> int:
+    """Make every variant of MODEL, prove them right, measure them, and name the winner.
+
+    Example: enginesmith optimize net.py:build --precision fp32 --precision int8 --calibration data.npz --max-drop 0.01
+    """
+    from enginesmith.pipeline import job
+
+    recipe = recipe_of(model, recipe_file, options)
+    folder = out or job.default_out(recipe)
+    with settings_of(options, quiet) as settings, resumable(folder):
+        run = job.optimize(recipe, folder, settings)
+    code: int = shown().show_run(run, folder, as_json)
+    return code
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@how_to_work
+def resume(run: Path, as_json: bool, quiet: bool, **options: Any) -> int:
+    """Do what is still missing in the run directory RUN.
+
+    Example: enginesmith resume runs/net
+    """
+    from enginesmith.pipeline import job
+
+    with settings_of(options, quiet) as settings, resumable(run):
+        result = job.resume(run, settings)
+    code: int = shown().show_run(result, run, as_json)
+    return code

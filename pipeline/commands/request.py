@@ -1,0 +1,166 @@
+"""From the options of a command to what the pipeline is asked for."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from enginesmith.pipeline.job import Settings
+    from enginesmith.pipeline.recipe import Recipe
+
+
+def shown() -> ModuleType:
+    """What renders results; not imported before there is something to render."""
+    from enginesmith.pipeline.report import terminal
+
+    return terminal
+
+
+@contextlib.contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """Say on Ctrl-C how to go on, if there is something to go on with."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        hint = f"; `enginesmith resume {folder}` goes on from here" if (folder / "run.json").exists() else ""
+        raise KeyboardInterrupt(hint) from None
+
+
+@contextlib.contextmanager
+def settings_of(options: dict[str, Any], quiet: bool) -> "Iterator[Settings]":
+    from enginesmith.pipeline.job import Settings
+    from enginesmith.pipeline.report import live
+    from enginesmith.pipeline.units import parse_seconds
+
+    limit = options["time_limit"]
+    with live.watching(quiet) as listener:
+        yield Settings(
+            store=options["store"],
+            reuse=not options["no_cache"],
+            jobs=options["jobs"] or Settings().jobs,
+            time_limit_seconds=parse_seconds(limit) if limit else None,
+            listener=listener,
+        )
+
+
+_PLACES = {
+    "opset": ("export", "opset"),
+    "exporter": ("export", "exporter"),
+    "attention": ("export", "attention"),
+    "external_data": ("export", "external_data_bytes"),
+    "measure_time": ("measure", "seconds"),
+    "precision_target": ("measure", "precision"),
+    "memory_limit": ("measure", "memory_limit_bytes"),
+    **{name: ("measure", name) for name in ("memory", "limits", "profile")},
+    "max_drop": ("budgets", "max_drop"),
+    "max_memory": ("budgets", "max_memory_bytes"),
+    "max_latency": ("budgets", "max_latency_ms"),
+    "min_sqnr": ("min_sqnr_db",),
+    "search_limit": ("quantisation", "search_limit_seconds"),
+    **{
+        name: ("quantisation", name)
+        for name in (
+            "ranges",
+            "percentile",
+            "placement",
+            "weight_bits",
+            "keep",
+            "smooth",
+            "smooth_insert",
+            "awq",
+            "equalise",
+            "bias_correction",
+        )
+        + ("convert_io", "search_steps")
+    },
+    **{
+        name: ("tensorrt", name)
+        for name in ("tactic_dram", "tactic_shared_memory", "optimization_level", "aux_streams", "tiling")
+        + ("sparse_weights", "weight_streaming", "strip_plan", "refit", "version_compatible", "hardware_compatibility")
+        + ("tf32", "plugins", "timing_cache", "locked", "profiles", "host_code")
+    },
+    **{name: ("pruning", name) for name in ("importance", "multiple_of", "protect", "heads")},
+    "prune_scope": ("pruning", "scope"),
+    "prune_steps": ("pruning", "steps"),
+    "recover_time": ("recovery", "seconds"),
+    "recover_memory": ("recovery", "memory_bytes"),
+    "permute": ("sparsifying", "permute"),
+    **{name: ("data_options", name) for name in ("tokenizer", "text_field", "max_length")},
+    **{name: ("tensorrt_run", name) for name in ("cuda_graphs", "share_activation_memory", "weight_streaming_budget")},
+    **{
+        name: (name,)
+        for name in ("inputs", "targets", "engines", "graph_optimization", "device", "threads", "eval_data", "metric")
+        + ("precisions", "calibration", "samples", "synthetic_calibration", "eval_samples", "objective", "seed")
+        + ("allow_pickle", "prune", "prune_sensitivity", "sparsity")
+    },
+}
+"""Option → where its value goes in the recipe."""
+
+
+def recipe_of(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe":
+    """The recipe file, if any, changed by the options that were given."""
+    from enginesmith.pipeline import recipe
+
+    values = recipe.read(file) if file else {}
+    values["model"] = model
+    for name, (*parts, last) in _PLACES.items():
+        value = options.get(name)
+        if value is None or value == ():
+            continue
+        place = values
+        for part in parts:
+            inner = place.get(part) or {}
+            place[part] = dict(inner) if isinstance(inner, dict) else {}
+            place = place[part]
+        place[last] = list(value) if isinstance(value, tuple) else value
+    for name in ("resize", "crop", "mean", "std"):
+        if options.get(name):
+            values.setdefault("data_options", {})[name] = _sizes(name, options[name])
+    if options.get("recover"):
+        values["recover"] = True
+        values["recovery"] = {**(values.get("recovery") or {}), "method": options["recover"]}
+    if options.get("no_simplify"):
+        values["simplify"] = False
+    if options.get("workspace"):
+        values["workspace"] = [part.strip() for part in options["workspace"].split(",")]
+    if options.get("batch") == "sweep":
+        values["batch"] = [1]
+        values["measure"] = {**(values.get("measure") or {}), "sweep": True}
+    elif options.get("batch"):
+        values["batch"] = _numbers("batch", options["batch"])
+    if options.get("concurrency"):
+        values["measure"] = {
+            **(values.get("measure") or {}),
+            "concurrency": _numbers("concurrency", options["concurrency"]),
+        }
+    if options.get("shapes"):
+        values["shapes"] = {**(values.get("shapes") or {}), **dict(_pair(text) for text in options["shapes"])}
+    return recipe.make(values)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise click.BadParameter(f"{text!r} is no list of numbers like 1,8,64", param_hint=f"--{option}")
+    return [int(part) for part in parts]
+
+
+def _sizes(option: str, text: str) -> float | list[float]:
+    """``224`` as a number, ``0.5,0.5`` as several."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is no number or list of numbers", param_hint=f"--{option}") from error
+    whole = [int(number) if number.is_integer() and option in ("resize", "crop") else number for number in numbers]
+    return whole[0] if len(whole) == 1 and option in ("resize", "crop") else whole
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise click.BadParameter(f"{text!r} is not of the form batch=1:8:64", param_hint="--shape")
+    return name, value

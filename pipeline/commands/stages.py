@@ -1,0 +1,158 @@
+"""One stage each: file in, file out."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enginesmith.pipeline.commands.options import (
+    how_to_calibrate,
+    how_to_export,
+    how_to_prune,
+    how_to_work,
+    model_argument,
+    output_option,
+    what_to_load,
+    where_to_run,
+)
+from enginesmith.pipeline.commands.request import recipe_of, settings_of, shown
+
+
+@click.command()
+@model_argument
+@output_option
+@what_to_load
+@how_to_export
+@how_to_work
+def export(model: str, output: Path, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Export MODEL to ONNX and hold the graph against eager.
+
+    Example: enginesmith export net.py:build -o net.onnx --input image:float32:batch,3,224,224
+    """
+    from enginesmith.pipeline import stages
+
+    with settings_of(options, quiet) as settings:
+        result = stages.export(recipe_of(model, None, options), output, settings)
+    shown().show_stage(result, as_json)
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@output_option
+@what_to_load
+@how_to_work
+def simplify(file: Path, output: Path, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Clean the graph of an ONNX FILE and hold the result against it.
+
+    Example: enginesmith simplify net.onnx -o net-clean.onnx
+    """
+    from enginesmith.pipeline import stages
+
+    with settings_of(options, quiet) as settings:
+        result = stages.simplify(recipe_of(str(file), None, options), output, settings)
+    shown().show_stage(result, as_json)
+
+
+@click.command()
+@model_argument
+@output_option
+@click.option("--precision", "precisions", multiple=True, required=True, help="fp16, bf16, int8, int8+fp16 …")
+@click.option("--engine", "engines", multiple=True, help="Made for this engine; without it, for all of them.")
+@click.option("--min-sqnr", type=float, metavar="DB", help="Fidelity threshold.")
+@what_to_load
+@how_to_export
+@how_to_calibrate
+@where_to_run
+@how_to_work
+def precision(model: str, output: Path, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Turn MODEL, or an ONNX file, into an ONNX graph of another precision, calibrated and held against it.
+
+    Example: enginesmith precision net.onnx -o net-int8.onnx --precision int8 --calibration data.npz
+    """
+    from enginesmith.pipeline import stages
+
+    if not options["engines"] and not options["placement"]:
+        options["placement"] = "tensorrt"  # the strictest rules: what they make runs in every engine
+    with settings_of(options, quiet) as settings:
+        result = stages.precision(recipe_of(model, None, options), output, settings)
+    shown().show_stage(result, as_json)
+
+
+@click.command()
+@model_argument
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write; it is a MODEL.")
+@click.option("--prune", required=True, metavar="TARGET", help="0.3, macs=0.5, params=0.5, latency=0.6.")
+@click.option("--engine", "engines", multiple=True, help="What latency=… is measured on; default onnxruntime.")
+@click.option("--data", "calibration", metavar="DATA", help="For taylor and recovery: embedded set, .npz, images …")
+@click.option("--samples", type=int, help="How many samples of it taylor uses; default 128.")
+@how_to_prune
+@what_to_load
+@how_to_work
+def prune(model: str, output: Path, prune: str, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Take channels, hidden units and attention heads out of MODEL; the result is a smaller model.
+
+    Example: enginesmith prune net.py:build -o pruned --prune macs=0.5 --recover distil --data data.npz
+    """
+    from enginesmith.pipeline import stages
+
+    options["prune"] = (prune,)
+    with settings_of(options, quiet) as settings:
+        result = stages.prune(recipe_of(model, None, options), output, settings)
+    shown().show_pruned(result, as_json)
+
+
+@click.command()
+@model_argument
+@output_option
+@click.option("--sparsity", default="2:4", show_default=True, metavar="PATTERN", help="2:4, or unstructured=0.5.")
+@click.option("--permute", is_flag=True, help="2:4: put channels in an order that keeps more of the weights.")
+@click.option("--per-layer", is_flag=True, help="Unstructured: a threshold for each layer, not one for all.")
+@click.option("--protect", multiple=True, metavar="NAME", help="Weight, node, module or pattern that stays dense.")
+@click.option("--min-sqnr", type=float, metavar="DB", help="Fail if the outputs are farther from the dense ones.")
+@what_to_load
+@how_to_export
+@how_to_work
+def sparsify(
+    model: str,
+    output: Path,
+    sparsity: str,
+    permute: bool,
+    per_layer: bool,
+    protect: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Set weights of MODEL, or of an ONNX file, to zero: 2:4 for sparse tensor cores, or the smallest ones.
+
+    One shot, without training; how far the answers are from the dense model's is shown.
+
+    Example: enginesmith sparsify net.onnx -o net-24.onnx --sparsity 2:4 --permute
+    """
+    from enginesmith.pipeline import stages
+    from enginesmith.pipeline.sparsity.options import SparsifyOptions
+
+    chosen = SparsifyOptions(scope="layer" if per_layer else "global", permute=permute, protect=protect)
+    with settings_of(options, quiet) as settings:
+        result = stages.sparsify(recipe_of(model, None, options), sparsity, chosen, output, settings)
+    shown().show_stage(result, as_json)
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--against", "model", required=True, metavar="MODEL", help="What the outputs have to equal.")
+@click.option("--min-sqnr", type=float, metavar="DB", help="Fidelity threshold.")
+@what_to_load
+@where_to_run
+@how_to_work
+def verify(file: Path, model: str, as_json: bool, quiet: bool, **options: Any) -> int:
+    """Compare the outputs of an ONNX FILE with those of a model, at the smallest, usual and largest shape.
+
+    Example: enginesmith verify net.onnx --against net.py:build
+    """
+    from enginesmith.pipeline import stages
+
+    with settings_of(options, quiet) as settings:
+        result = stages.verify(recipe_of(model, None, options), file, settings)
+    shown().show_stage(result, as_json)
+    return 0 if result.passed else 1
