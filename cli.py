@@ -8,7 +8,18 @@ from typing import Any, NoReturn
 
 import click
 
-from enginesmith.pipeline.commands import building, caching, looking, measuring, optimizing, stages
+from enginesmith.pipeline.commands import (
+    building,
+    caching,
+    comparing,
+    gating,
+    looking,
+    measuring,
+    optimizing,
+    packaging,
+    reporting,
+    stages,
+)
 
 _INTERRUPTED = 130
 
@@ -71,6 +82,10 @@ for command in (
     stages.sparsify,
     stages.verify,
     measuring.benchmark,
+    comparing.compare,
+    gating.gate,
+    packaging.package,
+    reporting.report,
     building.build,
     building.fit,
     looking.inspect_file,

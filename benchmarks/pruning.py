@@ -31,7 +31,6 @@ DIGITS_DROP, FLOAT_SPEEDUP, INT8_SPEEDUP = 0.005, 1.6, 1.3
 """Targets: top-1 that may be lost, and × the dense sibling."""
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "default": (),
-    "multiples of 16": ("--multiple-of", "16"),
     "multiples of 32": ("--multiple-of", "32"),
     "uniform": ("--prune-scope", "uniform"),
     "uniform, multiples of 32": ("--prune-scope", "uniform", "--multiple-of", "32"),

@@ -1,17 +1,21 @@
 """Functions of the user's that are asked for by name: ``module:function`` and ``file.py:function``."""
 
+import difflib
 import importlib
 import importlib.util
 import re
+import symtable
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from enginesmith.pipeline.errors import DataError, EnginesmithError
 
+_ALL_OF_ANOTHER = re.compile(r"^\s*from\s.*\simport\s*\*", re.MULTILINE)
 _REFERENCE = re.compile(r"(?:.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
 
 
@@ -38,6 +42,54 @@ def find(text: str, what: str) -> Any:
     return found
 
 
+def hold_there(text: str, what: str) -> None:
+    """Insist on what :func:`find` would find, as far as can be seen while no code runs.
+
+    Names that a module makes for itself only when it runs are left for :func:`find`.
+
+    Raises:
+        DataError: there is no such file, module or name, or the file is not Python.
+    """
+    place, _, name = text.rpartition(":")
+    path = _existing(Path(place)) if place.endswith(".py") else _origin(place, what)
+    if path is None or path.suffix != ".py":
+        return
+    names, first = _names(path, what), name.partition(".")[0]
+    if names is not None and first not in names:
+        near = difflib.get_close_matches(first, names, n=1)
+        remedy = f"did you mean {place}:{near[0]}?" if near else f"give the {what} as module:function"
+        raise DataError(f"{place} has no function {name!r}", remedy)
+
+
+def _origin(place: str, what: str) -> Path | None:
+    """The file of a module, found without importing it; None where only importing it can tell."""
+    top, *inner = place.split(".")
+    spec = PathFinder.find_spec(top, [str(Path.cwd())]) or importlib.util.find_spec(top)
+    if spec is None:
+        raise DataError(f"there is no module {top!r}", f"give the {what} as module:function or file.py:function")
+    for name in inner:
+        folders, parent = spec.submodule_search_locations, spec.origin
+        spec = PathFinder.find_spec(f"{spec.name}.{name}", list(folders)) if folders else None
+        if spec is None:
+            names = _names(Path(parent), what) if parent and parent.endswith(".py") else None
+            if names is not None and name not in names:
+                raise DataError(f"there is no module {place!r}", f"give the {what} as module:function")
+            return None
+    return Path(spec.origin) if spec.origin else None
+
+
+def _names(path: Path, what: str) -> set[str] | None:
+    """What a file defines or imports at its top; None where that is only known once it runs."""
+    try:
+        text = path.read_text()
+        symbols = symtable.symtable(text, str(path), "exec").get_symbols()
+    except (OSError, SyntaxError, ValueError) as error:
+        raise DataError(f"cannot read the {what}'s file {path}: {error}", "mend it, and try again") from error
+    found = {one.get_name() for one in symbols if one.is_assigned() or one.is_imported()}
+    made = "__getattr__" in found or any(one.get_name() == "globals" for one in symbols)
+    return None if made or _ALL_OF_ANOTHER.search(text) else found
+
+
 @contextmanager
 def blamed(what: str, remedy: str = "mend it, and try again") -> Iterator[None]:
     """What the user's code raises in here becomes a DataError that says so; our own errors pass.
@@ -58,10 +110,14 @@ def _module(place: str) -> ModuleType:
     return importlib.import_module(place)
 
 
-def _file(path: Path) -> ModuleType:
+def _existing(path: Path) -> Path:
     if not path.is_file():
         raise DataError(f"there is no file {path}", "check the path")
-    path = path.absolute()
+    return path
+
+
+def _file(path: Path) -> ModuleType:
+    path = _existing(path).absolute()
     name = f"file {path}"  # a name of no module, so that none is hidden
     if name in sys.modules:
         return sys.modules[name]

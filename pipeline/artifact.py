@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.tensors import Signature
 
+RECORDS = ("artifact.json", "manifest.json")
+"""Files that lie beside an artifact's own: the store's record of it, and the run directory's."""
+
 Kind = Literal["torch", "onnx", "engine", "reference", "record"]
 
 
@@ -96,6 +99,12 @@ def file_digest(path: Path) -> str:
 def folder_digest(digests: Mapping[str, str]) -> str:
     """One digest for files by relative name → their own digest."""
     return json_digest(sorted(digests.items()))
+
+
+def holds(folder: Path, sha256: str) -> bool:
+    """Whether a folder has the files of an artifact as they were made, besides records of it."""
+    names = files_below(folder, skip=RECORDS)
+    return bool(names) and folder_digest({name: file_digest(folder / name) for name in names}) == sha256
 
 
 def json_digest(value: Any) -> str:

@@ -31,6 +31,7 @@ from enginesmith.pipeline.run import (
     StepRecord,
     StoredArtifact,
     VariantRecord,
+    deciding_batch,
 )
 from enginesmith.pipeline.runner import Outcome
 from enginesmith.pipeline.select import select
@@ -57,8 +58,19 @@ class Header:
     """What the run's readers are to be warned of besides the machine."""
 
 
-def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, artifacts: Mapping[str, Path]) -> Run:
-    """The run as far as it has come; ``artifacts`` are the engines' files in the run directory by variant."""
+def assemble(
+    header: Header,
+    recipe: Recipe,
+    plan: Plan,
+    outcomes: Outcomes,
+    artifacts: Mapping[str, Path],
+    kept: Mapping[str, Mapping[str, StoredArtifact]] | None = None,
+) -> Run:
+    """The run as far as it has come.
+
+    ``artifacts`` are the engines' files in the run directory by variant, ``kept`` by variant what else is kept there
+    for it: fields of its record.
+    """
     latency = _latency(plan, outcomes)
     baseline = _record(plan.baseline, plan, outcomes, latency, artifacts)
     variants = [
@@ -69,11 +81,13 @@ def assemble(header: Header, recipe: Recipe, plan: Plan, outcomes: Outcomes, art
         )
         for variant in plan.variants
     ]
-    batch, environment = _first_batch(recipe, latency), _environment(header, plan, outcomes)
+    batch = deciding_batch(recipe, (row for rows in latency.values() for row in rows))
+    environment = _environment(header, plan, outcomes)
     variants = _remarked(variants, plan, recipe, batch, environment)
+    variants = [record.model_copy(update=dict((kept or {}).get(record.id, {}))) for record in variants]
     by_id = {record.id: record for record in (baseline, *variants)}
     variants = [decide(record, by_id, recipe.budgets, batch) for record in variants]
-    chosen = select([baseline, *variants], recipe.budgets, recipe.objective, batch)
+    chosen = select([baseline, *variants], recipe.budgets, recipe.objective, batch, recipe.min_sqnr_db)
     return Run(
         name=header.name,
         created=header.created,
@@ -125,17 +139,12 @@ def _step(name: str, outcome: Outcome | None) -> StepRecord:
     return StepRecord(id=name, status=outcome.status, cached=outcome.cached, seconds=last.seconds, effect=effect)
 
 
-def _first_batch(recipe: Recipe, latency: Mapping[str, tuple[LatencyRow, ...]]) -> int:
-    """The batch size that decides: the recipe's first, or the only one that a model of fixed batch has."""
-    measured = [row.batch for rows in latency.values() for row in rows]
-    return recipe.batch[0] if recipe.batch[0] in measured or not measured else measured[0]
-
-
 def _model(recipe: Recipe, outcomes: Outcomes) -> ModelRecord:
     model, reference = _artifact(outcomes, LOAD), _artifact(outcomes, REFERENCE)
     known = samples.read(reference.folder) if reference else None
     return ModelRecord(
         source=recipe.model,
+        sha256=model.sha256 if model else None,
         signature=model.signature if model else None,
         data=known.data if known else None,
         shapes={name: str(range_) for name, range_ in known.ranges.items()} if known else {},

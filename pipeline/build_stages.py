@@ -17,7 +17,7 @@ from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.runner import Outcome
 from enginesmith.pipeline.single import attempted, finished
 from enginesmith.pipeline.steps import LOAD
-from enginesmith.pipeline.store import storage_errors
+from enginesmith.pipeline.storage import storage_errors
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.shapes import SHAPES
 from enginesmith.pipeline.tasks.trial import TrialResult

@@ -1,6 +1,8 @@
 """The part of a plan that leads through pruned and sparse models: each is made, and then treated like the given one.
 
-load ─── prune-P ── recover-P ─┬─ reference-P ─┐
+load ── [prune-P-dense ─ prune-P-trial-1 ─ … ─ N ─] prune-P ── recover-P
+
+recover-P ─────────────────────┬─ reference-P ─┐
                                └─ export-P … ──┴─ build-V-P ── verify-V-P
 graph ── sparsify-S ── reference-S, build-V-S ── verify-V-S
 """
@@ -24,11 +26,16 @@ from enginesmith.pipeline.steps import LOAD, REFERENCE, Step, Variant
 from enginesmith.pipeline.tasks.answers import Answers
 from enginesmith.pipeline.tasks.compare import Verify
 from enginesmith.pipeline.tasks.prune import Prune
-from enginesmith.pipeline.tasks.prune_latency import PruneToLatency
+from enginesmith.pipeline.tasks.prune_latency import BEFORE, DENSE, DenseEngine, PruneToLatency, ToEngine, TryLatency
 from enginesmith.pipeline.tasks.prune_sensitivity import METRIC, PruneSensitivity
 from enginesmith.pipeline.tasks.recover import TEACHER, Recover
+from enginesmith.pipeline.tasks.shapes import SHAPES
 from enginesmith.pipeline.tasks.transform import Transform
-from enginesmith.pipeline.variants import device_for
+from enginesmith.pipeline.variants import device_for, variants_of
+
+_TRIALS = 6
+"""Of models with other shares of MACs, on the way to a latency."""
+_TRIAL_SECONDS = 6.0
 
 
 @dataclass(frozen=True)
@@ -120,28 +127,53 @@ def smaller(recipe: Recipe, target: Target) -> Iterator[Step]:
     last = LOAD
     for turn, part in enumerate(target.stages(turns) if turns > 1 else [target], start=1):
         name = target.slug + (f"-{turn}of{turns}" if turns > 1 else "")
-        yield Step(name, _prune(recipe, part, options), {"model": last, REFERENCE: REFERENCE})
+        yield from _cut(recipe, name, part, options, last)
         last = name
         if recipe.recover:
             last = f"recover-{name}"
             yield Step(last, _recover(recipe, turns), {"model": name, TEACHER: LOAD})
 
 
-def _prune(recipe: Recipe, target: Target, options: PruneOptions) -> Prune:
+def _cut(recipe: Recipe, name: str, target: Target, options: PruneOptions, last: str) -> Iterator[Step]:
+    """Prune once; a latency is searched for before, as a chain of trials each of which knows those before it."""
     asked = {"target": target, "options": options, "feeder": feeder(recipe), "seed": recipe.seed}
+    needs = {"model": last, REFERENCE: REFERENCE}
     if target.kind != "latency":
-        return Prune(**asked)
-    kinds = [engine_class(name) for name in recipe.engines]
-    able = [kind for kind in kinds if kind.consumes == "onnx" and not issubclass(kind, TensorRT)]
-    if len(able) != 1:
+        yield Step(name, Prune.model_validate(asked), needs)
+        return
+    engine = _measured_on(recipe, target)
+    shapes = {SHAPES: SHAPES} if isinstance(engine, TensorRT) else {}
+    export = Export(**recipe.export.model_dump())
+    way = ToEngine(engine=engine, device=device_for(recipe, engine), export=export, simplify=recipe.simplify)
+    dense = Step(f"{name}-{DENSE}", DenseEngine(way=way), {"model": last, **shapes})
+    yield dense
+    wanted = PruneToLatency.model_validate(asked)
+    trial = TryLatency(prune=wanted, way=way, seconds=min(_TRIAL_SECONDS, recipe.measure.seconds))
+    before: dict[str, str] = {}
+    for index in range(1, _TRIALS + 1):
+        step = Step(f"{name}-trial-{index}", trial, {**needs, **shapes, DENSE: dense.id, **before})
+        yield step
+        before = {BEFORE: step.id}
+    yield Step(name, wanted, {**needs, **before})
+
+
+def _measured_on(recipe: Recipe, target: Target) -> Engine:
+    """The engine that a latency is measured on, on float graphs.
+
+    Raises:
+        UsageError: not one of the engines that are asked for takes graphs and runs here, or several do.
+    """
+    as_it_is = recipe.model_copy(update={"precisions": ("fp32",)})
+    found = [variant.engine for variant in variants_of(as_it_is, recipe.engines) if not variant.lacking]
+    able = [one for one in found if one.consumes == "onnx" and one.available(device_for(recipe, one)).ok]
+    names = dict.fromkeys(one.name for one in able)
+    if len(names) != 1:
+        told = f"{len(names)} such are asked for: {', '.join(names)}" if names else "none such is asked for"
         raise UsageError(
-            f"--prune {target} is measured on one engine that runs here, and {len(able)} are asked for",
+            f"--prune {target} is measured on one engine that takes graphs and runs here, and {told}",
             "give --engine onnxruntime, or --prune macs=0.5",
         )
-    engine = able[0]()
-    export = Export(**recipe.export.model_dump())
-    device = device_for(recipe, engine)
-    return PruneToLatency(**asked, engine=engine, device=device, export=export, simplify=recipe.simplify)
+    return able[0]
 
 
 def _recover(recipe: Recipe, turns: int) -> Recover:

@@ -4,9 +4,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
-import os
 import sys
-import sysconfig
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginesmith.models import MODELS
+from enginesmith.pipeline import user_line
 from enginesmith.pipeline.errors import MissingCapability, SourceError
 from enginesmith.pipeline.source import Source
 from enginesmith.pipeline.tensors import TensorSpec
@@ -314,12 +313,7 @@ def _first_words(error: BaseException) -> str:
 def _user_line(error: BaseException, near: Path | None) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
-    others = (f"{Path(__file__).parent}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<")
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename and not frame.filename.startswith(others)
-    ]
+    frames = user_line.users(traceback.extract_tb(error.__traceback__))
     if near is not None and near.is_file():
         frames = [frame for frame in frames if Path(frame.filename).parent == near.parent] or frames
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

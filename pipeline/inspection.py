@@ -170,7 +170,7 @@ def _run(folder: Path) -> Facts:
             f"{tables.marked(one)}: {one.status} {one.reason or one.shortfall}".strip()
             for one in (run.baseline, *run.variants)
         ],
-        "notes": tables.made_up(run),
+        "notes": [*tables.made_up(run), *run.environment.get("warnings", ())],
     }
 
 

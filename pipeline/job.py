@@ -11,20 +11,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from enginesmith.pipeline import kept, workers
+from enginesmith.pipeline import kept, samples, workers
 from enginesmith.pipeline import run as runs
-from enginesmith.pipeline.artifact import file_digest, files_below, folder_digest
+from enginesmith.pipeline.artifact import Artifact, file_digest, files_below, folder_digest
 from enginesmith.pipeline.assemble import Header, assemble
 from enginesmith.pipeline.errors import MissingCapability, ModelError, SourceError, UsageError
 from enginesmith.pipeline.measure import device
 from enginesmith.pipeline.plan import in_time, plan
 from enginesmith.pipeline.recipe import Recipe
-from enginesmith.pipeline.report import markdown
-from enginesmith.pipeline.run import Run
+from enginesmith.pipeline.report import files
+from enginesmith.pipeline.run import Run, StoredArtifact
 from enginesmith.pipeline.runner import Listener, Outcome, Runner
 from enginesmith.pipeline.source import resolve
 from enginesmith.pipeline.steps import LOAD, REFERENCE, Plan, Variant
-from enginesmith.pipeline.store import Store, default_root, storage_errors
+from enginesmith.pipeline.storage import storage_errors
+from enginesmith.pipeline.store import Store, default_root
+from enginesmith.pipeline.tasks.measure import SAMPLES
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,11 @@ def optimize(recipe: Recipe, out: Path, settings: Settings | None = None) -> Run
         if kept.exists(out) and not given:
             directory.caution("the model is not the one that this run was begun with: everything is made anew")
         in_order = in_time(steps.steps, settings.time_limit_seconds, len(recipe.batch))
-        outcomes = runner.run(in_order, directory.update, given)
-        run = directory.update(outcomes)
+        try:
+            outcomes = runner.run(in_order, directory.update, given)
+            run = directory.update(outcomes)
+        finally:
+            directory.report()
         if any(outcome.status == "lacking" for outcome in outcomes.values()):
             with storage_errors(f"the run directory {out}"):
                 kept.save(out, steps, outcomes, {one.artifact: f"variants/{one.id}" for one in steps.variants})
@@ -78,7 +83,7 @@ def resume(out: Path, settings: Settings | None = None) -> Run:
     Raises:
         UsageError: there is no run there. Errors as in :func:`optimize` besides.
     """
-    before, out = runs.read(out), out.absolute()
+    before, out = runs.read(out, to_go_on=True), out.absolute()
     folder = before.environment.get("folder")
     if folder and Path(folder).is_dir():  # where the model's name was resolved; on another machine it may not be there
         _go_where_the_model_is(before.recipe.model, Path(folder))
@@ -116,7 +121,12 @@ class _RunDirectory:
     def __init__(self, folder: Path, recipe: Recipe, steps: Plan, started: float) -> None:
         self._folder, self._recipe, self._plan, self._started = folder, recipe, steps, started
         self._whole: set[str] = set()
-        """Variants whose files are known to be there, as they should be."""
+        """Folders whose files are known to be there, as they should be."""
+        self._vectors: dict[str, StoredArtifact] = {}
+        """By the step that answered, the test vectors that are written."""
+        self._run: Run | None = None
+        self._sampled = ""
+        """Digest of the latency measurement whose samples are in the folder."""
         before = runs.read(folder) if (folder / "run.json").exists() else None
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._header = Header(
@@ -139,32 +149,80 @@ class _RunDirectory:
             artifacts = {
                 variant.id: path for variant in self._plan.variants if (path := self._placed(variant, outcomes))
             }
-            run = assemble(header, self._recipe, self._plan, outcomes, artifacts)
+            beside = {name: self._beside(name, outcomes) for name in artifacts}
+            run = assemble(header, self._recipe, self._plan, outcomes, artifacts, beside)
             runs.write(run, self._folder)
-            if all(step.id in outcomes for step in self._plan.steps):
-                (self._folder / "report.md").write_text(markdown.render(run))
+            self._keep_samples(_made(outcomes, self._plan.latency))
+        self._run = run
         return run
+
+    def report(self) -> None:
+        """Write the reports of what is known, of a run that was interrupted, too."""
+        if self._run is not None:
+            files.write(self._run, self._folder)
+
+    def _keep_samples(self, latency: Artifact | None) -> None:
+        """Copy every latency that was measured, for the reports and for comparing runs."""
+        if latency is None or latency.sha256 == self._sampled:
+            return
+        partial = self._folder / f".{SAMPLES}.partial"
+        shutil.copyfile(latency.folder / SAMPLES, partial)
+        partial.replace(self._folder / SAMPLES)
+        self._sampled = latency.sha256
 
     def _placed(self, variant: Variant, outcomes: Mapping[str, Outcome]) -> Path | None:
         """The engine's main file in the run directory, copied there when it is new."""
-        found = outcomes.get(variant.artifact)
-        if found is None or found.artifact is None or found.artifact.kind != "engine":
+        artifact = _made(outcomes, variant.artifact)
+        if artifact is None or artifact.kind != "engine":
             return None
-        artifact = found.artifact
-        relative = Path("variants", variant.id)
-        target, partial = self._folder / relative, self._folder / "variants" / f".{variant.id}.partial"
-        if variant.id not in self._whole and not _holds(target, artifact.sha256):
+        return self._copied(Path("variants", variant.id), artifact)
+
+    def _beside(self, name: str, outcomes: Mapping[str, Outcome]) -> dict[str, StoredArtifact]:
+        """What a package of a built variant takes besides the engine: a graph for other machines, and a test vector."""
+        variant = next(one for one in self._plan.variants if one.id == name)
+        engine, graph = _made(outcomes, variant.artifact), _made(outcomes, self._plan.graph_of(variant))
+        found = {}
+        if variant.engine.loads_graph and engine and graph:
+            same = graph.sha256 == engine.sha256
+            where = Path("variants", name) if same else Path("graphs", str(self._plan.graph_of(variant)))
+            path = where / engine.path.name if same else self._copied(where, graph)
+            found["graph"] = StoredArtifact(path=str(path), sha256=graph.sha256, bytes=graph.bytes)
+        if vector := self._vector(self._plan.reference_of(variant), outcomes):
+            found["test_vector"] = vector
+        return found
+
+    def _vector(self, step: str | None, outcomes: Mapping[str, Outcome]) -> StoredArtifact | None:
+        """The smallest case of a reference, written when that is there: pruned and sparse models have one each."""
+        reference = _made(outcomes, step)
+        if step is None or reference is None:
+            return None
+        if step not in self._vectors:
+            path = self._folder / f"{step.replace(REFERENCE, 'test_vector', 1)}.npz"
+            samples.write_vector(reference.folder, path)
+            self._vectors[step] = StoredArtifact(path=path.name, sha256=file_digest(path), bytes=path.stat().st_size)
+        return self._vectors[step]
+
+    def _copied(self, relative: Path, artifact: Artifact) -> Path:
+        """The main file of an artifact that is copied to a folder of the run directory, unless it is there as it is."""
+        target, partial = self._folder / relative, self._folder / relative.with_name(f".{relative.name}.partial")
+        if str(relative) not in self._whole and not _holds(target, artifact.sha256):
             for old in (partial, target):
                 shutil.rmtree(old, ignore_errors=True)
             try:
                 shutil.copytree(artifact.folder, partial, ignore=shutil.ignore_patterns("artifact.json"))
-                manifest = {"id": variant.id, **artifact.model_dump(mode="json", exclude={"path", "breach"})}
+                manifest = {"id": relative.name, **artifact.model_dump(mode="json", exclude={"path", "breach"})}
                 (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
                 partial.rename(target)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-        self._whole.add(variant.id)
+        self._whole.add(str(relative))
         return relative / artifact.path.name
+
+
+def _made(outcomes: Mapping[str, Outcome], step: str | None) -> Artifact | None:
+    """What a step left, if it is done."""
+    found = outcomes.get(step) if step else None
+    return found.artifact if found else None
 
 
 def _holds(folder: Path, sha256: str) -> bool:

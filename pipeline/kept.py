@@ -11,15 +11,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from enginesmith.pipeline.artifact import Artifact, Kind, file_digest, files_below, folder_digest, write_whole
+from enginesmith.pipeline.artifact import RECORDS, Artifact, Kind, holds, write_whole
 from enginesmith.pipeline.runner import Outcome
 from enginesmith.pipeline.steps import LOAD, Plan, Step
 
 _FOLDER, _INDEX = "kept", "index.json"
 _KINDS: tuple[Kind, ...] = ("engine", "reference", "record")
 """Graphs are not among them: nothing that is left to do needs them once the engines are built."""
-_NO_PART = ("artifact.json", "manifest.json")
-"""Files that lie beside an artifact's own: the store's record of it, and the run directory's."""
 
 
 class _Kept(BaseModel):
@@ -52,7 +50,7 @@ def save(run: Path, plan: Plan, outcomes: Mapping[str, Outcome], engines: Mappin
             continue
         folder = engines.get(step.id) or f"{_FOLDER}/{step.id}"
         if not (run / folder).is_dir():
-            shutil.copytree(made.folder, run / folder, ignore=shutil.ignore_patterns(*_NO_PART))
+            shutil.copytree(made.folder, run / folder, ignore=shutil.ignore_patterns(*RECORDS))
         relative = made.model_copy(update={"path": Path(made.path.name)})
         steps[step.id] = _Kept(identity=step.task.identity, folder=folder, artifact=relative)
     index = _Index(load_sha256=load.sha256, steps=steps)
@@ -88,8 +86,7 @@ def read(run: Path, plan: Plan, load: Artifact) -> dict[str, Outcome]:
 def _whole(run: Path, kept: _Kept) -> Artifact | None:
     """The artifact where it lies, if it is as it was."""
     folder = run / kept.folder
-    names = files_below(folder, skip=_NO_PART)
-    if not names or folder_digest({name: file_digest(folder / name) for name in names}) != kept.artifact.sha256:
+    if not holds(folder, kept.artifact.sha256):
         return None
     return kept.artifact.model_copy(update={"path": folder / kept.artifact.path})
 

@@ -63,9 +63,26 @@ class OnnxRuntimeOptions(Part):
 class Budgets(Part):
     """What a variant has to hold to win."""
 
-    max_drop: float | None = Field(None, ge=0, description="largest loss of the metric against eager")
+    max_drop: float | None = Field(
+        None, ge=0, allow_inf_nan=False, description="largest loss of the metric against eager"
+    )
     max_memory_bytes: int | None = Field(None, gt=0, description="largest peak device memory")
-    max_latency_ms: float | None = Field(None, gt=0, description="largest median latency at the first batch size")
+    max_latency_ms: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="largest median latency at the first batch size"
+    )
+    max_p99_ms: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="largest 99th percentile of latency, there"
+    )
+    min_throughput_per_s: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="smallest throughput in samples a second, at the batch size that has the most",
+    )
+    max_size_bytes: int | None = Field(None, gt=0, description="largest size of the engine's files together")
+    max_build_seconds: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="longest time that building the engine takes"
+    )
 
 
 class QuantisationOptions(Part):

@@ -3,14 +3,16 @@
 A number that could not be had is null, and a reason stands beside it.
 """
 
-import json
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from enginesmith.pipeline import documents
 from enginesmith.pipeline.artifact import HistoryEntry
+from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.measure.limits import DeviceLimits
 from enginesmith.pipeline.measure.memory import MemoryRow
@@ -21,10 +23,14 @@ from enginesmith.pipeline.precision.audit.coverage import Coverage
 from enginesmith.pipeline.pruning.record import Facts, GroupSensitivity
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recovery.record import Recovery
+from enginesmith.pipeline.run_environment import RunEnvironment
 from enginesmith.pipeline.tasks.compare import StageFidelity
 from enginesmith.pipeline.tensors import Signature
 
 SCHEMA: Literal["enginesmith.run/1"] = "enginesmith.run/1"
+
+_MOST_NAMED = 8
+"""Unknown fields that a warning names."""
 
 VariantStatus = Literal["measured", "built", "skipped", "failed"]
 
@@ -110,6 +116,10 @@ class VariantRecord(_Part):
     rejected: str = ""
     """Why it cannot win although it was measured: pruned, and no faster than its dense sibling, or of unknown loss."""
     artifact: StoredArtifact | None = None
+    graph: StoredArtifact | None = None
+    """What the engine was built from, where its engine loads that on machines which the built one does not hold for."""
+    test_vector: StoredArtifact | None = None
+    """One sample and what the engine is to answer to it: an .npz file with ``input:<name>`` and ``output:<name>``."""
     history: tuple[HistoryEntry, ...] = ()
     fidelity: tuple[StageFidelity, ...] = ()
     quality: Quality | None = None
@@ -156,12 +166,16 @@ class Verdict(_Part):
     limit: float
     actual: float | None
     passed: bool
+    reason: str = ""
+    """Why ``actual`` is not known."""
 
 
 class ModelRecord(_Part):
     """What the run is about."""
 
     source: str
+    sha256: str | None = None
+    """Of the model as it was loaded: its weights, signature and the code that it is built by."""
     signature: Signature | None
     data: str | None
     """What fidelity and latency were measured on: a data set's name, or ``synthetic``."""
@@ -189,7 +203,7 @@ class Run(_Part):
     complete: bool
     """Whether every step has ended; a run that was interrupted can be resumed."""
     recipe: Recipe
-    environment: dict[str, Any]
+    environment: RunEnvironment
     limits: DeviceLimits | None = None
     """What the device can do at best, where that was measured."""
     prune_sensitivity: tuple[GroupSensitivity, ...] = ()
@@ -205,6 +219,31 @@ class Run(_Part):
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
+    @property
+    def deciding_batch(self) -> int:
+        """As :func:`deciding_batch`."""
+        rows = (row for record in (self.baseline, *self.variants) for row in record.latency)
+        return deciding_batch(self.recipe, rows)
+
+
+def deciding_batch(recipe: Recipe, rows: Iterable[LatencyRow]) -> int:
+    """The batch size whose latency counts: the recipe's first, or the only one that a model of fixed batch has."""
+    measured = [row.batch for row in rows]
+    return recipe.batch[0] if recipe.batch[0] in measured or not measured else measured[0]
+
+
+def named(run: Run, name: str) -> VariantRecord:
+    """The baseline or variant of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    known = {record.id: record for record in (run.baseline, *run.variants)}
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or list(known)[:8]
+    raise UsageError(f"the run has no variant {name!r}", f"did you mean {' or '.join(near)}?")
+
 
 def write(run: Run, folder: Path) -> None:
     """Write ``run.json``, whole or not at all."""
@@ -213,28 +252,38 @@ def write(run: Run, folder: Path) -> None:
     partial.replace(folder / "run.json")
 
 
-def read(folder: Path) -> Run:
+def read(folder: Path, *, to_go_on: bool = False) -> Run:
     """Read ``run.json`` of a run directory.
 
+    Fields that this version does not know are left out, and the run's warnings name them. ``to_go_on`` is for doing
+    what the recipe asks for: then it has to be known as a whole.
+
     Raises:
-        UsageError: there is none, or it is not a run of this schema.
+        UsageError: there is none, or it is damaged, or of another schema; the message names the field.
     """
-    from pydantic import ValidationError
-
-    from enginesmith.pipeline.errors import UsageError
-
     path = folder / "run.json" if folder.is_dir() else folder
     try:
-        values = json.loads(path.read_bytes())
-        if not isinstance(values, Mapping) or values.get("schema") != SCHEMA:
-            raise UsageError(f"{path} is not a run of the schema {SCHEMA}", "give the folder that optimize wrote")
-        return Run.model_validate(values)
+        values = documents.load(path)
+        documents.hold_schema(path, values, SCHEMA, "optimize")
+        run, unknown = documents.fitted(Run, values)
     except OSError as error:
         raise UsageError(
             f"there is no run in {folder}: {error.strerror}", "give a folder that optimize wrote"
         ) from error
-    except (ValueError, ValidationError) as error:
-        raise UsageError(f"{path} is damaged: {str(error).splitlines()[0]}", "run optimize again") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged: {error}", "run optimize again") from error
+    if not unknown:
+        return run
+    asked = [name for name in unknown if name.startswith("recipe.")]
+    if to_go_on and asked:
+        raise UsageError(
+            f"{path} asks for what this version does not know: {', '.join(asked[:_MOST_NAMED])}",
+            "go on with the enginesmith that wrote it, or run optimize again",
+        )
+    more = f" and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
+    caution = f"run.json has fields that this version does not know and leaves out: {', '.join(unknown[:_MOST_NAMED])}"
+    warnings = [caution + more, *run.environment.get("warnings", ())]
+    return run.model_copy(update={"environment": {**run.environment, "warnings": warnings}})
 
 
 def json_schema() -> dict[str, Any]:

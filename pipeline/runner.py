@@ -20,8 +20,10 @@ from typing import Literal
 from enginesmith.pipeline import workers
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, file_digest, files_below, json_digest
 from enginesmith.pipeline.errors import BuilderFailed, EnginesmithError, StepError, StepTimeout
+from enginesmith.pipeline.reads import ReadRecord
 from enginesmith.pipeline.steps import Step
-from enginesmith.pipeline.store import ReadRecord, Store, storage_errors
+from enginesmith.pipeline.storage import storage_errors
+from enginesmith.pipeline.store import Store
 from enginesmith.pipeline.tasks.base import Done, ResumableTask, execute, execute_on
 
 Status = Literal["done", "failed", "skipped", "lacking"]

@@ -157,6 +157,31 @@ def write(out: Path, samples: Samples) -> None:
     (out / RECORD).write_text(samples.model_dump_json(indent=1))
 
 
+def write_vector(reference: Path, file: Path) -> None:
+    """Write the feeds and the answers of a reference at the smallest shape: ``input:<name>``, ``output:<name>``."""
+    index = next(index for index, case in enumerate(read(reference).cases) if "min" in case.points)
+    arrays = {
+        f"{role}:{name}": value
+        for role, what in (("input", "feeds"), ("output", "outputs"))
+        for name, value in read_arrays(reference, what, index).items()
+    }
+    partial = file.with_name(f".{file.name}.partial")
+    with partial.open("wb") as stream:
+        np.savez(stream, allow_pickle=False, **arrays)
+    partial.replace(file)
+
+
+def read_vector(file: Path) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Feeds and expected outputs by name, as :func:`write_vector` left them."""
+    with np.load(file, allow_pickle=False) as stored:
+        arrays = {name: stored[name] for name in stored.files}
+    feeds, outputs = (
+        {name.removeprefix(role): value for name, value in arrays.items() if name.startswith(role)}
+        for role in ("input:", "output:")
+    )
+    return feeds, outputs
+
+
 def write_arrays(out: Path, what: str, index: int, arrays: Feeds) -> None:
     """Write ``feeds`` or ``outputs`` of a case."""
     np.savez(out / f"{what}-{index}.npz", **arrays)  # type: ignore[arg-type]

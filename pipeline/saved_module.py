@@ -24,7 +24,7 @@ from enginesmith.pipeline.pruning import record as pruning
 from enginesmith.pipeline.pruning.record import Surgery, named_tensors
 from enginesmith.pipeline.skip_init import parameters_left_empty
 from enginesmith.pipeline.source import SAVED, Source, rebased, resolve
-from enginesmith.pipeline.store import translated
+from enginesmith.pipeline.storage import translated
 from enginesmith.pipeline.tensors import Array, Signature
 from enginesmith.pipeline.torch_model import LoadedModel, LoadOptions, NamedForward, same_answers
 from enginesmith.pipeline.watch import watching

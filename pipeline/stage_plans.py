@@ -107,7 +107,8 @@ def prune_steps(recipe: Recipe) -> tuple[tuple[Step, ...], str, str]:
         raise UsageError(f"{len(recipe.prune_targets)} targets are given, and one model is written", "give one --prune")
     made = tuple(smaller(recipe, recipe.prune_targets[0]))
     cut = [step.id for step in made if isinstance(step.task, Prune)]
-    return (*first_steps(recipe), *made), made[-1].id, cut[-1]
+    shapes = [shapes_step(recipe)] if any(SHAPES in step.needs for step in made) else []
+    return (*first_steps(recipe), *shapes, *made), made[-1].id, cut[-1]
 
 
 def verify_steps(recipe: Recipe, file: str) -> tuple[Step, ...]:

@@ -15,6 +15,7 @@ from enginesmith.pipeline.engines.trt import manifest
 from enginesmith.pipeline.errors import FidelityError, ModelError, UsageError
 from enginesmith.pipeline.job import Settings
 from enginesmith.pipeline.measure import device
+from enginesmith.pipeline.packaging import verification
 from enginesmith.pipeline.passes.sparsify import Sparsify
 from enginesmith.pipeline.plan import in_time
 from enginesmith.pipeline.precision.kinds import AS_GIVEN
@@ -26,7 +27,7 @@ from enginesmith.pipeline.single import attempted, finished
 from enginesmith.pipeline.source import SAVED, resolve
 from enginesmith.pipeline.sparsity.options import SparsifyOptions
 from enginesmith.pipeline.steps import Plan, Step
-from enginesmith.pipeline.store import storage_errors
+from enginesmith.pipeline.storage import storage_errors
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.compare import StageFidelity
 from enginesmith.pipeline.tasks.measure import Latency, Memory
@@ -144,6 +145,22 @@ def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
     return StageResult(summary=f"{file} {'equals' if good else 'differs from'} {recipe.model}", fidelity=fidelity)
 
 
+def verify_bundle(folder: Path, settings: Settings) -> StageResult:
+    """Check that a bundle is what was packaged, and that it answers its test vector.
+
+    Raises:
+        UsageError: it is no bundle.
+        EnginesmithError: as in :func:`verification.verify`.
+    """
+    if folder.is_file():
+        raise UsageError(
+            f"{folder} is a file, and nothing says what its outputs have to equal",
+            "give the model: --against MODEL; or a bundle, which is a folder",
+        )
+    summary, found = verification.verify(folder, settings.time_limit_seconds)
+    return StageResult(summary=summary, fidelity=(found,))
+
+
 def benchmark(recipe: Recipe, models: Sequence[str], settings: Settings) -> Run:
     """Measure models side by side; measurements are always made anew. The baseline is the first PyTorch model.
 
@@ -215,6 +232,7 @@ def _to_file(
     """Run steps and keep what one of them made; ``also`` are others whose notes matter."""
     if output.suffix != ".onnx":
         raise UsageError(f"the output {str(output)!r} is no .onnx file", f"call it {output.with_suffix('.onnx')}")
+    _hold_apart(recipe, output)
     outcomes = finished(steps, settings, recipe)
     made = outcomes[stage].artifact
     if made is None:
@@ -222,16 +240,43 @@ def _to_file(
         raise FidelityError(short or outcomes[stage].reason, "nothing was written; ask for less, or search for longer")
     fidelity = _fidelity(outcomes, f"verify-{stage}")
     if failed := [entry for entry in fidelity if not entry.passed]:
-        raise FidelityError(
-            f"the result differs from the original at {failed[0].point}: {failed[0].reason}",
-            "nothing was written; look at what the model does that the graph does not",
-        )
+        raise _differs(failed[0], recipe.min_sqnr_db)
     with storage_errors(f"the output {output}"):
         files = _save_as(made, output)
     beside = [artifact.history[-1] for name in also if (artifact := outcomes[name].artifact)]
     notes = "".join(f"\n  note: {note}" for entry in (*made.history, *beside) for note in entry.notes)
     summary = f"wrote {' and '.join(files)}: {made.history[-1].effect}{notes}"
     return StageResult(summary=summary, files=tuple(files), history=made.history, fidelity=fidelity)
+
+
+def _differs(found: StageFidelity, asked_db: float | None) -> FidelityError:
+    message = f"the result differs from the original at {found.point}: {found.reason}"
+    if asked_db is None:
+        return FidelityError(message, "nothing was written; look at what the model does that the graph does not")
+    return FidelityError(
+        f"{message}, and {asked_db:g} dB are asked for", "nothing was written; change less, or ask for less: --min-sqnr"
+    )
+
+
+def _hold_apart(recipe: Recipe, output: Path) -> None:
+    """Insist on an output that overwrites nothing of the model that it is made from.
+
+    Raises:
+        UsageError: it is that file, or its weights would be written over those of that file.
+        InvalidGraph: the model is an ONNX file that cannot be read.
+    """
+    source = resolve(recipe.model)
+    if source.form not in ("onnx", "pt2"):
+        return
+    given, other = Path(source.target), "give another file: -o FILE.onnx"
+    if given == output.resolve():
+        raise UsageError(f"{output} is the model itself, and would be overwritten", other)
+    if source.form == "onnx":
+        from enginesmith.pipeline import onnx_file
+
+        data = output.resolve().with_name(f"{output.name}.data")
+        if data in [(given.parent / name).resolve() for name in onnx_file.external_files(given)]:
+            raise UsageError(f"{data.name} has the weights of {source.text}, and would be overwritten", other)
 
 
 def _fidelity(outcomes: Mapping[str, Outcome], step: str) -> tuple[StageFidelity, ...]:

@@ -80,6 +80,17 @@ class Plan:
     sensitivity: str | None = None
     """The step that pruned each group alone."""
 
+    def graph_of(self, variant: Variant) -> str | None:
+        """The step whose graph a variant's engine is built from; None where it runs the module."""
+        return self._need(variant.artifact, "model")
+
+    def reference_of(self, variant: Variant) -> str | None:
+        """The step that answered what a variant's engine is held against; None where it is not held."""
+        return self._need(variant.verified[-1], REFERENCE) if variant.verified else None
+
+    def _need(self, step: str, role: str) -> str | None:
+        return next((one.needs.get(role) for one in self.steps if one.id == step), None)
+
 
 def audited(variant: Variant, graph: str, device: Device) -> tuple[Variant, list[Step]]:
     """The variant with its audits: of the graph that a step made, and of the engine where that shows what it runs."""

@@ -12,14 +12,12 @@ digests; a damaged entry is thrown away and made again.
 import contextlib
 import errno
 import fcntl
-import importlib.metadata
 import os
 import platform
 import shutil
-import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,28 +27,18 @@ from enginesmith.pipeline.artifact import (
     Artifact,
     HistoryEntry,
     Kind,
-    file_digest,
     files_below,
     folder_digest,
     json_digest,
-    portable,
 )
-from enginesmith.pipeline.errors import StoreError
+from enginesmith.pipeline.reads import Reads
+from enginesmith.pipeline.storage import storage_errors
+from enginesmith.pipeline.stored_file import StoredFile, as_it_was, stored_file
 from enginesmith.pipeline.tensors import Signature
 
 _MANIFEST = "artifact.json"
-_ALWAYS_HASH_BYTES = 32 << 20
 UNFINISHED = "unfinished"
 """The kind of an entry that a step has begun, and not ended."""
-
-
-class StoredFile(BaseModel):
-    """A file's digest, and the state of its inode when that was taken."""
-
-    sha256: str
-    bytes: int
-    inode: tuple[int, int, int]
-    """Inode number, modification and change time in ns: while none has changed, the bytes have not either."""
 
 
 class Manifest(BaseModel):
@@ -139,17 +127,19 @@ class Store:
     def begun(self, name: str) -> Iterator[Path]:
         """What a step has so far, as the last process that was ended left it; removed when this block ends well.
 
-        A second process that does the same step at the same time has an empty workspace instead, and so does every
-        one where nothing may be reused.
+        A second process that does the same step at the same time has an empty workspace instead. Where nothing may be
+        reused, what others left is removed first; what this block leaves if it ends badly is there for the next.
 
         Raises:
             StoreError: it cannot be made.
         """
         folder = self.root / "begun" / name
         with contextlib.ExitStack() as stack:
-            if self._reuse and (lock := _claimed(folder)) is not None:
+            if (lock := _claimed(folder)) is not None:
                 stack.callback(os.close, lock)
                 stack.callback(_remove_if_empty, folder)
+                if not self._reuse:
+                    _empty(folder)
                 yield folder
                 shutil.rmtree(folder, ignore_errors=True)
             else:
@@ -174,7 +164,7 @@ class Store:
         """
         target = self._folder(key)
         with storage_errors(f"the store {self.root}"):
-            files = {name: _stored(folder / name) for name in files_below(folder)}
+            files = {name: stored_file(folder / name) for name in files_below(folder)}
             step = history[-1].step if history else ""
             manifest = Manifest(
                 kind=kind,
@@ -278,64 +268,10 @@ class Store:
         if manifest is None or files_below(folder, skip=[_MANIFEST]) != sorted(manifest.files):
             return None
         try:
-            whole = all(_as_it_was(folder / name, file, every_byte) for name, file in manifest.files.items())
+            whole = all(as_it_was(folder / name, file, every_byte) for name, file in manifest.files.items())
         except OSError:  # another process removed it meanwhile
             return None
         return manifest if whole else None
-
-
-class ReadRecord(BaseModel):
-    """What a step depended on outside of the store when it last ran."""
-
-    files: dict[str, StoredFile] = {}
-    """By absolute path."""
-    folders: dict[str, list[str]] = {}
-    """Files that were in the folders of those: one that appears or goes may be looked for."""
-    subfolders: dict[str, list[str]] = {}
-    """Folders in those that were read as a whole."""
-    packages: dict[str, str] = {}
-
-    @property
-    def identity(self) -> dict[str, object]:
-        """What belongs in a key: contents, without where on this machine they were."""
-        digests = {Path(name): file.sha256 for name, file in self.files.items()}
-        return {"files": portable(digests), "packages": self.packages}
-
-
-class Reads:
-    """The user's files that a step depends on: found out while it runs, and looked at before it runs again."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def known(self) -> ReadRecord | None:
-        """What the step depends on as it is now; None where it never ran, or something is not there any more."""
-        try:
-            before = ReadRecord.model_validate_json(self._path.read_bytes())
-            files = {name: _stored(Path(name), stored) for name, stored in before.files.items()}
-            packages = {name: importlib.metadata.version(name) for name in before.packages}
-            unchanged = all(_listing(Path(name)) == names for name, names in before.folders.items())
-            unchanged &= all(_subfolders(Path(name)) == names for name, names in before.subfolders.items())
-        except (OSError, ValidationError, importlib.metadata.PackageNotFoundError):
-            return None
-        return before.model_copy(update={"files": files, "packages": packages}) if unchanged else None
-
-    def remember(self, paths: Collection[Path], packages: Mapping[str, str]) -> ReadRecord:
-        """Write down what was read: files, and folders of which every file was.
-
-        Raises:
-            StoreError: the store cannot be written, or a file is gone again.
-        """
-        with storage_errors(f"the store {self._path.parent}"):
-            whole = {str(path) for path in paths if path.is_dir()}
-            files = {str(path): _stored(path) for path in paths if str(path) not in whole}
-            folders = {folder: _listing(Path(folder)) for folder in {str(Path(name).parent) for name in files} | whole}
-            subfolders = {folder: _subfolders(Path(folder)) for folder in whole}
-            found = ReadRecord(files=files, folders=folders, subfolders=subfolders, packages=dict(packages))
-            partial = self._path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-            partial.write_text(found.model_dump_json())
-            partial.replace(self._path)
-        return found
 
 
 def _claimed(folder: Path) -> int | None:
@@ -354,47 +290,15 @@ def _claimed(folder: Path) -> int | None:
     return descriptor
 
 
+def _empty(folder: Path) -> None:
+    with storage_errors(f"the folder {folder}"):
+        for entry in folder.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
 def _remove_if_empty(folder: Path) -> None:
     with contextlib.suppress(OSError):
         folder.rmdir()
-
-
-def _listing(folder: Path) -> list[str]:
-    """Names of the files in a folder, but hidden ones and what `export` writes there."""
-    names = (entry.name for entry in os.scandir(folder) if entry.is_file())
-    return sorted(name for name in names if not name.startswith(".") and not name.endswith((".onnx", ".onnx.data")))
-
-
-def _subfolders(folder: Path) -> list[str]:
-    """Names of the folders in a folder, but hidden ones."""
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
-
-
-@contextlib.contextmanager
-def storage_errors(place: str) -> Iterator[None]:
-    """Turn what the file system refuses into one message.
-
-    Raises:
-        StoreError: a full disk, missing rights, a read-only file system.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise translated(error, place) from error
-
-
-def translated(error: OSError, place: str) -> StoreError:
-    """The message for a file system's refusal."""
-    remedies = {
-        errno.ENOSPC: "free some space (`enginesmith cache prune --max-size 5GiB`) or choose another disk",
-        errno.EDQUOT: "free some space (`enginesmith cache prune --max-size 5GiB`) or choose another disk",
-        errno.EACCES: "choose a folder that you may write to",
-        errno.EROFS: "choose a folder that you may write to",
-    }
-    if error.errno == errno.EEXIST:
-        return StoreError(f"{place}: a file is where a folder has to be", "choose another place")
-    what = os.strerror(error.errno).lower() if error.errno else str(error)
-    return StoreError(f"{place}: {what}", remedies.get(error.errno or 0, "check the path and its rights"))
 
 
 def _own_name() -> str:
@@ -407,25 +311,6 @@ def default_root() -> Path:
     if chosen := os.environ.get("ENGINESMITH_STORE"):
         return Path(chosen).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "enginesmith"
-
-
-def _as_it_was(path: Path, stored: StoredFile, every_byte: bool) -> bool:
-    if _inode(path) == stored.inode and stored.bytes > _ALWAYS_HASH_BYTES and not every_byte:
-        return True
-    return path.stat().st_size == stored.bytes and file_digest(path) == stored.sha256
-
-
-def _stored(path: Path, before: StoredFile | None = None) -> StoredFile:
-    """The file as it is now; hashed only if it is not in the state that it was in before."""
-    inode = _inode(path)
-    if before is not None and before.inode == inode:
-        return before
-    return StoredFile(sha256=file_digest(path), bytes=path.stat().st_size, inode=inode)
-
-
-def _inode(path: Path) -> tuple[int, int, int]:
-    stat = path.stat()
-    return stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def _read(folder: Path) -> Manifest | None:

@@ -30,7 +30,7 @@ from enginesmith.pipeline.errors import (
     StepOutOfMemory,
     StepTimeout,
 )
-from enginesmith.pipeline.store import translated
+from enginesmith.pipeline.storage import translated
 
 _PROGRESS, _DONE, _FAILED = "progress", "done", "failed"
 _STOP_SECONDS = 5.0

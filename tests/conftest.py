@@ -1,14 +1,17 @@
 """What several suites share: one store for the session, and the command line run in this process."""
 
+import importlib.util
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
 
 from enginesmith.cli import main
+from enginesmith.pipeline.artifact import file_digest
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,32 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("store")
 
 
+@pytest.fixture(scope="session")
+def made_runs() -> ModuleType:
+    """``tests/data/runs.py``: runs that nobody measured."""
+    spec = importlib.util.spec_from_file_location("made_runs", Path(__file__).parent / "data/runs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def _briefly(arguments: list[str]) -> list[str]:
     measures = arguments[:1] in (["optimize"], ["benchmark"]) and "--recipe" not in arguments
     return [*arguments, *_BRIEFLY] if measures and not {"--measure-time", "--help"} & set(arguments) else arguments
+
+
+def _run(*arguments: object) -> Answer:
+    """Run ``enginesmith ARGUMENTS…``; what escapes as anything but an exit code is raised."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        result = CliRunner().invoke(main, _briefly([str(argument) for argument in arguments]))
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Answer(result.exit_code, result.stdout, result.stderr)
 
 
 @pytest.fixture
@@ -48,15 +74,26 @@ def cli(store: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     a moment only, where a test does not say for how long: it has to see that there are numbers, not how good they are.
     """
     monkeypatch.setenv("ENGINESMITH_STORE", str(store))
+    return _run
 
-    def run(*arguments: object) -> Answer:
-        handler = signal.getsignal(signal.SIGTERM)
-        try:
-            result = CliRunner().invoke(main, _briefly([str(argument) for argument in arguments]))
-        finally:
-            signal.signal(signal.SIGTERM, handler)
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return Answer(result.exit_code, result.stdout, result.stderr)
+
+@pytest.fixture(scope="session")
+def optimized(store: Path) -> Callable[..., Path]:
+    """Makes a run from the session's store, for fixtures that several tests share: ``optimized(OUT, MODEL, …)``."""
+
+    def run(out: Path, *arguments: object) -> Path:
+        done = _run("optimize", *arguments, "--quiet", "--store", store, "--out", out)
+        assert done.code == 0, done.text
+        return out
 
     return run
+
+
+@pytest.fixture(scope="session")
+def digits_run(optimized: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A finished run of the zoo's smallest model in fp32 and int8, all of it measured; who changes it copies it."""
+    words = ("--precision", "fp32", "--precision", "int8", "--max-drop", "0.01", "--measure-time", "1s")
+    out = optimized(tmp_path_factory.mktemp("digits") / "run", "digits", *words)
+    digest = file_digest(out / "run.json")
+    yield out
+    assert file_digest(out / "run.json") == digest, "a test changed the run that others look at too: copy it"

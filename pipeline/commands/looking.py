@@ -32,7 +32,7 @@ def init(model: str, output: Path | None) -> None:
     from enginesmith.pipeline import recipe
     from enginesmith.pipeline.errors import UsageError
     from enginesmith.pipeline.source import resolve
-    from enginesmith.pipeline.store import storage_errors
+    from enginesmith.pipeline.storage import storage_errors
 
     resolve(model)
     text = recipe.commented(recipe.make({"model": model}))

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from enginesmith.pipeline.commands.announcing import announce_run
 from enginesmith.pipeline.commands.options import (
     how_to_build,
     how_to_calibrate,
@@ -16,6 +17,7 @@ from enginesmith.pipeline.commands.options import (
     model_argument,
     what_to_load,
     where_to_run,
+    with_budgets,
 )
 from enginesmith.pipeline.commands.request import recipe_of, resumable, settings_of, shown
 
@@ -31,9 +33,7 @@ from enginesmith.pipeline.commands.request import recipe_of, resumable, settings
 @click.option("--prune-sensitivity", is_flag=True, default=None, help="Show what each group of layers costs, alone.")
 @click.option("--sparsity", multiple=True, metavar="PATTERN", help="Zeros in weights: 2:4, or unstructured=0.5.")
 @click.option("--permute", is_flag=True, default=None, help="2:4: put channels in an order that keeps more weight.")
-@click.option("--min-sqnr", type=float, metavar="DB", help="Fidelity threshold.")
-@click.option("--max-memory", metavar="SIZE", help="Largest peak memory.")
-@click.option("--max-latency", metavar="TIME", help="Largest median latency at the first batch size.")
+@with_budgets
 @click.option("--objective", type=click.Choice(["latency", "throughput", "memory", "size"]), help="What wins.")
 @click.option("--out", type=click.Path(path_type=Path), help="Run directory; default runs/MODEL-TIME.")
 @what_to_load
@@ -57,6 +57,8 @@ def optimize(model: str, recipe_file: Path | None, out: Path | None, as_json: bo
     with settings_of(options, quiet) as settings, resumable(folder):
         run = job.optimize(recipe, folder, settings)
     code: int = shown().show_run(run, folder, as_json)
+    if not as_json:
+        announce_run(run)
     return code
 
 
@@ -73,4 +75,6 @@ def resume(run: Path, as_json: bool, quiet: bool, **options: Any) -> int:
     with settings_of(options, quiet) as settings, resumable(run):
         result = job.resume(run, settings)
     code: int = shown().show_run(result, run, as_json)
+    if not as_json:
+        announce_run(result)
     return code

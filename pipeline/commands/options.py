@@ -78,13 +78,24 @@ how_to_calibrate = together(
 how_to_prune = together(
     click.option("--importance", type=click.Choice(["l1", "l2", "taylor", "bn", "random"]), help="Default l2."),
     click.option("--prune-scope", type=click.Choice(["global", "uniform"]), help="Rank all layers together, or each."),
-    click.option("--multiple-of", type=int, help="Channels are kept at multiples of this; default 8."),
+    click.option("--multiple-of", type=int, help="Channels are kept at multiples of this, at most 256; default 16."),
     click.option("--protect", multiple=True, metavar="NAME", help="Module or pattern whose channels stay."),
     click.option("--prune-steps", type=int, help="In so many steps, each of which ranks anew, and recovers."),
     click.option("--no-heads", "heads", flag_value=False, default=None, help="Leave attention heads alone."),
     click.option("--recover", metavar="METHOD", help="Train back: distil, supervised, or module:function."),
     click.option("--recover-time", metavar="TIME", help="Time for it; default 2m."),
     click.option("--recover-memory", metavar="SIZE", help="What it may take; batches are worked through in parts."),
+)
+
+
+with_budgets = together(
+    click.option("--max-memory", metavar="SIZE", help="Largest peak memory."),
+    click.option("--max-latency", metavar="TIME", help="Largest median latency at the first batch size."),
+    click.option("--max-p99", metavar="TIME", help="Largest 99th percentile of latency, there."),
+    click.option("--min-throughput", type=float, metavar="N", help="Smallest throughput, samples a second."),
+    click.option("--max-size", metavar="SIZE", help="Largest size of the engine's files."),
+    click.option("--max-build-time", metavar="TIME", help="Longest time that building the engine takes."),
+    click.option("--min-sqnr", type=float, metavar="DB", help="Fidelity threshold."),
 )
 
 

@@ -10,6 +10,7 @@ import click
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.job import Settings
+    from enginesmith.pipeline.options import Budgets
     from enginesmith.pipeline.recipe import Recipe
 
 
@@ -59,6 +60,10 @@ _PLACES = {
     "max_drop": ("budgets", "max_drop"),
     "max_memory": ("budgets", "max_memory_bytes"),
     "max_latency": ("budgets", "max_latency_ms"),
+    "max_p99": ("budgets", "max_p99_ms"),
+    "min_throughput": ("budgets", "min_throughput_per_s"),
+    "max_size": ("budgets", "max_size_bytes"),
+    "max_build_time": ("budgets", "max_build_seconds"),
     "min_sqnr": ("min_sqnr_db",),
     "search_limit": ("quantisation", "search_limit_seconds"),
     **{
@@ -107,16 +112,7 @@ def recipe_of(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe
 
     values = recipe.read(file) if file else {}
     values["model"] = model
-    for name, (*parts, last) in _PLACES.items():
-        value = options.get(name)
-        if value is None or value == ():
-            continue
-        place = values
-        for part in parts:
-            inner = place.get(part) or {}
-            place[part] = dict(inner) if isinstance(inner, dict) else {}
-            place = place[part]
-        place[last] = list(value) if isinstance(value, tuple) else value
+    _place(values, options)
     for name in ("resize", "crop", "mean", "std"):
         if options.get(name):
             values.setdefault("data_options", {})[name] = _sizes(name, options[name])
@@ -140,6 +136,29 @@ def recipe_of(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe
     if options.get("shapes"):
         values["shapes"] = {**(values.get("shapes") or {}), **dict(_pair(text) for text in options["shapes"])}
     return recipe.make(values)
+
+
+def budgets_of(recipe: "Recipe", options: dict[str, Any]) -> "tuple[Budgets, float | None]":
+    """A recipe's budgets and its fidelity threshold, changed by the options that were given."""
+    from enginesmith.pipeline.recipe import read_budgets
+
+    values = {"budgets": recipe.budgets.model_dump(), "min_sqnr_db": recipe.min_sqnr_db}
+    _place(values, {name: value for name, value in options.items() if _PLACES.get(name, ("",))[0] in values})
+    return read_budgets(values)
+
+
+def _place(values: dict[str, Any], options: dict[str, Any]) -> None:
+    """Put each option that was given in its place."""
+    for name, (*parts, last) in _PLACES.items():
+        value = options.get(name)
+        if value is None or value == ():
+            continue
+        place = values
+        for part in parts:
+            inner = place.get(part) or {}
+            place[part] = dict(inner) if isinstance(inner, dict) else {}
+            place = place[part]
+        place[last] = list(value) if isinstance(value, tuple) else value
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -83,6 +83,7 @@ def precision(model: str, output: Path, as_json: bool, quiet: bool, **options: A
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write; it is a MODEL.")
 @click.option("--prune", required=True, metavar="TARGET", help="0.3, macs=0.5, params=0.5, latency=0.6.")
 @click.option("--engine", "engines", multiple=True, help="What latency=… is measured on; default onnxruntime.")
+@click.option("--measure-time", metavar="TIME", help="Of a trial for latency=…; 6s at most.")
 @click.option("--data", "calibration", metavar="DATA", help="For taylor and recovery: embedded set, .npz, images …")
 @click.option("--samples", type=int, help="How many samples of it taylor uses; default 128.")
 @how_to_prune
@@ -140,19 +141,25 @@ def sparsify(
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--against", "model", required=True, metavar="MODEL", help="What the outputs have to equal.")
+@click.option("--against", "model", metavar="MODEL", help="What the outputs have to equal; not for a bundle.")
 @click.option("--min-sqnr", type=float, metavar="DB", help="Fidelity threshold.")
 @what_to_load
 @where_to_run
 @how_to_work
-def verify(file: Path, model: str, as_json: bool, quiet: bool, **options: Any) -> int:
+def verify(file: Path, model: str | None, as_json: bool, quiet: bool, **options: Any) -> int:
     """Compare the outputs of an ONNX FILE with those of a model, at the smallest, usual and largest shape.
 
-    Example: enginesmith verify net.onnx --against net.py:build
+    Where FILE is a bundle that `package` wrote, check every file's digest and run its test vector.
+
+    Example: enginesmith verify net.onnx --against net.py:build; enginesmith verify net-bundle
     """
     from enginesmith.pipeline import stages
 
     with settings_of(options, quiet) as settings:
-        result = stages.verify(recipe_of(model, None, options), file, settings)
+        result = (
+            stages.verify(recipe_of(model, None, options), file, settings)
+            if model
+            else stages.verify_bundle(file, settings)
+        )
     shown().show_stage(result, as_json)
     return 0 if result.passed else 1

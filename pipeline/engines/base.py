@@ -165,6 +165,8 @@ class Engine(BaseModel, ABC):
     """Whether its device memory comes from torch's caching allocator, which then counts it exactly."""
     shows_graph: ClassVar[bool] = False
     """Whether :meth:`executed` can tell."""
+    loads_graph: ClassVar[bool] = False
+    """Whether it loads the graph that it builds from as well, which then runs on machines that the engine does not."""
     only_running: ClassVar[frozenset[str]] = frozenset()
     """Fields that change how it runs and not what is built."""
 

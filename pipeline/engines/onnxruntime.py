@@ -50,6 +50,7 @@ class OnnxRuntime(Engine):
     consumes: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("onnxruntime", "onnxruntime-gpu")
     shows_graph: ClassVar[bool] = True
+    loads_graph: ClassVar[bool] = True
     only_running: ClassVar[frozenset[str]] = frozenset({"tf32"})
 
     graph_optimization: Level = "all"

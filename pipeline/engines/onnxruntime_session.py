@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Level = Literal["disabled", "basic", "extended", "all"]
 
-_LEVELS: dict[Level, str] = {
+LEVELS: dict[Level, str] = {
     "disabled": "ORT_DISABLE_ALL",
     "basic": "ORT_ENABLE_BASIC",
     "extended": "ORT_ENABLE_EXTENDED",
@@ -54,7 +54,7 @@ def options(
     chosen.intra_op_num_threads = device.thread_count
     chosen.inter_op_num_threads = 1
     chosen.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
-    chosen.graph_optimization_level = getattr(ort.GraphOptimizationLevel, _LEVELS[level])
+    chosen.graph_optimization_level = getattr(ort.GraphOptimizationLevel, LEVELS[level])
     chosen.enable_cpu_mem_arena = chosen.enable_mem_pattern = memory_arena
     if trace:
         chosen.enable_profiling, chosen.profile_file_prefix = True, str(trace)
@@ -90,7 +90,7 @@ def open_session(
         ort.preload_dlls()
     if content is not None:
         chosen.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
-    left_out = [_WRONG_IN_HALF] if content is None and _has_half_scales(path) else []
+    left_out = disabled_optimizers(path) if content is None else []
     providers = _providers(device, stream, tf32)
     try:
         session = ort.InferenceSession(content or str(path), chosen, providers=providers, disabled_optimizers=left_out)
@@ -102,6 +102,11 @@ def open_session(
             f"ONNX Runtime did not start its {wanted} and would run on the CPU without a word", _GPU_LIBRARIES
         )
     return session
+
+
+def disabled_optimizers(path: Path) -> list[str]:
+    """Optimisations that get a graph wrong, by ONNX Runtime's names for them."""
+    return [_WRONG_IN_HALF] if _has_half_scales(path) else []
 
 
 def _has_half_scales(path: Path) -> bool:

@@ -3,6 +3,7 @@
 The clock is in ``clock.py``, the interleaving in ``race.py``, the formulas in ``statistics.py``.
 """
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from enginesmith.pipeline.measure.statistics import (
     LEAST_ROUNDS,
     UNDISTURBED,
     Interval,
+    Timed,
     comparable,
     median_interval,
     paired_ratio,
@@ -326,6 +328,19 @@ def _samples(contender: Contender, batch: int) -> dict[str, NDArray[Any]]:
         f"{name}/calls": np.array([block.host_seconds.size for block in blocks]),
         f"{name}/rounds": np.array([len(launch.blocks) for launch in contender.launches]),
     } | ({f"{name}/waited": np.concatenate(waited)} if len(waited) == len(blocks) else {})
+
+
+def launches_of(samples: Mapping[str, NDArray[Any]], name: str, batch: int) -> list[list[Timed]]:
+    """A candidate's blocks by launch and round, from the samples of a :class:`LatencyResult`."""
+    key = f"{name}/{batch}"
+    ends = np.cumsum(samples[f"{key}/calls"])[:-1]
+    seconds, waited = (
+        np.split(samples[part], ends) if part in samples else None for part in (f"{key}/seconds", f"{key}/waited")
+    )
+    assert seconds is not None
+    blocks = [Timed(block, waited[index] if waited else None) for index, block in enumerate(seconds)]
+    starts = np.cumsum([0, *samples[f"{key}/rounds"]])
+    return [blocks[start:end] for start, end in itertools.pairwise(starts)]
 
 
 def _milliseconds(seconds: float | None) -> float | None:

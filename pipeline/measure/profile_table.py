@@ -49,11 +49,38 @@ class JoinedRow(BaseModel):
 
 
 @dataclass(frozen=True)
+class _Indexed:
+    """A profile whose rows are found by what they are about: there may be thousands."""
+
+    profile: Profile
+    rows: dict[tuple[str, ...], list[ProfileRow]]
+    """By modules that belong together."""
+    holders: dict[str, list[int]]
+    """By path, places of the rows that do some of its work besides their own."""
+    narrow: bool
+    """Whether some of its products are in few bits."""
+
+    @classmethod
+    def of(cls, profile: Profile, together: dict[str, tuple[str, ...]]) -> "_Indexed":
+        rows: dict[tuple[str, ...], list[ProfileRow]] = {}
+        holders: dict[str, list[int]] = {}
+        for place, row in enumerate(profile.rows):
+            rows.setdefault(_key(row, together), []).append(row)
+            for path in row.also:
+                holders.setdefault(path, []).append(place)
+        return cls(profile, rows, holders, any(row.precision in _NARROW for row in profile.rows))
+
+
+@dataclass(frozen=True)
 class _Part:
     """A row of a table as one variant has it: some rows of its profile, whose modules belong together."""
 
-    profile: Profile
+    whole: _Indexed
     rows: tuple[ProfileRow, ...]
+
+    @property
+    def profile(self) -> Profile:
+        return self.whole.profile
 
     @property
     def ms(self) -> float | None:
@@ -69,10 +96,12 @@ def joined(profiles: Sequence[Profile]) -> tuple[JoinedRow, ...]:
     if not profiles:
         return ()
     together = groups(row.modules for one in profiles for row in one.rows if row.modules)
-    keys = dict.fromkeys(_key(row, together) for one in profiles for row in one.rows)
-    names = {path: label(group, set(together)) for path, group in together.items()}
-    rows = [_joined(key, profiles, together, names) for key in keys]
-    return _ordered(rows)
+    found = [_Indexed.of(one, together) for one in profiles]
+    keys = dict.fromkeys(key for one in found for key in one.rows)
+    paths = set(together)
+    labels = {group: label(group, paths) for group in set(together.values())}
+    names = {path: labels[group] for path, group in together.items()}
+    return _ordered([_joined(key, found, names) for key in keys])
 
 
 def repeated(rows: Sequence[JoinedRow]) -> tuple[JoinedRow, ...]:
@@ -120,10 +149,8 @@ def _key(row: ProfileRow, together: dict[str, tuple[str, ...]]) -> tuple[str, ..
     return together[row.modules[0]] if row.modules else (row.module,)
 
 
-def _joined(
-    key: tuple[str, ...], profiles: Sequence[Profile], together: dict[str, tuple[str, ...]], names: dict[str, str]
-) -> JoinedRow:
-    parts = [_Part(one, tuple(row for row in one.rows if _key(row, together) == key)) for one in profiles]
+def _joined(key: tuple[str, ...], profiles: Sequence[_Indexed], names: dict[str, str]) -> JoinedRow:
+    parts = [_Part(one, tuple(one.rows.get(key, ()))) for one in profiles]
     unknown = next((row for part in parts for row in part.rows if not row.modules), None)
     base = parts[0].ms
     idle = bool(parts[0].rows) and all(set(row.operators) == {BETWEEN} for row in parts[0].rows)
@@ -140,7 +167,7 @@ def _joined(
 
 def _why(part: _Part, base: float | None, key: tuple[str, ...], names: dict[str, str]) -> str:
     if not part.rows:
-        return _without(part.profile, key, names)
+        return _without(part.whole, key, names)
     assert part.ms is not None
     slowest = max(part.rows, key=lambda row: row.ms)
     found = []
@@ -150,14 +177,16 @@ def _why(part: _Part, base: float | None, key: tuple[str, ...], names: dict[str,
     return "; ".join(filter(None, found))
 
 
-def _without(profile: Profile, key: tuple[str, ...], names: dict[str, str]) -> str:
+def _without(whole: _Indexed, key: tuple[str, ...], names: dict[str, str]) -> str:
     """Why a variant has no operator for some modules: where they are fused into others, else nothing is known."""
     holders: dict[str, list[str]] = {}
-    for row in profile.rows:
-        for path in filter(row.also.__contains__, key):
-            holders.setdefault(names[row.modules[0]], []).extend(row.also[path])
+    for place, index in sorted(
+        (place, index) for index, path in enumerate(key) for place in whole.holders.get(path, ())
+    ):
+        row = whole.profile.rows[place]
+        holders.setdefault(names[row.modules[0]], []).extend(row.also[key[index]])
     if not holders:
-        return "" if profile.unattributed_share else "no operator of it is left"
+        return "" if whole.profile.unattributed_share else "no operator of it is left"
     operators = dict.fromkeys(name for found in holders.values() for name in found)
     more = f" and {len(holders) - _SHOWN} more" if len(holders) > _SHOWN else ""
     return f"{', '.join(operators)} done within {', '.join(list(holders)[:_SHOWN])}{more}"
@@ -177,7 +206,7 @@ def _converting(rows: Sequence[ProfileRow], total: float) -> str:
 
 def _wide(part: _Part) -> str:
     """Products in floating point, in a variant that has others in fewer bits."""
-    if not any(row.precision in _NARROW for row in part.profile.rows):
+    if not part.whole.narrow:
         return ""
     wide = next((row.precision for row in part.rows if row.precision and row.precision not in _NARROW), "")
     if not wide:

@@ -88,10 +88,35 @@ def phase() -> Iterator[Phase]:
     Raises:
         MissingCapability: the kernel does not let it be reset.
     """
-    _trim()
-    _reset()
+    lower_mark()
     found = Phase()
     yield found
+    _fill(found)
+
+
+def lower_mark() -> None:
+    """Hand free memory back, and have the high-water mark begin anew at what is resident then.
+
+    Raises:
+        MissingCapability: the kernel does not let it be reset.
+    """
+    _trim()
+    _reset()
+
+
+def high_water() -> int:
+    """The most that the process had resident since the mark was lowered, libraries and all; cheap to ask for."""
+    return _status()["VmHWM"]
+
+
+def so_far() -> Phase:
+    """As if a phase that began when the mark was lowered ended now."""
+    found = Phase()
+    _fill(found)
+    return found
+
+
+def _fill(found: Phase) -> None:
     status = _status()
     found.end = resident()
     found.process_peak = status["VmHWM"]

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from enginesmith.pipeline.pruning.tracing import by_operators
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -54,6 +56,7 @@ def _macs(run: Callable[[], Any], fake: bool) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
     without_values = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
-    with torch.no_grad(), without_values, sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    plain = (by_operators(), sdpa_kernel(SDPBackend.MATH))
+    with torch.no_grad(), without_values, plain[0], plain[1], FlopCounterMode(display=False) as counter:
         run()
     return int(counter.get_total_flops()) // 2

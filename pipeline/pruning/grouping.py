@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,8 +56,22 @@ def groups(graph: "DependencyGraph", parts: Parts) -> tuple[list[Group], dict[st
         try:
             found.append(_group(graph, parts, _rerooted(graph, traced), root))
         except Unprunable as reason:
-            whole[root] = str(reason)
+            whole[root] = f"{reason}{through(traced)}"
     return found, whole
+
+
+def through(traced: Any) -> str:
+    """Which functions with a backward pass of their own a group runs through, as the end of a sentence, or nothing.
+
+    They are taken to keep channels apart; where that is wrong, it is there.
+    """
+    found: dict[str, None] = {}
+    for dep, _ in traced or ():
+        function = getattr(type(dep.target.grad_fn), "_forward_cls", None)
+        if function is not None:
+            code = function.forward.__code__
+            found[f"{function.__name__} ({Path(code.co_filename).name}:{code.co_firstlineno})"] = None
+    return f"; its channels run through the autograd function {', '.join(found)}" if found else ""
 
 
 def _rerooted(graph: "DependencyGraph", traced: Any) -> Any:

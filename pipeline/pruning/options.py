@@ -19,10 +19,10 @@ class PruneOptions(BaseModel):
         "global", description="global ranks the channels of all layers together; uniform takes the same share of each"
     )
     multiple_of: int = Field(
-        8,
+        16,
         ge=1,
         le=256,
-        description="channels are kept at multiples of this; layers of fewer than four times as many take a part of it",
+        description="channels are kept at multiples of this, and at parts of it only where the target needs that",
     )
     protect: tuple[str, ...] = Field(
         (), description="layers whose outputs stay whole: names of modules, * for any part"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from enginesmith.pipeline.pruning.cutting import Removal, blinded, cut_for_now
+from enginesmith.pipeline.pruning.grouping import through
 from enginesmith.pipeline.pruning.structure import Group
 from enginesmith.pipeline.pruning.tracing import Run, failure
 
@@ -46,7 +47,7 @@ def _halved(model: nn.Module, run: Run, groups: Sequence[Group]) -> tuple[list[G
     if not why:
         return list(groups), {}
     if len(groups) == 1:
-        return [], {groups[0].root: why}
+        return [], {groups[0].root: f"{why}{through(groups[0].traced)}"}
     middle = len(groups) // 2
     first, second = _halved(model, run, groups[:middle]), _halved(model, run, groups[middle:])
     return first[0] + second[0], {**first[1], **second[1]}

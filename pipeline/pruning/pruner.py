@@ -6,17 +6,16 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from enginesmith.pipeline.errors import ModelError, UsageError
-from enginesmith.pipeline.pruning import attention, grouping, proof, protection, ranking, selection
+from enginesmith.pipeline.pruning import attention, grouping, multihead, proof, protection, ranking, selection
 from enginesmith.pipeline.pruning.counting import Cost, Counter
-from enginesmith.pipeline.pruning.cutting import Parts, Removal, cut, cut_for_now
+from enginesmith.pipeline.pruning.cutting import Parts, Removal, cut
+from enginesmith.pipeline.pruning.goal import Goal
 from enginesmith.pipeline.pruning.options import PruneOptions
 from enginesmith.pipeline.pruning.record import Before, Kept, Surgery
 from enginesmith.pipeline.pruning.structure import Group
 from enginesmith.pipeline.pruning.target import Target
 from enginesmith.pipeline.pruning.tracing import Run, trace
 
-TOLERANCE = 0.02
-"""How far what is left may be from the target."""
 _SHOWN = 4
 
 Progress = Callable[[str], None]
@@ -41,6 +40,8 @@ class Found:
 
     groups: tuple[Group, ...]
     whole: dict[str, str]
+    replaced: multihead.Replaced = field(default_factory=multihead.Replaced)
+    """What stood where there is the form of attention now that can lose heads."""
 
 
 def prune(
@@ -66,10 +67,10 @@ def prune(
             f"--prune {target} needs an engine to be measured on, and there is none here",
             "give macs=, params= or a share of channels",
         )
+    found = find(model, run, options, progress)
     before, history = Before(model), list[Kept]()
     counter = Counter(model, run)
     first = counter.cost()
-    found = find(model, run, options, progress)
     width = sum(group.width for group in found.groups)
     whole, now = dict(found.whole), width
     notes: tuple[str, ...] = ()
@@ -85,24 +86,31 @@ def prune(
         _hold_any(groups, whole)
         wanted = 1 - (1 - target.left) * step / options.steps
         progress(f"choosing what goes, step {step} of {options.steps}")
-        goal = _Goal(model, counter, target, groups, first, width, now)
-        cuts = selection.ordered(groups, importance, options.multiple_of, options.scope == "uniform")
-        removals = goal.choose(cuts, wanted)
+        goal = Goal(model, counter, target, groups, first, width, now)
+        for multiple in selection.halved(options.multiple_of):
+            cuts = selection.ordered(groups, importance, multiple, options.scope == "uniform")
+            removals = goal.choose(cuts, wanted)
+            if goal.is_near(removals, wanted):
+                break
         if step == options.steps:
-            notes = goal.held(cuts, removals, wanted)
+            notes = goal.held(cuts, removals, wanted, options.multiple_of)
         history += [_kept(removal, step, options.importance) for removal in removals]
         cut(model, removals)
         now -= sum(len(removal.group.channels[unit]) for removal in removals for unit in removal.units)
-    return Pruned(before.difference(model, tuple(history)), first, counter.cost(), width, now, whole, notes)
+    surgery = before.difference(model, tuple(history), tuple(found.replaced.attention))
+    return Pruned(surgery, first, counter.cost(), width, now, whole, notes)
 
 
 def find(model: nn.Module, run: Run, options: PruneOptions, progress: Progress = lambda _: None) -> Found:
     """The groups of a module that can lose units; each is tried.
 
+    Attention of torch.nn is replaced where its heads may go; the module answers as before.
+
     Raises:
         ModelError: the module's values cannot be followed, or nothing can go.
         UsageError: a protected layer is not there.
     """
+    replaced = multihead.replace(model, multihead.replaceable(model)) if options.heads else multihead.Replaced()
     progress("following the model's values")
     traced, whole = _traced(model, run)
     parts = Parts(model)
@@ -121,7 +129,8 @@ def find(model: nn.Module, run: Run, options: PruneOptions, progress: Progress =
     good, bad = proof.proven(model, run, groups)
     whole |= bad
     _hold_any(good, whole)
-    return Found(tuple(good), whole)
+    used = {parts.modules[path] for group in good for path in group.modules if path in parts.modules}
+    return Found(tuple(good), whole, replaced.put_back(model, used))
 
 
 def again(model: nn.Module, run: Run, before: Found) -> Found:
@@ -136,14 +145,17 @@ def again(model: nn.Module, run: Run, before: Found) -> Found:
         ways = attention.of_heads(group, parts) if old.unit == "head" else (group,)
         names = {(one.module, one.name) for one in old.attributes}
         groups += [way for way in ways if {(one.module, one.name) for one in way.attributes} == names][:1]
-    return Found(tuple(groups), before.whole)
+    return Found(tuple(groups), before.whole, before.replaced)
 
 
 def _traced(model: nn.Module, run: Run) -> tuple[list[Group], dict[str, str]]:
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     parts = Parts(model)
-    groups, whole = grouping.groups(trace(model, run), parts)
+    graph, following = trace(model, run)
+    groups, whole = grouping.groups(graph, parts)
+    paths = {module: path for path, module in reversed(parts.modules.items())}
+    whole |= {paths[module]: why for module, why in following.unfollowed(lambda one: one in graph.module2node)}
     order = {path: index for index, path in enumerate(parts.modules)}
     return sorted(groups, key=lambda group: order[group.root]), whole
 
@@ -175,71 +187,6 @@ class _Heads:
             if not why:
                 return index
         return f"its heads cannot go one by one: {why}"
-
-
-class _Goal:
-    """A target, in numbers of a module and of its groups."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        counter: Counter,
-        target: Target,
-        groups: Sequence[Group],
-        first: Cost,
-        width: int,
-        now: int,
-    ) -> None:
-        self._model, self._counter, self._target, self._first = model, counter, target, first
-        self._groups = {group.root: group for group in groups}
-        self._width, self._now = width, now
-
-    def choose(self, cuts: Sequence[selection.Cut], wanted: float) -> list[Removal]:
-        """What goes for ``wanted`` of the target's quantity to be left, as near as cuts come."""
-        known: dict[int, float] = {}
-
-        def left(count: int) -> float:
-            if count not in known:
-                known[count] = self.left(self._removals(cuts[:count]))
-            return known[count]
-
-        return self._removals(cuts[: selection.nearest(len(cuts), left, wanted)])
-
-    def left(self, removals: Sequence[Removal]) -> float:
-        """The share of the target's quantity that is left without these."""
-        if self._target.kind == "ratio":
-            gone = sum(len(one.group.channels[unit]) for one in removals for unit in one.units)
-            return (self._now - gone) / self._width
-        with cut_for_now(self._model, removals):
-            if self._target.kind == "params":
-                return self._counter.parameters() / max(self._first.parameters, 1)
-            return self._counter.cost().macs / max(self._first.macs, 1)
-
-    def held(self, cuts: Sequence[selection.Cut], removals: Sequence[Removal], wanted: float) -> tuple[str, ...]:
-        """What to know where the target is not met: cuts may be too coarse for it.
-
-        Raises:
-            UsageError: a layer would have to be emptied to meet it.
-        """
-        what = {"ratio": "channels", "macs": "MACs", "params": "parameters"}[self._target.kind]
-        least = self.left(self._removals(cuts))
-        if least - wanted > TOLERANCE:
-            fewest = min(self._groups.values(), key=lambda group: group.units)
-            raise UsageError(
-                f"--prune {self._target} would empty a layer: {least:.1%} of the {what} are the least that can be "
-                f"left; the smallest group is {fewest.root} with {fewest.units} {fewest.unit}s",
-                "ask for less, protect fewer layers, or take a smaller --multiple-of",
-            )
-        found = self.left(removals)
-        if abs(found - wanted) <= TOLERANCE:
-            return ()
-        return (
-            f"{found:.1%} of the {what} are left, not {wanted:.1%}: channels go in multiples; take fewer at a time",
-        )
-
-    def _removals(self, cuts: Sequence[selection.Cut]) -> list[Removal]:
-        gone = selection.removed(cuts)
-        return [Removal(self._groups[root], gone[root]) for root in self._groups if root in gone]
 
 
 def _kept(removal: Removal, step: int, importance: str) -> Kept:

@@ -46,6 +46,8 @@ class Surgery(_Fixed):
     """Path of a module → its plain attributes that changed. The root's path is empty."""
     shapes: Shapes = {}
     """Name of a parameter or buffer → its shape."""
+    attention: tuple[str, ...] = ()
+    """Paths of attention modules of torch.nn that were replaced by the form that can lose heads, before all else."""
     history: tuple[Kept, ...] = ()
 
     def then(self, later: "Surgery") -> "Surgery":
@@ -54,7 +56,10 @@ class Surgery(_Fixed):
         for path, values in later.attributes.items():
             attributes[path] = {**attributes.get(path, {}), **values}
         return Surgery(
-            attributes=attributes, shapes={**self.shapes, **later.shapes}, history=(*self.history, *later.history)
+            attributes=attributes,
+            shapes={**self.shapes, **later.shapes},
+            attention=(*self.attention, *later.attention),
+            history=(*self.history, *later.history),
         )
 
 
@@ -127,15 +132,17 @@ class Before:
         self._attributes = plain_attributes(module)
         self._shapes = shapes_of(module)
 
-    def difference(self, module: "nn.Module", history: tuple[Kept, ...] = ()) -> Surgery:
-        """What was done to the module since then."""
+    def difference(
+        self, module: "nn.Module", history: tuple[Kept, ...] = (), attention: tuple[str, ...] = ()
+    ) -> Surgery:
+        """What was done to the module since then, where ``attention`` had been replaced before."""
         attributes = {}
         for path, values in plain_attributes(module).items():
             known = self._attributes.get(path, {})
             if changed := {name: value for name, value in values.items() if known.get(name) != value}:
                 attributes[path] = changed
         shapes = {name: shape for name, shape in shapes_of(module).items() if self._shapes.get(name) != shape}
-        return Surgery(attributes=attributes, shapes=shapes, history=history)
+        return Surgery(attributes=attributes, shapes=shapes, attention=attention, history=history)
 
 
 def apply(surgery: Surgery, module: "nn.Module") -> None:
@@ -147,6 +154,9 @@ def apply(surgery: Surgery, module: "nn.Module") -> None:
     import torch
     from torch import nn
 
+    from enginesmith.pipeline.pruning import multihead
+
+    multihead.replace(module, surgery.attention)
     for path, values in surgery.attributes.items():
         inner = _below(module, path)
         for name, value in values.items():

@@ -27,7 +27,7 @@ def scan(
     """
     for group in groups:
         order = importance[group.root].argsort(stable=True).tolist()
-        cuts = selection.cuts_of(group, order, multiple_of, 1)
+        cuts = selection.cuts_of(group, order, selection.quartering(group, multiple_of), 1)
         counts = {min(range(len(cuts) + 1), key=lambda n: abs(_share(group, cuts[:n]) - ratio)) for ratio in ratios}
         for count in sorted(counts - {0}):
             gone = selection.removed(cuts[:count])[group.root]

@@ -10,6 +10,7 @@ from enginesmith.pipeline.errors import UsageError
 
 Kind = Literal["ratio", "macs", "params", "latency"]
 
+_QUANTITIES = {"macs": "MACs", "params": "parameters", "latency": "latency"}
 _FORMS = "give a share of the channels as in 0.3, or what is to be left: macs=0.5, params=0.5 or latency=0.6"
 
 
@@ -41,8 +42,7 @@ class Target(BaseModel):
         except ValueError as error:
             raise UsageError(f"{text!r} is no pruning target: {number!r} is no number", _FORMS) from error
         if not (math.isfinite(value) and 0 < value < 1):
-            what = "prunes nothing" if value == (0 if name == "ratio" else 1) else "is not between 0 and 1"
-            raise UsageError(f"the pruning target {text!r} {what}", _FORMS)
+            raise UsageError(f"--prune {text}: {_out_of_range(name, value)}", _FORMS)
         return cls.model_validate({"kind": name, "value": value})
 
     @property
@@ -65,3 +65,17 @@ class Target(BaseModel):
     def __str__(self) -> str:
         """As it is given."""
         return f"{self.value:g}" if self.kind == "ratio" else f"{self.kind}={self.value:g}"
+
+
+def _out_of_range(kind: str, value: float) -> str:
+    """Why no model can be pruned to ``value``."""
+    if kind == "ratio":
+        if value == 0:
+            return "none of the channels would go; leave --prune away for the dense model"
+        range_is = "it is the share of the channels that goes, in [0, 1)"
+        return f"{range_is}, and 1 would leave none" if value == 1 else range_is
+    what = _QUANTITIES[kind]
+    if value == 1:
+        return f"all of the {what} would be left; leave --prune away for the dense model"
+    range_is = f"it is the share of the {what} that is left, in (0, 1]"
+    return f"{range_is}, and 0 would leave none" if value == 0 else range_is

@@ -7,12 +7,14 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from enginesmith.pipeline import user_line
 from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.pruning.following import Following
 
 if TYPE_CHECKING:
     from torch_pruning import DependencyGraph
@@ -21,31 +23,63 @@ Run = Callable[[], tuple[Tensor, ...]]
 """Calls the module on its example, and returns the tensors that come out."""
 
 
-def trace(model: nn.Module, run: Run) -> "DependencyGraph":
+def trace(model: nn.Module, run: Run) -> "tuple[DependencyGraph, Following]":
     """Run the module once and follow its values; parameters have to ask for gradients.
 
     Raises:
-        ModelError: it does not run where gradients are recorded, or no output can be followed.
+        ModelError: it does not run where gradients are recorded, no output can be followed, or other inputs may take
+            a way through other layers.
     """
     import torch_pruning
 
     graph = torch_pruning.DependencyGraph()
-    where = _Innermost(model)
+    following = Following(model)
     try:
-        with torch.enable_grad(), _by_operators(), warnings.catch_warnings(), where:
+        with torch.enable_grad(), by_operators(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what it could not follow is found out by trying
-            graph.build_dependency(model, (), forward_fn=lambda *_: run(), output_transform=_followed, verbose=False)
+            graph.build_dependency(
+                model,
+                (),
+                forward_fn=lambda *_: _watched(run, following),
+                output_transform=lambda outputs: _followed(outputs, following),
+                verbose=False,
+            )
             _follow_splits(graph)
-            return graph
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(
-            f"the dependency graph of the model cannot be traced: {where.described}{_unknown(model)}"
-            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            f"the dependency graph of the model cannot be traced: {_told(error, following, _unknown(model))}",
             "structured pruning follows the gradients of one run through layers of torch.nn; "
             "`sparsify` needs no such graph",
         ) from error
+    _hold_one_way(following)
+    return graph, following
+
+
+def _watched(run: Run, following: Following) -> tuple[Tensor, ...]:
+    with following:
+        return run()
+
+
+def _hold_one_way(following: Following) -> None:
+    """Refuse a forward that looks at values and leaves layers out: with other values it may call them."""
+    left_out = following.not_called()
+    if not following.read or not left_out:
+        return
+    raise ModelError(
+        f"the forward decides by what values are, {next(iter(following.read))}, and does not call "
+        f"{', '.join(left_out[:3])} on the example: what else reads the channels that would go cannot be known",
+        "prune the ways through the model as models of their own, or decide outside of forward; "
+        "`sparsify` needs no such graph",
+    )
+
+
+def _told(error: Exception, following: Following, more: str = "") -> str:
+    """Where something was raised, and what."""
+    line = user_line.raised_at(error)
+    text = " ".join(str(error).split())[:300]
+    return f"{following.described}{more}{type(error).__name__}: {text}{f' ({line})' if line else ''}"
 
 
 def _follow_splits(graph: "DependencyGraph") -> None:
@@ -85,18 +119,20 @@ def _holds(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
 
 
-def _followed(outputs: tuple[Tensor, ...]) -> list[Tensor]:
+def _followed(outputs: tuple[Tensor, ...], following: Following) -> list[Tensor]:
     found = [value for value in outputs if value.grad_fn is not None]
+    following.came_out(found)
     if not found:
+        why = f": values leave autograd {next(iter(following.left))}" if following.left else ""
         raise ModelError(
-            "no output of the model depends on its parameters in a way that gradients follow",
-            "take torch.no_grad(), detach() and argmax out of forward, and out of what it calls",
+            f"no output of the model depends on its parameters in a way that gradients follow{why}",
+            "take torch.no_grad(), detach(), NumPy and argmax out of forward, and out of what it calls",
         )
     return found
 
 
 @contextlib.contextmanager
-def _by_operators() -> Iterator[None]:
+def by_operators() -> Iterator[None]:
     """Transformers of torch.nn take one fused operator in eval mode, which hides what is inside."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -106,40 +142,11 @@ def _by_operators() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-class _Innermost:
-    """Which module was running when something was raised."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._running: list[str] = []
-        self._hooks: list[Any] = []
-
-    @property
-    def described(self) -> str:
-        """The beginning of a sentence, or nothing."""
-        return f"in {self._running[-1]}: " if self._running else ""
-
-    def __enter__(self) -> "_Innermost":
-        for path, module in self._model.named_modules():
-            if path:
-                name = f"{path} ({type(module).__name__})"
-                self._hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._running.append(name)))
-                self._hooks.append(module.register_forward_hook(lambda *_: self._left()))
-        return self
-
-    def _left(self) -> None:
-        self._running.pop()
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-
 def failure(model: nn.Module, run: Run) -> tuple[tuple[Tensor, ...], str]:
-    """What a run gives; or nothing, and why: the module that it fails in and what is raised there."""
-    where = _Innermost(model)
+    """What a run gives; or nothing, and why: the module that it fails in, what is raised there, and the line."""
+    following = Following(model)
     try:
-        with torch.no_grad(), _by_operators(), where:
+        with torch.no_grad(), by_operators(), following:
             return run(), ""
     except Exception as error:  # noqa: BLE001 - the user's forward, on sizes that it may not be written for
-        return (), f"{where.described}{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return (), _told(error, following)

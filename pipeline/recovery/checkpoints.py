@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from enginesmith.pipeline.recovery.record import Point, TrainingPlan
 from enginesmith.pipeline.recovery.training import Trainer
-from enginesmith.pipeline.store import storage_errors
+from enginesmith.pipeline.storage import storage_errors
 
 _PROGRESS = "progress.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -46,6 +46,8 @@ class Progress(BaseModel):
     """The first point is that of the weights that it began with."""
     seconds: float = 0.0
     """What all processes so far have worked on it."""
+    evaluation_seconds: float = 0.0
+    """What one evaluation took at first."""
     diverged: bool = False
 
 

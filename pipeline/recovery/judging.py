@@ -73,6 +73,10 @@ class Judge:
         """The teacher's own metric."""
         return self.metric.value(self._theirs, self._theirs, self._labels)
 
+    @property
+    def _at_once(self) -> int:
+        return self.plan.judged_at_once or self.plan.micro_batch
+
     @cached_property
     def _rows(self) -> Array:
         """Of those that were held back, as many as the plan says, evenly."""
@@ -90,7 +94,7 @@ class Judge:
 
     def _for_statistics(self) -> Iterator[Batch]:
         rows = Order(self.material.learnt, min(self.plan.statistics, len(self.material.learnt)), self.seed).at(0)
-        size = self.fixed or max(self.plan.micro_batch, memory.LEAST_FOR_NORMS)
+        size = self.fixed or max(self._at_once, memory.LEAST_FOR_NORMS)
         for part in parts(rows, size):
             if len(part) == size or len(rows) < size:
                 yield self.material.batch(part)
@@ -98,7 +102,7 @@ class Judge:
     @torch.no_grad()
     def _outputs(self, loaded: LoadedModel) -> tuple[dict[str, Array], float]:
         """Outputs for the samples that are judged, by name, and the mean loss."""
-        size = self.fixed or self.plan.micro_batch
+        size = self.fixed or self._at_once
         found: list[tuple[Tensor, ...]] = []
         total = 0.0
         for part in parts(self._rows, size):
@@ -119,6 +123,12 @@ class Judge:
         finally:
             hook.remove()
         return seen[0] if seen else loaded.module(*batch.inputs.values()), float(loss)
+
+
+def judged_smaller(plan: TrainingPlan) -> TrainingPlan | None:
+    """The plan whose evaluations take half of the samples at once; None where that cannot be."""
+    at_once = (plan.judged_at_once or plan.micro_batch) // 2
+    return plan.model_copy(update={"judged_at_once": at_once}) if at_once >= plan.least_part else None
 
 
 def agreement(outputs: Feeds, theirs: Feeds, labels: Array | None) -> float:

@@ -1,5 +1,6 @@
 """From the last checkpoint to the end: steps, evaluations, checkpoints; and when to stop."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -8,16 +9,16 @@ from pathlib import Path
 
 import torch
 
+from enginesmith.pipeline.recovery import memory
 from enginesmith.pipeline.recovery.checkpoints import Checkpoints, Progress
-from enginesmith.pipeline.recovery.judging import Judge, Verdict
+from enginesmith.pipeline.recovery.judging import Judge, Verdict, judged_smaller
+from enginesmith.pipeline.recovery.pacing import Timekeeper
 from enginesmith.pipeline.recovery.preparation import Work, prepare
-from enginesmith.pipeline.recovery.record import Ending, Point, Recovery
+from enginesmith.pipeline.recovery.record import Ending, Point, Recovery, TrainingPlan
+from enginesmith.pipeline.recovery.schedule import shorten
 from enginesmith.pipeline.recovery.team import Team
-from enginesmith.pipeline.units import format_seconds
 
 Tell = Callable[[str], None]
-_OVERTIME = 2.0
-"""Steps that take this much longer than planned are not waited for: the machine has other things to do."""
 _TOLD_SECONDS = 1.0
 
 
@@ -53,26 +54,32 @@ class _Run:
         self._progress = progress
         self._trainer = work.trainer(progress.plan, team)
         checkpoints.read(self._trainer, progress)
-        self._started = self._saved = self._told = time.monotonic()
-        self._before = progress.seconds
+        self._saved = self._told = time.monotonic()
+        self._time = Timekeeper(work.options.seconds, progress.seconds, progress.evaluation_seconds)
         self._judge: Judge | None = None
 
     def to_the_end(self) -> None:
         while (ending := self._ending()) is None:
+            before, start = self._progress.plan, time.monotonic()
             loss = self._trainer.advance()
-            self._update(step=self._trainer.step, plan=self._trainer.plan, loss_sum=self._progress.loss_sum + loss)
-            if not math.isfinite(loss):
+            self._time.stepped(time.monotonic() - start)
+            self._update(step=self._trainer.step, plan=self._trainer.plan)
+            if math.isfinite(loss):
+                self._update(loss_sum=self._progress.loss_sum + loss)
+                self._evaluate_if_due()
+                self._end_in_time()
+            else:
                 self._update(diverged=True)
-            elif self._trainer.step % self._progress.plan.evaluate_every == 0 or self._is_last():
-                self._evaluate()
             self._say(loss)
-            self._save()
+            self._save(at_once=self._progress.plan != before)
         self._ended: Ending = ending
         if self._team.leads:
             self._checkpoints.put_best(self._work.models.average.module, self._progress.best_step)
 
-    def _is_last(self) -> bool:
-        return self._trainer.step == self._progress.plan.steps
+    def _evaluate_if_due(self) -> None:
+        step, plan = self._trainer.step, self._progress.plan
+        if step % plan.evaluate_every == 0 or step == plan.steps:
+            self._evaluate()
 
     def _update(self, **values: object) -> None:
         self._progress = self._progress.model_copy(update=values)
@@ -83,21 +90,26 @@ class _Run:
         if progress.diverged:
             return "diverged"
         if progress.step >= progress.plan.steps:
-            return "planned"
-        if progress.waited >= self._work.options.patience:
-            return "patience"
-        late = self._seconds > _OVERTIME * self._work.options.seconds
-        return "time" if any(self._team.total(float(late))) else None
+            return "planned" if progress.plan.shortened is None else "time"
+        return "patience" if progress.waited >= self._work.options.patience else None
 
-    @property
-    def _seconds(self) -> float:
-        return self._before + time.monotonic() - self._started
+    def _end_in_time(self) -> None:
+        """Have fewer steps where those that are left would take too long; the leader's clock decides."""
+        plan, step = self._progress.plan, self._trainer.step
+        steps = self._time.steps_in_time(plan, step) if self._team.leads else 0
+        agreed = int(self._team.total(float(steps))[0])
+        if agreed < plan.steps:
+            self._follow(shorten(plan, step, agreed))
+
+    def _follow(self, plan: TrainingPlan) -> None:
+        self._trainer.follow(plan)
+        self._update(plan=plan)
 
     def _evaluate(self) -> None:
         """Judge the average; the leader does, and all know how it went."""
         waited = 0.0
         if self._team.leads:
-            verdict = self._judged.judge()
+            verdict = self._verdict()
             best = next(point for point in self._progress.curve if point.step == self._progress.best_step)
             assert best.held_back_loss is not None
             if verdict.better_than(Verdict(best.metric, best.held_back_loss, self._work.metric.sign)):
@@ -108,11 +120,25 @@ class _Run:
             self._update(curve=(*self._progress.curve, self._point(verdict)))
         self._update(loss_sum=0.0, waited=int(self._team.total(waited)[0]))
 
-    @property
-    def _judged(self) -> Judge:
+    def _verdict(self) -> Verdict:
+        """On the average; in smaller parts from here on where memory ran out."""
+        found: list[Verdict] = []
+        while not memory.fits(functools.partial(self._look, found)):
+            smaller = judged_smaller(self._progress.plan)
+            if smaller is None:
+                raise memory.does_not_fit(0, self._work.options.memory_bytes)
+            self._follow(smaller)
+            self._judge = None  # what it knows of the teacher was found in larger parts
+        return found[0]
+
+    def _look(self, found: list[Verdict]) -> None:
         if self._judge is None:
             self._judge = self._work.judge(self._progress.plan)
-        return self._judge
+        _, start = self._judge.teacher, time.monotonic()  # the teacher answers once: no part of what each one takes
+        verdict = self._judge.judge()
+        self._work.meter.check()
+        self._time.evaluation_seconds = time.monotonic() - start
+        found.append(verdict)
 
     def _point(self, verdict: Verdict) -> Point:
         step = self._trainer.step
@@ -135,9 +161,11 @@ class _Run:
             f"(dense {self._progress.teacher:.4g})"
         )
 
-    def _save(self) -> None:
-        if self._team.leads and time.monotonic() - self._saved >= self._work.options.checkpoint_seconds:
-            self._checkpoints.write(self._trainer, self._progress.model_copy(update={"seconds": self._seconds}))
+    def _save(self, *, at_once: bool) -> None:
+        """Write a checkpoint if it is time to, or at once."""
+        due = time.monotonic() - self._saved >= self._work.options.checkpoint_seconds
+        if self._team.leads and (due or at_once):
+            self._checkpoints.write(self._trainer, self._progress.model_copy(update={"seconds": self._time.spent}))
             self._saved = time.monotonic()
 
     def record(self) -> Recovery:
@@ -162,14 +190,15 @@ class _Run:
         )
 
     def _reason(self, ending: Ending) -> str:
-        progress, options = self._progress, self._work.options
+        progress, plan = self._progress, self._progress.plan
+        planned = plan.steps if plan.shortened is None else plan.shortened.planned
         return {
             "planned": f"all {progress.plan.steps} planned steps are done",
             "patience": f"{progress.waited} evaluations in a row were no better than step {progress.best_step}",
-            "diverged": f"the loss was NaN or infinite at step {progress.step}; the weights of step "
+            "diverged": f"the loss or its gradients were NaN or infinite at step {progress.step}; the weights of step "
             f"{progress.best_step}, the best before, are kept: try a lower learning_rate",
-            "time": f"{progress.step} of {progress.plan.steps} steps took more than "
-            f"{format_seconds(_OVERTIME * options.seconds)}: the machine was slower than when they were planned",
+            "time": f"{progress.step} of {planned} planned steps fitted the time: they took longer than when they were "
+            "planned, and the schedule was shortened",
         }[ending]
 
 

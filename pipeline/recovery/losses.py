@@ -146,4 +146,5 @@ def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         free = "" if value.requires_grad else " that depends on no weight"
         return f"a tensor of shape {list(value.shape)}{free}"
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -1,6 +1,7 @@
 """Working through a batch in parts that fit into memory, and keeping fewer activations where even one does not."""
 
 import functools
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +13,8 @@ from enginesmith.pipeline import allocation
 from enginesmith.pipeline.errors import StepOutOfMemory
 from enginesmith.pipeline.units import format_bytes
 
+_PLANNED_SHARE = 0.9
+"""Of a limit is planned for: a step takes a little more at one time than at another."""
 LEAST_FOR_NORMS = 16
 """Samples below which batch norms learn from noise (Wu and He, "Group Normalization", ECCV 2018, figure 1)."""
 
@@ -20,6 +23,9 @@ class Meter(Protocol):
     """Runs something and says how many bytes recovery took at the fullest, beyond loaded libraries."""
 
     def __call__(self, action: Callable[[], None]) -> int: ...
+
+    def check(self) -> None:
+        """Raise StepOutOfMemory where more was taken than is allowed, since this was last asked."""
 
 
 Attempt = Callable[[int, bool], None]
@@ -63,7 +69,7 @@ def does_not_fit(needs_bytes: int, limit_bytes: int | None) -> StepOutOfMemory:
 
 def _falling(sizes: Sequence[int], attempt: Attempt, again: bool) -> int | None:
     """Without a limit of our own the largest is tried first; the device says what does not fit."""
-    return next((size for size in reversed(sizes) if _done(attempt, size, again)), None)
+    return next((size for size in reversed(sizes) if fits(functools.partial(attempt, size, again))), None)
 
 
 def _rising(
@@ -73,19 +79,21 @@ def _rising(
     best: int | None = None
     taken: dict[int, int] = {}
     for size in sizes:
-        if _expected(taken, size) > limit_bytes:
+        smallest = again and size == sizes[0]
+        allowed = limit_bytes if smallest else _PLANNED_SHARE * limit_bytes
+        if _expected(taken, size) > allowed:
             break
-        fits: list[bool] = []
-        bytes_ = meter(functools.partial(_note, fits, attempt, size, again))
-        if not fits[0] or bytes_ > limit_bytes:
+        fitted: list[bool] = []
+        bytes_ = meter(functools.partial(_note, fitted, attempt, size, again))
+        if not fitted[0] or bytes_ > allowed:
             return best, taken.get(sizes[0], bytes_)
         best = size
         taken[size] = bytes_
     return best, taken.get(sizes[0], 0)
 
 
-def _note(fits: list[bool], attempt: Attempt, size: int, again: bool) -> None:
-    fits.append(_done(attempt, size, again))
+def _note(fitted: list[bool], attempt: Attempt, size: int, again: bool) -> None:
+    fitted.append(fits(functools.partial(attempt, size, again)))
 
 
 def _expected(taken: dict[int, int], size: int) -> float:
@@ -96,15 +104,17 @@ def _expected(taken: dict[int, int], size: int) -> float:
     return more + (more - less) / (second - first) * (size - second)
 
 
-def _done(attempt: Attempt, size: int, again: bool) -> bool:
-    """Whether there was memory for it; other errors go on."""
+def fits(action: Callable[[], None]) -> bool:
+    """Do it; whether there was memory for it. Other errors go on."""
     try:
-        attempt(size, again)
+        action()
     except Exception as error:
         if not ran_out(error):
             raise
-        return False
-    return True
+    else:
+        return True
+    gc.collect()  # what the failed one held in cycles
+    return False
 
 
 def ran_out(error: BaseException) -> bool:

@@ -1,5 +1,6 @@
 """The plan of a recovery: what is compared, in which parts a batch fits, and how many steps there is time for."""
 
+import functools
 import math
 import time
 from dataclasses import dataclass
@@ -11,18 +12,17 @@ from enginesmith.pipeline.errors import DataError, ModelError
 from enginesmith.pipeline.recovery import memory
 from enginesmith.pipeline.recovery.checkpoints import Checkpoints, Progress
 from enginesmith.pipeline.recovery.features import feature_targets, output_targets
-from enginesmith.pipeline.recovery.judging import Judge, Metric, Verdict
+from enginesmith.pipeline.recovery.judging import Judge, Metric, Verdict, judged_smaller
 from enginesmith.pipeline.recovery.losses import Distil, Loss, supervised, user_loss
 from enginesmith.pipeline.recovery.material import Material
 from enginesmith.pipeline.recovery.options import RecoverOptions
+from enginesmith.pipeline.recovery.pacing import pace
 from enginesmith.pipeline.recovery.record import Point, TrainingPlan
 from enginesmith.pipeline.recovery.team import Team
 from enginesmith.pipeline.recovery.training import Models, Trainer, too_few
 
 _LOOKED_AT = 8
 """Samples that shapes and scales of values are taken from."""
-_TIMED_STEPS = 8
-_TIMED_SECONDS = 2.0
 _SHARE_OF_TIME = 0.95
 """Of the time is planned for; the rest is for what takes longer than it did when it was timed."""
 _SHARE_OF_EVALUATION = 0.2
@@ -31,10 +31,8 @@ _SHARE_OF_ONE_EVALUATION = 0.04
 _PASSES = 3
 """In an evaluation: for statistics, for the student's outputs and for the teacher's."""
 _LEAST_JUDGED, _STATISTICS = 32, 256
-_LONG_SECONDS = 0.5
-"""Longer steps have enough to do for all threads."""
-_FASTER = 0.9
-"""More threads are worth it from here on."""
+_FITTED = ("micro_batch", "checkpointed", "frozen_norms")
+"""What a plan does otherwise where memory runs out."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,9 @@ class Work:
 
     def trainer(self, plan: TrainingPlan, team: Team) -> Trainer:
         """A training at its first step."""
-        return Trainer(self.models, self.material, self.loss(plan), self.options, plan, self.seed, team)
+        return Trainer(
+            self.models, self.material, self.loss(plan), self.options, plan, self.seed, team, self.meter.check
+        )
 
     def judge(self, plan: TrainingPlan) -> Judge:
         """What evaluates."""
@@ -87,29 +87,61 @@ def prepare(work: Work, checkpoints: Checkpoints, fingerprint: str) -> Progress:
     checkpoints.keep_best(work.models.average.module, 0)
     draft = _draft(work)
     plan = _in_parts(work, draft, checkpoints)
-    step_seconds, threads = pace(_alone(work, plan), work.threads)
+    timed = _alone(work, plan)  # it stays, as its optimiser's state does while a training is evaluated
+    step_seconds, threads = pace(timed, work.threads)
     torch.set_num_threads(threads)
-    plan = _with_rows(work, plan.model_copy(update={"threads": threads}))
+    plan = _with_rows(work, _in_parts_of(timed.plan, plan).model_copy(update={"threads": threads}))
     _begin_again(work, checkpoints)
-    judge = work.judge(plan)
-    teacher, first = judge.teacher, time.monotonic()
-    before = judge.judge(statistics=False)
+    judge, before, judged_seconds = _first_look(work, plan)
+    plan, teacher = judge.plan, judge.teacher
     if not math.isfinite(before.loss):
         raise ModelError(
             f"the loss is {before.loss} before the first step: nothing can be learnt by it",
             "look at what the loss divides by or takes the logarithm of, and at what the pruned model answers",
         )
-    evaluation_seconds = (time.monotonic() - first) * (1 + plan.statistics / plan.judged)
+    evaluation_seconds = judged_seconds * (1 + plan.statistics / plan.judged)
     spent = time.monotonic() - start
     plan = _timed(work, plan, step_seconds, evaluation_seconds, spent)
     if plan.frozen_norms:  # those that it begins with are of the network before it was pruned
         judge.find_statistics(work.models.student)
     trainer = work.trainer(plan, Team(work.material.device))
     progress = Progress(
-        fingerprint=fingerprint, plan=plan, teacher=teacher, curve=(_first_point(before),), seconds=spent
+        fingerprint=fingerprint,
+        plan=plan,
+        teacher=teacher,
+        curve=(_first_point(before),),
+        seconds=spent,
+        evaluation_seconds=evaluation_seconds,
     )
     checkpoints.write(trainer, progress)
     return progress
+
+
+def _first_look(work: Work, plan: TrainingPlan) -> tuple[Judge, Verdict, float]:
+    """How good the weights are that it begins with, and the seconds that this took; with less at once until it fits."""
+    plan = plan.model_copy(update={"judged_at_once": plan.micro_batch})
+    while True:
+        judge = work.judge(plan)
+        found: list[tuple[Verdict, float]] = []
+        if memory.fits(functools.partial(_look, judge, work.meter, found)):
+            return judge, *found[0]
+        fewer = plan.model_copy(update={"judged": plan.judged // 2}) if plan.judged > 1 else None
+        smaller = judged_smaller(plan) or fewer
+        if smaller is None:
+            raise memory.does_not_fit(0, work.options.memory_bytes)
+        plan = smaller
+
+
+def _look(judge: Judge, meter: memory.Meter, found: list[tuple[Verdict, float]]) -> None:
+    _, start = judge.teacher, time.monotonic()
+    verdict = judge.judge(statistics=False)
+    meter.check()
+    found.append((verdict, time.monotonic() - start))
+
+
+def _in_parts_of(tried: TrainingPlan, plan: TrainingPlan) -> TrainingPlan:
+    """The plan in the parts of one that was tried, which memory may have made smaller."""
+    return plan.model_copy(update={name: getattr(tried, name) for name in _FITTED})
 
 
 def _first_point(before: Verdict) -> Point:
@@ -200,38 +232,6 @@ def _with_rows(work: Work, plan: TrainingPlan) -> TrainingPlan:
     affordable = int(_SHARE_OF_ONE_EVALUATION * work.options.seconds / seconds[-1]) // _PASSES
     judged = min(len(work.material.held_back), max(_LEAST_JUDGED, affordable))
     return plan.model_copy(update={"judged": judged, "statistics": min(_STATISTICS, max(_LEAST_JUDGED, affordable))})
-
-
-def pace(trainer: Trainer, most_threads: int) -> tuple[float, int]:
-    """How long a step takes, and the number of threads that it takes least with.
-
-    Threads wait for each other in short steps, and much longer where others use the machine too.
-    """
-    torch.set_num_threads(1)
-    trainer.advance()  # does what is done once
-    start = time.monotonic()
-    trainer.advance()
-    if most_threads == 1 or time.monotonic() - start > _LONG_SECONDS:
-        torch.set_num_threads(most_threads)
-        return _step_seconds(trainer), most_threads
-    threads, taken = 1, _step_seconds(trainer)
-    while threads < most_threads:
-        more = min(2 * threads, most_threads)
-        torch.set_num_threads(more)
-        found = _step_seconds(trainer)
-        if found > _FASTER * taken:
-            break
-        threads, taken = more, found
-    return taken, threads
-
-
-def _step_seconds(trainer: Trainer) -> float:
-    """The mean over some steps, or over those that took some time together."""
-    start, done = time.monotonic(), 0
-    while done < _TIMED_STEPS and time.monotonic() - start < _TIMED_SECONDS:
-        trainer.advance()
-        done += 1
-    return (time.monotonic() - start) / done
 
 
 def _timed(

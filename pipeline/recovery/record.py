@@ -24,18 +24,37 @@ class Target(BaseModel):
     """Mean square of the teacher's deviation from its mean, which errors of ``values`` are divided by."""
 
 
+class Shortened(BaseModel):
+    """Where a schedule was cut to end in time: what was left of it goes by in fewer steps."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    """From this one on."""
+    position: float
+    """How far the schedule had come by then, in steps as they were planned."""
+    planned: int
+    """Steps that there were to be at first."""
+
+
 class TrainingPlan(BaseModel):
-    """Everything that decides what the steps do; made once, and kept, as some of it was found out by the clock."""
+    """Everything that decides what the steps do; it is kept, as some of it was found out by the clock.
+
+    It changes where memory runs out or time does, and a checkpoint is written whenever it has.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     steps: int
+    shortened: Shortened | None = None
     batch: int
     micro_batch: int
     """Samples that are worked through at once, in each process."""
     evaluate_every: int
     judged: int
     """Samples that each evaluation looks at, of those that were held back."""
+    judged_at_once: int | None = None
+    """Samples of these that are worked through at once; as many as in a step if None."""
     statistics: int
     """Samples that batch norms' statistics are found from, before each evaluation."""
     processes: int

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from enginesmith.pipeline.recovery.record import Shortened, TrainingPlan
 from enginesmith.pipeline.tensors import Array
 
 
@@ -34,12 +35,31 @@ def _shuffled(count: int, seed: int, epoch: int) -> Array:
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
-def learning_rate(step: int, steps: int, highest: float, warmup: float) -> float:
+def learning_rate(step: float, steps: int, highest: float, warmup: float) -> float:
     """Linear warm-up over a share of the steps, then a cosine to zero (Loshchilov and Hutter, "SGDR", ICLR 2017)."""
     warm = math.ceil(warmup * steps)
     if step < warm:
         return highest * (step + 1) / warm
     return highest * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+def rate(plan: TrainingPlan, step: int, highest: float, warmup: float) -> float:
+    """The learning rate of a step of a plan, which may have been shortened before it."""
+    planned = plan.steps if plan.shortened is None else plan.shortened.planned
+    return learning_rate(_position(plan, step), planned, highest, warmup)
+
+
+def shorten(plan: TrainingPlan, step: int, steps: int) -> TrainingPlan:
+    """The plan with fewer steps in all: from ``step`` on the schedule goes faster, without a jump in the rate."""
+    planned = plan.steps if plan.shortened is None else plan.shortened.planned
+    turn = Shortened(step=step, position=_position(plan, step), planned=planned)
+    return plan.model_copy(update={"steps": steps, "shortened": turn})
+
+
+def _position(plan: TrainingPlan, step: int) -> float:
+    if (turn := plan.shortened) is None:
+        return step
+    return turn.position + (step - turn.step) * (turn.planned - turn.position) / (plan.steps - turn.step)
 
 
 def parts(rows: Array, size: int) -> list[Array]:

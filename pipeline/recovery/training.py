@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from enginesmith.pipeline.recovery.losses import Loss
 from enginesmith.pipeline.recovery.material import Material
 from enginesmith.pipeline.recovery.options import RecoverOptions
 from enginesmith.pipeline.recovery.record import TrainingPlan
-from enginesmith.pipeline.recovery.schedule import learning_rate, parts, share
+from enginesmith.pipeline.recovery.schedule import parts, rate, share
 from enginesmith.pipeline.recovery.team import Team
 from enginesmith.pipeline.tensors import Array
 from enginesmith.pipeline.torch_model import LoadedModel, NamedForward
@@ -65,6 +65,8 @@ class Trainer:
     plan: TrainingPlan
     seed: int
     team: Team
+    within: Callable[[], None]
+    """Raises StepOutOfMemory where more memory was taken than is allowed."""
     step: int = 0
     """Steps that were done."""
     optimiser: torch.optim.AdamW = field(init=False)
@@ -80,7 +82,7 @@ class Trainer:
         return self.models.student.module
 
     def advance(self, *, smaller: bool = True) -> float:
-        """Do one step and give back its loss; where that is not finite, weights stay as they are.
+        """Do one step and give back its loss: NaN where it or its gradients are not finite; weights stay then.
 
         A step that memory ran out in is done again in ``smaller`` parts.
 
@@ -97,17 +99,17 @@ class Trainer:
                 raise memory.does_not_fit(0, None)
             self._shrink()
             loss = self._gradients(rows)
-        if math.isfinite(loss):
-            nn.utils.clip_grad_norm_(self.student.parameters(), _LONGEST_GRADIENT)
+        finite = math.isfinite(loss) and self._cut_gradients()
+        if finite:
             self.optimiser.step()
             update(self.models.average.module, self.student, self.options.ema, self.step)
         self.optimiser.zero_grad(set_to_none=True)
         self.step += 1
-        return loss
+        return loss if finite else math.nan
 
     def rate(self, step: int) -> float:
         """The learning rate of a step."""
-        return learning_rate(step, self.plan.steps, self.options.learning_rate, self.options.warmup)
+        return rate(self.plan, step, self.options.learning_rate, self.options.warmup)
 
     def follow(self, plan: TrainingPlan) -> None:
         """Go on by another plan."""
@@ -132,6 +134,7 @@ class Trainer:
             for index, part in enumerate(parts(own, self.plan.micro_batch)):
                 torch.manual_seed(hash((self.seed, self.step, self.team.rank, index)) & 0x7FFF_FFFF)
                 total += self._part(part, len(part) / len(rows))
+            self.within()
         except Exception as error:
             if not memory.ran_out(error):
                 raise
@@ -144,6 +147,11 @@ class Trainer:
                 return None
         self.team.add_up(_gradient(value) for value in self.student.parameters() if value.requires_grad)
         return total
+
+    def _cut_gradients(self) -> bool:
+        """Whether they are finite: a loss that is can have others, as a root has at zero."""
+        norm = nn.utils.clip_grad_norm_(self.student.parameters(), _LONGEST_GRADIENT)
+        return bool(norm.isfinite())
 
     def _part(self, rows: Array, weight: float) -> float:
         with self._autocast():

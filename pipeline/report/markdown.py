@@ -1,191 +1,151 @@
-"""``report.md``: a run on one page, for a pull request or a terminal."""
+"""``report.md``: what a run comes to, short enough for a comment on a pull request; report.html has all of it."""
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from enginesmith.pipeline.report import measurements, smaller, tables
+from enginesmith.pipeline.report import budgets, measurements, tables
+from enginesmith.pipeline.report.markup import plain, table
 from enginesmith.pipeline.run import Run, VariantRecord
-from enginesmith.pipeline.units import format_bytes, format_seconds
 
-_STAR = re.compile(r"(?<!\*)\*(?!\*)")
-"""A star that marks a name, and no emphasis."""
+MOST_CHARACTERS = 60_000
+"""A comment on GitHub holds 65 536."""
+_MOST_ROWS, _MOST_LINES, _LONGEST = 24, 12, 400
+"""Rows of the table, entries of a list, and characters of an entry."""
 
 
 def render(run: Run) -> str:
     """The run as Markdown."""
     parts = [
-        f"# {_plain(run.name)}",
-        _STAR.sub(r"\*", tables.verdict(run)),
-        _table(tables.COLUMNS, tables.rows(run)),
-        _footnotes(run),
-        *_remarks(run),
-        *_verdicts(run),
+        f"# {plain(_short(run.name))}",
+        plain(_short(tables.verdict(run), 2 * _LONGEST)),
+        _variants(run),
+        _list(tables.made_up(run)),
+        _list(f"**{plain(_short(name))}**: {plain(_short(text))}" for name, text in tables.remarks(run)),
+        *_budgets(run),
+        *_section("Cautions", [*_warnings(run), *measurements.disturbed(run), *measurements.out_of_memory(run)]),
         *_failures(run),
-        *_engines(run),
-        *_measured(run),
-        *_smaller(run),
-        *_precision(run),
-        "## Fidelity",
-        f"Outputs against {run.baseline.id} on {_plain(run.model.data or 'unknown')} data.",
         _fidelity(run),
-        "## Steps",
-        *(_steps(record) for record in run.variants if record.history),
-        "## Reproduce",
-        f"```\nenginesmith resume {_plain(run.name)}    # with this run directory, or the recipe in its run.json\n```",
+        _where(run),
+        _more(run),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    text = "\n\n".join(part for part in parts if part)
+    return _cut(text).encode("utf-8", "replace").decode() + "\n"
 
 
-def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [columns, tuple("---" for _ in columns), *rows]
-    return "\n".join("| " + " | ".join(_plain(cell) for cell in line) + " |" for line in lines)
+def _variants(run: Run) -> str:
+    """The table of all variants, or of those that matter where there are many."""
+    rows = tables.rows(run)
+    if len(rows) <= _MOST_ROWS:
+        return table(tables.COLUMNS, [_cells(row) for row in rows])
+    chosen = _first(run)
+    few = tables.rows(run.model_copy(update={"variants": chosen}))[:_MOST_ROWS]
+    left = len(run.variants) - len(chosen)
+    return table(tables.COLUMNS, [_cells(row) for row in few]) + f"\n\nand {left} more variants, in report.html"
 
 
-def _footnotes(run: Run) -> str:
-    environment = run.environment
-    where = f"{environment.get('processor') or 'unknown CPU'}, {run.recipe.where}"
-    stops = {row.stopped_because for record in (run.baseline, *run.variants) for row in record.latency}
-    notes = [
-        f"Measured on {where}; {_threads(run)}. Speed-up is the median of paired rounds against {run.baseline.id}."
-    ]
-    notes += [f"Stopped: {'; '.join(sorted(stop for stop in stops if stop))}."] if any(stops) else []
-    notes += [f"{_plain(note)}." for note in tables.made_up(run)]
-    notes += [f"Warning: {warning}." for warning in environment.get("warnings", [])]
-    return "\n".join(notes)
+def _first(run: Run) -> tuple[VariantRecord, ...]:
+    """The winner, those that nobody beats, and others in their order, as many as there is room for."""
+    batches = max(1, len(run.baseline.latency))
+    room = max(1, _MOST_ROWS // batches - 1)
+    first = [one for one in run.variants if one.id == run.winner]
+    first += [one for one in run.variants if one.id in run.pareto and one not in first]
+    first += [one for one in run.variants if one not in first]
+    kept = first[:room]
+    return tuple(one for one in run.variants if one in kept)
 
 
-def _threads(run: Run) -> str:
-    count = run.recipe.where.thread_count
-    return f"{count} thread{'s' if count != 1 else ''}"
+def _cells(row: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(_short(cell) for cell in row)
 
 
-def _verdicts(run: Run) -> list[str]:
-    if not run.verdicts:
+def _budgets(run: Run) -> list[str]:
+    missing = [f"{budgets.title(name)} was not judged: {run.winner_reason}" for name in budgets.not_judged(run)]
+    rows = budgets.rows(run)
+    if not rows and not missing:
         return []
-    rows = [
-        (one.budget, f"{one.limit:g}", "unknown" if one.actual is None else f"{one.actual:g}", _yes(one.passed))
-        for one in run.verdicts
-    ]
     winner = next((one for one in run.variants if one.id == run.winner and one.synthetic_calibration), None)
-    whose = [f"Those of {_plain(tables.marked(winner))}."] if winner else []
-    return ["## Budgets", *whose, _table(("budget", "limit", "actual", "held"), rows)]
+    whose = [f"Those of {plain(tables.marked(winner))}."] if winner else []
+    return ["## Budgets", *whose, *([table(budgets.COLUMNS, rows)] if rows else []), _list(map(_entry, missing))]
+
+
+def _warnings(run: Run) -> list[str]:
+    """What the machine and the run warn of; what failed has a part of its own."""
+    failed = {f"{names}: {reason}" for names, reason in tables.reasons(run)}
+    return [text for text in tables.cautions(run) if text not in failed]
 
 
 def _failures(run: Run) -> list[str]:
-    failed = tables.reasons(run)
-    if not failed:
-        return []
-    lines = [f"- **{_plain(names)}**: {_plain(reason)}" for names, reason in failed]
-    return ["## What failed, or is left", "\n".join(lines)]
-
-
-def _engines(run: Run) -> list[str]:
-    """What engines say of themselves; under a workspace sweep, latency against memory."""
-    built = [record for record in run.variants if record.build and record.build.activation_bytes is not None]
-    if not built:
-        return []
-    columns = ("variant", "target", "workspace limit", "weights", "activations", "kernels", "p50 ms")
-    return ["## Engines", _table(columns, [_engine_row(record) for record in built])]
-
-
-def _engine_row(record: VariantRecord) -> tuple[str, ...]:
-    build = record.build
-    assert build is not None
-    first = next((row for row in record.latency if row.p50_ms is not None), None)
-    kernels = ", ".join(f"{count} {name}" for name, count in (build.layers or {}).items())
-    sizes = (build.workspace_limit_bytes, build.weights_bytes, build.activation_bytes)
-    return (
-        tables.marked(record),
-        record.target or "–",
-        *(format_bytes(size) for size in sizes),
-        kernels or "–",
-        f"{tables.ms(first.p50_ms)} (batch {first.batch})" if first else "not measured",
-    )
-
-
-def _remarks(run: Run) -> list[str]:
-    lines = [f"- **{_plain(name)}**: {_plain(text)}." for name, text in tables.remarks(run)]
-    return ["\n".join(lines)] if lines else []
-
-
-def _smaller(run: Run) -> list[str]:
-    """What was pruned, by group, and how training it back went."""
-    rows = smaller.models(run)
-    parts = [_table(smaller.MODELS, rows)] if rows else []
-    if scanned := smaller.sensitivity(run):
-        parts.append(_folded("what each group costs when it is pruned alone", _table(smaller.SENSITIVITY, scanned)))
-    for record in smaller.pruned(run):
-        for facts in record.pruning:
-            parts.append(
-                _folded(f"{record.prune}: what each group lost", _table(smaller.GROUPS, smaller.groups(facts)))
-            )
-        for back in record.recovery:
-            line = smaller.drawn([point.metric for point in back.curve])
-            parts.append(_folded(f"{record.prune}: {back.metric} {line}", _table(smaller.CURVE, smaller.curve(back))))
-    return ["## Pruning", *parts] if parts else []
-
-
-def _precision(run: Run) -> list[str]:
-    """What is computed in which precision, by variant, by group, and how that was found."""
-    rows = tables.coverage(run)
-    parts = [_table(tables.COVERAGE, rows)] if rows else []
-    for record in run.variants:
-        if sentence := tables.kept(record):
-            parts.append(_folded(sentence, _table(tables.ASSIGNMENT, tables.assignment(record))))
-        if record.search:
-            parts.append(_folded(f"{tables.marked(record)}: trials", _table(tables.SEARCH, tables.search(record))))
-    return ["## Precision", *parts] if parts else []
-
-
-def _measured(run: Run) -> list[str]:
-    """Throughput, memory by part, limits and time by module, as far as they were measured."""
-    columns, profile = measurements.profile(run)
-    parts = {
-        "Throughput": (measurements.THROUGHPUT, measurements.throughput(run)),
-        "Memory": (measurements.MEMORY, measurements.memory(run)),
-        "Limits of the machine": (measurements.LIMITS, measurements.limits(run)),
-        "Time by module": (columns, profile),
-    }
-    found = [text for title, (heads, rows) in parts.items() if rows for text in (f"## {title}", _table(heads, rows))]
-    notes = [f"- {_plain(note)}" for note in measurements.notes(run)]
-    return [*found, *(["\n".join(notes)] if notes else [])]
-
-
-def _folded(summary: str, content: str) -> str:
-    return f"<details><summary>{_plain(summary)}</summary>\n\n{content}\n\n</details>"
+    lines = [f"**{plain(_short(names))}**: {plain(_short(reason))}" for names, reason in tables.reasons(run)]
+    return ["## What failed, or is left", _list(lines)] if lines else []
 
 
 def _fidelity(run: Run) -> str:
-    rows = [
-        (tables.marked(record), entry.stage, f"{entry.point} (batch {entry.batch})")
-        + (_decimal(entry.sqnr_db, 1), _decimal(entry.max_abs_error, 3, "g"), _decimal(entry.argmax_agreement, 4))
-        + (_yes(entry.passed),)
-        for record in run.variants
-        for entry in record.fidelity
-    ]
-    columns = ("variant", "stage", "at", "SQNR dB", "max abs error", "argmax agreement", "passed")
-    return _table(columns, rows) if rows else "Nothing was compared."
+    """All comparisons in one line, and each that did not pass."""
+    judged = [(one, entry) for one in run.variants for entry in one.fidelity if not (entry.passed and entry.reason)]
+    if not judged:
+        return "Fidelity: nothing was compared."
+    good = sum(entry.passed for _, entry in judged)
+    known = [(entry.sqnr_db, one, entry) for one, entry in judged if entry.sqnr_db is not None]
+    lowest = ""
+    if known:
+        sqnr, one, entry = min(known, key=lambda found: found[0])
+        lowest = f"; the lowest SQNR is {sqnr:.1f} dB ({plain(tables.marked(one))} after {plain(entry.stage)})"
+    data = plain(_short(run.model.data or "unknown"))
+    return f"Fidelity against {plain(run.baseline.id)} on {data} data: {good} of {len(judged)} checks passed{lowest}."
 
 
-def _steps(record: VariantRecord) -> str:
-    rows = [
-        (entry.step, entry.effect, format_seconds(entry.seconds), format_bytes(entry.host_peak_bytes))
-        for entry in record.history
-    ]
-    notes = [f"- {entry.step}: {_plain(note)}" for entry in record.history for note in entry.notes]
-    table = _table(("step", "effect", "time", "host peak"), rows)
-    return "\n\n".join([f"**{_plain(tables.marked(record))}**", table, *(["\n".join(notes)] if notes else [])])
+def _where(run: Run) -> str:
+    """What it was measured on, and why measuring stopped."""
+    count = run.recipe.where.thread_count
+    machine = f"{plain(str(run.environment.get('processor') or 'unknown CPU'))}, {run.recipe.where}"
+    stops = {row.stopped_because for record in (run.baseline, *run.variants) for row in record.latency}
+    known = sorted(stop for stop in stops if stop)
+    threads = f"{count} thread{'s' if count != 1 else ''}"
+    said = (
+        f"Measured on {machine}; {threads}. Speed-up is the median of paired rounds against {plain(run.baseline.id)}."
+    )
+    return said + (f" Stopped: {plain('; '.join(known))}." if known else "")
 
 
-def _decimal(value: float | None, digits: int, kind: str = "f") -> str:
-    return "–" if value is None else f"{value:.{digits}{kind}}"
+def _more(run: Run) -> str:
+    """What report.html has besides."""
+    parts = {
+        "latency distributions": any(record.latency for record in run.variants),
+        "memory by part": any(record.memory for record in run.variants),
+        "fidelity by stage": any(record.fidelity for record in run.variants),
+        "what is computed in which precision": any(record.coverage or record.assignment for record in run.variants),
+        "what was pruned, and how it was trained back": any(record.pruning for record in run.variants),
+        "throughput by callers": any(row.concurrency for record in run.variants for row in record.latency),
+        "limits of the machine": any(record.limits for record in run.variants),
+        "time by operator": any(record.profile for record in run.variants),
+        "every step, and how to run it again": True,
+    }
+    return f"In report.html: {', '.join(name for name, there in parts.items() if there)}."
 
 
-def _yes(value: bool) -> str:
-    return "yes" if value else "**no**"
+def _section(title: str, texts: Sequence[str]) -> list[str]:
+    return [f"## {title}", _list(map(_entry, texts))] if texts else []
 
 
-def _plain(text: str) -> str:
-    """Text that cannot break out of a table cell or bring markup along."""
-    text = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-    return _STAR.sub(r"\\*", text)
+def _entry(text: str) -> str:
+    return f"{plain(_short(text))}."
+
+
+def _list(lines: Iterator[str] | Sequence[str]) -> str:
+    """Entries of Markdown, not too many of them."""
+    found = list(lines)
+    left = len(found) - _MOST_LINES
+    more = [f"and {left} more, in report.html"] if left > 0 else []
+    return "\n".join(f"- {line}" for line in [*found[:_MOST_LINES], *more])
+
+
+def _short(text: str, longest: int = _LONGEST) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def _cut(text: str) -> str:
+    """Whole lines only, so that no table or name is cut in two."""
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    end = "\n\nMore is in report.html."
+    kept = text[: MOST_CHARACTERS - len(end)]
+    return kept[: kept.rfind("\n")] + end

@@ -4,10 +4,19 @@ from collections.abc import Iterator
 
 from enginesmith.pipeline.measure import profile_table
 from enginesmith.pipeline.measure.latency import LatencyRow, Throughput
-from enginesmith.pipeline.report.tables import marked, ms
+from enginesmith.pipeline.report.tables import marked, ms, rate, speedup
 from enginesmith.pipeline.run import Run, VariantRecord
-from enginesmith.pipeline.units import format_bytes
+from enginesmith.pipeline.units import format_bytes, format_seconds
 
+LATENCY = (
+    *("variant", "batch", "p50 ms", "p90 ms", "p95 ms", "p99 ms", "p99.9 ms", "mean ms", "speed-up [95 %]", "samples"),
+    *("rounds", "launches", "disturbed", "load ms", "first call ms", "stopped because"),
+)
+LATENCY_ON_DEVICE = ("variant", "batch", "host p50 ms", "device p50 ms", "to the device ms", "from the device ms")
+ENGINES = ("variant", "target", "built in", "workspace limit", "weights", "activations", "scratch", "kernels")
+LENSES = ("variant", "seen through", "bytes", "source", "note")
+BY_MODULE = ("module", "variant", "ms", "baseline ms", "over the baseline", "why")
+OPERATORS = ("variant", "module", "operators", "ms", "of its total", "in")
 THROUGHPUT = ("variant", "batch", "callers", "samples/s [95 %]", "p50 ms", "p99 ms", "")
 MEMORY = ("variant", "batch", "peak", "weights", "activations", "host", "what")
 LIMITS = ("variant", "batch", "measured ms", "floor ms", "measured/floor", "bound by", "in words")
@@ -18,15 +27,93 @@ def _records(run: Run) -> tuple[VariantRecord, ...]:
     return (run.baseline, *run.variants)
 
 
+def latency(run: Run) -> list[tuple[str, ...]]:
+    """A row for each variant and batch size that was measured; columns as in :data:`LATENCY`."""
+    return [_latency(record, row) for record in _records(run) for row in record.latency]
+
+
+def _latency(record: VariantRecord, row: LatencyRow) -> tuple[str, ...]:
+    times = (row.p50_ms, row.p90_ms, row.p95_ms, row.p99_ms, row.p99_9_ms, row.mean_ms)
+    counts = (row.n, row.rounds, row.launches)
+    return (
+        marked(record),
+        str(row.batch),
+        *map(ms, times),
+        speedup(record, row.batch),
+        *("–" if count is None else str(count) for count in counts),
+        "–" if row.disturbed_share is None else f"{row.disturbed_share:.1%}",
+        ms(row.load_ms),
+        ms(row.first_call_ms),
+        row.failure or row.stopped_because or "–",
+    )
+
+
+def on_device(run: Run) -> list[tuple[str, ...]]:
+    """The host's clock beside the device's, where there are two; columns as in :data:`LATENCY_ON_DEVICE`."""
+    return [
+        (marked(record), str(row.batch), *map(ms, (row.p50_ms, row.device_p50_ms, row.h2d_ms, row.d2h_ms)))
+        for record in _records(run)
+        for row in record.latency
+        if row.device_p50_ms is not None
+    ]
+
+
+def percentiles_missing(run: Run) -> list[str]:
+    """Why tails are dashes, each reason once."""
+    reasons = (row.reasons.get("p99_ms") for record in _records(run) for row in record.latency if row.p99_ms is None)
+    return list(dict.fromkeys(reason for reason in reasons if reason))
+
+
+def engines(run: Run) -> list[tuple[str, ...]]:
+    """What engines say of themselves; columns as in :data:`ENGINES`."""
+    return [_engine(record) for record in run.variants if record.build]
+
+
+def _engine(record: VariantRecord) -> tuple[str, ...]:
+    build = record.build
+    assert build is not None
+    kernels = ", ".join(f"{count} {name}" for name, count in (build.layers or {}).items())
+    sizes = (build.workspace_limit_bytes, build.weights_bytes, build.activation_bytes, build.scratch_bytes)
+    return (
+        marked(record),
+        record.target or "–",
+        format_seconds(build.seconds),
+        *(format_bytes(size) for size in sizes),
+        kernels or "–",
+    )
+
+
+def unsaid(run: Run) -> Iterator[str]:
+    """What engines do not tell, all fields of one reason together."""
+    together: dict[str, list[str]] = {}
+    for record in run.variants:
+        for name, reason in (record.build.reasons if record.build else {}).items():
+            fields = together.setdefault(reason, [])
+            fields += [name] if name not in fields else []
+    for reason, names in together.items():
+        yield f"No {', '.join(name.removesuffix('_bytes').replace('_', ' ') for name in names)}: {reason}"
+
+
+def lenses(run: Run) -> list[tuple[str, ...]]:
+    """Every way that memory was looked at; columns as in :data:`LENSES`."""
+    return [
+        (marked(record), name.replace("_", " "), format_bytes(lens.bytes), lens.source, lens.note)
+        for record in _records(run)
+        if record.memory
+        for name, lens in record.memory.lenses.items()
+    ]
+
+
 def throughput(run: Run) -> list[tuple[str, ...]]:
     """A row for each number of callers; columns as in :data:`THROUGHPUT`."""
     return [
-        (marked(record), str(row.batch), str(level.callers), f"{rate.median:.4g} [{rate.low:.4g}, {rate.high:.4g}]")
+        (marked(record), str(row.batch), str(level.callers))
+        + (f"{rate(found.median)} [{rate(found.low)}, {rate(found.high)}]",)
         + (ms(level.p50_ms), ms(level.p99_ms), "; ".join(_said(level, row)))
         for record in _records(run)
         for row in record.latency
         for level in row.concurrency
-        for rate in (level.samples_per_s,)
+        for found in (level.samples_per_s,)
     ]
 
 
@@ -61,6 +148,38 @@ def profile(run: Run) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Columns and rows of the time by module, the baseline's beside those of all variants."""
     found = [one for record in _records(run) for one in record.profile]
     return profile_table.columns(found) if found else (), profile_table.cells(found)
+
+
+def by_module(run: Run) -> Iterator[tuple[str, ...]]:
+    """Each variant's modules beside the baseline's, what lost time first; columns as in :data:`BY_MODULE`."""
+    theirs = {one.batch: one for one in run.baseline.profile if one.total_ms is not None}
+    for record in _winner_first(run):
+        for found in record.profile:
+            if found.total_ms is None or found.batch not in theirs:
+                continue
+            for row in profile_table.joined([theirs[found.batch], found]):
+                ratio = row.ratio.get(found.variant)
+                times = (ms(row.ms.get(found.variant)), ms(row.ms.get(run.baseline.id)))
+                over = "–" if ratio is None else f"{ratio:.2f}×"
+                yield row.module, marked(record), *times, over, row.why.get(found.variant, "")
+
+
+def operators(run: Run) -> Iterator[tuple[str, ...]]:
+    """Which operators do a module's work, by variant, the slowest first; columns as in :data:`OPERATORS`."""
+    for record in (run.baseline, *_winner_first(run)):
+        for found in record.profile:
+            for row in found.rows:
+                names = ", ".join(f"{count}× {name}" for name, count in row.operators.items())
+                yield marked(record), row.module, names, ms(row.ms), f"{row.share:.1%}", row.precision or "–"
+
+
+def profile_rows(run: Run) -> int:
+    """How many rows all profiles have together."""
+    return sum(len(one.rows) for record in _records(run) for one in record.profile)
+
+
+def _winner_first(run: Run) -> list[VariantRecord]:
+    return sorted(run.variants, key=lambda one: (one.id != run.winner, one.id not in run.pareto))
 
 
 def profiled(run: Run) -> Iterator[str]:

@@ -4,7 +4,10 @@ import re
 from collections.abc import Callable, Iterator
 
 from enginesmith.pipeline.explain import claimed
+from enginesmith.pipeline.measure.latency import LatencyRow
+from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.precision.audit.coverage import Coverage, percent, words
+from enginesmith.pipeline.report import budgets
 from enginesmith.pipeline.run import Assignment, Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes
 
@@ -13,19 +16,29 @@ ASSIGNMENT = ("group", "module", "operator", "precision", "SQNR dB", "multiply-a
 SEARCH = ("trial", "ranges", "quantised", "kept", "SQNR dB", "drop", "speed against float", "reaches the goal", "what")
 MADE_UP = "* calibrated on made-up data: speed holds, accuracy does not"
 _MARK = "*"
+_SHARES = ("top1", "top5")
+"""Metrics that are shares of the samples, whose differences are told in points."""
 COLUMNS = ("variant", "batch", "speed-up [95 %]", "p50 ms", "p99 ms", "peak memory", "size", "drop", "status")
 
 
 def rows(run: Run) -> list[tuple[str, ...]]:
-    """A row for each variant and batch size, the baseline first; columns as in :data:`COLUMNS`."""
-    others = [row for record in run.variants for row in _record_rows(record, run.winner, speedup)]
-    return [*_record_rows(run.baseline, run.winner, lambda record, batch: "baseline"), *others]
+    """A row for each variant and batch size, the baseline first; columns as in :data:`COLUMNS`.
+
+    Of each variant's, the row of the batch size that decides is the first.
+    """
+    others = [row for record in run.variants for row in _record_rows(run, record, speedup)]
+    return [*_record_rows(run, run.baseline, lambda record, batch: "baseline"), *others]
+
+
+def deciding_first(run: Run, record: VariantRecord) -> list[LatencyRow]:
+    """A record's latencies, that of the batch size that decides before the others."""
+    return sorted(record.latency, key=lambda row: (row.batch != run.deciding_batch, row.batch))
 
 
 def _record_rows(
-    record: VariantRecord, winner: str | None, compared: Callable[[VariantRecord, int], str]
+    run: Run, record: VariantRecord, compared: Callable[[VariantRecord, int], str]
 ) -> list[tuple[str, ...]]:
-    name = f"★ {marked(record)}" if record.id == winner else marked(record)
+    name = f"★ {marked(record)}" if record.id == run.winner else marked(record)
     fixed = (
         format_bytes(record.peak_bytes),
         format_bytes(record.artifact.bytes if record.artifact else None),
@@ -37,7 +50,7 @@ def _record_rows(
     return [
         (name if index == 0 else "", str(row.batch), compared(record, row.batch), ms(row.p50_ms), ms(row.p99_ms))
         + (fixed if index == 0 else ("", "", "", "oom" if row.oom else "failed" if row.failure else ""))
-        for index, row in enumerate(record.latency)
+        for index, row in enumerate(deciding_first(run, record))
     ]
 
 
@@ -54,6 +67,13 @@ def ms(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def rate(value: float | None) -> str:
+    """Samples in a second, with four digits that count."""
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if value < 10_000 else f"{value:.0f}"
 
 
 def drop(record: VariantRecord) -> str:
@@ -104,8 +124,26 @@ def _verdict(run: Run) -> str:
     if record.peak_bytes is not None and run.baseline.peak_bytes:
         parts.append(f"uses {100 * record.peak_bytes / run.baseline.peak_bytes:.0f} % of its peak memory")
     if record.quality and record.quality.drop is not None:
-        parts.append(f"{record.quality.metric} drop {record.quality.drop:+.4f} on {record.quality.samples} samples")
-    return ", ".join(parts) + "."
+        parts.append(f"{points(record.quality)} on {record.quality.samples} samples")
+    return "; ".join([", ".join(parts), *held(run)]) + "."
+
+
+def points(quality: Quality) -> str:
+    """What the metric changed by: ``top1 −0.3 points``; in its own unit where it is no share."""
+    if quality.metric not in _SHARES:
+        return f"{quality.metric} drop {quality.drop:+.4f}"
+    changed = round(-100 * quality.drop, 2)
+    return f"{quality.metric} {'±0.0' if not changed else f'{changed:+.2g}'.replace('-', '−')} points"
+
+
+def held(run: Run) -> list[str]:
+    """Whether the budgets are met, in a few words; nothing where none was held against anything."""
+    broken = [budgets.sentence(one) for one in run.verdicts if not one.passed]
+    if broken:
+        return [f"{len(broken)} of {len(run.verdicts)} budgets broken: {', '.join(broken)}"]
+    if len(run.verdicts) == 1:
+        return [f"its budget is met: {budgets.title(run.verdicts[0].budget)}"]
+    return [f"all {len(run.verdicts)} budgets met"] if run.verdicts else []
 
 
 def _against(record: VariantRecord, baseline: VariantRecord, batch: int) -> str:
@@ -136,15 +174,17 @@ def _other_batches(run: Run) -> Iterator[str]:
 
 
 def reasons(run: Run) -> list[tuple[str, str]]:
-    """What is wrong with variants, or left to do: those of one reason together, and the reason."""
+    """What is wrong with variants, or left to do: the names of those of one reason together, and the reason."""
+    return [(", ".join(map(marked, records)), reason) for records, reason in by_reason(run)]
+
+
+def by_reason(run: Run) -> list[tuple[list[VariantRecord], str]]:
+    """As :func:`reasons`, with the records."""
     together: dict[str, list[VariantRecord]] = {}
     for record in (run.baseline, *run.variants):
         if said := record.reason or record.shortfall:
             together.setdefault(said.replace(record.id, "…"), []).append(record)
-    return [
-        (", ".join(marked(record) for record in records), mark(run, reason.replace("…", records[0].id)))
-        for reason, records in together.items()
-    ]
+    return [(records, mark(run, reason.replace("…", records[0].id))) for reason, records in together.items()]
 
 
 def _status(record: VariantRecord) -> str:

@@ -9,14 +9,15 @@ from typing import Any
 import click
 
 from enginesmith.pipeline.assemble import as_json as run_as_json
-from enginesmith.pipeline.report import measurements, smaller, tables
+from enginesmith.pipeline.comparison import Comparison
+from enginesmith.pipeline.report import comparison, measurements, smaller, tables
 from enginesmith.pipeline.run import Run
 from enginesmith.pipeline.tasks.compare import StageFidelity
 
 _WIDE = 200
 """Columns of a table that goes to a file or a pipe."""
 _MOST_ROWS = 15
-"""Rows of an assignment; report.md has all of them."""
+"""Rows of an assignment; report.html has all of them."""
 _PRECISION = tables.ASSIGNMENT.index("precision")
 
 
@@ -41,9 +42,22 @@ def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
         for caution in (*tables.cautions(run), *measurements.notes(run)):
             click.echo(f"note: {caution}")
         if folder is not None:
-            click.echo(f"report: {folder / 'report.md'}")
+            click.echo(f"report: {folder / 'report.html'}")
     broken = [one for one in run.verdicts if not one.passed]
     return 3 if run.winner is None and broken else 0
+
+
+def show_comparison(found: Comparison, as_json: bool) -> None:
+    """Runs side by side."""
+    if as_json:
+        click.echo(found.model_dump_json(by_alias=True, indent=1))
+        return
+    for part in comparison.parts(found):
+        for line in (part.title, *part.lines):
+            if line:
+                click.echo(line)
+        if part.rows:
+            _table(part.columns, part.rows)
 
 
 def _assignments(run: Run) -> None:
@@ -55,7 +69,7 @@ def _assignments(run: Run) -> None:
         if len({row[_PRECISION] for row in rows}) > 1:
             _table(tables.ASSIGNMENT, rows[:_MOST_ROWS])
             if len(rows) > _MOST_ROWS:
-                click.echo(f"and {len(rows) - _MOST_ROWS} more, in report.md")
+                click.echo(f"and {len(rows) - _MOST_ROWS} more, in report.html")
 
 
 def _measurements(run: Run) -> None:

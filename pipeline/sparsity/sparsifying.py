@@ -52,7 +52,7 @@ def sparsify(model: "ir.Model", asked: Sparsity) -> Sparsified:
 
     Raises:
         InvalidGraph: no weight of the graph can have it.
-        UsageError: a protected name that there is none of.
+        UsageError: a protected name that there is none of, or all of them are protected.
     """
     found = candidates.find(model)
     done = Sparsified(weights=len(found), left=_left(found, asked))
@@ -109,11 +109,15 @@ def _fits(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(f"{pattern}.") or ("*" in pattern and fnmatchcase(name, pattern))
 
 
-def _refusal(found: Sequence[Candidate], asked: Sparsity, left: dict[str, str]) -> InvalidGraph:
+def _refusal(found: Sequence[Candidate], asked: Sparsity, left: dict[str, str]) -> InvalidGraph | UsageError:
     if not found:
         return InvalidGraph(
             "the graph has no weight that can be sparse: no Conv, Gemm or MatMul with a constant one",
             "run `enginesmith simplify` first, if its weights are computed from constants",
+        )
+    if set(left.values()) == {PROTECTED}:
+        return UsageError(
+            f"all {len(left)} weights of the graph are protected, and none is left to be {asked}", "protect less"
         )
     reasons = "; ".join(list(dict.fromkeys(left.values()))[:_REASONS])
     return InvalidGraph(f"no weight of the graph can be {asked}: {reasons}", "protect less, or take another pattern")

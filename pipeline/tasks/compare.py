@@ -1,6 +1,6 @@
 """Samples and what the baseline answers to them; and whether others answer the same."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ from enginesmith.pipeline import samples
 from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.engines.base import Device, Engine, Session
 from enginesmith.pipeline.errors import SignatureError, SourceError
-from enginesmith.pipeline.measure.fidelity import Fidelity, compare, thresholds_for
+from enginesmith.pipeline.measure.fidelity import Fidelity, Thresholds, compare, thresholds_for
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.shapes import example
@@ -129,10 +129,7 @@ class Verify(Task):
         )
 
     def _compare(self, session: Session, case: samples.Case, feeds: Feeds, expected: Feeds) -> list[StageFidelity]:
-        half = any(value.dtype == np.float16 for value in expected.values())
-        thresholds = thresholds_for("fp16" if half else self.precision)
-        if self.min_sqnr_db is not None:
-            thresholds = thresholds.model_copy(update={"min_sqnr_db": self.min_sqnr_db, "max_error_of_range": 0.0})
+        thresholds = required((str(value.dtype) for value in expected.values()), self.precision, self.min_sqnr_db)
         result = compare(expected, session.run(feeds), thresholds)
         return [
             StageFidelity(
@@ -144,13 +141,24 @@ class Verify(Task):
                 max_abs_error=result.max_abs_error,
                 argmax_agreement=result.argmax_agreement,
                 passed=result.passed or not self.judged,
-                reason="" if result.passed else _why_not(result) if self.judged else _NOT_JUDGED,
+                reason="" if result.passed else why_not(result) if self.judged else _NOT_JUDGED,
             )
             for point in case.points
         ]
 
 
-def _why_not(found: Fidelity) -> str:
+def required(outputs: Iterable[str], precision: str, min_sqnr_db: float | None) -> Thresholds:
+    """What outputs of these dtypes have to reach: the precision's thresholds, and those of fp16 where one is float16.
+
+    An SQNR that was asked for stands instead of both.
+    """
+    thresholds = thresholds_for("fp16" if "float16" in outputs else precision)
+    if min_sqnr_db is not None:
+        thresholds = thresholds.model_copy(update={"min_sqnr_db": min_sqnr_db, "max_error_of_range": 0.0})
+    return thresholds
+
+
+def why_not(found: Fidelity) -> str:
     """The output that is farthest from the reference, in words."""
     worst = next(one for one in found.outputs if not one.passed)
     if not worst.finite:

@@ -1,173 +1,193 @@
-"""Pruning to a share of the latency on an engine: a few models are pruned, built and measured against the dense one."""
+"""Pruning to a share of the latency on an engine: one task is one trial, and knows those before it."""
 
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
+from pydantic import BaseModel, ConfigDict, SerializeAsAny
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import BuildRequest, Device, Engine
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.measure.latency import measure_latency
 from enginesmith.pipeline.measure.race import Candidate, LatencySettings
-from enginesmith.pipeline.passes.base import Progress, run_pass
+from enginesmith.pipeline.passes.base import Pass, Progress, run_pass
 from enginesmith.pipeline.passes.export import Export
 from enginesmith.pipeline.passes.simplify import Simplify
+from enginesmith.pipeline.pruning.bisection import LatencyTrial, chosen, propose, told
 from enginesmith.pipeline.pruning.target import Target
-from enginesmith.pipeline.tasks.base import Inputs
+from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_records, write_records
 from enginesmith.pipeline.tasks.measure import logs_in_own_log, measured_feeds, this_machine
 from enginesmith.pipeline.tasks.prune import MODEL, Prune
 from enginesmith.pipeline.tasks.shapes import SHAPES, read_ranges
 
 TRIALS = "latency-trials.json"
-"""Beside the pruned model: what was tried, as :class:`LatencyTrial`."""
-_SETTINGS = LatencySettings(precision=0.02, time_limit_seconds=6.0, launches=1)
-_CLOSE = 0.02
-"""A trial that is met by no more than this share ends the search."""
-_LEAST_MACS, _FINEST = 0.05, 0.01
+"""Beside the pruned model: what was tried, as :class:`~enginesmith.pipeline.pruning.bisection.LatencyTrial`."""
+DENSE, BEFORE, REFERENCE = "dense", "before", "reference"
+_LONGEST_SECONDS = 6.0
+_UNSURE = "its latency was measured in too few rounds to know how exact it is; a longer --measure-time gives more"
 
 
-class LatencyTrial(BaseModel):
-    """One trial: the MACs that were left, and the latency as a share of the dense model's."""
+class ToEngine(BaseModel):
+    """The way from a module to the engine that its latency is measured on."""
 
-    model_config = ConfigDict(frozen=True)
-
-    macs_left: float
-    latency_left: float | None
-    reason: str = ""
-    """Why there is no latency."""
-
-
-class PruneToLatency(Prune):
-    """A module whose engine takes a share of the dense one's latency, found by bisection over the MACs left."""
-
-    produces: ClassVar[Kind] = "torch"
-    exclusive: ClassVar[bool] = True
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     engine: SerializeAsAny[Engine]
     device: Device
     export: Export = Export()
     simplify: bool = True
-    trials: int = Field(6, ge=1, le=16)
 
     @property
     def tools(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*super().tools, *self.export.tools, *self.engine.tools)))
+        """Distributions whose versions decide what comes out."""
+        return (*self.export.tools, *self.engine.tools)
+
+    def build(self, inputs: Inputs, model: Artifact, out: Path, progress: Progress) -> Effect:
+        """The engine of a module in the folder ``out``; graphs on the way are thrown away."""
+        passes: list[Pass] = [self.export]
+        passes += [Simplify(external_data_bytes=self.export.external_data_bytes)] if self.simplify else []
+        ranges = read_ranges(inputs[SHAPES]) if SHAPES in inputs else {}
+        with tempfile.TemporaryDirectory(prefix="enginesmith-prune-") as scratch:
+            graph = model
+            for step in passes:
+                place = Path(scratch, step.name)
+                place.mkdir()
+                effect = run_pass(step, graph, place, progress)
+                graph = _artifact("onnx", place / effect.file, model)
+            progress(f"building the {self.engine.name} engine")
+            return self.engine.build(BuildRequest(graph, out, self.device, ranges, progress))
+
+
+class DenseEngine(Task):
+    """The engine of the module as it is, beside which those of the trials are measured."""
+
+    title: ClassVar[str] = "build"
+    produces: ClassVar[Kind] = "engine"
+
+    way: ToEngine
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return self.way.tools
+
+    @property
+    def surroundings(self) -> dict[str, Any]:
+        return self.way.engine.surroundings(self.way.device)
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        return self.way.build(inputs, inputs[MODEL], out, progress)
+
+
+class TryLatency(Task):
+    """One more trial, unless the search is over; the record holds all trials so far."""
+
+    title: ClassVar[str] = "search"
+    produces: ClassVar[Kind] = "record"
+    exclusive: ClassVar[bool] = True
+
+    prune: Prune
+    """How, and the share of the dense engine's latency that is wanted."""
+    way: ToEngine
+    seconds: float = _LONGEST_SECONDS
+    """The most that is measured for."""
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.prune.tools, *self.way.tools)))
 
     @property
     def surroundings(self) -> dict[str, Any]:
         return this_machine()
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        """Try, and write down the trial that takes the most of the time that is allowed.
+        """Try, if there is anything left to try.
+
+        Raises:
+            UsageError: the model cannot be pruned like that, however little.
+            ModelError: it cannot be built or measured.
+        """
+        trials = _trials(inputs)
+        share = propose(trials, self.prune.target.value)
+        if share is None:
+            summary = "the search is over"
+        else:
+            progress(f"{share:.1%} of MACs")
+            trials.append(self._try(share, inputs, not trials, progress))
+            summary = _told(trials[-1])
+        write_records(out, trials)
+        return Effect(file=RECORDS, summary=summary)
+
+    def _try(self, share: float, inputs: Inputs, first: bool, progress: Progress) -> LatencyTrial:
+        with tempfile.TemporaryDirectory(prefix="enginesmith-prune-") as scratch:
+            small, engine = Path(scratch, "small"), Path(scratch, "engine")
+            small.mkdir()
+            engine.mkdir()
+            try:
+                effect = _to_macs(self.prune, share).run(inputs, small, progress)
+            except UsageError as error:
+                if first and "empty a layer" not in error.message:
+                    raise
+                return LatencyTrial(macs_left=share, latency_left=None, reason=error.message)
+            model = _artifact("torch", small / effect.file, inputs[MODEL])
+            built = self.way.build(inputs, model, engine, progress)
+            made = _artifact("engine", engine / built.file, model)
+            return self._measured(share, made, inputs, progress)
+
+    def _measured(self, share: float, made: Artifact, inputs: Inputs, progress: Progress) -> LatencyTrial:
+        """Median latency at the first batch size, as a share of the dense engine's measured beside it."""
+        batch, feeds = next(iter(measured_feeds(inputs[REFERENCE]).items()))
+        contenders = [
+            Candidate(name, self.way.engine, artifact, self.way.device)
+            for name, artifact in ((DENSE, inputs[DENSE]), ("pruned", made))
+        ]
+        settings = LatencySettings(precision=0.02, time_limit_seconds=self.seconds, launches=1)
+        with logs_in_own_log() as logs:
+            rows = measure_latency(contenders, {batch: feeds}, settings, logs, progress).rows
+        dense, pruned = rows[DENSE][0], rows["pruned"][0]
+        if (faster := pruned.speedup) is not None:
+            return LatencyTrial(
+                macs_left=share, latency_left=1 / faster.median, low=1 / faster.high, high=1 / faster.low
+            )
+        if dense.p50_ms and pruned.p50_ms:  # in too few rounds for an interval
+            return LatencyTrial(macs_left=share, latency_left=pruned.p50_ms / dense.p50_ms)
+        why = dense.failure or pruned.failure or pruned.reasons.get("p50_ms", "")
+        raise ModelError(f"the pruned model was not measured in {self.way.engine.name}: {why}", "allow more time")
+
+
+class PruneToLatency(Prune):
+    """The module of the trial that keeps the most among those that are fast enough."""
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        """Prune as in that trial, and write the trials down beside it.
 
         Raises:
             UsageError: no model that can be had is fast enough; the message names the fastest.
-            ModelError: the dense model cannot be built or measured.
         """
-        with tempfile.TemporaryDirectory(prefix="enginesmith-prune-") as scratch:
-            found, effects = self._search(inputs, Path(scratch), progress)
-            chosen = max(
-                (one for one in found if one.latency_left is not None and one.latency_left <= self._most),
-                key=lambda one: one.macs_left,
-                default=None,
-            )
-            if chosen is None:
-                raise UsageError(f"--prune {self.target} is not reached: {_told(found)}", "ask for less")
-            index = found.index(chosen)
-            shutil.copytree(Path(scratch, f"pruned-{index}"), out, dirs_exist_ok=True)
-        (out / TRIALS).write_text(json.dumps([one.model_dump(mode="json") for one in found], indent=1) + "\n")
-        summary = f"{effects[index].summary}; {chosen.latency_left:.1%} of the dense latency in {self.engine.name}"
-        return effects[index].model_copy(update={"summary": f"{summary}, {len(found)} trials"})
-
-    @property
-    def _most(self) -> float:
-        return self.target.value * (1 + _CLOSE)
-
-    def _search(
-        self, inputs: Inputs, scratch: Path, progress: Progress
-    ) -> tuple[list[LatencyTrial], dict[int, Effect]]:
-        dense = self._built(inputs, inputs[MODEL], scratch / "dense", progress)
-        found: list[LatencyTrial] = []
-        effects: dict[int, Effect] = {}
-        low, high, macs = _LEAST_MACS, 1.0, self.target.value
-        while len(found) < self.trials and high - low > _FINEST:
-            progress(f"trial {len(found) + 1}: {macs:.1%} of MACs")
-            trial, effect = self._try(macs, dense, inputs, scratch, len(found), progress)
-            if effect is not None:
-                effects[len(found)] = effect
-            found.append(trial)
-            left = trial.latency_left
-            if left is not None and (1 - _CLOSE) * self.target.value <= left <= self._most:
-                break
-            fast = left is not None and left < self.target.value
-            if effect is None or fast:
-                low = macs
-            else:
-                high = macs
-            macs = (low + high) / 2
-        return found, effects
-
-    def _try(
-        self, macs: float, dense: Artifact, inputs: Inputs, scratch: Path, index: int, progress: Progress
-    ) -> tuple[LatencyTrial, Effect | None]:
-        folder = scratch / f"pruned-{index}"
-        folder.mkdir()
-        try:
-            target = Target(kind="macs", value=round(macs, 4))
-            once = Prune(target=target, options=self.options, feeder=self.feeder, seed=self.seed)
-            effect = once.run(inputs, folder, progress)
-        except UsageError as error:
-            if index == 0 and "empty a layer" not in error.message:
-                raise
-            return LatencyTrial(macs_left=macs, latency_left=None, reason=error.message), None
-        model = _artifact("torch", folder / effect.file, inputs[MODEL])
-        made = self._built(inputs, model, scratch / f"engine-{index}", progress)
-        return LatencyTrial(macs_left=macs, latency_left=self._share(dense, made, inputs, progress)), effect
-
-    def _built(self, inputs: Inputs, model: Artifact, folder: Path, progress: Progress) -> Artifact:
-        if self.engine.consumes == "torch":
-            return model
-        steps = [
-            self.export,
-            *([Simplify(external_data_bytes=self.export.external_data_bytes)] if self.simplify else []),
-        ]
-        for step in steps:
-            place = folder / step.name
-            place.mkdir(parents=True)
-            effect = run_pass(step, model, place, progress)
-            model = _artifact("onnx", place / effect.file, inputs[MODEL])
-        place = folder / "engine"
-        place.mkdir()
-        ranges = read_ranges(inputs[SHAPES]) if SHAPES in inputs else {}
-        built = self.engine.build(BuildRequest(model, place, self.device, ranges, progress))
-        return _artifact("engine", place / built.file, inputs[MODEL])
-
-    def _share(self, dense: Artifact, made: Artifact, inputs: Inputs, progress: Progress) -> float:
-        """Median latency at the first batch size, as a share of the dense engine's measured beside it."""
-        batch, feeds = next(iter(measured_feeds(inputs["reference"]).items()))
-        contenders = [
-            Candidate(name, self.engine, artifact, self.device)
-            for name, artifact in (("dense", dense), ("pruned", made))
-        ]
-        with logs_in_own_log() as logs:
-            row = measure_latency(contenders, {batch: feeds}, _SETTINGS, logs, progress).rows["pruned"][0]
-        if row.speedup is None:
-            raise ModelError(
-                f"the pruned model could not be measured in {self.engine.name}", "look at the step's log for why"
-            )
-        return 1 / row.speedup.median
+        trials = _trials(inputs)
+        best = chosen(trials, self.target.value)
+        if best is None:
+            raise UsageError(f"--prune {self.target} is not reached: {told(trials)}", "ask for less")
+        effect = _to_macs(self, best.macs_left).run(inputs, out, progress)
+        (out / TRIALS).write_text(json.dumps([one.model_dump(mode="json") for one in trials], indent=1) + "\n")
+        summary = f"{effect.summary}; {best.latency_left:.1%} of the dense latency, in {len(trials)} trials"
+        notes = (*effect.notes, *([] if best.high is not None else [_UNSURE]))
+        return effect.model_copy(update={"summary": summary, "notes": notes})
 
 
-def _told(found: list[LatencyTrial]) -> str:
-    known = [one for one in found if one.latency_left is not None]
-    if not known:
-        return found[-1].reason
-    best = min(known, key=lambda one: one.latency_left or 1.0)
-    return f"the fastest of {len(found)} trials takes {best.latency_left:.1%} with {best.macs_left:.1%} of the MACs"
+def _to_macs(task: Prune, share: float) -> Prune:
+    target = Target(kind="macs", value=share)
+    return Prune(target=target, options=task.options, feeder=task.feeder, seed=task.seed)
+
+
+def _trials(inputs: Inputs) -> list[LatencyTrial]:
+    return [LatencyTrial.model_validate(entry) for entry in read_records(inputs[BEFORE])] if BEFORE in inputs else []
+
+
+def _told(trial: LatencyTrial) -> str:
+    macs = f"{trial.macs_left:.1%} of MACs"
+    return f"{macs}: {trial.reason or f'{trial.latency_left:.1%} of the dense latency'}"
 
 
 def _artifact(kind: Kind, path: Path, like: Artifact) -> Artifact:

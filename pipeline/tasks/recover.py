@@ -244,6 +244,8 @@ def _notes(record: Recovery) -> Iterator[str]:
     if plan.micro_batch < plan.batch // plan.processes:
         again = ", computing activations again" if plan.checkpointed else ""
         yield f"batches of {plan.batch} in parts of {plan.micro_batch} to fit the memory{again}"
+    if plan.judged_at_once is not None and plan.judged_at_once < plan.micro_batch:
+        yield f"evaluated {plan.judged_at_once} samples at a time to fit the memory"
     if plan.frozen_norms:
         yield f"batch norms kept their statistics while training: parts of {plan.micro_batch} are too few for them"
 

@@ -56,3 +56,27 @@ class WrongOnline(nn.Module):
 
 def wrong_online() -> tuple[nn.Module, torch.Tensor]:
     return WrongOnline(), torch.randn(2, 4)
+
+
+def wide(width: int = 512) -> tuple[nn.Module, torch.Tensor]:
+    """Takes as long as its matrices are large."""
+    return nn.Sequential(nn.Linear(256, 16 * width), nn.ReLU(), nn.Linear(16 * width, 256)), torch.randn(2, 256)
+
+
+class Products(nn.Module):
+    """A convolution, a matrix product of three axes, and a Gemm; all of them can be 2:4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 16, 3, padding=1)
+        self.tokens = nn.Linear(16, 32)
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.conv(x).relu().flatten(2).transpose(1, 2)
+        return self.head(self.tokens(rows).relu().mean(1))
+
+
+def products() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Products(), torch.randn(2, 8, 6, 6)

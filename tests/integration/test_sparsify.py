@@ -16,6 +16,8 @@ pytestmark = pytest.mark.slow
 
 Cli = Any
 
+NETS = Path(__file__).parents[1] / "data" / "nets.py"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -50,6 +52,8 @@ def test_how_far_the_answers_may_be(cli: Cli, folder: Path) -> None:
     done = cli("sparsify", dense, "-o", folder / "far.onnx", "--sparsity", "unstructured=0.9", "--min-sqnr", "40")
     assert done.code == 1
     assert "the result differs from the original" in done.text
+    assert "40 dB are asked for" in done.text
+    assert "ask for less: --min-sqnr" in done.text
     assert not (folder / "far.onnx").exists()
     near = ("--sparsity", "unstructured=0.05", "--per-layer", "--min-sqnr", "20")
     done = cli("sparsify", dense, "-o", folder / "near.onnx", *near)
@@ -66,6 +70,7 @@ def test_how_far_the_answers_may_be(cli: Cli, folder: Path) -> None:
         (("--protect", "model.layer1.0.conv9"), "did you mean model.layer1.0.conv"),
         (("--sparsity", "unstructured=0.5", "--permute"), "the order of channels has no effect"),
         (("--per-layer",), "a threshold for each layer has no effect"),
+        (("--protect", "*"), "all 16 weights of the graph are protected"),
     ],
 )
 def test_what_makes_no_sense_is_said(options: tuple[str, ...], words: str, cli: Cli, tmp_path: Path) -> None:
@@ -76,13 +81,43 @@ def test_what_makes_no_sense_is_said(options: tuple[str, ...], words: str, cli: 
 
 
 @pytest.mark.skipif(not flavours.importable("tensorrt_rtx").ok, reason="tensorrt-rtx is not installed")
-def test_tensorrt_is_told_of_2_4(cli: Cli, folder: Path) -> None:
-    out = folder / "sparse-for-trt.onnx"
-    assert cli("sparsify", "digits", "-o", out).code == 0
-    engine = folder / "sparse.engine"
-    done = cli("build", out, "-o", engine, "--target", "sm86", "--json")
+@pytest.mark.parametrize(("precision", "stored"), [("fp16", np.float16), ("int8", np.int8)])
+def test_tensorrt_is_told_of_2_4_and_gets_the_same_zeros(
+    precision: str, stored: type[np.generic], cli: Cli, folder: Path
+) -> None:
+    sparse, lower, engine = (folder / f"{precision}{suffix}" for suffix in (".onnx", "-lower.onnx", ".engine"))
+    assert cli("sparsify", f"{NETS}:products", "-o", sparse).code == 0
+    asked = ("--engine", "tensorrt_rtx", "--synthetic-calibration", "--min-sqnr", "10")
+    done = cli("precision", sparse, "-o", lower, "--precision", precision, *asked)
+    assert done.code == 0, done.text
+    assert "2:4 held in 3 of 3 weights" in done.stdout
+    before, after = product_weights(sparse), product_weights(lower)
+    assert list(before) == list(after) == ["Conv", "MatMul", "Gemm"]
+    for operator, weight in before.items():
+        assert (np.count_nonzero(weight, axis=1) == 2).all()
+        assert after[operator].dtype == stored
+        bits = after[operator].view(np.uint8 if precision == "int8" else np.uint16)
+        assert not bits[weight == 0].any(), operator
+    done = cli("build", lower, "-o", engine, "--target", "sm86", "--json")
     assert done.code == 0, done.text
     found = json.loads(done.stdout)["manifest"]
     assert found["options"]["sparse_weights"]
-    assert "SPARSE_WEIGHTS is set: 15 of 16 weights of the graph are 2:4" in found["notes"]
+    assert "SPARSE_WEIGHTS is set: 3 of 3 weights of the graph are 2:4" in found["notes"]
     assert any("--sparse-weights has no effect in tensorrt_rtx" in note for note in found["notes"])
+
+
+def product_weights(path: Path) -> dict[str, Any]:
+    """By operator, its weight with every four of the terms that are summed over along axis 1."""
+    model = onnx.load(path)
+    makers = {name: node for node in model.graph.node for name in node.output}
+    stored = {one.name: numpy_helper.to_array(one) for one in model.graph.initializer}
+    found = {}
+    for node in model.graph.node:
+        if node.op_type in ("Conv", "MatMul", "Gemm"):
+            name = node.input[1]
+            while name not in stored:
+                name = makers[name].input[0]
+            transposed = any(one.name == "transB" and one.i for one in node.attribute)
+            axis = 1 if node.op_type == "Conv" or transposed else 0
+            found[node.op_type] = np.ascontiguousarray(np.moveaxis(stored[name], axis, -1)).reshape(-1, 4)
+    return found

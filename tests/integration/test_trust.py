@@ -1,12 +1,11 @@
 """What must never be shown as right: another model than the user's, stale results, files that failed their check."""
 
-import json
-import os
+import contextlib
+import runpy
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import onnxruntime as ort
@@ -73,11 +72,10 @@ X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
 def test_what_is_made_while_building_is_kept(init: str, forward: str, tmp_path: Path) -> None:
     model = write(forward, init)
     found = answer(model, X, Settings(store=tmp_path / "store"))
-    code = f"import torch; torch.manual_seed(0); import net; m, _ = net.build(); x = torch.tensor({X.tolist()!r})"
-    told = "; print(m(x).tolist())"
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    result = subprocess.run([sys.executable, "-c", code + told], env=environment, capture_output=True, text=True)
-    np.testing.assert_allclose(found, json.loads(result.stdout), rtol=1e-4, atol=1e-4)
+    with torch.random.fork_rng(devices=()), torch.no_grad():
+        torch.manual_seed(0)
+        net, _ = runpy.run_path("net.py")["build"]()
+        np.testing.assert_allclose(found, net(torch.from_numpy(X)), rtol=1e-4, atol=1e-4)  # type: ignore[call-overload]
 
 
 def test_a_factory_that_builds_something_else_each_time_is_refused(tmp_path: Path) -> None:
@@ -144,8 +142,9 @@ def test_answers_of_nothing_but_nan_prove_nothing(tmp_path: Path) -> None:
         answer(write("self.layer(x) * float('nan')"), X, Settings(store=tmp_path / "store"))
 
 
-def quick(model: str) -> dict[str, object]:
-    return {"model": model, "batch": [1], "measure": {"seconds": 0.3, "precision": 0.5}, "threads": 1}
+def built(model: str) -> dict[str, object]:
+    """A recipe of which nothing is measured."""
+    return {"model": model, "batch": [1], "measure": {"latency": False, "memory": False}, "threads": 1}
 
 
 def test_resume_takes_the_model_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +153,7 @@ def test_resume_takes_the_model_of_the_run(tmp_path: Path, monkeypatch: pytest.M
         Path(name).mkdir()
         write(f"x * {factor}", name=f"{name}/net.py")
     monkeypatch.chdir(tmp_path / "one")
-    first = optimize(make(quick("net.py:build")), Path("run"), settings)
+    first = optimize(make(built("net.py:build")), Path("run"), settings)
     monkeypatch.chdir(tmp_path / "two")
     again = resume(Path("../one/run"), settings)
     assert again.variants[0].artifact == first.variants[0].artifact
@@ -164,7 +163,7 @@ def test_resume_takes_the_model_of_the_run(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("harm", ["flip", "remove"])
 def test_a_damaged_engine_of_a_run_is_put_right(harm: str, tmp_path: Path) -> None:
     settings = Settings(store=tmp_path / "store")
-    run = optimize(make(quick(write())), Path("run"), settings)
+    run = optimize(make(built(write())), Path("run"), settings)
     assert run.variants[0].artifact is not None
     engine = Path("run") / run.variants[0].artifact.path
     whole = engine.read_bytes()
@@ -178,33 +177,35 @@ def test_a_damaged_engine_of_a_run_is_put_right(harm: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_session_that_was_killed_is_measured_again(tmp_path: Path) -> None:
-    settings = {**os.environ, "ENGINESMITH_STORE": str(tmp_path / "store")}
-    command = [sys.executable, "-m", "enginesmith.cli"]
-    write()
-    started = [*command, "optimize", "net.py:build", "--out", "run", "--batch", "1", "--measure-time", "20s"]
-    with subprocess.Popen([*started, "--precision-target", "0.0001"], env=settings, stderr=subprocess.PIPE) as process:
-        sessions: list[psutil.Process] = []
-        deadline = time.monotonic() + 60
-        while len(sessions) < 2 and time.monotonic() < deadline:
-            time.sleep(0.1)
-            sessions = _opening(process.pid, "latency-eager")
-        sessions[0].send_signal(signal.SIGKILL)
-        process.communicate(timeout=90)
-    run = load_run(Path("run"))
+    measure = {"seconds": 5.0, "precision": 0.0001, "memory": False}
+    killed: list[int] = []
+
+    def kill(event: Event) -> None:
+        """Once sessions are measured: the listener is called when that begins, and when there is something to tell."""
+        if event.step.id == "latency" and event.kind == "started":
+            Thread(target=_kill_a_session, args=(killed,), daemon=True).start()
+
+    run = optimize(
+        make({**built(write()), "measure": measure}), Path("run"), Settings(tmp_path / "store", listener=kill)
+    )
+    assert len(killed) == 1
     assert "killed" in run.baseline.reason
     assert next(step for step in run.steps if step.id == "latency").effect.endswith("failed")
-    subprocess.run([*command, "resume", "run"], env=settings, check=True, capture_output=True)
-    assert load_run(Path("run")).baseline.reason == ""
+    again = resume(Path("run"), Settings(tmp_path / "store"))
+    assert again.baseline.reason == ""
+    assert again.baseline.latency[0].p50_ms
+    assert load_run(Path("run")) == again
 
 
-def _opening(pid: int, log: str) -> list[psutil.Process]:
-    """The process that writes to that log, twice when it is there for a while already."""
-    found = []
-    for child in psutil.Process(pid).children(recursive=True):
-        try:
-            target = Path(f"/proc/{child.pid}/fd/1").readlink()
-        except OSError:
-            continue
-        if target.name.startswith(log) and time.time() - child.create_time() > 1.5:
-            found = [child, child]
-    return found
+def _kill_a_session(killed: list[int]) -> None:
+    """The process that writes to the baseline's log, when it is there for a moment already."""
+    deadline = time.monotonic() + 60
+    while not killed and time.monotonic() < deadline:
+        time.sleep(0.05)
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):
+                log = Path(f"/proc/{child.pid}/fd/1").readlink()
+                if log.name.startswith("latency-eager") and time.time() - child.create_time() > 0.7:
+                    child.send_signal(signal.SIGKILL)
+                    killed.append(child.pid)
+                    break

@@ -10,6 +10,7 @@ from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.steps import Step
 from enginesmith.pipeline.tasks.measure import Latency
 from enginesmith.pipeline.tasks.prune import Prune
+from enginesmith.pipeline.tasks.prune_latency import TryLatency
 from enginesmith.pipeline.tasks.recover import Recover
 
 FULL = {
@@ -84,6 +85,25 @@ def test_pruning_in_steps_recovers_after_each() -> None:
     assert steps["export-prune-macs50"].needs == {"model": "recover-prune-macs50-2of2"}
 
 
+def test_a_latency_is_searched_for_in_a_chain_of_trials() -> None:
+    steps = by_id(planned(prune=["latency=0.6"], engines=["onnxruntime", "compiled"], measure={"seconds": 2.0}))
+    name = "prune-latency60"
+    chain = [step for key, step in steps.items() if key.startswith(f"{name}-trial-")]
+    assert all(isinstance(step.task, TryLatency) and step.task.seconds == 2.0 for step in chain)
+    assert all(step.needs["dense"] == f"{name}-dense" for step in chain)
+    assert [step.needs.get("before") for step in chain] == [None, *(step.id for step in chain[:-1])]
+    assert steps[name].needs == {"model": "load", "reference": "reference", "before": chain[-1].id}
+    assert steps[f"export-{name}"].needs == {"model": name}
+    variant = next(one for one in planned(prune=["latency=0.6"]).variants if one.prune)
+    assert (variant.prune, variant.pruned) == ("latency=0.6", (name,))
+
+
+def test_a_latency_needs_an_engine_that_takes_graphs() -> None:
+    with pytest.raises(UsageError, match="none such is asked for") as caught:
+        planned(prune=["latency=0.6"], engines=["compiled"])
+    assert "give --engine onnxruntime" in caught.value.remedy
+
+
 def test_a_graph_can_be_sparse_and_not_pruned(tmp_path_factory: pytest.TempPathFactory) -> None:
     import onnx
     from onnx import parser
@@ -101,7 +121,7 @@ def test_a_graph_can_be_sparse_and_not_pruned(tmp_path_factory: pytest.TempPathF
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"prune": ["1.5"]}, "not between 0 and 1"),
+        ({"prune": ["1.5"]}, "the share of the channels that goes"),
         ({"prune": ["speed=0.5"]}, "nothing that pruning can aim at"),
         ({"sparsity": ["1:2"]}, "cannot read the sparsity"),
         ({"recover": True}, "nothing is"),

@@ -66,6 +66,16 @@ def test_targets_that_are_none_are_refused(text: str) -> None:
     assert "macs=0.5" in caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("1", r"in \[0, 1\), and 1 would leave none"), ("1.5", r"in \[0, 1\)"), ("0", "none of the channels would go")]
+    + [("macs=0", r"in \(0, 1\], and 0 would leave none"), ("macs=1", "all of the MACs would be left")],
+)
+def test_a_target_out_of_range_is_told_its_range(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Target.parse(text)
+
+
 def test_stages_lead_to_the_target() -> None:
     left = 1.0
     for stage in Target.parse("macs=0.5").stages(3):
@@ -75,8 +85,9 @@ def test_stages_lead_to_the_target() -> None:
 
 
 def test_options_that_are_not_allowed_are_named() -> None:
-    with pytest.raises(UsageError, match=r"pruning.multiple_of: .* \(given: 0\)"):
-        make({"model": "digits", "prune": ["0.3"], "pruning": {"multiple_of": 0}})
+    for given, limit in ((0, "1"), (300, "256")):
+        with pytest.raises(UsageError, match=rf"pruning.multiple_of: .* equal to {limit} \(given: {given}\)"):
+            make({"model": "digits", "prune": ["0.3"], "pruning": {"multiple_of": given}})
 
 
 def test_a_pruned_model_comes_back_bit_by_bit_and_can_be_pruned_again(tmp_path: Path) -> None:

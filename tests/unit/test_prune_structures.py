@@ -1,5 +1,6 @@
 """Structures that channels are pruned in: what hangs together goes together, and what cannot go stays, for a reason."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from enginesmith.pipeline.errors import ModelError, UsageError
-from enginesmith.pipeline.pruning import pruner
+from enginesmith.pipeline.pruning import multihead, pruner
 from enginesmith.pipeline.pruning.options import PruneOptions
 from enginesmith.pipeline.pruning.pruner import Pruned
 from enginesmith.pipeline.pruning.record import Before, Surgery, apply, named_tensors
@@ -123,7 +124,7 @@ STRUCTURES |= {one.__name__: one for one in (without_weights, shared, gated)}
 def prune(model: nn.Module, shape: tuple[int, ...] = IMAGE, target: str = "0.3", **options: object) -> Pruned:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator)
-    chosen = PruneOptions.model_validate({"scope": "uniform", **options})
+    chosen = PruneOptions.model_validate({"scope": "uniform", "multiple_of": 8, **options})
     return pruner.prune(model.eval(), lambda: (model(x),), Target.parse(target), chosen)
 
 
@@ -174,12 +175,79 @@ def test_heads_stay_where_that_is_asked_for() -> None:
     assert done.whole["0.query"] == "attention heads are to stay"
 
 
-def test_the_hidden_layer_of_a_transformer_of_torch_is_pruned_and_its_attention_is_not() -> None:
-    model = nn.Sequential(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), nn.Linear(16, 3))
-    done = prune(model, (2, 5, 16), "0.25")
-    assert model[0].linear1.out_features == 24
-    assert {one.root for one in done.surgery.history} == {"0.linear1"}
-    assert model[0].self_attn.embed_dim == 16
+def encoder(**options: object) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, **options)
+    return nn.Sequential(nn.TransformerEncoder(layer, 1, enable_nested_tensor=True), nn.Linear(16, 3)).eval()
+
+
+def test_attention_of_torch_loses_heads_and_comes_back_from_the_record() -> None:
+    model = encoder()
+    done = prune(model, (2, 5, 16), "0.5")
+    heads = next(one for one in done.surgery.history if one.unit == "head")
+    assert (heads.before, heads.after) == (4, 2)
+    assert done.surgery.attention == ("0.layers.0.self_attn",)
+    assert model[0].layers[0].self_attn.q_proj.out_features == 8
+    again = encoder()
+    apply(Surgery.model_validate_json(done.surgery.model_dump_json()), again)
+    again.load_state_dict(model.state_dict())
+    x = torch.randn(3, 7, 16)
+    assert torch.equal(model(x), again(x))
+    model[0](x, src_key_padding_mask=torch.zeros(3, 7, dtype=torch.bool))  # no way that looks for packed weights
+
+
+def test_attention_of_torch_stays_as_it_is_where_no_head_may_go() -> None:
+    model = encoder()
+    done = prune(model, (2, 5, 16), "0.25", heads=False)
+    assert type(model[0].layers[0].self_attn) is nn.MultiheadAttention
+    assert {one.root for one in done.surgery.history} == {"0.layers.0.linear1"}
+    model = encoder()
+    done = prune(model, (2, 5, 16), "0.25", protect=("0.layers.0.self_attn",))
+    assert done.surgery.attention == ()
+    assert type(model[0].layers[0].self_attn) is nn.MultiheadAttention
+    assert model[0].use_nested_tensor
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("first", [True, False])
+def test_replaced_attention_answers_as_that_of_torch(first: bool, weights: bool) -> None:
+    torch.manual_seed(0)
+    whole = nn.MultiheadAttention(16, 4, batch_first=first, kdim=6, vdim=10).eval()
+    model = nn.ModuleDict({"one": whole})
+    multihead.replace(model, multihead.replaceable(model))
+    padding = torch.zeros(2 if first else 5, 5 if first else 2, dtype=torch.bool)
+    padding[:, -1] = True
+    causal = torch.ones(5 if first else 2, 5 if first else 2, dtype=torch.bool).triu(1)
+    given = [torch.randn(2, 5, size) for size in (16, 6, 10)]
+    for masks in ({}, {"attn_mask": causal}, {"attn_mask": causal, "key_padding_mask": padding}):
+        expected, answer = (
+            whole(*given, need_weights=weights, **masks),
+            model["one"](*given, need_weights=weights, **masks),
+        )
+        assert torch.allclose(expected[0], answer[0], atol=1e-6)
+        assert (answer[1] is None) == (not weights)
+        assert not weights or torch.allclose(expected[1], answer[1], atol=1e-6)
+    alone = [one[0] for one in given]
+    assert torch.allclose(whole(*alone)[0], model["one"](*alone)[0], atol=1e-6)
+
+
+def test_a_second_pruning_keeps_the_multiples() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3), nn.Conv2d(32, 64, 1), head(64))
+    for _ in range(3):
+        done = prune(model, target="macs=0.6", scope="global")
+        assert [layer.out_channels % 8 for layer in model[:3]] == [0, 0, 0]
+        assert done.notes == () or "multiples" in done.notes[0]
+    assert model[1].out_channels < 32
+
+
+def test_narrow_layers_are_cut_below_the_multiple_only_where_the_target_needs_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 64, 3), nn.Conv2d(64, 64, 3), head(64))
+    prune(model, target="macs=0.5")
+    assert model[0].out_channels == 8
+    done = prune(model, target="macs=0.03")
+    assert any("no multiples of 8" in note for note in done.notes)
 
 
 def test_a_view_of_a_fixed_size_keeps_its_layer_whole_and_lets_the_others_go() -> None:
@@ -271,10 +339,14 @@ def test_named_layers_stay_whole() -> None:
         prune(flattened(), protect=("fist",))
 
 
-def test_what_would_empty_a_layer_is_refused() -> None:
-    with pytest.raises(UsageError, match="would empty a layer"):
+def test_what_would_empty_a_layer_is_refused_by_name_and_the_limit_holds() -> None:
+    with pytest.raises(
+        UsageError, match=r"would empty a layer, 0 first, of whose 8 channels 1 at least stays: 0\.916"
+    ) as caught:
         prune(flattened(), target="0.99")
-    with pytest.raises(UsageError, match="would empty a layer"):
+    assert caught.value.message.endswith("is the largest share that can go of the channels")
+    prune(flattened(), target="0.916")
+    with pytest.raises(UsageError, match=r"macs=0\.\d+ is the least that can be left of the MACs"):
         prune(flattened(), target="macs=0.01")
 
 
@@ -284,13 +356,77 @@ def test_channels_that_leave_the_model_stay() -> None:
         prune(model)
 
 
-def test_a_model_that_gradients_do_not_follow_is_refused() -> None:
+def test_a_model_that_gradients_do_not_follow_is_refused_with_the_line() -> None:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
             return self.layer(x)
 
-    with pytest.raises(ModelError, match="no output of the model depends on its parameters"):
+    expected = (
+        r"no output .* depends on its parameters .* by no_grad\(\) at test_prune_structures.py:\d+ in the forward"
+    )
+    with pytest.raises(ModelError, match=expected):
         prune(Of(forward, layer=nn.Linear(8, 8)), (2, 8))
+
+
+class ThroughNumpy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(x.detach().numpy() * 2)
+
+
+class Mixing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient - gradient.mean(1, keepdim=True)
+
+
+class Mixed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Mixing.apply(x)
+
+
+class Deciding(nn.Module):
+    """Two ways through it, of which the example takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) if x.sum() < 1e9 else self.other(x)
+
+
+def test_layers_before_a_way_through_numpy_stay_and_the_line_is_said() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), ThroughNumpy(), nn.Linear(16, 16), nn.Linear(16, 3))
+    done = prune(model, (2, 8))
+    assert re.search(
+        r"leaves autograd, by detach\(\) at test_prune_structures.py:\d+ in 1 \(ThroughNumpy\)", done.whole["0"]
+    )
+    assert {one.root for one in done.surgery.history} == {"2"}
+
+
+def test_an_autograd_function_that_mixes_channels_is_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), Mixed(), nn.Linear(16, 16), nn.Linear(16, 3))
+    done = prune(model, (2, 8))
+    assert re.search(r"autograd function Mixing \(test_prune_structures.py:\d+\)", done.whole["0"])
+
+
+def test_a_forward_that_decides_by_values_which_layers_run_is_refused_with_the_line() -> None:
+    expected = r"decides by what values are, by bool\(\) at test_prune_structures.py:\d+ in 1 \(Deciding\), .* 1.other"
+    with pytest.raises(ModelError, match=expected):
+        prune(nn.Sequential(nn.Linear(8, 16), Deciding(), nn.Linear(16, 3)), (2, 8))
+
+
+def test_what_is_raised_while_values_are_followed_is_said_with_module_and_line() -> None:
+    class Undetached(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.from_numpy(x.numpy())
+
+    with pytest.raises(ModelError, match=r"cannot be traced: in 1 \(Undetached\): RuntimeError.*_structures.py:\d+\)"):
+        prune(nn.Sequential(nn.Linear(8, 16), Undetached(), nn.Linear(16, 3)), (2, 8))
 
 
 def test_batch_norm_ranks_by_its_scale() -> None:

@@ -98,8 +98,12 @@ def test_a_model_is_needed() -> None:
         make({})
 
 
-def test_a_metric_of_the_users_own_is_looked_for_later() -> None:
-    assert make({"model": "digits", "metric": "mine:score"}).metric == "mine:score"
+def test_a_metric_of_the_users_own_is_looked_for_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_metric.py").write_text("def score(outputs, labels): ...\nraise RuntimeError\n")
+    assert make({"model": "digits", "metric": "own_metric:score"}).metric == "own_metric:score"
+    with pytest.raises(UsageError, match="has no function 'top9'"):
+        make({"model": "digits", "metric": "own_metric:top9"})
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Recovery as a whole, on a network of two layers: how it ends, what it leaves, what is refused."""
 
+import json
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,19 +122,33 @@ def test_a_loss_that_is_nan_from_the_start_is_refused(pair: Pair, unlabelled: Pa
 def test_a_loss_that_becomes_nan_ends_it_with_the_best_so_far(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
     code = tmp_path / "nan.py"
     code.write_text(
-        "steps = 0\n"
+        "start = None\n"
         "def loss(student, teacher, batch):\n"
-        "    global steps\n"
-        "    steps += student.layers[0].weight.requires_grad\n"
+        "    global start\n"
+        "    weight = student.layers[0].weight.detach()\n"
+        "    start = weight.clone() if start is None else start\n"
         "    apart = (student(batch['x']) - teacher(batch['x'])).square().mean()\n"
-        "    return apart * float('nan') if steps > 30 else apart\n"
+        "    return apart * float('nan') if (weight - start).abs().max() > 0.15 else apart\n"
     )
-    effect, record = done(task(unlabelled, method=f"{code}:loss", epochs=20), pair, tmp_path / "out")
+    effect, record = done(task(unlabelled, method=f"{code}:loss", epochs=20, evaluations=40), pair, tmp_path / "out")
     assert record.ending == "diverged"
-    assert record.steps < record.plan.steps
+    assert 2 <= record.best_step < record.steps < record.plan.steps
     assert any("NaN or infinite" in note for note in effect.notes)
-    state = load_file(tmp_path / "out" / "state.safetensors")
-    assert all(np.isfinite(value).all() for value in state.values())
+    assert record.curve[-1].held_back_loss < record.curve[0].held_back_loss
+    kept, before = (load_file(folder / "state.safetensors") for folder in (tmp_path / "out", pair[MODEL].folder))
+    assert all(np.isfinite(value).all() for value in kept.values())
+    assert not any(np.array_equal(kept[name], before[name]) for name in kept)
+
+
+def test_a_learning_rate_that_explodes_leaves_the_weights_as_they_were(
+    pair: Pair, unlabelled: Path, tmp_path: Path
+) -> None:
+    effect, record = done(task(unlabelled, learning_rate=1e30, epochs=20), pair, tmp_path / "out")
+    assert (record.ending, record.best_step) == ("diverged", 0)
+    assert record.steps < record.plan.steps
+    assert any("try a lower learning_rate" in note for note in effect.notes)
+    kept, before = (load_file(folder / "state.safetensors") for folder in (tmp_path / "out", pair[MODEL].folder))
+    assert all(np.array_equal(kept[name], before[name]) for name in before)
 
 
 def test_it_stops_when_nothing_becomes_better(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
@@ -150,23 +167,98 @@ def test_steps_are_planned_to_fit_the_time(pair: Pair, unlabelled: Path, tmp_pat
     assert record.steps == record.plan.steps or record.ending == "time"
 
 
-def test_a_step_that_memory_ran_out_in_is_done_again_in_smaller_parts(
-    pair: Pair, unlabelled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+SLOWER = """
+import time
+from pathlib import Path
+
+calls = 0
+
+def loss(student, teacher, batch):
+    global calls
+    calls += 1
+    if Path({marker!r}).exists():
+        time.sleep(0.005 if calls < 30 else 0.02)
+        if calls > {end}:
+            raise KeyboardInterrupt
+    return (student(batch["x"]) - teacher(batch["x"])).square().mean()
+"""
+
+
+def slower(folder: Path, end: int = 10**6) -> str:
+    """A loss that takes four times as long after a while, as long as there is a file, and is interrupted at a call."""
+    (folder / "marker").touch()
+    (folder / "slower.py").write_text(SLOWER.format(marker=str(folder / "marker"), end=end))
+    return f"{folder / 'slower.py'}:loss"
+
+
+def test_steps_that_become_slower_are_fewer_so_that_it_ends_in_time(
+    pair: Pair, unlabelled: Path, tmp_path: Path
 ) -> None:
-    part = training.Trainer._part
+    own = task(unlabelled, method=slower(tmp_path), epochs=None, seconds=1.0, evaluations=2, patience=99)
+    start = time.monotonic()
+    effect, record = done(own, pair, tmp_path / "out")
+    assert time.monotonic() - start < 2.5  # four seconds if all were done
+    turn = record.plan.shortened
+    assert turn is not None
+    assert record.steps == record.plan.steps < turn.planned
+    assert record.ending == "time"
+    assert record.curve[-1].step == record.steps
+    assert record.curve[-1].learning_rate < 0.3 * record.curve[0].learning_rate + 0.01
+    assert any("the schedule was shortened" in note for note in effect.notes)
 
-    def short(trainer: training.Trainer, rows: Any, weight: float) -> float:
-        if trainer.step == 5 and len(rows) > 5:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes")
-        return part(trainer, rows, weight)
 
-    _, whole = done(task(unlabelled), pair, tmp_path / "whole")
-    monkeypatch.setattr(training.Trainer, "_part", short)
-    effect, record = done(task(unlabelled), pair, tmp_path / "short")
-    assert record.steps == whole.steps
-    assert record.plan.micro_batch == 5
-    assert any("in parts of 5" in note for note in effect.notes)
-    assert record.curve[-1].held_back_loss == pytest.approx(whole.curve[-1].held_back_loss, rel=1e-3)
+def test_a_schedule_that_was_shortened_is_gone_on_with(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    method = slower(tmp_path, end=45)
+    with pytest.raises(KeyboardInterrupt):
+        task(unlabelled, method=method, epochs=None, seconds=2.0).go_on(pair, tmp_path, begun, quiet)
+    (tmp_path / "marker").unlink()
+    last = json.loads(next(begun.glob("state-*/progress.json")).read_bytes())
+    assert last["step"] > 0  # although none was due for long
+    unhurried = task(unlabelled, method=method, epochs=None, seconds=600.0)  # so that nothing is cut once more
+    ends = []
+    for name in "ab":
+        shutil.copytree(begun, tmp_path / f"begun-{name}")
+        (tmp_path / name).mkdir()
+        unhurried.go_on(pair, tmp_path / name, tmp_path / f"begun-{name}", quiet)
+        ends.append({file: (tmp_path / name / file).read_bytes() for file in (FILE, "state.safetensors")})
+    assert ends[0] == ends[1]
+    plan = read(tmp_path / "a").plan
+    assert plan.model_dump(mode="json") == last["plan"]
+    assert plan.shortened is not None
+
+
+SHORT = """
+import torch
+
+calls = 0
+
+def loss(student, teacher, batch):
+    global calls
+    x = batch["x"]
+    if not torch.is_grad_enabled():
+        calls += 1
+    learning = torch.is_grad_enabled() == {learning}
+    if calls > {after} and learning and len(x) > 5:
+        torch.empty(1 << 60, dtype=torch.uint8)  # as much as no machine has
+    return (student(x) - teacher(x)).square().mean()
+"""
+
+
+def test_what_memory_ran_out_in_is_done_again_in_smaller_parts(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
+    found = {}
+    for name, learning, after in (("whole", True, 10**6), ("step", True, 4), ("evaluation", False, 4)):
+        code = tmp_path / f"{name}.py"  # the first evaluations are before the first step
+        code.write_text(SHORT.format(learning=learning, after=after))
+        found[name] = done(task(unlabelled, epochs=2, method=f"{code}:loss"), pair, tmp_path / name)
+    whole = found.pop("whole")[1]
+    for name, parts, said in (("step", (5, 20), "in parts of 5"), ("evaluation", (20, 5), "evaluated 5 samples at a")):
+        effect, record = found[name]
+        assert record.steps == whole.steps
+        assert (record.plan.micro_batch, record.plan.judged_at_once) == parts
+        assert any(said in note for note in effect.notes)
+        assert record.curve[-1].held_back_loss == pytest.approx(whole.curve[-1].held_back_loss, rel=1e-3)
 
 
 def test_what_cannot_be_recovered_from_is_refused(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
@@ -191,14 +283,14 @@ def test_another_checkpoint_than_of_this_data_is_not_gone_on_from(pair: Pair, da
     begun, out = tmp_path / "begun", tmp_path / "out"
     for folder in (begun, out):
         folder.mkdir()
-    task(data, checkpoint_seconds=0).go_on(pair, out, begun, quiet)
+    task(data, epochs=1, checkpoint_seconds=0).go_on(pair, out, begun, quiet)
     assert len(list(begun.glob("state-*"))) == 1
     told: list[str] = []
-    task(data).go_on(pair, out, begun, told.append)
+    task(data, epochs=1).go_on(pair, out, begun, told.append)
     assert "planning" not in told  # it is done already
     with np.load(data) as stored:
         np.savez(data, x=stored["x"] + 1, labels=stored["labels"])
-    task(data).go_on(pair, out, begun, told.append)
+    task(data, epochs=1).go_on(pair, out, begun, told.append)
     assert "planning" in told
 
 

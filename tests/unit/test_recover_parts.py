@@ -1,5 +1,7 @@
 """What recovery is made of: orders, rates, losses, parts that fit, averages, judgements."""
 
+import dataclasses
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -15,8 +17,10 @@ from enginesmith.pipeline.recovery import averaging, judging, losses, memory, sc
 from enginesmith.pipeline.recovery.features import feature_targets, output_targets
 from enginesmith.pipeline.recovery.material import Batch, divided
 from enginesmith.pipeline.recovery.options import RecoverOptions
+from enginesmith.pipeline.recovery.pacing import Timekeeper
 from enginesmith.pipeline.recovery.record import Target, TrainingPlan
-from enginesmith.pipeline.recovery.training import shrunk
+from enginesmith.pipeline.recovery.team import Team
+from enginesmith.pipeline.recovery.training import Models, Trainer, shrunk
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 from enginesmith.pipeline.torch_model import LoadedModel, NamedForward
 
@@ -64,6 +68,79 @@ def test_the_rate_rises_and_falls_to_nothing() -> None:
     assert max(rates) == rates[10] == 1.0
     assert rates[55] == pytest.approx(0.5)
     assert rates[100] == pytest.approx(0.0)
+
+
+def test_a_schedule_that_is_cut_goes_on_without_a_jump() -> None:
+    plan = PLAN.model_copy(update={"steps": 100})
+    cut = schedule.shorten(plan, 40, 70)
+    twice = schedule.shorten(cut, 50, 55)
+    assert (cut.steps, twice.steps) == (70, 55)
+    assert schedule.rate(plan, 40, 1.0, 0.1) == schedule.learning_rate(40, 100, 1.0, 0.1)
+    assert schedule.rate(cut, 40, 1.0, 0.1) == schedule.rate(plan, 40, 1.0, 0.1)
+    assert schedule.rate(cut, 55, 1.0, 0.1) == pytest.approx(schedule.rate(plan, 70, 1.0, 0.1))
+    assert schedule.rate(twice, 50, 1.0, 0.1) == schedule.rate(cut, 50, 1.0, 0.1)
+    assert schedule.rate(twice, 55, 1.0, 0.1) == pytest.approx(0.0)
+
+
+def test_a_plan_that_ends_too_late_is_cut_to_what_there_is_time_for() -> None:
+    plan = PLAN.model_copy(update={"steps": 100, "evaluate_every": 20})
+    kept = Timekeeper(100.0, 40.0, 1.0, _reviewed=-math.inf)
+    kept.stepped(30.0)  # the first does what is done once
+    assert kept.steps_in_time(plan, 50) == 100  # nobody knows yet
+    kept.stepped(1.0)
+    assert kept.steps_in_time(plan, 50) == 100
+    assert kept.steps_in_time(plan, 30) == 100  # so soon after it was looked at
+    late = dataclasses.replace(kept, _reviewed=-math.inf)
+    assert 30 + 54 <= late.steps_in_time(plan, 30) <= 30 + 57
+    over = dataclasses.replace(kept, before=200.0, _reviewed=-math.inf)
+    assert over.steps_in_time(plan, 30) == 31
+
+
+def trainer(loss: Callable[..., torch.Tensor], within: Callable[[], None] = lambda: None) -> Trainer:
+    images = np.random.default_rng(0).standard_normal((40, 1, 8, 8)).astype(np.float32)
+    models = Models(model(), model(), model(seed=1))
+    models.ready(CPU)
+    plan = PLAN.model_copy(update={"steps": 8, "batch": 8, "micro_batch": 8})
+    material = divided(Dataset("set", {"image": images}), 0.2, 0, CPU)
+    return Trainer(models, material, loss, RecoverOptions(batch=8), plan, 0, Team(CPU), within)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda value: value / 0.0, lambda value: value + math.nan, lambda value: value + (value * 0).sqrt()],
+    ids=["both", "loss only", "gradients only"],
+)
+def test_a_step_that_is_not_finite_changes_no_weight(spoil: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    steps = trainer(lambda student, teacher, batch: student(batch.inputs["image"])[0].square().mean())
+    assert math.isfinite(steps.advance())
+    loss, before = steps.loss, [value.detach().clone() for value in steps.student.parameters()]
+    average = [value.clone() for value in steps.models.average.module.parameters()]
+    steps.loss = lambda student, teacher, batch: spoil(loss(student, teacher, batch))
+    assert math.isnan(steps.advance())
+    assert all(torch.equal(*pair) for pair in zip(before, steps.student.parameters(), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(average, steps.models.average.module.parameters(), strict=True))
+    assert steps.step == 2
+    steps.loss = loss
+    assert math.isfinite(steps.advance())
+
+
+def test_a_step_that_took_more_than_is_allowed_is_done_in_smaller_parts() -> None:
+    seen: list[int] = []
+
+    def within() -> None:
+        if max(seen) > 4:
+            seen.clear()
+            raise StepOutOfMemory("9 MiB were taken, of 4 MiB that were allowed", "")
+
+    def loss(student: nn.Module, teacher: nn.Module, batch: Batch) -> torch.Tensor:
+        seen.append(len(batch))
+        answer: torch.Tensor = student(batch.inputs["image"])[0]
+        return answer.square().mean()
+
+    steps = trainer(loss, within)
+    assert math.isfinite(steps.advance())
+    assert (steps.step, steps.plan.micro_batch) == (1, 4)
+    assert seen == [4, 4]
 
 
 def test_parts_and_shares_are_the_whole_batch() -> None:

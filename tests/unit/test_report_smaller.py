@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from enginesmith.pipeline.pruning.record import Facts, Kept
 from enginesmith.pipeline.recovery.record import Point, Recovery, TrainingPlan
 from enginesmith.pipeline.report import smaller
@@ -87,16 +85,6 @@ def test_groups_and_curve() -> None:
     assert smaller.curve(BACK)[0] == ("0", "–", "0.4700", "0.001")
     assert smaller.drawn([0.0, 0.5, 1.0]) == "▁▅█"
     assert smaller.drawn([1.0, 1.0]) == "▁▁"
-
-
-@pytest.mark.parametrize("recovery", [(BACK,), ()])
-def test_the_page_has_them(recovery: tuple[Recovery, ...]) -> None:
-    from enginesmith.pipeline.report.markdown import render
-
-    page = render(run(variant("a", recovery=recovery)))
-    assert "## Pruning" in page
-    assert "macs=0.5: what each group lost" in page
-    assert ("top1 ▁██" in page) == bool(recovery)
 
 
 def test_a_run_with_it_can_be_read_again(tmp_path: Path) -> None:

@@ -64,10 +64,10 @@ def test_a_damaged_entry_is_noticed_and_removed(store: Store, harm: str) -> None
 
 
 def test_a_large_file_is_hashed_again_once_its_inode_changed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("enginesmith.pipeline.store._ALWAYS_HASH_BYTES", 0)
+    monkeypatch.setattr("enginesmith.pipeline.stored_file._ALWAYS_HASH_BYTES", 0)
     path = put(store, "ab" * 32).path
     hashed: list[Path] = []
-    monkeypatch.setattr("enginesmith.pipeline.store.file_digest", lambda path: hashed.append(path) or "x")
+    monkeypatch.setattr("enginesmith.pipeline.stored_file.file_digest", lambda path: hashed.append(path) or "x")
     assert store.get("ab" * 32) is not None
     assert hashed == []
     path.write_bytes(b"grapH")
@@ -230,11 +230,19 @@ def test_what_was_begun_is_found_again_until_it_is_done(store: Store) -> None:
     assert store.entries() == []
 
 
-def test_what_was_begun_long_ago_is_pruned_and_without_reuse_not_looked_at(store: Store) -> None:
+def test_what_was_begun_long_ago_is_pruned(store: Store) -> None:
     with contextlib.suppress(KeyboardInterrupt), store.begun("work") as folder:
         (folder / "half").write_bytes(b"so far")
         raise KeyboardInterrupt
-    with Store(store.root, reuse=False).begun("work") as folder:
-        assert not list(folder.iterdir())
     assert [entry.key for entry in store.prune(max_bytes=0)] == ["work"]
     assert store.entries() == []
+
+
+def test_without_reuse_what_others_began_is_not_gone_on_from_and_what_it_begins_can_be(store: Store) -> None:
+    for one, left in ((store, b"of before"), (Store(store.root, reuse=False), b"so far")):
+        with contextlib.suppress(KeyboardInterrupt), one.begun("work") as folder:
+            (folder / "state").mkdir()  # there is nothing yet
+            (folder / "state" / "half").write_bytes(left)
+            raise KeyboardInterrupt
+    with store.begun("work") as folder:
+        assert (folder / "state" / "half").read_bytes() == b"so far"

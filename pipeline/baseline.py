@@ -1,0 +1,74 @@
+"""A run kept as the baseline of later ones: as much of it as they are held against."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from enginesmith.pipeline import run as runs
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.rematch import Stored
+from enginesmith.pipeline.storage import storage_errors
+
+_FILES = ("run.json", "samples.npz")
+
+
+def hold_replaceable(source: Path, target: Path) -> None:
+    """Insist on a folder that is new, empty, or holds a run, which is not the one to be kept.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if target.resolve() == source.resolve() or source.resolve().is_relative_to(target.resolve()):
+        raise UsageError(f"{target} holds the run itself", "give another folder: --baseline DIR")
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    try:
+        runs.read(target / "run.json")
+    except UsageError as error:
+        raise UsageError(
+            f"{target} is there already, and is no baseline: {error.message}", "give a new folder: --baseline DIR"
+        ) from error
+
+
+def keep(source: Stored, target: Path) -> None:
+    """Make a run the baseline in the folder ``target``, whole or not at all; what was the baseline is gone then.
+
+    Raises:
+        UsageError: there is something else in that folder.
+        StoreError: it cannot be written.
+    """
+    hold_replaceable(source.folder, target)
+    with storage_errors(f"the baseline {target}"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+            whole, old = Path(scratch, "new"), Path(scratch, "old")
+            _copy(source, whole)
+            if target.exists():
+                target.rename(old)
+            try:
+                whole.rename(target)
+            except OSError:
+                if old.exists():
+                    old.rename(target)
+                raise
+
+
+def _copy(source: Stored, whole: Path) -> None:
+    """The document, the samples, and the files of the variant that later runs are held against."""
+    whole.mkdir()
+    record = source.record
+    kept = [_inside(one.path) for one in (record.artifact, record.graph, record.test_vector) if one]
+    folders = {Path(path).parent for path in kept} - {Path()}
+    files = {*_FILES, *(path for path in kept if Path(path).parent == Path())}
+    for folder in sorted(folders):
+        if (source.folder / folder).is_dir():
+            shutil.copytree(source.folder / folder, whole / folder, dirs_exist_ok=True)
+    for name in sorted(files):
+        if (source.folder / name).is_file():
+            shutil.copy2(source.folder / name, whole / name)
+
+
+def _inside(path: str) -> str:
+    if Path(path).is_absolute() or ".." in Path(path).parts:
+        raise UsageError(f"the run names a file outside of its folder: {path!r}", "run optimize again")
+    return path

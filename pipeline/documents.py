@@ -1,0 +1,138 @@
+"""JSON documents of this and of other versions: what cannot be read is said by field, and what is unknown is named.
+
+What is wrong is a ``ValueError`` with a sentence; who knows what the document is for makes a ``UsageError`` of it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.units import format_bytes
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_MOST_BYTES = 1 << 30
+"""A run of 200 variants of a model of 10 000 nodes takes less than half of it."""
+_LONGEST_SHOWN = 60
+
+
+def load(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON, or too large to be a document.
+    """
+    size = path.stat().st_size
+    if size > _MOST_BYTES:
+        raise ValueError(f"it has {format_bytes(size)}, and no document is larger than {format_bytes(_MOST_BYTES)}")
+    if not path.is_file():
+        raise ValueError("it is no file")
+    try:
+        return json.loads(path.read_bytes().decode("utf-8-sig"), parse_constant=_no_number)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8: {error.reason} at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        ended = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated")
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"it ends in the middle, at {where}" if ended else f"{error.msg} at {where}") from error
+    except RecursionError as error:
+        raise ValueError("its lists and mappings are nested too deeply") from error
+
+
+def fitted(kind: type[Model], values: Any) -> tuple[Model, tuple[str, ...]]:
+    """The model of plain values, and the dotted names of fields that it does not have, which are taken out of them.
+
+    Raises:
+        ValueError: a field is missing, or of the wrong type; says which.
+    """
+    unknown: list[str] = []
+    while True:
+        try:
+            found = kind.model_validate(values)
+            break
+        except ValidationError as error:
+            errors = error.errors(include_url=False)
+            wrong = next((one for one in errors if one["type"] != "extra_forbidden"), None)
+            if wrong is not None:
+                raise ValueError(_sentence(wrong)) from error
+            for one in errors:
+                unknown.append(_dotted(one["loc"], indices=False))
+                _drop(values, one["loc"])
+    unknown += _left_out(values, found.model_dump(mode="json", by_alias=True), ())
+    return found, tuple(dict.fromkeys(unknown))
+
+
+def first(error: ValidationError) -> str:
+    """What is wrong with the first field that is not as it should be."""
+    return _sentence(error.errors(include_url=False)[0])
+
+
+def hold_schema(path: Path, values: Any, schema: str, command: str) -> None:
+    """Insist on the schema that this version reads: ``enginesmith.run/1``, which ``command`` writes.
+
+    Raises:
+        UsageError: it is another one; says whether that is older or newer.
+    """
+    named = values.get("schema") if isinstance(values, Mapping) else None
+    if named == schema:
+        return
+    family, _, given = named.rpartition("/") if isinstance(named, str) else ("", "", "")
+    known, _, number = schema.rpartition("/")
+    if family != known or not given.isdecimal():
+        said = "it names no schema" if named is None else f"its schema is {_shown(named)}"
+        raise UsageError(f"{path} is not of the schema {schema}: {said}", f"give the folder that {command} wrote")
+    older = int(given) < int(number)
+    raise UsageError(
+        f"{path} is of the {'older' if older else 'newer'} schema {named}, and this version reads {schema}",
+        f"run {command} again" if older else "install the enginesmith that wrote it, or a later one",
+    )
+
+
+def _sentence(wrong: ErrorDetails) -> str:
+    name = _dotted(wrong["loc"]) or "the document"
+    if wrong["type"] == "missing":
+        return f"{name} is missing"
+    said = f"{name}: {wrong['msg'].removeprefix('Value error, ')}"
+    return said if isinstance(wrong["input"], dict | list) else f"{said} (it is {_shown(wrong['input'])})"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 1]}…"
+
+
+def _dotted(place: Sequence[str | int], *, indices: bool = True) -> str:
+    """``variants[2].latency[0].p50_ms``; without indices the same name for the same field of all variants."""
+    parts = (f"[{one if indices else ''}]" if isinstance(one, int) else f".{one}" for one in place)
+    return "".join(parts).removeprefix(".")
+
+
+def _drop(values: Any, place: Sequence[str | int]) -> None:
+    *above, last = place
+    for step in above:
+        values = values[step]
+    del values[last]
+
+
+def _left_out(values: Any, kept: Any, place: tuple[str | int, ...]) -> Iterator[str]:
+    if values == kept:  # most of a large document, and quicker than going through it
+        return
+    if isinstance(values, dict) and isinstance(kept, dict):
+        for name, value in values.items():
+            if name not in kept:
+                yield _dotted((*place, name), indices=False)
+            else:
+                yield from _left_out(value, kept[name], (*place, name))
+    elif isinstance(values, list) and isinstance(kept, list):
+        for index, (value, other) in enumerate(zip(values, kept, strict=False)):
+            yield from _left_out(value, other, (*place, index))
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number that JSON has")

@@ -1,0 +1,57 @@
+"""What a gate found: the document that ``gate --json`` prints."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from enginesmith.pipeline.errors import GateBreach
+from enginesmith.pipeline.measure.statistics import Interval
+
+SCHEMA: Literal["enginesmith.gate/1"] = "enginesmith.gate/1"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Judgement(_Part):
+    """One thing that was judged. Numbers are in the unit of ``name``; ``change`` is a ratio, 1.1 being 10 % more."""
+
+    name: str
+    against: Literal["budget", "baseline", "run"]
+    passed: bool
+    text: str
+    limit: float | None = None
+    before: float | None = None
+    actual: float | None = None
+    change: Interval | None = None
+    basis: str = ""
+    """How latency was compared."""
+
+
+class Gate(_Part):
+    """The whole document."""
+
+    schema_name: Literal["enginesmith.gate/1"] = Field(SCHEMA, alias="schema")
+    run: str
+    variant: str | None
+    baseline: str | None = None
+    baseline_variant: str | None = None
+    tolerance: float
+    passed: bool
+    verdicts: tuple[Judgement, ...]
+    cautions: tuple[str, ...] = ()
+    updated: bool = False
+    """Whether the run has become the baseline."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    @property
+    def breaches(self) -> tuple[Judgement, ...]:
+        """What is broken."""
+        return tuple(one for one in self.verdicts if not one.passed)
+
+    @property
+    def exit_code(self) -> int:
+        """What the command line returns for it."""
+        return 0 if self.passed else GateBreach.exit_code

@@ -1,0 +1,81 @@
+"""The command's work: choose a variant, and write it as a package, whole or not at all."""
+
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline.artifact import file_digest, files_below
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.packaging import bundle, triton
+from enginesmith.pipeline.packaging import manifest as manifests
+from enginesmith.pipeline.packaging.choice import choose
+from enginesmith.pipeline.storage import storage_errors
+from enginesmith.pipeline.units import format_bytes
+
+Format = Literal["bundle", "triton"]
+FORMATS: tuple[Format, ...] = ("bundle", "triton")
+
+
+class Packaged(BaseModel):
+    """What was written."""
+
+    model_config = ConfigDict(frozen=True)
+
+    format: Format
+    variant: str
+    folder: str
+    files: tuple[str, ...]
+    bytes: int
+    manifest: str
+    manifest_sha256: str
+    """Names the package as a whole, as the manifest names every other file by its digest."""
+    cautions: tuple[str, ...]
+    next: str
+
+    @property
+    def summary(self) -> str:
+        """For people."""
+        notes = "".join(f"\n  note: {text}" for text in self.cautions)
+        what = {"bundle": "a bundle", "triton": "a Triton model repository"}[self.format]
+        size = f"{len(self.files)} files, {format_bytes(self.bytes)}"
+        return f"wrote {self.folder}: {self.variant} as {what}, {size}{notes}\n{self.next}"
+
+
+def package(run: Path, form: Format, output: Path, variant: str | None = None) -> Packaged:
+    """Write the winner of a run, or another variant, as a package.
+
+    Raises:
+        UsageError: the folder is there already, or the variant is nothing that can be packaged so.
+        ModelError: the run's files are not those that it made.
+        StoreError: the folder cannot be written; nothing is left of it then.
+    """
+    if output.exists() or output.is_symlink():
+        raise UsageError(f"{output} is there already", "give a new folder: -o DIR")
+    chosen = choose(run, variant)
+    with storage_errors(f"the output {output}"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
+            whole = Path(scratch, output.name)
+            whole.mkdir()
+            {"bundle": bundle.write, "triton": triton.write}[form](chosen, whole)
+            whole.rename(output)
+    names = files_below(output)
+    manifest = next(output / name for name in names if Path(name).name == manifests.FILE)
+    found = manifests.read(manifest.parent)
+    after = {
+        "bundle": f"check it anywhere: enginesmith verify {output}, or python {output}/infer.py",
+        "triton": f"serve it: tritonserver --model-repository={output.absolute()} --disable-auto-complete-config",
+    }
+    return Packaged(
+        format=form,
+        variant=chosen.record.id,
+        folder=str(output),
+        files=tuple(names),
+        bytes=sum((output / name).stat().st_size for name in names),
+        manifest=str(manifest.relative_to(output)),
+        manifest_sha256=file_digest(manifest),
+        cautions=found.cautions,
+        next=after[form],
+    )

@@ -1,0 +1,164 @@
+"""What happens in one run of a module that a dependency graph does not see, and where.
+
+Values leave autograd by ``detach``, NumPy or ``no_grad``, and what comes out of them hangs on nothing; a forward
+decides by what values are, and another input takes another way. Layers may not be called at all.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from enginesmith.pipeline import user_line
+
+_LEAVES: Mapping[Any, str] = {
+    Tensor.detach: "detach()",
+    Tensor.numpy: "numpy()",
+    Tensor.data.__get__: ".data",  # type: ignore[attr-defined]
+}
+_READS: Mapping[Any, str] = {
+    Tensor.__bool__: "bool()",
+    Tensor.__int__: "int()",
+    Tensor.__float__: "float()",
+    Tensor.__index__: "an index",
+    Tensor.item: "item()",
+    Tensor.tolist: "tolist()",
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a forward does with a value."""
+
+    how: str
+    module: str
+    """Path and type of the innermost module that was running; empty for the model itself."""
+    line: str
+    """``net.py:12``; empty where it is not known."""
+
+    def __str__(self) -> str:
+        """As a part of a sentence."""
+        at = f" at {self.line}" if self.line else ""
+        return f"by {self.how}{at} in {self.module or 'the forward of the model itself'}"
+
+
+class Following:
+    """Within the block: which module is running, which were called, and what the graph does not see."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = {module: f"{path} ({type(module).__name__})" for path, module in model.named_modules() if path}
+        self._own = {id(value) for value in (*model.parameters(), *model.buffers())}
+        self._weights: set[int] = set()
+        self._running: list[nn.Module] = []
+        self._hooks: list[Any] = []
+        self._mode = _Noticing(self._notice)
+        self.called: set[nn.Module] = set()
+        self.left: dict[Event, None] = {}
+        """Where values left autograd."""
+        self.read: dict[Event, None] = {}
+        """Where Python looked at values, and may have decided by them."""
+
+    @property
+    def described(self) -> str:
+        """The module that is running, as the beginning of a sentence, or nothing."""
+        return f"in {self._where()}: " if self._where() else ""
+
+    def not_called(self) -> list[str]:
+        """Layers with weights that were not called, and whose weights nothing read that came out."""
+        return [
+            name
+            for module, name in self._names.items()
+            if module not in self.called
+            and (own := {id(value) for value in module.parameters(recurse=False)})
+            and not own & self._weights
+        ]
+
+    def came_out(self, outputs: Sequence[Tensor]) -> None:
+        """Note the weights that outputs depend on."""
+        waiting, seen = [value.grad_fn for value in outputs], set[Any]()
+        while waiting:
+            if (function := waiting.pop()) is None or function in seen:
+                continue
+            seen.add(function)
+            self._weights.add(id(getattr(function, "variable", None)))
+            waiting += [before for before, _ in function.next_functions]
+
+    def unfollowed(self, followed: Callable[[nn.Module], bool]) -> Iterator[tuple[nn.Module, str]]:
+        """Layers of channels that are not ``followed``, and why."""
+        for module in self._model.modules():
+            if not isinstance(module, (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding)) or followed(module):
+                continue
+            if self._names.get(module) in self.not_called():
+                yield module, "the run on the example does not call it"
+            elif module in self.called and self.left:
+                yield module, f"what it makes leaves autograd, {next(iter(self.left))}"
+
+    def _where(self) -> str:
+        return self._names.get(self._running[-1], "") if self._running else ""
+
+    def _notice(self, how: str, value: Tensor, leaves: bool) -> None:
+        if id(value) not in self._own:
+            kept = self.left if leaves else self.read
+            kept[Event(how, self._where(), user_line.called_at())] = None
+
+    def _entered(self, module: nn.Module, given: Any) -> None:
+        if not torch.is_grad_enabled() and self._recording:
+            self.left[Event("no_grad()", self._where(), user_line.called_at())] = None
+        self._running.append(module)
+        self.called.add(module)
+
+    def _done(self, module: nn.Module, given: Any, made: Any) -> None:
+        self._running.pop()
+        if not self._recording or not torch.is_grad_enabled() or self.left:
+            return
+        values = [value for value in _tensors(made) if value.is_floating_point()]
+        before = any(value.requires_grad for value in (*_tensors(given), *module.parameters()))
+        if values and before and not any(value.requires_grad for value in values):
+            self.left[Event("an operation without a gradient", self._names.get(module, ""), "")] = None
+
+    def __enter__(self) -> Self:
+        self._recording = torch.is_grad_enabled()
+        for module in self._model.modules():
+            self._hooks.append(module.register_forward_pre_hook(self._entered))
+            self._hooks.append(module.register_forward_hook(self._done))
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+
+class _Noticing(TorchFunctionMode):
+    """Hands over each value that leaves autograd or that Python looks at."""
+
+    def __init__(self, notice: Callable[[str, Tensor, bool], None]) -> None:
+        super().__init__()
+        self._notice = notice
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _READS:
+            self._notice(_READS[func], args[0], False)
+        elif func in _LEAVES and args[0].requires_grad:
+            self._notice(_LEAVES[func], args[0], True)
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

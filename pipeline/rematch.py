@@ -1,0 +1,207 @@
+"""The engines of two runs, measured side by side now: what two runs stored apart in time is never as sharp.
+
+A look is a measurement of several launches of both, interleaved as everywhere (``measure/race.py``). After each look
+the ratio over the launches of all looks so far is judged; where it is not clear, another one follows, up to a limit.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline import differences, samples
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry, holds
+from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines.base import Device, Engine
+from enginesmith.pipeline.engines.tensorrt import TensorRT
+from enginesmith.pipeline.engines.trt.options import BuildOptions
+from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.measure import device as devices
+from enginesmith.pipeline.measure.latency import launches_of, measure_latency
+from enginesmith.pipeline.measure.race import Candidate, LatencySettings
+from enginesmith.pipeline.measure.statistics import LEAST_LAUNCHES, Interval, Timed, median_interval, paired_ratio
+from enginesmith.pipeline.run import Run, VariantRecord
+from enginesmith.pipeline.tensors import Feeds, ShapeRange, Signature
+
+MOST_LOOKS = 4
+_BEFORE, _AFTER = "baseline", "candidate"
+_UNENDING = 1e-9
+"""A precision that no measurement reaches: a look takes its time, so that looks weigh alike."""
+_WARM_SHARE = 0.05
+"""Of a look, for warming up one of them once: on a busy machine calls never look warm, and launches are what counts."""
+_BLOCK_MS = 40.0
+"""Blocks are shorter than elsewhere, so that more launches fit into the time: it is these that differ."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A variant of a run directory."""
+
+    folder: Path
+    run: Run
+    record: VariantRecord
+
+
+class Rematch(BaseModel):
+    """How long the second engine takes, as a multiple of the first: 1.1 is 10 % slower."""
+
+    model_config = ConfigDict(frozen=True)
+
+    ratio: Interval
+    before_ms: float
+    after_ms: float
+    batch: int
+    looks: int
+    launches: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long to measure, and when a ratio is clear enough to stop."""
+
+    seconds: float
+    decided: Callable[[Interval], bool]
+    progress: Callable[[str], None]
+
+
+def why_not(before: Stored, after: Stored, *, any_machine: bool) -> str:
+    """Why the two cannot be measured here and now; empty where nothing speaks against it."""
+    for which, stored in (("baseline", before), ("run", after)):
+        if stored.record.artifact is None or not _built(stored.record):
+            return f"the {which} has no engine file of {stored.record.id}"
+        if not holds((stored.folder / stored.record.artifact.path).parent, stored.record.artifact.sha256):
+            return f"the {which}'s engine file of {stored.record.id} is missing, or not what the run made"
+    if before.run.model.signature != after.run.model.signature or after.run.model.signature is None:
+        return "the inputs or outputs are not the same"
+    if _vector(after) is None:
+        return "the run keeps no test vector that engines could be fed with"
+    apart = differences.other_device(after.run, _here(after.run))
+    if apart and not any_machine:
+        return f"this is not the kind of machine that the runs were measured on ({apart[0].name})"
+    return ""
+
+
+def same(before: Stored, after: Stored) -> bool:
+    """Whether both are the same engine, byte for byte, run in the same way."""
+    one, other = before.record.artifact, after.record.artifact
+    if one is None or other is None or one.sha256 != other.sha256:
+        return False
+    return _engine(before.record) == _engine(after.record) and _device(before) == _device(after)
+
+
+def measure(before: Stored, after: Stored, batch: int, limits: Limits) -> Rematch:
+    """Measure both in turns until the ratio of their times is clear, or time is over.
+
+    Raises:
+        EnginesmithError: one of them cannot be loaded or run here.
+    """
+    candidates = [_candidate(_BEFORE, before), _candidate(_AFTER, after)]
+    each = limits.seconds / MOST_LOOKS
+    settings = LatencySettings(
+        precision=_UNENDING,
+        time_limit_seconds=each,
+        block_ms=_BLOCK_MS,
+        min_rounds=15,
+        warmup_limit_seconds=_WARM_SHARE * each,
+    )
+    feeds, found, look = {batch: _feeds(after, batch)}, _Launches(), 0
+    with tempfile.TemporaryDirectory() as logs:
+        while True:
+            look += 1
+            seeded = settings.model_copy(update={"seed": look})
+            result = measure_latency(candidates, feeds, seeded, Path(logs), lambda text: None)
+            _hold_measured({name: rows[0].failure for name, rows in result.rows.items()}, before, after)
+            found = found.with_more(result.samples, batch)
+            ratio = paired_ratio(found.after, found.before, settings.seed)
+            limits.progress(f"look {look}: {ratio.median:.3f} times the baseline's [{ratio.low:.3f}, {ratio.high:.3f}]")
+            if look == MOST_LOOKS or (len(found.before) >= LEAST_LAUNCHES and limits.decided(ratio)):
+                break
+    medians = [median_interval(side, settings.seed).median * 1e3 for side in (found.before, found.after)]
+    return Rematch(
+        ratio=ratio, before_ms=medians[0], after_ms=medians[1], batch=batch, looks=look, launches=len(found.before)
+    )
+
+
+@dataclass(frozen=True)
+class _Launches:
+    """Blocks by launch and round, of all looks."""
+
+    before: tuple[list[Timed], ...] = ()
+    after: tuple[list[Timed], ...] = ()
+
+    def with_more(self, measured: Mapping[str, Any], batch: int) -> "_Launches":
+        return _Launches(
+            (*self.before, *launches_of(measured, _BEFORE, batch)), (*self.after, *launches_of(measured, _AFTER, batch))
+        )
+
+
+def _hold_measured(failures: Mapping[str, str | None], before: Stored, after: Stored) -> None:
+    for name, stored in ((_BEFORE, before), (_AFTER, after)):
+        if failure := failures[name]:
+            raise ModelError(f"{stored.record.id} of {stored.folder} cannot be run here: {failure}")
+
+
+def _candidate(name: str, stored: Stored) -> Candidate:
+    kept = stored.record.artifact
+    assert kept is not None
+    artifact = Artifact(
+        kind="engine",
+        path=stored.folder / kept.path,
+        sha256=kept.sha256,
+        bytes=kept.bytes,
+        signature=stored.run.model.signature,
+        history=stored.record.history,
+    )
+    return Candidate(name, _engine(stored.record), artifact, _device(stored))
+
+
+def _built(record: VariantRecord) -> HistoryEntry | None:
+    """The entry of the history that made the engine."""
+    return next((one for one in reversed(record.history) if "engine" in one.parameters.get("fields", {})), None)
+
+
+def _engine(record: VariantRecord) -> Engine:
+    """The engine as it was built; of what a file says, nothing that would run code is taken over."""
+    entry, kind = _built(record), engine_class(record.engine)
+    fields = dict(entry.parameters["fields"]["engine"]) if entry else {}
+    if issubclass(kind, TensorRT):
+        fields["options"] = BuildOptions(tf32=fields.get("options", {}).get("tf32", False))
+    return kind.model_validate({name: value for name, value in fields.items() if name in kind.model_fields})
+
+
+def _device(stored: Stored) -> Device:
+    entry = _built(stored.record)
+    fields = entry.parameters["fields"].get("device") if entry else None
+    return Device.model_validate(fields) if fields else stored.run.recipe.where
+
+
+def _vector(stored: Stored) -> Path | None:
+    """The file of feeds that the run keeps."""
+    kept = stored.record.test_vector
+    path = stored.folder / kept.path if kept else None
+    return path if path and path.is_file() else None
+
+
+def _feeds(stored: Stored, batch: int) -> Feeds:
+    """Feeds of a batch size, made of those of the test vector; the other dimensions are the usual ones."""
+    signature, path = stored.run.model.signature, _vector(stored)
+    assert signature is not None
+    assert path is not None
+    with np.load(path, allow_pickle=False) as kept:
+        feeds = {spec.name: kept[f"input:{spec.name}"] for spec in signature.inputs}
+    return samples.resized(feeds, signature, _sizes(stored.run, signature, batch))
+
+
+def _sizes(run: Run, signature: Signature, batch: int) -> dict[str, int]:
+    usual = {name: ShapeRange.parse(text).opt for name, text in run.model.shapes.items()}
+    symbol = samples.batch_symbol(signature)
+    return {**usual, symbol: batch} if symbol else usual
+
+
+def _here(run: Run) -> Run:
+    """The run as if it had been made on this machine as it is now."""
+    return run.model_copy(update={"environment": devices.environment().model_dump(mode="json")})

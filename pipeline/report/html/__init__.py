@@ -1,0 +1,1 @@
+"""``report.html``: a run as one page that needs nothing but a browser."""

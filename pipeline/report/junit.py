@@ -1,0 +1,78 @@
+"""``junit.xml``: each budget, each variant and each fidelity check as a test case, for whatever shows test results."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+from xml.etree import ElementTree
+
+from enginesmith.pipeline.report import budgets
+from enginesmith.pipeline.run import Run, VariantRecord
+from enginesmith.pipeline.tasks.compare import StageFidelity
+
+_NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that XML 1.0 has no way to write (section 2.2, "Characters")."""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One test case; without an outcome it passed."""
+
+    name: str
+    outcome: Literal["failure", "skipped", ""] = ""
+    message: str = ""
+
+
+def render(run: Run) -> str:
+    """The run as JUnit XML: a suite of budgets, and one for each variant."""
+    suites = {"budgets": list(_budgets(run))}
+    for record in run.variants:
+        suites[f"variant {record.id}"] = [_made(record), *map(_checked, record.fidelity)]
+    root = ElementTree.Element(
+        "testsuites", {"name": _legal(run.name), **_counts([case for cases in suites.values() for case in cases])}
+    )
+    root.set("time", f"{run.seconds:.3f}")
+    for name, cases in suites.items():
+        suite = ElementTree.SubElement(root, "testsuite", {"name": _legal(name), **_counts(cases)})
+        suite.set("timestamp", _legal(run.created))
+        for case in cases:
+            _add(suite, name, case)
+    ElementTree.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _add(suite: ElementTree.Element, name: str, case: _Case) -> None:
+    element = ElementTree.SubElement(suite, "testcase", {"classname": _legal(name), "name": _legal(case.name)})
+    if case.outcome:
+        ElementTree.SubElement(element, case.outcome, {"message": _legal(case.message)})
+
+
+def _budgets(run: Run) -> Iterator[_Case]:
+    for one in run.verdicts:
+        name = f"{budgets.title(one.budget)}: {budgets.allowed(one)}"
+        yield _Case(name) if one.passed else _Case(name, "failure", budgets.sentence(one))
+    for budget in budgets.not_judged(run):
+        yield _Case(budgets.title(budget), "skipped", f"not judged: {run.winner_reason}")
+
+
+def _made(record: VariantRecord) -> _Case:
+    if record.status == "measured":
+        return _Case("measured")
+    return _Case("measured", "failure" if record.status == "failed" else "skipped", record.reason or record.status)
+
+
+def _checked(entry: StageFidelity) -> _Case:
+    """A comparison with the reference; one that was made and judged nothing says so in its reason."""
+    name = f"{entry.stage} at {entry.point} (batch {entry.batch})"
+    if not entry.passed:
+        return _Case(name, "failure", entry.reason or "it differs from the reference by more than is allowed")
+    return _Case(name, "skipped", f"not judged: {entry.reason}") if entry.reason else _Case(name)
+
+
+def _counts(cases: Sequence[_Case]) -> dict[str, str]:
+    failed, skipped = (sum(case.outcome == outcome for case in cases) for outcome in ("failure", "skipped"))
+    return {"tests": str(len(cases)), "failures": str(failed), "errors": "0", "skipped": str(skipped)}
+
+
+def _legal(text: str) -> str:
+    return _NO_XML.sub("\ufffd", text)

@@ -1,0 +1,91 @@
+"""The steps of action.yml that are shell, run as they stand; those of other actions are GitHub's to run."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent.parent
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
+EXPRESSION = re.compile(r"\$\{\{ (.+?) \}\}")
+NETS = ROOT / "tests" / "data" / "nets.py"
+
+
+class Runner:
+    """Enough of a runner: inputs, outputs of steps, and what steps leave for later ones."""
+
+    def __init__(self, home: Path, store: Path, inputs: Mapping[str, str]) -> None:
+        self.home = home
+        defaults = {name: str(one.get("default", "")) for name, one in ACTION["inputs"].items()}
+        self.known = {f"inputs.{name}": value for name, value in {**defaults, **inputs}.items()}
+        self.output, self.summary = home / "output", home / "summary.md"
+        self.output.touch()
+        self.environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "ENGINESMITH_STORE": str(store),
+            "RUNNER_TEMP": str(home),
+            "GITHUB_OUTPUT": str(self.output),
+            "GITHUB_STEP_SUMMARY": str(self.summary),
+            "GITHUB_ACTIONS": "true",
+        }
+
+    def step(self, name: str) -> subprocess.CompletedProcess[str]:
+        """Run a step as GitHub's shell ``bash`` does."""
+        step: dict[str, Any] = next(one for one in ACTION["runs"]["steps"] if one["name"] == name)
+        assert step["shell"] == "bash"
+        script = self.home / "step.sh"
+        script.write_text(step["run"])
+        values = {key: EXPRESSION.sub(self._value, str(value)) for key, value in step.get("env", {}).items()}
+        return subprocess.run(
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", str(script)],
+            cwd=self.home,
+            env={**self.environment, **values},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def _value(self, found: re.Match[str]) -> str:
+        name = found[1]
+        if name.startswith("steps.gate.outputs."):
+            wanted = name.rpartition(".")[2]
+            lines = dict(line.split("=", 1) for line in self.output.read_text().splitlines())
+            return lines[wanted]
+        return self.known[name]
+
+
+def test_no_step_puts_an_input_into_its_script() -> None:
+    """What a pull request may decide goes through the environment, where the shell does not read it as code."""
+    assert not [one["name"] for one in ACTION["runs"]["steps"] if "${{" in one.get("run", "")]
+
+
+def test_optimize_gate_and_verdict(tmp_path: Path, store: Path) -> None:
+    options = "--batch 1 --measure-time 0.3s --max-memory '2 GiB'"
+    runner = Runner(tmp_path, store, {"model": f"{NETS}:mlp", "options": options, "gate": "--max-latency 1h"})
+    done = runner.step("Optimize")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "enginesmith-run" / "report.md").is_file()
+    assert runner.summary.stat().st_size
+    again = runner.step("Optimize")
+    assert again.returncode == 0, again.stderr
+    gate = runner.step("Gate")
+    assert gate.returncode == 0, gate.stderr
+    assert runner.step("Verdict").returncode == 0
+    runner.known["inputs.gate"] = "--max-latency 1us"
+    assert runner.step("Gate").returncode == 0, "the report is uploaded and put on the pull request all the same"
+    assert runner.step("Verdict").returncode == 3
+
+
+def test_a_wrong_option_ends_the_job(tmp_path: Path, store: Path) -> None:
+    runner = Runner(tmp_path, store, {"model": f"{NETS}:mlp", "options": "--no-such-option; touch broken"})
+    assert runner.step("Optimize").returncode == 2
+    assert not (tmp_path / "broken").exists()

@@ -1,0 +1,128 @@
+"""Every command that README.md and docs/ show is run, one document in one folder, from top to bottom.
+
+A block of ``sh`` holds commands, one of ``console`` commands after ``$`` and answers. A file's name after the language
+(``python net.py``) says that the block is that file. ``# exit 3`` after a command is how it ends.
+Above a block that cannot be run here, ``<!-- not run: reason -->`` says why.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Cli = Callable[..., Any]
+ROOT = Path(__file__).parent.parent.parent
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>.+?) -->\n)?```(?P<kind>[^\n]*)\n(?P<text>.*?)^```$", re.M | re.S)
+EXIT = re.compile(r"#\s*exit (\d+)\s*$")
+BRIEFLY = {
+    "--recover": ("--recover-time", "2s"),
+    "--precision": ("--search-limit", "5s"),
+    "--prune": ("--samples", "16"),
+}
+"""What is added to ``optimize`` and ``prune`` with such an option, where the command itself says nothing of it."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One line to run, where it stands, and how it ends."""
+
+    line: str
+    where: str
+    exit: int
+
+
+def blocks(document: Path) -> Iterator[tuple[str, str, str]]:
+    """Kind, text, and why it is not run."""
+    for found in BLOCK.finditer(document.read_text()):
+        yield found["kind"].strip(), found["text"], found["reason"] or ""
+
+
+def commands(kind: str, text: str, where: str) -> Iterator[Command]:
+    joined = text.replace("\\\n", " ")
+    for line in joined.splitlines():
+        if kind == "console":
+            if not line.startswith("$ "):
+                continue
+            line = line[2:]
+        code = EXIT.search(line)
+        words = shlex.split(line, comments=True)
+        if words:
+            yield Command(shlex.join(words), where, int(code[1]) if code else 0)
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project that the documents speak of: the cookbook's files, its network trained, and a text encoder."""
+    home = tmp_path_factory.mktemp("project")
+    for kind, text, _ in blocks(ROOT / "docs" / "cookbook.md"):
+        language, _, name = kind.partition(" ")
+        if language == "python" and name:
+            (home / name).write_text(text)
+    for script in ("train.py", "encoder.py"):
+        subprocess.run([sys.executable, script], cwd=home, check=True, capture_output=True)
+    return home
+
+
+def run(command: Command, cli: Cli) -> None:
+    words = [os.path.expandvars(word) for word in shlex.split(command.line)]
+    if words[0] == "export":
+        name, _, value = words[1].partition("=")
+        os.environ[name] = value
+        return
+    assert words[0] in ("enginesmith", "python"), f"{command.where}: {command.line}: mark the block as not run, and why"
+    if words[0] == "python":
+        subprocess.run([sys.executable, *words[1:]], check=True, capture_output=True)
+        return
+    arguments = words[1:]
+    if arguments[0] in ("optimize", "prune"):
+        for option, more in BRIEFLY.items():
+            if (
+                option in arguments
+                and more[0] not in arguments
+                and (arguments[0] == "optimize" or option != "--precision")
+            ):
+                arguments += more
+    answer = cli(*arguments)
+    assert answer.code == command.exit, f"{command.where}: {command.line}\n{answer.text}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_commands_run(document: Path, project: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(
+        "tensorrt_rtx", reason="some commands build TensorRT-RTX engines: pip install 'enginesmith[rtx]'"
+    )
+    wanted = [
+        command
+        for kind, text, reason in blocks(document)
+        if kind in ("sh", "console") and not reason
+        for command in commands(kind, text, document.name)
+    ]
+    home, shared = tmp_path / "checkout", tmp_path / "shared"
+    shutil.copytree(project, home)
+    shared.mkdir()
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("SHARED", str(shared))
+    for kind, text, _ in blocks(document):
+        language, _, name = kind.partition(" ")
+        if language in ("python", "yaml") and name:
+            (home / name).write_text(text)
+    for command in wanted:
+        run(command, cli)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_no_command_stands_outside_of_what_is_run(document: Path) -> None:
+    """Blocks of no language hide commands."""
+    for kind, text, _ in blocks(document):
+        if kind.partition(" ")[0] not in ("sh", "console", "yaml", "python", "toml"):
+            assert not re.search(r"^\$? ?(enginesmith|make|pip|python) ", text, re.M), f"{document.name}: {text}"

@@ -1,0 +1,93 @@
+"""The gate on real runs: engines measured again side by side, baselines kept, and what nobody should give it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture
+def fast(cli: Cli, tmp_path: Path) -> Path:
+    """A run of the zoo's smallest model."""
+    return optimised(cli, tmp_path / "fast", "all")
+
+
+def optimised(cli: Cli, out: Path, level: str) -> Path:
+    words = ("--batch", "1", "--graph-optimization", level, "--objective", "size", "--quiet", "--out", out)
+    assert cli("optimize", "digits", *words).code == 0
+    return out
+
+
+@pytest.mark.slow
+def test_a_slower_engine_is_caught_by_measuring_both_again(cli: Cli, tmp_path: Path, fast: Path) -> None:
+    slow, kept = optimised(cli, tmp_path / "slow", "disabled"), tmp_path / "kept"
+    updated = cli("gate", fast, "--baseline", kept, "--update-baseline")
+    assert updated.code == 0, updated.text
+    assert "is the baseline" in updated.stdout
+
+    answer = cli("gate", slow, "--baseline", kept, "--measure-time", "3s", "--json")
+    latency = next(one for one in json.loads(answer.stdout)["verdicts"] if one["name"] == "latency_ms")
+    assert answer.code == 3
+    assert not latency["passed"]
+    assert latency["basis"].startswith("measured side by side now")
+    assert latency["change"]["low"] > 1.05
+    assert "look 1" in answer.stderr
+
+    answer = cli("gate", fast, "--baseline", slow, "--measure-time", "3s", "--json", "--quiet")
+    latency = next(one for one in json.loads(answer.stdout)["verdicts"] if one["name"] == "latency_ms")
+    assert latency["passed"], latency
+    assert answer.stderr == ""
+
+    same = cli("gate", fast, "--baseline", kept)
+    assert same.code == 0, same.text
+    assert "byte for byte" in same.stdout
+
+
+def test_an_engine_that_is_not_what_the_run_made_is_not_loaded(cli: Cli, tmp_path: Path, fast: Path) -> None:
+    slow = optimised(cli, tmp_path / "slow", "disabled")
+    (weights,) = (fast / "variants").glob("*/model.onnx")
+    weights.write_bytes(weights.read_bytes() + b" ")
+    answer = cli("gate", slow, "--baseline", fast)
+    assert "missing, or not what the run made" in answer.stdout
+    assert "from what both runs stored" in answer.stdout
+
+
+def test_a_broken_budget_is_told_to_github_too(
+    cli: Cli, tmp_path: Path, fast: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = tmp_path / "summary.md"
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    answer = cli("gate", fast, "--max-latency", "1us", "--max-size", "1GiB")
+    assert answer.code == 3
+    assert [line for line in answer.stdout.splitlines() if line.startswith("BROKEN: p50 latency")]
+    assert [line for line in answer.stdout.splitlines() if line.startswith("::error title=gate::p50 latency")]
+    assert "**broken**: p50 latency" in summary.read_text()
+    assert "::error" not in cli("gate", fast, "--max-latency", "1us", "--json").stdout
+
+
+def test_what_makes_no_sense_is_refused(cli: Cli, tmp_path: Path, fast: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    for words, said in (
+        ((tmp_path / "nowhere",), "there is no run"),
+        ((fast, "--baseline", other), "there is no run"),
+        ((fast, "--baseline", other, "--update-baseline"), "is no baseline"),
+        ((fast, "--baseline", fast, "--update-baseline"), "holds the run itself"),
+        ((fast, "--update-baseline"), "needs --baseline"),
+        ((fast, "--tolerance", "5"), "in per cent"),
+        ((fast, "--tolerance", "-5%"), "cannot read the tolerance"),
+        ((fast, "--max-latency", "-1ms"), "cannot read the duration"),
+        ((fast, "--max-memory", "0"), "greater than 0"),
+        ((fast, "--measure-time", "0s"), "no time"),
+        ((fast, "--variant", "onnxruntime-fp23"), "did you mean"),
+    ):
+        answer = cli("gate", *words)
+        assert answer.code == 2, (words, answer.text)
+        assert said in answer.text, (words, answer.text)
+    assert (other / "notes.txt").read_text() == "mine"

@@ -1,0 +1,164 @@
+"""report.html in a browser: headless Chromium opens the page, and what it made of it is judged."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from enginesmith.pipeline import run as runs
+from enginesmith.pipeline.report.html import page, scripts
+
+Cli = Callable[..., Any]
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"),
+    "--window-size=1280,900",
+)
+EVIL = """<img src=x onerror="console.error('a')"></script><script>console.error('b')</script>"><svg onload=x()>'${d}"""
+TRIES = 3
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium"),
+]
+
+
+class Shown(HTMLParser):
+    """A page as the browser left it: its elements, the charts that are in sight, and what is said on the console."""
+
+    def __init__(self, dom: str, console: list[str]) -> None:
+        super().__init__()
+        self.console = console
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.charts: dict[str, bool] = {}
+        """Those that are not folded away, and whether there is an SVG with a text alternative in each."""
+        self._folded: list[bool] = []
+        self._chart = ""
+        self.feed(dom)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = dict(attrs)
+        self.elements.append((tag, attributes))
+        if tag == "details":
+            self._folded.append("open" not in attributes)
+        if (name := attributes.get("data-chart")) is not None:
+            self._chart = "" if any(self._folded) else name
+            if self._chart:
+                self.charts[name] = False
+        if tag == "svg" and self._chart and attributes.get("role") == "img" and attributes.get("aria-label"):
+            self.charts[self._chart] = True
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "details":
+            self._folded.pop()
+        if tag == "figure":
+            self._chart = ""
+
+    @property
+    def root(self) -> dict[str, str | None]:
+        """Attributes of the root element, where the page says how far it has come."""
+        return next(attributes for tag, attributes in self.elements if tag == "html")
+
+
+@dataclass(frozen=True)
+class Browser:
+    """Opens pages, each in a browser of its own."""
+
+    folder: Path
+
+    def open(self, path: Path, *, wait: bool = True) -> Shown:
+        """The page when it is loaded; ``wait`` gives it time of its own for what it does afterwards."""
+        assert CHROMIUM is not None
+        flags = [
+            *FLAGS,
+            f"--user-data-dir={self.folder / 'profile'}",
+            *(["--virtual-time-budget=10000"] if wait else []),
+        ]
+        done = subprocess.run(
+            [CHROMIUM, *flags, "--dump-dom", path.as_uri()], capture_output=True, check=True, timeout=120
+        )
+        said = [line for line in done.stderr.decode(errors="replace").splitlines() if "CONSOLE" in line]
+        return Shown(done.stdout.decode(), said)
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Browser:
+    return Browser(tmp_path)
+
+
+def test_a_real_run_is_shown_with_all_its_numbers_and_charts(digits_run: Path, browser: Browser) -> None:
+    files = {one.name for one in digits_run.iterdir()}
+    assert {"report.html", "report.md", "junit.xml", "samples.npz", "run.json"} <= files
+    shown = browser.open(digits_run / "report.html")
+    assert not shown.console
+    assert {"pareto", "memory", "latency-by-batch", "fidelity", "ecdf-1"} <= shown.charts.keys()
+    assert all(shown.charts.values()), shown.charts
+    assert shown.root["data-drawn"] == str(len(shown.charts))
+    run = runs.read(digits_run)
+    values = {float(str(one["data-value"])) for tag, one in shown.elements if tag == "td" and "data-value" in one}
+    for record in (run.baseline, *run.variants):
+        assert record.peak_bytes in values
+        for row in record.latency:
+            known = {row.p50_ms, row.p90_ms, row.p99_ms, row.speedup and row.speedup.median, row.rounds}
+            assert known - {None} <= values
+
+
+def test_texts_of_a_run_stay_texts_on_a_small_phone_whatever_is_touched(
+    made_runs: ModuleType, browser: Browser, tmp_path: Path
+) -> None:
+    """In a frame as wide as the smallest phone, everything is opened, sorted and searched."""
+    text = page.render(made_runs.run(EVIL * 2, count=50))
+    probed = text.replace(str(scripts.policy()), "script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:")
+    probe = """<script>addEventListener("load", () => setTimeout(() => {
+      for (const one of document.querySelectorAll("details")) one.open = true;
+      setTimeout(() => {
+        for (const one of document.querySelectorAll("th button, .tools button")) one.click();
+        for (const one of document.querySelectorAll("input")) {
+          one.value = "img";
+          one.dispatchEvent(new Event("input"));
+        }
+        const handlers = [...document.querySelectorAll("*")].filter((one) => one.onerror || one.onload).length;
+        parent.postMessage({
+          wide: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+          images: document.querySelectorAll("img, svg[onload]").length, handlers,
+          buttons: document.querySelectorAll("th button").length,
+          inputs: document.querySelectorAll("input").length,
+          waiting: document.querySelectorAll("[data-chart]:not([data-drawn])").length,
+          undrawn: [...document.querySelectorAll("[data-chart]")].filter((one) => !one.querySelector("svg")).length,
+        }, "*");
+      }, 3000);
+    }, 1000))</script>"""
+    (tmp_path / "page.html").write_text(probed.replace("</body>", f"{probe}</body>"))
+    (tmp_path / "frame.html").write_text(
+        "<!DOCTYPE html><html><body><iframe src='page.html' style='width:320px;height:700px'></iframe><script>"
+        "addEventListener('message', (one) => { document.documentElement.dataset.found = JSON.stringify(one.data); })"
+        "</script></body></html>"
+    )
+    shown = browser.open(tmp_path / "frame.html")
+    assert not shown.console
+    found = json.loads(str(shown.root["data-found"]))
+    assert found["buttons"] > 20
+    assert found["inputs"] > 2
+    assert {found[name] for name in ("wide", "images", "handlers", "waiting", "undrawn")} == {0}
+
+
+def test_a_large_run_opens_in_two_seconds(made_runs: ModuleType, browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(page.render(made_runs.large()))
+    assert path.stat().st_size < 10_000_000
+    times = []
+    for _ in range(TRIES):  # another process on the machine is no fault of the page
+        shown = browser.open(path, wait=False)
+        assert not shown.console
+        times.append(int(str(shown.root["data-ready"])))
+        if times[-1] < 2000:
+            return
+    pytest.fail(f"it took {times} ms")

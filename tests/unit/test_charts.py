@@ -1,0 +1,542 @@
+"""Charts: the run's own numbers, names that are shown as they stand, bounded sizes, and words for what is missing."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from enginesmith.pipeline.measure.latency import LatencyRow, Throughput
+from enginesmith.pipeline.measure.memory import MemoryRow
+from enginesmith.pipeline.measure.profile import Profile, ProfileRow
+from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.measure.roofline import LimitRow, Work
+from enginesmith.pipeline.measure.statistics import Interval
+from enginesmith.pipeline.pruning.record import Facts, GroupSensitivity
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.recovery.record import Point, Recovery, TrainingPlan
+from enginesmith.pipeline.report.charts import Chart, charts
+from enginesmith.pipeline.report.charts.styles import COLOURS, MOST_NAMED, NEUTRAL, Cast
+from enginesmith.pipeline.report.charts.text import escaped, shortened
+from enginesmith.pipeline.run import Assignment, ModelRecord, Run, VariantRecord
+from enginesmith.pipeline.tasks.compare import StageFidelity
+
+IDS = {
+    *("pareto", "memory", "latency-by-batch", "throughput-by-batch", "concurrency", "fidelity", "sensitivity"),
+    *("prune-sensitivity", "limits", "profile", "recovery"),
+}
+MARKUP = "<b>net</b><a href='javascript:alert(1)'>x</a>%{x}&lt;$y$"
+
+
+def around(value: float) -> Interval:
+    return Interval(median=value, low=0.95 * value, high=1.07 * value)
+
+
+def latency(batch: int, ms: float) -> LatencyRow:
+    levels = tuple(
+        Throughput(
+            callers=n, samples_per_s=around(700 * batch * n**0.5 / ms), p50_ms=ms * n, p99_ms=1.3 * ms * n, n=900
+        )
+        for n in (1, 2, 4)
+    )
+    rate = max(level.samples_per_s.median for level in levels)
+    return LatencyRow(
+        batch=batch, n=900, p50_ms=ms, p99_ms=1.3 * ms, median_ms=around(ms), throughput_per_s=rate, concurrency=levels,
+        knee=2,
+    )  # fmt: skip
+
+
+def stages(*sqnr: float) -> tuple[StageFidelity, ...]:
+    names = ("export", "simplify", "precision-int8-onnxruntime", "engine")
+    return tuple(
+        StageFidelity(
+            stage=stage, point=point, batch=1, sqnr_db=value + shift, cosine=1.0, max_abs_error=0.0,
+            argmax_agreement=1.0, passed=value > 10,
+        )
+        for stage, value in zip(names, sqnr, strict=False)
+        for point, shift in (("min", 3.25), ("opt", 0.0))
+    )  # fmt: skip
+
+
+def profiled(name: str, ms: float, modules: int) -> Profile:
+    rows = tuple(
+        ProfileRow(
+            module=f"layers.{i}.conv", modules=(f"layers.{i}.conv",), operators={"Conv": 1}, calls=1,
+            ms=ms / (i + 1), share=0.1,
+        )
+        for i in range(modules)
+    )  # fmt: skip
+    return Profile(variant=name, batch=1, device="cpu", calls=10, rows=rows, total_ms=sum(row.ms for row in rows))
+
+
+def bound(ms: float) -> LimitRow:
+    return LimitRow(
+        batch=1, work=Work(batch=1, flops={}, least_bytes=1), measured_ms=ms, arithmetic_ms=ms / 4, memory_ms=ms / 8,
+        launch_ms=None, floor_ms=ms / 4, measured_over_floor=4.0, bound_by="arithmetic", summary="4× its floor",
+    )  # fmt: skip
+
+
+def record(name: str, ms: float, mib: float, drop: float | None, modules: int = 6, **more: Any) -> VariantRecord:
+    values: dict[str, Any] = {
+        "id": name,
+        "engine": "onnxruntime",
+        "precision": "int8" if "int8" in name else "fp32",
+        "status": "measured",
+        "latency": tuple(latency(batch, ms * batch**0.8) for batch in (1, 8, 32)),
+        "memory": MemoryRow(
+            device="cpu", batch=32, peak_bytes=int(mib * 2**20), weights_bytes=int(mib * 2**19),
+            activation_bytes=int(mib * 2**18), host_peak_bytes=300 << 20,
+        ),
+        "quality": None if drop is None else Quality(metric="top1", value=0.9, baseline=0.9, drop=drop, samples=200),
+        "fidelity": () if name == "eager" else stages(135.5, 135.5, 34.25 if "int8" in name else 130.0, 33.0),
+        "profile": (profiled(name, ms, modules),),
+        "limits": (bound(ms),),
+    }  # fmt: skip
+    return VariantRecord(**{**values, **more})
+
+
+def pruned(name: str, ms: float) -> VariantRecord:
+    plan = TrainingPlan(
+        steps=20, batch=64, micro_batch=64, evaluate_every=10, judged=240, statistics=64, processes=1, threads=2
+    )
+    curve = tuple(
+        Point(
+            step=step, loss=None if step == 0 else 2.0 / step, metric=1 - 0.5 / (1 + step), held_back_loss=None,
+            learning_rate=1e-3,
+        )
+        for step in range(0, 21, 2)
+    )  # fmt: skip
+    back = Recovery(
+        method="distil", metric="top1", teacher=0.9875, before=0.5, after=0.976, best_step=20, steps=20,
+        ending="planned", reason="all 20 planned steps are done", samples=960, held_back=240, data="digits", plan=plan,
+        curve=curve,
+    )  # fmt: skip
+    facts = Facts(
+        target="macs=0.5", importance="l2", scope="global", macs_before=10, macs_after=5, parameters_before=10,
+        parameters_after=5, channels_before=16, channels_after=8, groups=(), whole={},
+    )  # fmt: skip
+    return record(name, ms, 30, 0.011, prune="macs=0.5", pruning=(facts,), recovery=(back,))
+
+
+def assigned(groups: int) -> tuple[Assignment, ...]:
+    return tuple(
+        Assignment(
+            group=f"/layers/{i}/Conv", operator="Conv", precision="fp32" if i == 0 else "int8", why="lowest SQNR",
+            sqnr_db=20.0 + i, macs=10,
+        )
+        for i in range(groups)
+    )  # fmt: skip
+
+
+def run(*variants: VariantRecord, **changes: Any) -> Run:
+    values = {
+        "name": "demo",
+        "created": "2026-01-01T00:00:00+00:00",
+        "seconds": 1.0,
+        "complete": True,
+        "recipe": make({"model": "digits", "batch": [1, 8, 32]}),
+        "environment": {},
+        "model": ModelRecord(source="digits", signature=None, data="digits/test"),
+        "steps": (),
+        "baseline": record("eager", 2.0, 64, 0.0),
+        "variants": variants,
+        "winner": None,
+        "pareto": (),
+        "verdicts": (),
+    }
+    return Run(**{**values, **changes})
+
+
+def full() -> Run:
+    """Every chart has something to show."""
+    budgets = {"max_latency_ms": 1.5, "max_memory_bytes": 50 << 20, "max_p99_ms": 2.0, "min_throughput_per_s": 900}
+    int8 = record("onnxruntime-int8", 0.2, 24, 0.004, assignment=assigned(9))
+    variants = (record("onnxruntime-fp32", 0.5, 48, 0.0), int8, pruned("onnxruntime-int8-prune-macs50", 0.125))
+    return run(
+        *variants,
+        winner="onnxruntime-int8",
+        pareto=tuple(one.id for one in variants),
+        recipe=make({"model": "digits", "batch": [1, 8, 32], "budgets": budgets}),
+        prune_sensitivity=tuple(
+            GroupSensitivity(
+                group=f"conv{i}",
+                unit="channel",
+                units=16,
+                left=16 - 4 * n,
+                ratio=n / 4,
+                metric="top1",
+                value=0.99 - i * n * 0.1,
+            )
+            for i in range(3)
+            for n in range(4)
+        ),
+    )
+
+
+def sampled(of: Run, count: int = 900) -> dict[str, np.ndarray[Any, Any]]:
+    """Samples of all variants and batch sizes, as samples.npz has them."""
+    random = np.random.default_rng(0)
+    return {
+        f"{one.id}/{row.batch}/seconds": row.p50_ms * 1e-3 * random.lognormal(0, 0.1, count)
+        for one in (of.baseline, *of.variants)
+        for row in one.latency
+        if row.p50_ms is not None
+    }
+
+
+def many() -> Run:
+    """200 variants of 30 modules, one of 10 000; several batch sizes and callers."""
+    variants = [
+        record(f"onnxruntime-int8-workspace-{i}MiB", 0.1 + 0.01 * i, 90 - 0.3 * i, 0.0001 * i, modules=30)
+        for i in range(198)
+    ]
+    large = record("onnxruntime-int8-large", 0.4, 60, 0.01, modules=10_000, assignment=assigned(10_000))
+    return run(
+        *variants, large, pruned("onnxruntime-int8-prune-macs50", 0.3), winner=large.id,
+        pareto=tuple(one.id for one in variants),
+    )  # fmt: skip
+
+
+def odd() -> Run:
+    """Markup and long names; no intervals, tails, memory or parts of it; four decades; negative and unknown drops."""
+    bare = LatencyRow(batch=1, n=10, p50_ms=2000.0, throughput_per_s=0.5, reasons={"p99_ms": "too few samples"})
+    level = Throughput(callers=2, samples_per_s=around(0.5), p50_ms=2000.0, p99_ms=None, n=10)
+    memory = MemoryRow(device="cpu", batch=1, peak_bytes=5 << 20, reasons={"weights_bytes": "not divided"})
+    failed = stages(120.0)[0].model_copy(
+        update={"passed": False, "sqnr_db": 4.5, "reason": f"output {MARKUP!r} is off"}
+    )
+    unknown = stages(120.0)[0].model_copy(update={"sqnr_db": None})
+    return run(
+        record(MARKUP, 0.2, 24, -0.004, assignment=assigned(3)),
+        record("x" * 250 + "y" * 250, 0.2, 24, None, memory=memory, fidelity=(failed,)),
+        record("bare", 1, 0, None, latency=(bare.model_copy(update={"concurrency": (level,)}),), memory=None),
+        record("same", 0.2, 24, 0.0, fidelity=(unknown,), profile=(), limits=()),
+        VariantRecord(id="failed", engine="e", precision="int8", status="failed", reason=f"crash in {MARKUP}"),
+        winner=MARKUP,
+        pareto=(MARKUP,),
+    )
+
+
+def nothing() -> Run:
+    """A run in which nothing was measured."""
+    reasons = {"latency": "step latency failed", "memory": "--no-memory", "limits": "no --limits", "profile": "no <b>"}
+    return run(
+        VariantRecord(id="onnxruntime-fp32", engine="onnxruntime", precision="fp32", status="skipped"),
+        baseline=VariantRecord(id="eager", engine="eager", precision="fp32", status="failed", reasons=reasons),
+    )
+
+
+RUNS = {"full": full, "odd": odd, "nothing": nothing, "alone": run}
+
+
+def by_id(of: Run, samples: dict[str, np.ndarray[Any, Any]] | None = None) -> dict[str, Chart]:
+    return {chart.id: chart for chart in charts(of, sampled(of) if samples is None else samples)}
+
+
+def traces(chart: Chart) -> list[dict[str, Any]]:
+    assert chart.figure is not None, chart.empty
+    found: list[dict[str, Any]] = chart.figure["data"]
+    return found
+
+
+def named(chart: Chart, name: str) -> dict[str, Any]:
+    return next(trace for trace in traces(chart) if trace.get("name", "").endswith(name))
+
+
+def texts(value: object) -> Iterator[str]:
+    """Every string in a figure that plotly.js may show."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from texts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from texts(inner)
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_every_chart_is_drawn_or_says_why_not(kind: str) -> None:
+    found = by_id(RUNS[kind]())
+    assert {name for name in found if not name.startswith("ecdf")} == IDS
+    for chart in found.values():
+        assert chart.title
+        assert (chart.figure is None) == bool(chart.empty)
+        assert (chart.figure is None) or chart.summary.endswith((".", ")"))
+        assert all(len(row) == len(chart.columns) for row in chart.rows)
+        assert not re.search(r"\bNone\b|\bnan\b|\binf\b", chart.summary + chart.empty)
+        json.dumps(chart.figure, allow_nan=False)
+
+
+@pytest.mark.parametrize("kind", ["full", "odd"])
+def test_axes_have_titles_and_units(kind: str) -> None:
+    for chart in by_id(RUNS[kind]()).values():
+        if chart.figure is not None:
+            axes = {name: axis for name, axis in chart.figure["layout"].items() if re.match("[xy]axis", name)}
+            listed = {"memory", "limits", "profile", "sensitivity"}
+            for name, axis in axes.items():
+                if name == "yaxis" and chart.id in listed:
+                    assert chart.figure["layout"]["annotations"]
+                elif chart.id not in ("recovery", "prune-sensitivity"):
+                    assert re.search(r"\((ms|MiB|%|dB|samples/s|samples)\)|^stage$", axis["title"]["text"])
+                else:
+                    assert axis["title"]["text"]
+
+
+def test_numbers_are_the_runs() -> None:
+    of = full()
+    found, int8 = by_id(of), of.variants[1]
+    point = named(found["pareto"], "onnxruntime-int8")
+    assert point["x"] == [int8.latency[0].p50_ms]
+    assert point["y"] == [int8.peak_bytes / 2**20]
+    assert point["hovertext"] == [
+        "onnxruntime-int8<br>p50 0.2 ms, peak 24 MiB, top1 −0.4 points on 200 samples<br>on the front, wins"
+    ]
+    line = named(found["latency-by-batch"], "onnxruntime-int8")
+    assert line["x"] == [1, 8, 32]
+    assert line["y"] == [row.p50_ms for row in int8.latency]
+    rates = named(found["throughput-by-batch"], "onnxruntime-int8")
+    assert rates["y"] == [row.throughput_per_s for row in int8.latency]
+    callers = named(found["concurrency"], "onnxruntime-int8")
+    assert callers["text"] == ["1", "2", "4"]
+    assert callers["x"] == [level.p99_ms for level in int8.latency[0].concurrency]
+    after = named(found["fidelity"], "onnxruntime-int8")
+    assert after["y"] == [135.5, 135.5, 34.25, 33.0]
+    floor = next(one for one in traces(found["limits"]) if one["y"] == [2] and "-open" in str(one["marker"]["symbol"]))
+    assert floor["x"] == [int8.limits[0].floor_ms]
+    loss = next(one for one in traces(found["recovery"]) if one.get("yaxis") == "y2")
+    assert loss["y"] == [None, *(2.0 / step for step in range(2, 21, 2))]
+    parts = {trace["name"]: trace for trace in traces(found["memory"]) if not trace.get("showlegend", True)}
+    assert parts["weights"]["x"] == [32, 24, 12, 15]
+    assert parts["activations"]["x"] == [16, 12, 6, 7.5]
+
+
+def test_intervals_stand_around_their_own_medians() -> None:
+    chart = by_id(full())["latency-by-batch"]
+    bars = next(trace for trace in traces(chart) if trace.get("error_y"))
+    assert bars["y"] == [pytest.approx(around(2.0 * batch**0.8).median) for batch in (1, 8, 32)]
+    assert bars["error_y"]["arrayminus"][0] == pytest.approx(0.1)
+    assert bars["error_y"]["array"][0] == pytest.approx(0.14)
+
+
+def test_distributions_keep_the_tail() -> None:
+    of = full()
+    samples = {name: values.copy() for name, values in sampled(of, 5000).items()}
+    samples["onnxruntime-int8/1/seconds"][17] = 1.0
+    line = named(by_id(of, samples)["ecdf-1"], "onnxruntime-int8")
+    assert len(line["x"]) <= 200
+    assert line["x"][-1] == 1000.0
+    assert line["y"][-1] == 100.0
+    assert line["x"] == sorted(line["x"])
+    assert set(line["x"]) <= set(samples["onnxruntime-int8/1/seconds"] * 1e3)
+    half = next(x for x, y in zip(line["x"], line["y"], strict=True) if y >= 50)
+    assert half == pytest.approx(np.median(samples["onnxruntime-int8/1/seconds"]) * 1e3, rel=0.01)
+
+
+def test_the_deciding_batch_size_comes_first() -> None:
+    of = full()
+    assert [name for name in by_id(of) if name.startswith("ecdf")] == ["ecdf-1", "ecdf-8", "ecdf-32"]
+    last = of.model_copy(update={"recipe": make({"model": "digits", "batch": [8, 1, 32]})})
+    assert [name for name in by_id(last) if name.startswith("ecdf")] == ["ecdf-8", "ecdf-1", "ecdf-32"]
+
+
+def test_budgets_are_lines() -> None:
+    found = by_id(full())
+    lines = {
+        name: [shape["label"]["text"].replace("<br>&nbsp;", "") for shape in chart.figure["layout"]["shapes"]]
+        for name, chart in found.items()
+        if chart.figure and chart.figure["layout"].get("shapes")
+    }
+    assert lines == {
+        "pareto": ["budget 1.5 ms", "budget 50 MiB"],
+        "ecdf-1": ["budget: 50 % within 1.5 ms", "budget: 99 % within 2 ms"],
+        "memory": ["budget 50 MiB"],
+        "throughput-by-batch": ["budget 900 samples/s"],
+        "fidelity": ["threshold of fp32: 90 dB", "threshold of int8: 10 dB"],
+        "recovery": ["dense 0.9875"],
+    }
+
+
+def test_a_variant_looks_the_same_everywhere() -> None:
+    of = full()
+    cast = Cast(of)
+    for record_ in (of.baseline, *of.variants):
+        style = cast.style(record_)
+        found = {
+            (trace.get("line") or trace["marker"])["color"]
+            for chart in by_id(of).values()
+            if chart.figure and chart.id not in ("prune-sensitivity", "recovery")
+            for trace in traces(chart)
+            if trace.get("name") == style.name
+        }
+        assert found == {style.colour}
+    assert cast.style(of.baseline).colour == NEUTRAL
+    styles = [cast.style(one) for one in of.variants]
+    assert len({(one.colour, one.symbol) for one in styles}) == len(styles)
+    assert [one.winner for one in styles] == [False, True, False]
+    assert styles[1].width > styles[0].width
+    assert styles[1].name == "★ onnxruntime-int8"
+    assert {one.colour for one in styles} <= set(COLOURS)
+
+
+def test_names_are_shown_as_they_stand() -> None:
+    allowed = re.compile(r"<br>|%\{hovertext\}|<extra></extra>|&(amp|lt|gt|nbsp|#123|#36);")
+    for chart in by_id(odd()).values():
+        for text in texts(chart.figure):
+            left = allowed.sub("", text)
+            assert not re.search(r"[<>]|%\{|\$", left), (chart.id, text)
+    names = " ".join(texts([chart.figure for chart in by_id(odd()).values()]))
+    assert "&lt;b&gt;net&lt;/b&gt;" in names
+
+
+def test_escaping_can_be_undone() -> None:
+    import html
+
+    assert html.unescape(escaped(MARKUP)) == MARKUP
+    assert escaped("two\n lines\t") == "two lines"
+
+
+def test_long_names_lose_their_middle_in_legends_and_nothing_in_hover_texts() -> None:
+    name = "x" * 250 + "y" * 250
+    assert shortened(name) == "x" * 16 + "…" + "y" * 15
+    assert shortened("short") == "short"
+    chart = by_id(odd())["latency-by-batch"]
+    line = next(trace for trace in traces(chart) if trace.get("name", "").startswith("xx"))
+    assert len(line["name"]) == 32
+    assert name in line["hovertext"][0].replace("<br>", "")
+
+
+def test_summaries_say_what_is_seen() -> None:
+    found = by_id(full())
+    assert found["pareto"].summary == (
+        "onnxruntime-int8-prune-macs50 has the lowest latency (0.125 ms) at 47 % of eager's peak memory; "
+        "3 of 4 variants are on the front."
+    )
+    assert found["fidelity"].summary == (
+        "onnxruntime-int8 loses most at precision-int8-onnxruntime, from 135.5 dB to 34.2 dB; every stage passed."
+    )
+    assert (
+        "onnxruntime-int8-prune-macs50 answers most, 22400 samples/s at batch 32"
+        in found["throughput-by-batch"].summary
+    )
+    assert found["prune-sensitivity"].summary.startswith(
+        "conv2 costs most of 3 groups: top1 0.39 with 4 of 16 channels"
+    )
+    assert found["recovery"].summary.startswith("macs=0.5 went from top1 0.5000 to 0.9760 in 20 steps")
+    assert found["memory"].summary.endswith("3 of 4 hold the budget of 50 MiB.")
+
+
+def test_what_is_missing_is_told_in_the_runs_own_words() -> None:
+    found = by_id(nothing())
+    assert all(chart.figure is None for chart in found.values())
+    assert "step latency failed" in found["pareto"].empty
+    assert "step latency failed" in found["ecdf"].empty
+    assert "--no-memory" in found["memory"].empty
+    assert "no --limits" in found["limits"].empty
+    assert "no <b>" in found["profile"].empty
+
+
+def test_a_peak_that_could_not_be_had_has_its_own_reason() -> None:
+    memory = MemoryRow(device="cuda:0", batch=1, reasons={"peak_bytes": "no ledger of the driver"})
+    of = run(baseline=record("eager", 1, 1, None, memory=memory))
+    assert by_id(of)["memory"].empty == "No peak memory is known: no ledger of the driver."
+    assert "no ledger of the driver" in by_id(of)["pareto"].empty
+
+
+def test_a_run_without_samples_has_no_distributions() -> None:
+    chart = by_id(full(), {})["ecdf-1"]
+    assert chart.figure is None
+    assert "samples.npz" in chart.empty
+
+
+def test_one_batch_size_makes_no_sweep_but_a_table() -> None:
+    single = record("a", 1, 1, None, latency=(latency(1, 0.5),))
+    chart = by_id(run(single, baseline=record("eager", 1, 1, None, latency=(latency(1, 1.0),))))["latency-by-batch"]
+    assert chart.figure is None
+    assert chart.empty.startswith("Only batch 1 was measured")
+    assert len(chart.rows) == 2
+
+
+def test_without_tails_callers_are_shown_by_the_median() -> None:
+    level = Throughput(callers=2, samples_per_s=around(50), p50_ms=20.0, p99_ms=None, n=10)
+    slow = latency(1, 20.0).model_copy(update={"concurrency": (level,)})
+    few = run(baseline=record("eager", 1, 1, None, latency=(slow,)))
+    chart = by_id(few)["concurrency"]
+    assert "p50 latency" in chart.title
+    assert named(chart, "eager")["x"] == [20.0]
+
+
+def test_four_decades_take_a_logarithmic_axis_and_equal_values_do_not() -> None:
+    def layout(of: Run) -> dict[str, Any]:
+        figure = by_id(of)["pareto"].figure
+        assert figure is not None
+        found: dict[str, Any] = figure["layout"]["xaxis"]
+        return found
+
+    wide = run(record("a", 0.02, 5, None), record("b", 200, 5, None))
+    assert layout(wide)["type"] == "log"
+    assert "type" not in layout(run(record("a", 2.0, 5, None), record("b", 2.0, 5, None)))
+
+
+def test_stages_that_change_the_model_are_no_loss() -> None:
+    cut = stages(120.0)[0].model_copy(update={"stage": "prune", "sqnr_db": 3.0, "reason": "changed on purpose"})
+    chart = by_id(run(record("p", 1, 5, None, fidelity=(cut, *stages(120.0, 119.0)))))["fidelity"]
+    line, marker = (trace for trace in traces(chart) if trace["name"] == "p")
+    assert line["y"] == [120.0, 119.0]
+    assert marker["mode"] == "markers"
+    assert marker["y"] == [3.0]
+    assert "simplify, from 120.0 dB to 119.0 dB" in chart.summary
+
+
+def test_a_failed_stage_is_marked_and_told() -> None:
+    chart = by_id(odd())["fidelity"]
+    crosses = [symbol for trace in traces(chart) for symbol in trace["marker"]["symbol"] if symbol == "x-open"]
+    assert crosses
+    assert "1 of 3 variants failed a stage" in chart.summary
+
+
+def test_groups_that_stayed_in_float_have_open_markers() -> None:
+    low, kept = traces(by_id(full())["sensitivity"])
+    assert low["marker"]["symbol"] == "circle"
+    assert kept["marker"]["symbol"] == "circle-open"
+    assert kept["x"] == [20.0]
+    assert "computed in fp32: lowest SQNR" in kept["hovertext"][0]
+
+
+def test_200_variants_stay_small_and_readable() -> None:
+    of = many()
+    found = charts(of, sampled(of, 1000))
+    size = sum(len(json.dumps([one.figure, one.rows, one.columns, one.summary], ensure_ascii=False)) for one in found)
+    assert size < 1_500_000
+    for chart in (one for one in found if one.figure):
+        shown = {trace["name"] for trace in traces(chart) if "name" in trace and trace.get("showlegend", True)}
+        assert len(shown) <= MOST_NAMED + 2, chart.id
+        assert len(chart.rows) <= 201 * 4, chart.id
+        assert max(len(list(texts(trace))) for trace in traces(chart)) < 500
+    pareto = next(one for one in found if one.id == "pareto")
+    assert "189 more are grey" in pareto.summary
+    winner = Cast(of).style(of.variants[198])
+    assert winner.name in {one.get("name") for one in traces(pareto)}
+    profile = next(one for one in found if one.id == "profile")
+    assert len(profile.rows) <= 21
+    assert profile.summary.startswith("onnxruntime-int8-large's operators take")
+
+
+def test_the_same_run_gives_the_same_bytes() -> None:
+    first, second = (json.dumps([vars(one) for one in charts(full(), sampled(full()))]) for _ in range(2))
+    assert first == second
+
+
+def test_modules_beyond_the_largest_are_added_up() -> None:
+    rows = tuple(
+        ProfileRow(module=f"m{i}", modules=(f"m{i}",), operators={"Conv": 1}, calls=1, ms=50.0 - i, share=0.01)
+        for i in range(50)
+    )
+    profile = Profile(variant="eager", batch=1, device="cpu", calls=10, rows=rows, total_ms=sum(row.ms for row in rows))
+    chart = by_id(run(baseline=record("eager", 1, 1, None, profile=(profile,))))["profile"]
+    (trace,) = traces(chart)
+    assert len(trace["x"]) == 21
+    assert chart.rows[-1][0] == "(30 more)"
+    assert sum(trace["x"]) == pytest.approx(profile.total_ms)

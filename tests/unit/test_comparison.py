@@ -1,0 +1,344 @@
+"""Runs side by side: what is told from chance, and by what; what forbids a comparison; what else changed."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from enginesmith.pipeline import comparison, differences
+from enginesmith.pipeline.comparison import compare, latency_change
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.latency_change import ratio
+from enginesmith.pipeline.measure.latency import LatencyRow
+from enginesmith.pipeline.measure.memory import MemoryRow
+from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.measure.statistics import Interval, Timed, paired_ratio
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.report import comparison as rendering
+from enginesmith.pipeline.run import BuildRecord, ModelRecord, Run, StoredArtifact, VariantRecord
+
+ENGINE = "onnxruntime-fp32"
+
+
+def about(value: float, share: float = 0.02) -> Interval:
+    return Interval(median=value, low=value * (1 - share), high=value * (1 + share))
+
+
+def row(ms: float, times: float, batch: int = 1, **changes: Any) -> LatencyRow:
+    found = LatencyRow(batch=batch, n=100, launches=5, p50_ms=ms, median_ms=about(ms), speedup=about(times))
+    return found.model_copy(update=changes)
+
+
+def variant(*rows: LatencyRow, name: str = ENGINE, **changes: Any) -> VariantRecord:
+    found = VariantRecord(
+        id=name,
+        engine="onnxruntime",
+        precision="fp32",
+        status="measured",
+        latency=rows,
+        artifact=StoredArtifact(path="model.onnx", sha256="aa", bytes=1000),
+        memory=MemoryRow(device="cpu", batch=1, peak_bytes=100 << 20),
+        quality=Quality(metric="top1", value=0.9, baseline=0.91, drop=0.01, drop_low=0.0, drop_high=0.02, samples=100),
+        build=BuildRecord(seconds=1.0, host_peak_bytes=None, engine_bytes=1000),
+    )
+    return found.model_copy(update=changes)
+
+
+def eager(*rows: LatencyRow) -> VariantRecord:
+    return VariantRecord(id="eager", engine="eager", precision="fp32", status="measured", latency=rows)
+
+
+def run(*variants: VariantRecord, recipe: dict[str, Any] | None = None, **changes: Any) -> Run:
+    environment = {
+        "processor": "Some CPU",
+        "usable_cores": 2,
+        "python": "3.11.7",
+        "packages": {"torch": "2.11", "onnxruntime": "1.23"},
+        **changes.pop("environment", {}),
+    }
+    values: dict[str, Any] = {
+        "name": "demo",
+        "created": "2026-01-01T00:00:00+00:00",
+        "seconds": 1.0,
+        "complete": True,
+        "recipe": make({"model": "digits", **(recipe or {})}),
+        "environment": environment,
+        "model": ModelRecord(source="digits", sha256="m", signature=None, data="digits/test"),
+        "steps": (),
+        "baseline": eager(row(1.0, 1.0)),
+        "variants": variants,
+        "winner": ENGINE,
+        "pareto": (),
+        "verdicts": (),
+    }
+    return Run(**{**values, **changes})
+
+
+def pair(before: Run, after: Run, *, any_device: bool = False) -> comparison.Pair:
+    return compare([(Path("a"), before), (Path("b"), after)], any_device=any_device).pairs[0]
+
+
+FIRST = run(variant(row(0.5, 2.0)))
+
+
+def test_drift_cancels_in_speed_ups() -> None:
+    slow_day = run(variant(row(1.0, 1.98)), baseline=eager(row(2.0, 1.0)))
+    found = latency_change(FIRST, slow_day, ENGINE, 1)
+    assert found.basis == "speed-up over eager"
+    assert found.median == pytest.approx(2.0 / 1.98)
+    assert found.significant is False
+    assert found.note == ""
+
+
+def test_what_is_slower_for_certain_is_told() -> None:
+    found = latency_change(FIRST, run(variant(row(0.55, 1.8))), ENGINE, 1)
+    assert (found.significant, round(found.median or 0, 3)) == (True, 1.111)
+    assert found.low is not None
+    assert 1.05 < found.low < 1.111
+    back = latency_change(run(variant(row(0.55, 1.8))), FIRST, ENGINE, 1)
+    assert (back.significant, round(back.median or 0, 3)) == (True, 0.9)
+
+
+def test_the_interval_of_a_ratio_is_made_of_both() -> None:
+    found = ratio(Interval(median=2, low=1.9, high=2.2), Interval(median=4, low=3.8, high=4.2))
+    assert found.median == 2
+    assert math.log(2 / found.low) == pytest.approx(math.hypot(math.log(4 / 3.8), math.log(2.2 / 2)))
+    assert math.log(found.high / 2) == pytest.approx(math.hypot(math.log(4.2 / 4), math.log(2 / 1.9)))
+
+
+def measured(rng: np.random.Generator, true: float) -> Interval:
+    """A speed-up as it is measured: five launches of four rounds, a day's drift, and launches that differ."""
+    day = rng.lognormal(0, 0.3)
+    sides: list[list[list[Timed]]] = [[], []]
+    for _ in range(5):
+        for side, seconds in zip(sides, (day * true, day), strict=True):
+            launch = seconds * rng.lognormal(0, 0.03)
+            side.append([Timed(launch * rng.lognormal(0, 0.01, size=1)) for _ in range(4)])
+    return paired_ratio(*sides, seed=0)
+
+
+def outcomes(true: float, count: int) -> tuple[float, float]:
+    """The share of comparisons whose interval holds the true change of a variant's time, and of those that are told
+    from no change."""
+    rng = np.random.default_rng(7)
+    found = [ratio(measured(rng, 2.0 / true), measured(rng, 2.0)) for _ in range(count)]
+    covering = sum(one.low <= true <= one.high for one in found)
+    return covering / count, sum(not one.low <= 1 <= one.high for one in found) / count
+
+
+def test_intervals_hold_the_true_change_and_find_large_ones() -> None:
+    covered, false_alarms = outcomes(1.0, 150)
+    assert 0.93 <= covered < 1
+    assert false_alarms == pytest.approx(1 - covered)
+    covered, detected = outcomes(1.15, 60)
+    assert covered >= 0.9
+    assert detected >= 0.9
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": ModelRecord(source="digits", sha256="other", signature=None, data="digits/test")}, "other models"),
+        ({"environment": {"packages": {"torch": "2.12"}}}, "torch: 2.11 and 2.12"),
+        ({"environment": {"python": "3.12"}}, "python: 3.11.7 and 3.12"),
+        ({"recipe": {"threads": 1}}, "threads: 0 and 1"),
+        ({"environment": {"thread_variables": {"OMP_NUM_THREADS": "1"}}}, "thread_variables.OMP_NUM_THREADS: none and"),
+        ({"environment": {"gpus": [{"name": "X", "driver": "1"}]}}, "gpus"),
+    ],
+)
+def test_another_baseline_is_no_yardstick(changes: dict[str, Any], words: str) -> None:
+    found = latency_change(FIRST, run(variant(row(0.6, 2.0)), **changes), ENGINE, 1)
+    assert found.basis == "milliseconds"
+    assert found.median == pytest.approx(1.2)
+    assert words in found.note
+
+
+def test_other_versions_of_what_the_baseline_does_not_use_leave_it_one() -> None:
+    other = run(variant(row(0.6, 2.2)), environment={"packages": {"torch": "2.11", "onnxruntime": "1.24"}})
+    assert latency_change(FIRST, other, ENGINE, 1).basis == "speed-up over eager"
+
+
+def test_runs_without_a_digest_are_of_one_model_if_an_engine_is_the_same() -> None:
+    unknown = ModelRecord(source="digits", signature=None, data="digits/test")
+    assert differences.same_model(FIRST, run(variant(), model=unknown)) is True
+    another = variant(artifact=StoredArtifact(path="model.onnx", sha256="bb", bytes=1))
+    assert differences.same_model(FIRST, run(another, model=unknown)) is None
+    found = latency_change(FIRST, run(another.model_copy(update={"latency": (row(1, 2),)}), model=unknown), ENGINE, 1)
+    assert "not recorded" in found.note
+
+
+def test_the_baseline_itself_is_compared_in_milliseconds() -> None:
+    found = latency_change(FIRST, run(baseline=eager(row(1.5, 1.0))), "eager", 1)
+    assert (found.basis, found.median) == ("milliseconds", 1.5)
+    assert "baseline itself" in found.note
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        (run(), "the second run has no such variant"),
+        (run(variant(row(1, 2, batch=8))), "not measured at batch 1 in the second run: it was at 8"),
+        (run(variant(LatencyRow(batch=1, failure="out of memory"))), "the second run: out of memory"),
+        (run(variant(reasons={"latency": "not asked for"})), "not measured in the second run: not asked for"),
+    ],
+)
+def test_what_was_not_measured_has_a_reason(after: Run, words: str) -> None:
+    found = latency_change(FIRST, after, ENGINE, 1)
+    assert (found.median, found.low, found.significant, found.basis) == (None, None, None, None)
+    assert words in found.note
+
+
+def test_one_launch_is_not_judged_by() -> None:
+    found = latency_change(FIRST, run(variant(row(1.0, 1.0, launches=1))), ENGINE, 1)
+    assert found.median == 2.0
+    assert found.significant is None
+    assert "takes 3 launches, and the second run has 1" in found.note
+
+
+@pytest.mark.parametrize("side", ["engine", "baseline"])
+def test_what_others_disturbed_is_not_judged_by(side: str) -> None:
+    shares = {"engine": 0.1, "baseline": 0.1, side: 0.9}
+    engine = variant(row(1.0, 1.0, disturbed_share=shares["engine"]))
+    after = run(engine, baseline=eager(row(1.0, 1.0, disturbed_share=shares["baseline"])))
+    found = latency_change(FIRST, after, ENGINE, 1)
+    assert (found.median, found.significant) == (2.0, None)
+    assert "90% of the calls of one side waited" in found.note
+
+
+@pytest.mark.parametrize("speedup", [None, Interval(median=2.0, low=0.0, high=3.0)])
+def test_without_a_speed_up_or_an_interval_what_is_left_is_shown(speedup: Interval | None) -> None:
+    found = latency_change(FIRST, run(variant(row(0.6, 2.0, speedup=speedup))), ENGINE, 1)
+    assert found.basis == "milliseconds"
+    assert "has no speed-up" in found.note
+    bare = row(0.6, 2.0, speedup=None, median_ms=None, reasons={"median_ms": "too few rounds"})
+    found = latency_change(FIRST, run(variant(bare)), ENGINE, 1)
+    assert (found.median, found.low, found.significant) == (1.2, None, None)
+    assert found.note.endswith("there is no interval: too few rounds")
+
+
+def test_a_measurement_from_the_store_is_not_a_second_one() -> None:
+    found = latency_change(FIRST, FIRST, ENGINE, 1)
+    assert (found.median, found.significant) == (1.0, False)
+    assert "took it from the store" in found.note
+
+
+def test_numbers_beside_latency_are_judged_by_their_own_spread() -> None:
+    changed = variant(
+        row(0.5, 2.0),
+        artifact=StoredArtifact(path="m", sha256="b", bytes=1001),
+        memory=MemoryRow(device="cpu", batch=1, peak_bytes=102 << 20),
+        quality=Quality(metric="top1", value=0.8, baseline=0.9, drop=0.1, drop_low=0.08, drop_high=0.12, samples=100),
+    )
+    found = {one.name: one for one in pair(FIRST, run(changed)).variants[1].numbers}
+    assert found["peak_bytes"].significant is False, "2 % are within what peaks differ by"
+    assert found["size_bytes"].significant is True
+    drop = found["drop"]
+    assert (drop.significant, round(drop.low or 0, 4)) == (True, round(0.09 - math.hypot(0.02, 0.01), 4))
+    assert found["build_seconds"].significant is None
+    assert found["sqnr_db"].note == "its outputs were not held against the baseline's in both runs"
+    more = variant(memory=MemoryRow(device="cpu", batch=1, peak_bytes=110 << 20))
+    assert pair(FIRST, run(more)).variants[1].numbers[0].significant is True
+    small = variant(memory=MemoryRow(device="cpu", batch=1, peak_bytes=1 << 20))
+    smaller = variant(memory=MemoryRow(device="cpu", batch=1, peak_bytes=900 << 10))
+    assert pair(run(small), run(smaller)).variants[1].numbers[0].significant is False, "an allocator's grain"
+    elsewhere = variant(memory=MemoryRow(device="cpu", batch=8, peak_bytes=1 << 30))
+    assert "at batch 8" in pair(FIRST, run(elsewhere)).variants[1].numbers[0].note
+
+
+def test_other_devices_are_refused_unless_told() -> None:
+    other = run(variant(row(0.5, 2.0)), environment={"processor": "Another CPU"})
+    with pytest.raises(UsageError, match="processor Some CPU and Another CPU") as refused:
+        pair(FIRST, other)
+    assert "--any-device" in refused.value.remedy
+    found = pair(FIRST, other, any_device=True)
+    assert "measured on different devices: processor is Some CPU and Another CPU" in found.cautions
+    gpu = variant(row(0.5, 2.0), memory=MemoryRow(device="cuda:0", batch=1, peak_bytes=1))
+    with pytest.raises(UsageError, match="device cpu and cuda"):
+        pair(FIRST, run(gpu))
+    cards = [run(gpu, environment={"gpus": [{"name": name}]}) for name in ("A", "B")]
+    with pytest.raises(UsageError, match=r"gpus\[0\]\.name A and B"):
+        pair(*cards)
+
+
+def test_where_nothing_was_measured_no_device_matters() -> None:
+    built = variant(memory=None, status="built", reason="no such GPU here", reasons={"memory": "no such GPU here"})
+    found = pair(FIRST, run(built, baseline=eager(), environment={"processor": "Another CPU"}))
+    assert "nothing was measured in b" in found.cautions
+    assert found.variants[1].numbers[1].before == 1000
+
+
+@pytest.mark.parametrize(
+    ("runs", "words"),
+    [([("a", FIRST)], "nothing to be compared with"), ([("a", FIRST), ("./a", FIRST)], "is given twice")],
+)
+def test_what_cannot_be_compared(runs: Sequence[tuple[str, Run]], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        compare([(Path(path), one) for path, one in runs])
+
+
+def test_what_else_changed_is_listed_field_by_field() -> None:
+    other = run(
+        variant(row(0.5, 2.0)),
+        recipe={"budgets": {"max_drop": 0.01}, "batch": [1, 4]},
+        environment={"packages": {"torch": "2.11", "onnxruntime": "1.24", "timm": "1.0"}, "kernel": "6.1"},
+        model=ModelRecord(source="digits", sha256="n", signature=None, data="synthetic"),
+    )
+    found = pair(FIRST, other).changed
+    assert [(one.name, one.before, one.after) for one in found.recipe] == [
+        ("batch", [1, 8], [1, 4]),
+        ("budgets.max_drop", None, 0.01),
+    ]
+    assert [(one.name, one.before, one.after) for one in found.versions] == [
+        ("onnxruntime", "1.23", "1.24"),
+        ("timm", None, "1.0"),
+    ]
+    assert [one.name for one in (*found.model, *found.machine, *found.data)] == ["sha256", "kernel", "measured on"]
+    assert not any(fields for _, fields in pair(FIRST, FIRST).changed.sections)
+
+
+def test_variants_and_batches_of_one_run_alone_are_listed() -> None:
+    found = pair(
+        run(variant(row(0.5, 2.0), row(1.0, 2.0, batch=8)), variant(name="old")),
+        run(variant(row(0.6, 2.0), row(1.0, 2.0, batch=4)), variant(name="new"), complete=False),
+    )
+    assert (found.only_before, found.only_after) == (("old",), ("new",))
+    assert "batch 8 was measured in a alone" in found.cautions
+    assert "batch 4 was measured in b alone" in found.cautions
+    assert any("b is not complete" in one for one in found.cautions)
+
+
+def test_many_intervals_are_not_believed_one_by_one() -> None:
+    many = [variant(row(0.5, 2.0), name=f"v{index}") for index in range(40)]
+    others = [variant(row(0.5, 2.01), name=f"v{index}") for index in range(40)]
+    assert any("2 are expected to leave 1 out by chance" in one for one in pair(run(*many), run(*others)).cautions)
+
+
+def shown(*runs: Run) -> str:
+    return rendering.markdown(compare([(Path(f"run{index}"), one) for index, one in enumerate(runs)]))
+
+
+def test_what_people_read_has_the_differences_first() -> None:
+    text = shown(FIRST, run(variant(row(0.6, 1.6))), FIRST.model_copy(update={"winner": None}))
+    assert "- differs for certain: onnxruntime-fp32 is slower at batch 1: +25 % [+22, +29]" in text.splitlines()[:6]
+    assert "| p50 at batch 1, ms | 0.5 | 0.6 | +25 % [+22, +29] | slower, by speed-up over eager |" in text
+    assert "- no measured difference is certain" in text
+    assert "- winner: onnxruntime-fp32 of the reference, none of the other" in text
+    assert text.count("- nothing: model, recipe, versions, machine and data are the same") == 2
+
+
+def test_names_cannot_break_out_of_markdown() -> None:
+    name = "<script>alert(1)</script> | [x](javascript:1) `code`\n# title"
+    text = shown(run(variant(row(0.5, 2.0), name=name)), run(variant(row(0.6, 2.0), name=name)))
+    assert "<script>" not in text
+    assert "](" not in text
+    assert not any(line.startswith("# title") for line in text.splitlines())
+
+
+def test_the_document_is_read_back() -> None:
+    found = compare([(Path("a"), FIRST), (Path("b"), run(variant(row(0.6, 1.6))))])
+    text = found.model_dump_json(by_alias=True)
+    assert '"schema":"enginesmith.comparison/1"' in text
+    assert comparison.Comparison.model_validate_json(text) == found

@@ -1,0 +1,331 @@
+"""The gate: what is broken is said, what cannot be judged is broken, and what is not certain is no regression."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from enginesmith.pipeline import baseline, gate, rematch
+from enginesmith.pipeline import run as runs
+from enginesmith.pipeline.commands.request import budgets_of
+from enginesmith.pipeline.errors import ModelError, UsageError
+from enginesmith.pipeline.gate import Demands, parse_tolerance
+from enginesmith.pipeline.judgement import Gate, Judgement
+from enginesmith.pipeline.measure.latency import LatencyResult, LatencyRow, launches_of
+from enginesmith.pipeline.measure.memory import MemoryRow
+from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.measure.statistics import Interval, student
+from enginesmith.pipeline.options import Budgets
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.report import gating
+from enginesmith.pipeline.run import ModelRecord, Run, StoredArtifact, VariantRecord
+
+MACHINE = {"processor": "A", "usable_cores": 2, "architecture": "x86_64"}
+MODEL = ModelRecord(source="digits", sha256="0" * 64, signature=None, data="digits")
+
+
+def interval(median: float, half: float = 0.01) -> Interval:
+    return Interval(median=median, low=median * (1 - half), high=median * (1 + half))
+
+
+def record(name: str = "a", p50_ms: float = 1.0, half: float = 0.01, **changes: object) -> VariantRecord:
+    row = LatencyRow(
+        batch=1, p50_ms=p50_ms, median_ms=interval(p50_ms, half), speedup=interval(10 / p50_ms, half), launches=5
+    )
+    values = {
+        "id": name,
+        "engine": "onnxruntime",
+        "precision": "fp32",
+        "status": "measured",
+        "latency": (row,),
+        "memory": MemoryRow(device="cpu", batch=1, peak_bytes=10 << 20),
+        "artifact": StoredArtifact(path="variants/a/model.onnx", sha256=f"{p50_ms}", bytes=1000),
+    }
+    return VariantRecord.model_validate({**values, **changes})
+
+
+def write(folder: Path, *variants: VariantRecord, **changes: object) -> Path:
+    eager = record("eager", 10.0, artifact=None, engine="eager")
+    values = {
+        "name": folder.name,
+        "created": "2026-01-01T00:00:00+00:00",
+        "seconds": 1.5,
+        "complete": True,
+        "recipe": make({"model": "digits"}),
+        "environment": MACHINE,
+        "model": MODEL,
+        "steps": (),
+        "baseline": eager,
+        "variants": variants,
+        "winner": variants[0].id if variants else None,
+        "pareto": (),
+        "verdicts": (),
+    }
+    folder.mkdir(exist_ok=True)
+    runs.write(Run.model_validate({**values, **changes}), folder)
+    return folder
+
+
+def judged(found: Gate) -> dict[str, bool]:
+    return {one.name: one.passed for one in found.verdicts}
+
+
+def demands(**budgets: float) -> Demands:
+    return Demands(budgets=Budgets.model_validate(budgets), measure=False)
+
+
+def test_each_budget_is_judged_in_its_direction(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", record())
+    found = gate.gate(run, demands(max_latency_ms=2, max_memory_bytes=1, max_size_bytes=1000))
+    assert judged(found) == {"max_latency_ms": True, "max_memory_bytes": False, "max_size_bytes": True}
+    assert found.exit_code == 3
+    assert [one.text for one in found.breaches] == ["peak memory is 10 MiB, and has to be at most 1 B"]
+
+
+def test_what_is_unknown_is_broken_and_says_why(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", record(reasons={"quality": "no labels"}))
+    found = gate.gate(run, demands(max_drop=0.1, min_throughput_per_s=1, max_build_seconds=1))
+    assert not any(judged(found).values())
+    assert found.breaches[0].text == "loss of quality is unknown (no labels), and has to be at most 0.1000"
+
+
+def test_a_run_without_a_winner_is_broken(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", record(), winner=None, winner_reason="no variant holds every budget")
+    found = gate.gate(run, demands())
+    assert (found.exit_code, found.breaches[0].name) == (3, "winner")
+    assert "no variant holds every budget" in found.breaches[0].text
+
+
+def test_a_run_with_nothing_measured_is_no_use(tmp_path: Path) -> None:
+    unmeasured = {"status": "built", "latency": (), "memory": None}
+    run = write(tmp_path / "run", baseline=record("eager", **unmeasured), winner=None, winner_reason="no GPU")
+    with pytest.raises(UsageError, match=r"nothing was measured in .*no GPU"):
+        gate.gate(run, demands())
+
+
+@pytest.mark.parametrize("change", [{"status": "failed", "reason": "no kernel"}, {"rejected": "not faster"}])
+def test_a_variant_that_must_not_be_used_is_broken(tmp_path: Path, change: dict[str, str]) -> None:
+    run = write(tmp_path / "run", record(), record("b", **change))
+    found = gate.gate(run, demands(), variant="b")
+    assert list(judged(found)) == ["status"]
+    assert list(change.values())[-1] in found.breaches[0].text
+
+
+def test_a_variant_that_there_is_not_is_named_with_those_near(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", record("onnxruntime-fp32"))
+    with pytest.raises(UsageError, match="did you mean onnxruntime-fp32"):
+        gate.gate(run, demands(), variant="onnxruntime-fp23")
+
+
+@pytest.mark.parametrize(
+    ("after", "half", "passed"), [(1.001, 0.01, True), (1.04, 0.001, True), (1.1, 0.01, False), (1.1, 0.2, True)]
+)
+def test_slower_is_broken_beyond_the_tolerance_and_for_certain(
+    tmp_path: Path, after: float, half: float, passed: bool
+) -> None:
+    before = write(tmp_path / "before", record())
+    run = write(tmp_path / "run", record("a", after, half))
+    found = gate.gate(run, demands(), baseline=before)
+    assert judged(found)["latency_ms"] is passed
+    assert "(--no-measure)" in next(one.text for one in found.verdicts if one.name == "latency_ms")
+
+
+def test_memory_size_and_quality_are_held_against_the_baseline(tmp_path: Path) -> None:
+    good = Quality(metric="top1", value=0.9, baseline=0.9, drop=0.0, drop_low=0.0, drop_high=0.0, samples=1000)
+    bad = good.model_copy(update={"value": 0.8, "drop": 0.1, "drop_low": 0.08, "drop_high": 0.12})
+    before = write(tmp_path / "before", record(quality=good))
+    large = MemoryRow(device="cpu", batch=1, peak_bytes=12 << 20)
+    stored = StoredArtifact(path="variants/a/model.onnx", sha256="1", bytes=1040)
+    run = write(tmp_path / "run", record(memory=large, artifact=stored, quality=bad))
+    found = judged(gate.gate(run, demands(), baseline=before))
+    assert found == {"latency_ms": True, "peak_bytes": False, "size_bytes": True, "drop": False}
+    wide = Demands(budgets=Budgets(), measure=False, tolerance=0.3)
+    assert judged(gate.gate(run, wide, baseline=before))["peak_bytes"], "20 % more is within 30 %"
+
+
+def test_what_the_run_does_not_know_any_more_is_broken(tmp_path: Path) -> None:
+    before, run = write(tmp_path / "before", record()), write(tmp_path / "run", record(memory=None))
+    found = gate.gate(run, demands(), baseline=before)
+    assert not judged(found)["peak_bytes"]
+    unknown = gate.gate(before, demands(), baseline=run)
+    assert "peak_bytes" not in judged(unknown)
+    assert any("peak memory was not measured in the baseline" in text for text in unknown.cautions)
+
+
+def test_latency_of_another_machine_is_refused_and_the_rest_is_judged(tmp_path: Path) -> None:
+    before = write(tmp_path / "before", record(), environment={**MACHINE, "processor": "B"})
+    run = write(tmp_path / "run", record())
+    found = gate.gate(run, demands(), baseline=before)
+    assert judged(found) == {"latency_ms": False, "peak_bytes": True, "size_bytes": True}
+    assert "processor B and A" in found.breaches[0].text
+    assert "--any-machine" in found.breaches[0].text
+    told = Demands(budgets=Budgets(), measure=False, any_machine=True)
+    assert gate.gate(run, told, baseline=before).passed
+
+
+def test_winners_of_other_names_are_compared_and_that_is_said(tmp_path: Path) -> None:
+    before = write(tmp_path / "before", record("fp32"))
+    run = write(tmp_path / "run", record("int8", 1.2))
+    found = gate.gate(run, demands(), baseline=before)
+    assert not judged(found)["latency_ms"]
+    assert any("int8 is held against fp32" in text for text in found.cautions)
+
+
+def test_nothing_to_judge_is_said(tmp_path: Path) -> None:
+    found = gate.gate(write(tmp_path / "run", record()), demands())
+    assert found.passed
+    assert "nothing was judged" in found.cautions[0]
+
+
+@pytest.mark.parametrize(("text", "share"), [("5%", 0.05), (" 2.5 % ", 0.025), ("0%", 0.0)])
+def test_a_tolerance_is_a_percentage(text: str, share: float) -> None:
+    assert parse_tolerance(text) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("text", ["5", "-5%", "much", "", "nan%", "100%", "1e3%", "5%%"])
+def test_any_other_tolerance_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_tolerance(text)
+
+
+def test_engines_that_are_not_there_are_not_measured(tmp_path: Path) -> None:
+    before, run = write(tmp_path / "before", record()), write(tmp_path / "run", record("a", 1.2))
+    found = gate.gate(run, Demands(budgets=Budgets()), baseline=before)
+    assert not judged(found)["latency_ms"]
+    assert "has no engine file of a" in found.breaches[0].text
+
+
+@pytest.mark.parametrize(
+    ("ratio", "passed"), [(interval(1.0), True), (interval(1.1), False), (interval(1.1, 0.2), True)]
+)
+def test_what_was_measured_again_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: Interval, passed: bool
+) -> None:
+    before, run = write(tmp_path / "before", record()), write(tmp_path / "run", record("a", 3.0))
+    again = rematch.Rematch(ratio=ratio, before_ms=1.0, after_ms=1.0, batch=1, looks=1, launches=5)
+    monkeypatch.setattr(rematch, "why_not", lambda *sides, any_machine: "")
+    monkeypatch.setattr(rematch, "measure", lambda *sides: again)
+    found = gate.gate(run, Demands(budgets=Budgets()), baseline=before)
+    assert judged(found)["latency_ms"] is passed
+    assert "measured side by side now, 5 launches" in found.verdicts[0].text
+
+
+def test_an_engine_that_does_not_run_here_leaves_what_was_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*sides: object) -> None:
+        raise ModelError("it was built for another processor")
+
+    before, run = write(tmp_path / "before", record()), write(tmp_path / "run", record("a", 3.0))
+    monkeypatch.setattr(rematch, "why_not", lambda *sides, any_machine: "")
+    monkeypatch.setattr(rematch, "measure", refuse)
+    found = gate.gate(run, Demands(budgets=Budgets()), baseline=before)
+    assert "from what both runs stored" in found.breaches[0].text
+    assert "another processor" in found.breaches[0].text
+
+
+def test_lines_are_one_for_each_and_markdown_is_inert() -> None:
+    broken = Judgement(name="x", against="budget", passed=False, text="<b> is | slow")
+    found = Gate(run="r", variant="a", tolerance=0.05, passed=False, verdicts=(broken,), cautions=("careful",))
+    assert gating.lines(found) == ["BROKEN: <b> is | slow", "note: careful", "a of r: 1 of 1 broken"]
+    assert "- **broken**: &lt;b> is \\| slow" in gating.markdown(found)
+
+
+def test_a_run_becomes_the_baseline_whole(tmp_path: Path) -> None:
+    run, target = write(tmp_path / "run", record()), tmp_path / "kept" / "main"
+    (run / "variants" / "a").mkdir(parents=True)
+    (run / "variants" / "a" / "model.onnx").write_text("engine")
+    (run / "variants" / "b").mkdir()
+    (run / "samples.npz").write_bytes(b"samples")
+    (run / "report.html").write_text("page")
+    source = gate.stored_in(run, None)
+    assert source is not None
+    for _ in range(2):
+        baseline.keep(source, target)
+        names = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+        assert names == ["run.json", "samples.npz", "variants/a/model.onnx"]
+    assert [path.name for path in target.parent.iterdir()] == ["main"], "nothing is left beside it"
+
+
+def test_what_is_no_baseline_is_left_alone(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", record())
+    source = gate.stored_in(run, None)
+    assert source is not None
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for target in (tmp_path / "mine", tmp_path / "file", run, tmp_path):
+        with pytest.raises(UsageError):
+            baseline.keep(source, target)
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("path", ["/etc/x/model.onnx", "../../other/model.onnx"])
+def test_nothing_outside_of_the_run_is_copied(tmp_path: Path, path: str) -> None:
+    stored = StoredArtifact(path=path, sha256="0", bytes=1)
+    source = gate.stored_in(write(tmp_path / "run", record(artifact=stored)), None)
+    assert source is not None
+    with pytest.raises(UsageError, match="outside of its folder"):
+        baseline.keep(source, tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+
+
+def test_the_recipes_budgets_are_changed_by_options() -> None:
+    recipe = make(
+        {"model": "digits", "budgets": {"max_latency_ms": "5ms", "max_size_bytes": "1MiB"}, "min_sqnr_db": 20}
+    )
+    assert budgets_of(recipe, {"max_latency": "2ms", "max_p99": "1s", "max_build_time": "2m", "tolerance": "5%"}) == (
+        Budgets(max_latency_ms=2, max_size_bytes=1 << 20, max_p99_ms=1000, max_build_seconds=120),
+        20,
+    )
+    for options in ({"max_latency": "0ms"}, {"min_throughput": float("nan")}, {"max_memory": "much"}):
+        with pytest.raises(UsageError):
+            budgets_of(recipe, options)
+
+
+def test_samples_are_put_back_into_blocks_and_launches() -> None:
+    samples = {
+        "a/1/seconds": np.arange(6.0),
+        "a/1/waited": np.zeros(6),
+        "a/1/calls": np.array([1, 2, 3]),
+        "a/1/rounds": np.array([2, 1]),
+    }
+    found = launches_of(samples, "a", 1)
+    assert [[block.seconds.tolist() for block in launch] for launch in found] == [[[0], [1, 2]], [[3, 4, 5]]]
+    assert all(
+        block.waited is not None and len(block.waited) == len(block.seconds) for launch in found for block in launch
+    )
+    del samples["a/1/waited"]
+    assert launches_of(samples, "a", 1)[0][0].waited is None
+
+
+@pytest.mark.parametrize(("ratios", "looks"), [((1.0,), 1), ((1.06,) * 4, 4), ((1.2,), 1)])
+def test_it_is_measured_until_it_is_clear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratios: tuple[float, ...], looks: int
+) -> None:
+    """The clock is replaced, and nothing else: launches whose blocks differ by as much as is wanted."""
+    taken: list[float] = []
+
+    def measured(*_: object) -> LatencyResult:
+        ratio = ratios[len(taken)]
+        taken.append(ratio)
+        noise = np.random.default_rng(len(taken)).normal(1, 0.02 if ratio == 1.06 else 1e-4, 5)
+        found: dict[str, np.ndarray] = {}
+        for name, factor in (("baseline", np.ones(5)), ("candidate", ratio * noise)):
+            found |= {f"{name}/1/seconds": 1e-3 * factor, f"{name}/1/calls": np.ones(5, int)}
+            found |= {f"{name}/1/rounds": np.ones(5, int)}
+        return LatencyResult({name: (LatencyRow(batch=1),) for name in ("baseline", "candidate")}, found)
+
+    run = runs.read(write(tmp_path / "run", record()))
+    stored = rematch.Stored(tmp_path, run, run.variants[0])
+    monkeypatch.setattr(rematch, "measure_latency", measured)
+    monkeypatch.setattr(rematch, "_feeds", lambda *_: {})
+    limits = rematch.Limits(1.0, lambda ratio: ratio.high < 1.05 or ratio.low > 1.05, lambda text: None)
+    found = rematch.measure(stored, stored, 1, limits)
+    assert (found.looks, found.launches) == (looks, 5 * looks)
+    assert found.ratio.median == pytest.approx(ratios[0], rel=0.05)
+
+
+def test_students_t_goes_on_where_its_table_ends() -> None:
+    known = {1: 12.706, 4: 2.776, 15: 2.131, 16: 2.1199, 19: 2.0930, 30: 2.0423, 1000: 1.9623}
+    assert {degrees: student(degrees) for degrees in known} == pytest.approx(known, abs=1e-3)

@@ -1,0 +1,103 @@
+"""junit.xml: what is broken fails, what was not judged is skipped, and any name makes XML that can be read."""
+
+from xml.etree import ElementTree
+
+import pytest
+
+from enginesmith.pipeline.measure.latency import LatencyRow
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.report import junit
+from enginesmith.pipeline.run import ModelRecord, Run, VariantRecord, Verdict
+from enginesmith.pipeline.tasks.compare import StageFidelity
+
+HOSTILE = "]]></failure><script>&\x00\x1b\ud800\ufffe\"'\n中"
+
+
+def check(**changes: object) -> StageFidelity:
+    values = {"stage": "engine", "point": "min", "batch": 1, "sqnr_db": 50.0, "passed": True}
+    unknown = dict.fromkeys(("cosine", "max_abs_error", "argmax_agreement"))
+    return StageFidelity.model_validate({**unknown, **values, **changes})
+
+
+def record(name: str, **changes: object) -> VariantRecord:
+    values = {"id": name, "engine": "onnxruntime", "precision": "fp32", "status": "measured"}
+    row = LatencyRow(batch=1, p50_ms=1.0)
+    return VariantRecord.model_validate({**values, "latency": (row,), **changes})
+
+
+def run(*variants: VariantRecord, **changes: object) -> Run:
+    values = {
+        "name": "demo",
+        "created": "2026-01-01T00:00:00+00:00",
+        "seconds": 1.5,
+        "complete": True,
+        "recipe": make({"model": "digits"}),
+        "environment": {},
+        "model": ModelRecord(source="digits", signature=None, data=None),
+        "steps": (),
+        "baseline": record("eager"),
+        "variants": variants,
+        "winner": "a",
+        "pareto": (),
+        "verdicts": (),
+    }
+    return Run.model_validate({**values, **changes})
+
+
+def cases(text: str) -> dict[str, str]:
+    """What became of each test case."""
+    found = {}
+    for case in ElementTree.fromstring(text).iter("testcase"):
+        outcome = next(iter(case), None)
+        key = f"{case.get('classname')}: {case.get('name')}"
+        found[key] = "passed" if outcome is None else f"{outcome.tag}: {outcome.get('message')}"
+    return found
+
+
+def test_every_budget_and_every_check_is_a_case() -> None:
+    fast = Verdict(budget="max_latency_ms", limit=5, actual=1, passed=True)
+    large = Verdict(budget="max_memory_bytes", limit=1024, actual=None, passed=False, reason="nobody looked")
+    made = record("a", fidelity=(check(), check(point="max", batch=8, passed=False, reason="SQNR of 3 dB")))
+    text = junit.render(run(made, verdicts=(fast, large)))
+    assert cases(text) == {
+        "budgets: p50 latency: at most 5 ms": "passed",
+        "budgets: peak memory: at most 1 KiB": (
+            "failure: peak memory is unknown (nobody looked), and has to be at most 1 KiB"
+        ),
+        "variant a: measured": "passed",
+        "variant a: engine at min (batch 1)": "passed",
+        "variant a: engine at max (batch 8)": "failure: SQNR of 3 dB",
+    }
+    root = ElementTree.fromstring(text)
+    assert (root.get("tests"), root.get("failures"), root.get("skipped")) == ("5", "2", "0")
+
+
+def test_what_was_not_judged_is_skipped() -> None:
+    changed = check(reason="changed on purpose")
+    built = record("b", status="built", reason="no such device", latency=())
+    recipe = make({"model": "digits", "budgets": {"max_size_bytes": 10}})
+    waiting = run(record("a", fidelity=(changed,)), built, recipe=recipe, winner=None, winner_reason="not measured")
+    assert cases(junit.render(waiting)) == {
+        "budgets: size": "skipped: not judged: not measured",
+        "variant a: measured": "passed",
+        "variant a: engine at min (batch 1)": "skipped: not judged: changed on purpose",
+        "variant b: measured": "skipped: no such device",
+    }
+
+
+def test_a_variant_that_failed_is_a_failure() -> None:
+    failed = record("a", status="failed", reason="build: out of memory")
+    assert cases(junit.render(run(failed)))["variant a: measured"] == "failure: build: out of memory"
+
+
+@pytest.mark.parametrize("text", [HOSTILE, "<!DOCTYPE x [<!ENTITY e SYSTEM 'file:///'>]>&e;"])
+def test_any_text_is_xml(text: str) -> None:
+    made = record(text, status="failed", reason=text, fidelity=(check(stage=text, passed=False, reason=text),))
+    shown = junit.render(run(made, name=text, winner=None))
+    shown.encode()
+    assert len(cases(shown)) == 2
+    assert "<script>" not in shown
+
+
+def test_the_same_run_gives_the_same_bytes() -> None:
+    assert junit.render(run(record("a"))) == junit.render(run(record("a")))

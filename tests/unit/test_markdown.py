@@ -1,0 +1,111 @@
+"""report.md fits into a comment, whatever the run is, and no text of it does more than be read."""
+
+import pytest
+
+from enginesmith.pipeline.measure.latency import LatencyRow
+from enginesmith.pipeline.measure.memory import MemoryRow
+from enginesmith.pipeline.measure.statistics import Interval
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.report import markdown
+from enginesmith.pipeline.run import ModelRecord, Run, VariantRecord, Verdict
+from enginesmith.pipeline.tasks.compare import StageFidelity
+
+EVIL = "<script>alert(1)</script> [x](javascript:y) ![i](http://h) @someone #12 `code` a|b\n# head"
+
+
+def record(name: str, **changes: object) -> VariantRecord:
+    ratio = Interval(median=2, low=1.9, high=2.1)
+    values = {"id": name, "engine": "onnxruntime", "precision": "fp32", "status": "measured"}
+    rows = tuple(LatencyRow(batch=batch, p50_ms=1.0, speedup=ratio) for batch in (1, 8))
+    memory = MemoryRow(device="cpu", batch=8, peak_bytes=1 << 20)
+    return VariantRecord.model_validate({**values, "latency": rows, "memory": memory, **changes})
+
+
+def run(*variants: VariantRecord, **changes: object) -> Run:
+    values = {
+        "name": "demo",
+        "created": "2026-01-01T00:00:00+00:00",
+        "seconds": 1.5,
+        "complete": True,
+        "recipe": make({"model": "digits"}),
+        "environment": {},
+        "model": ModelRecord(source="digits", signature=None, data="digits"),
+        "steps": (),
+        "baseline": record("eager"),
+        "variants": variants,
+        "winner": "a",
+        "pareto": (),
+        "verdicts": (),
+    }
+    return Run.model_validate({**values, **changes})
+
+
+def checks(sqnr_db: float) -> tuple[StageFidelity, ...]:
+    unknown = dict.fromkeys(("cosine", "max_abs_error", "argmax_agreement"))
+    return tuple(
+        StageFidelity.model_validate(
+            {**unknown, "stage": "engine", "point": point, "batch": 1, "sqnr_db": sqnr_db, "passed": True}
+        )
+        for point in ("min", "opt", "max")
+    )
+
+
+def test_a_usual_run_is_short_and_says_what_matters() -> None:
+    held = Verdict(budget="max_latency_ms", limit=5, actual=1, passed=True)
+    broken = Verdict(budget="min_throughput_per_s", limit=5e3, actual=1e3, passed=False)
+    others = [record(f"v{index}", fidelity=checks(40.0 + index)) for index in range(6)]
+    failed = record("f", status="failed", reason="build: no kernel", latency=())
+    text = markdown.render(
+        run(
+            record("a", fidelity=checks(33.3)),
+            *others,
+            failed,
+            verdicts=(held, broken),
+            environment={"warnings": ("busy",)},
+        )
+    )
+    assert len(text.splitlines()) <= 60
+    for part in (
+        "a is 2.00× [1.90, 2.10] faster than eager",
+        "| p50 latency | at most 5 ms | 1 ms | yes |",
+        "| throughput | at least 5000 samples/s | 1000 samples/s | no |",
+        "- busy.",
+        "**f**: build: no kernel",
+        "21 of 21 checks passed; the lowest SQNR is 33.3 dB (a after engine)",
+        "In report.html: latency distributions",
+    ):
+        assert part in text
+
+
+def test_of_many_variants_those_that_matter_are_shown() -> None:
+    many = [record(f"v{index}", reason=f"reason {index} " * 100, status="failed") for index in range(200)]
+    text = markdown.render(run(*many, record("front"), record("a"), pareto=("front",)))
+    assert len(text) < markdown.MOST_CHARACTERS
+    assert "| ★ a |" in text
+    assert "| front |" in text
+    assert "more variants, in report.html" in text
+    assert len(text.splitlines()) < 80
+
+
+def test_the_hard_limit_holds_whatever_there_is() -> None:
+    text = markdown.render(run(record("a" * 100_000), name="n" * 100_000, winner_reason="w" * 100_000, winner=None))
+    assert len(text) <= markdown.MOST_CHARACTERS + 1
+
+
+def test_text_is_text() -> None:
+    failed = record(EVIL, status="failed", reason=EVIL)
+    text = markdown.render(run(failed, name=EVIL, winner=None, winner_reason=EVIL, environment={"warnings": (EVIL,)}))
+    for part in ("<script", "](", " @someone", " #12", "\n# head"):
+        assert part not in text
+    assert text.count("\n# ") + text.startswith("# ") == 1
+
+
+def test_a_budget_that_nothing_was_held_against_is_said() -> None:
+    recipe = make({"model": "digits", "budgets": {"max_size_bytes": 10}})
+    text = markdown.render(run(recipe=recipe, winner=None, winner_reason="nothing was measured"))
+    assert "size was not judged: nothing was measured" in text
+
+
+@pytest.mark.parametrize("text", ["\ud800", "\x00"])
+def test_it_can_be_written(text: str) -> None:
+    markdown.render(run(record("a"), name=text)).encode()

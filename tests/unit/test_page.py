@@ -1,0 +1,262 @@
+"""report.html as text: whole, self-contained, escaped, and readable in both colour schemes."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from enginesmith.pipeline import run as runs
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.report import files, proof, provenance, tables
+from enginesmith.pipeline.report.html import data, glance, page, scripts
+from enginesmith.pipeline.report.html.blocks import Folded, Section, Table, tables_in
+from enginesmith.pipeline.run import Run
+
+EVIL = (
+    """<img src=x onerror="document.title='a'"></script><script>document.title='b'</script>"><svg onload=c>'${d}&amp;"""
+)
+SECTIONS = (
+    *("variants-and-front", "glance", "out", "latency", "memory", "sweep", "fidelity", "sensitivity", "precision"),
+    *("smaller", "limits", "profile", "provenance", "environment", "method", "reproduce"),
+)
+
+
+class Elements(HTMLParser):
+    """Every element of a page with its attributes, and the text of some."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.all: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.all.append((tag, dict(attrs)))
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        """Attributes of all elements of that name."""
+        return [attributes for name, attributes in self.all if name == tag]
+
+
+@pytest.fixture(scope="module")
+def some(made_runs: ModuleType) -> Run:
+    found = made_runs.run()
+    assert isinstance(found, Run)
+    return found
+
+
+@pytest.fixture(scope="module")
+def elements(some: Run) -> Elements:
+    return Elements(page.render(some))
+
+
+def test_every_part_has_its_section_in_order(elements: Elements) -> None:
+    assert tuple(one["id"] for one in elements.named("section")) == SECTIONS
+    assert {one.get("href") for one in elements.named("a")} >= {f"#{name}" for name in SECTIONS}
+    headings = [tag for tag, _ in elements.all if re.fullmatch("h[1-6]", tag)]
+    assert headings == ["h1", *["h2"] * len(SECTIONS)]
+
+
+def test_nothing_comes_from_the_network(some: Run) -> None:
+    text = page.render(some)
+    elements = Elements(text)
+    assert not any("src" in attributes for _, attributes in elements.all)
+    assert not elements.named("link")
+    policy = next(one["content"] for one in elements.named("meta") if one.get("http-equiv"))
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe-inline" not in policy.partition("style-src")[0]
+
+
+def test_the_policy_names_exactly_the_scripts_that_run(some: Run) -> None:
+    bodies = re.findall(r"<script>(.*?)</script>", page.render(some), re.S)
+    assert bodies == [scripts.library(), scripts.own()]
+
+
+def test_ids_are_unique_and_labels_point_to_some(elements: Elements) -> None:
+    ids = [attributes["id"] for _, attributes in elements.all if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    pointed = {one["aria-labelledby"] for _, one in elements.all if "aria-labelledby" in one}
+    assert pointed <= set(ids)
+
+
+def test_what_people_need_who_do_not_see_it(elements: Elements) -> None:
+    tables_, captions = elements.named("table"), elements.named("caption")
+    assert len(tables_) == len(captions) > 10
+    assert all("scope" in one for one in elements.named("th"))
+    charts = [one for _, one in elements.all if "data-chart" in one]
+    assert len(charts) > 5
+    assert all(one["role"] == "img" and one["aria-label"] for one in charts)
+    assert {"nav", "main", "header", "footer"} <= {tag for tag, _ in elements.all}
+    assert all("tabindex" in one for _, one in elements.all if one.get("class") == "scroll")
+
+
+def test_texts_of_the_run_bring_no_markup(made_runs: ModuleType, elements: Elements) -> None:
+    evil = Elements(page.render(made_runs.run(EVIL)))
+    assert {tag for tag, _ in evil.all} == {tag for tag, _ in elements.all}
+    assert len(evil.named("script")) == len(elements.named("script"))
+    assert not any(name.startswith("on") for _, attributes in evil.all for name in attributes)
+
+
+def test_every_free_text_of_a_run_is_replaced(made_runs: ModuleType) -> None:
+    """The test above is worth what it reaches."""
+    document = made_runs.run(EVIL).model_dump_json()
+    assert document.count("<img src=x") > 150
+
+
+def test_numbers_stand_with_their_full_precision(some: Run) -> None:
+    first = page.render(some).partition('data-name="variants"')[2].partition("</table>")[0]
+    values = [float(str(one["data-value"])) for one in Elements(first).named("td") if "data-value" in one]
+    record, row = some.variants[0], some.variants[0].latency[0]
+    assert row.speedup is not None
+    assert record.artifact is not None
+    assert record.quality is not None
+    numbers = [row.batch, row.speedup.median, row.p50_ms, row.p99_ms]
+    assert values[-7:] == [*numbers, record.peak_bytes, record.artifact.bytes, record.quality.drop]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"winner": None, "winner_reason": "nothing was measured", "pareto": (), "verdicts": (), "variants": ()},
+        {"complete": False, "winner": None, "winner_reason": "not decided yet"},
+        {"limits": None, "prune_sensitivity": (), "environment": {}, "steps": ()},
+    ],
+    ids=["no variant", "interrupted", "bare"],
+)
+def test_what_is_missing_is_explained(made_runs: ModuleType, changes: dict[str, object]) -> None:
+    found = made_runs.run(**changes)
+    text = page.render(found)
+    assert tuple(one["id"] for one in Elements(text).named("section")) == SECTIONS
+    empty = re.findall(r'<p class="question">[^<]*</p>\s*</section>', text)
+    assert not empty
+    assert ("This run is not complete" in text) is not found.complete
+
+
+def test_nothing_measured_says_so_everywhere() -> None:
+    bare = {"id": "eager", "engine": "eager", "precision": "fp32", "status": "skipped", "reasons": {"latency": "load"}}
+    values = {
+        "schema": runs.SCHEMA, "name": "r", "created": "", "seconds": 0.0, "complete": False,
+        "recipe": {"model": "digits"}, "environment": {},
+        "model": {"source": "digits", "signature": None, "data": None},
+        "steps": [], "winner": None, "winner_reason": "nothing was measured", "pareto": [], "verdicts": [],
+        "baseline": bare, "variants": [],
+    }  # fmt: skip
+    text = page.render(Run.model_validate(values))
+    assert "No winner: nothing was measured." in text
+    assert "No latency was measured: load." in text
+    assert 'data-chart="' not in text
+
+
+def test_the_ten_questions_have_an_answer_each(some: Run) -> None:
+    found = glance.facts(some)
+    assert len(found) == 10
+    assert all(fact.text.strip() and fact.target in SECTIONS for fact in found)
+
+
+def test_what_stayed_in_float_is_told_by_reason(some: Run) -> None:
+    groups = [
+        {"group": f"node_{name}", "module": name, "operator": "Conv", "precision": precision, "why": why}
+        for name, precision, why in (("a", "int8", ""), ("b", "fp32", "too sensitive"), ("c", "fp32", "too sensitive"))
+    ]
+    record = some.variants[0].model_copy(update={"precision": "int8", "synthetic_calibration": False})
+    record = record.model_validate({**record.model_dump(), "assignment": groups})
+    kept = next(
+        fact for fact in glance.facts(some.model_copy(update={"variants": (record,)})) if "floating" in fact.term
+    )
+    assert kept.text == f"{record.id}: 2 of 3: b, c (too sensitive)."
+
+
+def test_p99_is_held_against_a_budget_of_p50_when_there_is_no_other(some: Run) -> None:
+    budgets = some.recipe.budgets.model_copy(update={"max_latency_ms": 1.0})
+    recipe = some.recipe.model_copy(update={"budgets": budgets})
+    found = glance.facts(some.model_copy(update={"recipe": recipe, "verdicts": ()}))[0]
+    assert found.text == f"The budget is on p50, 1 ms; p99 of {some.winner} at batch 3 is 1.5 ms, above it."
+
+
+def test_the_install_line_has_the_versions_of_the_run() -> None:
+    environment = {"packages": {"enginesmith": "0.1.0", "torch": "2.13.0+cpu", "numpy": "2.4.6", "evil; rm": "1"}}
+    assert provenance.install(environment) == "pip install -e . torch==2.13.0 numpy==2.4.6 'evil; rm==1'"
+    assert provenance.builds(environment) == ["torch 2.13.0+cpu"]
+    assert provenance.install({}) == ""
+
+
+def test_the_largest_fall_is_found_and_changes_on_purpose_are_none(some: Run) -> None:
+    entry = some.variants[0].fidelity[0]
+
+    def at(stage: str, sqnr: float, reason: str = "") -> object:
+        return entry.model_copy(update={"stage": stage, "sqnr_db": sqnr, "passed": True, "reason": reason})
+
+    stages = (at("prune", 15.0, "changed on purpose"), at("export", 130.0), at("precision", 40.0), at("engine", 39.0))
+    record = some.variants[0].model_copy(update={"fidelity": stages, "quality": None})
+    rows = proof.lost(some.model_copy(update={"variants": (record,)}))
+    assert rows == [(tables.marked(record), "precision", "130.0 → 40.0", "39.0", "–")]
+
+
+def test_long_tables_are_data_within_a_limit() -> None:
+    rows = tuple((f"node_{number}", "x" * 300 + str(number)) for number in range(30_000))
+    table = Table("t", "caption", ("a", "b"), rows)
+    section = Section("s", "S", "?", (Folded("f", (table,)),))
+    (cut,) = data.within_limits([section])
+    (found,) = tables_in(cut.blocks)
+    assert 100 < len(found.rows) < len(rows)
+    assert found.count == len(rows)
+    stored = data.long_tables([cut])
+    assert [stored["texts"][place] for place in stored["rows"]["t"][7]] == list(rows[7])
+    assert len(str(data.script_data(stored)).encode()) < data.MOST_BYTES * 1.2
+
+
+def test_data_cannot_end_its_element() -> None:
+    assert "<" not in data.script_data({"a": "</script><!--"})
+
+
+def test_equal_assignments_are_shared(made_runs: ModuleType) -> None:
+    groups = [{"group": "g", "operator": "Conv", "precision": "int8"}]
+    some = made_runs.run(count=30)
+    alike = [{**record, "precision": "int8", "assignment": groups} for record in some.model_dump()["variants"]]
+    text = page.render(Run.model_validate({**some.model_dump(by_alias=True), "variants": alike}))
+    assert text.count('data-name="groups-') == 1
+    assert "and 27 more alike" in text
+
+
+def test_the_files_are_written_anew(some: Run, tmp_path: Path) -> None:
+    runs.write(some, tmp_path)
+    np.savez(tmp_path / "samples.npz", **{"a/1/seconds": np.ones(3)})
+    written = files.write(some, tmp_path)
+    assert [path.name for path in written] == ["report.html", "report.md", "junit.xml"]
+    assert all(path.stat().st_size for path in written)
+    assert not list(tmp_path.glob(".*.partial"))
+    assert files.write(some, tmp_path / "other", ("json",))[0].read_text() == (tmp_path / "run.json").read_text()
+    (tmp_path / "samples.npz").write_bytes(b"PK no archive")
+    with pytest.raises(UsageError, match=r"samples\.npz is damaged"):
+        files.write(some, tmp_path, ("html",))
+
+
+def _luminance(colour: str) -> float:
+    """Relative luminance, by WCAG 2.2."""
+    channels = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+    return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio of two colours, by WCAG 2.2."""
+    high, low = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_contrast_is_that_of_wcag_aa_in_both_schemes_and_in_print() -> None:
+    blocks = re.findall(r":root \{(.*?)\}", scripts.style(), re.S)
+    schemes = [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in blocks]
+    assert len(schemes) == 3
+    texts = [(text, ground) for text in ("text", "muted", "accent") for ground in ("ground", "raised")]
+    texts += [("text", "good-ground"), ("muted", "caution-ground")]
+    texts += [(name, ground) for name in ("good", "bad", "caution") for ground in ("ground", f"{name}-ground")]
+    for scheme in schemes:
+        colours = {**schemes[0], **scheme}
+        for text, ground in texts:
+            assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground, colours[text], colours[ground])
+        assert contrast(colours["focus"], colours["ground"]) >= 3
+        assert contrast(colours["muted"], colours["ground"]) >= 3  # borders of controls

@@ -1,0 +1,95 @@
+"""Pruning to a latency, as tasks: what trials leave behind is gone on from, and the best of them is made."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import Device
+from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.pruning.bisection import LatencyTrial
+from enginesmith.pipeline.pruning.options import PruneOptions
+from enginesmith.pipeline.pruning.target import Target
+from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.tasks.base import read_records, write_records
+from enginesmith.pipeline.tasks.load import Load
+from enginesmith.pipeline.tasks.prune import Prune, read_facts
+from enginesmith.pipeline.tasks.prune_latency import TRIALS, PruneToLatency, ToEngine, TryLatency
+
+NETS = f"{Path(__file__).parents[1] / 'data' / 'nets.py'}:mlp"
+Steps = list[tuple[float, float | None]]
+
+
+def quiet(_: str) -> None:
+    return None
+
+
+def inputs(folder: Path, steps: Steps) -> dict[str, Artifact]:
+    """A small net, and the record of trials: MACs left, latency left."""
+    effect = Load(source=resolve(NETS)).run({}, made(folder / "model"), quiet)
+    model = Artifact(kind="torch", path=folder / "model" / effect.file, sha256="", bytes=0, signature=effect.signature)
+    trials = [LatencyTrial(macs_left=macs, latency_left=left, reason="" if left else "no") for macs, left in steps]
+    write_records(made(folder / "before"), trials)
+    return {"model": model, "before": record(folder / "before" / "records.json")}
+
+
+def record(path: Path) -> Artifact:
+    return Artifact(kind="record", path=path, sha256="", bytes=0)
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def wanted(**options: Any) -> PruneToLatency:
+    return PruneToLatency(target=Target.parse("latency=0.6"), options=PruneOptions(multiple_of=1, **options))
+
+
+def trial(**options: Any) -> TryLatency:
+    return TryLatency(prune=wanted(**options), way=ToEngine(engine=OnnxRuntime(), device=Device()))
+
+
+def test_the_trial_that_keeps_the_most_is_made_again(tmp_path: Path) -> None:
+    steps: Steps = [(0.6, 0.8), (0.25, 0.4), (0.5, 0.59), (0.55, 0.7)]
+    given = inputs(tmp_path, steps)
+    effect = wanted().run(given, made(tmp_path / "out"), quiet)
+    assert effect.summary.endswith("; 59.0% of the dense latency, in 4 trials")
+    assert any("in too few rounds" in note for note in effect.notes)
+    small = Artifact(kind="torch", path=tmp_path / "out" / effect.file, sha256="", bytes=0)
+    facts = read_facts(small)
+    assert facts.macs_after / facts.macs_before == 0.5
+    assert [one["macs_left"] for one in json.loads((tmp_path / "out" / TRIALS).read_text())] == [0.6, 0.25, 0.5, 0.55]
+    same = Prune(target=Target.parse("macs=0.5"), options=PruneOptions(multiple_of=1))
+    same.run(given, made(tmp_path / "same"), quiet)
+    for name in ("model.json", "state.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
+
+
+def test_where_none_is_fast_enough_the_fastest_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"latency=0.6 is not reached: the fastest of 2 trials takes 70.0% with 20.0%"):
+        wanted().run(inputs(tmp_path, [(0.6, 0.9), (0.2, 0.7)]), made(tmp_path / "out"), quiet)
+
+
+def test_a_search_that_is_over_passes_its_trials_on(tmp_path: Path) -> None:
+    given = inputs(tmp_path, [(0.6, 0.8), (0.33, 0.6)])
+    effect = trial().run(given, made(tmp_path / "out"), quiet)
+    assert effect.summary == "the search is over"
+    assert read_records(record(tmp_path / "out" / effect.file)) == read_records(given["before"])
+
+
+def test_what_would_empty_a_layer_is_a_trial_that_failed(tmp_path: Path) -> None:
+    given = inputs(tmp_path, [(0.08, 0.7)])
+    effect = trial().run(given, made(tmp_path / "out"), quiet)
+    last = read_records(record(tmp_path / "out" / effect.file))[-1]
+    assert last["latency_left"] is None
+    assert "would empty a layer" in last["reason"]
+
+
+def test_what_is_wrong_with_the_request_ends_the_search_at_once(tmp_path: Path) -> None:
+    given = inputs(tmp_path, [])
+    with pytest.raises(UsageError, match="lyers"):
+        trial(protect=("lyers.0",)).run(given, made(tmp_path / "out"), quiet)
