@@ -68,6 +68,18 @@ def fitted(kind: type[Model], values: Any) -> tuple[Model, tuple[str, ...]]:
     return found, tuple(dict.fromkeys(unknown))
 
 
+def made(kind: type[Model], fields: Any, what: str) -> Model:
+    """The model of fields that a document keeps as they came.
+
+    Raises:
+        UsageError: they are not of that kind, or of another version's.
+    """
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise UsageError(f"{what} cannot be read: {first(error)}", "run optimize again with this version") from error
+
+
 def first(error: ValidationError) -> str:
     """What is wrong with the first field that is not as it should be."""
     return _sentence(error.errors(include_url=False)[0])

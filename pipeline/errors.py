@@ -4,7 +4,8 @@
     ├── UsageError                    exit code 2   what was asked for makes no sense: options, recipe, inputs
     │   ├── SourceError                             the model cannot be found or loaded
     │   ├── SignatureError                          input names, dtypes or shapes do not fit the model
-    │   └── DataError                               calibration or evaluation data cannot be used
+    │   ├── DataError                               calibration or evaluation data cannot be used
+    │   └── EmptyLayer                              a layer would have nothing left of what is pruned
     ├── GateBreach                    exit code 3   a budget or a baseline was not met
     ├── MissingCapability             exit code 4   this machine lacks what was asked for
     ├── ModelError                                  the model or graph is broken or unsupported
@@ -61,6 +62,10 @@ class SignatureError(UsageError):
 
 class DataError(UsageError):
     """A data set that is missing, empty or of the wrong form."""
+
+
+class EmptyLayer(UsageError):
+    """A pruning target that could only be met by taking all of a layer."""
 
 
 class GateBreach(EnginesmithError):

@@ -104,7 +104,8 @@ def stored_in(folder: Path, variant: str | None) -> Stored | None:
     """
     run = runs.read(folder)
     if not any(record.status == "measured" for record in (run.baseline, *run.variants)):
-        why = run.winner_reason or run.baseline.reason or "the run is not complete"
+        failed = run.baseline.reason.partition("\n")[0] if run.baseline.status == "failed" else ""
+        why = failed or run.winner_reason or run.baseline.reason or "the run is not complete"
         raise UsageError(
             f"nothing was measured in {folder}: {why}",
             f"`enginesmith resume {folder}` on a machine that can measure it",
@@ -260,6 +261,8 @@ def _cautions(before: Stored | None, after: Stored, found: list[Judgement]) -> I
         return
     if before.record.id != after.record.id:
         yield f"{after.record.id} is held against {before.record.id}, the baseline's winner"
+    if before.run.model.source != after.run.model.source:
+        yield f"the run is of {after.run.model.source}, and the baseline of {before.run.model.source}"
     changed = differences.between(before.run, after.run)
     for one in changed.versions:
         yield f"{one.name} is {one.after}, and was {one.before}"

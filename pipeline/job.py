@@ -7,16 +7,17 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from enginesmith.pipeline import kept, samples, workers
 from enginesmith.pipeline import run as runs
-from enginesmith.pipeline.artifact import Artifact, file_digest, files_below, folder_digest
+from enginesmith.pipeline.artifact import Artifact, file_digest, holds
 from enginesmith.pipeline.assemble import Header, assemble
 from enginesmith.pipeline.errors import MissingCapability, ModelError, SourceError, UsageError
 from enginesmith.pipeline.measure import device
+from enginesmith.pipeline.outcomes import Outcomes, made
 from enginesmith.pipeline.plan import in_time, plan
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.report import files
@@ -142,7 +143,7 @@ class _RunDirectory:
         """Have the run's readers warned."""
         self._header = replace(self._header, cautions=(*self._header.cautions, text))
 
-    def update(self, outcomes: Mapping[str, Outcome]) -> Run:
+    def update(self, outcomes: Outcomes) -> Run:
         """Write what is known now."""
         header = replace(self._header, seconds=round(self._header.seconds + time.monotonic() - self._started, 3))
         with storage_errors(f"the run directory {self._folder}, or the store,"):
@@ -152,7 +153,7 @@ class _RunDirectory:
             beside = {name: self._beside(name, outcomes) for name in artifacts}
             run = assemble(header, self._recipe, self._plan, outcomes, artifacts, beside)
             runs.write(run, self._folder)
-            self._keep_samples(_made(outcomes, self._plan.latency))
+            self._keep_samples(made(outcomes, self._plan.latency))
         self._run = run
         return run
 
@@ -170,17 +171,17 @@ class _RunDirectory:
         partial.replace(self._folder / SAMPLES)
         self._sampled = latency.sha256
 
-    def _placed(self, variant: Variant, outcomes: Mapping[str, Outcome]) -> Path | None:
+    def _placed(self, variant: Variant, outcomes: Outcomes) -> Path | None:
         """The engine's main file in the run directory, copied there when it is new."""
-        artifact = _made(outcomes, variant.artifact)
+        artifact = made(outcomes, variant.artifact)
         if artifact is None or artifact.kind != "engine":
             return None
         return self._copied(Path("variants", variant.id), artifact)
 
-    def _beside(self, name: str, outcomes: Mapping[str, Outcome]) -> dict[str, StoredArtifact]:
+    def _beside(self, name: str, outcomes: Outcomes) -> dict[str, StoredArtifact]:
         """What a package of a built variant takes besides the engine: a graph for other machines, and a test vector."""
         variant = next(one for one in self._plan.variants if one.id == name)
-        engine, graph = _made(outcomes, variant.artifact), _made(outcomes, self._plan.graph_of(variant))
+        engine, graph = made(outcomes, variant.artifact), made(outcomes, self._plan.graph_of(variant))
         found = {}
         if variant.engine.loads_graph and engine and graph:
             same = graph.sha256 == engine.sha256
@@ -191,9 +192,9 @@ class _RunDirectory:
             found["test_vector"] = vector
         return found
 
-    def _vector(self, step: str | None, outcomes: Mapping[str, Outcome]) -> StoredArtifact | None:
+    def _vector(self, step: str | None, outcomes: Outcomes) -> StoredArtifact | None:
         """The smallest case of a reference, written when that is there: pruned and sparse models have one each."""
-        reference = _made(outcomes, step)
+        reference = made(outcomes, step)
         if step is None or reference is None:
             return None
         if step not in self._vectors:
@@ -205,7 +206,7 @@ class _RunDirectory:
     def _copied(self, relative: Path, artifact: Artifact) -> Path:
         """The main file of an artifact that is copied to a folder of the run directory, unless it is there as it is."""
         target, partial = self._folder / relative, self._folder / relative.with_name(f".{relative.name}.partial")
-        if str(relative) not in self._whole and not _holds(target, artifact.sha256):
+        if str(relative) not in self._whole and not holds(target, artifact.sha256):
             for old in (partial, target):
                 shutil.rmtree(old, ignore_errors=True)
             try:
@@ -217,17 +218,6 @@ class _RunDirectory:
                 shutil.rmtree(partial, ignore_errors=True)
         self._whole.add(str(relative))
         return relative / artifact.path.name
-
-
-def _made(outcomes: Mapping[str, Outcome], step: str | None) -> Artifact | None:
-    """What a step left, if it is done."""
-    found = outcomes.get(step) if step else None
-    return found.artifact if found else None
-
-
-def _holds(folder: Path, sha256: str) -> bool:
-    names = files_below(folder, skip=["manifest.json"])
-    return bool(names) and folder_digest({name: file_digest(folder / name) for name in names}) == sha256
 
 
 @contextlib.contextmanager
@@ -250,7 +240,7 @@ def _claimed(out: Path, recipe: Recipe) -> Iterator[None]:
         yield
 
 
-def _raise_if_useless(run: Run, outcomes: Mapping[str, Outcome]) -> None:
+def _raise_if_useless(run: Run, outcomes: Outcomes) -> None:
     """Say why, where nothing came out that can be used."""
     for name in (LOAD, REFERENCE):
         if (error := outcomes[name].error) is not None:

@@ -76,6 +76,9 @@ def read(run: Path, plan: Plan, load: Artifact) -> dict[str, Outcome]:
         if kept and kept.identity == step.task.identity and (artifact := _whole(run, kept)):
             found[step.id] = Outcome(step.id, "done", artifact, cached=True)
     needed = _needed(plan.steps, found)
+    while unproven := _unproven(plan.steps, found, needed):
+        found = {name: outcome for name, outcome in found.items() if name not in unproven}
+        needed = _needed(plan.steps, found)
     return found | {
         step.id: Outcome(step.id, "done", cached=True, reason="what was made of it is kept")
         for step in plan.steps
@@ -89,6 +92,17 @@ def _whole(run: Path, kept: _Kept) -> Artifact | None:
     if not holds(folder, kept.artifact.sha256):
         return None
     return kept.artifact.model_copy(update={"path": folder / kept.artifact.path})
+
+
+def _unproven(steps: Sequence[Step], found: Mapping[str, Outcome], needed: set[str]) -> set[str]:
+    """Records of what is made anew here: they tell of another graph or engine than the one that is used."""
+    return {
+        step.id
+        for step in steps
+        if step.id in found
+        and step.task.produces == "record"
+        and not needed.isdisjoint((*step.needs.values(), *step.wants.values()))
+    }
 
 
 def _needed(steps: Sequence[Step], found: Mapping[str, Outcome]) -> set[str]:

@@ -5,6 +5,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that people see
 # ONNX Runtime ≥ 1.29 reports on its models to its makers (its Privacy.md), in threads that start while others measure.
@@ -17,11 +18,20 @@ def _import(names: str) -> None:
             importlib.import_module(name)
 
 
+def _keep_progress_bars_apart() -> None:
+    """Bars of one worker are nobody else's: tqdm's lock across processes is a semaphore that a killed worker leaves."""
+    with contextlib.suppress(ImportError):
+        from tqdm import tqdm
+
+        tqdm.set_lock(threading.RLock())
+
+
 _FRAMEWORKS = (
     "torch torch.export torch.onnx onnx onnxruntime onnxscript safetensors.torch "
     "enginesmith.pipeline.tasks.measure enginesmith.pipeline.tasks.load enginesmith.pipeline.torch_model"
 )
 _import(os.environ.get("ENGINESMITH_PRELOAD_ONLY", _FRAMEWORKS))
+_keep_progress_bars_apart()
 COMMON = frozenset(name.partition(".")[0] for name in sys.modules)
 """Top-level modules that every worker has, whatever the model is."""
 _import(os.environ.get("ENGINESMITH_PRELOAD", ""))

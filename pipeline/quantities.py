@@ -73,8 +73,9 @@ def _drop(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord)
     if one is None or other is None:
         return _missing(found, "max_drop", earlier, later)
     if (one.metric, one.samples, before.model.data) != (other.metric, other.samples, after.model.data):
-        said = (f"{quality.metric} on {quality.samples} samples" for quality in (one, other))
-        return found.model_copy(update={"note": f"{' and '.join(said)}, or of other data: they do not compare"})
+        sides = ((one, before.model.data), (other, after.model.data))
+        said = (f"{quality.metric} on {quality.samples} samples of {data or 'unknown'} data" for quality, data in sides)
+        return found.model_copy(update={"note": f"{' and '.join(said)} do not compare"})
     if one == other:
         return found.model_copy(update={"low": 0.0, "high": 0.0, "significant": False})
     ends = one.drop_low, one.drop_high, other.drop_low, other.drop_high

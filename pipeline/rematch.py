@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline import differences, samples
-from enginesmith.pipeline.artifact import Artifact, HistoryEntry, holds
+from enginesmith.pipeline import differences, documents, samples
+from enginesmith.pipeline.artifact import Artifact, holds
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.engines.tensorrt import TensorRT
@@ -71,7 +71,7 @@ class Limits:
 def why_not(before: Stored, after: Stored, *, any_machine: bool) -> str:
     """Why the two cannot be measured here and now; empty where nothing speaks against it."""
     for which, stored in (("baseline", before), ("run", after)):
-        if stored.record.artifact is None or not _built(stored.record):
+        if stored.record.artifact is None or not stored.record.built_with:
             return f"the {which} has no engine file of {stored.record.id}"
         if not holds((stored.folder / stored.record.artifact.path).parent, stored.record.artifact.sha256):
             return f"the {which}'s engine file of {stored.record.id} is missing, or not what the run made"
@@ -159,24 +159,19 @@ def _candidate(name: str, stored: Stored) -> Candidate:
     return Candidate(name, _engine(stored.record), artifact, _device(stored))
 
 
-def _built(record: VariantRecord) -> HistoryEntry | None:
-    """The entry of the history that made the engine."""
-    return next((one for one in reversed(record.history) if "engine" in one.parameters.get("fields", {})), None)
-
-
 def _engine(record: VariantRecord) -> Engine:
     """The engine as it was built; of what a file says, nothing that would run code is taken over."""
-    entry, kind = _built(record), engine_class(record.engine)
-    fields = dict(entry.parameters["fields"]["engine"]) if entry else {}
+    fields, kind = dict(record.built_with.get("engine", {})), engine_class(record.engine)
     if issubclass(kind, TensorRT):
-        fields["options"] = BuildOptions(tf32=fields.get("options", {}).get("tf32", False))
-    return kind.model_validate({name: value for name, value in fields.items() if name in kind.model_fields})
+        given = fields.get("options")
+        fields["options"] = BuildOptions(tf32=bool(given.get("tf32")) if isinstance(given, dict) else False)
+    known = {name: value for name, value in fields.items() if name in kind.model_fields}
+    return documents.made(kind, known, f"what {record.id} was built with")
 
 
 def _device(stored: Stored) -> Device:
-    entry = _built(stored.record)
-    fields = entry.parameters["fields"].get("device") if entry else None
-    return Device.model_validate(fields) if fields else stored.run.recipe.where
+    fields = stored.record.built_with.get("device")
+    return documents.made(Device, fields, f"where {stored.record.id} ran") if fields else stored.run.recipe.where
 
 
 def _vector(stored: Stored) -> Path | None:

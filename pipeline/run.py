@@ -31,6 +31,8 @@ SCHEMA: Literal["enginesmith.run/1"] = "enginesmith.run/1"
 
 _MOST_NAMED = 8
 """Unknown fields that a warning names."""
+NOT_KNOWN = "run.json has fields that this version does not know"
+"""How the warning about them begins, which says nothing of the machine."""
 
 VariantStatus = Literal["measured", "built", "skipped", "failed"]
 
@@ -148,6 +150,12 @@ class VariantRecord(_Part):
     """Whether the low precision paid, with the evidence."""
     reasons: dict[str, str] = {}
     """Field that is null or empty → why."""
+
+    @property
+    def built_with(self) -> dict[str, Any]:
+        """Fields of the step that made the engine, ``engine`` and ``device`` among them; empty where none did."""
+        kept = (entry.parameters.get("fields") for entry in reversed(self.history))
+        return next((one for one in kept if isinstance(one, dict) and isinstance(one.get("engine"), dict)), {})
 
     def row(self, batch: int) -> LatencyRow | None:
         """The latency at a batch size, if it was measured."""
@@ -281,7 +289,7 @@ def read(folder: Path, *, to_go_on: bool = False) -> Run:
             "go on with the enginesmith that wrote it, or run optimize again",
         )
     more = f" and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
-    caution = f"run.json has fields that this version does not know and leaves out: {', '.join(unknown[:_MOST_NAMED])}"
+    caution = f"{NOT_KNOWN} and leaves out: {', '.join(unknown[:_MOST_NAMED])}"
     warnings = [caution + more, *run.environment.get("warnings", ())]
     return run.model_copy(update={"environment": {**run.environment, "warnings": warnings}})
 

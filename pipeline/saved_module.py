@@ -190,7 +190,10 @@ def _built_around(state: Path, record: _Record) -> nn.Module:
     known = {digest for _, digest in record.code}
     for path in watch.files:
         if str(path) not in others and path.stat().st_size < _SMALL_BYTES and file_digest(path) not in known:
-            raise SourceError(f"{path} changed since the model was loaded", "start again, and leave it alone meanwhile")
+            raise SourceError(
+                f"{path} is not as it was when the model was loaded",
+                "leave it alone while a run is under way; for a pruned model, bring it back as it was, or prune again",
+            )
     if record.surgery is not None:
         _operate(model, record.surgery, record.model)
     own = named_tensors(model)

@@ -92,7 +92,7 @@ def optimized(store: Path) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def digits_run(optimized: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A finished run of the zoo's smallest model in fp32 and int8, all of it measured; who changes it copies it."""
-    words = ("--precision", "fp32", "--precision", "int8", "--max-drop", "0.01", "--measure-time", "1s")
+    words = ("--precision", "fp32", "--precision", "int8", "--max-drop", "0.01", "--search-steps", "1", "--limits")
     out = optimized(tmp_path_factory.mktemp("digits") / "run", "digits", *words)
     digest = file_digest(out / "run.json")
     yield out

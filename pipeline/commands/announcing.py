@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 def announce(title: str, errors: Sequence[str], warnings: Sequence[str], summary: str) -> None:
     """Annotations on standard output where this is GitHub Actions, and a part of the job's summary if it has one."""
     from enginesmith.pipeline.report import github
-    from enginesmith.pipeline.storage import storage_errors
 
     if github.is_here(os.environ):
         for line in github.annotations(title, errors, warnings):
             click.echo(line)
-    with storage_errors("the summary of the job"):
+    try:
         github.append_summary(os.environ, summary)
+    except OSError as error:  # what the command found out, and its exit code, are worth more than the summary
+        click.echo(f"note: the summary of the job was not written: {error}", err=True)
 
 
 def announce_run(run: "Run") -> None:

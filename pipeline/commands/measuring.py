@@ -34,11 +34,11 @@ def benchmark(models: tuple[str, ...], recipe_file: Path | None, as_json: bool, 
 
     Example: enginesmith benchmark net.py:build net.onnx net.engine --batch 1,8,32
     """
-    from enginesmith.pipeline import stages
+    from enginesmith.pipeline import benchmarking
 
     options["limits"] = options["limits"] is not False
     with settings_of(options, quiet) as settings:
-        run = stages.benchmark(recipe_of(models[0], recipe_file, options), models, settings)
+        run = benchmarking.benchmark(recipe_of(models[0], recipe_file, options), models, settings)
     code: int = shown().show_run(run, None, as_json)
     measured = any(record.status == "measured" for record in (run.baseline, *run.variants))
     return code or (0 if measured else 1)

@@ -1,19 +1,17 @@
 """Which variant of a run is packaged, and the files that it is made of, held against the run's digests."""
 
-import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline import run as runs
-from enginesmith.pipeline.artifact import file_digest, files_below, folder_digest
+from enginesmith.pipeline.artifact import RECORDS, file_digest, files_below, holds
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.run import Run, StoredArtifact, VariantRecord
 
-_RECORDS = ("artifact.json", "manifest.json")
-"""Files beside an artifact's own."""
 _LOG = ".log"
 
 
@@ -44,16 +42,13 @@ class Chosen:
         folder = self.main.parent
         if self.record.graph:
             return {name: folder / name for name in (self.main.name, *onnx_file.external_files(self.main))}
-        names = files_below(folder, skip=_RECORDS)
+        names = files_below(folder, skip=RECORDS)
         return {name: folder / name for name in names if not name.endswith(_LOG)}
 
     @property
     def engine_options(self) -> dict[str, Any]:
         """What the engine was built with, of the fields of its class."""
-        entry = next(
-            (one for one in reversed(self.record.history) if "engine" in one.parameters.get("fields", {})), None
-        )
-        return dict(entry.parameters["fields"]["engine"]) if entry else {}
+        return dict(self.record.built_with.get("engine", {}))
 
 
 def choose(folder: Path, variant: str | None) -> Chosen:
@@ -65,43 +60,38 @@ def choose(folder: Path, variant: str | None) -> Chosen:
     """
     run = runs.read(folder)
     folder = folder if folder.is_dir() else folder.parent
-    record, cautions = _named(run, variant) if variant else _winner(run)
+    record = runs.named(run, variant) if variant else _winner(run)
     _hold_packagable(folder, run, record)
-    chosen = Chosen(folder, run, record, cautions)
+    chosen = Chosen(folder, run, record, tuple(_cautions(run, record)))
     _hold_whole(chosen)
     return chosen
 
 
-def _winner(run: Run) -> tuple[VariantRecord, tuple[str, ...]]:
+def _winner(run: Run) -> VariantRecord:
     found = next((one for one in (run.baseline, *run.variants) if one.id == run.winner), None)
     if found is None:
         why = run.winner_reason or ("the run is not complete" if not run.complete else "none meets the budgets")
         built = ", ".join(one.id for one in run.variants if one.artifact) or "none"
         raise UsageError(f"the run has no winner: {why}", f"name one with --variant; built are: {built}")
-    return found, ()
+    return found
 
 
-def _named(run: Run, name: str) -> tuple[VariantRecord, tuple[str, ...]]:
-    known = {one.id: one for one in (run.baseline, *run.variants)}
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or list(known)[:8]
-        raise UsageError(f"the run has no variant {name!r}", f"did you mean {' or '.join(near)}?")
-    found = known[name]
-    cautions = []
-    if found.status == "failed":
-        cautions.append(f"it failed in the run: {found.reason}")
-    elif found.status != "measured":
-        cautions.append(f"it was not measured: {found.reason or found.status}")
-    if found.rejected:
-        cautions.append(f"it was rejected: {found.rejected}")
-    if found.id != run.winner:
-        cautions.append(f"it is not the run's winner, which is {run.winner or 'none'}")
-    return found, tuple(cautions)
+def _cautions(run: Run, record: VariantRecord) -> Iterator[str]:
+    """What speaks against a variant that was asked for by name."""
+    if record.id == run.winner:
+        return
+    if record.status == "failed":
+        yield f"it failed in the run: {record.reason}"
+    elif record.status != "measured":
+        yield f"it was not measured: {record.reason or record.status}"
+    if record.rejected:
+        yield f"it was rejected: {record.rejected}"
+    yield f"it is not the run's winner, which is {run.winner or 'none'}"
 
 
 def _hold_packagable(folder: Path, run: Run, record: VariantRecord) -> None:
     if engine_class(record.engine).consumes == "torch":
-        graphs = [one.id for one in run.variants if one.graph]
+        graphs = [one.id for one in run.variants if one.graph and one.status != "failed"]
         remedy = f"--variant {graphs[0]}, " if graphs else "optimize with --engine onnxruntime, "
         raise UsageError(
             f"{record.id} runs the PyTorch module itself, which takes the code that makes it",
@@ -123,10 +113,9 @@ def _hold_whole(chosen: Chosen) -> None:
     """What is packaged is what the run made, byte for byte."""
     kept, main = chosen.loaded, chosen.main
     again = f"run `enginesmith resume {chosen.folder}`, which makes it again"
-    names = files_below(main.parent, skip=_RECORDS) if main.is_file() else []
-    if not names:
+    if not main.is_file():
         raise ModelError(f"{main} is missing", again)
-    if folder_digest({name: file_digest(main.parent / name) for name in names}) != kept.sha256:
+    if not holds(main.parent, kept.sha256):
         raise ModelError(f"{main.parent} is not what the run made: its sha256 is another than run.json says", again)
     vector = chosen.record.test_vector
     assert vector is not None

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from enginesmith.calibration.options import AS_FOUND
+from enginesmith.pipeline import documents
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
@@ -71,7 +72,8 @@ def engine_of(chosen: Chosen) -> Engine:
     """The engine with the options that the run had it built and measured with."""
     recipe, options = chosen.run.recipe, dict[str, Any](chosen.engine_options)
     options |= {"tf32": recipe.onnxruntime.tf32} if chosen.record.engine == OnnxRuntime.name else {}
-    return engine_class(chosen.record.engine).model_validate(options)
+    kind = engine_class(chosen.record.engine)
+    return documents.made(kind, options, f"what {chosen.record.id} was built with")
 
 
 def device_of(chosen: Chosen) -> Device:

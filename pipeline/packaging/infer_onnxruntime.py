@@ -10,6 +10,8 @@ import onnxruntime as ort
 
 HERE = pathlib.Path(__file__).resolve().parent
 MANIFEST = json.loads((HERE / "manifest.json").read_bytes())
+if MANIFEST["schema"] != "enginesmith.bundle/1":
+    raise SystemExit(f"manifest.json is of schema {MANIFEST['schema']}, which this script cannot read")
 for name, kept in MANIFEST["files"].items():  # before anything is loaded: a model is code
     if not (HERE / name).is_file() or hashlib.sha256((HERE / name).read_bytes()).hexdigest() != kept["sha256"]:
         raise SystemExit(f"{name} is not the file that was packaged: nothing was loaded")

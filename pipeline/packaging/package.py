@@ -1,5 +1,6 @@
 """The command's work: choose a variant, and write it as a package, whole or not at all."""
 
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,7 @@ from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.packaging import bundle, triton
 from enginesmith.pipeline.packaging import manifest as manifests
 from enginesmith.pipeline.packaging.choice import choose
+from enginesmith.pipeline.packaging.manifest import INFER
 from enginesmith.pipeline.storage import storage_errors
 from enginesmith.pipeline.units import format_bytes
 
@@ -65,8 +67,9 @@ def package(run: Path, form: Format, output: Path, variant: str | None = None) -
     manifest = next(output / name for name in names if Path(name).name == manifests.FILE)
     found = manifests.read(manifest.parent)
     after = {
-        "bundle": f"check it anywhere: enginesmith verify {output}, or python {output}/infer.py",
-        "triton": f"serve it: tritonserver --model-repository={output.absolute()} --disable-auto-complete-config",
+        "bundle": f"check it anywhere: enginesmith verify {_typed(output)}, or python {_typed(output / INFER)}",
+        "triton": f"serve it: tritonserver --model-repository={_typed(output.resolve())} "
+        "--disable-auto-complete-config",
     }
     return Packaged(
         format=form,
@@ -79,3 +82,8 @@ def package(run: Path, form: Format, output: Path, variant: str | None = None) -
         cautions=found.cautions,
         next=after[form],
     )
+
+
+def _typed(path: Path) -> str:
+    """A path as a shell takes it."""
+    return shlex.quote(str(path))

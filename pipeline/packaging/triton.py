@@ -79,7 +79,8 @@ def _file(chosen: Chosen) -> str:
     engine = chosen.record.engine
     if engine in _FILES:
         return _FILES[engine]
-    graphs = [one.id for one in chosen.run.variants if one.graph and engine_class(one.engine).loads_graph]
+    usable = (one for one in chosen.run.variants if one.graph and one.status != "failed")
+    graphs = [one.id for one in usable if engine_class(one.engine).loads_graph]
     remedy = f"--variant {graphs[0]}" if graphs else "optimize with --engine onnxruntime or tensorrt as well"
     raise UsageError(
         f"Triton's TensorRT backend loads engines of TensorRT, not of {engine}, which has a runtime of its own",

@@ -1,11 +1,11 @@
 """A target, in numbers of a module and of its groups: which cuts come nearest to it, and what cannot be met."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.errors import EmptyLayer, UsageError
 from enginesmith.pipeline.pruning import selection
 from enginesmith.pipeline.pruning.counting import Cost, Counter
 from enginesmith.pipeline.pruning.cutting import Removal, cut_for_now
@@ -72,9 +72,16 @@ class Goal:
         return abs(self.left(removals) - wanted) <= max(TOLERANCE, _NEAR * (1 - wanted))
 
     def held(
-        self, cuts: Sequence[selection.Cut], removals: Sequence[Removal], wanted: float, multiple_of: int
+        self,
+        cuts: Sequence[selection.Cut],
+        removals: Sequence[Removal],
+        wanted: float,
+        multiple_of: int,
+        before: Collection[str] = (),
     ) -> tuple[str, ...]:
         """What to know of widths that are no multiples, and of a target that is not met: cuts may be too coarse.
+
+        ``before`` are the roots of groups that lost channels in earlier steps.
 
         Raises:
             UsageError: a layer would have to be emptied to meet it.
@@ -84,7 +91,7 @@ class Goal:
         if least - wanted > min(TOLERANCE, wanted):  # a share of next to nothing is not met by a point more
             raise self._would_empty(cuts, least)
         found = self.left(removals)
-        notes = list(self._finer(removals, multiple_of))
+        notes = list(self._finer(removals, multiple_of, before))
         if abs(found - wanted) > TOLERANCE:
             notes.append(
                 f"{found:.1%} of the {what} are left, not {wanted:.1%}: channels go in multiples; "
@@ -101,19 +108,21 @@ class Goal:
             limit = f"{math.floor((1 - least) * 1000) / 1000:g} is the largest share that can go"
         else:
             limit = f"{self._target.kind}={math.ceil(least * 1000) / 1000:g} is the least that can be left"
-        return UsageError(
+        return EmptyLayer(
             f"--prune {self._target} would empty a layer, {root} first, of whose {group.units} {group.unit}s "
             f"{stay} at least {'stays' if stay == 1 else 'stay'}: {limit} of the {_WHAT[self._target.kind]}",
             "ask for less, or protect fewer layers",
         )
 
-    def _finer(self, removals: Sequence[Removal], multiple_of: int) -> list[str]:
-        """Layers that lost channels and whose width is no multiple now."""
+    def _finer(self, removals: Sequence[Removal], multiple_of: int, before: Collection[str]) -> list[str]:
+        """Layers that lost channels, in this step or ``before``, and whose width is no multiple now."""
+        gone = {one.group.root: sum(len(one.group.channels[unit]) for unit in one.units) for one in removals}
         found = [
-            f"{one.group.root} ({width})"
-            for one in removals
-            if one.group.unit == "channel"
-            and (width := one.group.width - sum(len(one.group.channels[unit]) for unit in one.units)) % multiple_of
+            f"{root} ({width})"
+            for root, group in self._groups.items()
+            if group.unit == "channel"
+            and (root in gone or root in before)
+            and (width := group.width - gone.get(root, 0)) % multiple_of
         ]
         if not found:
             return []

@@ -73,14 +73,17 @@ class Attention(nn.Module):
         return y if self.batch_first else y.transpose(0, 1), weights
 
     def _mask(self, attention: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """What is added to the scores, of shape (batch or 1, heads or 1, queries or 1, keys)."""
+        """What is added to the scores, of shape (batch or 1, heads or 1, queries, keys).
+
+        A row for each query, even where all are alike: ONNX Runtime's Attention (opset 23) does not broadcast one.
+        """
         parts = []
         if attention is not None:
             parts.append(
                 attention if attention.dim() == 2 else attention.view(-1, self.num_heads, *attention.shape[1:])
             )
         if padding is not None:
-            parts.append(padding[:, None, None, :])
+            parts.append(padding[:, None, None, :].expand(-1, -1, q.shape[2], -1))
         added = [
             torch.zeros_like(one, dtype=q.dtype).masked_fill_(one, -math.inf) if one.dtype == torch.bool else one
             for one in parts

@@ -126,13 +126,16 @@ def _scaling(model: nn.Module, removals: Sequence[Removal]) -> Iterator[_Norms]:
     for path in sorted(paths):
         module = modules.get(path)
         if isinstance(module, _MIXING):
+            changed.append((module, vars(module).get("forward")))
             vars(module)["forward"] = _affine(module, norms)
-            changed.append(module)
     try:
         yield norms
     finally:
-        for module in changed:
-            del vars(module)["forward"]
+        for module, own in changed:
+            if own is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = own
 
 
 def _affine(module: nn.Module, norms: _Norms) -> Callable[[Tensor], Tensor]:

@@ -87,13 +87,14 @@ def prune(
         wanted = 1 - (1 - target.left) * step / options.steps
         progress(f"choosing what goes, step {step} of {options.steps}")
         goal = Goal(model, counter, target, groups, first, width, now)
+        last = step == options.steps
         for multiple in selection.halved(options.multiple_of):
             cuts = selection.ordered(groups, importance, multiple, options.scope == "uniform")
             removals = goal.choose(cuts, wanted)
-            if goal.is_near(removals, wanted):
+            if not last or goal.is_near(removals, wanted):  # what a step misses, the next ones make up for
                 break
-        if step == options.steps:
-            notes = goal.held(cuts, removals, wanted, options.multiple_of)
+        if last:
+            notes = goal.held(cuts, removals, wanted, options.multiple_of, {one.root for one in history})
         history += [_kept(removal, step, options.importance) for removal in removals]
         cut(model, removals)
         now -= sum(len(removal.group.channels[unit]) for removal in removals for unit in removal.units)
@@ -161,11 +162,11 @@ def _traced(model: nn.Module, run: Run) -> tuple[list[Group], dict[str, str]]:
 
 
 class _Heads:
-    """What groups with products of two values are made of; what is found of one holds for others of its kind."""
+    """What groups with products of two values are made of; the way that is right for one is taken for its kind."""
 
     def __init__(self, model: nn.Module, run: Run, parts: Parts, wanted: bool) -> None:
         self._model, self._run, self._parts, self._wanted = model, run, parts, wanted
-        self._known: dict[tuple[str, ...], int | str] = {}
+        self._known: dict[tuple[str, ...], int] = {}
 
     def made(self, group: Group) -> Group | str:
         """The group in heads, where it is attention; or why it stays whole."""
@@ -175,18 +176,16 @@ class _Heads:
         if not self._wanted or not ways:
             return "attention heads are to stay" if ways else "it is attention of one head, or of an unknown number"
         kind = (*(type(self._parts.modules[path]).__name__ for path in group.modules), str(group.width), str(len(ways)))
-        if kind not in self._known:
-            self._known[kind] = self._right(ways)
-        index = self._known[kind]
-        return index if isinstance(index, str) else ways[index]
-
-    def _right(self, ways: Sequence[Group]) -> int | str:
-        why = ""
+        if kind in self._known:
+            return ways[self._known[kind]]
+        whys = []
         for index, way in enumerate(ways):
             why = proof.objection(self._model, self._run, [way])
             if not why:
-                return index
-        return f"its heads cannot go one by one: {why}"
+                self._known[kind] = index
+                return way
+            whys.append(why)
+        return f"its heads cannot go one by one: {whys[0]}"
 
 
 def _kept(removal: Removal, step: int, importance: str) -> Kept:

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.pruning.options import Importance
 from enginesmith.pipeline.pruning.structure import Group
 
 NO_SCALE = "it has no batch normalisation whose scale could be looked at"
+_BY_WEIGHT = ("l1", "l2", "taylor")
 
 
 def rank(groups: Sequence[Group], importance: Importance, seed: int) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -30,6 +31,11 @@ def rank(groups: Sequence[Group], importance: Importance, seed: int) -> tuple[di
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for group in groups:
+            if importance in _BY_WEIGHT and (layer := _grouped_transposed(group)):
+                none[group.root] = (
+                    f"importance by {importance} is not known for {layer}, a transposed convolution in groups"
+                )
+                continue
             by_channel = measure(group.traced)
             if by_channel is None:
                 none[group.root] = NO_SCALE
@@ -42,6 +48,15 @@ def rank(groups: Sequence[Group], importance: Importance, seed: int) -> tuple[di
                 )
             found[group.root] = units / units.mean().clamp_min(1e-30)
     return found, none
+
+
+def _grouped_transposed(group: Group) -> str:
+    """A layer whose weights torch_pruning takes in the wrong order, or nothing."""
+    for dep, _ in group.traced:
+        layer = dep.target.module
+        if isinstance(layer, nn.modules.conv._ConvTransposeNd) and 1 < layer.groups < layer.out_channels:
+            return str(dep.target.name).split(" ")[0]
+    return ""
 
 
 def _measure(importance: Importance) -> Any:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from enginesmith.calibration import user_code
 from enginesmith.pipeline.errors import DataError
+from enginesmith.pipeline.recovery import memory
 from enginesmith.pipeline.recovery.features import Taps
 from enginesmith.pipeline.recovery.material import Batch
 from enginesmith.pipeline.recovery.record import Target
@@ -116,7 +117,9 @@ class UserLoss:
         values = {**batch.inputs, **({} if batch.labels is None else {"labels": batch.labels})}
         try:
             loss = self._function(student.model, teacher.model, values)
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError, RuntimeError) as error:
+            if memory.ran_out(error):
+                raise
             raise DataError(
                 f"the loss {self._reference} raised {type(error).__name__}: {error}",
                 f"it was given two modules and a batch of {', '.join(values)}",

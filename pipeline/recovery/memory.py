@@ -3,6 +3,7 @@
 import functools
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -136,21 +137,28 @@ def compute_again(model: nn.Module) -> int:
     blocks = [part for one in outermost for part in one.children()] or list(model.children())
     for block in blocks:
         if any(True for _ in block.parameters()):
-            vars(block)["forward"] = _recomputing(block.forward)
+            vars(block)["forward"] = _Recomputing(block.forward, vars(block).get("forward"))
     return len(blocks)
 
 
-def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def again(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+@dataclass(frozen=True)
+class _Recomputing:
+    forward: Callable[..., Any]
+    own: Callable[..., Any] | None
+    """What stood in the module's own place for ``forward``, as wrappers leave it."""
 
-    return again
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
 
 
 def keep_all(model: nn.Module) -> None:
     """The opposite of :func:`compute_again`."""
     for one in model.modules():
-        vars(one).pop("forward", None)
+        if not isinstance(again := vars(one).get("forward"), _Recomputing):
+            continue
+        if again.own is None:
+            del vars(one)["forward"]
+        else:
+            vars(one)["forward"] = again.own

@@ -11,7 +11,7 @@ _WORDS: dict[str, tuple[str, Callable[[float], str]]] = {
     "max_memory_bytes": ("peak memory", format_bytes),
     "max_latency_ms": ("p50 latency", lambda value: f"{value:.4g} ms"),
     "max_p99_ms": ("p99 latency", lambda value: f"{value:.4g} ms"),
-    "min_throughput_per_s": ("throughput", lambda value: f"{value:.4g} samples/s"),
+    "min_throughput_per_s": ("throughput", lambda value: f"{value:{'.4g' if value < 10_000 else ',.0f'}} samples/s"),
     "max_size_bytes": ("size", format_bytes),
     "max_build_seconds": ("build time", format_seconds),
     "min_sqnr_db": ("fidelity", lambda value: f"SQNR {value:.1f} dB"),

@@ -72,6 +72,5 @@ def read_samples(folder: Path) -> dict[str, NDArray[Any]] | None:
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise UsageError(
-            f"{path} is damaged: {error}", "remove it: the report does without the distributions"
-        ) from error
+        why = "it is no archive of numbers" if isinstance(error, ValueError) else error
+        raise UsageError(f"{path} is damaged: {why}", "remove it: the report does without the distributions") from error

@@ -9,7 +9,8 @@ from enginesmith.pipeline.report.markup import plain
 def lines(found: Gate) -> list[str]:
     """One for each judgement, one for each thing to know, and what that comes to."""
     judged = [f"{'held' if one.passed else 'BROKEN'}: {one.text}" for one in found.verdicts]
-    return [*judged, *(f"note: {text}" for text in found.cautions), sentence(found)]
+    said = [*judged, *(f"note: {text}" for text in found.cautions), sentence(found)]
+    return [" ".join(text.split()) for text in said]
 
 
 def sentence(found: Gate) -> str:

@@ -18,10 +18,13 @@ def render(run: Run) -> str:
         f"# {plain(_short(run.name))}",
         plain(_short(tables.verdict(run), 2 * _LONGEST)),
         _variants(run),
-        _list(tables.made_up(run)),
+        _list(map(plain, tables.made_up(run))),
         _list(f"**{plain(_short(name))}**: {plain(_short(text))}" for name, text in tables.remarks(run)),
         *_budgets(run),
-        *_section("Cautions", [*_warnings(run), *measurements.disturbed(run), *measurements.out_of_memory(run)]),
+        *_section(
+            "Cautions",
+            [*_unfinished(run), *_warnings(run), *measurements.disturbed(run), *measurements.out_of_memory(run)],
+        ),
         *_failures(run),
         _fidelity(run),
         _where(run),
@@ -65,6 +68,14 @@ def _budgets(run: Run) -> list[str]:
     winner = next((one for one in run.variants if one.id == run.winner and one.synthetic_calibration), None)
     whose = [f"Those of {plain(tables.marked(winner))}."] if winner else []
     return ["## Budgets", *whose, *([table(budgets.COLUMNS, rows)] if rows else []), _list(map(_entry, missing))]
+
+
+def _unfinished(run: Run) -> list[str]:
+    """What is said of a run that was interrupted, or has steps for another machine."""
+    if run.complete:
+        return []
+    done = sum(step.status != "pending" for step in run.steps)
+    return [f"this run is not complete: {done} of {len(run.steps)} steps have ended; `enginesmith resume` goes on"]
 
 
 def _warnings(run: Run) -> list[str]:

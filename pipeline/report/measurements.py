@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from enginesmith.pipeline.latency_change import MOSTLY_DISTURBED
 from enginesmith.pipeline.measure import profile_table
 from enginesmith.pipeline.measure.latency import LatencyRow, Throughput
 from enginesmith.pipeline.report.tables import marked, ms, rate, speedup
@@ -20,7 +21,6 @@ OPERATORS = ("variant", "module", "operators", "ms", "of its total", "in")
 THROUGHPUT = ("variant", "batch", "callers", "samples/s [95 %]", "p50 ms", "p99 ms", "")
 MEMORY = ("variant", "batch", "peak", "weights", "activations", "host", "what")
 LIMITS = ("variant", "batch", "measured ms", "floor ms", "measured/floor", "bound by", "in words")
-_DISTURBED = 0.5
 
 
 def _records(run: Run) -> tuple[VariantRecord, ...]:
@@ -212,7 +212,7 @@ def disturbed(run: Run) -> Iterator[str]:
     """Measurements that others disturbed so much that even medians are of disturbed calls."""
     for record in _records(run):
         for row in record.latency:
-            if row.disturbed_share is not None and row.disturbed_share > _DISTURBED:
+            if row.disturbed_share is not None and row.disturbed_share > MOSTLY_DISTURBED:
                 yield (
                     f"{marked(record)} at batch {row.batch}: in {row.disturbed_share:.0%} of the calls its threads "
                     "waited for a core that others had; measure again on a quieter machine"

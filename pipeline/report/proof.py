@@ -41,11 +41,12 @@ def _compared(record: VariantRecord, entry: StageFidelity) -> tuple[str, ...]:
         decimal(entry.cosine, 6),
         decimal(entry.max_abs_error, 3, "g"),
         decimal(entry.argmax_agreement, 4),
-        _passed(entry),
+        passed(entry),
     )
 
 
-def _passed(entry: StageFidelity) -> str:
+def passed(entry: StageFidelity) -> str:
+    """Whether a comparison was close enough, and why not."""
     if not entry.passed:
         return f"no: {entry.reason}" if entry.reason else "no"
     return f"not judged: {entry.reason}" if entry.reason else "yes"

@@ -48,10 +48,13 @@ def sensitivity(run: Run) -> list[tuple[str, ...]]:
     for one in run.prune_sensitivity:
         by_group.setdefault(one.group, []).append(one)
     rows: list[tuple[str, ...]] = []
+    values = [one.value for one in run.prune_sensitivity if one.value is not None]
+    low, high = min(values, default=0.0), max(values, default=0.0)
     for name, found in by_group.items():
         known = [(one.ratio, one.value) for one in sorted(found, key=lambda one: one.ratio) if one.value is not None]
         points = ", ".join(f"{ratio:.0%}: {value:.4g}" for ratio, value in known)
-        rows.append((name, f"{found[0].units} {found[0].unit}s", found[0].metric, points, drawn([y for _, y in known])))
+        shape = drawn([value for _, value in known], low, high)
+        rows.append((name, f"{found[0].units} {found[0].unit}s", found[0].metric, points, shape))
     return rows
 
 
@@ -73,8 +76,7 @@ def curve(recovery: Recovery) -> list[tuple[str, ...]]:
     ]
 
 
-def drawn(values: Sequence[float]) -> str:
-    """Values as bars of eight heights."""
-    low, high = min(values, default=0.0), max(values, default=0.0)
+def drawn(values: Sequence[float], low: float, high: float) -> str:
+    """Values as bars of eight heights; what is drawn side by side shares its scale, from ``low`` to ``high``."""
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((value - low) * scale)] for value in values)

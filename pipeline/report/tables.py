@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from enginesmith.pipeline.explain import claimed
 from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.precision.audit.coverage import Coverage, percent, words
 from enginesmith.pipeline.report import budgets
 from enginesmith.pipeline.run import Assignment, Run, VariantRecord
@@ -115,9 +116,9 @@ def verdict(run: Run) -> str:
 
 def _verdict(run: Run) -> str:
     if run.winner is None:
-        return f"No winner: {run.winner_reason}."
+        return f"No winner{'' if run.complete else ' yet'}: {run.winner_reason}."
     record = next(one for one in (run.baseline, *run.variants) if one.id == run.winner)
-    row = next((row for row in record.latency if row.p50_ms is not None), None)
+    row = record.row(run.deciding_batch) or next((row for row in record.latency if row.p50_ms is not None), None)
     if row is None or record.id == run.baseline.id:
         return f"{run.winner} wins: {run.winner_reason}."
     parts = [_against(record, run.baseline, row.batch)]
@@ -150,11 +151,20 @@ def _against(record: VariantRecord, baseline: VariantRecord, batch: int) -> str:
     """How the record's latency compares with the baseline's, and no more than was measured."""
     mine, theirs = record.row(batch), baseline.row(batch)
     if mine is not None and mine.speedup is not None:
-        return f"{record.id} is {speedup(record, batch)} faster than {baseline.id} at batch {batch}"
+        return _compared(record, baseline, mine.speedup, batch)
     if mine is None or theirs is None:
         return f"{record.id} was measured at batch {batch}, and {baseline.id} was not"
     medians = f"{ms(mine.p50_ms)} ms against {ms(theirs.p50_ms)} ms of {baseline.id} at batch {batch}"
     return f"{record.id} takes {medians}, in too few rounds for an interval"
+
+
+def _compared(record: VariantRecord, baseline: VariantRecord, found: Interval, batch: int) -> str:
+    """``faster`` only where the interval leaves out that it is not."""
+    times, beside = speedup(record, batch), f"{baseline.id} at batch {batch}"
+    if found.low > 1:
+        return f"{record.id} is {times} faster than {beside}"
+    unsure = " (which may be no difference)" if found.high >= 1 else ""
+    return f"{record.id} has {times} the speed of {beside}{unsure}"
 
 
 def cautions(run: Run) -> list[str]:

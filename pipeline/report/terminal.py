@@ -10,9 +10,8 @@ import click
 
 from enginesmith.pipeline.assemble import as_json as run_as_json
 from enginesmith.pipeline.comparison import Comparison
-from enginesmith.pipeline.report import comparison, measurements, smaller, tables
+from enginesmith.pipeline.report import comparison, measurements, proof, smaller, tables
 from enginesmith.pipeline.run import Run
-from enginesmith.pipeline.tasks.compare import StageFidelity
 
 _WIDE = 200
 """Columns of a table that goes to a file or a pipe."""
@@ -92,18 +91,12 @@ def show_stage(result: Any, as_json: bool) -> None:
         return
     click.echo(result.summary)
     rows = [
-        (one.stage, f"{one.point} (batch {one.batch})", f"{one.sqnr_db:.1f}" if one.sqnr_db is not None else "–")
-        + (f"{one.max_abs_error:.3g}" if one.max_abs_error is not None else "–", _passed(one))
+        (one.stage, f"{one.point} (batch {one.batch})", proof.decimal(one.sqnr_db, 1))
+        + (proof.decimal(one.max_abs_error, 3, "g"), proof.passed(one))
         for one in result.fidelity
     ]
     if rows:
         _table(("stage", "at", "SQNR dB", "max abs error", "passed"), rows)
-
-
-def _passed(one: StageFidelity) -> str:
-    if not one.passed:
-        return one.reason
-    return "not judged" if one.reason else "yes"
 
 
 def show_pruned(result: Any, as_json: bool) -> None:
@@ -112,8 +105,7 @@ def show_pruned(result: Any, as_json: bool) -> None:
     if as_json:
         return
     facts = result.pruning
-    rows = [(one.root, f"{one.unit}s", str(one.before), str(one.after)) for one in facts.groups]
-    _table(("group", "of", "before", "after"), rows)
+    _table(smaller.GROUPS, smaller.groups(facts))
     for name, why in facts.whole.items():
         click.echo(f"whole: {name}: {why}")
     _table(

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, SerializeAsAny
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import BuildRequest, Device, Engine
-from enginesmith.pipeline.errors import ModelError, UsageError
+from enginesmith.pipeline.errors import EmptyLayer, ModelError, UsageError
 from enginesmith.pipeline.measure.latency import measure_latency
 from enginesmith.pipeline.measure.race import Candidate, LatencySettings
 from enginesmith.pipeline.passes.base import Pass, Progress, run_pass
@@ -127,7 +127,7 @@ class TryLatency(Task):
             try:
                 effect = _to_macs(self.prune, share).run(inputs, small, progress)
             except UsageError as error:
-                if first and "empty a layer" not in error.message:
+                if first and not isinstance(error, EmptyLayer):
                     raise
                 return LatencyTrial(macs_left=share, latency_left=None, reason=error.message)
             model = _artifact("torch", small / effect.file, inputs[MODEL])

@@ -79,7 +79,11 @@ class Recover(ResumableTask):
         return Effect(
             file=saved_module.RECORD,
             summary=_summary(record),
-            notes=(*opened.work.material.data.notes, *_notes(record), *_peak(self.device)),
+            notes=(
+                *opened.work.material.data.notes,
+                *_notes(record, len(opened.work.material.learnt)),
+                *_peak(self.device),
+            ),
             signature=kept.signature,
             reads=opened.reads,
         )
@@ -235,10 +239,15 @@ def _summary(record: Recovery) -> str:
     )
 
 
-def _notes(record: Recovery) -> Iterator[str]:
+def _notes(record: Recovery, learnt: int) -> Iterator[str]:
     plan = record.plan
     if record.ending in ("diverged", "time"):
         yield record.reason
+    if record.ending in ("planned", "time") and record.steps < learnt // plan.batch:
+        yield (
+            f"{record.steps} steps of {plan.batch} samples are less than one pass over the {learnt} there are to learn "
+            "from: more time for recovery gives more"
+        )
     if record.best_step == 0:
         yield "recovery made it no better: the weights are those that it began with"
     if plan.micro_batch < plan.batch // plan.processes:

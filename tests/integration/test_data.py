@@ -55,6 +55,7 @@ def run(store: Path, data: str, out: str) -> tuple[Run, dict[str, bool]]:
         "inputs": ["x:float32:batch,3,8,8"],
         "eval_data": data,
         "measure": {"latency": False, "memory": False},
+        "export": {"exporter": "torchscript"},  # the quicker one
     }
     return optimize(make(recipe), Path(out), Settings(store=store, listener=note)), reused
 

@@ -2,9 +2,11 @@
 
 A block of ``sh`` holds commands, one of ``console`` commands after ``$`` and answers. A file's name after the language
 (``python net.py``) says that the block is that file. ``# exit 3`` after a command is how it ends.
-Above a block that cannot be run here, ``<!-- not run: reason -->`` says why.
+Above a block that cannot be run here, ``<!-- not run: reason -->`` says why; above one that is run in a new checkout of
+the project, with the old one gone, stands ``<!-- another checkout -->``.
 """
 
+import json
 import os
 import re
 import shlex
@@ -21,11 +23,13 @@ import pytest
 Cli = Callable[..., Any]
 ROOT = Path(__file__).parent.parent.parent
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>.+?) -->\n)?```(?P<kind>[^\n]*)\n(?P<text>.*?)^```$", re.M | re.S)
+BLOCK = re.compile(r"^(?:<!-- (?P<note>.+?) -->\n)?```(?P<kind>[^\n]*)\n(?P<text>.*?)^```$", re.M | re.S)
 EXIT = re.compile(r"#\s*exit (\d+)\s*$")
+SCRIPTS = ("train.py", "encoder.py")
+"""Files of the cookbook that make what is in the project; they are run once."""
 BRIEFLY = {
     "--recover": ("--recover-time", "2s"),
-    "--precision": ("--search-limit", "5s"),
+    "--precision": ("--search-limit", "1s"),
     "--prune": ("--samples", "16"),
 }
 """What is added to ``optimize`` and ``prune`` with such an option, where the command itself says nothing of it."""
@@ -41,9 +45,9 @@ class Command:
 
 
 def blocks(document: Path) -> Iterator[tuple[str, str, str]]:
-    """Kind, text, and why it is not run."""
+    """Kind, text, and what the note above it says."""
     for found in BLOCK.finditer(document.read_text()):
-        yield found["kind"].strip(), found["text"], found["reason"] or ""
+        yield found["kind"].strip(), found["text"], found["note"] or ""
 
 
 def commands(kind: str, text: str, where: str) -> Iterator[Command]:
@@ -67,9 +71,15 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         language, _, name = kind.partition(" ")
         if language == "python" and name:
             (home / name).write_text(text)
-    for script in ("train.py", "encoder.py"):
+    for script in SCRIPTS:
         subprocess.run([sys.executable, script], cwd=home, check=True, capture_output=True)
     return home
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each document's commands are run: one place for all, so that what one reads, another need not read anew."""
+    return tmp_path_factory.mktemp("documents") / "checkout"
 
 
 def run(command: Command, cli: Cli) -> None:
@@ -79,6 +89,8 @@ def run(command: Command, cli: Cli) -> None:
         os.environ[name] = value
         return
     assert words[0] in ("enginesmith", "python"), f"{command.where}: {command.line}: mark the block as not run, and why"
+    if words[0] == "python" and words[1] in SCRIPTS:
+        return
     if words[0] == "python":
         subprocess.run([sys.executable, *words[1:]], check=True, capture_output=True)
         return
@@ -91,33 +103,54 @@ def run(command: Command, cli: Cli) -> None:
                 and (arguments[0] == "optimize" or option != "--precision")
             ):
                 arguments += more
+    if arguments[0] in ("optimize", "benchmark") and "--max-memory" not in arguments:
+        arguments.append("--no-memory")  # measuring it takes seconds for each variant
     answer = cli(*arguments)
     assert answer.code == command.exit, f"{command.where}: {command.line}\n{answer.text}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
-def test_commands_run(document: Path, project: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_run(
+    document: Path, project: Path, home: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip(
         "tensorrt_rtx", reason="some commands build TensorRT-RTX engines: pip install 'enginesmith[rtx]'"
     )
-    wanted = [
-        command
-        for kind, text, reason in blocks(document)
-        if kind in ("sh", "console") and not reason
-        for command in commands(kind, text, document.name)
-    ]
-    home, shared = tmp_path / "checkout", tmp_path / "shared"
-    shutil.copytree(project, home)
+    shared = tmp_path / "shared"
     shared.mkdir()
-    monkeypatch.chdir(home)
     monkeypatch.setenv("SHARED", str(shared))
+    monkeypatch.setenv("ENGINESMITH_STORE", os.environ["ENGINESMITH_STORE"])  # undone where a document exports another
+    checked_out(home, project, document, monkeypatch)
+    engines: dict[str, str] = {}
+    for kind, text, note in blocks(document):
+        if note == "another checkout":
+            engines = built_ahead(shared)
+            checked_out(home.with_name("elsewhere"), project, document, monkeypatch)
+            shutil.rmtree(home)
+        if kind in ("sh", "console") and not note.startswith("not run: "):
+            for command in commands(kind, text, document.name):
+                run(command, cli)
+    assert not engines or engines == built_ahead(shared), "what one machine built, another builds again"
+
+
+def checked_out(home: Path, project: Path, document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The project and the document's own files, in a new folder to work in."""
+    shutil.rmtree(home, ignore_errors=True)
+    shutil.copytree(project, home)
     for kind, text, _ in blocks(document):
         language, _, name = kind.partition(" ")
         if language in ("python", "yaml") and name:
             (home / name).write_text(text)
-    for command in wanted:
-        run(command, cli)
+    monkeypatch.chdir(home)
+
+
+def built_ahead(shared: Path) -> dict[str, str]:
+    """Digests of the engines that were built for a GPU which is not here, and when."""
+    run = json.loads((shared / "run" / "run.json").read_text())
+    ahead = [one for one in run["variants"] if one["target"]]
+    assert ahead
+    return {one["id"]: f"{one['artifact']['sha256']} {one['build']['seconds']}" for one in ahead}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)

@@ -1,6 +1,7 @@
 """The gate on real runs: engines measured again side by side, baselines kept, and what nobody should give it."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,23 +9,27 @@ from typing import Any
 import pytest
 
 Cli = Callable[..., Any]
+Optimized = Callable[..., Path]
+QUICK = ("--batch", "1", "--objective", "size", "--measure-time", "0.3s", "--no-memory")
+
+pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def fast(cli: Cli, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def fast(optimized: Optimized, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the zoo's smallest model."""
-    return optimised(cli, tmp_path / "fast", "all")
+    return optimized(tmp_path_factory.mktemp("gate") / "fast", "digits", *QUICK)
 
 
-def optimised(cli: Cli, out: Path, level: str) -> Path:
-    words = ("--batch", "1", "--graph-optimization", level, "--objective", "size", "--quiet", "--out", out)
-    assert cli("optimize", "digits", *words).code == 0
-    return out
+@pytest.fixture(scope="module")
+def slow(optimized: Optimized, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in an engine that nothing is made faster in."""
+    words = ("--graph-optimization", "disabled", *QUICK)
+    return optimized(tmp_path_factory.mktemp("gate") / "slow", "digits", *words)
 
 
-@pytest.mark.slow
-def test_a_slower_engine_is_caught_by_measuring_both_again(cli: Cli, tmp_path: Path, fast: Path) -> None:
-    slow, kept = optimised(cli, tmp_path / "slow", "disabled"), tmp_path / "kept"
+def test_a_slower_engine_is_caught_by_measuring_both_again(cli: Cli, tmp_path: Path, fast: Path, slow: Path) -> None:
+    kept = tmp_path / "kept"
     updated = cli("gate", fast, "--baseline", kept, "--update-baseline")
     assert updated.code == 0, updated.text
     assert "is the baseline" in updated.stdout
@@ -37,7 +42,7 @@ def test_a_slower_engine_is_caught_by_measuring_both_again(cli: Cli, tmp_path: P
     assert latency["change"]["low"] > 1.05
     assert "look 1" in answer.stderr
 
-    answer = cli("gate", fast, "--baseline", slow, "--measure-time", "3s", "--json", "--quiet")
+    answer = cli("gate", fast, "--baseline", slow, "--measure-time", "1s", "--json", "--quiet")
     latency = next(one for one in json.loads(answer.stdout)["verdicts"] if one["name"] == "latency_ms")
     assert latency["passed"], latency
     assert answer.stderr == ""
@@ -47,11 +52,13 @@ def test_a_slower_engine_is_caught_by_measuring_both_again(cli: Cli, tmp_path: P
     assert "byte for byte" in same.stdout
 
 
-def test_an_engine_that_is_not_what_the_run_made_is_not_loaded(cli: Cli, tmp_path: Path, fast: Path) -> None:
-    slow = optimised(cli, tmp_path / "slow", "disabled")
-    (weights,) = (fast / "variants").glob("*/model.onnx")
+def test_an_engine_that_is_not_what_the_run_made_is_not_loaded(
+    cli: Cli, tmp_path: Path, fast: Path, slow: Path
+) -> None:
+    shutil.copytree(fast, tmp_path / "fast")
+    (weights,) = (tmp_path / "fast" / "variants").glob("*/model.onnx")
     weights.write_bytes(weights.read_bytes() + b" ")
-    answer = cli("gate", slow, "--baseline", fast)
+    answer = cli("gate", slow, "--baseline", tmp_path / "fast")
     assert "missing, or not what the run made" in answer.stdout
     assert "from what both runs stored" in answer.stdout
 

@@ -10,8 +10,7 @@ import pytest
 SCRIPTS = Path(__file__).parent.parent.parent / "benchmarks" / "gpu"
 NEEDS_CUDA = {"eager-tf32", "eager-graphs", "eager-fp16-graphs", "onnxruntime-tf32"}
 MEASURED = {"eager", "eager-fp16", "eager-bf16", "onnxruntime-fp32", "onnxruntime-fp16"}
-COMPILED = {"compiled", "compiled-fp16"}
-"""Measured too, where there is a C++ compiler and time for it."""
+"""Not those of torch.compile, whose compilations take longer than all the rest."""
 Bench = Callable[..., dict[str, Any]]
 
 
@@ -20,7 +19,6 @@ def bench(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench
     """Runs the script in this process; what it left."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     monkeypatch.setenv("ENGINESMITH_STORE", str(store))
-    monkeypatch.setenv("CXX", "no-such-compiler")  # Inductor's compilations take longer than all the rest
     import bench
 
     def run(*arguments: str) -> dict[str, Any]:
@@ -35,7 +33,7 @@ def bench(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench
 
 @pytest.mark.slow
 def test_each_variant_is_measured_or_refused_in_words(bench: Bench) -> None:
-    record = bench("--device", "cpu")
+    record = bench("--device", "cpu", "--only", "eager", "onnxruntime")
     assert record["machine"]["versions"]["torch"]
     part = record["models"]["digits"]
     assert part["complete"]
@@ -54,7 +52,7 @@ def test_each_variant_is_measured_or_refused_in_words(bench: Bench) -> None:
         assert found["memory"]["peak_bytes"] > 0
         assert found["memory"]["lenses"]
         assert name == "eager" or all(point["passed"] for point in found["fidelity"])
-    assert measured in (MEASURED, MEASURED | COMPILED)
+    assert measured == MEASURED
     assert all("CUDA" in part["variants"][name]["refused"] for name in NEEDS_CUDA)
     assert part["variants"]["eager-fp16"]["options"] == {"dtype": "float16"}
 

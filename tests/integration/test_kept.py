@@ -102,3 +102,24 @@ def test_a_damaged_engine_is_built_again_with_what_it_needs(first: Path, tmp_pat
     assert "reference" not in there.steps
     assert run.variants[0].status == "built"
     assert engine.stat().st_size > 0
+
+
+def test_what_is_made_anew_is_held_against_eager_anew(tmp_path: Path) -> None:
+    """What was proven of a graph or engine here says nothing of the one that is made there."""
+    (tmp_path / "net.py").write_text(NET.format(weight=0.5))
+    recipe = make(
+        {
+            "model": f"{tmp_path}/net.py:build",
+            "engines": ["tensorrt_rtx", "onnxruntime"],
+            "targets": ["sm86"],
+            "inputs": ["x:float32:batch,8"],
+            "measure": {"latency": False, "memory": False},
+        }
+    )
+    job.optimize(recipe, tmp_path / "run", Settings(store=tmp_path / "store"))
+    there = Elsewhere(tmp_path / "other")
+    job.resume(tmp_path / "run", there.settings)
+    assert BUILD not in there.steps
+    made = {"export", "simplify", "build-onnxruntime-fp32"}
+    assert made <= set(there.steps)
+    assert {f"verify-{step.removeprefix('build-')}" for step in made} <= set(there.steps)

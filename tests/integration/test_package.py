@@ -30,7 +30,9 @@ assert not any(name.startswith("enginesmith") for name in sys.modules)
 
 @pytest.fixture
 def bundle(digits_run: Path, cli: Cli, tmp_path: Path) -> Path:
-    made = cli("package", digits_run, "-f", "bundle", "-o", tmp_path / "made", "--variant", "onnxruntime-fp32", "--json")
+    made = cli(
+        "package", digits_run, "-f", "bundle", "-o", tmp_path / "made", "--variant", "onnxruntime-fp32", "--json"
+    )
     assert made.code == 0, made.text
     shutil.copytree(json.loads(made.stdout)["folder"], tmp_path / "else where")
     return tmp_path / "else where"
@@ -65,6 +67,14 @@ def test_what_was_changed_is_not_loaded(bundle: Path, cli: Cli) -> None:
     refused = cli("verify", bundle)
     assert refused.code == 1
     assert "its sha256 is another" in refused.stderr
+
+
+def test_a_manifest_of_another_schema_is_not_followed(bundle: Path) -> None:
+    text = (bundle / "manifest.json").read_text()
+    (bundle / "manifest.json").write_text(text.replace("enginesmith.bundle/1", "enginesmith.bundle/2"))
+    refused = infer(bundle)
+    assert refused.returncode == 1
+    assert "is of schema enginesmith.bundle/2" in refused.stderr
 
 
 def test_a_model_that_answers_otherwise_fails(bundle: Path, cli: Cli) -> None:

@@ -1,7 +1,6 @@
 """Other precisions through the command line, on the trained digits net: made, held against eager, measured."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,13 @@ import onnx
 import pytest
 
 from enginesmith.calibration.dataset import embedded
+from enginesmith.pipeline import Settings, load_run, optimize
 from enginesmith.pipeline.artifact import file_digest
 
 pytestmark = pytest.mark.slow
 
 PRECISIONS = ("fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights")
-QUICK = ("--measure-time", "0.5s", "--precision-target", "0.5", "--search-steps", "4")
-
 Cli = Callable[..., Any]
-
-
-@pytest.fixture(scope="session")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A place for files of this module."""
-    return tmp_path_factory.mktemp("precision")
 
 
 def data(folder: Path, **changes: np.ndarray) -> Path:
@@ -38,7 +30,9 @@ def data(folder: Path, **changes: np.ndarray) -> Path:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_becomes_a_sound_graph(cli: Cli, tmp_path: Path, precision: str) -> None:
     out = tmp_path / "digits.onnx"
-    done = cli("precision", "digits", "-o", out, "--precision", precision, "--batch", "1,3", *QUICK[4:], "--json")
+    done = cli(
+        "precision", "digits", "-o", out, "--precision", precision, "--batch", "1,3", "--search-steps", "1", "--json"
+    )
     assert done.code == 0, done.text
     onnx.checker.check_model(out, full_check=True)
     found = json.loads(done.stdout)
@@ -59,59 +53,41 @@ def test_every_precision_becomes_a_sound_graph(cli: Cli, tmp_path: Path, precisi
 
 
 @pytest.fixture(scope="module")
-def optimized(tmp_path_factory: pytest.TempPathFactory, store: Path) -> tuple[Path, dict[str, Any]]:
-    """A run of the main job with fp32 and int8."""
-    from click.testing import CliRunner
-
-    from enginesmith.cli import main
-
-    out = tmp_path_factory.mktemp("run") / "run"
-    options = ("--precision", "fp32", "--precision", "int8", "--max-drop", "0.01", "--batch", "1,8", *QUICK)
-    done = CliRunner().invoke(
-        main, ["optimize", "digits", *options, "--out", str(out), "--quiet"], env={"ENGINESMITH_STORE": str(store)}
-    )
-    assert done.exit_code == 0, done.output
-    return out, json.loads((out / "run.json").read_text())
+def int8(digits_run: Path) -> dict[str, Any]:
+    """The record of the variant in int8."""
+    variants = json.loads((digits_run / "run.json").read_text())["variants"]
+    record: dict[str, Any] = next(one for one in variants if one["id"] == "onnxruntime-int8")
+    return record
 
 
-def test_int8_holds_the_budget_of_accuracy(optimized: tuple[Path, dict[str, Any]]) -> None:
-    variant = next(one for one in optimized[1]["variants"] if one["id"] == "onnxruntime-int8")
-    assert variant["status"] == "measured"
-    assert variant["quality"]["drop"] <= 0.01
-    assert variant["coverage"]["macs"]["int8"] > 0.5
-    assert variant["engine_coverage"]["macs"]["int8"] > 0.5
-    assert not variant["synthetic_calibration"]
+def test_int8_holds_the_budget_of_accuracy(int8: dict[str, Any]) -> None:
+    assert int8["status"] == "measured"
+    assert int8["quality"]["drop"] <= 0.01
+    assert int8["coverage"]["macs"]["int8"] > 0.5
+    assert int8["engine_coverage"]["macs"]["int8"] > 0.5
+    assert not int8["synthetic_calibration"]
 
 
-def test_the_search_and_the_assignment_are_told(optimized: tuple[Path, dict[str, Any]]) -> None:
-    out, run = optimized
-    variant = next(one for one in run["variants"] if one["id"] == "onnxruntime-int8")
-    assert variant["search"]
-    assert all(trial["why"] for trial in variant["search"])
-    assert {entry["precision"] for entry in variant["assignment"]} <= {"int8", "fp32"}
-    report = (out / "report.md").read_text()
-    assert variant["assignment"][0]["group"] in report
-    assert variant["remarks"]
+def test_the_search_and_the_assignment_are_told(digits_run: Path, int8: dict[str, Any]) -> None:
+    assert int8["search"]
+    assert all(trial["why"] for trial in int8["search"])
+    assert {entry["precision"] for entry in int8["assignment"]} <= {"int8", "fp32"}
+    assert int8["assignment"][0]["group"] in (digits_run / "report.html").read_text()
+    assert int8["remarks"]
 
 
-def test_a_second_run_takes_everything_from_the_store(
-    cli: Cli, optimized: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    options = ("--precision", "fp32", "--precision", "int8", "--max-drop", "0.01", "--batch", "1,8", *QUICK)
-    done = cli("optimize", "digits", *options, "--out", tmp_path / "again", "--json")
-    assert done.code == 0, done.text
-    assert all(step["cached"] for step in json.loads(done.stdout)["steps"])
+def test_a_second_run_takes_everything_from_the_store(digits_run: Path, store: Path, tmp_path: Path) -> None:
+    again = optimize(load_run(digits_run).recipe, tmp_path / "again", Settings(store=store))
+    assert all(step.cached for step in again.steps)
 
 
 def test_same_inputs_give_the_same_bytes(cli: Cli, tmp_path: Path) -> None:
     digests = []
-    for name in ("one", "two"):
+    for name, more in (("stored", ()), ("anew", ("--no-cache",))):
         out = tmp_path / f"{name}.onnx"
-        store = tmp_path / f"store-{name}"
-        done = cli("precision", "digits", "-o", out, "--precision", "int8", "--search-steps", "1", "--store", store)
+        done = cli("precision", "digits", "-o", out, "--precision", "int8", "--search-steps", "1", *more)
         assert done.code == 0, done.text
         digests.append(file_digest(out))
-        shutil.rmtree(store)
     assert digests[0] == digests[1]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline import changed_models
+from enginesmith.pipeline.report.smaller import drawn
 from enginesmith.pipeline.tasks.prune_latency import TRIALS
 
 pytestmark = pytest.mark.slow
@@ -54,13 +55,14 @@ def test_sensitivity_is_scanned_shown_and_drawn(cli: Cli, tmp_path: Path) -> Non
     scan = json.loads((out / "run.json").read_text())["prune_sensitivity"]
     assert {one["group"] for one in scan} == {"conv", "tokens"}
     assert all(one["metric"] == "sqnr_db" and one["value"] is not None for one in scan)
+    known = [one["value"] for one in scan]
     for group, units in (("conv", 16), ("tokens", 32)):
         row = next(line for line in done.stdout.splitlines() if line.strip().startswith(f"{group} "))
         values = [one["value"] for one in sorted(scan, key=lambda one: one["ratio"]) if one["group"] == group]
         assert values == sorted(values, reverse=True)
         assert f"{units} channels" in row
         assert f"25%: {values[0]:.4g}, 50%: {values[1]:.4g}, 75%: {values[2]:.4g}" in row
-        assert (row.split()[-1][0], row.split()[-1][-1]) == ("█", "▁")
+        assert row.split()[-1] == drawn(values, min(known), max(known))
     assert "prune-sensitivity" in (out / "report.html").read_text()
 
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,8 +13,6 @@ import pytest
 
 from enginesmith.pipeline import run as runs
 from enginesmith.pipeline.report.html import page, scripts
-
-Cli = Callable[..., Any]
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
@@ -155,10 +153,18 @@ def test_a_large_run_opens_in_two_seconds(made_runs: ModuleType, browser: Browse
     path.write_text(page.render(made_runs.large()))
     assert path.stat().st_size < 10_000_000
     times = []
-    for _ in range(TRIES):  # another process on the machine is no fault of the page
+    for _ in range(TRIES):  # other processes on the machine are no fault of the page
         shown = browser.open(path, wait=False)
         assert not shown.console
         times.append(int(str(shown.root["data-ready"])))
-        if times[-1] < 2000:
+        if times[-1] < 2000 * crowding():
             return
     pytest.fail(f"it took {times} ms")
+
+
+def crowding() -> float:
+    """How many times as long as on a machine that does nothing else a thread takes now."""
+    start, worked = time.monotonic(), time.thread_time()
+    while time.thread_time() - worked < 0.2:
+        pass
+    return max(1.0, (time.monotonic() - start) / 0.2)

@@ -27,6 +27,11 @@ def load(factory: str, tmp_path: Path, **how: Any) -> Done:
     return done
 
 
+def alone() -> dict[str, str]:
+    """An environment in which a fork server of its own imports nothing beforehand, as that takes seconds."""
+    return {**os.environ, "ENGINESMITH_PRELOAD_ONLY": ""}
+
+
 def test_an_answer_and_progress_come_back(tmp_path: Path) -> None:
     said: list[str] = []
     done = load("mlp", tmp_path, on_progress=said.append)
@@ -78,16 +83,27 @@ from enginesmith.pipeline.tasks.load import Load
 task = Load(source=resolve({str(NETS)!r} + ":slow"))
 workers.run(execute, task, {{}}, Path("."), log=Path("log"), on_start=lambda worker: print(worker.pid, flush=True))
 """
-    with subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=tmp_path, env=alone(), stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         worker = int(parent.stdout.readline())
         assert psutil.pid_exists(worker)
         parent.kill()
         parent.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(worker) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not psutil.pid_exists(worker)
+
+
+def test_a_progress_bar_of_a_worker_that_is_killed_leaves_no_semaphore() -> None:
+    bar = "from enginesmith.pipeline import preload; from tqdm import tqdm; tqdm(total=1).update()"
+    as_there = "import multiprocessing; multiprocessing.set_start_method('forkserver')"
+    command = [sys.executable, "-c", f"import os; {as_there}; {bar}; os._exit(0)"]
+    done = subprocess.run(command, env=alone(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "leaked" not in done.stderr
 
 
 def test_scripts_need_no_main_guard(tmp_path: Path) -> None:
@@ -103,7 +119,7 @@ print(load("mlp", Path(".")).effect.summary)
 """
     )
     result = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=True, env=dict(os.environ)
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=True, env=alone()
     )
     assert "131 parameters" in result.stdout
     assert (tmp_path / "ran").read_text() == "x"

@@ -16,7 +16,7 @@ from enginesmith.pipeline.measure.callers import Callers
 from enginesmith.pipeline.measure.run_queue import RunQueue
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
-CALL_SECONDS = 0.01
+CALL_SECONDS = 0.02
 
 
 class Served(Session):
@@ -53,7 +53,7 @@ class Served(Session):
 def test_calls_of_all_callers_are_counted() -> None:
     seen: list[tuple[str, int]] = []
     callers = Callers(Served(threading.Semaphore(2), seen), {})
-    one, four = callers.run(1, 0.15), callers.run(4, 0.15)
+    one, four = callers.run(1, 0.3), callers.run(4, 0.3)
     callers.close()
     assert one.calls_per_second == pytest.approx(1 / CALL_SECONDS, rel=0.4)
     assert four.calls_per_second == pytest.approx(2 / CALL_SECONDS, rel=0.4)  # as two are served at a time

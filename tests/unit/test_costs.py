@@ -10,7 +10,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch.utils.flop_counter import FlopCounterMode
 
-from enginesmith.models import MODELS, bert, mobilenet, vit
+from enginesmith.models import MODELS, bert, lstm, mobilenet, resnet, unet, vit
 from enginesmith.pipeline.passes.export import Export, export_module
 from enginesmith.pipeline.passes.simplify import Simplify, simplify_file
 from enginesmith.pipeline.precision.audit import costs
@@ -21,9 +21,15 @@ from enginesmith.pipeline.torch_model import LoadOptions, load
 FLOAT, UINT8, INT8 = TensorProto.FLOAT, TensorProto.UINT8, TensorProto.INT8
 MICROSOFT, BLOCKED = "com.microsoft", "com.microsoft.nchwc"
 BATCH = {"batch": 2}
+RESNET = resnet.ResNet
+SHALLOW = ((resnet, "ResNet", lambda block, depths, classes: RESNET(block, (1,) * len(depths), classes)),)
 SMALLER: dict[str, tuple[tuple[Any, str, Any], ...]] = {
-    "bert_base": ((bert, "DEPTH", 2), (bert, "VOCABULARY", 1000)),
-    "vit_b16": ((vit, "DEPTH", 2),),
+    "resnet18": SHALLOW,
+    "resnet50": SHALLOW,
+    "unet": ((unet, "WIDTHS", (8, 16, 32, 64, 128)),),
+    "lstm": ((lstm, "HIDDEN", 32),),
+    "bert_base": ((bert, "DEPTH", 1), (bert, "VOCABULARY", 1000)),
+    "vit_b16": ((vit, "DEPTH", 1),),
     "mobilenet_v2": ((mobilenet, "STAGES", tuple((*stage[:2], 1, stage[3]) for stage in mobilenet.STAGES)),),
 }
 """What is smaller of a network of the zoo; its whole size is counted where its table is held against it."""

@@ -7,6 +7,7 @@ import pytest
 
 from enginesmith.pipeline import baseline, gate, rematch
 from enginesmith.pipeline import run as runs
+from enginesmith.pipeline.artifact import HistoryEntry
 from enginesmith.pipeline.commands.request import budgets_of
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.gate import Demands, parse_tolerance
@@ -96,6 +97,13 @@ def test_a_run_without_a_winner_is_broken(tmp_path: Path) -> None:
     assert "no variant holds every budget" in found.breaches[0].text
 
 
+def test_why_nothing_was_measured_is_the_failure(tmp_path: Path) -> None:
+    broken = record("eager", status="failed", reason="load: its process crashed\n  → see its log")
+    run = write(tmp_path / "run", baseline=broken, winner_reason="nothing was measured that has a latency")
+    with pytest.raises(UsageError, match=r"nothing was measured in .*: load: its process crashed\n  → `enginesmith"):
+        gate.gate(run, demands(max_latency_ms=5))
+
+
 def test_a_run_with_nothing_measured_is_no_use(tmp_path: Path) -> None:
     unmeasured = {"status": "built", "latency": (), "memory": None}
     run = write(tmp_path / "run", baseline=record("eager", **unmeasured), winner=None, winner_reason="no GPU")
@@ -171,6 +179,14 @@ def test_winners_of_other_names_are_compared_and_that_is_said(tmp_path: Path) ->
     assert any("int8 is held against fp32" in text for text in found.cautions)
 
 
+def test_a_baseline_of_another_model_is_told_of(tmp_path: Path) -> None:
+    other = MODEL.model_copy(update={"source": "net.onnx"})
+    before, run = write(tmp_path / "before", record(), model=other), write(tmp_path / "run", record("a", 1.001))
+    found = gate.gate(run, demands(), baseline=before)
+    assert "the run is of digits, and the baseline of net.onnx" in found.cautions
+    assert "the run is of" not in str(gate.gate(run, demands(), baseline=run).cautions)
+
+
 def test_nothing_to_judge_is_said(tmp_path: Path) -> None:
     found = gate.gate(write(tmp_path / "run", record()), demands())
     assert found.passed
@@ -186,6 +202,32 @@ def test_a_tolerance_is_a_percentage(text: str, share: float) -> None:
 def test_any_other_tolerance_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_tolerance(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"engine": {"graph_optimization": "most"}}, "what a was built with cannot be read: graph_optimization"),
+        ({"engine": {}, "device": {"threads": "many"}}, "where a ran cannot be read: threads"),
+    ],
+)
+def test_what_the_history_says_in_a_way_that_is_not_known_is_refused(
+    tmp_path: Path, fields: dict[str, object], words: str
+) -> None:
+    made = HistoryEntry(
+        step="build", parameters={"fields": fields}, tools={}, seconds=1.0, host_peak_bytes=None, effect=""
+    )
+    before, run = (write(tmp_path / name, record(history=(made,))) for name in ("before", "run"))
+    with pytest.raises(UsageError, match=words):
+        gate.gate(run, Demands(budgets=Budgets()), baseline=before)
+
+
+@pytest.mark.parametrize("fields", [None, [], {"engine": None}])
+def test_a_history_without_fields_is_none(fields: object) -> None:
+    made = HistoryEntry(
+        step="build", parameters={"fields": fields}, tools={}, seconds=1.0, host_peak_bytes=None, effect=""
+    )
+    assert record(history=(made,)).built_with == {}
 
 
 def test_engines_that_are_not_there_are_not_measured(tmp_path: Path) -> None:
@@ -225,7 +267,7 @@ def test_an_engine_that_does_not_run_here_leaves_what_was_stored(
 
 
 def test_lines_are_one_for_each_and_markdown_is_inert() -> None:
-    broken = Judgement(name="x", against="budget", passed=False, text="<b> is | slow")
+    broken = Judgement(name="x", against="budget", passed=False, text="<b> is\n | slow")
     found = Gate(run="r", variant="a", tolerance=0.05, passed=False, verdicts=(broken,), cautions=("careful",))
     assert gating.lines(found) == ["BROKEN: <b> is | slow", "note: careful", "a of r: 1 of 1 broken"]
     assert "- **broken**: &lt;b> is \\| slow" in gating.markdown(found)

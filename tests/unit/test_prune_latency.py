@@ -89,6 +89,15 @@ def test_what_would_empty_a_layer_is_a_trial_that_failed(tmp_path: Path) -> None
     assert "would empty a layer" in last["reason"]
 
 
+def test_a_first_trial_that_would_empty_a_layer_does_not_end_the_search(tmp_path: Path) -> None:
+    far = wanted().model_copy(update={"target": Target.parse("latency=0.02")})
+    first = trial().model_copy(update={"prune": far})
+    effect = first.run(inputs(tmp_path, []), made(tmp_path / "out"), quiet)
+    (only,) = read_records(record(tmp_path / "out" / effect.file))
+    assert only["latency_left"] is None
+    assert "would empty a layer" in only["reason"]
+
+
 def test_what_is_wrong_with_the_request_ends_the_search_at_once(tmp_path: Path) -> None:
     given = inputs(tmp_path, [])
     with pytest.raises(UsageError, match="lyers"):

@@ -231,6 +231,73 @@ def test_replaced_attention_answers_as_that_of_torch(first: bool, weights: bool)
     assert torch.allclose(whole(*alone)[0], model["one"](*alone)[0], atol=1e-6)
 
 
+def test_a_padding_mask_has_a_row_for_each_query() -> None:
+    masks: list[Tensor] = []
+
+    class Watched(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if function is F.scaled_dot_product_attention:
+                masks.append(args[3])
+            return function(*args, **(kwargs or {}))
+
+    x, y = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    module = multihead.Attention(nn.MultiheadAttention(16, 4, batch_first=True).eval())
+    with Watched():
+        module(x, y, y, key_padding_mask=padding, need_weights=False)
+    assert masks[0].shape == (2, 1, 5, 7)
+
+
+def test_one_attention_whose_heads_have_to_stay_does_not_speak_for_the_others() -> None:
+    def forward(self: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, weights = self.a(x, x, x, average_attn_weights=False)
+        return self.last(self.b(x + y, y, y)[0]), weights
+
+    torch.manual_seed(0)
+    first, second = (nn.MultiheadAttention(16, 4, batch_first=True) for _ in range(2))
+    model = Of(forward, first=nn.Linear(16, 16), a=first, b=second, last=nn.Linear(16, 3)).eval()
+    x = torch.randn(2, 5, 16)
+    done = pruner.prune(model, lambda: model(x), Target.parse("0.25"), PruneOptions())
+    assert "its heads cannot go one by one: an output becomes [2, 3, 5, 5]" in done.whole["a.q_proj"]
+    assert [(one.root, one.unit) for one in done.surgery.history] == [("b.q_proj", "head")]
+
+
+def test_transposed_convolutions_in_groups_stay_where_weights_do_not_rank_them() -> None:
+    torch.manual_seed(0)
+    parts = [nn.Conv2d(3, 32, 1), nn.ConvTranspose2d(32, 32, 2, 2, groups=4), nn.Conv2d(32, 32, 1), head(32)]
+    done = prune(nn.Sequential(*parts), target="0.25")
+    assert "1, a transposed convolution in groups" in done.whole["0"]
+    assert {one.root for one in done.surgery.history} == {"2"}
+    done = prune(nn.Sequential(*parts), target="0.25", importance="random")
+    assert "0" in {one.root for one in done.surgery.history}
+
+
+def test_steps_on_the_way_keep_the_multiple() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3), nn.Conv2d(32, 64, 3), head(64))
+    done = prune(model, target="0.3", steps=3, multiple_of=16)
+    assert [layer.out_channels % 16 for layer in model[:3]] == [0, 0, 0]
+    assert not any("no multiples of" in note for note in done.notes)
+
+
+def test_a_note_names_narrow_widths_of_earlier_steps_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), head(8))
+    done = prune(model, target="0.4", steps=3, multiple_of=16)
+    narrow = [one.root for one in done.surgery.history]
+    assert {one.step for one in done.surgery.history} != {3}
+    assert all(f"{root} (" in done.notes[0] for root in narrow)
+
+
+def test_a_forward_that_a_normalisation_was_given_is_still_there() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 3))
+    wrapped = model[1].forward
+    model[1].forward = given = lambda x: wrapped(x) * 3
+    prune(model, (4, 16), "0.5")
+    assert vars(model[1])["forward"] is given
+
+
 def test_a_second_pruning_keeps_the_multiples() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3), nn.Conv2d(32, 64, 1), head(64))

@@ -242,6 +242,7 @@ def test_labels_that_do_not_fit_are_refused(labels: torch.Tensor | None, said: s
     ("function", "said"),
     [
         (lambda student, teacher, batch: batch["nothing"], "raised KeyError"),
+        (lambda student, teacher, batch: torch.ones(2) + torch.ones(3), "raised RuntimeError: The size of tensor a"),
         (lambda student, teacher, batch: 0.5, "returned a float"),
         (lambda student, teacher, batch: teacher(batch["image"])["logits"], r"tensor of shape \[6, 3\]"),
         (lambda student, teacher, batch: torch.zeros(()), "depends on no weight"),
@@ -251,6 +252,15 @@ def test_what_a_loss_of_the_users_must_not_do_is_said(function: Callable[..., ob
     student = model().module
     with pytest.raises(DataError, match=said):
         losses.UserLoss("own:loss", function)(student, student, batch())
+
+
+def test_memory_that_runs_out_in_a_loss_of_the_users_is_no_fault_of_it() -> None:
+    def full(student: nn.Module, teacher: nn.Module, batch: object) -> None:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    student = model().module
+    with pytest.raises(RuntimeError, match="out of memory"):
+        losses.UserLoss("own:loss", full)(student, student, batch())
 
 
 def test_a_loss_of_the_users_gets_modules_and_arrays_by_name() -> None:
@@ -346,6 +356,20 @@ def test_computing_activations_again_changes_no_gradient() -> None:
         memory.keep_all(student.model)
         assert not any("forward" in vars(one) for one in student.modules())
     assert torch.equal(*gradients)
+
+
+def test_a_forward_that_a_module_was_given_is_there_again_after_computing_again() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    plain = net[0].forward
+    net[0].forward = given = lambda x: 2 * plain(x)
+    x = torch.ones(1, 4)
+    expected = net(x)
+    memory.keep_all(net)
+    assert vars(net[0])["forward"] is given
+    memory.compute_again(net)
+    assert torch.equal(net(x), expected)
+    memory.keep_all(net)
+    assert [vars(one).get("forward") for one in net] == [given, None]
 
 
 def test_the_average_follows_closely_at_first_and_slowly_later() -> None:

@@ -70,6 +70,32 @@ def test_the_verdict_is_one_sentence() -> None:
     assert tables.verdict(run(winner=None, winner_reason="nothing was measured")) == "No winner: nothing was measured."
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (0.9, 9.0, "has 4.00× [0.90, 9.00] the speed of eager at batch 8 (which may be no difference)"),
+        (0.3, 0.9, "has 4.00× [0.30, 0.90] the speed of eager at batch 8,"),
+        (3.9, 4.1, "is 4.00× [3.90, 4.10] faster than eager at batch 8,"),
+    ],
+)
+def test_the_verdict_is_of_the_batch_that_decides_and_claims_no_more_than_its_interval(
+    low: float, high: float, words: str
+) -> None:
+    fast = record("onnxruntime-fp32", 0.5, 4.0)
+    deciding = LatencyRow(batch=8, p50_ms=0.5, speedup=Interval(median=4.0, low=low, high=high))
+    eager = record("eager", 2.0, 1.0)
+    both = eager.model_copy(update={"latency": (*eager.latency, LatencyRow(batch=8, p50_ms=2.0))})
+    one = fast.model_copy(update={"latency": (*fast.latency, deciding)})
+    recipe = make({"model": "digits", "batch": [8, 1]})
+    assert words in tables.verdict(run(baseline=both, variants=(one,), recipe=recipe))
+
+
+def test_a_run_that_is_not_complete_says_so_wherever_it_is_read() -> None:
+    text = markdown.render(run(winner=None, winner_reason="nothing was measured", complete=False))
+    assert "No winner yet: nothing was measured." in text
+    assert "- this run is not complete: 0 of 0 steps have ended" in text
+
+
 def test_the_report_warns_and_says_why_measuring_stopped() -> None:
     text = markdown.render(run())
     assert "- the machine is busy." in text

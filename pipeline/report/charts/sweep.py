@@ -1,6 +1,6 @@
 """Latency and throughput by batch size."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
@@ -14,6 +14,9 @@ from enginesmith.pipeline.run import Run, VariantRecord
 LATENCY = ("variant", "batch", "p50 ms", "95 % interval ms", "p99 ms")
 THROUGHPUT = ("variant", "batch", "samples/s", "callers")
 _Rows = Mapping[str, Sequence[LatencyRow]]
+_Intervals = Callable[[LatencyRow], Interval | None]
+_Numbers = Callable[[LatencyRow], float | None]
+_Words = Callable[[LatencyRow], str]
 
 
 def latency_by_batch(run: Run) -> Chart:
@@ -71,19 +74,25 @@ def _single(rows: _Rows) -> str:
     return "" if len(sizes) > 1 else f"Only batch {sizes.pop()} was measured: --batch 1,8,32 or --sweep measures more."
 
 
-def _latency_figure(cast: Cast, rows: _Rows) -> Figure:
+def _lines(cast: Cast, rows: _Rows, value: _Numbers, between: _Intervals, words: _Words) -> tuple[list[Figure], int]:
+    """A number of each row by batch size, with its interval, for those that are named; and entries of the legend."""
     traces: list[Figure] = []
     if rest := cast.rest(rows):
-        found = ((rows[one.id], [row.p50_ms for row in rows[one.id]]) for one in rest)
-        traces.append(others([([row.batch for row in mine], values) for mine, values in found], "lines+markers"))
+        lines = [([row.batch for row in rows[one.id]], list(map(value, rows[one.id]))) for one in rest]
+        traces.append(others(lines, "lines+markers"))
     shown = cast.named(rows)
     for record in shown:
         style, mine = cast.style(record), rows[record.id]
-        x, hover = [row.batch for row in mine], [said(marked(record), _latency_words(row)) for row in mine]
-        traces.append(points(style, x, [row.p50_ms for row in mine], hover))
-        traces += [bar] if (bar := interval(style, x, [row.median_ms for row in mine])) else []
+        x, hover = [row.batch for row in mine], [said(marked(record), words(row)) for row in mine]
+        traces.append(points(style, x, list(map(value, mine)), hover))
+        traces += [bar] if (bar := interval(style, x, list(map(between, mine)))) else []
+    return traces, len(shown) + bool(rest)
+
+
+def _latency_figure(cast: Cast, rows: _Rows) -> Figure:
+    traces, legend = _lines(cast, rows, lambda row: row.p50_ms, lambda row: row.median_ms, _latency_words)
     y = axis("p50 latency (ms)", [row.p50_ms for found in rows.values() for row in found])
-    return {"data": traces, "layout": layout(_batches(rows), y, len(shown) + bool(rest))}
+    return {"data": traces, "layout": layout(_batches(rows), y, legend)}
 
 
 def _latency_words(row: LatencyRow) -> str:
@@ -125,21 +134,12 @@ def _told(run: Run, cast: Cast, rows: _Rows) -> VariantRecord:
 
 
 def _throughput_figure(run: Run, cast: Cast, rows: _Rows) -> Figure:
-    traces: list[Figure] = []
-    if rest := cast.rest(rows):
-        found = ((rows[one.id], [row.throughput_per_s for row in rows[one.id]]) for one in rest)
-        traces.append(others([([row.batch for row in mine], values) for mine, values in found], "lines+markers"))
-    shown = cast.named(rows)
-    for record in shown:
-        style, mine = cast.style(record), rows[record.id]
-        x, hover = [row.batch for row in mine], [said(marked(record), _throughput_words(row)) for row in mine]
-        traces.append(points(style, x, [row.throughput_per_s for row in mine], hover))
-        traces += [bar] if (bar := interval(style, x, [_best(row) for row in mine])) else []
+    traces, legend = _lines(cast, rows, lambda row: row.throughput_per_s, _best, _throughput_words)
     least = run.recipe.budgets.min_throughput_per_s
     rates = [row.throughput_per_s or 0.0 for found in rows.values() for row in found]
     y = axis("throughput (samples/s)", [*rates, least])
     shapes = [] if least is None else [limit("y", least, f"budget {rate(least)} samples/s", rates)]
-    return {"data": traces, "layout": layout(_batches(rows), y, len(shown) + bool(rest), shapes=shapes)}
+    return {"data": traces, "layout": layout(_batches(rows), y, legend, shapes=shapes)}
 
 
 def _best(row: LatencyRow) -> Interval | None:

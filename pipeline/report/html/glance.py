@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from enginesmith.pipeline.explain import claimed
 from enginesmith.pipeline.report import budgets, measurements, proof, provenance, tables
 from enginesmith.pipeline.report.html.blocks import Fact
-from enginesmith.pipeline.run import Assignment, Run, VariantRecord
+from enginesmith.pipeline.run import NOT_KNOWN, Assignment, Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes
 
 _NAMED = 3
@@ -77,7 +77,8 @@ def _range(counts: Iterator[int | None]) -> str:
 
 
 def _quiet(run: Run) -> str:
-    warnings = [str(one) for one in run.environment.get("warnings", ())]
+    said_of_it = map(str, run.environment.get("warnings", ()))
+    warnings = [one for one in said_of_it if not one.startswith(NOT_KNOWN)]
     shares = [row.disturbed_share for one in (run.baseline, *run.variants) for row in one.latency]
     known = [share for share in shares if share is not None]
     said = f"at most {max(known):.1%} of a variant's calls were disturbed by others" if known else ""
