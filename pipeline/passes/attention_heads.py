@@ -32,7 +32,7 @@ def absorb_heads(model: "ir.Model") -> None:
 def _absorb(node: "ir.Node") -> None:
     import onnx_ir as ir
 
-    splits = [_split(value) for value in node.inputs[:3]]
+    splits = [split_of(value) for value in node.inputs[:3]]
     query, key, value = splits
     merge = _merge(node)
     if query is None or key is None or value is None or merge is None or key.heads != value.heads:
@@ -49,7 +49,7 @@ def _absorb(node: "ir.Node") -> None:
     ir.convenience.replace_nodes_and_values(node.graph, merge, [merge], [new], [old], [result])
 
 
-def _split(value: "ir.Value | None") -> _Split | None:
+def split_of(value: "ir.Value | None") -> _Split | None:
     """What a Reshape to B,S,H,E and a Transpose to B,H,S,E start from."""
     transpose = value.producer() if value is not None else None
     if transpose is None or not _swaps(transpose) or transpose.inputs[0] is None:

@@ -48,6 +48,7 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
         ExportError: neither exporter can do it, or a dynamic dimension would come out fixed.
     """
     from enginesmith.pipeline import onnx_file
+    from enginesmith.pipeline.passes.attention_masks import spread_masks
     from enginesmith.pipeline.passes.decompose import decompose_attention
 
     with _tolerant():
@@ -56,6 +57,8 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
         graph.tidy(model, wrapper="model")
         if options.attention == "decomposed":
             decompose_attention(model)
+        else:
+            spread_masks(model)
         progress("writing")
         graph.save(model, out, options.external_data_bytes)
     count, opset = graph.node_count(model), model.opset_imports[""]

@@ -446,6 +446,36 @@ def test_the_other_exporter_takes_over_with_a_note(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("attention", ["fused", "decomposed"])
+def test_a_padding_mask_has_one_row_for_all_queries(tmp_path: Path, attention: str) -> None:
+    """Two layers share it, as in every encoder of texts."""
+    import onnxruntime
+    import torch
+
+    class Encoder(torch.nn.Module):
+        def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            bias = (1 - keep[:, None, None, :]) * -1e4
+            for _ in range(2):
+                split = x.unflatten(2, (2, 4)).transpose(1, 2)
+                y = torch.nn.functional.scaled_dot_product_attention(split, split, split, attn_mask=bias)
+                x = y.transpose(1, 2).flatten(2)
+            return x
+
+    torch.manual_seed(0)
+    x, keep = torch.randn(2, 5, 8), torch.tensor([[1.0, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    dims = {"x": ("batch", "length", 8), "keep": ("batch", "length")}
+    model = loaded(Encoder(), {"x": x, "keep": keep}, dims, ["out:float32:batch,length,8"])
+    exported(tmp_path, model, attention=attention)
+    found = onnx_file.summary(tmp_path / graph.FILE).operators
+    assert found.get("Attention", 0) == (2 if attention == "fused" else 0)
+    assert found.get("Expand", 0) == (1 if attention == "fused" else 0)
+    session = onnxruntime.InferenceSession(tmp_path / graph.FILE, providers=["CPUExecutionProvider"])
+    expected = Encoder()(x[:1, :4], keep[:1, :4]).numpy()
+    answer = session.run(None, {"x": x[:1, :4].numpy(), "keep": keep[:1, :4].numpy()})[0]
+    np.testing.assert_allclose(answer, expected, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_attention_is_one_operator_or_none(tmp_path: Path) -> None:
     import torch
 
