@@ -90,7 +90,9 @@ def same(before: Stored, after: Stored) -> bool:
     one, other = before.record.artifact, after.record.artifact
     if one is None or other is None or one.sha256 != other.sha256:
         return False
-    return _engine(before.record) == _engine(after.record) and _device(before) == _device(after)
+    if _engine(before.record) != _engine(after.record) or _device(before) != _device(after):
+        return False
+    return all(holds((side.folder / made.path).parent, made.sha256) for side, made in ((before, one), (after, other)))
 
 
 def measure(before: Stored, after: Stored, batch: int, limits: Limits) -> Rematch:

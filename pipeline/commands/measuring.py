@@ -14,7 +14,6 @@ from enginesmith.pipeline.commands.request import recipe_of, settings_of, shown
 @what_to_load
 @where_to_run
 @how_to_measure
-@click.option("--profile", is_flag=True, default=None, help="Time every operator, by the module it comes from.")
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe; options change it.")
 @click.option(
     "--engine",

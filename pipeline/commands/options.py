@@ -117,7 +117,9 @@ how_to_build = together(
     click.option("--plugins", multiple=True, metavar="FILE.so", help="Plugin library to load; it is code, and is run."),
     click.option("--timing-cache", metavar="FILE", help="Kernel timings; default one per device and version."),
     click.option("--locked", is_flag=True, default=None, help="Fail where a timing is missing."),
-    click.option("--profile", "profiles", multiple=True, metavar="DIM=MIN:OPT:MAX,…", help="One more profile."),
+    click.option(
+        "--optimization-profile", "profiles", multiple=True, metavar="DIM=MIN:OPT:MAX,…", help="One more of them."
+    ),
     click.option("--host-code", is_flag=True, default=None, help="Allow host code in engines."),
 )
 
@@ -141,6 +143,7 @@ how_to_measure = together(
     click.option("--concurrency", metavar="N,N", help="Callers at the same time; throughput is measured with each."),
     click.option("--memory-limit", metavar="SIZE", help="What a session may take; what needs more is out of memory."),
     click.option("--no-memory", "memory", flag_value=False, default=None, help="Do not measure peak memory."),
+    click.option("--profile", is_flag=True, default=None, help="Time every operator, by the module it comes from."),
     click.option("--limits/--no-limits", default=None, help="Hold times against what the machine can do at best."),
 )
 

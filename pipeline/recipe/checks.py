@@ -1,6 +1,7 @@
 """Whether the fields of a recipe fit together."""
 
 from enginesmith.calibration import user_code
+from enginesmith.pipeline.engines.trt.options import option_name
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.quality import METRICS
 from enginesmith.pipeline.precision.kinds import KINDS
@@ -28,7 +29,7 @@ def _check_tensorrt(recipe: Recipe) -> None:
     if any(name.startswith("tensorrt") for name in recipe.engines):
         return
     given = [option for option, value in (("--target", recipe.targets), ("--workspace", recipe.workspace)) if value]
-    given += [f"--{name.replace('_', '-')}" for name in recipe.tensorrt.asked]
+    given += [option_name(name) for name in recipe.tensorrt.asked]
     if given:
         raise UsageError(
             f"{given[0]} has no effect on {', '.join(recipe.engines)}", "add --engine tensorrt_rtx, or leave it away"

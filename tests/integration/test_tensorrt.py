@@ -121,7 +121,18 @@ def test_build_as_json_is_one_document(cli, here: Path) -> None:
 
 def test_more_profiles_come_before_the_whole_range(cli, here: Path) -> None:
     found = parsed(
-        cli("build", "mlp.onnx", "-o", "m.engine", *SM86, *RANGE, "--profile", "batch=1:1:1", "--json", "--quiet")
+        cli(
+            "build",
+            "mlp.onnx",
+            "-o",
+            "m.engine",
+            *SM86,
+            *RANGE,
+            "--optimization-profile",
+            "batch=1:1:1",
+            "--json",
+            "--quiet",
+        )
     )
     assert [profile["x"][2] for profile in found["manifest"]["profiles"]] == [[1, 64], [64, 64]]
 
@@ -249,8 +260,8 @@ CASES = (
     Case("enterprise", MLP, "--engine tensorrt", 4, "tensorrt|install"),
     Case("engine without a file", MLP, "--engine onnxruntime", 2, "onnxruntime|tensorrt_rtx"),
     Case("min above max", MLP, "--target sm86 --shape batch=8:4:1", 2, "8:4:1|min <= opt <= max"),
-    Case("profile beyond", MLP, f"{T86} --profile batch=1:1:65", 2, "batch=1:1:65|1:8:64|--shape"),
-    Case("profile of another", MLP, f"{T86} --profile seq=1:1:1", 2, "'seq'|batch"),
+    Case("profile beyond", MLP, f"{T86} --optimization-profile batch=1:1:65", 2, "batch=1:1:65|1:8:64|--shape"),
+    Case("profile of another", MLP, f"{T86} --optimization-profile seq=1:1:1", 2, "'seq'|batch"),
     Case(
         "no range", model(node("Relu", "x", "y"), x=("batch", "seq"), y=("batch", "seq")), T86, 2, "'seq'|--shape seq"
     ),

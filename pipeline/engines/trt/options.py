@@ -87,6 +87,10 @@ def hold(options: BuildOptions, flavour: FlavourName, known: Capabilities, *, de
     )
 
 
+_WRITTEN = {"profiles": "optimization_profile"}
+"""Options that are given once for each, so that they are not called as the list of them is."""
+
+
 def option_name(field: str) -> str:
     """``sparse_weights`` as it is written on the command line."""
-    return "--" + field.replace("_", "-")
+    return "--" + _WRITTEN.get(field, field).replace("_", "-")
