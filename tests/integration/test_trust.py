@@ -106,7 +106,7 @@ def test_code_that_changes_meanwhile_stops_the_run(tmp_path: Path) -> None:
         if event.step.id == "load" and event.kind == "finished":
             write("self.layer(x) * 100")
 
-    with pytest.raises(SourceError, match="changed since"):
+    with pytest.raises(SourceError, match="is not as it was"):
         answer(model, X, Settings(store=tmp_path / "store", listener=edit))
     write()
     plain = answer(model, X, Settings(store=tmp_path / "store"))
