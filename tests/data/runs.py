@@ -1,4 +1,4 @@
-"""Runs that nobody measured: with every field filled, with one text in all of them, and very large ones."""
+"""Runs that nobody measured: small ones, with every field filled, with one text in all of them, and very large ones."""
 
 import types
 import typing
@@ -6,10 +6,30 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from enginesmith.pipeline.recipe import Recipe
-from enginesmith.pipeline.run import Run
+from enginesmith.pipeline.recipe import Recipe, make
+from enginesmith.pipeline.run import ModelRecord, Run, VariantRecord
 
 TEXT = "text"
+
+
+def small(baseline: VariantRecord, *variants: VariantRecord, **changes: Any) -> Run:
+    """A finished run of digits with these variants, of which the one called a won; ``changes`` are other fields."""
+    values = {
+        "name": "demo",
+        "created": "2026-01-01T00:00:00+00:00",
+        "seconds": 1.5,
+        "complete": True,
+        "recipe": make({"model": "digits"}),
+        "environment": {},
+        "model": ModelRecord(source="digits", signature=None, data="digits"),
+        "steps": (),
+        "baseline": baseline,
+        "variants": variants,
+        "winner": "a",
+        "pareto": (),
+        "verdicts": (),
+    }
+    return Run.model_validate({**values, **changes})
 
 
 def filled(kind: Any, text: str) -> Any:

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+
+from enginesmith.pipeline.commands.announcing import announce
 from enginesmith.pipeline.report import github
 
 
@@ -33,3 +36,12 @@ def test_only_their_runner_is_told() -> None:
     assert github.is_here({"GITHUB_ACTIONS": "true"})
     assert not github.is_here({})
     assert not github.is_here({"GITHUB_ACTIONS": "false"})
+
+
+def test_a_summary_that_cannot_be_written_changes_no_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "missing" / "summary"))
+    announce("gate", [], [], "# one\n")
+    assert f"{tmp_path}/missing/summary" in capsys.readouterr().err

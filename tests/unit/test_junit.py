@@ -1,5 +1,8 @@
 """junit.xml: what is broken fails, what was not judged is skipped, and any name makes XML that can be read."""
 
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
@@ -7,9 +10,10 @@ import pytest
 from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import junit
-from enginesmith.pipeline.run import ModelRecord, Run, VariantRecord, Verdict
+from enginesmith.pipeline.run import Run, VariantRecord, Verdict
 from enginesmith.pipeline.tasks.compare import StageFidelity
 
+MakeRun = Callable[..., Run]
 HOSTILE = "]]></failure><script>&\x00\x1b\ud800\ufffe\"'\n中"
 
 
@@ -25,23 +29,10 @@ def record(name: str, **changes: object) -> VariantRecord:
     return VariantRecord.model_validate({**values, "latency": (row,), **changes})
 
 
-def run(*variants: VariantRecord, **changes: object) -> Run:
-    values = {
-        "name": "demo",
-        "created": "2026-01-01T00:00:00+00:00",
-        "seconds": 1.5,
-        "complete": True,
-        "recipe": make({"model": "digits"}),
-        "environment": {},
-        "model": ModelRecord(source="digits", signature=None, data=None),
-        "steps": (),
-        "baseline": record("eager"),
-        "variants": variants,
-        "winner": "a",
-        "pareto": (),
-        "verdicts": (),
-    }
-    return Run.model_validate({**values, **changes})
+@pytest.fixture
+def run(made_runs: ModuleType) -> MakeRun:
+    """A run around :func:`record`'s baseline."""
+    return partial(made_runs.small, record("eager"))
 
 
 def cases(text: str) -> dict[str, str]:
@@ -54,7 +45,7 @@ def cases(text: str) -> dict[str, str]:
     return found
 
 
-def test_every_budget_and_every_check_is_a_case() -> None:
+def test_every_budget_and_every_check_is_a_case(run: MakeRun) -> None:
     fast = Verdict(budget="max_latency_ms", limit=5, actual=1, passed=True)
     large = Verdict(budget="max_memory_bytes", limit=1024, actual=None, passed=False, reason="nobody looked")
     made = record("a", fidelity=(check(), check(point="max", batch=8, passed=False, reason="SQNR of 3 dB")))
@@ -72,7 +63,7 @@ def test_every_budget_and_every_check_is_a_case() -> None:
     assert (root.get("tests"), root.get("failures"), root.get("skipped")) == ("5", "2", "0")
 
 
-def test_why_stands_in_the_text_too_which_is_what_gitlab_shows() -> None:
+def test_why_stands_in_the_text_too_which_is_what_gitlab_shows(run: MakeRun) -> None:
     failed = record("a", fidelity=(check(passed=False, reason="SQNR of 3 dB"), check(reason="changed on purpose")))
     root = ElementTree.fromstring(junit.render(run(failed)))
     outcomes = [(one.tag, one.get("message"), one.text) for case in root.iter("testcase") for one in case]
@@ -82,7 +73,7 @@ def test_why_stands_in_the_text_too_which_is_what_gitlab_shows() -> None:
     ]
 
 
-def test_what_was_not_judged_is_skipped() -> None:
+def test_what_was_not_judged_is_skipped(run: MakeRun) -> None:
     changed = check(reason="changed on purpose")
     built = record("b", status="built", reason="no such device", latency=())
     recipe = make({"model": "digits", "budgets": {"max_size_bytes": 10}})
@@ -95,13 +86,13 @@ def test_what_was_not_judged_is_skipped() -> None:
     }
 
 
-def test_a_variant_that_failed_is_a_failure() -> None:
+def test_a_variant_that_failed_is_a_failure(run: MakeRun) -> None:
     failed = record("a", status="failed", reason="build: out of memory")
     assert cases(junit.render(run(failed)))["variant a: measured"] == "failure: build: out of memory"
 
 
 @pytest.mark.parametrize("text", [HOSTILE, "<!DOCTYPE x [<!ENTITY e SYSTEM 'file:///'>]>&e;"])
-def test_any_text_is_xml(text: str) -> None:
+def test_any_text_is_xml(run: MakeRun, text: str) -> None:
     made = record(text, status="failed", reason=text, fidelity=(check(stage=text, passed=False, reason=text),))
     shown = junit.render(run(made, name=text, winner=None))
     shown.encode()
@@ -109,5 +100,5 @@ def test_any_text_is_xml(text: str) -> None:
     assert "<script>" not in shown
 
 
-def test_the_same_run_gives_the_same_bytes() -> None:
+def test_the_same_run_gives_the_same_bytes(run: MakeRun) -> None:
     assert junit.render(run(record("a"))) == junit.render(run(record("a")))

@@ -1,5 +1,9 @@
 """report.md fits into a comment, whatever the run is, and no text of it does more than be read."""
 
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+
 import pytest
 
 from enginesmith.pipeline.measure.latency import LatencyRow
@@ -7,9 +11,10 @@ from enginesmith.pipeline.measure.memory import MemoryRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import markdown
-from enginesmith.pipeline.run import ModelRecord, Run, VariantRecord, Verdict
+from enginesmith.pipeline.run import Run, VariantRecord, Verdict
 from enginesmith.pipeline.tasks.compare import StageFidelity
 
+MakeRun = Callable[..., Run]
 EVIL = "<script>alert(1)</script> [x](javascript:y) ![i](http://h) @someone #12 `code` a|b\n# head"
 
 
@@ -21,23 +26,10 @@ def record(name: str, **changes: object) -> VariantRecord:
     return VariantRecord.model_validate({**values, "latency": rows, "memory": memory, **changes})
 
 
-def run(*variants: VariantRecord, **changes: object) -> Run:
-    values = {
-        "name": "demo",
-        "created": "2026-01-01T00:00:00+00:00",
-        "seconds": 1.5,
-        "complete": True,
-        "recipe": make({"model": "digits"}),
-        "environment": {},
-        "model": ModelRecord(source="digits", signature=None, data="digits"),
-        "steps": (),
-        "baseline": record("eager"),
-        "variants": variants,
-        "winner": "a",
-        "pareto": (),
-        "verdicts": (),
-    }
-    return Run.model_validate({**values, **changes})
+@pytest.fixture
+def run(made_runs: ModuleType) -> MakeRun:
+    """A run around :func:`record`'s baseline."""
+    return partial(made_runs.small, record("eager"))
 
 
 def checks(sqnr_db: float) -> tuple[StageFidelity, ...]:
@@ -50,7 +42,7 @@ def checks(sqnr_db: float) -> tuple[StageFidelity, ...]:
     )
 
 
-def test_a_usual_run_is_short_and_says_what_matters() -> None:
+def test_a_usual_run_is_short_and_says_what_matters(run: MakeRun) -> None:
     held = Verdict(budget="max_latency_ms", limit=5, actual=1, passed=True)
     broken = Verdict(budget="min_throughput_per_s", limit=5e3, actual=1e3, passed=False)
     others = [record(f"v{index}", fidelity=checks(40.0 + index)) for index in range(6)]
@@ -77,7 +69,7 @@ def test_a_usual_run_is_short_and_says_what_matters() -> None:
         assert part in text
 
 
-def test_of_many_variants_those_that_matter_are_shown() -> None:
+def test_of_many_variants_those_that_matter_are_shown(run: MakeRun) -> None:
     many = [record(f"v{index}", reason=f"reason {index} " * 100, status="failed") for index in range(200)]
     text = markdown.render(run(*many, record("front"), record("a"), pareto=("front",)))
     assert len(text) < markdown.MOST_CHARACTERS
@@ -87,12 +79,12 @@ def test_of_many_variants_those_that_matter_are_shown() -> None:
     assert len(text.splitlines()) < 80
 
 
-def test_the_hard_limit_holds_whatever_there_is() -> None:
+def test_the_hard_limit_holds_whatever_there_is(run: MakeRun) -> None:
     text = markdown.render(run(record("a" * 100_000), name="n" * 100_000, winner_reason="w" * 100_000, winner=None))
     assert len(text) <= markdown.MOST_CHARACTERS + 1
 
 
-def test_text_is_text() -> None:
+def test_text_is_text(run: MakeRun) -> None:
     failed = record(EVIL, status="failed", reason=EVIL)
     text = markdown.render(run(failed, name=EVIL, winner=None, winner_reason=EVIL, environment={"warnings": (EVIL,)}))
     for part in ("<script", "](", " @someone", " #12", "\n# head"):
@@ -100,12 +92,12 @@ def test_text_is_text() -> None:
     assert text.count("\n# ") + text.startswith("# ") == 1
 
 
-def test_a_budget_that_nothing_was_held_against_is_said() -> None:
+def test_a_budget_that_nothing_was_held_against_is_said(run: MakeRun) -> None:
     recipe = make({"model": "digits", "budgets": {"max_size_bytes": 10}})
     text = markdown.render(run(recipe=recipe, winner=None, winner_reason="nothing was measured"))
     assert "size was not judged: nothing was measured" in text
 
 
 @pytest.mark.parametrize("text", ["\ud800", "\x00"])
-def test_it_can_be_written(text: str) -> None:
+def test_it_can_be_written(run: MakeRun, text: str) -> None:
     markdown.render(run(record("a"), name=text)).encode()
