@@ -61,6 +61,8 @@ def test_an_engine_that_is_not_what_the_run_made_is_not_loaded(
     answer = cli("gate", slow, "--baseline", tmp_path / "fast")
     assert "missing, or not what the run made" in answer.stdout
     assert "from what both runs stored" in answer.stdout
+    again = cli("gate", fast, "--baseline", tmp_path / "fast")
+    assert "byte for byte" not in again.stdout, "that the digests were the same says nothing of the files"
 
 
 def test_a_broken_budget_is_told_to_github_too(
