@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.errors import EnginesmithError
-    from enginesmith.pipeline.job import Settings, optimize, resume
+    from enginesmith.pipeline.job import optimize, resume
     from enginesmith.pipeline.recipe import Recipe
     from enginesmith.pipeline.run import Run
     from enginesmith.pipeline.run import read as load_run
+    from enginesmith.pipeline.settings import Settings
 
 __all__ = ["EnginesmithError", "Recipe", "Run", "Settings", "load_run", "optimize", "resume"]
 
@@ -21,7 +22,7 @@ _HOMES = {
     "EnginesmithError": ("errors", "EnginesmithError"),
     "Recipe": ("recipe", "Recipe"),
     "Run": ("run", "Run"),
-    "Settings": ("job", "Settings"),
+    "Settings": ("settings", "Settings"),
     "load_run": ("run", "read"),
     "optimize": ("job", "optimize"),
     "resume": ("job", "resume"),

@@ -9,7 +9,7 @@ from typing import Any
 from enginesmith.pipeline import explain, samples, variant_record
 from enginesmith.pipeline.decision import decide
 from enginesmith.pipeline.measure.latency import LatencyRow
-from enginesmith.pipeline.outcomes import Outcomes, entries, made
+from enginesmith.pipeline.outcomes import entries, made
 from enginesmith.pipeline.pruning.record import GroupSensitivity
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.run import (
@@ -20,7 +20,7 @@ from enginesmith.pipeline.run import (
     VariantRecord,
     deciding_batch,
 )
-from enginesmith.pipeline.runner import Outcome
+from enginesmith.pipeline.runner import Outcome, Outcomes
 from enginesmith.pipeline.select import select
 from enginesmith.pipeline.steps import LOAD, REFERENCE, Plan
 from enginesmith.pipeline.tasks.base import read_records

@@ -9,12 +9,12 @@ from enginesmith.pipeline import stage_plans as plans
 from enginesmith.pipeline.assemble import Header, assemble
 from enginesmith.pipeline.engines.trt import manifest
 from enginesmith.pipeline.errors import ModelError
-from enginesmith.pipeline.job import Settings
 from enginesmith.pipeline.measure import device
 from enginesmith.pipeline.plan import in_time
 from enginesmith.pipeline.precision.kinds import AS_GIVEN
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.run import Run, VariantRecord
+from enginesmith.pipeline.settings import Settings
 from enginesmith.pipeline.single import attempted
 from enginesmith.pipeline.source import resolve
 from enginesmith.pipeline.steps import Plan, Step

@@ -12,9 +12,9 @@ from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.tensorrt import TensorRT
 from enginesmith.pipeline.engines.trt import manifest
 from enginesmith.pipeline.errors import ModelError, StepError, UsageError, WrongEngine
-from enginesmith.pipeline.job import Settings
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.runner import Outcome
+from enginesmith.pipeline.settings import Settings
 from enginesmith.pipeline.single import attempted, finished
 from enginesmith.pipeline.steps import LOAD
 from enginesmith.pipeline.storage import storage_errors

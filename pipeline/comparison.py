@@ -18,7 +18,7 @@ from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.quantities import Difference, quantities
 from enginesmith.pipeline.run import Run, VariantRecord
 
-__all__ = ["Change", "Comparison", "Difference", "Pair", "compare", "latency_change"]
+__all__ = ["Change", "Comparison", "Difference", "Pair", "beside", "compare", "latency_change"]
 
 SCHEMA: Literal["enginesmith.comparison/1"] = "enginesmith.comparison/1"
 
@@ -117,7 +117,7 @@ def _pair(reference: Path, before: Run, path: Path, after: Run) -> Pair:
     earlier = {record.id: record for record in (before.baseline, *before.variants)}
     later = {record.id: record for record in (after.baseline, *after.variants)}
     both = [name for name in earlier if name in later]
-    variants = tuple(_variant(before, after, earlier[name], later[name]) for name in both)
+    variants = tuple(beside(before, after, earlier[name], later[name]) for name in both)
     sides = _side(reference, before), _side(path, after)
     return Pair(
         before=sides[0],
@@ -139,7 +139,8 @@ def _measured(run: Run) -> bool:
     return any(record.peak_bytes is not None or any(row.p50_ms for row in record.latency) for record in records)
 
 
-def _variant(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> VariantComparison:
+def beside(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> VariantComparison:
+    """A variant of the first run and one of the second, which may have another name."""
     batches = dict.fromkeys(row.batch for record in (earlier, later) for row in record.latency)
     return VariantComparison(
         id=earlier.id,
@@ -160,7 +161,7 @@ def _batch(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord
         after_p99_ms=second and second.p99_ms,
         before_speedup=first and first.speedup,
         after_speedup=second and second.speedup,
-        change=latency_change(before, after, earlier.id, batch),
+        change=latency_change(before, after, earlier.id, batch, later.id),
     )
 
 

@@ -12,7 +12,7 @@ from enginesmith.pipeline.measure.compatibility import Check
 from enginesmith.pipeline.measure.device import Environment
 from enginesmith.pipeline.measure.nvml import GpuState
 from enginesmith.pipeline.options import ExportOptions
-from enginesmith.pipeline.store import default_root
+from enginesmith.pipeline.store_address import default_address
 from enginesmith.pipeline.units import format_bytes
 
 Facts = dict[str, Any]
@@ -63,7 +63,7 @@ def examine() -> Diagnosis:
         compatibility=tuple(checks),
         engines=engines,
         fixes=(*(f"{check.name}: {check.fix}" for check in checks if check.ok is False), *missing),
-        store=str(default_root()),
+        store=default_address().text,
     )
 
 

@@ -20,7 +20,8 @@
     ├── StoreError                                  the store or a run directory cannot be read or written
     └── StepError                                   a step's process ended without a result
         ├── StepCrashed                             killed by a signal (a segmentation fault, say)
-        ├── StepOutOfMemory                         ended by the kernel or by an allocation that failed
+        ├── StepOutOfMemory                         an allocation failed
+        │   └── StepKilled                          killed from outside, by the kernel most likely
         └── StepTimeout                             ran past its time limit
 
 Each carries what was wrong, and what to do about it as ``remedy``. Third-party exceptions become one of these at the
@@ -151,6 +152,10 @@ class StepOutOfMemory(StepError):
         super().__init__(message, remedy)
         self.asked_bytes = asked_bytes
         self.free_bytes = free_bytes
+
+
+class StepKilled(StepOutOfMemory):
+    """The process was killed from outside, which the kernel does where memory ran out."""
 
 
 class StepTimeout(StepError):

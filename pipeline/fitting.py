@@ -7,9 +7,9 @@ from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline import footprints
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.job import Settings
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.run import Run
+from enginesmith.pipeline.settings import Settings
 from enginesmith.pipeline.units import format_bytes
 
 _LARGEST_BATCH = 1 << 16

@@ -13,11 +13,11 @@ from enginesmith.pipeline.engines.base import EngineFacts
 from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
 from enginesmith.pipeline.engines.trt import sweep
 from enginesmith.pipeline.errors import LimitTooSmall, ModelError, UsageError
-from enginesmith.pipeline.job import Settings
 from enginesmith.pipeline.measure.predictor import Prediction, predict
 from enginesmith.pipeline.plan import load_task
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.samples import batch_symbol
+from enginesmith.pipeline.settings import Settings
 from enginesmith.pipeline.single import finished
 from enginesmith.pipeline.source import resolve
 from enginesmith.pipeline.steps import LOAD, Step

@@ -20,7 +20,6 @@ from enginesmith.pipeline.quantities import Difference, Quantity, quantities
 from enginesmith.pipeline.rematch import Limits, Stored
 from enginesmith.pipeline.report import budgets as words
 from enginesmith.pipeline.report.tables import ms
-from enginesmith.pipeline.run import Run, VariantRecord
 from enginesmith.pipeline.select import verdicts
 from enginesmith.pipeline.units import format_bytes
 
@@ -202,9 +201,8 @@ def _measured(before: Stored, after: Stored, demands: Demands) -> Judgement:
 
 def _from_stored(before: Stored, after: Stored, demands: Demands, why: str) -> Judgement:
     """By what both runs stored; an interval that would be needed and is not there is a breach."""
-    renamed = after.record.model_copy(update={"id": before.record.id})
     batch = after.run.deciding_batch
-    change = latency_change(before.run, _with(after.run, renamed), before.record.id, batch)
+    change = latency_change(before.run, after.run, before.record.id, batch, after.record.id)
     basis = f"from what both runs stored, by {change.basis}" if change.basis else "from what both runs stored"
     basis = "; ".join(filter(None, [f"{basis} ({why})", change.note]))
     rows = [stored.record.row(batch) for stored in (before, after)]
@@ -226,13 +224,6 @@ def _from_stored(before: Stored, after: Stored, demands: Demands, why: str) -> J
         )
     ratio = Interval(median=change.median, low=change.low, high=change.high)
     return _judged(ratio, before_ms, after_ms, demands.tolerance, basis)
-
-
-def _with(run: Run, record: VariantRecord) -> Run:
-    """The run with this record only: winners may have different names, and are compared all the same."""
-    if record.id == run.baseline.id:
-        return run.model_copy(update={"baseline": record})
-    return run.model_copy(update={"variants": (record,)})
 
 
 def _judged(ratio: Interval, before: float | None, after: float | None, tolerance: float, basis: str) -> Judgement:

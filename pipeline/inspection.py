@@ -2,13 +2,16 @@
 
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from enginesmith.calibration import description
 from enginesmith.models import MODELS
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.tensors import Signature
 from enginesmith.pipeline.units import format_bytes
+
+if TYPE_CHECKING:
+    from enginesmith.pipeline.store import Store
 
 Facts = dict[str, Any]
 
@@ -212,11 +215,9 @@ def engines(device: str) -> list[Facts]:
     return rows
 
 
-def cached(store: Path | None) -> list[Facts]:
-    """What the store holds."""
+def cached(store: "Store") -> list[Facts]:
+    """What a store holds."""
     import datetime
-
-    from enginesmith.pipeline.store import Store, default_root
 
     return [
         {
@@ -226,5 +227,5 @@ def cached(store: Path | None) -> list[Facts]:
             "size": format_bytes(entry.bytes),
             "last used": datetime.datetime.fromtimestamp(entry.used).isoformat(sep=" ", timespec="seconds"),
         }
-        for entry in Store(store or default_root()).entries()
+        for entry in store.entries()
     ]

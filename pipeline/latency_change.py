@@ -45,11 +45,15 @@ class Change(BaseModel):
     note: str = ""
 
 
-def latency_change(before: Run, after: Run, variant: str, batch: int) -> Change:
-    """Compare a variant's latency at a batch size in two runs; the baseline is a variant, too."""
+def latency_change(before: Run, after: Run, variant: str, batch: int, successor: str = "") -> Change:
+    """Compare a variant's latency at a batch size in two runs; the baseline is a variant, too.
+
+    ``successor`` is the one of the second run, where that has another name.
+    """
     rows: list[LatencyRow] = []
-    for which, run in (("first", before), ("second", after)):
-        record = record_of(run, variant)
+    names = variant, successor or variant
+    for which, run, name in zip(("first", "second"), (before, after), names, strict=True):
+        record = record_of(run, name)
         row = record.row(batch) if record else None
         if row is None:
             return Change(note=_why_none(record, batch, f"the {which} run"))
@@ -57,7 +61,7 @@ def latency_change(before: Run, after: Run, variant: str, batch: int) -> Change:
     first, second = rows
     if first == second:
         return Change(median=1.0, low=1.0, high=1.0, significant=False, note=_SAME)
-    apart = _no_yardstick(before, after, variant, first, second)
+    apart = _no_yardstick(before, after, names, first, second)
     if not apart and _positive(first.speedup) and _positive(second.speedup):
         baselines = [found for run in (before, after) if (found := run.baseline.row(batch))]
         return _judged(ratio(second.speedup, first.speedup), "speed-up over eager", rows, baselines, "")
@@ -115,10 +119,10 @@ def _disturbed(rows: Rows) -> str:
     return f"not judged: {worst:.0%} of the calls of one side waited for a core that others had"
 
 
-def _no_yardstick(before: Run, after: Run, variant: str, first: LatencyRow, second: LatencyRow) -> str:
+def _no_yardstick(before: Run, after: Run, names: tuple[str, str], first: LatencyRow, second: LatencyRow) -> str:
     """Why milliseconds are compared, and not speed-ups; empty where speed-ups can be."""
     drift = "what else happened on the machine at either time is in them"
-    if variant == before.baseline.id:
+    if names[0] == before.baseline.id or names[1] == after.baseline.id:
         return f"milliseconds of the baseline itself: {drift}"
     for which, row in (("first", first), ("second", second)):
         if not _positive(row.speedup):

@@ -1,14 +1,11 @@
 """What steps left, and why where they left nothing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.runner import Outcome
+from enginesmith.pipeline.runner import Outcomes
 from enginesmith.pipeline.tasks.base import read_records
-
-Outcomes = Mapping[str, Outcome]
-"""By step, how it ended."""
 
 
 def made(outcomes: Outcomes, step: str | None) -> Artifact | None:

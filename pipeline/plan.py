@@ -35,8 +35,8 @@ _SHARE_TO_START = 0.25
 """Of a time limit, for sessions to be started in."""
 
 
-def plan(recipe: Recipe) -> Plan:
-    """Expand a recipe.
+def plan(recipe: Recipe, *, here: bool = True) -> Plan:
+    """Expand a recipe; ``here`` says whether its engines have to run on this machine.
 
     Raises:
         UsageError: the recipe asks for what does not go together.
@@ -54,7 +54,7 @@ def plan(recipe: Recipe) -> Plan:
         steps += to_graph
     if any(issubclass(engine_class(name), TensorRT) for name in engines):
         steps.append(shapes_step(recipe))
-    found = list(variants_of(recipe, recipe.engines))
+    found = list(variants_of(recipe, recipe.engines, here=here))
     given = given_precision(source)
     baseline = Variant("eager" if source.is_torch else "source", baseline_engine(source), given, LOAD)
     if own := quality_step(recipe, baseline, baseline.id):
@@ -64,7 +64,8 @@ def plan(recipe: Recipe) -> Plan:
     trunk = Trunk(graph, tuple(to_graph), tuple(to_engines), tuple(dense), shared)
     others, more = changed(recipe, trunk)
     variants, steps = [baseline, *dense, *others], [*steps, *to_engines, *more]
-    _hold_buildable(engines)
+    if here:
+        _hold_buildable(engines)
     lacking = [variant.lacking for variant in variants[1:]]
     if lacking and all(lacking):
         variants[0] = replace(baseline, lacking=f"there is nothing to compare it with: {lacking[0]}")
@@ -89,6 +90,18 @@ def plan(recipe: Recipe) -> Plan:
         limits[0].id if limits else None,
         scan[0].id if scan else None,
     )
+
+
+def loading(recipe: Recipe) -> Plan:
+    """Only as far as the model.
+
+    Raises:
+        UsageError: it cannot be found.
+    """
+    source = resolve(recipe.model)
+    load, _ = first_steps(recipe)
+    baseline = Variant("eager" if source.is_torch else "source", baseline_engine(source), given_precision(source), LOAD)
+    return Plan((load,), baseline, (), None)
 
 
 def _made(

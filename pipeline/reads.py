@@ -1,55 +1,94 @@
-"""What a step read of the user's, outside of the store: written down, and looked at before the step is done again."""
+"""What steps read of the user's, outside of the store: written down, and looked at before a step is done again.
 
+What a step will read is known only when it has run. So every step has a name, made of all that is known before, and
+under it candidates: lists of what it read at one time, by paths that mean the same on other machines, for the same
+project. A candidate says nothing of contents: these are taken from the files here and now, and lead to a key. So a list
+of somebody else, or of long ago, can at worst lead to no entry.
+"""
+
+import contextlib
+import functools
 import importlib.metadata
 import os
-import threading
-from collections.abc import Collection, Mapping
+import stat
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from enginesmith.pipeline.artifact import (
-    portable,
-)
+from enginesmith.pipeline.anchors import anchor_of, anchored, resolved
+from enginesmith.pipeline.artifact import json_digest, portable, write_whole
+from enginesmith.pipeline.shared_store import SharedStore
 from enginesmith.pipeline.storage import storage_errors
 from enginesmith.pipeline.stored_file import StoredFile, stored_file
 
+MOST_CANDIDATES = 16
+"""Of one name; those used least recently are forgotten."""
 
-class ReadRecord(BaseModel):
-    """What a step depended on outside of the store when it last ran."""
 
-    files: dict[str, StoredFile] = {}
-    """By absolute path."""
-    folders: dict[str, list[str]] = {}
+class _Candidate(BaseModel):
+    """What a step depended on outside of the store, by anchored paths."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    files: tuple[str, ...] = ()
+    folders: dict[str, tuple[str, ...]] = {}
     """Files that were in the folders of those: one that appears or goes may be looked for."""
-    subfolders: dict[str, list[str]] = {}
+    subfolders: dict[str, tuple[str, ...]] = {}
     """Folders in those that were read as a whole."""
-    packages: dict[str, str] = {}
+    packages: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        return json_digest(self.model_dump())
+
+
+class _Noted(BaseModel):
+    """A candidate as it is written down; the state of its files on this machine is for this machine only."""
+
+    candidate: _Candidate
+    states: dict[str, StoredFile] = {}
+
+
+@dataclass(frozen=True)
+class ReadRecord:
+    """What a step depends on outside of the store, as it is here and now."""
+
+    path: str
+    """Of the candidate, from the folder of reads."""
+    files: Mapping[str, StoredFile]
+    """By anchored path."""
+    packages: Mapping[str, str]
 
     @property
     def identity(self) -> dict[str, object]:
         """What belongs in a key: contents, without where on this machine they were."""
-        digests = {Path(name): file.sha256 for name, file in self.files.items()}
-        return {"files": portable(digests), "packages": self.packages}
+        groups: dict[str, dict[Path, str]] = {}
+        for name, file in self.files.items():
+            groups.setdefault(anchor_of(name), {})[Path(name)] = file.sha256
+        files = {anchor: portable(digests) for anchor, digests in groups.items()}
+        return {"files": files, "packages": dict(self.packages)}
 
 
 class Reads:
     """The user's files that a step depends on: found out while it runs, and looked at before it runs again."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, root: Path, name: str, shared: SharedStore | None = None) -> None:
+        """``root`` is the folder of reads of this machine; ``shared`` is asked where that does not lead to an entry."""
+        self._folder, self._name, self._shared = root / name, name, shared
 
-    def known(self) -> ReadRecord | None:
-        """What the step depends on as it is now; None where it never ran, or something is not there any more."""
-        try:
-            before = ReadRecord.model_validate_json(self._path.read_bytes())
-            files = {name: stored_file(Path(name), stored) for name, stored in before.files.items()}
-            packages = {name: importlib.metadata.version(name) for name in before.packages}
-            unchanged = all(_listing(Path(name)) == names for name, names in before.folders.items())
-            unchanged &= all(_subfolders(Path(name)) == names for name, names in before.subfolders.items())
-        except (OSError, ValidationError, importlib.metadata.PackageNotFoundError):
-            return None
-        return before.model_copy(update={"files": files, "packages": packages}) if unchanged else None
+    def known(self) -> Iterator[ReadRecord]:
+        """What the step may depend on, as it is now, the likeliest first; nothing that is not here as a whole."""
+        seen: set[str] = set()
+        for path in self._newest_first():
+            seen.add(path.name)
+            noted = _noted(path)
+            if noted is not None and noted.candidate.digest == path.stem and (found := self._now(noted)):
+                _mark_used(path)
+                yield found
+        if self._shared is not None:
+            yield from self._known_elsewhere(self._shared, seen)
 
     def remember(self, paths: Collection[Path], packages: Mapping[str, str]) -> ReadRecord:
         """Write down what was read: files, and folders of which every file was.
@@ -57,24 +96,104 @@ class Reads:
         Raises:
             StoreError: the store cannot be written, or a file is gone again.
         """
-        with storage_errors(f"the store {self._path.parent}"):
-            whole = {str(path) for path in paths if path.is_dir()}
-            files = {str(path): stored_file(path) for path in paths if str(path) not in whole}
-            folders = {folder: _listing(Path(folder)) for folder in {str(Path(name).parent) for name in files} | whole}
-            subfolders = {folder: _subfolders(Path(folder)) for folder in whole}
-            found = ReadRecord(files=files, folders=folders, subfolders=subfolders, packages=dict(packages))
-            partial = self._path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-            partial.write_text(found.model_dump_json())
-            partial.replace(self._path)
-        return found
+        with storage_errors(f"the store {self._folder.parent}"):
+            whole = {path for path in paths if path.is_dir()}
+            files = {anchored(str(path)): stored_file(path) for path in paths if path not in whole}
+            candidate = _Candidate(
+                files=tuple(sorted(files)),
+                folders={
+                    anchored(str(folder)): _listing(folder)
+                    for folder in sorted({path.parent for path in paths if path not in whole} | whole)
+                },
+                subfolders={anchored(str(folder)): _subfolders(folder) for folder in sorted(whole)},
+                packages=tuple(sorted(packages)),
+            )
+            noted = _Noted(candidate=candidate, states=files)
+            path = self._folder / f"{candidate.digest}.json"
+            write_whole(path, noted.model_dump_json().encode())
+            for old in self._newest_first()[MOST_CANDIDATES:]:
+                old.unlink(missing_ok=True)
+        return ReadRecord(f"{self._name}/{path.name}", files, dict(packages))
+
+    def _known_elsewhere(self, shared: SharedStore, seen: Collection[str]) -> Iterator[ReadRecord]:
+        published = shared.candidates(self._name)
+        newest = sorted(published, key=lambda name: -published[name])[:MOST_CANDIDATES]
+        for name in newest:
+            if name in seen or (content := shared.candidate(f"{self._name}/{name}", published[name])) is None:
+                continue
+            with contextlib.suppress(ValidationError):
+                noted = _Noted(candidate=_Candidate.model_validate_json(content))
+                if f"{noted.candidate.digest}.json" == name and (found := self._now(noted, new=True)):
+                    yield found
+
+    def _now(self, noted: _Noted, *, new: bool = False) -> ReadRecord | None:
+        """A candidate with the files of this machine; None where something is not there, or something more is.
+
+        What was learnt is written down: a ``new`` candidate, and the state of files that had to be hashed.
+        """
+        wanted = noted.candidate
+        try:
+            if any(_listing(Path(resolved(name))) != names for name, names in wanted.folders.items()):
+                return None
+            if any(_subfolders(Path(resolved(name))) != names for name, names in wanted.subfolders.items()):
+                return None
+            packages = {name: _version(name) for name in wanted.packages}
+            files = {name: _regular(Path(resolved(name)), noted.states.get(name)) for name in wanted.files}
+        except (OSError, LookupError, ValueError, importlib.metadata.PackageNotFoundError):
+            return None
+        path = f"{wanted.digest}.json"
+        if new or files != noted.states:
+            with contextlib.suppress(OSError):  # a store that may only be read learns nothing
+                write_whole(self._folder / path, _Noted(candidate=wanted, states=files).model_dump_json().encode())
+        return ReadRecord(f"{self._name}/{path}", files, packages)
+
+    def _newest_first(self) -> list[Path]:
+        try:
+            with os.scandir(self._folder) as entries:
+                found = [entry for entry in entries if entry.name.endswith(".json") and entry.name[0] != "."]
+        except FileNotFoundError:
+            return []
+        if len(found) > 1:
+            found.sort(key=lambda entry: -entry.stat().st_mtime_ns)
+        return [Path(entry.path) for entry in found]
 
 
-def _listing(folder: Path) -> list[str]:
+def shareable(root: Path, path: str) -> bytes | None:
+    """A candidate without the state of files on this machine; None where it is gone."""
+    noted = _noted(root / path)
+    return noted.candidate.model_dump_json().encode() if noted is not None else None
+
+
+def _noted(path: Path) -> _Noted | None:
+    try:
+        return _Noted.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _mark_used(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
+def _regular(path: Path, before: StoredFile | None) -> StoredFile:
+    """A file that a list of somebody else names may be anything, even one without end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise FileNotFoundError(path)
+    return stored_file(path, before)
+
+
+@functools.cache
+def _version(name: str) -> str:
+    return importlib.metadata.version(name)
+
+
+def _listing(folder: Path) -> tuple[str, ...]:
     """Names of the files in a folder, but hidden ones and what `export` writes there."""
     names = (entry.name for entry in os.scandir(folder) if entry.is_file())
-    return sorted(name for name in names if not name.startswith(".") and not name.endswith((".onnx", ".onnx.data")))
+    return tuple(sorted(name for name in names if name[0] != "." and not name.endswith((".onnx", ".onnx.data"))))
 
 
-def _subfolders(folder: Path) -> list[str]:
+def _subfolders(folder: Path) -> tuple[str, ...]:
     """Names of the folders in a folder, but hidden ones."""
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+    return tuple(sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "."))

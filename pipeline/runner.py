@@ -1,30 +1,23 @@
-"""Walks a plan: what the store has is taken from there, the rest runs in workers, several at once.
+"""Walks a plan: hands each step whose inputs are there to an executor, several at once.
 
 A step that fails takes down what stands on it, and nothing else.
 """
 
-import contextlib
-import functools
-import hashlib
-import importlib.metadata
-import os
+import heapq
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from enginesmith.pipeline import workers
-from enginesmith.pipeline.artifact import Artifact, HistoryEntry, file_digest, files_below, json_digest
-from enginesmith.pipeline.errors import BuilderFailed, EnginesmithError, StepError, StepTimeout
-from enginesmith.pipeline.reads import ReadRecord
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.errors import EnginesmithError, StepTimeout
+from enginesmith.pipeline.executors.base import Executor, Order
 from enginesmith.pipeline.steps import Step
-from enginesmith.pipeline.storage import storage_errors
-from enginesmith.pipeline.store import Store
-from enginesmith.pipeline.tasks.base import Done, ResumableTask, execute, execute_on
 
 Status = Literal["done", "failed", "skipped", "lacking"]
 
@@ -57,227 +50,163 @@ class Event:
 
 
 Listener = Callable[[Event], None]
+Outcomes = Mapping[str, Outcome]
+"""By step, how it ended."""
 
 
 @dataclass
 class Runner:
-    """Runs plans against a store."""
+    """Runs plans on an executor."""
 
-    store: Store
-    logs: Path
-    jobs: int = 1
+    executor: Executor
+    log_of: Callable[[Step], Path]
+    """Where the log of a step is kept."""
     time_limit_seconds: float | None = None
     listener: Listener = lambda event: None
-    _active: set[workers.Worker] = field(default_factory=set)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
     _deadline: float | None = None
     _stopped: threading.Event = field(default_factory=threading.Event)
-    _shares: "queue.SimpleQueue[frozenset[int]]" = field(default_factory=queue.SimpleQueue)
-    """Cores for each of several steps: thread pools that share cores would spin against each other."""
-
-    def __post_init__(self) -> None:
-        cores = sorted(os.sched_getaffinity(0))
-        for job in range(self.jobs):
-            self._shares.put(frozenset(cores[job % len(cores) :: self.jobs] or cores))
 
     def run(
         self,
         steps: Sequence[Step],
-        on_outcome: Callable[[Mapping[str, Outcome]], object],
-        given: Mapping[str, Outcome] | None = None,
+        given: Outcomes | None = None,
+        on_new: Callable[[Outcomes], object] = lambda outcomes: None,
     ) -> dict[str, Outcome]:
-        """Run every step that can run; ``on_outcome`` sees all outcomes so far, each time there is a new one.
+        """Run every step that can run, and say how all ended; ``on_new`` is told of those that end as they do.
 
-        Steps that ``given`` has an outcome for are not run. On Ctrl-C the running workers are ended and
-        KeyboardInterrupt goes on to the caller.
+        Steps that ``given`` has an outcome for are not run. On Ctrl-C what runs is ended and KeyboardInterrupt goes on
+        to the caller.
+
+        Raises:
+            ValueError: a step needs one that is neither among them nor given.
         """
         if self.time_limit_seconds is not None:
             self._deadline = time.monotonic() + self.time_limit_seconds
         outcomes = dict(given or {})
-        running: dict[Future[Outcome], Step] = {}
-        waiting = [step for step in steps if step.id not in outcomes]
-        with ThreadPoolExecutor(self.jobs) as pool:
+        todo = _ToDo([step for step in steps if step.id not in outcomes], outcomes)
+        ended: queue.SimpleQueue[tuple[Step, Future[Outcome]]] = queue.SimpleQueue()
+        running: dict[str, Step] = {}
+        with ThreadPoolExecutor(self.executor.slots) as pool:
             try:
-                while waiting or running:
-                    starting = self._startable(waiting, outcomes, running.values())
-                    alone = len(starting) + len(running) == 1
-                    for step in starting:
-                        waiting.remove(step)
-                        running[pool.submit(self._step, step, dict(outcomes), alone)] = step
+                while todo or running:
+                    for step in todo.take(self._room(running)):
+                        running[step.id] = step
+                        future = pool.submit(self._step, step, _inputs(step, outcomes))
+                        future.add_done_callback(lambda done, step=step: ended.put((step, done)))  # type: ignore[misc]
                     if not running:
-                        raise ValueError(f"the plan has no step that {waiting[0].id} needs: {waiting[0].needs}")
-                    finished, _ = wait(running, return_when=FIRST_COMPLETED)
-                    for future in finished:
-                        step = running.pop(future)
-                        outcomes[step.id] = outcome = future.result()
-                        if step.vital and not outcome.good:
-                            outcomes |= {
-                                left.id: Outcome(left.id, "skipped", reason=outcome.reason) for left in waiting
-                            }
-                            waiting.clear()
-                    on_outcome(outcomes)
+                        raise ValueError(f"the plan lacks these steps, which others need: {', '.join(todo.lacking)}")
+                    step, future = ended.get()
+                    del running[step.id]
+                    new = {step.id: (outcome := future.result())}
+                    if step.vital and not outcome.good:
+                        new |= {left: Outcome(left, "skipped", reason=outcome.reason) for left in todo.give_up()}
+                    todo.done(step.id)
+                    outcomes |= new
+                    on_new(new)
             except BaseException:
-                self._stop()
+                self._stopped.set()
+                self.executor.stop()
                 raise
         return outcomes
 
-    def _startable(self, waiting: list[Step], outcomes: Mapping[str, Outcome], running: Iterable[Step]) -> list[Step]:
-        """Steps to start now: inputs there, a job free, and measurements alone on the machine."""
-        now = list(running)
-        chosen: list[Step] = []
-        for step in waiting:
-            inputs = (*step.needs.values(), *step.wants.values())
-            if not all(name in outcomes for name in inputs):
-                continue
-            busy = [*now, *chosen]
-            if len(busy) >= self.jobs or any(other.task.exclusive for other in busy):
-                break
-            if step.task.exclusive and busy:
-                continue
-            chosen.append(step)
-        return chosen
+    def _room(self, running: Mapping[str, Step]) -> Callable[[Step], bool | None]:
+        """Says of a step whether it may begin now; None where no step may."""
+        fits, slots = self.executor.fits, self.executor.slots
+        return lambda step: fits(step, running.values()) if len(running) < slots else None
 
-    def _step(self, step: Step, before: Mapping[str, Outcome], alone: bool) -> Outcome:
-        outcome = Outcome(step.id, "lacking", reason=step.lacking) if step.lacking else self._blocked(step, before)
+    def _step(self, step: Step, inputs: Outcomes) -> Outcome:
+        outcome = Outcome(step.id, "lacking", reason=step.lacking) if step.lacking else _blocked(step, inputs)
         if outcome is None:
-            wanted = {role: before[name] for role, name in (*step.needs.items(), *step.wants.items())}
-            inputs = {role: found.artifact for role, found in wanted.items() if found.artifact and found.good}
             try:
-                outcome = self._result(step, inputs, alone)
+                outcome = self._carried_out(step, inputs)
             except EnginesmithError as error:
                 outcome = Outcome(step.id, "failed", error=error, reason=str(error))
         if not self._stopped.is_set():  # what ends now was ended by us
             self.listener(Event("finished", step, outcome=outcome))
         return outcome
 
-    def _blocked(self, step: Step, before: Mapping[str, Outcome]) -> Outcome | None:
-        for name in step.needs.values():
-            if not before[name].good:
-                artifact = before[name].artifact
-                reason = artifact.breach if artifact else before[name].reason
-                return Outcome(step.id, "skipped", reason=reason)
-        return None
-
-    def _result(self, step: Step, inputs: Mapping[str, Artifact], alone: bool) -> Outcome:
-        tools = _versions(step.task.tools)
-        identity = {
-            "task": step.task.identity,
-            "tools": tools,
-            "code": _own_code(),
-            "surroundings": step.task.surroundings,
-            "inputs": {role: artifact.sha256 for role, artifact in sorted(inputs.items())},
-        }
-        index = self.store.reads(json_digest([identity, step.task.place, str(Path.cwd())]))
-        known = index.known()
-        if known is not None and (found := self.store.get(_key(identity, known))) and not found.provisional:
-            history = (*_before(inputs), found.history[-1])  # others may have come to the same by another way
-            return Outcome(step.id, "done", found.model_copy(update={"history": history}), cached=True)
-        self.listener(Event("started", step))
-        with contextlib.ExitStack() as stack:
-            out = stack.enter_context(self.store.workspace())
-            begun = None
-            if isinstance(step.task, ResumableTask):
-                begun = stack.enter_context(self.store.begun(json_digest([identity, step.task.place])))
-            done = self._work(step, inputs, out, begun, alone)
-            read = index.remember(done.effect.reads, done.effect.packages)
-            artifact = self.store.publish(
-                _key(identity, read),
-                out,
-                kind=step.task.produces,
-                file=done.effect.file,
-                signature=done.effect.signature,
-                history=_history(step, inputs, done, tools),
-                breach=done.effect.breach,
-                provisional=done.effect.provisional,
-            )
-        return Outcome(step.id, "done", artifact)
-
-    def _work(self, step: Step, inputs: Mapping[str, Artifact], out: Path, begun: Path | None, alone: bool) -> Done:
+    def _carried_out(self, step: Step, inputs: Outcomes) -> Outcome:
         left = None if self._deadline is None else self._deadline - time.monotonic()
         if left is not None and left <= 0:
             raise StepTimeout("the time limit was over before it started", "allow more: --time-limit; then resume")
-        with storage_errors(f"the logs in {self.logs}"):
-            log = self.logs / f"{step.id}.log"
-            log.unlink(missing_ok=True)
-        worker: list[workers.Worker] = []
-
-        def started(this: workers.Worker) -> None:
-            with self._lock:
-                worker.append(this)
-                self._active.add(this)
-            if self._stopped.is_set():
-                this.kill()
-
-        share = None if alone else self._shares.get()
-        try:
-            done: Done = workers.run(
-                execute if begun is None else execute_on,
-                step.task,
-                inputs,
-                out,
-                *([] if begun is None else [begun]),
-                log=log,
-                on_progress=lambda text: self.listener(Event("progress", step, text)),
-                on_start=started,
-                timeout_seconds=left,
-                cores=share,
-            )
-        except (StepError, BuilderFailed) as error:
-            error.remedy += f"; its log: {log}"
-            raise
-        finally:
-            if share is not None:
-                self._shares.put(share)
-            with self._lock:
-                self._active.difference_update(worker)
-        return done
-
-    def _stop(self) -> None:
-        self._stopped.set()
-        with self._lock:
-            for worker in self._active:
-                worker.kill()
+        order = Order(
+            step,
+            {role: found.artifact for role, found in inputs.items() if found.artifact and found.good},
+            log=self.log_of(step),
+            started=lambda: self.listener(Event("started", step)),
+            tell=lambda text: self.listener(Event("progress", step, text)),
+            timeout_seconds=left,
+        )
+        result = self.executor.carry_out(order)
+        return Outcome(step.id, "done", result.artifact, result.cached)
 
 
-def _key(identity: Mapping[str, object], read: ReadRecord) -> str:
-    return json_digest({**identity, "read": read.identity})
+class _ToDo:
+    """Steps that have not begun: those whose inputs are there, in the order of the plan, and the others."""
+
+    def __init__(self, steps: Sequence[Step], outcomes: Outcomes) -> None:
+        self._steps = {step.id: (position, step) for position, step in enumerate(steps)}
+        self._missing = {step.id: {name for name in _sources(step) if name not in outcomes} for step in steps}
+        self._takers: dict[str, list[str]] = defaultdict(list)
+        for step, missing in self._missing.items():
+            for name in missing:
+                self._takers[name].append(step)
+        self._ready = [self._steps[step] for step, missing in self._missing.items() if not missing]
+        """A heap by position."""
+        heapq.heapify(self._ready)
+
+    def __bool__(self) -> bool:
+        return bool(self._steps)
+
+    @property
+    def lacking(self) -> list[str]:
+        """What is waited for, and is no step itself."""
+        wanted = {name for step in self._steps for name in self._missing[step]}
+        return sorted(wanted - self._steps.keys())
+
+    def take(self, room: Callable[[Step], bool | None]) -> Iterator[Step]:
+        """Steps to begin now; ``room`` is asked anew after each one that was taken."""
+        passed_over = []
+        while self._ready:
+            position, step = heapq.heappop(self._ready)
+            if there_is := room(step):
+                del self._steps[step.id]
+                yield step
+                continue
+            passed_over.append((position, step))
+            if there_is is None:
+                break
+        for entry in passed_over:
+            heapq.heappush(self._ready, entry)
+
+    def done(self, name: str) -> None:
+        """A step has ended: others may have all their inputs now."""
+        for taker in self._takers.pop(name, ()):
+            self._missing[taker].discard(name)
+            if not self._missing[taker] and taker in self._steps:
+                heapq.heappush(self._ready, self._steps[taker])
+
+    def give_up(self) -> list[str]:
+        """Begin no step any more; gives back those that had not begun."""
+        left = list(self._steps)
+        self._steps.clear()
+        self._ready.clear()
+        return left
 
 
-def _history(step: Step, inputs: Mapping[str, Artifact], done: Done, tools: dict[str, str]) -> tuple[HistoryEntry, ...]:
-    entry = HistoryEntry(
-        step=step.id,
-        parameters=step.task.identity,
-        tools=tools,
-        seconds=round(done.seconds, 3),
-        host_peak_bytes=done.host_peak_bytes,
-        effect=done.effect.summary,
-        notes=done.effect.notes,
-    )
-    return (*_before(inputs), entry)
+def _sources(step: Step) -> tuple[str, ...]:
+    return (*step.needs.values(), *step.wants.values())
 
 
-def _before(inputs: Mapping[str, Artifact]) -> tuple[HistoryEntry, ...]:
-    """What was done to the artifact that a step goes on with."""
-    return inputs["model"].history if "model" in inputs else ()
+def _inputs(step: Step, outcomes: Outcomes) -> dict[str, Outcome]:
+    """By role, how the steps ended that it takes from."""
+    return {role: outcomes[name] for role, name in (*step.needs.items(), *step.wants.items())}
 
 
-def _versions(distributions: Iterable[str]) -> dict[str, str]:
-    found = {}
-    for name in distributions:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-@functools.cache
-def _own_code() -> str:
-    """Digest of enginesmith's own source: other code may make other artifacts."""
-    root = Path(__file__).parent.parent
-    digest = hashlib.sha256()
-    for folder in ("pipeline", "models", "calibration"):
-        for name in files_below(root / folder):
-            if name.endswith(".py"):
-                digest.update(f"{folder}/{name}\0{file_digest(root / folder / name)}\n".encode())
-    return digest.hexdigest()
+def _blocked(step: Step, inputs: Outcomes) -> Outcome | None:
+    for role in step.needs:
+        if not inputs[role].good:
+            artifact = inputs[role].artifact
+            reason = artifact.breach if artifact else inputs[role].reason
+            return Outcome(step.id, "skipped", reason=reason)
+    return None

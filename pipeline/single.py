@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from enginesmith.pipeline import workers
-from enginesmith.pipeline.job import Settings
+from enginesmith.pipeline.placing import placed_steps
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.runner import Outcome, Runner
+from enginesmith.pipeline.settings import Settings
 from enginesmith.pipeline.source import resolve
-from enginesmith.pipeline.steps import Step
+from enginesmith.pipeline.steps import Place, Step
 
 
 def finished(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapping[str, Outcome]:
@@ -28,8 +29,12 @@ def attempted(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapp
     logs = Path(tempfile.mkdtemp(prefix="enginesmith-"))
     outcomes: dict[str, Outcome] = {}
     try:
-        runner = Runner(settings.open_store(), logs, settings.jobs, settings.time_limit_seconds, settings.listener)
-        outcomes = runner.run(steps, lambda found: None)
+        with settings.open_executor() as executor:
+            if not executor.here:
+                place = Place(device=recipe.where.kind)
+                steps = placed_steps(steps, place, executor.lacking(place))
+            log_of = lambda step: logs / f"{step.id}.log"  # noqa: E731
+            outcomes = Runner(executor, log_of, settings.time_limit_seconds, settings.listener).run(steps)
         return outcomes
     finally:
         errors = [outcome.error for outcome in outcomes.values() if outcome.error]

@@ -9,12 +9,12 @@ from pydantic import BaseModel, ConfigDict
 from enginesmith.pipeline import stage_plans as plans
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.errors import FidelityError, UsageError
-from enginesmith.pipeline.job import Settings
-from enginesmith.pipeline.outcomes import Outcomes
 from enginesmith.pipeline.packaging import verification
 from enginesmith.pipeline.passes.sparsify import Sparsify
 from enginesmith.pipeline.pruning.record import Facts
 from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.runner import Outcomes
+from enginesmith.pipeline.settings import Settings
 from enginesmith.pipeline.single import finished
 from enginesmith.pipeline.source import SAVED, resolve
 from enginesmith.pipeline.sparsity.options import SparsifyOptions

@@ -1,5 +1,7 @@
 """What plans are made of: steps, the variants that they lead to, and both together."""
 
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from enginesmith.pipeline.engines.base import Device, Engine
@@ -8,6 +10,18 @@ from enginesmith.pipeline.tasks.audit import Audit
 from enginesmith.pipeline.tasks.base import Task
 
 LOAD, REFERENCE, LATENCY, LIMITS = "load", "reference", "latency", "limits"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a machine has to have for the steps of a target: its device, and what tells it from others."""
+
+    device: str = "cpu"
+    """``cpu`` or ``cuda``."""
+    accelerator: str = ""
+    """The GPU, as Ray names accelerator types: H100, L4, A10G …; any one without it."""
+    resources: tuple[tuple[str, float], ...] = ()
+    """Resources that a node of a Ray cluster has to have declared; another executor has none to ask for."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +38,15 @@ class Step:
     """Whether nothing is worth doing once this has failed."""
     lacking: str = ""
     """What this machine lacks to do it; another one may have it, so the step is left for that."""
+    place: Place | None = None
+    """Where it has to run, as builds for a device and measurements have to; None means anywhere."""
+    label: str = ""
+    """What it is called in histories, where its id says also which run of several it belongs to."""
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return self.label or self.id
 
 
 @dataclass(frozen=True)
@@ -80,6 +103,21 @@ class Plan:
     sensitivity: str | None = None
     """The step that pruned each group alone."""
 
+    @functools.cached_property
+    def _by_id(self) -> dict[str, Step]:
+        return {step.id: step for step in self.steps}
+
+    def leading_to(self, ends: Iterable[str]) -> list[str]:
+        """Steps and all that they cannot do without, the first ones first."""
+        found: set[str] = set()
+        waiting = list(ends)
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found.add(name)
+                waiting += self._by_id[name].needs.values()
+        return [step.id for step in self.steps if step.id in found]
+
     def graph_of(self, variant: Variant) -> str | None:
         """The step whose graph a variant's engine is built from; None where it runs the module."""
         return self._need(variant.artifact, "model")
@@ -89,7 +127,7 @@ class Plan:
         return self._need(variant.verified[-1], REFERENCE) if variant.verified else None
 
     def _need(self, step: str, role: str) -> str | None:
-        return next((one.needs.get(role) for one in self.steps if one.id == step), None)
+        return self._by_id[step].needs.get(role) if step in self._by_id else None
 
 
 def audited(variant: Variant, graph: str, device: Device) -> tuple[Variant, list[Step]]:

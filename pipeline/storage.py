@@ -24,8 +24,8 @@ def storage_errors(place: str) -> Iterator[None]:
 def translated(error: OSError, place: str) -> StoreError:
     """The message for a file system's refusal."""
     remedies = {
-        errno.ENOSPC: "free some space (`enginesmith cache prune --max-size 5GiB`) or choose another disk",
-        errno.EDQUOT: "free some space (`enginesmith cache prune --max-size 5GiB`) or choose another disk",
+        errno.ENOSPC: "free some space (`enginesmith cache prune --local --max-size 5GiB`) or choose another disk",
+        errno.EDQUOT: "free some space (`enginesmith cache prune --local --max-size 5GiB`) or choose another disk",
         errno.EACCES: "choose a folder that you may write to",
         errno.EROFS: "choose a folder that you may write to",
     }

@@ -1,7 +1,6 @@
 """From what steps left to the record of one variant: what is known of it, and why where something is not."""
 
 import json
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -13,12 +12,13 @@ from enginesmith.pipeline.measure.memory import MemoryRow
 from enginesmith.pipeline.measure.profile import Profile
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.roofline import LimitRow, floor
-from enginesmith.pipeline.outcomes import Outcomes, all_made, entries, made, why_missing
+from enginesmith.pipeline.outcomes import all_made, entries, made, why_missing
 from enginesmith.pipeline.precision.audit.coverage import Coverage
 from enginesmith.pipeline.precision.kinds import KINDS
 from enginesmith.pipeline.recovery.record import read as read_recovery
 from enginesmith.pipeline.run import Assignment, BuildRecord, SearchStep, StoredArtifact, VariantRecord
-from enginesmith.pipeline.steps import Plan, Step, Variant
+from enginesmith.pipeline.runner import Outcomes
+from enginesmith.pipeline.steps import Plan, Variant
 from enginesmith.pipeline.tasks.compare import StageFidelity
 from enginesmith.pipeline.tasks.limits import read_limits, read_work
 from enginesmith.pipeline.tasks.prune import read_facts
@@ -163,16 +163,9 @@ def _build(variant: Variant, own: Artifact | None) -> BuildRecord | None:
     )
 
 
-def _chain(step_id: str, by_id: Mapping[str, Step]) -> list[str]:
-    """The step and all it stands on, the first ones first."""
-    before = [name for parent in by_id[step_id].needs.values() for name in _chain(parent, by_id)]
-    return [*dict.fromkeys(before), step_id]
-
-
 def _own_steps(variant: Variant, plan: Plan) -> list[str]:
-    by_id = {step.id: step for step in plan.steps}
     ends = [variant.artifact, *variant.verified, *(name for name in (variant.quality, variant.memory) if name)]
-    return list(dict.fromkeys(name for end in ends for name in _chain(end, by_id)))
+    return plan.leading_to(ends)
 
 
 def _failure(variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...]) -> tuple[str, str]:

@@ -22,8 +22,11 @@ SWEPT = ("min", "2of5", "3of5", "4of5", "5of5")
 """Points of a workspace sweep as they are part of ids: the smallest that builds, and four above it on a log scale."""
 
 
-def variants_of(recipe: Recipe, engines: Sequence[str]) -> Iterator[Variant]:
-    """Variants as far as their ids and engines go, in the order of the recipe."""
+def variants_of(recipe: Recipe, engines: Sequence[str], *, here: bool = True) -> Iterator[Variant]:
+    """Variants as far as their ids and engines go, in the order of the recipe.
+
+    Where they have to run ``here``, they say what this machine lacks for that.
+    """
     taken: set[str] = set()
     for name in engines:
         engine = engine_class(name)
@@ -31,7 +34,7 @@ def variants_of(recipe: Recipe, engines: Sequence[str]) -> Iterator[Variant]:
             yield from _of_module(recipe, engine)
             continue
         for lowering, label in _precisions(recipe):
-            for variant in _of_graph(recipe, engine, label):
+            for variant in _of_graph(recipe, engine, label, here):
                 if variant.id not in taken:  # a file may be in a precision already that is asked for besides
                     taken.add(variant.id)
                     yield replace(variant, lowering=lowering)
@@ -57,9 +60,9 @@ def given_precision(source: Source) -> str:
     return onnx_file.precision(Path(source.target)) if source.form == "onnx" else "fp32"
 
 
-def _of_graph(recipe: Recipe, engine: type[Engine], precision: str) -> Iterator[Variant]:
+def _of_graph(recipe: Recipe, engine: type[Engine], precision: str, here: bool) -> Iterator[Variant]:
     if issubclass(engine, TensorRT):
-        yield from _tensorrt_variants(recipe, engine, precision)
+        yield from _tensorrt_variants(recipe, engine, precision, here)
         return
     for level in recipe.graph_optimization:
         suffix = "" if level == "all" else f"-{level}"
@@ -68,7 +71,7 @@ def _of_graph(recipe: Recipe, engine: type[Engine], precision: str) -> Iterator[
         yield Variant(name, chosen, precision, f"build-{name}")
 
 
-def _tensorrt_variants(recipe: Recipe, engine: type[TensorRT], precision: str) -> Iterator[Variant]:
+def _tensorrt_variants(recipe: Recipe, engine: type[TensorRT], precision: str, here: bool) -> Iterator[Variant]:
     """One for each target and workspace limit; a sweep stands for several limits."""
     ahead = bool(engine.known().targets)
     for target in (recipe.targets if ahead else ()) or (None,):
@@ -79,7 +82,7 @@ def _tensorrt_variants(recipe: Recipe, engine: type[TensorRT], precision: str) -
             variant = Variant(name, chosen, precision, f"build-{name}", workspace=word or None, target=target)
             with contextlib.suppress(MissingCapability):  # this variant's own failure, once it is built
                 chosen.targets(cuda_device(recipe.where.index))
-            found = chosen.runnable(device_for(recipe, chosen)) if engine.built_elsewhere else None
+            found = chosen.runnable(device_for(recipe, chosen)) if here and engine.built_elsewhere else None
             yield variant if found is None or found.ok else replace(variant, lacking=found.reason)
 
 

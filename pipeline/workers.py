@@ -27,7 +27,7 @@ from enginesmith.pipeline.errors import (
     EnginesmithError,
     StepCrashed,
     StepError,
-    StepOutOfMemory,
+    StepKilled,
     StepTimeout,
 )
 from enginesmith.pipeline.storage import translated
@@ -84,7 +84,7 @@ class Worker:
         self._connection, theirs = context.Pipe()
         main = (body, theirs, args, str(log), cores, prepare)
         self._process = context.Process(target=_main, args=main, name=body.__name__)
-        with _starting, _main_module_hidden(), _preload_named():
+        with _starting, main_module_hidden(), _preload_named():
             self._process.start()
         theirs.close()
 
@@ -132,7 +132,7 @@ class Worker:
         said = _tail(self.log, self._said_before)
         tail = f"; the end of its log ({self.log.name}): {said}"
         if code == -signal.SIGKILL:
-            return StepOutOfMemory(
+            return StepKilled(
                 "its process was killed, most likely by the kernel because memory ran out" + tail,
                 "give it more memory, a smaller batch or fewer --jobs; `resume` does what is missing",
             )
@@ -229,8 +229,8 @@ def _die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _main_module_hidden() -> Iterator[None]:
-    """Keep the worker from importing the caller's script again: it needs none of it, and scripts lack guards."""
+def main_module_hidden() -> Iterator[None]:
+    """Keep a new process from importing the caller's script again: it needs none of it, and scripts lack guards."""
     main = sys.modules["__main__"]
     saved = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
     for name in saved:
@@ -267,6 +267,11 @@ def _preload_named() -> Iterator[None]:
     finally:
         for name in named:
             del os.environ[name]
+
+
+def preloaded() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What was named with :func:`also_preload` and :func:`preload_only`, for fork servers of other machines."""
+    return tuple(_wanted), tuple(_only)
 
 
 def preload_only(modules: Iterable[str]) -> None:

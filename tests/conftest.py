@@ -41,7 +41,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def made_runs() -> ModuleType:
     """``tests/data/runs.py``: runs that nobody measured."""
-    spec = importlib.util.spec_from_file_location("made_runs", Path(__file__).parent / "data/runs.py")
+    return _data("runs.py")
+
+
+@pytest.fixture(scope="session")
+def made_fleets() -> ModuleType:
+    """``tests/data/fleet/made.py``: fleets that nobody measured."""
+    return _data("fleet/made.py")
+
+
+def _data(name: str) -> ModuleType:
+    """A module of ``tests/data``, which is no package."""
+    path = Path(__file__).parent / "data" / name
+    spec = importlib.util.spec_from_file_location(f"data_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

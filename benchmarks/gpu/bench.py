@@ -22,11 +22,11 @@ from variants import Field, field, why_not
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import cuda
-from enginesmith.pipeline.job import Settings
 from enginesmith.pipeline.measure.latency import LatencyRow, measure_latency
 from enginesmith.pipeline.measure.memory import measure_memory
 from enginesmith.pipeline.measure.race import Candidate, LatencySettings
 from enginesmith.pipeline.runner import Event, Outcome
+from enginesmith.pipeline.settings import Settings
 from enginesmith.pipeline.single import attempted
 from enginesmith.pipeline.steps import REFERENCE, Variant
 from enginesmith.pipeline.tasks.base import read_records

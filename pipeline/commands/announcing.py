@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from enginesmith.pipeline.fleet.record import FleetRecord
     from enginesmith.pipeline.run import Run
 
 
@@ -29,3 +30,16 @@ def announce_run(run: "Run") -> None:
 
     broken = [budgets.sentence(one) for one in run.verdicts if not one.passed]
     announce(run.name, broken, tables.cautions(run), markdown.render(run))
+
+
+def announce_fleet(record: "FleetRecord") -> None:
+    """The same of a fleet: what failed or broke a budget is an error, what is lacking or became slower a warning."""
+    from enginesmith.pipeline.report import fleet_markdown, fleet_tables
+
+    bad = [one for one in record.entries if one.status in ("failed", "breached")]
+    doubtful = [f"{one.name}: {one.reason}" for one in record.having("lacking")]
+    doubtful += [
+        f"{one.name} became slower: {fleet_tables.since(one.since_last)}" for one in fleet_tables.slower(record)
+    ]
+    errors = [f"{one.name}: {one.reason}" for one in bad]
+    announce(record.name, errors, doubtful, fleet_markdown.render(record))

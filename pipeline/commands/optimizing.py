@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from enginesmith.pipeline.commands import fleets
 from enginesmith.pipeline.commands.announcing import announce_run
 from enginesmith.pipeline.commands.options import (
     how_to_build,
@@ -45,13 +46,33 @@ from enginesmith.pipeline.commands.request import recipe_of, resumable, settings
 @where_to_run
 @how_to_measure
 @how_to_work
-def optimize(model: str, recipe_file: Path | None, out: Path | None, as_json: bool, quiet: bool, **options: Any) -> int:
+@fleets.which_entries
+def optimize(
+    model: str,
+    recipe_file: Path | None,
+    out: Path | None,
+    only: tuple[str, ...],
+    changed_since: Path | None,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> int:
     """Make every variant of MODEL, prove them right, measure them, and name the winner.
+
+    Where MODEL is a fleet file, as fleet.yaml, do that for all its models and targets.
 
     Example: enginesmith optimize net.py:build --precision fp32 --precision int8 --calibration data.npz --max-drop 0.01
     """
     from enginesmith.pipeline import job
 
+    if fleets.is_file(model):
+        if recipe_file is not None:
+            raise click.UsageError(f"{model} is a fleet file, which has its own recipe: leave --recipe away")
+        given = {**options, "as_json": as_json, "quiet": quiet}
+        return fleets.optimize(Path(model), out, only, changed_since, given)
+    if only or changed_since is not None:
+        name = "--only" if only else "--changed-since"
+        raise click.UsageError(f"{name} is for fleet files, and {model} is none: those end with .yaml")
     recipe = recipe_of(model, recipe_file, options)
     folder = out or job.default_out(recipe)
     with settings_of(options, quiet) as settings, resumable(folder):
@@ -66,12 +87,15 @@ def optimize(model: str, recipe_file: Path | None, out: Path | None, as_json: bo
 @click.argument("run", type=click.Path(path_type=Path))
 @how_to_work
 def resume(run: Path, as_json: bool, quiet: bool, **options: Any) -> int:
-    """Do what is still missing in the run directory RUN.
+    """Do what is still missing in the run directory RUN, or in a fleet's folder.
 
     Example: enginesmith resume runs/net
     """
     from enginesmith.pipeline import job
+    from enginesmith.pipeline.fleet import record as records
 
+    if records.is_fleet(run):
+        return fleets.resume(run, {**options, "as_json": as_json, "quiet": quiet})
     with settings_of(options, quiet) as settings, resumable(run):
         result = job.resume(run, settings)
     code: int = shown().show_run(result, run, as_json)

@@ -24,6 +24,9 @@ as_json_option = click.option("--json", "as_json", is_flag=True, help="Print one
 model_argument = click.argument("model")
 
 
+store_option = click.option("--store", metavar="FOLDER|URL", help="The store, perhaps shared; else $ENGINESMITH_STORE.")
+
+
 output_option = click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="File to write.")
 
 
@@ -152,7 +155,9 @@ how_to_work = together(
     click.option("--jobs", type=click.IntRange(1), help="Steps at the same time; default 2, on one core 1."),
     click.option("--no-cache", is_flag=True, help="Do every step again."),
     click.option("--time-limit", metavar="TIME", help="Stop after this long; what is missing can be resumed."),
-    click.option("--store", type=click.Path(path_type=Path), help="Folder of the store; else $ENGINESMITH_STORE."),
+    store_option,
+    click.option("--executor", type=click.Choice(["local", "ray"]), default="local", help="Where steps run."),
+    click.option("--ray-address", metavar="auto|ray://HEAD:10001|HEAD:6379", help="The Ray cluster; default auto."),
     click.option("--quiet", is_flag=True, help="No progress on standard error."),
     as_json_option,
 )

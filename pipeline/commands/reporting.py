@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from enginesmith.pipeline.commands import fleets
 from enginesmith.pipeline.commands.options import as_json_option
 from enginesmith.pipeline.commands.request import shown
 
@@ -21,17 +22,21 @@ from enginesmith.pipeline.commands.request import shown
 )
 @as_json_option
 def report(run: Path, output: Path | None, formats: tuple[str, ...], as_json: bool) -> None:
-    """Write the reports of the run directory RUN anew, from its run.json and samples.npz.
+    """Write the reports of the run directory RUN anew, from its run.json and samples.npz; or those of a fleet.
 
     Example: enginesmith report runs/net -f html -o public
     """
     from enginesmith.pipeline import run as runs
+    from enginesmith.pipeline.fleet import record as records
     from enginesmith.pipeline.report import files
 
-    found = runs.read(run)
-    folder = run if run.is_dir() else run.parent
-    chosen = tuple(name for name in files.NAMES if name in formats) or files.REPORTS
-    written = files.write(found, output or folder, chosen, files.read_samples(folder))
+    if records.is_fleet(run):
+        written = fleets.report(run, output, formats)
+    else:
+        found = runs.read(run)
+        folder = run if run.is_dir() else run.parent
+        chosen = tuple(name for name in files.NAMES if name in formats) or files.REPORTS
+        written = files.write(found, output or folder, chosen, files.read_samples(folder))
     if as_json:
         shown().print_json({"files": [str(path) for path in written]})
         return

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from enginesmith.pipeline.job import Settings
     from enginesmith.pipeline.options import Budgets
     from enginesmith.pipeline.recipe import Recipe
+    from enginesmith.pipeline.settings import Settings
 
 
 def shown() -> ModuleType:
@@ -27,17 +27,23 @@ def resumable(folder: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        hint = f"; `enginesmith resume {folder}` goes on from here" if (folder / "run.json").exists() else ""
+        hint = f"; `enginesmith resume {folder}` goes on from here" if _is_begun(folder) else ""
         raise KeyboardInterrupt(hint) from None
+
+
+def _is_begun(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("run.json", "fleet.json"))
 
 
 @contextlib.contextmanager
 def settings_of(options: dict[str, Any], quiet: bool) -> "Iterator[Settings]":
-    from enginesmith.pipeline.job import Settings
     from enginesmith.pipeline.report import live
+    from enginesmith.pipeline.settings import Settings
     from enginesmith.pipeline.units import parse_seconds
 
     limit = options["time_limit"]
+    if options["ray_address"] and options["executor"] != "ray":
+        raise click.UsageError("--ray-address names a Ray cluster, and steps run here: add --executor ray")
     with live.watching(quiet) as listener:
         yield Settings(
             store=options["store"],
@@ -45,6 +51,8 @@ def settings_of(options: dict[str, Any], quiet: bool) -> "Iterator[Settings]":
             jobs=options["jobs"] or Settings().jobs,
             time_limit_seconds=parse_seconds(limit) if limit else None,
             listener=listener,
+            executor=options["executor"],
+            ray_address=options["ray_address"],
         )
 
 
@@ -110,8 +118,13 @@ def recipe_of(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe
     """The recipe file, if any, changed by the options that were given."""
     from enginesmith.pipeline import recipe
 
-    values = recipe.read(file) if file else {}
+    values = changed(recipe.read(file) if file else {}, options)
     values["model"] = model
+    return recipe.make(values)
+
+
+def changed(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The values of a recipe, with those of the options that were given in their places."""
     _place(values, options)
     for name in ("resize", "crop", "mean", "std"):
         if options.get(name):
@@ -135,7 +148,7 @@ def recipe_of(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe
         }
     if options.get("shapes"):
         values["shapes"] = {**(values.get("shapes") or {}), **dict(_pair(text) for text in options["shapes"])}
-    return recipe.make(values)
+    return values
 
 
 def budgets_of(recipe: "Recipe", options: dict[str, Any]) -> "tuple[Budgets, float | None]":

@@ -198,6 +198,11 @@ class Engine(BaseModel, ABC):
         return type(self).available(device)
 
     @property
+    def built_ahead(self) -> bool:
+        """Whether these options build it for a device that need not be there, so that any machine will do."""
+        return False
+
+    @property
     def arithmetic(self) -> str:
         """What fp32 products are computed in: ``tf32`` where they may be rounded to its 10 bits, ``fp16``, ``bf16``.
 

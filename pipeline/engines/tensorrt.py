@@ -85,6 +85,11 @@ class TensorRT(Engine):
         """``tf32``, unless that was turned off."""
         return "tf32" if self.options.tf32 else "fp32"
 
+    @property
+    def built_ahead(self) -> bool:
+        """Whether a target was named, to a builder that needs no GPU."""
+        return bool(self.target) and self.known().builds_without_gpu
+
     def runnable(self, device: Device) -> Availability:
         """Whether the device is there and is one that the target stands for."""
         found = type(self).available(device)
@@ -99,7 +104,7 @@ class TensorRT(Engine):
         """The device and driver that the builder times kernels on, where no target was named; plugins by content."""
         plugins = {name: file_digest(Path(name)) for name in self.options.plugins if Path(name).is_file()}
         found: dict[str, Any] = {"plugins": plugins} if plugins else {}
-        if self.target and self.known().builds_without_gpu:
+        if self.built_ahead:
             return found
         here = cuda.cuda_device(device.index)
         found |= {"device": here.model_dump() if here else None, "driver": cuda.driver().version}

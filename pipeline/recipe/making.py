@@ -46,6 +46,17 @@ def make(values: dict[str, Any]) -> Recipe:
     """A recipe from plain values, sizes and durations as text included.
 
     Raises:
+        UsageError: a key or a value that does not belong there, or fields that do not fit together.
+    """
+    recipe = parsed(values)
+    checks.hold_together(recipe)
+    return recipe
+
+
+def parsed(values: dict[str, Any]) -> Recipe:
+    """The same without asking what fields say of each other, or whether there is such a model.
+
+    Raises:
         UsageError: a key or a value that does not belong there.
     """
     try:
@@ -53,7 +64,6 @@ def make(values: dict[str, Any]) -> Recipe:
     except ValidationError as error:
         raise _misfit(error) from error
     _ = recipe.specs, recipe.ranges, recipe.where, recipe.workspace_limits  # each raises its own message
-    checks.hold_together(recipe)
     return recipe
 
 
@@ -103,8 +113,12 @@ def _misfit(error: ValidationError) -> UsageError:
         return _unknown(Recipe, first["loc"])
     named = (str(part) for part in first["loc"])
     place = ".".join(part for part in named if part.isalnum() or part.isidentifier()) or "the recipe"
-    message = _IN_PYTHON_WORDS.sub(lambda found: _YAML_WORDS[found[0][:5]], first["msg"])
-    return UsageError(f"{place}: {message} (given: {first['input']!r})", "see docs/recipe.md")
+    return UsageError(f"{place}: {plain_words(first['msg'])} (given: {first['input']!r})", "see docs/recipe.md")
+
+
+def plain_words(message: str) -> str:
+    """What pydantic says, in the words of YAML."""
+    return _IN_PYTHON_WORDS.sub(lambda found: _YAML_WORDS[found[0][:5]], message)
 
 
 def _unknown(part: type[BaseModel], place: Sequence[str | int]) -> UsageError:

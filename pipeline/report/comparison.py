@@ -1,6 +1,6 @@
 """Runs side by side, as people read them: what differs for certain first, then every number, then what else changed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,19 +67,19 @@ def _summary(pair: Pair) -> Iterator[str]:
     yield f"other: {pair.after.path}, begun {pair.after.created}"
     first, second = (side.winner or "none" for side in (pair.before, pair.after))
     yield f"winner of both: {first}" if first == second else f"winner: {first} of the reference, {second} of the other"
-    found = list(certain(pair))
+    found = list(certain(pair.variants))
     yield f"differs for certain: {'; '.join(found)}" if found else "no measured difference is certain"
     for path, names in ((pair.before.path, pair.only_before), (pair.after.path, pair.only_after)):
         if names:
             yield f"only in {path}: {', '.join(names)}"
 
 
-def certain(pair: Pair) -> Iterator[str]:
+def certain(variants: Iterable[VariantComparison]) -> Iterator[str]:
     """Every difference that its interval or spread tells from chance, a sentence each."""
-    for variant in pair.variants:
+    for variant in variants:
         for row in variant.latency:
             if row.change.significant:
-                yield f"{variant.id} is {_word(row.change)} at batch {row.batch}: {_percent(row.change)}"
+                yield f"{variant.id} is {_word(row.change)} at batch {row.batch}: {percent(row.change)}"
         for number in variant.numbers:
             if number.significant:
                 yield f"{variant.id} has {_judgement(number)} {_NAMES[number.name]}: {_apart(number)}"
@@ -98,21 +98,33 @@ def _rows(variant: VariantComparison) -> Iterator[tuple[str, ...]]:
     if variant.before_status != variant.after_status:
         yield ("status", variant.before_status, variant.after_status, "", "")
     for row in variant.latency:
-        yield _latency(row)
+        yield latency_row(row)
         if row.before_speedup and row.after_speedup and row.before_speedup.high != row.before_speedup.low:
             yield (f"speed-up at batch {row.batch}", _times(row.before_speedup), _times(row.after_speedup), "", "")
         yield (f"p99 at batch {row.batch}, ms", ms(row.before_p99_ms), ms(row.after_p99_ms), "", "")
-    for number in variant.numbers:
-        sides = (_shown(number, number.before), _shown(number, number.after))
-        yield (_NAMES[number.name], *sides, _apart(number), _judgement(number))
+    yield from map(number_row, variant.numbers)
 
 
-def _latency(row: BatchComparison) -> tuple[str, ...]:
+def number_row(number: Difference) -> tuple[str, ...]:
+    """One number in both runs; columns as in :data:`NUMBERS`."""
+    sides = (_shown(number, number.before), _shown(number, number.after))
+    return (_NAMES[number.name], *sides, _apart(number), _judgement(number))
+
+
+def latency_row(row: BatchComparison) -> tuple[str, ...]:
+    """The median latency at one batch size in both runs, likewise."""
     change = row.change
-    word = _UNJUDGED if change.significant is None else _word(change) if change.significant else _UNCERTAIN
+    word = judged(change)
     said = f"{word}, by {change.basis}" if change.basis else "" if change.median is None else word
     name = f"p50 at batch {row.batch}, ms"
-    return (name, ms(row.before_p50_ms), ms(row.after_p50_ms), _percent(change), said)
+    return (name, ms(row.before_p50_ms), ms(row.after_p50_ms), percent(change), said)
+
+
+def judged(change: Change) -> str:
+    """``slower`` or ``faster`` where that is certain, and else that it is not, or that nothing can be said."""
+    if change.significant is None:
+        return _UNJUDGED
+    return _word(change) if change.significant else _UNCERTAIN
 
 
 def _times(found: Interval) -> str:
@@ -123,7 +135,7 @@ def _word(change: Change) -> str:
     return "slower" if (change.median or 1.0) > 1.0 else "faster"
 
 
-def _percent(change: Change) -> str:
+def percent(change: Change) -> str:
     """By how much the time changed: ``+8.0 % [+3.1, +12]``, large ones as ``×3.2``; a dash where it is not known."""
     if change.median is None:
         return "–"

@@ -1,7 +1,10 @@
 """The files that a run is read in: written beside its run.json, or anywhere else."""
 
+import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,12 +17,15 @@ from enginesmith.pipeline.report import junit, markdown
 from enginesmith.pipeline.run import Run
 from enginesmith.pipeline.storage import storage_errors
 from enginesmith.pipeline.tasks.measure import SAMPLES
+from enginesmith.pipeline.workers import main_module_hidden
 
 Format = Literal["html", "md", "junit", "json"]
 Samples = Mapping[str, NDArray[Any]]
 NAMES: Mapping[Format, str] = {"html": "report.html", "md": "report.md", "junit": "junit.xml", "json": "run.json"}
 REPORTS: tuple[Format, ...] = ("html", "md", "junit")
 """What a run directory has besides run.json."""
+_FOLDERS_A_PROCESS = 8
+"""Fewer are written by this process before another one has started."""
 
 
 def write(run: Run, folder: Path, formats: Sequence[Format] = REPORTS, samples: Samples | None = None) -> list[Path]:
@@ -35,6 +41,25 @@ def write(run: Run, folder: Path, formats: Sequence[Format] = REPORTS, samples: 
     with storage_errors(f"the folder {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         return [_written(run, folder, one, samples) for one in dict.fromkeys(formats)]
+
+
+def write_all(folders: Sequence[Path]) -> None:
+    """Write the reports of several run directories from what their run.json says; many of them in several processes.
+
+    Raises:
+        StoreError, MissingCapability: as for one.
+    """
+    processes = min(len(os.sched_getaffinity(0)), len(folders) // _FOLDERS_A_PROCESS)
+    if processes < 2:
+        for folder in folders:
+            _from_record(folder)
+        return
+    with main_module_hidden(), ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        list(pool.map(_from_record, folders))
+
+
+def _from_record(folder: Path) -> None:
+    write(runs.read(folder), folder)
 
 
 def _written(run: Run, folder: Path, form: Format, samples: Samples | None) -> Path:

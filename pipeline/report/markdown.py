@@ -31,7 +31,7 @@ def render(run: Run) -> str:
         _more(run),
     ]
     text = "\n\n".join(part for part in parts if part)
-    return _cut(text).encode("utf-8", "replace").decode() + "\n"
+    return fitting(text, "report.html")
 
 
 def _variants(run: Run) -> str:
@@ -153,10 +153,10 @@ def _short(text: str, longest: int = _LONGEST) -> str:
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
-def _cut(text: str) -> str:
-    """Whole lines only, so that no table or name is cut in two."""
-    if len(text) <= MOST_CHARACTERS:
-        return text
-    end = "\n\nMore is in report.html."
-    kept = text[: MOST_CHARACTERS - len(end)]
-    return kept[: kept.rfind("\n")] + end
+def fitting(text: str, page: str) -> str:
+    """A document that a comment holds, of whole lines so that no table or name is cut in two; the rest is in a page."""
+    if len(text) > MOST_CHARACTERS:
+        end = f"\n\nMore is in {page}."
+        kept = text[: MOST_CHARACTERS - len(end)]
+        text = kept[: kept.rfind("\n")] + end
+    return text.encode("utf-8", "replace").decode() + "\n"

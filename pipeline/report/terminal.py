@@ -1,4 +1,4 @@
-"""What the command line prints: a run, the result of a stage, facts, tables; as text or as one JSON document."""
+"""What the command line prints: a run, a fleet, a stage's result, facts, tables; as text or as one JSON document."""
 
 import json
 import sys
@@ -10,7 +10,8 @@ import click
 
 from enginesmith.pipeline.assemble import as_json as run_as_json
 from enginesmith.pipeline.comparison import Comparison
-from enginesmith.pipeline.report import comparison, measurements, proof, smaller, tables
+from enginesmith.pipeline.fleet.record import FleetRecord
+from enginesmith.pipeline.report import comparison, fleet_tables, measurements, proof, smaller, tables
 from enginesmith.pipeline.run import Run
 
 _WIDE = 200
@@ -44,6 +45,31 @@ def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
             click.echo(f"report: {folder / 'report.html'}")
     broken = [one for one in run.verdicts if not one.passed]
     return 3 if run.winner is None and broken else 0
+
+
+def show_fleet(record: FleetRecord, folder: Path, as_json: bool) -> int:
+    """A fleet as tables and sentences; gives back the exit code that it stands for."""
+    if as_json:
+        click.echo(record.model_dump_json(by_alias=True, indent=1))
+        return record.exit_code
+    _table(fleet_tables.ENTRIES, fleet_tables.rows(record))
+    for line in (fleet_tables.headline(record), *fleet_tables.footnotes(record)):
+        click.echo(line)
+    for name, text in fleet_tables.facts(record).items():
+        click.echo(f"{name}: {text}")
+    for line in fleet_tables.last(record):
+        click.echo(f"since the last fleet: {line}")
+    changes = [row for row, _ in fleet_tables.changes(record, certain=True)]
+    if changes:
+        _table(fleet_tables.CHANGES, changes[:_MOST_ROWS])
+        if len(changes) > _MOST_ROWS:
+            click.echo(f"and {len(changes) - _MOST_ROWS} more, in fleet.html")
+    for row, _ in fleet_tables.failures(record):
+        entry, variant, kind, reason, remedy, log = row
+        said = f"{entry}: {'' if variant == 'all' else f'{variant}: '}{kind}: {reason}"
+        click.echo(said + (f"\n  → {remedy}" if remedy != "–" else "") + (f"\n  log: {log}" if log != "–" else ""))
+    click.echo(f"report: {folder / 'fleet.html'}")
+    return record.exit_code
 
 
 def show_comparison(found: Comparison, as_json: bool) -> None:

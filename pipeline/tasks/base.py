@@ -10,11 +10,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.passes.base import Progress
 
 Inputs = Mapping[str, Artifact]
@@ -33,6 +34,8 @@ class Task(BaseModel, ABC):
     produces: ClassVar[Kind]
     exclusive: ClassVar[bool] = False
     """Whether nothing else may run on the machine at the same time."""
+    cheap: ClassVar[bool] = False
+    """Whether it takes next to nothing and leaves nothing behind, so that others may be done in its process."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -45,6 +48,22 @@ class Task(BaseModel, ABC):
     def place(self) -> str:
         """Where on this machine the task reads from, besides its inputs."""
         return ""
+
+    @property
+    def runs_on(self) -> Device:
+        """The device that it takes."""
+        found = getattr(self, "device", None)
+        return found if isinstance(found, Device) else Device()
+
+    @property
+    def gpus(self) -> Literal["", "one", "all"]:
+        """The GPUs that it takes."""
+        return "one" if self.runs_on.kind == "cuda" else ""
+
+    @property
+    def bound(self) -> bool:
+        """Whether it has to run on a machine of the target: what it makes or tells holds for no other kind."""
+        return self.exclusive or bool(self.gpus)
 
     @property
     def tools(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from enginesmith.calibration.dataset import Dataset, open_dataset
 from enginesmith.calibration.options import AS_FOUND, DataOptions
@@ -58,6 +58,14 @@ class Recover(ResumableTask):
         found = super().identity
         found["fields"]["options"].pop("checkpoint_seconds")
         return found
+
+    @property
+    def gpus(self) -> Literal["", "one", "all"]:
+        return "all" if self.device.kind == "cuda" else ""
+
+    @property
+    def bound(self) -> bool:
+        return bool(self.gpus)
 
     @property
     def tools(self) -> tuple[str, ...]:

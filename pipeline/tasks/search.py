@@ -146,6 +146,7 @@ class Assign(Task):
 
     title: ClassVar[str] = "assign"
     produces: ClassVar[Kind] = "record"
+    cheap: ClassVar[bool] = True
 
     step: Precision
     keep: tuple[str, ...]

@@ -26,6 +26,7 @@ class Shapes(Task):
 
     title: ClassVar[str] = "shapes"
     produces: ClassVar[Kind] = "record"
+    cheap: ClassVar[bool] = True
 
     ranges: dict[str, ShapeRange]
     batches: tuple[int, ...]

@@ -1,7 +1,7 @@
 """From artifact to artifact: passes and engine builds."""
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import SerializeAsAny
 
@@ -48,6 +48,14 @@ class Build(Task):
     @property
     def tools(self) -> tuple[str, ...]:
         return self.engine.tools
+
+    @property
+    def gpus(self) -> Literal["", "one", "all"]:
+        return "" if self.engine.built_ahead else super().gpus
+
+    @property
+    def bound(self) -> bool:
+        return not self.engine.built_ahead
 
     @property
     def surroundings(self) -> dict[str, Any]:

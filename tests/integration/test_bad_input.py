@@ -541,7 +541,7 @@ STORAGE = (
         "the store|no space left|free",
         patch=fill_disk("artifact.json"),
     ),
-    Case("store below a file", "export net.py:build --store net.py/s", 1, "store net.py/s|not a directory|path"),
+    Case("store below a file", "export net.py:build --store net.py/s", 1, "net.py/s|not a directory|path"),
     Case(
         "run.json is damaged",
         "resume out",

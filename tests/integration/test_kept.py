@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline import job
-from enginesmith.pipeline.job import Settings
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.runner import Event
+from enginesmith.pipeline.settings import Settings
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("tensorrt_rtx")

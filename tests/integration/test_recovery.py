@@ -1,6 +1,6 @@
 """Recovery in processes of its own: killed and resumed, shared between two, held to a limit of memory."""
 
-import time
+import threading
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -14,7 +14,8 @@ from enginesmith.calibration.dataset import embedded
 from enginesmith.pipeline import saved_module, workers
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.errors import DataError, StepOutOfMemory
+from enginesmith.pipeline.errors import DataError, StepKilled, StepOutOfMemory
+from enginesmith.pipeline.executors.local import LocalExecutor
 from enginesmith.pipeline.recovery.options import RecoverOptions
 from enginesmith.pipeline.recovery.record import Recovery, read
 from enginesmith.pipeline.runner import Outcome, Runner
@@ -81,17 +82,21 @@ def test_killed_and_begun_again_it_ends_with_the_same_weights(digits: Pair, tmp_
     store = Store(tmp_path / "store")
     given = {role: Outcome(role, "done", artifact) for role, artifact in digits.items()}
     step = Step("recover", task(epochs=3, checkpoint_seconds=0), {role: role for role in digits})
-    runner = Runner(store, tmp_path)
-    killer = Thread(target=_kill_in_the_middle, args=(runner, store.root / "begun"), daemon=True)
-    killer.start()
-    failed = runner.run([step], quiet_outcomes, given)["recover"]
+    over = threading.Event()
+    with LocalExecutor(store, 1) as executor:
+        runner = Runner(executor, lambda step: tmp_path / f"{step.id}.log")
+        killer = Thread(target=_keep_killing, args=(executor, store.root / "begun", over), daemon=True)
+        killer.start()
+        failed = runner.run([step], given)["recover"]
+    over.set()
     killer.join()
-    assert isinstance(failed.error, StepOutOfMemory)  # which is what a process that was killed is taken for
+    assert isinstance(failed.error, StepKilled)
     (begun,) = store.root.glob("begun/*")
     assert 5 <= max(int(path.name.removeprefix("state-")) for path in begun.glob("state-*")) < 21
     assert [entry.step for entry in store.entries()] == ["unfinished"]
 
-    resumed = runner.run([step], quiet_outcomes, given)["recover"].artifact
+    with LocalExecutor(store, 1) as executor:
+        resumed = Runner(executor, lambda step: tmp_path / f"{step.id}.log").run([step], given)["recover"].artifact
     assert resumed is not None
     assert not list(store.root.glob("begun/*"))
     whole, record = recovered(step.task, digits, tmp_path)  # type: ignore[arg-type]
@@ -101,17 +106,15 @@ def test_killed_and_begun_again_it_ends_with_the_same_weights(digits: Pair, tmp_
     assert all(np.array_equal(whole[name], found[name]) for name in whole)
 
 
-def quiet_outcomes(outcomes: Any) -> None:
-    del outcomes
-
-
-def _kill_in_the_middle(runner: Runner, begun: Path) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if any(int(path.name.removeprefix("state-")) >= 5 for path in begun.glob("*/state-*")):
-            next(iter(runner._active)).kill()
-            return
-        time.sleep(0.001)
+def _keep_killing(executor: LocalExecutor, begun: Path, over: threading.Event) -> None:
+    """Kill the worker in the middle, and the one that is started once more as soon as it has come further."""
+    killed: set[object] = set()
+    while not over.wait(0.001):
+        reached = max((int(path.name.removeprefix("state-")) for path in begun.glob("*/state-*")), default=0)
+        for worker in set(executor._active) - killed:
+            if reached >= 5 * (len(killed) + 1):
+                killed.add(worker)
+                worker.kill()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """report.html in a browser: headless Chromium opens the page, and what it made of it is judged."""
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -12,7 +13,9 @@ from types import ModuleType
 import pytest
 
 from enginesmith.pipeline import run as runs
-from enginesmith.pipeline.report.html import page, scripts
+from enginesmith.pipeline.fleet.record import FleetRecord
+from enginesmith.pipeline.report import fleet_page
+from enginesmith.pipeline.report.html import page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
@@ -112,9 +115,26 @@ def test_a_real_run_is_shown_with_all_its_numbers_and_charts(digits_run: Path, b
 def test_texts_of_a_run_stay_texts_on_a_small_phone_whatever_is_touched(
     made_runs: ModuleType, browser: Browser, tmp_path: Path
 ) -> None:
-    """In a frame as wide as the smallest phone, everything is opened, sorted and searched."""
-    text = page.render(made_runs.run(EVIL * 2, count=50))
-    probed = text.replace(str(scripts.policy()), "script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:")
+    found = touched(page.render(made_runs.run(EVIL * 2, count=50)), browser, tmp_path)
+    assert found["buttons"] > 20
+    assert found["inputs"] > 2
+
+
+def test_texts_of_a_fleet_stay_texts_likewise(
+    made_fleets: ModuleType, made_runs: ModuleType, browser: Browser, tmp_path: Path
+) -> None:
+    values = made_runs.filled(FleetRecord, EVIL)
+    entries = [{**values["entries"][0], "model": f"{number}{EVIL}", "target": EVIL} for number in range(60)]
+    record = FleetRecord.model_validate({**values, "fleet": made_fleets.fleet(), "entries": entries})
+    found = touched(fleet_page.render(record), browser, tmp_path)
+    assert found["buttons"] > 10
+    assert found["inputs"] > 0
+
+
+def touched(text: str, browser: Browser, tmp_path: Path) -> dict[str, int]:
+    """In a frame as wide as the smallest phone, everything is opened, sorted and searched; counts of what is found."""
+    allowed = "script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+    probed = re.sub(r"(?<=content=\")default-src [^\"]*", allowed, text, count=1)
     probe = """<script>addEventListener("load", () => setTimeout(() => {
       for (const one of document.querySelectorAll("details")) one.open = true;
       setTimeout(() => {
@@ -142,10 +162,9 @@ def test_texts_of_a_run_stay_texts_on_a_small_phone_whatever_is_touched(
     )
     shown = browser.open(tmp_path / "frame.html")
     assert not shown.console
-    found = json.loads(str(shown.root["data-found"]))
-    assert found["buttons"] > 20
-    assert found["inputs"] > 2
+    found: dict[str, int] = json.loads(str(shown.root["data-found"]))
     assert {found[name] for name in ("wide", "images", "handlers", "waiting", "undrawn")} == {0}
+    return found
 
 
 def test_a_large_run_opens_in_two_seconds(made_runs: ModuleType, browser: Browser, tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from enginesmith.pipeline.engines.base import EngineFacts
 from enginesmith.pipeline.errors import LimitTooSmall, ModelError, UnsupportedGraph, UsageError
 from enginesmith.pipeline.fitting import Fits, fit, keeping
 from enginesmith.pipeline.footprints import ARENA_FACTOR, BuiltSizes, PredictedSizes
-from enginesmith.pipeline.job import Settings
 from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.measure.predictor import predict
 from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.run import Run, VariantRecord
+from enginesmith.pipeline.settings import Settings
 from enginesmith.pipeline.tasks.trial import TrialResult
 from enginesmith.pipeline.tensors import Signature
 

@@ -9,9 +9,10 @@ from onnx import TensorProto, helper
 
 from enginesmith.pipeline.engines.eager import Eager
 from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.executors.gpus import Gpus
+from enginesmith.pipeline.executors.local import LocalExecutor
 from enginesmith.pipeline.plan import Plan, plan
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.runner import Outcome, Runner
 from enginesmith.pipeline.stage_plans import benchmark_plan, with_baseline
 from enginesmith.pipeline.store import Store
 from enginesmith.pipeline.tasks.compare import Verify
@@ -156,10 +157,23 @@ def test_the_place_of_a_source_is_not_part_of_its_identity(tmp_path: Path, monke
 
 def test_measurements_have_the_machine_to_themselves(tmp_path: Path) -> None:
     steps = {step.id: step for step in planned(graph_optimization=["all", "basic"]).steps}
-    runner = Runner(Store(tmp_path / "store"), tmp_path, jobs=4)
-    everything = {name: Outcome(name, "done") for name in steps}
-    waiting = [steps["memory-eager"], steps["build-onnxruntime-fp32"], steps["build-onnxruntime-fp32-basic"]]
-    assert runner._startable(waiting, everything, []) == waiting[:1]
-    assert runner._startable(waiting, everything, [waiting[1]]) == waiting[1:]
-    assert runner._startable(waiting[1:], everything, [waiting[0]]) == []
-    assert runner._startable([steps["export"]], {}, []) == []
+    executor = LocalExecutor(Store(tmp_path / "store"), 4)
+    measuring, build, other = (
+        steps[name] for name in ("memory-eager", "build-onnxruntime-fp32", "build-onnxruntime-fp32-basic")
+    )
+    assert executor.fits(measuring, [])
+    assert executor.fits(build, [other])
+    assert not executor.fits(measuring, [build])
+    assert not executor.fits(build, [measuring])
+
+
+def test_several_gpus_measure_at_the_same_time(tmp_path: Path) -> None:
+    steps = {step.id: step for step in planned(engines=["onnxruntime", "compiled"], device="cuda").steps}
+    executor = LocalExecutor(Store(tmp_path / "store"), 2, Gpus(2))
+    one, other, third = (steps[f"memory-{name}"] for name in ("eager", "onnxruntime-fp32", "compiled-fp32"))
+    export, build = steps["export"], steps["build-onnxruntime-fp32"]
+    assert executor.fits(one, [other])
+    assert not executor.fits(third, [one, other])
+    assert executor.fits(export, [one, other])
+    assert executor.fits(build, [one])
+    assert not executor.fits(build, [one, other])

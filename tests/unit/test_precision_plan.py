@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.executors.local import LocalExecutor
 from enginesmith.pipeline.plan import plan
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.runner import Runner
@@ -90,9 +91,9 @@ def test_a_graph_for_tensorrt_needs_no_target() -> None:
 
 def test_a_plan_with_a_hole_is_an_error_and_no_endless_wait(tmp_path: Any) -> None:
     step = Step("lonely", Shapes(ranges={}, batches=(1,)), {"model": "nowhere"})
-    runner = Runner(Store(tmp_path / "store"), tmp_path, 1, None, lambda event: None)
+    runner = Runner(LocalExecutor(Store(tmp_path / "store"), 1), lambda step: tmp_path / f"{step.id}.log")
     with pytest.raises(ValueError, match="nowhere"):
-        runner.run([step], lambda outcomes: None)
+        runner.run([step])
 
 
 def test_groups_are_ranked_by_few_samples() -> None:

@@ -1,8 +1,8 @@
 """What the page is made of: sections of blocks, all plain text. Only the templates know HTML, and they escape it."""
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from enginesmith.pipeline.report.charts.base import Chart
@@ -83,12 +83,16 @@ class Table:
     """First cells of rows that stand out."""
     total: int = 0
     """Rows that there are, where some are left out."""
+    links: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    """Row and column of a cell → the file beside the page that it leads to; all rows of such a table are in there."""
+    tones: Mapping[tuple[int, int], Tone] = field(default_factory=dict)
+    """Likewise, whether what stands in a cell is good or bad."""
     kind: ClassVar[str] = "table"
 
     @property
     def long(self) -> bool:
         """Whether it is data, of which only the first rows stand in the page."""
-        return len(self.rows) > LONG and not self.grouped
+        return len(self.rows) > LONG and not self.grouped and not self.links
 
     @property
     def first(self) -> tuple[tuple[str, ...], ...]:

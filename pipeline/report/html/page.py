@@ -1,17 +1,14 @@
-"""A run as one HTML file that needs no network: everything in it is text of the run, escaped, and two known scripts."""
+"""A run as one HTML file."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-from markupsafe import Markup
 from numpy.typing import NDArray
 
 from enginesmith.pipeline.report import charts
-from enginesmith.pipeline.report.html import accuracy, first, glance, history, measured, scripts
+from enginesmith.pipeline.report.html import accuracy, first, glance, history, measured
 from enginesmith.pipeline.report.html.blocks import Facts, Section
-from enginesmith.pipeline.report.html.data import long_tables, script_data, within_limits
+from enginesmith.pipeline.report.html.layout import lay_out
 from enginesmith.pipeline.report.html.placing import Placed
 from enginesmith.pipeline.run import Run
 
@@ -19,19 +16,14 @@ from enginesmith.pipeline.run import Run
 def render(run: Run, samples: Mapping[str, NDArray[Any]] | None = None) -> str:
     """The page; ``samples`` are the latencies of samples.npz, whose distribution is drawn."""
     placed = Placed(charts.charts(run, samples))
-    sections = within_limits(_sections(run, placed))
-    return _template().render(
+    return lay_out(
+        "page.html.j2",
+        _sections(run, placed),
+        _figures(placed),
         run=run,
         verdict=first.verdict(run),
         unfinished=first.unfinished(run),
         budgets=first.budget_facts(run),
-        sections=sections,
-        charts=script_data(_figures(placed)),
-        tables=script_data(long_tables(sections)),
-        policy=Markup(scripts.policy()),
-        style=Markup(scripts.style()),
-        library=Markup(scripts.library()),
-        script=Markup(scripts.own()),
     )
 
 
@@ -55,15 +47,3 @@ def _sections(run: Run, placed: Placed) -> Sequence[Section]:
 def _figures(placed: Placed) -> dict[str, Any]:
     drawn = {one.id: one.figure for one in placed.charts if one.figure is not None}
     return {"figures": drawn, "light": charts.LIGHT, "dark": charts.DARK}
-
-
-@functools.cache
-def _template() -> Template:
-    environment = Environment(
-        loader=FileSystemLoader(scripts.TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.j2")

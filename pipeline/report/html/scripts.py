@@ -44,9 +44,9 @@ def style() -> str:
 
 
 @functools.cache
-def policy() -> str:
+def policy(texts: tuple[str, ...]) -> str:
     """A content security policy: these scripts, the page's style, and nothing from anywhere."""
-    scripts = " ".join(f"'sha256-{_digest(text)}'" for text in (library(), own()))
+    scripts = " ".join(f"'sha256-{_digest(text)}'" for text in texts)
     return f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
 
 

@@ -1,0 +1,218 @@
+"""What planning, scheduling and looking things up cost where there are many steps and many variants.
+
+    python benchmarks/scale.py [plan steps alone ray warm …] [--steps 10000] [--variants 1000] [--work build/scale]
+
+plan    real recipes until they have that many steps, planned and merged; target: 2 s.
+steps   as many steps that do nothing, on the local executor in processes that they share; target: 5 ms a step.
+alone   200 such steps in a process of their own each.
+ray     2000 of them on a Ray cluster of two nodes on this machine; target: 20 ms a step.
+warm    a fleet of so many variants whose every step is in the store, from the command line; target: 10 s. The store is
+        filled with what one recipe left, under the keys of recipes that differ in their seed only: how long an answer
+        takes does not depend on what it says.
+
+The memory of the parent is its resident set, at each quarter of the way. Writes results/scale.json.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from idle import Nothing, NothingAlone
+
+from enginesmith.pipeline.artifact import Artifact, Effect
+from enginesmith.pipeline.executors.base import Executor, Job, Order, Result
+from enginesmith.pipeline.executors.local import LocalExecutor
+from enginesmith.pipeline.fleet.file import read
+from enginesmith.pipeline.job import optimize_all
+from enginesmith.pipeline.merging import merged
+from enginesmith.pipeline.plan import plan
+from enginesmith.pipeline.recipe import Recipe, make
+from enginesmith.pipeline.runner import Outcomes, Runner
+from enginesmith.pipeline.settings import Settings
+from enginesmith.pipeline.steps import LOAD, Step
+from enginesmith.pipeline.store import Store
+from enginesmith.pipeline.tasks.base import Done
+from enginesmith.pipeline.undertaking import Asked
+
+RESULTS = Path(__file__).parent / "results" / "scale.json"
+_WIDTH = 100
+"""So many steps do not wait for each other."""
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_RAY_STEPS, _ALONE_STEPS = 2000, 200
+_ENGINES = {
+    "precisions": ["fp32", "fp16", "int8", "int8-dynamic"],
+    "graph_optimization": ["disabled", "basic", "extended", "all"],
+    "quantisation": {"search_steps": 1},
+    "measure": {"memory": False, "seconds": 0.3},
+    "batch": [1],
+}
+"""Sixteen variants."""
+
+
+def recipe(seed: int) -> Recipe:
+    """One of many alike, none of whose steps another one has."""
+    return make({"model": "digits", "seed": seed, **_ENGINES})
+
+
+def planned(count: int) -> dict[str, Any]:
+    """Plans of real recipes, until there are so many steps."""
+    plan(recipe(0))  # imports
+    begun = time.perf_counter()
+    plans, steps = {}, 0
+    while steps < count:
+        plans[f"run{len(plans)}"] = made = plan(recipe(len(plans)))
+        steps += len(made.steps)
+    together = merged(plans)
+    return {"steps": len(together.steps), "runs": len(plans), "seconds": round(time.perf_counter() - begun, 3)}
+
+
+def chains(count: int, kind: type[Nothing]) -> list[Step]:
+    """Steps that do nothing, in chains side by side."""
+    steps: list[Step] = []
+    for number in range(count):
+        needs = {"before": steps[number - _WIDTH].id} if number >= _WIDTH else {}
+        steps.append(Step(f"step-{number}", kind(number=number), needs))
+    return steps
+
+
+def carried_out(steps: Sequence[Step], executor: Executor, logs: Path) -> dict[str, Any]:
+    """Time and memory of running steps."""
+    memory: list[int] = []
+    done = 0
+    begun = time.perf_counter()
+
+    def note(new: Outcomes) -> None:
+        nonlocal done
+        done += len(new)
+        if done % (len(steps) // 4) == 0:
+            memory.append(resident_bytes())
+
+    with executor:
+        before = resident_bytes()
+        outcomes = Runner(executor, lambda step: logs / f"{step.id}.log").run(steps, on_new=note)
+    seconds = time.perf_counter() - begun
+    assert all(outcome.good for outcome in outcomes.values())
+    return {
+        "steps": len(steps),
+        "seconds": round(seconds, 2),
+        "ms_a_step": round(1000 * seconds / len(steps), 3),
+        "parent_bytes": [before, *memory],
+    }
+
+
+def resident_bytes() -> int:
+    """Of this process (statm of proc(5))."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+class Filling(LocalExecutor):
+    """Does what it knows no result of, and publishes that for every step of the same name."""
+
+    known: dict[str, Artifact]
+
+    def carry_out(self, order: Order) -> Result:
+        job = Job(order.step, order.inputs, self._store)
+        if found := job.found():
+            self.known.setdefault(order.step.name, found)
+            return Result(found, cached=True)
+        if order.step.name == LOAD or order.step.name not in self.known:
+            result = super().carry_out(order)
+            self.known[order.step.name] = result.artifact
+            return result
+        known = self.known[order.step.name]
+
+        def work(out: Path, begun: Path | None) -> Done:
+            shutil.copytree(known.folder, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("artifact.json"))
+            last = known.history[-1]
+            effect = Effect(file=known.path.name, summary=last.effect, signature=known.signature, breach=known.breach)
+            return Done(effect=effect, seconds=last.seconds, host_peak_bytes=last.host_peak_bytes)
+
+        return Result(job.make(work), cached=False)
+
+
+class FillingSettings(Settings):
+    """Settings of runs that fill the store."""
+
+    def open_executor(self) -> Executor:
+        executor = Filling(self.open_store(), self.jobs)
+        executor.known = {}
+        return executor
+
+
+def warm(variants: int, work: Path) -> dict[str, Any]:
+    """A fleet whose every step is known, from the start of the command to its end."""
+    file, store = work / "fleet.yaml", work / "store"
+    models = {f"net{seed}": {"model": "digits", "recipe": {"seed": seed}} for seed in range(-(-variants // 16))}
+    file.write_text(json.dumps({"recipe": _ENGINES, "models": models, "targets": {"cpu": {}}}))
+    asked = [Asked(one.name, one.recipe, work / "filling" / one.name, one.place) for one in read(file).entries()]
+    optimize_all(asked, FillingSettings(store=store))
+    shutil.rmtree(work / "warm", ignore_errors=True)
+    command = [sys.executable, "-m", "enginesmith.cli", "optimize", str(file), "--store", str(store), "--quiet"]
+    begun = time.perf_counter()
+    done = subprocess.run([*command, "--out", str(work / "warm")], check=False, capture_output=True, text=True)
+    seconds = time.perf_counter() - begun
+    assert done.returncode == 0, done.stderr
+    runs = [json.loads(path.read_bytes()) for path in work.glob("warm/runs/*/run.json")]
+    return {
+        "runs": len(runs),
+        "variants": sum(len(run["variants"]) for run in runs),
+        "steps": sum(len(run["steps"]) for run in runs),
+        "reused": sum(step["cached"] for run in runs for step in run["steps"]),
+        "seconds": round(seconds, 2),
+    }
+
+
+def on_ray(work: Path) -> dict[str, Any]:
+    """Steps that do nothing, on two nodes that are processes of this machine."""
+    from ray.cluster_utils import Cluster
+
+    from enginesmith.pipeline.executors.ray import RayExecutor
+
+    cluster = Cluster()
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=2, object_store_memory=100 << 20, include_dashboard=False)
+        executor = RayExecutor(Store(work / "ray"), 2, cluster.address)
+        return carried_out(chains(_RAY_STEPS, Nothing), executor, work / "logs")
+    finally:
+        cluster.shutdown()
+
+
+def main() -> None:
+    """Run the parts that are asked for, and put them beside those of before."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=["plan", "steps", "alone", "ray", "warm"])
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--variants", type=int, default=1000)
+    parser.add_argument("--work", type=Path, default=Path("build/scale"))
+    chosen = parser.parse_args()
+    shutil.rmtree(chosen.work, ignore_errors=True)
+    work = chosen.work.absolute()
+    work.mkdir(parents=True)
+
+    def local(count: int, kind: type[Nothing]) -> dict[str, Any]:
+        return carried_out(chains(count, kind), LocalExecutor(Store(work / kind.__name__), 2), work / "logs")
+
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "plan": lambda: planned(chosen.steps),
+        "steps": lambda: local(chosen.steps, Nothing),
+        "alone": lambda: local(_ALONE_STEPS, NothingAlone),
+        "ray": lambda: on_ray(work),
+        "warm": lambda: warm(chosen.variants, work),
+    }
+    found = json.loads(RESULTS.read_bytes()) if RESULTS.exists() else {}
+    for name in chosen.parts:
+        found[name] = {**parts[name](), "load_average": os.getloadavg()[0]}
+        print(name, json.dumps(found[name]))
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Many models for many targets: the main job, going on with it, and its reports."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from enginesmith.pipeline.commands.announcing import announce_fleet
+from enginesmith.pipeline.commands.options import together
+from enginesmith.pipeline.commands.request import changed, resumable, settings_of, shown
+
+if TYPE_CHECKING:
+    from enginesmith.pipeline.fleet.record import FleetRecord
+
+which_entries = together(
+    click.option("--only", multiple=True, metavar="PATTERN", help="Fleets: these entries; digits, *@h100; repeatable."),
+    click.option(
+        "--changed-since",
+        type=click.Path(path_type=Path),
+        metavar="FLEET",
+        help="Fleets: take from that earlier one what has not changed.",
+    ),
+)
+_SUFFIXES = (".yaml", ".yml")
+
+
+def is_file(model: str) -> bool:
+    """Whether the MODEL argument is a fleet file."""
+    return Path(model).suffix.lower() in _SUFFIXES
+
+
+def optimize(
+    file: Path, out: Path | None, only: tuple[str, ...], changed_since: Path | None, options: dict[str, Any]
+) -> int:
+    """All entries of a fleet file."""
+    from enginesmith.pipeline import fleet_job
+
+    choice = fleet_job.Choice(only, changed({}, options), changed_since)
+    folder = out or fleet_job.default_out(file)
+    with settings_of(options, options["quiet"]) as settings, resumable(folder):
+        record = fleet_job.optimize(file, folder, settings, choice)
+    return _shown(record, folder, options["as_json"])
+
+
+def resume(folder: Path, options: dict[str, Any]) -> int:
+    """What is missing of a fleet."""
+    from enginesmith.pipeline import fleet_job
+
+    with settings_of(options, options["quiet"]) as settings, resumable(folder):
+        record = fleet_job.resume(folder, settings)
+    return _shown(record, folder, options["as_json"])
+
+
+def report(folder: Path, output: Path | None, formats: tuple[str, ...]) -> list[Path]:
+    """The fleet's files, written anew."""
+    from enginesmith.pipeline.fleet import record as records
+    from enginesmith.pipeline.report import fleet as files
+
+    if unknown := [name for name in formats if name not in files.NAMES]:
+        raise click.UsageError(f"there is no {unknown[0]} report of a fleet; its runs have one each")
+    found = records.read(folder)
+    chosen = tuple(name for name in files.NAMES if name in formats) or files.REPORTS
+    return files.write(found, output or (folder if folder.is_dir() else folder.parent), chosen)
+
+
+def _shown(record: "FleetRecord", folder: Path, as_json: bool) -> int:
+    code: int = shown().show_fleet(record, folder, as_json)
+    if not as_json:
+        announce_fleet(record)
+    return code

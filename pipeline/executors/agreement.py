@@ -1,0 +1,65 @@
+"""What machines have to agree on before they work on one run: whatever is part of keys but the task itself."""
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from enginesmith.pipeline.artifact import json_digest
+from enginesmith.pipeline.engines import cuda
+from enginesmith.pipeline.engines.processor import vector_units
+from enginesmith.pipeline.executors.base import own_code
+from enginesmith.pipeline.measure import cpu_state, device, installed
+
+_COMPARED = tuple(name for name in device.PACKAGES if name != "enginesmith")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One machine, as far as others have to be like it."""
+
+    python: str
+    """Major and minor version."""
+    code: str
+    """Digest of enginesmith's own."""
+    packages: Mapping[str, str]
+    """Versions of those that are installed, of the ones that decide what comes out."""
+    kind: str = ""
+    """A digest of the processor and the GPUs: what was built on one machine runs on others of its kind."""
+    machine: str = ""
+    """A digest of all that measurements depend on: those of one machine hold for others that share it."""
+
+
+def own_facts() -> Facts:
+    """Those of this machine."""
+    major, minor, _ = platform.python_version_tuple()
+    gpus = [gpu.model_dump() for gpu in cuda.driver().devices]
+    kind = json_digest([platform.machine(), cpu_state.model(), vector_units(), gpus])
+    return Facts(
+        f"{major}.{minor}", own_code(), installed.versions(_COMPARED), kind, device.fingerprint(device.environment())
+    )
+
+
+def differences(here: Facts, nodes: Mapping[str, Facts]) -> list[str]:
+    """A line for each difference that would change keys, by the names of the nodes.
+
+    A package that this machine lacks may be on nodes, as TensorRT is on those with a GPU: it is in no key that is made
+    here. But nodes have to agree on it.
+    """
+    found = []
+    first: dict[str, tuple[str, str]] = {}
+    for node, there in nodes.items():
+        if there.python != here.python:
+            found.append(f"{node}: Python {there.python}, and here {here.python}")
+        if there.code != here.code:
+            found.append(
+                f"{node}: another version of enginesmith's own code ({there.code[:12]}, here {here.code[:12]})"
+            )
+        for package, version in sorted(here.packages.items()):
+            has = there.packages.get(package)
+            if has != version:
+                found.append(f"{node}: {f'{package} {has}' if has else f'no {package}'}, and here {version}")
+        for package, version in sorted(there.packages.items()):
+            other, known = first.setdefault(package, (node, version))
+            if package not in here.packages and version != known:
+                found.append(f"{node}: {package} {version}, and {known} on {other}")
+    return found

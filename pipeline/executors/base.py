@@ -1,0 +1,193 @@
+"""The contract of an executor, and what all of them do with a step: look it up in the store, else do it and publish."""
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from enginesmith.pipeline.anchors import anchored
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry, file_digest, files_below, json_digest
+from enginesmith.pipeline.reads import ReadRecord
+from enginesmith.pipeline.steps import Place, Step
+from enginesmith.pipeline.store import Store
+from enginesmith.pipeline.tasks.base import Done, ResumableTask
+
+
+@dataclass(frozen=True)
+class Order:
+    """One step to carry out."""
+
+    step: Step
+    inputs: Mapping[str, Artifact]
+    """By role, in the store of the one who orders."""
+    log: Path
+    """The file that is to hold what the step's process wrote."""
+    started: Callable[[], None]
+    """Called when it turns out that it has to be done, and is not in the store."""
+    tell: Callable[[str], None]
+    """Takes news for people, a line each."""
+    timeout_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of an order."""
+
+    artifact: Artifact
+    cached: bool
+
+
+class Executor(ABC):
+    """Carries out steps; used as a context, which ends whatever still runs when it is left."""
+
+    slots: int
+    """Orders that may be given at the same time, each from a thread of its own."""
+    here: bool
+    """Whether this machine is the only one that steps run on."""
+
+    @abstractmethod
+    def lacking(self, place: Place) -> str:
+        """Why nothing can run in such a place, as far as can be known before; empty where it can."""
+
+    @abstractmethod
+    def fits(self, step: Step, running: Collection[Step]) -> bool:
+        """Whether a step may be ordered now, beside those."""
+
+    @abstractmethod
+    def carry_out(self, order: Order) -> Result:
+        """Take a step from the store, or do it; returns when it is done.
+
+        Raises:
+            EnginesmithError: it failed; what the executor could mend itself, as a node that was lost, is no failure.
+        """
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End what is running now; threads in :meth:`carry_out` come back with an error."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what was held."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.stop()
+        self.close()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step with its inputs, held against a store: on the machine that it would be done on."""
+
+    step: Step
+    inputs: Mapping[str, Artifact]
+    store: Store
+
+    @functools.cached_property
+    def tools(self) -> dict[str, str]:
+        """Versions that are part of the key."""
+        return _versions(self.step.task.tools)
+
+    @functools.cached_property
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "task": self.step.task.identity,
+            "tools": self.tools,
+            "code": own_code(),
+            "surroundings": self.step.task.surroundings,
+            "inputs": {role: artifact.sha256 for role, artifact in sorted(self.inputs.items())},
+        }
+
+    @functools.cached_property
+    def _reads_name(self) -> str:
+        return json_digest([self._identity, anchored(self.step.task.place)])
+
+    def found(self) -> Artifact | None:
+        """What the store has of it, with the history of these inputs: others may have come to the same another way."""
+        for known in self.store.reads(self._reads_name).known():
+            found = self.store.get(self._key(known))
+            if found is not None and not found.provisional:
+                return found.model_copy(update={"history": (*self._before, found.history[-1])})
+        return None
+
+    def make(self, work: Callable[[Path, Path | None], Done]) -> Artifact:
+        """Do it and publish what comes out; ``work`` takes the empty folder, and for a long task the one it goes on in.
+
+        Raises:
+            EnginesmithError: as the work raises; the store cannot be written.
+        """
+        step = self.step
+        with contextlib.ExitStack() as stack:
+            out = stack.enter_context(self.store.workspace())
+            begun = None
+            if isinstance(step.task, ResumableTask):
+                begun = stack.enter_context(self.store.begun(json_digest([self._identity, step.task.place])))
+            done = work(out, begun)
+            read = self.store.reads(self._reads_name).remember(done.effect.reads, done.effect.packages)
+            return self.store.publish(
+                self._key(read),
+                out,
+                kind=step.task.produces,
+                file=done.effect.file,
+                signature=done.effect.signature,
+                history=self._history(done),
+                breach=done.effect.breach,
+                provisional=done.effect.provisional,
+                read=read,
+            )
+
+    def _key(self, read: ReadRecord) -> str:
+        return json_digest({**self._identity, "read": read.identity})
+
+    def _history(self, done: Done) -> tuple[HistoryEntry, ...]:
+        entry = HistoryEntry(
+            step=self.step.name,
+            parameters=self.step.task.identity,
+            tools=self.tools,
+            seconds=round(done.seconds, 3),
+            host_peak_bytes=done.host_peak_bytes,
+            effect=done.effect.summary,
+            notes=done.effect.notes,
+        )
+        return (*self._before, entry)
+
+    @property
+    def _before(self) -> tuple[HistoryEntry, ...]:
+        """What was done to the artifact that the step goes on with."""
+        return self.inputs["model"].history if "model" in self.inputs else ()
+
+
+def _versions(distributions: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = _version(name)
+    return found
+
+
+@functools.cache
+def _version(name: str) -> str:
+    return importlib.metadata.version(name)
+
+
+@functools.cache
+def own_code() -> str:
+    """Digest of enginesmith's own source: other code may make other artifacts."""
+    root = Path(__file__).parent.parent.parent
+    digest = hashlib.sha256()
+    for folder in ("pipeline", "models", "calibration"):
+        for name in files_below(root / folder):
+            if name.endswith(".py"):
+                digest.update(f"{folder}/{name}\0{file_digest(root / folder / name)}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,210 @@
+"""Steps in processes of this machine.
+
+Measurements are alone: on the machine, or, where there are several GPUs of one kind, on a GPU of their own, with builds
+beside them as far as memory goes.
+"""
+
+import contextlib
+import functools
+import os
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from enginesmith.pipeline import workers
+from enginesmith.pipeline.engines import cuda
+from enginesmith.pipeline.errors import BuilderFailed, StepError, StepKilled
+from enginesmith.pipeline.executors.base import Executor, Job, Order, Result
+from enginesmith.pipeline.executors.gpus import Gpus, show_only
+from enginesmith.pipeline.measure.used_memory import available_bytes
+from enginesmith.pipeline.steps import Place, Step
+from enginesmith.pipeline.storage import storage_errors
+from enginesmith.pipeline.store import Store
+from enginesmith.pipeline.tasks.base import Done, execute, execute_on
+
+_ROOM_BYTES = 2 << 30
+"""Memory that has to be left for one more step to be started beside others."""
+
+
+class LocalExecutor(Executor):
+    """Runs ``jobs`` steps at a time, each in a fresh process; cheap ones share a process, one after the other."""
+
+    here = True
+
+    def __init__(self, store: Store, jobs: int, gpus: Gpus | None = None) -> None:
+        self._store, self._jobs, self._gpus = store, jobs, gpus or Gpus.here()
+        self.slots = jobs + (self._gpus.count if self._gpus.several else 0)
+        cores = sorted(os.sched_getaffinity(0))
+        self._shares: queue.SimpleQueue[frozenset[int]] = queue.SimpleQueue()
+        """Cores for each of several steps: thread pools that share cores would spin against each other."""
+        for slot in range(self.slots):
+            self._shares.put(frozenset(cores[slot % len(cores) :: self.slots] or cores))
+        self._active: set[workers.Worker] = set()
+        self._spare: list[workers.Worker] = []
+        """Processes that did a cheap step, and can do the next one."""
+        self._at_work = 0
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def lacking(self, place: Place) -> str:
+        """Only the GPU is looked at: resources are what nodes of a cluster declare."""
+        if place.device == "cpu":
+            return ""
+        found = cuda.driver()
+        if not found.devices:
+            return f"this machine has no GPU: {found.reason}"
+        name = found.devices[0].name
+        if not is_called(name, place.accelerator):
+            return f"the GPU of this machine is {name}, and {place.accelerator} was asked for"
+        return ""
+
+    def fits(self, step: Step, running: Collection[Step]) -> bool:
+        """Whether there is a slot and memory left, and nothing disturbs a measurement."""
+        if not running:
+            return True
+        return len(running) < self.slots and self._undisturbed([step, *running]) and _room()
+
+    def _undisturbed(self, together: Collection[Step]) -> bool:
+        measuring = [one.task for one in together if one.task.exclusive]
+        if not measuring:
+            return len(together) <= self._jobs
+        gpus = [one.task.gpus for one in together if one.task.gpus]
+        on_their_own = all(task.gpus == "one" for task in measuring)
+        return self._gpus.several and on_their_own and "all" not in gpus and len(gpus) <= self._gpus.count
+
+    def carry_out(self, order: Order) -> Result:
+        """Look it up, else do it in a worker; one that was killed from outside is started once more."""
+        job = Job(order.step, order.inputs, self._store)
+        if found := job.found():
+            return Result(found, cached=True)
+        order.started()
+        try:
+            return Result(job.make(functools.partial(self._work, order)), cached=False)
+        except StepKilled as killed:
+            if self._stopped:
+                raise
+            order.tell(f"{killed}; it is done once more")
+            return Result(job.make(functools.partial(self._work, order)), cached=False)
+
+    def _work(self, order: Order, out: Path, begun: Path | None) -> Done:
+        with storage_errors(f"the logs in {order.log.parent}"):
+            order.log.parent.mkdir(parents=True, exist_ok=True)
+            order.log.unlink(missing_ok=True)
+        try:
+            if order.step.task.cheap:
+                return self._done_quickly(order, out)
+            return self._done(order, out, begun)
+        except (StepError, BuilderFailed) as error:
+            error.remedy += f"; its log: {order.log}"
+            raise
+
+    def _done(self, order: Order, out: Path, begun: Path | None) -> Done:
+        with contextlib.ExitStack() as stack:
+            cores = stack.enter_context(self._cores())
+            prepare = stack.enter_context(self._gpu(order.step))
+            worker: list[workers.Worker] = []
+            stack.callback(self._forget, worker)
+
+            def started(this: workers.Worker) -> None:
+                worker.append(this)
+                self._remember(this)
+
+            done: Done = workers.run(
+                execute if begun is None else execute_on,
+                order.step.task,
+                order.inputs,
+                out,
+                *([] if begun is None else [begun]),
+                log=order.log,
+                on_progress=order.tell,
+                on_start=started,
+                timeout_seconds=order.timeout_seconds,
+                cores=cores,
+                prepare=prepare,
+            )
+            return done
+
+    def _done_quickly(self, order: Order, out: Path) -> Done:
+        """In a process that may have done others like it, and may do more."""
+        with self._lock:
+            worker = self._spare.pop() if self._spare else None
+        if worker is None:
+            worker = workers.Worker(serve_steps, log=order.log)
+            self._remember(worker)
+        try:
+            done: Done = worker.request(
+                order.step.task, order.inputs, out, on_progress=order.tell, timeout_seconds=order.timeout_seconds
+            )
+        except BaseException:
+            worker.kill()
+            self._forget([worker])
+            raise
+        with self._lock:
+            self._spare.append(worker)
+        return done
+
+    @contextlib.contextmanager
+    def _cores(self) -> Iterator[frozenset[int] | None]:
+        """A share of the cores; all of them, None, for a step that starts while no other one is at work."""
+        with self._lock:
+            alone, self._at_work = not self._at_work, self._at_work + 1
+        share = None if alone else self._shares.get()
+        try:
+            yield share
+        finally:
+            if share is not None:
+                self._shares.put(share)
+            with self._lock:
+                self._at_work -= 1
+
+    @contextlib.contextmanager
+    def _gpu(self, step: Step) -> Iterator[Callable[[], None] | None]:
+        """What has a worker see the one GPU that it is given; None where there is no choice."""
+        if step.task.gpus != "one" or not self._gpus.several:
+            yield None
+            return
+        with self._gpus.one(step.task.runs_on) as variables:
+            yield functools.partial(show_only, variables)
+
+    def _remember(self, worker: workers.Worker) -> None:
+        with self._lock:
+            self._active.add(worker)
+        if self._stopped:
+            worker.kill()
+
+    def _forget(self, gone: Collection[workers.Worker]) -> None:
+        with self._lock:
+            self._active.difference_update(gone)
+
+    def stop(self) -> None:
+        """Kill all workers, and let nobody wait for the store."""
+        self._stopped = True
+        self._store.stop()
+        with self._lock:
+            for worker in self._active:
+                worker.kill()
+
+    def close(self) -> None:
+        """End the processes that wait for another cheap step."""
+        with self._lock:
+            for worker in self._spare:
+                worker.kill()
+            self._active.difference_update(self._spare)
+            self._spare.clear()
+
+
+def serve_steps(connection: Connection) -> None:
+    """A worker's body: one step after the other."""
+    workers.serve(connection, execute)
+
+
+def is_called(name: str, accelerator: str) -> bool:
+    """Whether a GPU's full name, as drivers give it, is of that type: ``NVIDIA H100 80GB HBM3`` is an H100."""
+    return accelerator.casefold().replace("-", " ") in name.casefold().replace("-", " ")
+
+
+def _room() -> bool:
+    free = available_bytes()
+    return free is None or free >= _ROOM_BYTES

@@ -1,0 +1,178 @@
+"""Steps on the nodes of a Ray cluster: Ray says where there is room, and each node does them as one machine would.
+
+A step comes back as a key of the shared store and a log. What Ray loses, as a worker or a node, is done again
+elsewhere; a step that fails of its own is not.
+"""
+
+import contextlib
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.errors import BuilderFailed, MissingCapability, StepCrashed, StepError, StoreError
+from enginesmith.pipeline.executors import cluster, connection, node
+from enginesmith.pipeline.executors.base import Executor, Job, Order, Result
+from enginesmith.pipeline.executors.dispatch import LOOK_SECONDS, Dispatch
+from enginesmith.pipeline.executors.errands import Lost
+from enginesmith.pipeline.executors.seats import Seats
+from enginesmith.pipeline.executors.shipping import staged
+from enginesmith.pipeline.executors.visits import Visits
+from enginesmith.pipeline.steps import Place, Step
+from enginesmith.pipeline.storage import storage_errors
+from enginesmith.pipeline.store import Store
+
+_ATTEMPTS = 3
+_GRACE_SECONDS = 30.0
+"""How long a step waits for a node of its target to come back, when the last one was lost."""
+_ASKED_AT_ONCE = 8
+"""Nodes that are asked whether a measurement is known, where more of one kind differ in what times depend on."""
+
+
+class RayExecutor(Executor):
+    """Runs steps as Ray tasks; ``jobs`` is how many general ones a node of the usual size does at a time."""
+
+    here = False
+    slots = 64
+
+    def __init__(self, store: Store, jobs: int, address: str | None = None, project: Path | None = None) -> None:
+        """Join the cluster, and see that its nodes are fit; ``project`` is what travels, else the current folder.
+
+        Raises:
+            MissingCapability: there is no cluster, its nodes differ in what keys are made of, or lack the store.
+            UsageError: the folder is too large.
+        """
+        self._store, self._seats = store, Seats(jobs)
+        self._full: set[str] = set()
+        """Ids of nodes whose disk has no space left."""
+        folder = (project or Path.cwd()).resolve()
+        with contextlib.ExitStack() as stack:
+            modules = stack.enter_context(staged(folder, skip=store.root))
+            connection.connect(address or connection.AUTO, modules)
+            stack.callback(connection.disconnect)
+            self._visits = stack.enter_context(Visits(self._seats, store))
+            self._visits.all()
+            self._dispatch = stack.enter_context(Dispatch(store, folder, self._seats, self._visits))
+            self._held = stack.pop_all()
+
+    def lacking(self, place: Place) -> str:
+        """What no node of the cluster has now; nobody waits for nodes that were never there."""
+        return "" if self._seats.candidates(place) else cluster.lacking(place, self._seats.nodes.values())
+
+    def fits(self, step: Step, running: Collection[Step]) -> bool:
+        """Whether there is work for the nodes to be had: where each runs what, and when, is Ray's matter."""
+        return self._seats.room(step, running)
+
+    def carry_out(self, order: Order) -> Result:
+        """Look it up, else have a node do it; again where Ray lost it, or the disk there was full."""
+        if (known := self._known(order)) is not None:
+            return Result(known, cached=True)
+        notes: list[str] = []
+        log = b""
+        with self._dispatch.under_way(order):
+            try:
+                answer = self._answer(order, notes)
+                log = answer.log
+            finally:
+                _write_log(order, notes, log)
+        if answer.error is not None:
+            if isinstance(answer.error, (StepError, BuilderFailed, StoreError, MissingCapability)):
+                answer.error.remedy += f"; it was on {answer.node}"
+            raise answer.error
+        assert answer.artifact is not None
+        return Result(self._taken(answer.artifact), cached=answer.cached)
+
+    def stop(self) -> None:
+        """Have Ray kill what runs, and take back what waits."""
+        self._store.stop()
+        self._dispatch.stop()
+
+    def close(self) -> None:
+        """Leave the cluster, which goes on."""
+        self._held.close()
+
+    def _known(self, order: Order) -> Artifact | None:
+        """What the store has of it; what depends on the machine is looked for as nodes of the place would make it."""
+        step, mine = order.step, Job(order.step, order.inputs, self._store)
+        if step.place is None and not step.task.bound:
+            return mine.found()
+        if not self._store.reuse:
+            return None
+        nodes = {self._visits.machine_of(one.id): one.id for one in self._seats.candidates(step.place)}
+        if nodes.pop(self._visits.own.machine, None) and (found := mine.found()) is not None:
+            return found
+        answer = self._dispatch.known(order, [*nodes.values()][:_ASKED_AT_ONCE])
+        return self._taken(answer.artifact) if answer is not None and answer.artifact is not None else None
+
+    def _taken(self, made: Artifact) -> Artifact:
+        """An artifact that a node told of, from the store here."""
+        return self._store.fetch(made.key, made.sha256).model_copy(update={"history": made.history})
+
+    def _answer(self, order: Order, notes: list[str]) -> node.Answer:
+        deadline = None if order.timeout_seconds is None else time.monotonic() + order.timeout_seconds
+        attempts = 0
+        while True:
+            self._wait_for_node(order, notes)
+            avoided = self._full if self._left(order.step) else ()
+            with self._seats.seat(order.step, avoided) as seat:
+                if seat is None:  # the last node was lost just now
+                    continue
+                try:
+                    where, answer = self._dispatch.ask(order, seat, deadline)
+                except Lost as loss:
+                    attempts += 1
+                    self._visits.gone(loss.node_id)
+                    if attempts == _ATTEMPTS:
+                        raise StepCrashed(
+                            f"it was lost {attempts} times: {'; '.join([*notes, str(loss)])}",
+                            "see `ray status`, and whether the nodes have the memory for it",
+                        ) from loss
+                    _note(order, notes, f"{loss}; it is done once more")
+                    continue
+            if answer.full and where not in self._full:
+                self._full.add(where)
+                if self._left(order.step):
+                    _note(order, notes, f"the disk of {answer.node} is full; it is done on another node")
+                    continue
+            return answer
+
+    def _left(self, step: Step) -> bool:
+        """Whether there is a node whose disk is not full."""
+        return any(one.id not in self._full for one in self._seats.candidates(step.place))
+
+    def _wait_for_node(self, order: Order, notes: list[str]) -> None:
+        """See that there is a node to be had, or may be again soon."""
+        place = order.step.place
+        if self._seats.candidates(place):
+            return
+        told = False
+        until = time.monotonic() + (_GRACE_SECONDS if place is None or self._seats.had(place) else 0)
+        while time.monotonic() < until:
+            if not told:
+                _note(
+                    order,
+                    notes,
+                    f"all nodes that it could run on are gone; waiting {_GRACE_SECONDS:.0f} s for one to come back",
+                )
+            told = True
+            if self._dispatch.stopped.wait(LOOK_SECONDS):
+                raise StepError("it was ended")
+            if self._seats.candidates(place):
+                return
+        why = cluster.lacking(place or Place(), self._seats.nodes.values())
+        if told:
+            why = f"all nodes that it could run on were lost, and none came back within {_GRACE_SECONDS:.0f} s: " + (
+                why or "those that are left are of another kind than what was built for"
+            )
+        raise MissingCapability(why, "`enginesmith resume` goes on once there is one")
+
+
+def _note(order: Order, notes: list[str], text: str) -> None:
+    notes.append(text)
+    order.tell(text)
+
+
+def _write_log(order: Order, notes: list[str], log: bytes) -> None:
+    with storage_errors(f"the logs in {order.log.parent}"):
+        order.log.parent.mkdir(parents=True, exist_ok=True)
+        order.log.write_bytes("".join(f"--- {note}\n" for note in notes).encode() + log)

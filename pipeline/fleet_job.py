@@ -1,0 +1,215 @@
+"""A fleet file in, a folder with a run directory for each entry and a report of all of them out.
+
+It can be interrupted anywhere and done again from there.
+"""
+
+import contextlib
+import datetime
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from enginesmith.pipeline import job
+from enginesmith.pipeline import run as runs
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.fleet import Entry, earlier, named_files, read
+from enginesmith.pipeline.fleet import record as records
+from enginesmith.pipeline.fleet.building import Found, entry_record
+from enginesmith.pipeline.fleet.earlier import Earlier
+from enginesmith.pipeline.fleet.record import RUNS, EntryRecord, FleetRecord, Last
+from enginesmith.pipeline.measure import device
+from enginesmith.pipeline.report import fleet as files
+from enginesmith.pipeline.run import Run
+from enginesmith.pipeline.run_directory import held
+from enginesmith.pipeline.settings import Settings
+from enginesmith.pipeline.storage import storage_errors
+from enginesmith.pipeline.undertaking import Asked
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What of a fleet file is done, and how it differs."""
+
+    only: tuple[str, ...] = ()
+    """Patterns of model@target, models or targets."""
+    options: Mapping[str, Any] | None = None
+    """Fields of the recipe that all entries get."""
+    changed_since: Path | None = None
+    """An earlier fleet, whose entries stand for those that have not changed."""
+
+
+def optimize(file: Path, out: Path, settings: Settings | None = None, choice: Choice | None = None) -> FleetRecord:
+    """Do all that a fleet file asks for; what fails is told in the record, and stops nothing else.
+
+    Raises:
+        UsageError: the file makes no sense, or the folder holds another fleet.
+        EnginesmithError: nothing could be begun at all.
+    """
+    choice, out = choice or Choice(), out.absolute()
+    fleet = read(file)
+    entries = fleet.entries(choice.only, choice.options)
+    since = earlier.opened(choice.changed_since) if choice.changed_since else None
+    with held(out):
+        begun = FleetRecord(
+            name=out.name,
+            file=file.name,
+            folder=str(Path.cwd()),
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+            seconds=0.0,
+            fleet=fleet,
+            only=choice.only,
+            options=dict(choice.options or {}),
+            changed_since=_from(out, since.folder) if since else None,
+            packages=device.environment().packages,
+            entries=(),
+        )
+        if records.is_fleet(out):
+            begun = _same(out, begun)
+        return _carried_out(begun, entries, out, settings or Settings())
+
+
+def resume(out: Path, settings: Settings | None = None) -> FleetRecord:
+    """Do what is missing of a fleet.
+
+    Raises:
+        UsageError: there is no fleet there. Errors as in :func:`optimize` besides.
+    """
+    out = (out if out.is_dir() else out.parent).absolute()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(held(out))
+        begun = records.read(out, to_go_on=True).model_copy(update={"packages": device.environment().packages})
+        if Path(begun.folder).is_dir():
+            stack.enter_context(contextlib.chdir(begun.folder))
+        return _carried_out(begun, begun.fleet.entries(begun.only, begun.options), out, settings or Settings())
+
+
+def default_out(file: Path) -> Path:
+    """``runs/fleet-<file>-<time>`` below the current folder."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"fleet-{file.stem}-{stamp}"
+
+
+def _same(out: Path, asked: FleetRecord) -> FleetRecord:
+    """The record of a fleet that was begun in the folder, if it is the one that is asked for."""
+    before = records.read(out, to_go_on=True)
+    names = ("file", "fleet", "only", "options", "changed_since")
+    apart = next((name for name in names if getattr(before, name) != getattr(asked, name)), None)
+    if apart is not None:
+        raise UsageError(
+            f"{out} holds another fleet: {apart.replace('_', ' ')} is not the same",
+            f"choose another --out, or continue that one with `enginesmith resume {out}`",
+        )
+    return before.model_copy(update={"packages": asked.packages})
+
+
+def _carried_out(begun: FleetRecord, entries: Sequence[Entry], out: Path, settings: Settings) -> FleetRecord:
+    work = _Work(begun, entries, out)
+    records.write(work.record(), out)
+    try:
+        work.take_over(settings)
+        work.found |= {
+            name: Found(one.run, one.error, steps=one.steps, reused=one.reused)
+            for name, one in job.optimize_all(work.asked(), settings).items()
+        }
+    finally:
+        record = work.record()
+        files.write(record, out)
+    return record
+
+
+class _Work:
+    """A fleet on its way."""
+
+    def __init__(self, begun: FleetRecord, entries: Sequence[Entry], out: Path) -> None:
+        self._begun, self._entries, self._out = begun, entries, out
+        self._started = time.monotonic()
+        self._files = named_files.digests([one.recipe for one in entries])
+        self._last = _last(begun, out)
+        self.found: dict[str, Found] = {}
+        """What came of entries, by name; nothing as long as they have not ended."""
+        self._taken: set[str] = set()
+        """Entries that the run directory of an earlier fleet stands for."""
+        self._because: dict[str, str] = {}
+        """By entry, what has changed since that fleet."""
+
+    def take_over(self, settings: Settings) -> None:
+        """Let entries stand that have not changed since the earlier fleet, if one was named."""
+        if self._begun.changed_since is None:
+            return
+        since = earlier.opened(self._out / self._begun.changed_since)
+        models = job.load_digests([self._asked(one) for one in self._entries], settings)
+        for entry, named in zip(self._entries, self._files, strict=True):
+            state = earlier.State(models.get(entry.name), named, self._begun.packages)
+            found = earlier.unchanged(since, entry, state)
+            folder = self._out / RUNS / entry.name
+            if isinstance(found, str):
+                self._because[entry.name] = found
+            elif folder.is_symlink() or not folder.exists():  # not what was done here before it was interrupted
+                earlier.take_over(since, entry.name, folder)
+                self._taken.add(entry.name)
+                self.found[entry.name] = Found(found, steps=len(found.steps), reused=len(found.steps))
+
+    def asked(self) -> list[Asked]:
+        """The runs that are to be made; none of them in the folder of an earlier fleet."""
+        left = [one for one in self._entries if one.name not in self._taken]
+        for entry in left:
+            folder = self._out / RUNS / entry.name
+            with storage_errors(f"the run directory {folder}"):
+                folder.unlink() if folder.is_symlink() else None
+        return [self._asked(one) for one in left]
+
+    def _asked(self, entry: Entry) -> Asked:
+        return Asked(entry.name, entry.recipe, self._out / RUNS / entry.name, entry.place)
+
+    def record(self) -> FleetRecord:
+        """What is known now."""
+        entries = tuple(map(self._entry, self._entries, self._files))
+        return self._begun.model_copy(
+            update={
+                "seconds": round(self._begun.seconds + time.monotonic() - self._started, 3),
+                "entries": entries,
+                "last": self._last and _shown(self._last, self._out, self._begun, entries),
+            }
+        )
+
+    def _entry(self, entry: Entry, named: Mapping[str, str]) -> EntryRecord:
+        found = self.found.get(entry.name) or Found(self._left(entry), ended=False)
+        siblings = [one.name for one in self._entries if one.recipe.model == entry.recipe.model and one is not entry]
+        record = entry_record(entry, found, self._out, siblings)
+        folder, change = self._out / RUNS / entry.name, None
+        if self._last is not None and record.status != "pending":
+            change = earlier.change(self._last, entry.name, folder, found.run)
+        return record.model_copy(
+            update={
+                "files": dict(named),
+                "taken_from": _from(self._out, folder) if folder.is_symlink() else None,
+                "done_because": self._because.get(entry.name, ""),
+                "since_last": change,
+            }
+        )
+
+    def _left(self, entry: Entry) -> Run | None:
+        """What an interrupted run has come to."""
+        folder = self._out / RUNS / entry.name
+        return runs.read(folder) if (folder / "run.json").is_file() else None
+
+
+def _last(begun: FleetRecord, out: Path) -> Earlier | None:
+    """The fleet to hold this one against: the one that was named, or that it was held against before, or the newest."""
+    known = begun.changed_since or (begun.last.path if begun.last else None)
+    if known is not None and records.is_fleet(out / known):
+        return earlier.opened(out / known)
+    return earlier.last_beside(out, begun)
+
+
+def _shown(last: Earlier, out: Path, begun: FleetRecord, entries: Sequence[EntryRecord]) -> Last:
+    here = {one.name for one in entries}
+    gone = () if begun.only else tuple(one.name for one in last.record.entries if one.name not in here)
+    return Last(path=_from(out, last.folder), created=last.record.created, without=gone)
+
+
+def _from(out: Path, folder: Path) -> str:
+    return os.path.relpath(folder.resolve(), out.resolve())

@@ -1,0 +1,37 @@
+"""Which steps of a plan have to run on the machines of its target, and what becomes of them where there are none."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from enginesmith.pipeline.steps import Place, Plan, Step, Variant
+
+
+def placed(plan: Plan, place: Place, lacking: str) -> Plan:
+    """The plan with what depends on the target's machines put there; ``lacking`` says why there are none, if so."""
+    steps = placed_steps(plan.steps, place, lacking)
+    if not lacking:
+        return replace(plan, steps=tuple(steps))
+    without = {step.id: step.lacking for step in steps if step.lacking}
+
+    def told(variant: Variant) -> Variant:
+        checked = (variant.artifact, *variant.verified[-1:], variant.memory or "")
+        reason = next((without[name] for name in checked if name in without), "")
+        return replace(variant, lacking=variant.lacking or reason)
+
+    variants = tuple(told(variant) for variant in plan.variants)
+    return replace(plan, steps=tuple(steps), baseline=told(plan.baseline), variants=variants)
+
+
+def placed_steps(steps: Sequence[Step], place: Place, lacking: str) -> list[Step]:
+    """The same of steps: those that measure, take a GPU or build for the machine, and those that run what was built."""
+    engines: set[str] = set()
+    """Steps that make an engine which runs only there."""
+    found = []
+    for step in steps:
+        if step.task.bound or not engines.isdisjoint((*step.needs.values(), *step.wants.values())):
+            if step.task.produces == "engine":
+                engines.add(step.id)
+            found.append(replace(step, place=place, lacking=step.lacking or lacking))
+        else:
+            found.append(step)
+    return found

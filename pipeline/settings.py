@@ -1,0 +1,43 @@
+"""How work is carried out: with which store, and on which machines. Nothing here changes what comes out."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from enginesmith.pipeline.executors.base import Executor
+from enginesmith.pipeline.executors.local import LocalExecutor
+from enginesmith.pipeline.runner import Listener
+from enginesmith.pipeline.store import Store
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where and how a job is done."""
+
+    store: str | Path | None = None
+    """A folder, or the URL of a store that others use too."""
+    reuse: bool = True
+    jobs: int = field(default_factory=lambda: min(2, len(os.sched_getaffinity(0))))
+    """Steps at the same time on one machine; measurements are always alone."""
+    time_limit_seconds: float | None = None
+    listener: Listener = lambda event: None
+    executor: Literal["local", "ray"] = "local"
+    ray_address: str | None = None
+    """Of the cluster; None stands for the one that this machine is part of."""
+
+    def open_store(self) -> Store:
+        """The store to work with."""
+        return Store(self.store, reuse=self.reuse)
+
+    def open_executor(self) -> Executor:
+        """What carries out steps; a context that ends what still runs.
+
+        Raises:
+            MissingCapability: the package or the cluster is not there.
+        """
+        if self.executor == "local":
+            return LocalExecutor(self.open_store(), self.jobs)
+        from enginesmith.pipeline.executors.ray import RayExecutor
+
+        return RayExecutor(self.open_store(), self.jobs, self.ray_address)

@@ -1,0 +1,284 @@
+"""A store that several machines use, on any file system that fsspec knows: S3, Google Cloud, Azure, a mounted folder …
+
+    ROOT/enginesmith-store.json                     says what this is
+    ROOT/objects/ab/KEY/UPLOAD/<files>              the files of an entry, each upload in a folder of its own
+    ROOT/objects/ab/KEY/artifact.json               the entry: its manifest, which names the upload
+    ROOT/reads/NAME/CANDIDATE.json                  what steps read of the user's files, by name
+
+A manifest is written after all of its files, so an entry is there when its manifest is, and holds. Of two writers the
+last manifest wins, and both are whole. Files that no manifest names are what an interrupted upload left: nobody sees
+them, and ``cache prune`` removes them a day later.
+"""
+
+import contextlib
+import datetime
+import json
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from enginesmith.pipeline import file_systems
+from enginesmith.pipeline.errors import StoreError
+from enginesmith.pipeline.retries import Retries
+from enginesmith.pipeline.storage import storage_errors
+from enginesmith.pipeline.stored_entry import MANIFEST, Manifest, sealed, unsealed
+from enginesmith.pipeline.stored_file import StoredFile, stored_file
+
+_MARK, _SCHEMA = "enginesmith-store.json", "enginesmith.store/1"
+_AT_ONCE = 8
+"""Files that are carried at the same time, where the file system can do that."""
+_DAY_SECONDS = 86400.0
+_WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "memory"}
+"""Protocols where a path is only a name; asked to make a folder, some of them would make a bucket."""
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+class SharedStore:
+    """Entries at a URL; safe for any number of processes and threads."""
+
+    def __init__(self, url: str, tell: Callable[[str], None]) -> None:
+        """Find out how the URL is read; nothing is asked of the service yet.
+
+        Raises:
+            UsageError: no file system has that protocol.
+            MissingCapability: the package for it is not installed.
+        """
+        self.url = url
+        self.retries = Retries(f"the store {url}", tell)
+        self.system, self.root = file_systems.opened(url)
+        self._at_once = file_systems.in_one_request(self.system)
+        self._has_folders = url.partition("://")[0] not in _WITHOUT_FOLDERS
+        self._damaged: set[str] = set()
+        """Keys whose entry was found damaged, and could perhaps not be removed."""
+        self._known = False
+        self._lock = threading.Lock()
+
+    def fetch(self, key: str, folder: Path, *, touch: bool = True) -> Manifest | None:
+        """Bring an entry's files into an empty folder; None where there is no entry that holds.
+
+        The manifest that comes back is this machine's: with the state of the files here. A damaged entry is removed.
+        With ``touch`` the entry counts as used.
+
+        Raises:
+            StoreError: the service refuses it, or was away for too long; the folder cannot be written.
+        """
+        manifest = self.manifest(key)
+        while manifest is not None:
+            files = self._brought(key, manifest, folder)
+            if files is not None:
+                if touch:
+                    self._touch(key, manifest)
+                return manifest.model_copy(update={"files": files, "upload": "", "used": 0.0})
+            shutil.rmtree(folder)
+            folder.mkdir()
+            now = self.manifest(key)
+            if now is not None and now.upload == manifest.upload:  # else it was replaced, or removed, meanwhile
+                self.retries.tell(f"{self.retries.place}: the entry {key[:16]} is damaged; it is made again")
+                self.remove(key)
+                return None
+            manifest = now
+        return None
+
+    def manifest(self, key: str) -> Manifest | None:
+        """An entry's manifest, its files unseen; None where there is none that holds."""
+        self._make_sure()
+        try:
+            found = unsealed(self._read(self._path(key, MANIFEST)))
+        except FileNotFoundError:
+            return None
+        return found if found is not None and _is_safe(found) else None
+
+    def whole(self, key: str) -> Manifest | None:
+        """The manifest of an entry that need not be published again: all of its files are there, and it is final."""
+        found = self.manifest(key)
+        if found is None or found.provisional or key in self._damaged:
+            return None
+        sizes = {name: info["size"] for name, info in self.files(f"objects/{key[:2]}/{key}/{found.upload}").items()}
+        return found if sizes == {name: file.bytes for name, file in found.files.items()} else None
+
+    def publish(self, key: str, folder: Path, manifest: Manifest) -> None:
+        """Upload an entry's files, then what makes it an entry.
+
+        Raises:
+            StoreError: the service refuses it, or was away for too long.
+        """
+        self._make_sure()
+        upload = uuid.uuid4().hex
+        self.each(lambda name: self._put(folder / name, self._path(key, upload, name)), manifest.files)
+        files = {name: StoredFile(sha256=file.sha256, bytes=file.bytes) for name, file in manifest.files.items()}
+        shared = manifest.model_copy(update={"files": files, "upload": upload, "used": time.time()})
+        self._write(self._path(key, MANIFEST), sealed(shared))
+        self._damaged.discard(key)
+
+    def candidates(self, name: str) -> dict[str, float]:
+        """What was published under a name, with when (seconds since the epoch)."""
+        self._make_sure()
+        found = self.files(f"reads/{name}")
+        return {path: self.modified(info) for path, info in found.items() if "/" not in path}
+
+    def candidate(self, path: str, modified: float) -> bytes | None:
+        """One of those, by its path below the folder of reads; None where it is gone. It counts as used."""
+        content: bytes
+        with contextlib.suppress(FileNotFoundError):
+            content = self._read(f"{self.root}/reads/{path}")
+            if modified < time.time() - _DAY_SECONDS:
+                with contextlib.suppress(StoreError):
+                    self.publish_candidate(path, content)
+            return content
+        return None
+
+    def publish_candidate(self, path: str, content: bytes) -> None:
+        """Write down what a step read, by its path below the folder of reads."""
+        self._make_sure()
+        self._write(f"{self.root}/reads/{path}", content)
+
+    def remove(self, key: str) -> None:
+        """Take an entry away, its manifest first; where that is refused, it counts as none for this object."""
+        self._damaged.add(key)
+        with contextlib.suppress(StoreError):
+            found = self.manifest(key)
+            self.delete([self._path(key, MANIFEST)])
+            if found is not None:
+                self.delete(self._path(key, found.upload, name) for name in found.files)
+
+    def files(self, folder: str) -> dict[str, Mapping[str, Any]]:
+        """All files below a folder by their names from there, with what the file system says about each."""
+        place = f"{self.root}/{folder}"
+        try:
+            found = self.retries(self.system.find, place, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {path[len(place) + 1 :]: info for path, info in found.items() if path.startswith(f"{place}/")}
+
+    def modified(self, info: Mapping[str, Any]) -> float:
+        """When a file was written, in seconds since the epoch; now, where the file system does not say."""
+        names = ("LastModified", "mtime", "updated", "last_modified", "modified", "created")
+        found = next((info[name] for name in names if info.get(name)), None)
+        if isinstance(found, datetime.datetime):
+            return found.timestamp()
+        return float(found) if isinstance(found, (int, float)) else time.time()
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete files by their whole paths, those that are still there; and folders that have nothing left."""
+        paths = list(paths)
+        self.each(self._delete, paths)
+        if self._has_folders:
+            for folder in sorted({str(PurePosixPath(path).parent) for path in paths}, key=len, reverse=True):
+                with contextlib.suppress(OSError):  # there is something left
+                    self.system.rmdir(folder)
+
+    def each(self, work: Callable[[A], B], items: Iterable[A]) -> list[B]:
+        """Do it for each, several at a time where the file system is made for that."""
+        items = list(items)
+        if len(items) < 2 or not self.system.async_impl:
+            return [work(item) for item in items]
+        with ThreadPoolExecutor(min(_AT_ONCE, len(items))) as pool:
+            return list(pool.map(work, items))
+
+    def _brought(self, key: str, manifest: Manifest, folder: Path) -> dict[str, StoredFile] | None:
+        """Download; None where a file is not there, or has other bytes the second time, too."""
+
+        def bring(name: str) -> StoredFile | None:
+            target = folder / name
+            with storage_errors(f"the folder {folder}"):
+                target.parent.mkdir(parents=True, exist_ok=True)
+            for _ in range(2):
+                self.retries(self.system.get_file, self._path(key, manifest.upload, name), str(target))
+                found = stored_file(target)
+                if (found.sha256, found.bytes) == (manifest.files[name].sha256, manifest.files[name].bytes):
+                    return found
+            return None
+
+        try:
+            found = dict(zip(manifest.files, self.each(bring, manifest.files), strict=True))
+        except FileNotFoundError:
+            return None
+        whole = {name: file for name, file in found.items() if file is not None}
+        return whole if len(whole) == len(found) else None
+
+    def _touch(self, key: str, manifest: Manifest) -> None:
+        """Have an entry that is used count as used, once a day; that need not succeed."""
+        if manifest.used < time.time() - _DAY_SECONDS:
+            with contextlib.suppress(StoreError, FileNotFoundError):
+                self._write(self._path(key, MANIFEST), sealed(manifest.model_copy(update={"used": time.time()})))
+
+    def _put(self, file: Path, path: str) -> None:
+        self._make_folder(path)
+        try:
+            self.retries(self.system.put_file, str(file), path)
+        except FileNotFoundError as error:
+            raise StoreError(f"{path} cannot be uploaded: {error}", "is it removed at the same time?") from error
+
+    def _read(self, path: str) -> bytes:
+        content: bytes = self.retries(self.system.cat_file, path, **self._at_once)
+        return content
+
+    def _write(self, path: str, content: bytes) -> None:
+        """Write a file at once; a mounted folder gets it under another name first, as others may read it meanwhile."""
+        self._make_folder(path)
+        if not self.url.startswith("file://"):
+            self.retries(self.system.pipe_file, path, content)
+            return
+        partial = f"{path}.{uuid.uuid4().hex}"
+        self.retries(self.system.pipe_file, partial, content)
+        self.retries(self.system.mv, partial, path)
+
+    def _delete(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.retries(self.system.rm_file, path)
+
+    def _make_folder(self, path: str) -> None:
+        if self._has_folders:
+            self.retries(self.system.makedirs, path.rpartition("/")[0], exist_ok=True)
+
+    def _make_sure(self) -> None:
+        """Before anything else: that this is a store, which a new one is made to be.
+
+        Raises:
+            StoreError: the bucket is not there, or it is a store of another version.
+        """
+        with self._lock:
+            if self._known:
+                return
+            path = f"{self.root}/{_MARK}"
+            try:
+                try:
+                    self._hold_schema(self._read(path))
+                except FileNotFoundError:
+                    self._write(path, json.dumps({"schema": _SCHEMA}).encode() + b"\n")
+            except FileNotFoundError as error:
+                raise StoreError(
+                    f"{self.retries.place}: there is no such bucket ({error})", "check the address, or make the bucket"
+                ) from error
+            self._known = True
+
+    def _hold_schema(self, content: bytes) -> None:
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            found = json.loads(content)["schema"]
+            if found != _SCHEMA:
+                raise StoreError(
+                    f"{self.retries.place} is of another version of enginesmith: {found!r} instead of {_SCHEMA!r}",
+                    "use another folder of the bucket, or the same version everywhere",
+                )
+
+    def _path(self, key: str, *parts: str) -> str:
+        return "/".join((self.root, "objects", key[:2], key, *parts))
+
+
+def _is_safe(manifest: Manifest) -> bool:
+    """Whether all names stay within the folder that the files are put in: others can write what stands in there."""
+
+    def within(name: str) -> bool:
+        path = PurePosixPath(name)
+        return (
+            not path.is_absolute() and ".." not in path.parts and name not in ("", ".", MANIFEST) and "\0" not in name
+        )
+
+    return manifest.upload.isalnum() and within(manifest.file) and all(map(within, manifest.files))

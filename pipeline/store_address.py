@@ -1,0 +1,85 @@
+"""Where a store is: a folder of this machine, or a URL that others use too, with the folder that caches it here."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from enginesmith.pipeline.artifact import json_digest
+from enginesmith.pipeline.errors import UsageError
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "gcs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    "abfs": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    "abfss": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+"""Protocol → the environment variables that its file system reads."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """A store's place."""
+
+    text: str
+    """What opens the same store on another machine: the URL, or the absolute path."""
+    folder: Path
+    """On this machine: the store itself, or the cache of the shared one."""
+    url: str = ""
+    """Empty for a folder."""
+
+
+def address(place: Path | str) -> Address:
+    """Read what was given as a store.
+
+    Raises:
+        UsageError: a URL that names no place, or with a password in it.
+    """
+    if isinstance(place, str) and "://" in place:
+        url = _url(place)
+        return Address(url, _cache_of(url), url)
+    path = Path(place)
+    if path.parts and path.parts[0].endswith(":"):
+        raise UsageError(f"{path} looks like a URL that lost a slash", "give it as text, as s3://bucket/folder")
+    folder = path.expanduser().absolute()
+    return Address(str(folder), folder)
+
+
+def default_address() -> Address:
+    """``$ENGINESMITH_STORE``, else ``enginesmith`` in the user's cache folder."""
+    return address(os.environ.get("ENGINESMITH_STORE") or _user_cache() / "enginesmith")
+
+
+def credentials_of(protocol: str) -> str:
+    """The environment variables that credentials of a protocol are taken from."""
+    return _CREDENTIALS.get(protocol, f"FSSPEC_{protocol.upper()}_…, as FSSPEC_{protocol.upper()}_PASSWORD")
+
+
+def _url(text: str) -> str:
+    found = _URL.fullmatch(text)
+    protocol, rest = (found[1].lower(), found[2]) if found else ("", "")
+    if re.match(r"[^@]*:[^@]*@", rest) or "?" in rest:
+        raise UsageError(
+            f"the URL of the {protocol}:// store holds a password or a signature, which others would see",
+            f"leave it away; credentials are read from the environment: {credentials_of(protocol)}",
+        )
+    if "::" in text or not rest.strip("/"):
+        raise UsageError(f"{text} is no place for a store", "name one as s3://bucket/folder")
+    if protocol == "file":
+        return f"file://{Path(rest).expanduser().absolute()}"
+    return f"{protocol}://{rest.rstrip('/')}"
+
+
+def _cache_of(url: str) -> Path:
+    """A folder for each URL below ``$ENGINESMITH_CACHE``, else below the user's cache folder."""
+    chosen = os.environ.get("ENGINESMITH_CACHE")
+    root = Path(chosen).expanduser().absolute() if chosen else _user_cache() / "enginesmith-shared"
+    readable = re.sub(r"[^A-Za-z0-9]+", "-", url)[-40:].strip("-")
+    return root / f"{readable}-{json_digest(url)[:16]}"
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

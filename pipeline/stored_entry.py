@@ -1,0 +1,114 @@
+"""What a store says about an entry: its manifest, under a seal that a torn or edited one breaks."""
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, folder_digest, json_digest
+from enginesmith.pipeline.stored_file import StoredFile
+from enginesmith.pipeline.tensors import Signature
+
+MANIFEST = "artifact.json"
+UNFINISHED = "unfinished"
+"""The kind of an entry that a step has begun, and not ended."""
+
+
+class Manifest(BaseModel):
+    """What ``artifact.json`` holds."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Kind
+    file: str
+    files: dict[str, StoredFile]
+    signature: Signature | None
+    history: tuple[HistoryEntry, ...]
+    breach: str
+    provisional: bool = False
+    step: str
+    upload: str = ""
+    """In a shared store, the folder beside the manifest that has the files: each upload has its own."""
+    used: float = 0.0
+    """In a shared store, when it was published, or later downloaded, in seconds since the epoch; noted once a day."""
+
+    @property
+    def sha256(self) -> str:
+        """Of all files, by name and content."""
+        return folder_digest({name: file.sha256 for name, file in self.files.items()})
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(file.bytes for file in self.files.values())
+
+    def artifact(self, folder: Path, key: str) -> Artifact:
+        """The artifact whose files lie in a folder."""
+        return Artifact(
+            kind=self.kind,
+            path=folder / self.file,
+            sha256=self.sha256,
+            bytes=self.bytes,
+            signature=self.signature,
+            history=self.history,
+            breach=self.breach,
+            provisional=self.provisional,
+            key=key,
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of ``cache list``."""
+
+    key: str
+    step: str
+    kind: str
+    bytes: int
+    used: float
+    """Seconds since the epoch."""
+
+
+def entry_of(key: str, manifest: Manifest | None, used: float) -> Entry:
+    """The line for a manifest, or for one that cannot be read."""
+    if manifest is None:
+        return Entry(key, "unreadable", "?", 0, used)
+    return Entry(key, manifest.step, manifest.kind, manifest.bytes, used)
+
+
+def sealed(manifest: Manifest) -> bytes:
+    """A manifest with its own digest, as it lies in a store."""
+    plain = json.loads(json.dumps(manifest.model_dump(mode="json")))  # as it will be read, keys and all
+    return json.dumps({"digest": json_digest(plain), "manifest": plain}, indent=1).encode()
+
+
+def unsealed(data: bytes) -> Manifest | None:
+    """The manifest, or None where it is not as it was written."""
+    try:
+        found = json.loads(data)
+        if json_digest(found["manifest"]) != found["digest"]:
+            return None
+        return Manifest.model_validate(found["manifest"])
+    except (ValueError, LookupError, TypeError, ValidationError):
+        return None
+
+
+def prune(
+    entries: Iterable[Entry], remove: Callable[[Entry], bool], max_bytes: int | None, max_age_seconds: float | None
+) -> list[Entry]:
+    """Remove those not used for so long, then the least recently used until the rest fits; give them back.
+
+    ``entries`` come the latest used first; ``remove`` says whether it could be done.
+    """
+    removed, kept = [], 0
+    oldest = time.time() - max_age_seconds if max_age_seconds is not None else 0.0
+    for entry in entries:
+        kept += entry.bytes
+        unwanted = entry.used < oldest or (max_bytes is not None and kept > max_bytes)
+        if unwanted and remove(entry):
+            kept -= entry.bytes
+            removed.append(entry)
+    return removed

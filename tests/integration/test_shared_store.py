@@ -1,0 +1,240 @@
+"""A shared store on a real S3 endpoint, served on loopback: processes and machines that come, go, and are killed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'enginesmith[s3]'")
+pytest.importorskip("moto.server", reason="moto is not installed: pip install 'enginesmith[dev]'")
+
+from moto.server import ThreadedMotoServer
+
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry
+from enginesmith.pipeline.errors import StoreError
+from enginesmith.pipeline.store import Store
+
+KEY = "ab" * 32
+NETS = Path(__file__).parents[1] / "data" / "nets.py"
+HISTORY = (HistoryEntry(step="export", parameters={}, tools={}, seconds=1.0, host_peak_bytes=None, effect="made"),)
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
+Machine = Callable[..., Store]
+
+PUBLISH = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_shared_store import publish
+from enginesmith.pipeline.store import Store
+store = Store({url!r})
+print("ready", flush=True)
+sys.stdin.readline()
+print(publish(store, sys.argv[1].encode(), int(sys.argv[2])).path.read_text())
+"""
+
+
+def publish(store: Store, content: bytes, files: int = 1) -> Artifact:
+    with store.workspace() as folder:
+        (folder / "model.onnx").write_bytes(content)
+        for number in range(files):
+            (folder / f"{number}.bin").write_bytes(b"%d" % number)
+        return store.publish(KEY, folder, kind="onnx", file="model.onnx", signature=None, history=HISTORY)
+
+
+class Server:
+    """The endpoint, which can be stopped and started again; what it holds stays in this process."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        self._moto = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
+        self._moto.start()
+        self.port = self._moto.get_host_and_port()[1]
+
+    def stop(self) -> None:
+        self._moto.stop()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    found = Server()
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def url(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A store in a new bucket; what leads to it is in the environment. S3's own retries are off, to see ours."""
+    import s3fs
+
+    endpoint = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}", "AWS_MAX_ATTEMPTS": "1"}
+    for name, value in {**CREDENTIALS, **endpoint}.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"team-{time.monotonic_ns()}"
+    s3fs.S3FileSystem(skip_instance_cache=True).mkdir(bucket)
+    return f"s3://{bucket}/engines"
+
+
+@pytest.fixture
+def machine(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Opens the store as a machine of that name would."""
+
+    def open_store(name: str, **options: Any) -> Store:
+        monkeypatch.setenv("ENGINESMITH_CACHE", str(tmp_path / name))
+        return Store(url, **options)
+
+    return open_store
+
+
+def _publishing(url: str, cache: Path, content: str, files: int) -> subprocess.Popen[str]:
+    """A process that is ready to publish; it begins when it is told to."""
+    code = PUBLISH.format(tests=str(Path(__file__).parent), url=url)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, content, str(files)],
+        env={**os.environ, "ENGINESMITH_CACHE": str(cache)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def _objects(store: Store) -> list[str]:
+    assert store._shared is not None
+    return sorted(store._shared.files("objects"))
+
+
+def test_two_processes_publish_one_key_and_both_are_served(url: str, machine: Machine, tmp_path: Path) -> None:
+    processes = [_publishing(url, tmp_path / name, name, 3) for name in ("one", "two")]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    answers = [process.communicate(timeout=60)[0].strip() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    found = machine("three").get(KEY)
+    assert found is not None
+    assert found.path.read_text() in answers
+    assert len(list(found.folder.iterdir())) == 5
+    assert machine("three").verify() == []
+
+
+def test_a_killed_upload_leaves_nothing_visible_and_is_made_up_for(url: str, machine: Machine, tmp_path: Path) -> None:
+    process = _publishing(url, tmp_path / "one", "graph", 120)
+    watcher = machine("two")
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    deadline = time.monotonic() + 60
+    while not (left := _objects(watcher)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert left
+    assert not any(name.endswith("artifact.json") for name in _objects(watcher))
+    assert watcher.get(KEY) is None
+    assert watcher.entries() == []
+    assert machine("one").get(KEY) is not None  # begun again there, it uploads what it has
+    found = watcher.get(KEY)
+    assert found is not None
+    assert len(list(found.folder.iterdir())) == 122
+
+
+def test_an_endpoint_that_is_down_is_waited_for(machine: Machine, server: Server, tmp_path: Path) -> None:
+    publish(machine("one"), b"graph")
+    said: list[str] = []
+    two = machine("two", tell=said.append)
+    assert two.get("cd" * 32) is None  # it knows the store
+    server.stop()
+    timer = threading.Timer(1.0, server.start)
+    timer.start()
+    try:
+        found = two.get(KEY)
+    finally:
+        timer.join()
+    assert found is not None
+    assert found.path.read_bytes() == b"graph"
+    assert len(said) > 1
+    assert "cannot be reached (Could not connect to the endpoint URL" in said[0]
+    assert "is reachable again" in said[-1]
+
+
+def test_what_waiting_does_not_mend_fails_at_once(url: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    monkeypatch.setenv("ENGINESMITH_CACHE", str(machine("one").root))
+    with pytest.raises(StoreError, match="there is no such bucket"):
+        Store(f"{url.replace('team', 'nobody')}").get(KEY)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(StoreError, match="refuses access") as caught:
+        Store(url).get(KEY)
+    assert "AWS_ACCESS_KEY_ID" in caught.value.remedy
+    assert time.monotonic() - began < 5
+
+
+QUICKLY = ("--exporter", "torchscript", "--precision", "fp32", "--batch", "1", "--no-memory", "--measure-time", "0.1s")
+
+
+def _steps(run: Path) -> dict[str, bool]:
+    """Whether each came from the store."""
+    return {step["id"]: step["cached"] for step in json.loads((run / "run.json").read_bytes())["steps"]}
+
+
+@pytest.mark.slow
+def test_another_machine_reuses_everything_and_makes_again_what_is_damaged(
+    url: str, machine: Machine, cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def project(name: str) -> Path:
+        folder = tmp_path / name / "deep" / "project"
+        folder.mkdir(parents=True)
+        shutil.copy(NETS, folder / "nets.py")
+        monkeypatch.setenv("ENGINESMITH_CACHE", str(tmp_path / name / "cache"))
+        monkeypatch.chdir(folder)
+        return folder
+
+    words = ("optimize", "nets.py:mlp", *QUICKLY, "--quiet", "--store", url, "--out")
+    first = project("one")
+    done = cli(*words, "run")
+    assert done.code == 0, done.text
+
+    second = project("two")
+    code = "from enginesmith.cli import main; main()"
+    env = {**os.environ, "HOME": str(tmp_path / "two")}
+    subprocess.run([sys.executable, "-c", code, *words, "run"], env=env, check=True, capture_output=True, timeout=120)
+    assert set(_steps(second / "run").values()) == {True}
+    engines = [sorted((folder / "run/variants").rglob("*.onnx")) for folder in (first, second)]
+    assert [path.read_bytes() for path in engines[0]] == [path.read_bytes() for path in engines[1]]
+
+    third = project("three")
+    store = Store(url)
+    assert store._shared is not None
+    exported = next(entry.key for entry in store.entries() if entry.step == "export")
+    (graph,) = (name for name in _objects(store) if exported in name and name.endswith("model.onnx"))
+    path = f"{store._shared.root}/objects/{graph}"
+    whole = store._shared.system.cat_file(path)
+    store._shared.system.pipe_file(path, whole[:-1] + bytes([whole[-1] ^ 1]))
+    done = cli(*words, "run")
+    assert done.code == 0, done.text
+    assert [name for name, cached in _steps(third / "run").items() if not cached] == ["export"]
+    listed = json.loads(cli("cache", "list", "--store", url, "--json").stdout)
+    assert len(listed) == len(_steps(first / "run"))
+    assert json.loads(cli("cache", "verify", "--store", url, "--json").stdout)["damaged"] == 0
+    monkeypatch.setenv("ENGINESMITH_STORE", url)
+    assert "--local" in cli("cache", "prune", "--max-size", "0").text
+    assert json.loads(cli("cache", "prune", "--local", "--max-size", "0", "--json").stdout)["removed"] == len(listed)
+    assert cli("cache", "prune", "--store", url, "--max-size", "0").code == 0
+    assert _objects(store) == []

@@ -1,0 +1,288 @@
+"""A fleet from its file to its folder: what is asked of the job, what is taken over, what an interruption leaves."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from enginesmith import cli
+from enginesmith.pipeline import fleet_job, job
+from enginesmith.pipeline.errors import EnginesmithError, UsageError
+from enginesmith.pipeline.fleet import Entry, named_files
+from enginesmith.pipeline.fleet import record as records
+from enginesmith.pipeline.fleet_job import Choice
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.run import Run
+from enginesmith.pipeline.run_directory import held
+from enginesmith.pipeline.steps import Place
+from enginesmith.pipeline.undertaking import Asked, Finished
+
+FLEET = "models: {digits: {}, lenet: {}}\ntargets: {cpu: {}, edge: {resources: {edge: 1}}}\n"
+Kind = Callable[[Any], Run | EnginesmithError]
+
+
+class Jobs:
+    """Stands in for the job: leaves runs that nobody measured, and remembers what it was asked for."""
+
+    def __init__(self, made_fleets: ModuleType) -> None:
+        self.made = made_fleets
+        self.asked: list[list[str]] = []
+        self.models: dict[str, str] = {}
+        """By MODEL, digests that are not those of the made runs."""
+        self.kinds: dict[str, Kind] = {}
+        """By entry, what becomes of it; a run without anything special."""
+        self.interrupted_after = -1
+        self.places: list[Path] = []
+        """Where it was called."""
+
+    def optimize_all(self, asked: Sequence[Asked], settings: Any = None) -> dict[str, Finished]:
+        self.asked.append([one.name for one in asked])
+        self.places.append(Path.cwd())
+        assert records.is_fleet(asked[0].out.parent.parent), "what is killed now could not be resumed"
+        found = {}
+        for number, one in enumerate(asked):
+            if number == self.interrupted_after:
+                raise KeyboardInterrupt
+            model, target = one.name.split("@")
+            entry = Entry(one.name, model, target, one.recipe, one.place or Place())
+            made = self.kinds.get(one.name, self.made.run)(entry)
+            if isinstance(made, Run):
+                (one.out / "logs").mkdir(parents=True, exist_ok=True)
+                (one.out / "run.json").write_text(made.model_dump_json(by_alias=True))
+                found[one.name] = Finished(made, None, 10, 4)
+            else:
+                found[one.name] = Finished(None, made)
+        return found
+
+    def load_digests(self, asked: Sequence[Asked], settings: Any = None) -> dict[str, str]:
+        return {one.name: self.models.get(one.recipe.model, f"of {one.recipe.model}") for one in asked}
+
+
+@pytest.fixture
+def jobs(made_fleets: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Jobs:
+    found = Jobs(made_fleets)
+    monkeypatch.setattr(job, "optimize_all", found.optimize_all)
+    monkeypatch.setattr(job, "load_digests", found.load_digests)
+    monkeypatch.chdir(tmp_path)
+    Path("fleet.yaml").write_text(FLEET)
+    return found
+
+
+def fleet(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.main, ["optimize", "fleet.yaml", "--quiet", *arguments])
+    return done.exit_code, done.output
+
+
+def test_each_entry_has_a_run_and_the_fleet_its_reports(jobs: Jobs) -> None:
+    code, text = fleet("--out", "runs/a")
+    assert code == 0
+    assert "4 of 4 entries have a winner." in text
+    assert {path.name for path in Path("runs/a").iterdir()} >= {"fleet.json", "fleet.html", "fleet.md", "runs"}
+    assert jobs.asked == [["digits@cpu", "digits@edge", "lenet@cpu", "lenet@edge"]]
+    found = records.read(Path("runs/a"))
+    first = found.entries[0]
+    assert (first.steps, first.reused, first.run) == (10, 4, "runs/digits@cpu")
+    assert (found.file, found.folder, found.complete) == ("fleet.yaml", str(Path.cwd()), True)
+    assert "torch" in found.packages
+
+
+def test_a_failed_entry_stops_nothing_and_is_told(jobs: Jobs) -> None:
+    jobs.kinds = {"digits@cpu": lambda entry: jobs.made.ERRORS[2], "lenet@cpu": jobs.made.breached}
+    code, text = fleet("--out", "runs/a", "--json")
+    document = json.loads(text)
+    assert code == 1
+    assert [one["status"] for one in document["entries"]] == ["failed", "done", "breached", "done"]
+
+
+@pytest.mark.parametrize(("index", "code"), [(0, 4), (1, 2), (2, 1)])
+def test_where_all_fail_alike_the_exit_code_is_theirs(jobs: Jobs, index: int, code: int) -> None:
+    names = ("digits@cpu", "digits@edge", "lenet@cpu", "lenet@edge")
+    jobs.kinds = dict.fromkeys(names, lambda entry: jobs.made.ERRORS[index])
+    assert fleet("--out", "runs/a")[0] == code
+    assert Path("runs/a/fleet.html").is_file()
+
+
+def test_options_and_patterns_of_the_command_line(jobs: Jobs) -> None:
+    assert (
+        fleet("--out", "runs/a", "--only", "digits", "--only", "lenet@edge", "--batch", "4", "--max-latency", "5ms")[0]
+        == 0
+    )
+    found = records.read(Path("runs/a"))
+    assert jobs.asked == [["digits@cpu", "digits@edge", "lenet@edge"]]
+    assert found.only == ("digits", "lenet@edge")
+    run = json.loads(Path("runs/a/runs/digits@cpu/run.json").read_text())
+    assert (run["recipe"]["batch"], run["recipe"]["budgets"]["max_latency_ms"]) == ([4], 5.0)
+    assert found.options == {"batch": [4], "budgets": {"max_latency_ms": "5ms"}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["optimize", "fleet.yaml", "--recipe", "r.yaml"], "has its own recipe"),
+        (["optimize", "gone.yml"], "cannot read the fleet file gone.yml"),
+        (["optimize", "fleet.yaml", "--only", "digitz"], "did you mean digits"),
+        (["optimize", "fleet.yaml", "--changed-since", "nowhere"], "there is no fleet in nowhere"),
+        (["optimize", "digits", "--only", "digits"], "--only is for fleet files"),
+        (["optimize", "digits", "--changed-since", "runs/a"], "--changed-since is for fleet files"),
+    ],
+)
+def test_wrong_usage(jobs: Jobs, arguments: list[str], words: str) -> None:
+    done = CliRunner().invoke(cli.main, arguments)
+    assert done.exit_code == 2
+    assert words in done.output
+    assert not Path("runs").exists()
+
+
+def test_the_folder_is_named_after_the_file(jobs: Jobs) -> None:
+    assert fleet()[0] == 0
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.startswith("fleet-fleet-2")
+
+
+def test_the_second_fleet_is_held_against_the_first(jobs: Jobs) -> None:
+    fleet("--out", "runs/a")
+    jobs.kinds = {"digits@cpu": lambda entry: jobs.made.run(entry, ms=0.6)}
+    code, text = fleet("--out", "runs/b")
+    assert code == 0
+    assert "held against ../a" in text
+    found = records.read(Path("runs/b"))
+    assert found.last is not None
+    assert [one.since_last.note if one.since_last else None for one in found.entries] == ["", "", "", ""]
+    assert "slower: 1" in text
+
+
+def test_what_has_not_changed_is_taken_over(jobs: Jobs) -> None:
+    fleet("--out", "runs/a")
+    jobs.models = {"lenet": "another"}
+    jobs.kinds = {"lenet@cpu": lambda entry: jobs.made.run(entry, ms=0.6)}
+    code, text = fleet("--out", "runs/b", "--changed-since", "runs/a")
+    assert code == 0
+    assert jobs.asked[1:] == [["lenet@cpu", "lenet@edge"]]
+    assert "done, taken over" in text
+    found = records.read(Path("runs/b"))
+    assert [one.taken_from for one in found.entries] == ["../a/runs/digits@cpu", "../a/runs/digits@edge", None, None]
+    assert [one.done_because for one in found.entries] == ["", "", "its model changed", "its model changed"]
+    assert [one.winner is not None for one in found.entries] == [True] * 4
+    fleet("--out", "runs/c", "--changed-since", "runs/a")
+    last = records.read(Path("runs/c")).last
+    assert last is not None
+    assert last.path == "../a", "it is held against what it is taken from, and not the newest"
+    assert Path("runs/b/runs/digits@cpu/run.json").is_file()
+
+
+def test_a_run_of_an_earlier_fleet_is_never_written_to(jobs: Jobs) -> None:
+    fleet("--out", "runs/a")
+    fleet("--out", "runs/b", "--changed-since", "runs/a")
+    before = Path("runs/a/runs/lenet@cpu/run.json").read_bytes()
+    begun = records.read(Path("runs/b"))
+    records.write(begun.model_copy(update={"packages": {"torch": "1.0"}}), Path("runs/b"))
+    jobs.models = {"lenet": "another"}
+    jobs.kinds = {"lenet@cpu": lambda entry: jobs.made.run(entry, ms=0.6)}
+    assert CliRunner().invoke(cli.main, ["resume", "runs/b", "--quiet"]).exit_code == 0
+    assert Path("runs/a/runs/lenet@cpu/run.json").read_bytes() == before
+    assert not Path("runs/b/runs/lenet@cpu").is_symlink()
+    assert Path("runs/b/runs/digits@cpu").is_symlink()
+    assert [one.taken_from for one in records.read(Path("runs/b")).entries][1:] == ["../a/runs/digits@edge", None, None]
+
+
+def test_an_interrupted_fleet_is_told_and_goes_on_where_it_was_begun(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs.interrupted_after = 1
+    code, text = fleet("--out", "runs/a", "--batch", "4")
+    assert code == 130
+    assert "`enginesmith resume runs/a` goes on from here" in text
+    found = records.read(Path("runs/a"))
+    assert [one.status for one in found.entries] == ["done", "pending", "pending", "pending"]
+    assert "not complete: 3 of 4" in Path("runs/a/fleet.html").read_text()
+    jobs.interrupted_after = -1
+    folder = Path("runs/a").absolute()
+    (folder.parent.parent / "elsewhere").mkdir()
+    monkeypatch.chdir(folder.parent.parent / "elsewhere")
+    records.write(found.model_copy(update={"seconds": 100.0}), folder)
+    done = CliRunner().invoke(cli.main, ["resume", str(folder), "--quiet", "--json"])
+    assert done.exit_code == 0
+    after = records.read(folder)
+    assert after.complete
+    assert (after.created, after.folder) == (found.created, found.folder)
+    assert jobs.places == [Path(found.folder)] * 2
+    assert 100 < after.seconds < 200
+    assert json.loads(done.output)["options"] == {"batch": [4]}
+    assert Path.cwd().name == "elsewhere"
+
+
+def test_the_same_again_goes_on_and_another_fleet_is_refused(jobs: Jobs) -> None:
+    fleet("--out", "runs/a")
+    assert fleet("--out", "runs/a")[0] == 0
+    for arguments in (["--only", "digits"], ["--batch", "2"]):
+        code, text = fleet("--out", "runs/a", *arguments)
+        assert (code, "runs/a holds another fleet" in text) == (2, True)
+    Path("fleet.yaml").write_text(FLEET.replace("lenet", "mobilenet_v2"))
+    assert "holds another fleet: fleet is not the same" in fleet("--out", "runs/a")[1]
+
+
+def test_one_process_at_a_time(jobs: Jobs) -> None:
+    fleet("--out", "runs/a")
+    with held(Path("runs/a")):
+        for words in (["optimize", "fleet.yaml", "--out", "runs/a"], ["resume", "runs/a"]):
+            done = CliRunner().invoke(cli.main, words)
+            assert (done.exit_code, "another run is at work in" in done.output) == (2, True)
+
+
+def test_what_could_not_be_begun_at_all_is_raised_and_recorded(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(asked: Sequence[Asked], settings: Any = None) -> dict[str, Finished]:
+        raise jobs.made.ERRORS[0]
+
+    monkeypatch.setattr(job, "optimize_all", nowhere)
+    assert fleet("--out", "runs/a")[0] == 4
+    assert not records.read(Path("runs/a")).complete
+
+
+def test_reports_are_written_anew(jobs: Jobs) -> None:
+    fleet("--out", "runs/a")
+    Path("runs/a/fleet.md").unlink()
+    done = CliRunner().invoke(cli.main, ["report", "runs/a"])
+    assert done.output.split() == ["runs/a/fleet.html", "runs/a/fleet.md"]
+    done = CliRunner().invoke(cli.main, ["report", "runs/a", "-f", "md", "-o", "public", "--json"])
+    assert json.loads(done.output) == {"files": ["public/fleet.md"]}
+    done = CliRunner().invoke(cli.main, ["report", "runs/a", "-f", "junit"])
+    assert (done.exit_code, "no junit report of a fleet" in done.output) == (2, True)
+
+
+def test_github_is_told(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
+    jobs.kinds = {"digits@cpu": lambda entry: jobs.made.ERRORS[2], "lenet@cpu": lambda entry: jobs.made.ERRORS[0]}
+    _, text = fleet("--out", "runs/a")
+    assert "::error title=a::digits@cpu: aten%3A%3Aodd" in text or "::error title=a::digits@cpu: aten::odd" in text
+    assert "::warning title=a::lenet@cpu: no node has the accelerator" in text
+    assert "# a" in Path("summary.md").read_text()
+
+
+def test_settings_do_not_matter_where_the_file_makes_no_sense(jobs: Jobs) -> None:
+    Path("fleet.yaml").write_text("models: {digits: {recipe: {precisons: [fp32]}}}")
+    with pytest.raises(UsageError, match="did you mean precisions"):
+        fleet_job.optimize(Path("fleet.yaml"), Path("runs/a"), None, Choice())
+    assert not Path("runs").exists()
+
+
+def test_named_files_are_part_of_what_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data.npz").write_bytes(b"one")
+    Path("images").mkdir()
+    Path("images/a.png").write_bytes(b"a")
+    Path("metric.py").write_text("def mine(): pass\n")
+    recipes = [
+        make({"model": "digits", "calibration": "data.npz", "eval_data": "images", "metric": "metric.py:mine"}),
+        make({"model": "digits", "calibration": "digits/test", "eval_data": "package:function"}),
+    ]
+    first = named_files.digests(recipes)
+    assert [sorted(one) for one in first] == [["data.npz", "images", "metric.py:mine"], []]
+    for name in ("data.npz", "images/b.png", "metric.py"):
+        Path(name).write_bytes(b"two")
+        assert named_files.digests(recipes) != first
+        first = named_files.digests(recipes)

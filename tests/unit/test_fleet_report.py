@@ -1,0 +1,266 @@
+"""A fleet as people read it: the terminal's tables, fleet.md, and fleet.html as text."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from enginesmith.pipeline.errors import ExportError
+from enginesmith.pipeline.fleet import earlier
+from enginesmith.pipeline.fleet import record as records
+from enginesmith.pipeline.fleet.record import RUNS, EntryRecord, FleetRecord, Last
+from enginesmith.pipeline.report import fleet as files
+from enginesmith.pipeline.report import fleet_markdown, fleet_page, fleet_tables, terminal
+from enginesmith.pipeline.report.html import scripts
+
+EVIL = """<img src=x onerror="document.title='a'"></script><script>x()</script>">'${d}&amp;|`](http://e)"""
+
+
+class Elements(HTMLParser):
+    """Every element of a page with its attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.all: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.all.append((tag, dict(attrs)))
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        """Attributes of all elements of that name."""
+        return [attributes for name, attributes in self.all if name == tag]
+
+
+@pytest.fixture(scope="module")
+def some(made_fleets: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> FleetRecord:
+    """Entries of every kind, beside a fleet in which all had a winner of 0.5 ms."""
+    found = fleet(made_fleets, tmp_path_factory.mktemp("fleets"))
+    assert isinstance(found, FleetRecord)
+    return found
+
+
+def fleet(made_fleets: ModuleType, folder: Path) -> FleetRecord:
+    models: dict[str, Any] = {name: {} for name in ("digits", "lenet", "mobilenet_v2")}
+    targets = {"cpu": {}, "h100": {"accelerator": "H100"}, "edge": {"resources": {"edge": 1}}}
+    asked = made_fleets.fleet(models=models, targets=targets, skip=["mobilenet_v2@edge"])
+    entries = asked.entries()
+    before = [made_fleets.entry(one, folder / "before", made_fleets.run(one)) for one in entries[:-1]]
+    records.write(made_fleets.record(asked, *before, created="2026-01-01"), folder / "before")
+    last = earlier.opened(folder / "before")
+    other = {**made_fleets.MACHINE, "processor": "Another CPU"}
+    synthetic = made_fleets.variant(made_fleets.INT8, 0.5, 4.0, synthetic_calibration=True)
+    kinds = [
+        made_fleets.run(entries[0], ms=0.6),
+        made_fleets.run(entries[1], ms=0.4),
+        made_fleets.run(entries[2], environment=other),
+        made_fleets.run(entries[3], ms=1.0, winner=made_fleets.FP32),
+        made_fleets.breached(entries[4]),
+        made_fleets.ERRORS[0],
+        made_fleets.partly(entries[6]),
+        made_fleets.run(entries[7], variants=(synthetic,)),
+    ]
+    now = folder / "now"
+    made: list[EntryRecord] = []
+    for entry, kind in zip(entries, kinds, strict=True):
+        one = made_fleets.entry(entry, now, kind)
+        run = None if one.run is None else kind
+        since = earlier.change(last, entry.name, now / RUNS / entry.name, run)
+        made.append(one.model_copy(update={"since_last": since}))
+    beside = Last(path="../before", created="2026-01-01", without=("gone@cpu",))
+    found = made_fleets.record(asked, *made, last=beside)
+    assert isinstance(found, FleetRecord)
+    return found
+
+
+def test_a_row_for_each_entry(some: FleetRecord) -> None:
+    rows = fleet_tables.rows(some)
+    assert all(len(row) == len(fleet_tables.ENTRIES) for row in rows)
+    assert rows[0][:6] == ("digits@cpu", "done", "onnxruntime-int8", "1", "3.33× [3.27, 3.40]", "0.6")
+    assert rows[0][7:] == ("100 MiB", "195 KiB", "+0.0100", "–")
+    assert rows[4][1] == "over budget"
+    assert rows[4][-1] == "broken: p50 latency"
+    assert rows[6][1] == "done, 1 of 2 variants failed"
+    assert rows[7][2] == "onnxruntime-int8*"
+
+
+def test_what_became_of_each_entry_is_one_cell(some: FleetRecord) -> None:
+    said = [fleet_tables.since(one.since_last) for one in some.entries]
+    assert said[0].startswith("slower +20 % [")
+    assert said[1].startswith("faster −20 % [")
+    assert said[2] == "other machine"
+    assert said[3].startswith("slower +60 % [")
+    assert said[3].endswith(", was onnxruntime-int8")
+    assert said[4:6] == ["no winner now", "there is no run now"]
+    assert said[6] == "the same measurement"
+    assert said[7] == "not in the last fleet"
+
+
+def test_certain_changes_are_told_from_others(some: FleetRecord) -> None:
+    certain = [row for row, _ in fleet_tables.changes(some, certain=True)]
+    assert {row[0] for row in certain} == {"digits@cpu", "digits@h100", "lenet@cpu"}
+    assert ("digits@cpu", "onnxruntime-int8", "p50 at batch 1, ms", "0.5", "0.6") in {row[:5] for row in certain}
+    assert any(row[1] == "onnxruntime-fp32, after onnxruntime-int8" for row in certain)
+    rest = [row for row, _ in fleet_tables.changes(some, certain=False)]
+    assert {row[0] for row in rest} >= {"mobilenet_v2@cpu", "digits@cpu"}
+    assert not set(certain) & set(rest)
+    assert [one.name for one in fleet_tables.slower(some)] == ["digits@cpu", "lenet@cpu"]
+    assert [one.name for one in fleet_tables.faster(some)] == ["digits@h100"]
+
+
+def test_the_head_counts(some: FleetRecord) -> None:
+    assert fleet_tables.headline(some) == (
+        "6 of 8 entries have a winner; 1 over budget; 1 lacking what the target asks for."
+    )
+    facts = fleet_tables.facts(some)
+    assert facts["entries"] == "8"
+    assert (facts["slower"], facts["faster"]) == ("2", "1")
+    assert facts["steps"] == "7, of which 6 shared or from the store"
+    assert facts["time"] == "1 m 15 s"
+
+
+def test_what_cannot_be_compared_is_said(some: FleetRecord) -> None:
+    said = "\n".join(fleet_tables.last(some))
+    assert "held against ../before" in said
+    assert "no longer there: gone@cpu" in said
+    assert "digits@edge: other machine: processor was Some CPU, and is Another CPU" in said
+    assert "mobilenet_v2@h100: not in the last fleet" in said
+    alone = some.model_copy(update={"last": None})
+    assert list(fleet_tables.last(alone)) == ["there is no earlier fleet of this file beside this one"]
+
+
+def test_failures_have_reasons_and_logs(some: FleetRecord) -> None:
+    rows = {row[:2]: row for row, _ in fleet_tables.failures(some)}
+    assert rows["lenet@h100", "all"][2:4] == ("over budget", "no variant holds every budget")
+    assert rows["lenet@edge", "all"][2:5] == ("lacking", "no node has the accelerator L4", "start one")
+    assert rows["mobilenet_v2@cpu", "onnxruntime-fp32"][-1] == "runs/mobilenet_v2@cpu/logs/export.log"
+
+
+def test_the_matrix_has_models_by_targets(some: FleetRecord) -> None:
+    columns, rows, links = fleet_tables.matrix(some)
+    assert columns == ("model", "cpu", "h100", "edge")
+    assert rows[0] == ("digits", "onnxruntime-int8 3.33×", "onnxruntime-int8 5.00×", "onnxruntime-int8 4.00×")
+    assert rows[1][2:] == ("over budget", "lacking")
+    assert rows[2][3] == "–"
+    assert links[0, 1] == "runs/digits@cpu/report.html"
+    assert (1, 3) not in links
+
+
+def test_the_page_leads_to_runs_and_logs(some: FleetRecord) -> None:
+    text = fleet_page.render(some)
+    elements = Elements(text)
+    found = {one.get("href") for one in elements.named("a")}
+    assert {"runs/digits%40cpu/report.html", "runs/mobilenet_v2%40cpu/logs/export.log"} <= found
+    assert [one["id"] for one in elements.named("section")] == ["winners", "since", "failures", "targets", "again"]
+    assert {f"#{one['id']}" for one in elements.named("section")} <= found
+    values = {one["data-value"] for one in elements.named("td") if "data-value" in one}
+    assert {"0.6", str(100 << 20), "200000", "0.01"} <= values
+
+
+def test_the_page_needs_no_network_and_no_more_than_its_own_script(some: FleetRecord) -> None:
+    text = fleet_page.render(some)
+    elements = Elements(text)
+    assert len(text) < 200_000
+    assert not any("src" in attributes for _, attributes in elements.all)
+    assert re.findall(r"<script>(.*?)</script>", text, re.S) == [scripts.own()]
+    policy = next(one["content"] for one in elements.named("meta") if one.get("http-equiv"))
+    assert policy == scripts.policy((scripts.own(),))
+
+
+def test_ids_are_unique_and_tables_have_heads(some: FleetRecord) -> None:
+    elements = Elements(fleet_page.render(some))
+    ids = [attributes["id"] for _, attributes in elements.all if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert len(elements.named("table")) == len(elements.named("caption")) == 5
+    assert all("scope" in one for one in elements.named("th"))
+
+
+def evil(made_fleets: ModuleType, made_runs: ModuleType, folder: Path) -> FleetRecord:
+    """Every free text is one that would like to be markup."""
+    values = made_runs.filled(FleetRecord, EVIL)
+    asked = made_fleets.fleet(models={EVIL: {}}, targets={EVIL: {"resources": {EVIL: 1}}})
+    failed = made_fleets.entry(asked.entries()[0], folder, ExportError(EVIL, EVIL))
+    filled = {**values["entries"][0], "status": "done"}
+    return FleetRecord.model_validate({**values, "fleet": asked, "entries": [filled, failed]})
+
+
+def test_texts_bring_no_markup(
+    some: FleetRecord, made_fleets: ModuleType, made_runs: ModuleType, tmp_path: Path
+) -> None:
+    found = evil(made_fleets, made_runs, tmp_path)
+    assert found.model_dump_json().count("<img src=x") > 80
+    elements = Elements(fleet_page.render(found))
+    assert {tag for tag, _ in elements.all} <= {tag for tag, _ in Elements(fleet_page.render(some)).all}
+    assert not any(name.startswith("on") for _, attributes in elements.all for name in attributes)
+    assert all((one.get("href") or "").startswith(("#", "runs/", "%3Cimg")) for one in elements.named("a"))
+    text = fleet_markdown.render(found)
+    assert "<img" not in text
+    assert not re.search(r"(?<!\\)\]\(http", text)
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    widths = {len(re.findall(r"(?<!\\)\|", line)) for line in lines}
+    assert widths <= {
+        1 + len(columns) for columns in (fleet_tables.ENTRIES, fleet_tables.CHANGES, fleet_tables.FAILURES)
+    }
+
+
+def test_markdown_has_it_in_short(some: FleetRecord) -> None:
+    text = fleet_markdown.render(some)
+    assert text.startswith("# nightly\n\n6 of 8 entries have a winner")
+    assert "| [digits@cpu](runs/digits%40cpu/report.html) | done | onnxruntime-int8 |" in text
+    assert "| lenet@edge | lacking |" in text
+    assert "slower, by speed-up over eager" in text
+    assert "## What failed, and why" in text
+
+
+def test_a_comment_holds_a_large_fleet(some: FleetRecord) -> None:
+    many = some.model_copy(update={"entries": some.entries * 100})
+    text = fleet_markdown.render(many)
+    assert len(text) < 65_536
+    assert "and 740 more rows, in fleet.html" in text
+
+
+def test_all_rows_of_a_large_fleet_stand_in_the_page_with_links(some: FleetRecord) -> None:
+    many = some.model_copy(
+        update={"entries": tuple(one.model_copy(update={"name": f"{number}-{one.name}", "run": f"runs/{number}"})
+                                 for number, one in enumerate(some.entries * 25))}
+    )  # fmt: skip
+    text = fleet_page.render(many)
+    assert text.count('href="runs/') >= 2 * 200
+    assert '"rows":{}' in text
+
+
+def test_nothing_begun_is_a_page_too(made_fleets: ModuleType, tmp_path: Path) -> None:
+    asked = made_fleets.fleet()
+    found = made_fleets.record(asked, *(made_fleets.entry(one, tmp_path, None) for one in asked.entries()))
+    text = fleet_page.render(found)
+    assert "This fleet is not complete: 4 of 4 entries have not ended" in text
+    assert "enginesmith resume nightly" in text
+    assert "Nothing failed" in text
+
+
+def test_the_files_are_written_whole(some: FleetRecord, tmp_path: Path) -> None:
+    assert [path.name for path in files.write(some, tmp_path)] == ["fleet.json", "fleet.html", "fleet.md"]
+    assert not list(tmp_path.glob(".*"))
+    assert records.read(tmp_path) == some
+    assert [path.name for path in files.write(some, tmp_path / "other", ("md",))] == ["fleet.md"]
+    assert (tmp_path / "other/fleet.md").read_text() == (tmp_path / "fleet.md").read_text()
+
+
+def test_the_terminal_says_the_same(some: FleetRecord, capsys: pytest.CaptureFixture[str]) -> None:
+    assert terminal.show_fleet(some, Path("runs/nightly"), as_json=False) == 3
+    text = capsys.readouterr().out
+    for words in (
+        fleet_tables.headline(some),
+        "slower: 2",
+        "held against ../before",
+        "lenet@edge: lacking: no node has",
+    ):
+        assert words in text
+    assert "log: runs/mobilenet_v2@cpu/logs/export.log" in text
+    assert "report: runs/nightly/fleet.html" in text
+    assert terminal.show_fleet(some, Path("runs/nightly"), as_json=True) == 3
+    assert json.loads(capsys.readouterr().out)["schema"] == records.SCHEMA
