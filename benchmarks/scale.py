@@ -26,6 +26,10 @@ from typing import Any
 
 from idle import Nothing, NothingAlone
 
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "data" / "cluster"))
+
+import ray_processes
+
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.executors.base import Executor, Job, Order, Result
 from enginesmith.pipeline.executors.local import LocalExecutor
@@ -171,18 +175,14 @@ def warm(variants: int, work: Path) -> dict[str, Any]:
 
 def on_ray(work: Path) -> dict[str, Any]:
     """Steps that do nothing, on two nodes that are processes of this machine."""
-    from ray.cluster_utils import Cluster
-
     from enginesmith.pipeline.executors.ray import RayExecutor
 
-    cluster = Cluster()
-    try:
-        for _ in range(2):
-            cluster.add_node(num_cpus=2, object_store_memory=100 << 20, include_dashboard=False)
-        executor = RayExecutor(Store(work / "ray"), 2, cluster.address)
+    project, path = work / "project", str(Path(__file__).parent)
+    project.mkdir()
+    with ray_processes.cluster(PYTHONPATH=path) as cluster:
+        cluster.add(PYTHONPATH=path)
+        executor = RayExecutor(Store(work / "ray"), 2, cluster.address, project)
         return carried_out(chains(_RAY_STEPS, Nothing), executor, work / "logs")
-    finally:
-        cluster.shutdown()
 
 
 def main() -> None:

@@ -26,6 +26,8 @@ from enginesmith.pipeline.tasks.measure import SAMPLES
 
 _WRITING_SHARE = 19.0
 """So many times longer than writing took, nothing is written anew: 5 % of the time of all runs together."""
+_LEAST_SECONDS = 0.05
+"""What writing is taken for at the least: while nothing is known it takes no time."""
 
 
 class RunDirectory:
@@ -61,7 +63,8 @@ class RunDirectory:
     def update(self, outcomes: Outcomes) -> None:
         """Take note of what is known now, and write it unless that would be most of what is done here."""
         self._outcomes, self._run = outcomes, None
-        if time.monotonic() - self._written_at > _WRITING_SHARE * self._writing_took * self._neighbours:
+        took = max(self._writing_took, _LEAST_SECONDS)
+        if time.monotonic() - self._written_at > _WRITING_SHARE * took * self._neighbours:
             self.write()
 
     def write(self) -> Run:
@@ -129,10 +132,11 @@ class RunDirectory:
         """The main file of an artifact that is copied to a folder of the run directory, unless it is there as it is."""
         target, partial = self._folder / relative, self._folder / relative.with_name(f".{relative.name}.partial")
         if str(relative) not in self._whole and not holds(target, artifact.sha256):
-            for old in (partial, target):
+            for old in (one for one in (partial, target) if one.exists()):
                 shutil.rmtree(old, ignore_errors=True)
             try:
-                shutil.copytree(artifact.folder, partial, ignore=shutil.ignore_patterns("artifact.json"))
+                skipped = shutil.ignore_patterns("artifact.json")
+                shutil.copytree(artifact.folder, partial, ignore=skipped, copy_function=shutil.copyfile)
                 manifest = {"id": relative.name, **artifact.model_dump(mode="json", exclude={"path", "breach"})}
                 (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
                 partial.rename(target)

@@ -43,7 +43,7 @@ class Outcome:
 class Event:
     """Something for people to see."""
 
-    kind: Literal["started", "progress", "finished"]
+    kind: Literal["started", "progress", "note", "finished"]
     step: Step
     text: str = ""
     outcome: Outcome | None = None
@@ -136,6 +136,7 @@ class Runner:
             started=lambda: self.listener(Event("started", step)),
             tell=lambda text: self.listener(Event("progress", step, text)),
             timeout_seconds=left,
+            note=lambda text: self.listener(Event("note", step, text)),
         )
         result = self.executor.carry_out(order)
         return Outcome(step.id, "done", result.artifact, result.cached)

@@ -59,6 +59,11 @@ class _Begun:
     """Its steps that another run does, too, and that are done for that one."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing left to do."""
+        return len(self.outcomes) == len(self.plan.steps)
+
 
 class Undertaking:
     """Several runs, planned when this is made."""
@@ -118,24 +123,32 @@ class Undertaking:
         most = max((len(one.asked.recipe.batch) for one in runs), default=1)
         steps = in_time(together.steps, settings.time_limit_seconds, most)
 
-        def update(new: Outcomes) -> None:
-            for name, found in together.of_each(new).items():
-                one = self._begun[name]
-                one.outcomes |= found
-                one.directory.update(one.outcomes)
+        with files.Writer(len(runs)) as reports:
 
-        try:
-            update(given)
-            runner.run(steps, given, update)
-        finally:
-            for one in runs:
-                one.directory.write()
-            files.write_all([one.asked.out for one in runs])
+            def update(new: Outcomes) -> None:
+                for name, found in together.of_each(new).items():
+                    one = self._begun[name]
+                    one.outcomes |= found
+                    one.directory.update(one.outcomes)
+                    if one.ended:
+                        self._report(one, reports)
+
+            try:
+                update(given)
+                runner.run(steps, given, update)
+            finally:
+                for one in runs:
+                    if not one.ended:
+                        self._report(one, reports)
         for one in runs:
             if any(outcome.status == "lacking" for outcome in one.outcomes.values()):
                 with storage_errors(f"the run directory {one.asked.out}"):
                     engines = {variant.artifact: f"variants/{variant.id}" for variant in one.plan.variants}
                     kept.save(one.asked.out, one.plan, one.outcomes, engines)
+
+    def _report(self, one: _Begun, reports: files.Writer) -> None:
+        one.directory.write()
+        reports.write(one.asked.out)
 
     def _log_of(self, together: Merged) -> Callable[[Step], Path]:
         """The logs of what several share are in the folder of the first of them."""

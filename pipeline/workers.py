@@ -84,7 +84,7 @@ class Worker:
         self._connection, theirs = context.Pipe()
         main = (body, theirs, args, str(log), cores, prepare)
         self._process = context.Process(target=_main, args=main, name=body.__name__)
-        with _starting, main_module_hidden(), _preload_named():
+        with main_module_hidden(), _preload_named():
             self._process.start()
         theirs.close()
 
@@ -232,14 +232,15 @@ def _die_with_parent() -> None:
 def main_module_hidden() -> Iterator[None]:
     """Keep a new process from importing the caller's script again: it needs none of it, and scripts lack guards."""
     main = sys.modules["__main__"]
-    saved = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
-    for name in saved:
-        setattr(main, name, None)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            setattr(main, name, value)
+    with _starting:
+        saved = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
+        for name in saved:
+            setattr(main, name, None)
+        try:
+            yield
+        finally:
+            for name, value in saved.items():
+                setattr(main, name, value)
 
 
 def _tail(log: Path, since: int) -> str:

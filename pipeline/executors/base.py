@@ -31,8 +31,10 @@ class Order:
     started: Callable[[], None]
     """Called when it turns out that it has to be done, and is not in the store."""
     tell: Callable[[str], None]
-    """Takes news for people, a line each."""
+    """Takes what the step is at, a line that stands for the one before."""
     timeout_seconds: float | None = None
+    note: Callable[[str], None] = lambda text: None
+    """Takes what happened to it and people should know, as a node that was lost."""
 
 
 @dataclass(frozen=True)
@@ -169,16 +171,15 @@ class Job:
 
 
 def _versions(distributions: Iterable[str]) -> dict[str, str]:
-    found = {}
-    for name in distributions:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = _version(name)
-    return found
+    return {name: found for name in distributions if (found := _version(name))}
 
 
 @functools.cache
-def _version(name: str) -> str:
-    return importlib.metadata.version(name)
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @functools.cache

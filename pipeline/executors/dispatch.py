@@ -175,11 +175,11 @@ class Dispatch:
         if kind == "started":
             errand.begin()
         else:
-            errand.order.tell(text)
+            (errand.order.note if kind == "note" else errand.order.tell)(text)
 
     def _announce(self, line: str) -> None:
         """Tell people what happened to the cluster, at a step that is under way."""
         with self._lock:
             order = next(iter(self._orders.values()), None)
         if order is not None:
-            order.tell(line)
+            order.note(line)

@@ -6,9 +6,11 @@ beside them as far as memory goes.
 
 import contextlib
 import functools
+import math
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +28,8 @@ from enginesmith.pipeline.tasks.base import Done, execute, execute_on
 
 _ROOM_BYTES = 2 << 30
 """Memory that has to be left for one more step to be started beside others."""
+_LOOK_SECONDS = 0.1
+"""How old what is known of memory may be: steps that are taken from the store follow each other fast."""
 
 
 class LocalExecutor(Executor):
@@ -45,6 +49,9 @@ class LocalExecutor(Executor):
         self._spare: list[workers.Worker] = []
         """Processes that did a cheap step, and can do the next one."""
         self._at_work = 0
+        self._looked, self._has_room = -math.inf, True
+        self._looking_up = contextlib.nullcontext() if "://" in store.address else threading.Lock()
+        """In a folder, one at a time is faster: Python's threads would wait for each other at every turn."""
         self._lock = threading.Lock()
         self._stopped = False
 
@@ -64,7 +71,13 @@ class LocalExecutor(Executor):
         """Whether there is a slot and memory left, and nothing disturbs a measurement."""
         if not running:
             return True
-        return len(running) < self.slots and self._undisturbed([step, *running]) and _room()
+        return len(running) < self.slots and self._undisturbed([step, *running]) and self._room()
+
+    def _room(self) -> bool:
+        if time.monotonic() - self._looked > _LOOK_SECONDS:
+            free = available_bytes()
+            self._looked, self._has_room = time.monotonic(), free is None or free >= _ROOM_BYTES
+        return self._has_room
 
     def _undisturbed(self, together: Collection[Step]) -> bool:
         measuring = [one.task for one in together if one.task.exclusive]
@@ -77,15 +90,16 @@ class LocalExecutor(Executor):
     def carry_out(self, order: Order) -> Result:
         """Look it up, else do it in a worker; one that was killed from outside is started once more."""
         job = Job(order.step, order.inputs, self._store)
-        if found := job.found():
-            return Result(found, cached=True)
+        with self._looking_up:
+            if found := job.found():
+                return Result(found, cached=True)
         order.started()
         try:
             return Result(job.make(functools.partial(self._work, order)), cached=False)
         except StepKilled as killed:
             if self._stopped:
                 raise
-            order.tell(f"{killed}; it is done once more")
+            order.note(f"{killed}; it is done once more")
             return Result(job.make(functools.partial(self._work, order)), cached=False)
 
     def _work(self, order: Order, out: Path, begun: Path | None) -> Done:
@@ -203,8 +217,3 @@ def serve_steps(connection: Connection) -> None:
 def is_called(name: str, accelerator: str) -> bool:
     """Whether a GPU's full name, as drivers give it, is of that type: ``NVIDIA H100 80GB HBM3`` is an H100."""
     return accelerator.casefold().replace("-", " ") in name.casefold().replace("-", " ")
-
-
-def _room() -> bool:
-    free = available_bytes()
-    return free is None or free >= _ROOM_BYTES

@@ -82,7 +82,7 @@ class Visit:
 
 
 class Reporter(Protocol):
-    """Takes what there is to tell of a request: ``started``, or ``progress`` with a line."""
+    """Takes what there is to tell of a request: ``started``, or ``progress`` or a ``note`` with a line."""
 
     def __call__(self, kind: str, text: str = "") -> None: ...
 
@@ -120,7 +120,7 @@ def look_up(request: Request) -> Answer | None:
 def carry_out(request: Request, gpus: tuple[str, ...], report: Reporter) -> Answer:
     """Do a step, or take it from the store; errors are part of the answer."""
     _as_started()
-    _store_tells[:] = [functools.partial(report, "progress")]
+    _store_tells[:] = [functools.partial(report, "note")]
     besides, instead = request.preloaded
     workers.also_preload(besides)
     workers.preload_only(instead)
@@ -130,7 +130,8 @@ def carry_out(request: Request, gpus: tuple[str, ...], report: Reporter) -> Answ
         try:
             step = _at_home(request)
             inputs = {role: _fetched(executor.store, one) for role, one in request.inputs.items()}
-            order = Order(step, inputs, log, lambda: report("started"), _seldom(report), request.timeout_seconds)
+            started, note = functools.partial(report, "started"), functools.partial(report, "note")
+            order = Order(step, inputs, log, started, _seldom(report), request.timeout_seconds, note)
             executor.cores, executor.gpus = request.cores, gpus
             result = executor.carry_out(order)
         except EnginesmithError as error:

@@ -169,7 +169,7 @@ class RayExecutor(Executor):
 
 def _note(order: Order, notes: list[str], text: str) -> None:
     notes.append(text)
-    order.tell(text)
+    order.note(text)
 
 
 def _write_log(order: Order, notes: list[str], log: bytes) -> None:

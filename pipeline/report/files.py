@@ -1,12 +1,13 @@
 """The files that a run is read in: written beside its run.json, or anywhere else."""
 
 import os
+import signal
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,19 +44,40 @@ def write(run: Run, folder: Path, formats: Sequence[Format] = REPORTS, samples: 
         return [_written(run, folder, one, samples) for one in dict.fromkeys(formats)]
 
 
-def write_all(folders: Sequence[Path]) -> None:
-    """Write the reports of several run directories from what their run.json says; many of them in several processes.
+class Writer:
+    """Writes the reports of several run directories from what their run.json says, each as soon as it is given.
 
-    Raises:
+    Where there are many, other processes do it meanwhile; leaving the context waits for them.
+
+    Raises, then at the latest:
         StoreError, MissingCapability: as for one.
     """
-    processes = min(len(os.sched_getaffinity(0)), len(folders) // _FOLDERS_A_PROCESS)
-    if processes < 2:
-        for folder in folders:
+
+    def __init__(self, runs: int) -> None:
+        processes = min(len(os.sched_getaffinity(0)), runs // _FOLDERS_A_PROCESS)
+        self._pool = ProcessPoolExecutor(processes, get_context("spawn"), _ignore_interrupts) if processes > 1 else None
+        self._futures: list[Future[None]] = []
+
+    def write(self, folder: Path) -> None:
+        """The reports of one."""
+        if self._pool is None:
             _from_record(folder)
-        return
-    with main_module_hidden(), ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        list(pool.map(_from_record, folders))
+            return
+        with main_module_hidden():
+            self._futures.append(self._pool.submit(_from_record, folder))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+        for future in self._futures:
+            future.result()
+
+
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; what was given is written
 
 
 def _from_record(folder: Path) -> None:

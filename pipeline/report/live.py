@@ -12,6 +12,8 @@ from enginesmith.pipeline.steps import Step
 from enginesmith.pipeline.units import format_seconds
 
 _HEARTBEAT_SECONDS = 30.0
+_ENDED_SHOWN = 100
+"""Steps that have ended, in a tree: those of a fleet would fill any screen."""
 
 
 @dataclass
@@ -39,7 +41,7 @@ class _Board:
         line = self.lines.setdefault(event.step.id, _Line(event.step))
         if event.kind == "started":
             line.started = time.monotonic()
-        elif event.kind == "progress":
+        elif event.kind in ("progress", "note"):
             line.text = event.text
         else:
             line.ended, line.outcome = time.monotonic(), event.outcome
@@ -83,6 +85,8 @@ def _plain_lines() -> Iterator[Listener]:
                 return
             if event.kind == "started":
                 say(f"{event.step.id}: started")
+            elif event.kind == "note":
+                say(f"{event.step.id}: {event.text}")
             elif event.kind == "finished":
                 say(f"{event.step.id}: {_ending(line)}")
 
@@ -104,6 +108,7 @@ def _plain_lines() -> Iterator[Listener]:
 def _tree() -> Iterator[Listener]:
     from rich.console import Console
     from rich.live import Live
+    from rich.markup import escape
     from rich.tree import Tree
 
     board, lock = _Board(), threading.Lock()
@@ -112,7 +117,13 @@ def _tree() -> Iterator[Listener]:
         with lock:
             root = Tree("[bold]enginesmith")
             groups: dict[str, Tree] = {}
+            ended = [line for line in board.lines.values() if line.outcome is not None]
+            hidden = {line.step.id for line in ended[:-_ENDED_SHOWN]}
+            if hidden:
+                root.add(f"[dim]{len(hidden)} that have ended are not shown")
             for line in board.lines.values():
+                if line.step.id in hidden:
+                    continue
                 stage, _, variant = line.step.id.partition("-")
                 parent = root
                 if variant and stage in ("build", "memory", "quality"):
@@ -123,8 +134,11 @@ def _tree() -> Iterator[Listener]:
     def listener(event: Event) -> None:
         with lock:
             board.take(event)
+        if event.kind == "note":
+            console.print(f"{escape(event.step.id)}: {escape(event.text)}")
 
-    with Live(get_renderable=draw, console=Console(stderr=True), refresh_per_second=4):
+    console = Console(stderr=True)
+    with Live(get_renderable=draw, console=console, refresh_per_second=4):
         yield listener
 
 

@@ -92,6 +92,7 @@ class Teller:
             self.logs / f"{name}.log",
             lambda: self.started.append(name),
             self.lines.append,
+            note=self.lines.append,
         )
         return self.executor.carry_out(order)
 
@@ -131,6 +132,24 @@ def test_a_step_is_done_on_a_node_fed_from_the_store_and_found_again(order: Tell
     assert order.started == ["first", "second"]
     fresh = Store(f"file://{place}/store").fetch(second.artifact.key)
     assert fresh.sha256 == second.artifact.sha256
+
+
+def test_a_command_leaves_what_it_leaves_here(cluster: Any, tmp_path: Path) -> None:
+    """Byte for byte, and under the same keys."""
+    shutil.copy(MODULES.parent / "nets.py", tmp_path)
+    made, graphs = {}, {}
+    for executor, options in {"ray": ("--ray-address", cluster.address), "local": ()}.items():
+        store, graph = tmp_path / f"store-{executor}", tmp_path / f"{executor}.onnx"
+        command = [sys.executable, "-m", "enginesmith.cli", "export", "nets.py:mlp", "-o", str(graph), "--quiet"]
+        command += ["--store", str(store), "--executor", executor, "--jobs", "1", *options]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        assert "verify" not in run.stderr
+        opened, graphs[executor] = Store(store), graph.read_bytes()
+        made[executor] = {(one.step, one.key): opened.fetch(one.key).sha256 for one in opened.entries()}
+    assert {step for step, _ in made["ray"]} >= {"load", "reference", "export"}
+    assert made["ray"] == made["local"]
+    assert graphs["ray"] == graphs["local"]
 
 
 def test_a_process_there_sees_what_one_here_would_see(order: Teller) -> None:
@@ -192,36 +211,6 @@ def test_a_file_that_no_node_has_is_named(order: Teller, tmp_path: Path) -> None
         order("hidden", ray_tasks.WriteNamed(number=1, file=hidden))
 
 
-def test_a_node_that_is_lost_and_one_that_joins(
-    cluster: Any, order: Teller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps that ran there are done again: beside it, or on a node of its kind that comes within the time of grace."""
-    monkeypatch.setattr(ray, "_GRACE_SECONDS", 40.0)
-    marker, shown = tmp_path / "marker", tmp_path / "shown"
-    marker.touch()
-    shown.mkdir()
-    lost = cluster.nodes[1]
-    task = ray_tasks.WriteWhile(number=5, marker=marker, shown=shown)
-    with ThreadPoolExecutor(2) as pool:
-        doing = pool.submit(order, "lost", task, H100)
-        process = int(wait_for(lambda: [*shown.iterdir()])[0].name.partition("-")[2])
-        lost.kill()
-        wait_for(lambda: not Path(f"/proc/{process}").exists())
-        marker.unlink()
-        cluster.add('{"fake_h100": 2, "either": 1}', ENGINESMITH_CACHE=str(tmp_path / "cache"))
-        assert written(doing.result()) == "5\n"
-    assert " was lost; it is done once more" in order.log("lost")
-    assert any("has joined the cluster" in line for line in order.lines), order.lines
-
-
-def test_a_target_that_is_gone_for_good(executor: RayExecutor, order: Teller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "_GRACE_SECONDS", 1.0)
-    gone = Place(resources=(("fake_gone", 1),))
-    executor._seats._chosen[gone] = "the kind that was there"
-    with pytest.raises(MissingCapability, match="were lost, and none came back within 1 s: no node"):
-        order("gone", ray_tasks.Write(number=1), gone)
-
-
 DRIVER = """
 import json, sys, threading, time
 from pathlib import Path
@@ -253,25 +242,6 @@ def driver(code: str, **words: object) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
 
 
-def test_a_run_that_is_killed_goes_on_where_it_was(cluster: Any, order: Teller, place: Path, tmp_path: Path) -> None:
-    """What it had done is in the store; what ran on nodes has ended with it."""
-    marker, shown = tmp_path / "marker", tmp_path / "shown"
-    marker.touch()
-    shown.mkdir()
-    code = f"""
-    order(executor, "before", ray_tasks.Write(number=20))
-    order(executor, "during", ray_tasks.WriteWhile(number=21, marker=Path({str(marker)!r}), shown=Path({str(shown)!r})))
-"""
-    run = driver(code, here=tmp_path, store=f"file://{place}/store", address=cluster.address, project=place / "project")
-    process = int(wait_for(lambda: [*shown.iterdir()], 60)[0].name.partition("-")[2])
-    run.kill()
-    run.communicate()
-    wait_for(lambda: not Path(f"/proc/{process}").exists())
-    marker.unlink()
-    assert order("before", ray_tasks.Write(number=20)).cached
-    assert written(order("during", ray_tasks.WriteWhile(number=21, marker=marker, shown=shown))) == "21\n"
-
-
 def test_a_client_of_the_cluster_that_stops(cluster: Any, tmp_path: Path) -> None:
     """From a machine that is no node; what runs is ended, and so is what waits for its turn."""
     code = f"""
@@ -299,6 +269,55 @@ def test_a_client_of_the_cluster_that_stops(cluster: Any, tmp_path: Path) -> Non
     assert seconds < 10
 
 
+def test_a_run_that_is_killed_goes_on_where_it_was(cluster: Any, order: Teller, place: Path, tmp_path: Path) -> None:
+    """What it had done is in the store; what ran on nodes has ended with it."""
+    marker, shown = tmp_path / "marker", tmp_path / "shown"
+    marker.touch()
+    shown.mkdir()
+    code = f"""
+    order(executor, "before", ray_tasks.Write(number=20))
+    order(executor, "during", ray_tasks.WriteWhile(number=21, marker=Path({str(marker)!r}), shown=Path({str(shown)!r})))
+"""
+    run = driver(code, here=tmp_path, store=f"file://{place}/store", address=cluster.address, project=place / "project")
+    process = int(wait_for(lambda: [*shown.iterdir()], 60)[0].name.partition("-")[2])
+    run.kill()
+    run.communicate()
+    wait_for(lambda: not Path(f"/proc/{process}").exists())
+    marker.unlink()
+    assert order("before", ray_tasks.Write(number=20)).cached
+    assert written(order("during", ray_tasks.WriteWhile(number=21, marker=marker, shown=shown))) == "21\n"
+
+
+def test_a_node_that_is_lost_and_one_that_joins(
+    cluster: Any, order: Teller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that ran there are done again: beside it, or on a node of its kind that comes within the time of grace."""
+    monkeypatch.setattr(ray, "_GRACE_SECONDS", 40.0)
+    marker, shown = tmp_path / "marker", tmp_path / "shown"
+    marker.touch()
+    shown.mkdir()
+    lost = cluster.nodes[1]
+    task = ray_tasks.WriteWhile(number=5, marker=marker, shown=shown)
+    with ThreadPoolExecutor(2) as pool:
+        doing = pool.submit(order, "lost", task, H100)
+        process = int(wait_for(lambda: [*shown.iterdir()])[0].name.partition("-")[2])
+        lost.kill()
+        wait_for(lambda: not Path(f"/proc/{process}").exists())
+        marker.unlink()
+        cluster.add('{"fake_h100": 2, "either": 1}', ENGINESMITH_CACHE=str(tmp_path / "cache"))
+        assert written(doing.result()) == "5\n"
+    assert " was lost; it is done once more" in order.log("lost")
+    assert any("has joined the cluster" in line for line in order.lines), order.lines
+
+
+def test_a_target_that_is_gone_for_good(executor: RayExecutor, order: Teller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "_GRACE_SECONDS", 1.0)
+    gone = Place(resources=(("fake_gone", 1),))
+    executor._seats._chosen[gone] = "the kind that was there"
+    with pytest.raises(MissingCapability, match="were lost, and none came back within 1 s: no node"):
+        order("gone", ray_tasks.Write(number=1), gone)
+
+
 def test_nodes_with_other_versions_are_refused(
     cluster: Any, executor: RayExecutor, order: Teller, place: Path, tmp_path: Path
 ) -> None:
@@ -315,32 +334,3 @@ def test_nodes_with_other_versions_are_refused(
         assert "install the same versions" in caught.value.remedy
     finally:
         node.kill()
-
-
-def test_a_run_has_the_artifacts_of_a_local_one(cluster: Any, tmp_path: Path) -> None:
-    """All but what was timed, byte for byte and under the same keys."""
-    shutil.copy(MODULES.parent / "nets.py", tmp_path)
-    words = ("nets.py:mlp", "--precision", "fp32", "--no-memory", "--measure-time", "0.1s", "--jobs", "1", "--json")
-    made = {}
-    for executor, options in {"ray": ("--ray-address", cluster.address), "local": ()}.items():
-        store = tmp_path / f"store-{executor}"
-        command = [
-            sys.executable,
-            "-m",
-            "enginesmith.cli",
-            "optimize",
-            *words,
-            "--store",
-            str(store),
-            "--out",
-            executor,
-        ]
-        command += ["--executor", executor, *options]
-        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
-        assert json.loads(run.stdout)["winner"] == "onnxruntime-fp32"
-        opened = Store(store)
-        made[executor] = {(one.step, one.key): opened.fetch(one.key).sha256 for one in opened.entries()}
-    assert {step for step, _ in made["ray"]} >= {"load", "export", "simplify", "build-onnxruntime-fp32", "latency"}
-    assert made["ray"].keys() == made["local"].keys()
-    assert {step for (step, key), digest in made["ray"].items() if made["local"][step, key] != digest} == {"latency"}
