@@ -66,6 +66,8 @@ def optimize(file: Path, out: Path, settings: Settings | None = None, choice: Ch
             packages=device.environment().packages,
             entries=(),
         )
+        if (out / "run.json").exists():
+            raise UsageError(f"{out} holds the run of a single model", "choose another --out")
         if records.is_fleet(out):
             begun = _same(out, begun)
         return _carried_out(begun, entries, out, settings or Settings())
@@ -92,14 +94,19 @@ def default_out(file: Path) -> Path:
     return Path("runs") / f"fleet-{file.stem}-{stamp}"
 
 
+_CALLED = {"file": "file", "fleet": "content of the file", "options": "choice of options"}
+"""What people know parts of a record as."""
+
+
 def _same(out: Path, asked: FleetRecord) -> FleetRecord:
     """The record of a fleet that was begun in the folder, if it is the one that is asked for."""
     before = records.read(out, to_go_on=True)
     names = ("file", "fleet", "only", "options", "changed_since")
     apart = next((name for name in names if getattr(before, name) != getattr(asked, name)), None)
     if apart is not None:
+        what = _CALLED.get(apart) or "--" + apart.replace("_", "-")
         raise UsageError(
-            f"{out} holds another fleet: {apart.replace('_', ' ')} is not the same",
+            f"{out} holds another fleet: it was made with another {what}",
             f"choose another --out, or continue that one with `enginesmith resume {out}`",
         )
     return before.model_copy(update={"packages": asked.packages})

@@ -150,6 +150,8 @@ class RunDirectory:
 def claimed(out: Path, recipe: Recipe) -> Iterator[None]:
     """Hold a run directory for this process."""
     with held(out):
+        if (out / "fleet.json").exists():
+            raise UsageError(f"{out} holds a fleet", "choose another --out")
         with storage_errors(f"the run directory {out}"):
             (out / "logs").mkdir(exist_ok=True)
             (out / "variants").mkdir(exist_ok=True)

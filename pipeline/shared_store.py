@@ -259,6 +259,17 @@ class SharedStore:
                 ) from error
             self._known = True
 
+    def hold_there(self) -> None:
+        """Insist that there is a store already, which looking after it is not to make.
+
+        Raises:
+            StoreError: there is none.
+        """
+        try:
+            self._hold_schema(self._read(f"{self.root}/{_MARK}"))
+        except FileNotFoundError as error:
+            raise StoreError(f"{self.retries.place}: there is no store", "check the address") from error
+
     def _hold_schema(self, content: bytes) -> None:
         with contextlib.suppress(ValueError, LookupError, TypeError):
             found = json.loads(content)["schema"]

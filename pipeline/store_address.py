@@ -18,6 +18,7 @@ _CREDENTIALS = {
     "abfss": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
 """Protocol → the environment variables that its file system reads."""
+_READ_ONLY = ("http", "https", "data", "git", "github", "zip")
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ def _url(text: str) -> str:
         )
     if "::" in text or not rest.strip("/"):
         raise UsageError(f"{text} is no place for a store", "name one as s3://bucket/folder")
+    if protocol in _READ_ONLY:
+        raise UsageError(f"{text} cannot be written to", "name a place that can, as s3://bucket/folder")
+    if protocol == "file" and not rest.startswith(("/", "~")):
+        raise UsageError(f"{text} would be another folder wherever it is used", f"did you mean file:///{rest}?")
     if protocol == "file":
         return f"file://{Path(rest).expanduser().absolute()}"
     return f"{protocol}://{rest.rstrip('/')}"

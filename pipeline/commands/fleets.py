@@ -37,7 +37,7 @@ def optimize(
 
     choice = fleet_job.Choice(only, changed({}, options), changed_since)
     folder = out or fleet_job.default_out(file)
-    with settings_of(options, options["quiet"]) as settings, resumable(folder):
+    with settings_of(options, options["quiet"]) as settings, resumable(folder, options):
         record = fleet_job.optimize(file, folder, settings, choice)
     return _shown(record, folder, options["as_json"])
 
@@ -46,7 +46,7 @@ def resume(folder: Path, options: dict[str, Any]) -> int:
     """What is missing of a fleet."""
     from enginesmith.pipeline import fleet_job
 
-    with settings_of(options, options["quiet"]) as settings, resumable(folder):
+    with settings_of(options, options["quiet"]) as settings, resumable(folder, options):
         record = fleet_job.resume(folder, settings)
     return _shown(record, folder, options["as_json"])
 

@@ -1,6 +1,7 @@
 """From the options of a command to what the pipeline is asked for."""
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -22,12 +23,15 @@ def shown() -> ModuleType:
 
 
 @contextlib.contextmanager
-def resumable(folder: Path) -> Iterator[None]:
-    """Say on Ctrl-C how to go on, if there is something to go on with."""
+def resumable(folder: Path, options: dict[str, Any]) -> Iterator[None]:
+    """Say on Ctrl-C how to go on, in the same way, if there is something to go on with."""
+    named = {"--store": options["store"], "--ray-address": options["ray_address"]}
+    same = [f" {option} {shlex.quote(str(value))}" for option, value in named.items() if value]
+    same += [" --executor ray"] if options["executor"] == "ray" else []
     try:
         yield
     except KeyboardInterrupt:
-        hint = f"; `enginesmith resume {folder}` goes on from here" if _is_begun(folder) else ""
+        hint = f"; `enginesmith resume {folder}{''.join(same)}` goes on from here" if _is_begun(folder) else ""
         raise KeyboardInterrupt(hint) from None
 
 

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,8 @@ AUTO = "auto"
 _CLIENT = "ray://"
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_RUNTIME_ENV_IGNORE_GITIGNORE": "1", "RAY_TQDM_PATCH_PRINT": "0"}
 """No telemetry; and what a .gitignore names travels all the same: weights are often in there."""
+_REACH_SECONDS = 5.0
+"""How long a machine may take to accept a connection."""
 
 
 def ray() -> ModuleType:
@@ -42,6 +45,7 @@ def connect(address: str, modules: Sequence[str]) -> None:
     package = ray()
     if package.is_initialized():
         raise UsageError("this process is connected to a Ray cluster already", "call ray.shutdown() before")
+    _hold_reachable(address)
     with _environment(), _own_signals(), _silent_listener():
         try:
             package.init(
@@ -53,6 +57,27 @@ def connect(address: str, modules: Sequence[str]) -> None:
             )
         except (ConnectionError, RuntimeError, ValueError, OSError, AssertionError) as error:
             raise _refused(address, error) from error
+
+
+def _hold_reachable(address: str) -> None:
+    """See that somebody listens there: Ray tries for more than a minute, and takes no interrupt meanwhile.
+
+    Raises:
+        MissingCapability: nobody does.
+    """
+    where = address
+    if address == AUTO:
+        from ray._private import services
+
+        running = services.find_gcs_addresses()  # type: ignore[no-untyped-call]
+        where = os.environ.get("RAY_ADDRESS") or next(iter(running), "")
+    host, colon, port = where.removeprefix(_CLIENT).rpartition(":")
+    if not (colon and port.isdecimal()):
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise _refused(address, error) from error
 
 
 def disconnect() -> None:

@@ -47,7 +47,7 @@ def opened(folder: Path) -> Earlier:
 def last_beside(out: Path, begun: FleetRecord) -> Earlier | None:
     """The newest fleet of the same file's name in a folder beside ``out`` that was begun before.
 
-    One that was made with ``--only`` is no yardstick for another choice.
+    One that was interrupted is no yardstick, and one that was made with ``--only`` is none for another choice.
     """
     here = out.absolute()
     others = (path for path in here.parent.glob(f"*/{FILE}") if path.parent != here)
@@ -62,9 +62,11 @@ def _begun(path: Path, now: FleetRecord) -> tuple[str, Path] | None:
     try:
         values = documents.load(path)
         created, file, only = (str(values["created"]), values["file"], tuple(values["only"]))
+        ended = bool(values["entries"]) and all(entry["status"] != "pending" for entry in values["entries"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    return (created, path) if file == now.file and only in ((), now.only) and created < now.created else None
+    fits = ended and file == now.file and only in ((), now.only)
+    return (created, path) if fits and created < now.created else None
 
 
 def change(earlier: Earlier, name: str, folder: Path, now: Run | None) -> EntryChange:

@@ -17,7 +17,7 @@ import pytest
 
 from enginesmith.pipeline import workers
 from enginesmith.pipeline.errors import MissingCapability, SourceError, StepError
-from enginesmith.pipeline.executors import ray
+from enginesmith.pipeline.executors import connection, ray
 from enginesmith.pipeline.executors.base import Order, Result
 from enginesmith.pipeline.executors.ray import RayExecutor
 from enginesmith.pipeline.executors.seats import Seats
@@ -156,6 +156,12 @@ def test_a_process_there_sees_what_one_here_would_see(order: Teller) -> None:
     """Ray sets variables that change how many threads libraries start; the user's folder is the current one."""
     seen = written(order("seen", ray_tasks.ShowSurroundings(number=0)))
     assert seen == "{'OMP_NUM_THREADS': None, 'CUDA_VISIBLE_DEVICES': None} ['net.py']"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
+def test_an_address_where_nobody_listens_is_told_at_once(address: str) -> None:
+    with pytest.raises(MissingCapability, match=f"there is no Ray cluster at {address}"):
+        connection._hold_reachable(address)
 
 
 def test_a_place_that_no_node_has_is_told_at_once(executor: RayExecutor) -> None:

@@ -126,17 +126,19 @@ def test_the_last_fleet_is_the_newest_of_its_name(made_fleets: ModuleType, asked
         "newer": {"created": "2026-01-03"},
         "part": {"created": "2026-01-04", "only": ["cpu"]},
         "other": {"created": "2026-01-05", "file": "other.yaml"},
+        "interrupted": {"created": "2026-01-05"},
         "now": {"created": "2026-01-06"},
         "later": {"created": "2026-01-07"},
     }
     for name, changes in others.items():
-        fleet_in(made_fleets, asked, tmp_path / name, None, **changes)
+        found = None if name == "interrupted" else made_fleets.run(asked)
+        fleet_in(made_fleets, asked, tmp_path / name, found, **changes)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / records.FILE).write_text("{")
     now = earlier.opened(tmp_path / "now").record
-    found = earlier.last_beside(tmp_path / "now", now)
-    assert found is not None
-    assert found.folder.name == "newer"
+    last = earlier.last_beside(tmp_path / "now", now)
+    assert last is not None
+    assert last.folder.name == "newer"
     part = earlier.last_beside(tmp_path / "now", now.model_copy(update={"only": ("cpu",)}))
     assert part is not None
     assert part.folder.name == "part"

@@ -215,6 +215,16 @@ def test_an_interrupted_fleet_is_told_and_goes_on_where_it_was_begun(
     assert Path.cwd().name == "elsewhere"
 
 
+def test_a_folder_holds_a_fleet_or_a_run(jobs: Jobs) -> None:
+    fleet("--out", "runs/a")
+    done = CliRunner().invoke(cli.main, ["optimize", "digits", "--out", "runs/a"])
+    assert (done.exit_code, "holds a fleet" in done.output) == (2, True)
+    Path("runs/b").mkdir()
+    Path("runs/b/run.json").write_text("{}")
+    code, text = fleet("--out", "runs/b")
+    assert (code, "the run of a single model" in text) == (2, True)
+
+
 def test_the_same_again_goes_on_and_another_fleet_is_refused(jobs: Jobs) -> None:
     fleet("--out", "runs/a")
     assert fleet("--out", "runs/a")[0] == 0
@@ -222,7 +232,7 @@ def test_the_same_again_goes_on_and_another_fleet_is_refused(jobs: Jobs) -> None
         code, text = fleet("--out", "runs/a", *arguments)
         assert (code, "runs/a holds another fleet" in text) == (2, True)
     Path("fleet.yaml").write_text(FLEET.replace("lenet", "mobilenet_v2"))
-    assert "holds another fleet: fleet is not the same" in fleet("--out", "runs/a")[1]
+    assert "holds another fleet: it was made with another content of the file" in fleet("--out", "runs/a")[1]
 
 
 def test_one_process_at_a_time(jobs: Jobs) -> None:

@@ -30,7 +30,6 @@ def test_a_path_is_a_folder_of_this_machine(tmp_path: Path) -> None:
         ("sftp://me@host:22/store", "sftp://me@host:22/store"),
         ("abfs://container@account.dfs.core.windows.net/x", "abfs://container@account.dfs.core.windows.net/x"),
         ("file:///mnt/store", "file:///mnt/store"),
-        ("file://store", "file://{here}/store"),
     ],
 )
 def test_a_url_is_shared_and_has_a_cache_of_its_own(given: str, url: str, tmp_path: Path) -> None:
@@ -65,6 +64,14 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(given: str, variables
 @pytest.mark.parametrize("given", ["s3://", "s3:///", "simplecache::s3://team/x", "s3://team/x::file://y"])
 def test_other_places_are_refused(given: str) -> None:
     with pytest.raises(UsageError, match="no place for a store"):
+        address(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [("file://store", "did you mean file:///store"), ("http://host/store", "cannot be written to")]
+)
+def test_places_that_could_not_be_shared(given: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
         address(given)
 
 
