@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 _OWN = "{enginesmith}"
-_OWN_FOLDERS = ("calibration", "models", "pipeline")
+OWN_FOLDERS = ("calibration", "models", "pipeline")
+"""Of enginesmith's root, those that hold its code; a user's files may lie beside them, in a checkout."""
 
 
 def anchored(path: str) -> str:
@@ -53,7 +54,7 @@ def _anchors(project: str) -> tuple[tuple[str, str], ...]:
     """Folder and how it is told; of enginesmith only what is its own, as its checkout may be the project."""
     places = _places(project)
     named = [(folder, label) for label, folder in places.items() if label != _OWN]
-    named += [(f"{places[_OWN]}/{folder}", f"{_OWN}/{folder}") for folder in _OWN_FOLDERS]
+    named += [(f"{places[_OWN]}/{folder}", f"{_OWN}/{folder}") for folder in OWN_FOLDERS]
     return tuple((folder, label) for folder, label in named if folder not in ("", "/"))
 
 

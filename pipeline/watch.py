@@ -17,10 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from enginesmith.pipeline.anchors import OWN_FOLDERS
 from enginesmith.pipeline.errors import SourceError
 
 PRELOADED = "enginesmith.pipeline.preload"
-_OWN_CODE = Path(__file__).parent.parent
+_ROOT = Path(__file__).parent.parent
+_OWN_CODE = tuple(_ROOT / name for name in (*OWN_FOLDERS, "cli.py"))
 
 
 class Watch:
@@ -45,8 +47,8 @@ class Watch:
     def read(self, path: Any) -> None:
         """Remember a file of the user's (not of Python, an installed package or the system)."""
         found = Path(os.fsdecode(path)).absolute()
-        own_kind = found.suffix == ".py" or found.parent.suffix == ".egg-info"  # what an editable install leaves there
-        ours = own_kind and found.is_relative_to(_OWN_CODE)
+        ours = found.suffix == ".py" and any(found.is_relative_to(place) for place in _OWN_CODE)
+        ours |= found.parent.suffix == ".egg-info" and found.is_relative_to(_ROOT)  # of an editable install
         if any(part.startswith("torchinductor_") for part in found.parts):  # code that torch.compile made
             return
         if found.suffix != ".pyc" and not ours and not any(found.is_relative_to(folder) for folder in _foreign()):

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from enginesmith.pipeline.anchors import anchored
+from enginesmith.pipeline.anchors import OWN_FOLDERS, anchored
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, file_digest, files_below, json_digest
 from enginesmith.pipeline.reads import ReadRecord
 from enginesmith.pipeline.steps import Place, Step
@@ -187,7 +187,7 @@ def own_code() -> str:
     """Digest of enginesmith's own source: other code may make other artifacts."""
     root = Path(__file__).parent.parent.parent
     digest = hashlib.sha256()
-    for folder in ("pipeline", "models", "calibration"):
+    for folder in OWN_FOLDERS:
         for name in files_below(root / folder):
             if name.endswith(".py"):
                 digest.update(f"{folder}/{name}\0{file_digest(root / folder / name)}\n".encode())

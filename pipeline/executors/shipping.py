@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from enginesmith.pipeline.anchors import OWN_FOLDERS
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.source import Source
 from enginesmith.pipeline.storage import storage_errors
@@ -21,7 +22,6 @@ from enginesmith.pipeline.units import format_bytes
 
 PROJECT = "enginesmith_project"
 """What the user's folder is called there."""
-_OWN_FOLDERS = ("pipeline", "models", "calibration")
 _LARGEST_BYTES = 480 << 20
 """Ray takes 500 MiB, and the code has to fit too."""
 _MOST_FILES = 20_000
@@ -43,7 +43,7 @@ def staged(project: Path, skip: Path) -> Iterator[list[str]]:
             place = stack.enter_context(tempfile.TemporaryDirectory(prefix="enginesmith-"))
             code, files = Path(place, "enginesmith"), Path(place, PROJECT)
             root = Path(__file__).parent.parent.parent
-            for name in _OWN_FOLDERS:
+            for name in OWN_FOLDERS:
                 shutil.copytree(root / name, code / name, ignore=shutil.ignore_patterns("__pycache__"))
             shutil.copyfile(root / "cli.py", code / "cli.py")
             _link(project.resolve(), files, skip.resolve())
