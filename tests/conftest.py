@@ -50,6 +50,12 @@ def made_fleets() -> ModuleType:
     return _data("fleet/made.py")
 
 
+@pytest.fixture(scope="session")
+def pages() -> ModuleType:
+    """``tests/data/pages.py``: what is in a page."""
+    return _data("pages.py")
+
+
 def _data(name: str) -> ModuleType:
     """A module of ``tests/data``, which is no package."""
     path = Path(__file__).parent / "data" / name

@@ -112,12 +112,13 @@ class Job:
         }
 
     @functools.cached_property
-    def _reads_name(self) -> str:
+    def _name(self) -> str:
+        """What it is known by before it has run, on any machine."""
         return json_digest([self._identity, anchored(self.step.task.place)])
 
     def found(self) -> Artifact | None:
         """What the store has of it, with the history of these inputs: others may have come to the same another way."""
-        for known in self.store.reads(self._reads_name).known():
+        for known in self.store.reads(self._name).known():
             found = self.store.get(self._key(known))
             if found is not None and not found.provisional:
                 return found.model_copy(update={"history": (*self._before, found.history[-1])})
@@ -134,9 +135,9 @@ class Job:
             out = stack.enter_context(self.store.workspace())
             begun = None
             if isinstance(step.task, ResumableTask):
-                begun = stack.enter_context(self.store.begun(json_digest([self._identity, step.task.place])))
+                begun = stack.enter_context(self.store.begun(self._name))
             done = work(out, begun)
-            read = self.store.reads(self._reads_name).remember(done.effect.reads, done.effect.packages)
+            read = self.store.reads(self._name).remember(done.effect.reads, done.effect.packages)
             return self.store.publish(
                 self._key(read),
                 out,

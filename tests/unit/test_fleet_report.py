@@ -2,7 +2,6 @@
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,22 +17,6 @@ from enginesmith.pipeline.report import fleet_markdown, fleet_page, fleet_tables
 from enginesmith.pipeline.report.html import scripts
 
 EVIL = """<img src=x onerror="document.title='a'"></script><script>x()</script>">'${d}&amp;|`](http://e)"""
-
-
-class Elements(HTMLParser):
-    """Every element of a page with its attributes."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.all: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.all.append((tag, dict(attrs)))
-
-    def named(self, tag: str) -> list[dict[str, str | None]]:
-        """Attributes of all elements of that name."""
-        return [attributes for name, attributes in self.all if name == tag]
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +133,9 @@ def test_the_matrix_has_models_by_targets(some: FleetRecord) -> None:
     assert (1, 3) not in links
 
 
-def test_the_page_leads_to_runs_and_logs(some: FleetRecord) -> None:
+def test_the_page_leads_to_runs_and_logs(pages: ModuleType, some: FleetRecord) -> None:
     text = fleet_page.render(some)
-    elements = Elements(text)
+    elements = pages.Elements(text)
     found = {one.get("href") for one in elements.named("a")}
     assert {"runs/digits%40cpu/report.html", "runs/mobilenet_v2%40cpu/logs/export.log"} <= found
     assert [one["id"] for one in elements.named("section")] == ["winners", "since", "failures", "targets", "again"]
@@ -161,9 +144,9 @@ def test_the_page_leads_to_runs_and_logs(some: FleetRecord) -> None:
     assert {"0.6", str(100 << 20), "200000", "0.01"} <= values
 
 
-def test_the_page_needs_no_network_and_no_more_than_its_own_script(some: FleetRecord) -> None:
+def test_the_page_needs_no_network_and_no_more_than_its_own_script(pages: ModuleType, some: FleetRecord) -> None:
     text = fleet_page.render(some)
-    elements = Elements(text)
+    elements = pages.Elements(text)
     assert len(text) < 200_000
     assert not any("src" in attributes for _, attributes in elements.all)
     assert re.findall(r"<script>(.*?)</script>", text, re.S) == [scripts.own()]
@@ -171,8 +154,8 @@ def test_the_page_needs_no_network_and_no_more_than_its_own_script(some: FleetRe
     assert policy == scripts.policy((scripts.own(),))
 
 
-def test_ids_are_unique_and_tables_have_heads(some: FleetRecord) -> None:
-    elements = Elements(fleet_page.render(some))
+def test_ids_are_unique_and_tables_have_heads(pages: ModuleType, some: FleetRecord) -> None:
+    elements = pages.Elements(fleet_page.render(some))
     ids = [attributes["id"] for _, attributes in elements.all if "id" in attributes]
     assert len(ids) == len(set(ids))
     assert len(elements.named("table")) == len(elements.named("caption")) == 5
@@ -189,12 +172,12 @@ def evil(made_fleets: ModuleType, made_runs: ModuleType, folder: Path) -> FleetR
 
 
 def test_texts_bring_no_markup(
-    some: FleetRecord, made_fleets: ModuleType, made_runs: ModuleType, tmp_path: Path
+    pages: ModuleType, some: FleetRecord, made_fleets: ModuleType, made_runs: ModuleType, tmp_path: Path
 ) -> None:
     found = evil(made_fleets, made_runs, tmp_path)
     assert found.model_dump_json().count("<img src=x") > 80
-    elements = Elements(fleet_page.render(found))
-    assert {tag for tag, _ in elements.all} <= {tag for tag, _ in Elements(fleet_page.render(some)).all}
+    elements = pages.Elements(fleet_page.render(found))
+    assert {tag for tag, _ in elements.all} <= {tag for tag, _ in pages.Elements(fleet_page.render(some)).all}
     assert not any(name.startswith("on") for _, attributes in elements.all for name in attributes)
     assert all((one.get("href") or "").startswith(("#", "runs/", "%3Cimg")) for one in elements.named("a"))
     text = fleet_markdown.render(found)

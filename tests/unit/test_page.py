@@ -1,9 +1,9 @@
 """report.html as text: whole, self-contained, escaped, and readable in both colour schemes."""
 
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,22 +24,6 @@ SECTIONS = (
 )
 
 
-class Elements(HTMLParser):
-    """Every element of a page with its attributes, and the text of some."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.all: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.all.append((tag, dict(attrs)))
-
-    def named(self, tag: str) -> list[dict[str, str | None]]:
-        """Attributes of all elements of that name."""
-        return [attributes for name, attributes in self.all if name == tag]
-
-
 @pytest.fixture(scope="module")
 def some(made_runs: ModuleType) -> Run:
     found = made_runs.run()
@@ -48,20 +32,20 @@ def some(made_runs: ModuleType) -> Run:
 
 
 @pytest.fixture(scope="module")
-def elements(some: Run) -> Elements:
-    return Elements(page.render(some))
+def elements(pages: ModuleType, some: Run) -> Any:
+    return pages.Elements(page.render(some))
 
 
-def test_every_part_has_its_section_in_order(elements: Elements) -> None:
+def test_every_part_has_its_section_in_order(elements: Any) -> None:
     assert tuple(one["id"] for one in elements.named("section")) == SECTIONS
     assert {one.get("href") for one in elements.named("a")} >= {f"#{name}" for name in SECTIONS}
     headings = [tag for tag, _ in elements.all if re.fullmatch("h[1-6]", tag)]
     assert headings == ["h1", *["h2"] * len(SECTIONS)]
 
 
-def test_nothing_comes_from_the_network(some: Run) -> None:
+def test_nothing_comes_from_the_network(pages: ModuleType, some: Run) -> None:
     text = page.render(some)
-    elements = Elements(text)
+    elements = pages.Elements(text)
     assert not any("src" in attributes for _, attributes in elements.all)
     assert not elements.named("link")
     policy = next(one["content"] for one in elements.named("meta") if one.get("http-equiv"))
@@ -75,14 +59,14 @@ def test_the_policy_names_exactly_the_scripts_that_run(some: Run) -> None:
     assert bodies == [scripts.library(), scripts.own()]
 
 
-def test_ids_are_unique_and_labels_point_to_some(elements: Elements) -> None:
+def test_ids_are_unique_and_labels_point_to_some(elements: Any) -> None:
     ids = [attributes["id"] for _, attributes in elements.all if "id" in attributes]
     assert len(ids) == len(set(ids))
     pointed = {one["aria-labelledby"] for _, one in elements.all if "aria-labelledby" in one}
     assert pointed <= set(ids)
 
 
-def test_what_people_need_who_do_not_see_it(elements: Elements) -> None:
+def test_what_people_need_who_do_not_see_it(elements: Any) -> None:
     tables_, captions = elements.named("table"), elements.named("caption")
     assert len(tables_) == len(captions) > 10
     assert all("scope" in one for one in elements.named("th"))
@@ -93,8 +77,8 @@ def test_what_people_need_who_do_not_see_it(elements: Elements) -> None:
     assert all("tabindex" in one for _, one in elements.all if one.get("class") == "scroll")
 
 
-def test_texts_of_the_run_bring_no_markup(made_runs: ModuleType, elements: Elements) -> None:
-    evil = Elements(page.render(made_runs.run(EVIL)))
+def test_texts_of_the_run_bring_no_markup(pages: ModuleType, made_runs: ModuleType, elements: Any) -> None:
+    evil = pages.Elements(page.render(made_runs.run(EVIL)))
     assert {tag for tag, _ in evil.all} == {tag for tag, _ in elements.all}
     assert len(evil.named("script")) == len(elements.named("script"))
     assert not any(name.startswith("on") for _, attributes in evil.all for name in attributes)
@@ -106,9 +90,9 @@ def test_every_free_text_of_a_run_is_replaced(made_runs: ModuleType) -> None:
     assert document.count("<img src=x") > 150
 
 
-def test_numbers_stand_with_their_full_precision(some: Run) -> None:
+def test_numbers_stand_with_their_full_precision(pages: ModuleType, some: Run) -> None:
     first = page.render(some).partition('data-name="variants"')[2].partition("</table>")[0]
-    values = [float(str(one["data-value"])) for one in Elements(first).named("td") if "data-value" in one]
+    values = [float(str(one["data-value"])) for one in pages.Elements(first).named("td") if "data-value" in one]
     record, row = some.variants[0], some.variants[0].latency[0]
     assert row.speedup is not None
     assert record.artifact is not None
@@ -126,10 +110,10 @@ def test_numbers_stand_with_their_full_precision(some: Run) -> None:
     ],
     ids=["no variant", "interrupted", "bare"],
 )
-def test_what_is_missing_is_explained(made_runs: ModuleType, changes: dict[str, object]) -> None:
+def test_what_is_missing_is_explained(pages: ModuleType, made_runs: ModuleType, changes: dict[str, object]) -> None:
     found = made_runs.run(**changes)
     text = page.render(found)
-    assert tuple(one["id"] for one in Elements(text).named("section")) == SECTIONS
+    assert tuple(one["id"] for one in pages.Elements(text).named("section")) == SECTIONS
     empty = re.findall(r'<p class="question">[^<]*</p>\s*</section>', text)
     assert not empty
     assert ("This run is not complete" in text) is not found.complete
