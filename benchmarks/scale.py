@@ -5,7 +5,7 @@
 plan    real recipes until they have that many steps, planned and merged; target: 2 s.
 steps   as many steps that do nothing, on the local executor in processes that they share; target: 5 ms a step.
 alone   200 such steps in a process of their own each.
-ray     2000 of them on a Ray cluster of two nodes on this machine; target: 20 ms a step.
+ray     as many as of `steps` on a Ray cluster of two nodes on this machine; target: 20 ms a step.
 warm    a fleet of so many variants whose every step is in the store, from the command line; target: 10 s. The store is
         filled with what one recipe left, under the keys of recipes that differ in their seed only: how long an answer
         takes does not depend on what it says.
@@ -49,7 +49,7 @@ RESULTS = Path(__file__).parent / "results" / "scale.json"
 _WIDTH = 100
 """So many steps do not wait for each other."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_RAY_STEPS, _ALONE_STEPS = 2000, 200
+_ALONE_STEPS = 200
 _ENGINES = {
     "precisions": ["fp32", "fp16", "int8", "int8-dynamic"],
     "graph_optimization": ["disabled", "basic", "extended", "all"],
@@ -173,7 +173,7 @@ def warm(variants: int, work: Path) -> dict[str, Any]:
     }
 
 
-def on_ray(work: Path) -> dict[str, Any]:
+def on_ray(count: int, work: Path) -> dict[str, Any]:
     """Steps that do nothing, on two nodes that are processes of this machine."""
     from enginesmith.pipeline.executors.ray import RayExecutor
 
@@ -182,7 +182,7 @@ def on_ray(work: Path) -> dict[str, Any]:
     with ray_processes.cluster(PYTHONPATH=path) as cluster:
         cluster.add(PYTHONPATH=path)
         executor = RayExecutor(Store(work / "ray"), 2, cluster.address, project)
-        return carried_out(chains(_RAY_STEPS, Nothing), executor, work / "logs")
+        return carried_out(chains(count, Nothing), executor, work / "logs")
 
 
 def main() -> None:
@@ -204,7 +204,7 @@ def main() -> None:
         "plan": lambda: planned(chosen.steps),
         "steps": lambda: local(chosen.steps, Nothing),
         "alone": lambda: local(_ALONE_STEPS, NothingAlone),
-        "ray": lambda: on_ray(work),
+        "ray": lambda: on_ray(chosen.steps, work),
         "warm": lambda: warm(chosen.variants, work),
     }
     found = json.loads(RESULTS.read_bytes()) if RESULTS.exists() else {}
