@@ -230,7 +230,9 @@ def test_a_run_that_is_stopped_can_be_resumed(tmp_path: Path, sent: signal.Signa
     assert load_run(tmp_path / "run").complete is False
     _until(lambda: not any(child.is_running() for child in children))
     marker.unlink()
+    here = Path.cwd()
     assert resume(tmp_path / "run", settings(tmp_path)).complete
+    assert Path.cwd() == here, "the run was begun elsewhere, and who goes on with it stays here"
     assert list((tmp_path / "store/tmp").iterdir()) == [] or sent == signal.SIGKILL
 
 

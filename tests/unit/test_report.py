@@ -127,6 +127,19 @@ def test_a_damaged_or_foreign_document_is_refused(tmp_path: object) -> None:
         runs.read(folder / "nowhere")
 
 
+def test_what_happened_to_a_step_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    from enginesmith.pipeline.plan import plan
+    from enginesmith.pipeline.report import live
+    from enginesmith.pipeline.runner import Event
+
+    step = plan(make({"model": "digits"})).steps[0]
+    with live.watching() as listener:
+        listener(Event("started", step))
+        listener(Event("progress", step, "half of it"))
+        listener(Event("note", step, "a node was lost; it is done once more"))
+    assert capsys.readouterr().err.splitlines() == ["load: started", "load: a node was lost; it is done once more"]
+
+
 def test_the_tree_shows_text_as_it_is() -> None:
     from enginesmith.pipeline.plan import plan
     from enginesmith.pipeline.runner import Event
