@@ -81,6 +81,8 @@ class Worker:
         context.set_forkserver_preload([_PRELOADED])
         self.log = log
         self._said_before = log.stat().st_size if log.is_file() else 0
+        self._ending = threading.Lock()
+        """An exit code can be read once, and two threads may want it: the one that kills and the one that waits."""
         self._connection, theirs = context.Pipe()
         main = (body, theirs, args, str(log), cores, prepare)
         self._process = context.Process(target=_main, args=main, name=body.__name__)
@@ -122,13 +124,15 @@ class Worker:
 
     def kill(self) -> None:
         """End the process now."""
-        if self._process.is_alive():
-            self._process.kill()
-        self._process.join(_STOP_SECONDS)
+        with self._ending:
+            if self._process.is_alive():
+                self._process.kill()
+            self._process.join(_STOP_SECONDS)
 
     def _ended(self) -> StepError:
-        self._process.join(_STOP_SECONDS)
-        code = self._process.exitcode
+        with self._ending:
+            self._process.join(_STOP_SECONDS)
+            code = self._process.exitcode
         said = _tail(self.log, self._said_before)
         tail = f"; the end of its log ({self.log.name}): {said}"
         if code == -signal.SIGKILL:
@@ -149,7 +153,8 @@ class Worker:
         self._connection.close()
         if error[0] is not None:
             self.kill()
-        self._process.join(_STOP_SECONDS)
+        with self._ending:
+            self._process.join(_STOP_SECONDS)
         self.kill()
 
 

@@ -1,8 +1,10 @@
 """Workers: whatever happens in the process becomes one answer, and nothing outlives the parent."""
 
+import multiprocessing.connection
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import psutil
 import pytest
 
 from enginesmith.pipeline import workers
-from enginesmith.pipeline.errors import SourceError, StepCrashed, StepOutOfMemory, StepTimeout
+from enginesmith.pipeline.errors import SourceError, StepCrashed, StepKilled, StepOutOfMemory, StepTimeout
 from enginesmith.pipeline.source import resolve
 from enginesmith.pipeline.tasks.base import Done, execute
 from enginesmith.pipeline.tasks.load import Load
@@ -56,6 +58,25 @@ def test_a_segmentation_fault_ends_the_worker_alone(tmp_path: Path) -> None:
 def test_a_killed_worker_is_taken_for_lack_of_memory(tmp_path: Path) -> None:
     with pytest.raises(StepOutOfMemory, match="killed"):
         load("killed", tmp_path)
+
+
+def test_who_kills_a_worker_does_not_take_its_exit_code_from_who_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = multiprocessing.connection.wait
+
+    def both_see_its_end(what: list[Any], timeout: float | None = None) -> list[Any]:
+        found = ready(what, timeout)
+        if isinstance(what[0], int) and timeout is None:  # next, the code is read
+            time.sleep(0.4 if threading.current_thread() is threading.main_thread() else 0.2)
+        return found
+
+    def started(worker: workers.Worker) -> None:
+        monkeypatch.setattr(multiprocessing.connection, "wait", both_see_its_end)
+        threading.Thread(target=worker.kill).start()
+
+    with pytest.raises(StepKilled):
+        load("slow", tmp_path, on_start=started)
 
 
 def test_a_time_limit_ends_the_worker(tmp_path: Path) -> None:
