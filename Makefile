@@ -11,8 +11,9 @@ PIP := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 demo: $(VENV)/.runtime
 	$(BIN)/enginesmith optimize digits --precision fp32 --precision int8 --max-drop 0.01 --out runs/demo
 
+# Two processes, each of which keeps a file's tests together: what a file's tests share is made once.
 test: $(VENV)/.dev
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-fast: $(VENV)/.dev
 	$(BIN)/pytest -m "not slow"

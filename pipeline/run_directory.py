@@ -12,16 +12,17 @@ from pathlib import Path
 
 from enginesmith.pipeline import run as runs
 from enginesmith.pipeline import samples
-from enginesmith.pipeline.artifact import Artifact, file_digest, holds
+from enginesmith.pipeline.artifact import Artifact, file_digest, files_below, holds
 from enginesmith.pipeline.assemble import Header, assemble
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.measure import device
+from enginesmith.pipeline.measure.device import Environment
 from enginesmith.pipeline.outcomes import made
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.run import Run, StoredArtifact
 from enginesmith.pipeline.runner import Outcomes
 from enginesmith.pipeline.steps import REFERENCE, Plan, Variant
 from enginesmith.pipeline.storage import storage_errors
+from enginesmith.pipeline.stored_entry import MANIFEST
 from enginesmith.pipeline.tasks.measure import SAMPLES
 
 _WRITING_SHARE = 19.0
@@ -33,7 +34,9 @@ _LEAST_SECONDS = 0.05
 class RunDirectory:
     """Keeps the folder in step with the outcomes."""
 
-    def __init__(self, folder: Path, recipe: Recipe, steps: Plan, neighbours: int = 1) -> None:
+    def __init__(
+        self, folder: Path, recipe: Recipe, steps: Plan, environment: Environment, neighbours: int = 1
+    ) -> None:
         self._folder, self._recipe, self._plan = folder, recipe, steps
         self._started, self._neighbours = time.monotonic(), neighbours
         self._whole: set[str] = set()
@@ -51,7 +54,7 @@ class RunDirectory:
             name=folder.resolve().name,
             created=before.created if before else now,
             seconds=before.seconds if before else 0.0,
-            environment={**device.environment().model_dump(mode="json"), "folder": str(Path.cwd())},
+            environment={**environment.model_dump(mode="json"), "folder": str(Path.cwd())},
         )
         with storage_errors(f"the run directory {folder}"):
             (folder / "environment.json").write_text(json.dumps(self._header.environment, indent=1) + "\n")
@@ -135,15 +138,24 @@ class RunDirectory:
             for old in (one for one in (partial, target) if one.exists()):
                 shutil.rmtree(old, ignore_errors=True)
             try:
-                skipped = shutil.ignore_patterns("artifact.json")
-                shutil.copytree(artifact.folder, partial, ignore=skipped, copy_function=shutil.copyfile)
-                manifest = {"id": relative.name, **artifact.model_dump(mode="json", exclude={"path", "breach"})}
-                (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+                for name in files_below(artifact.folder, skip=[MANIFEST]):
+                    (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(artifact.folder / name, partial / name)
+                record = _Record(id=relative.name, **dict(artifact)).model_dump_json(
+                    indent=1, exclude={"path", "breach"}
+                )
+                (partial / "manifest.json").write_text(record + "\n", encoding="utf-8")
                 partial.rename(target)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         self._whole.add(str(relative))
         return relative / artifact.path.name
+
+
+class _Record(Artifact):
+    """``manifest.json`` beside an artifact's files."""
+
+    id: str
 
 
 @contextlib.contextmanager

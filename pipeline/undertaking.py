@@ -9,6 +9,7 @@ from enginesmith.pipeline import kept, workers
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.executors.base import Executor
+from enginesmith.pipeline.measure import device
 from enginesmith.pipeline.merging import Merged, merged
 from enginesmith.pipeline.placing import placed
 from enginesmith.pipeline.plan import in_time, plan
@@ -73,6 +74,7 @@ class Undertaking:
         self._errors: dict[str, EnginesmithError] = {}
         self._plans: dict[str, Plan] = {}
         self._begun: dict[str, _Begun] = {}
+        self._environment = device.environment()
         for one in asked:
             with self._failing(one):
                 self._plans[one.name] = plan(one.recipe, here=settings.executor == "local")
@@ -109,7 +111,7 @@ class Undertaking:
             place = Place(device=_device(one.recipe))
         if place is not None:
             made = placed(made, place, executor.lacking(place))
-        directory = RunDirectory(one.out, one.recipe, made, len(self._plans))
+        directory = RunDirectory(one.out, one.recipe, made, self._environment, len(self._plans))
         directory.write()
         return _Begun(one, made, directory)
 

@@ -1,6 +1,7 @@
 """What several suites share: one store for the session, and the command line run in this process."""
 
 import importlib.util
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class Answer:
         return self.stdout + self.stderr
 
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # many processes are started here, and each would compile everything
 Cli = Callable[..., Answer]
 _BRIEFLY = ("--measure-time", "0.3s")
 

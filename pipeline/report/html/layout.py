@@ -22,10 +22,16 @@ def lay_out(template: str, sections: Sequence[Section], figures: Mapping[str, An
         tables=script_data(long_tables(shown)),
         policy=Markup(scripts.policy((*libraries, scripts.own()))),
         style=Markup(scripts.style()),
-        library=Markup("".join(libraries)),
-        script=Markup(scripts.own()),
+        library=_known(scripts.library()) if libraries else "",
+        script=_known(scripts.own()),
         **values,
     )
+
+
+@functools.cache
+def _known(script: str) -> Markup:
+    """A script that is ours, and stands in the page as it is."""
+    return Markup(script)
 
 
 @functools.cache
