@@ -196,16 +196,8 @@ def test_what_waiting_does_not_mend_fails_at_once(url: str, machine: Machine, mo
 
 
 QUICKLY = (
-    "--exporter",
-    "torchscript",
-    "--no-simplify",
-    "--precision",
-    "fp32",
-    "--batch",
-    "1",
-    "--no-memory",
-    "--measure-time",
-    "0.1s",
+    *("--exporter", "torchscript", "--no-simplify", "--precision", "fp32", "--batch", "1", "--no-memory"),
+    *("--measure-time", "0.1s"),
 )
 
 
