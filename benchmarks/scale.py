@@ -1,6 +1,6 @@
 """What planning, scheduling and looking things up cost where there are many steps and many variants.
 
-    python benchmarks/scale.py [plan steps alone ray warm …] [--steps 10000] [--variants 1000] [--work build/scale]
+    python benchmarks/scale.py [plan steps alone ray warm shared] [--steps 10000] [--variants 1000] [--work build/scale]
 
 plan    real recipes until they have that many steps, planned and merged; target: 2 s.
 steps   as many steps that do nothing, on the local executor in processes that they share; target: 5 ms a step.
@@ -9,6 +9,7 @@ ray     as many as of `steps` on a Ray cluster of two nodes on this machine; tar
 warm    a fleet of so many variants whose every step is in the store, from the command line; target: 10 s. The store is
         filled with what one recipe left, under the keys of recipes that differ in their seed only: how long an answer
         takes does not depend on what it says.
+shared  200 steps that another machine did, with an empty cache in front of a bucket that answers 20 ms late.
 
 The memory of the parent is its resident set, at each quarter of the way. Writes results/scale.json.
 """
@@ -24,6 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bucket import bucket
 from idle import Nothing, NothingAlone
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "data" / "cluster"))
@@ -49,7 +51,8 @@ RESULTS = Path(__file__).parent / "results" / "scale.json"
 _WIDTH = 100
 """So many steps do not wait for each other."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_ALONE_STEPS = 200
+_ALONE_STEPS = _SHARED_STEPS = 200
+_DELAY_MS = 20.0
 _ENGINES = {
     "precisions": ["fp32", "fp16", "int8", "int8-dynamic"],
     "graph_optimization": ["disabled", "basic", "extended", "all"],
@@ -119,18 +122,20 @@ def resident_bytes() -> int:
 class Filling(LocalExecutor):
     """Does what it knows no result of, and publishes that for every step of the same name."""
 
-    known: dict[str, Artifact]
+    made: dict[str, Artifact]
 
-    def carry_out(self, order: Order) -> Result:
-        job = Job(order.step, order.inputs, self._store)
-        if found := job.found():
-            self.known.setdefault(order.step.name, found)
-            return Result(found, cached=True)
-        if order.step.name == LOAD or order.step.name not in self.known:
-            result = super().carry_out(order)
-            self.known[order.step.name] = result.artifact
+    def known(self, order: Order) -> Artifact | None:
+        found = super().known(order)
+        if found is not None:
+            self.made.setdefault(order.step.name, found)
+        return found
+
+    def do(self, order: Order) -> Result:
+        if order.step.name == LOAD or order.step.name not in self.made:
+            result = super().do(order)
+            self.made[order.step.name] = result.artifact
             return result
-        known = self.known[order.step.name]
+        job, known = Job(order.step, order.inputs, self._store), self.made[order.step.name]
 
         def work(out: Path, begun: Path | None) -> Done:
             shutil.copytree(known.folder, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("artifact.json"))
@@ -146,7 +151,7 @@ class FillingSettings(Settings):
 
     def open_executor(self) -> Executor:
         executor = Filling(self.open_store(), self.jobs)
-        executor.known = {}
+        executor.made = {}
         return executor
 
 
@@ -185,10 +190,21 @@ def on_ray(count: int, work: Path) -> dict[str, Any]:
         return carried_out(chains(count, Nothing), executor, work / "logs")
 
 
+def from_a_bucket(work: Path) -> dict[str, Any]:
+    """Steps that another machine did, taken from the store that both share."""
+    steps = chains(_SHARED_STEPS, Nothing)
+    found: dict[str, Any] = {"delay_ms": _DELAY_MS}
+    with bucket("team", _DELAY_MS) as url:
+        for machine in ("first", "second"):
+            os.environ["ENGINESMITH_CACHE"] = str(work / machine)
+            found[machine] = carried_out(steps, LocalExecutor(Store(f"{url}/store"), 2), work / "logs")
+    return found
+
+
 def main() -> None:
     """Run the parts that are asked for, and put them beside those of before."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["plan", "steps", "alone", "ray", "warm"])
+    parser.add_argument("parts", nargs="*", default=["plan", "steps", "alone", "ray", "warm", "shared"])
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--variants", type=int, default=1000)
     parser.add_argument("--work", type=Path, default=Path("build/scale"))
@@ -206,6 +222,7 @@ def main() -> None:
         "alone": lambda: local(_ALONE_STEPS, NothingAlone),
         "ray": lambda: on_ray(chosen.steps, work),
         "warm": lambda: warm(chosen.variants, work),
+        "shared": lambda: from_a_bucket(work),
     }
     found = json.loads(RESULTS.read_bytes()) if RESULTS.exists() else {}
     for name in chosen.parts:

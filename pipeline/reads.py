@@ -17,14 +17,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from enginesmith.pipeline import shared_reads
 from enginesmith.pipeline.anchors import anchor_of, anchored, resolved
 from enginesmith.pipeline.artifact import json_digest, portable, write_whole
+from enginesmith.pipeline.shared_reads import MOST_CANDIDATES
 from enginesmith.pipeline.shared_store import SharedStore
 from enginesmith.pipeline.storage import storage_errors
 from enginesmith.pipeline.stored_file import StoredFile, stored_file
-
-MOST_CANDIDATES = 16
-"""Of one name; those used least recently are forgotten."""
 
 
 class _Candidate(BaseModel):
@@ -116,14 +115,10 @@ class Reads:
         return ReadRecord(f"{self._name}/{path.name}", files, dict(packages))
 
     def _known_elsewhere(self, shared: SharedStore, seen: Collection[str]) -> Iterator[ReadRecord]:
-        published = shared.candidates(self._name)
-        newest = sorted(published, key=lambda name: -published[name])[:MOST_CANDIDATES]
-        for name in newest:
-            if name in seen or (content := shared.candidate(f"{self._name}/{name}", published[name])) is None:
-                continue
+        for content in shared_reads.candidates(shared, self._name):
             with contextlib.suppress(ValidationError):
-                noted = _Noted(candidate=_Candidate.model_validate_json(content))
-                if f"{noted.candidate.digest}.json" == name and (found := self._now(noted, new=True)):
+                noted = _Noted(candidate=_Candidate.model_validate(content))
+                if f"{noted.candidate.digest}.json" not in seen and (found := self._now(noted, new=True)):
                     yield found
 
     def _now(self, noted: _Noted, *, new: bool = False) -> ReadRecord | None:

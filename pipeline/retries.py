@@ -1,7 +1,8 @@
 """Calls of a service that may be away for a while: what is worth trying again, for how long, and what people are told.
 
 Waits double from half a second to half a minute, each times a random factor between a half and one and a half, so that
-many machines do not come back at the same moment (exponential back-off with jitter).
+many machines do not come back at the same moment (exponential back-off with jitter). Of calls that wait together one
+is told of.
 """
 
 import errno
@@ -49,6 +50,11 @@ class Retries:
     """Set when nobody waits any more: calls that fail are not tried again."""
     _given_up: bool = False
     """Whether a call was tried for the whole time; the next one has one attempt to find the service back."""
+    _away: bool = False
+    """Whether people were told so."""
+    _silent_until: float = 0.0
+    """What was told last holds until then."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``work`` until it answers.
@@ -58,11 +64,13 @@ class Retries:
             StoreError: the service refuses it, or was away for the whole time.
         """
         deadline = time.monotonic() + (0 if self._given_up else self.total_seconds)
-        waited = False
         for wait in self._waits():
             try:
                 answer = work(*args, **kwargs)
-            except (FileNotFoundError, EnginesmithError):
+            except EnginesmithError:
+                raise
+            except FileNotFoundError:
+                self._is_there()
                 raise
             except Exception as error:
                 if not is_transient(error):
@@ -70,13 +78,10 @@ class Retries:
                 if self.stopped.is_set() or time.monotonic() + wait > deadline:
                     self._given_up = True
                     raise self._lost(error) from error
-                self.tell(f"{self.place} cannot be reached ({_brief(error)}); trying again in {wait:.1f} s")
+                self._is_away(error, wait)
             else:
-                self._given_up = False
-                if waited:
-                    self.tell(f"{self.place} is reachable again")
+                self._is_there()
                 return answer
-            waited = True
             self.stopped.wait(wait)
         raise AssertionError("waits do not end")
 
@@ -85,6 +90,20 @@ class Retries:
         while True:
             yield wait * random.uniform(0.5, 1.5)
             wait = min(2 * wait, self.longest_seconds)
+
+    def _is_away(self, error: Exception, wait: float) -> None:
+        with self._lock:
+            if (now := time.monotonic()) < self._silent_until:
+                return
+            self._away, self._silent_until = True, now + wait
+        self.tell(f"{self.place} cannot be reached ({_brief(error)}); trying again in {wait:.1f} s")
+
+    def _is_there(self) -> None:
+        with self._lock:
+            self._given_up, was_away = False, self._away
+            self._away, self._silent_until = False, 0.0
+        if was_away:
+            self.tell(f"{self.place} is reachable again")
 
     def _lost(self, error: Exception) -> StoreError:
         return StoreError(

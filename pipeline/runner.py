@@ -1,22 +1,21 @@
-"""Walks a plan: hands each step whose inputs are there to an executor, several at once.
+"""Walks a plan: has each step whose inputs are there looked up, and done where nobody knows it, several at once.
 
-A step that fails takes down what stands on it, and nothing else.
+Many more can be looked up at a time than done. A step that fails takes down what stands on it, and nothing else.
 """
 
 import heapq
 import queue
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import EnginesmithError, StepTimeout
-from enginesmith.pipeline.executors.base import Executor, Order
+from enginesmith.pipeline.executors.base import Executor, Order, Result
 from enginesmith.pipeline.steps import Step
 
 Status = Literal["done", "failed", "skipped", "lacking"]
@@ -64,7 +63,6 @@ class Runner:
     time_limit_seconds: float | None = None
     listener: Listener = lambda event: None
     _deadline: float | None = None
-    _stopped: threading.Event = field(default_factory=threading.Event)
 
     def run(
         self,
@@ -84,52 +82,82 @@ class Runner:
             self._deadline = time.monotonic() + self.time_limit_seconds
         outcomes = dict(given or {})
         todo = _ToDo([step for step in steps if step.id not in outcomes], outcomes)
-        ended: queue.SimpleQueue[tuple[Step, Future[Outcome]]] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[tuple[Step, Future[Outcome | None]]] = queue.SimpleQueue()
+        asked: set[str] = set()
         running: dict[str, Step] = {}
-        with ThreadPoolExecutor(self.executor.slots) as pool:
+
+        def submit(pool: ThreadPoolExecutor, work: Callable[[Step, Outcomes], Outcome | None], step: Step) -> None:
+            future = pool.submit(work, step, _inputs(step, outcomes))
+            future.add_done_callback(lambda done: ended.put((step, done)))
+
+        with ThreadPoolExecutor(self.executor.look_ups) as asking, ThreadPoolExecutor(self.executor.slots) as doing:
             try:
                 while todo or running:
-                    for step in todo.take(self._room(running)):
+                    if self.executor.bears_look_ups(running.values()):
+                        for step in todo.ask(self.executor.look_ups - len(asked)):
+                            asked.add(step.id)
+                            submit(asking, self._known, step)
+                    for step in todo.take(self._room(running, asked)):
                         running[step.id] = step
-                        future = pool.submit(self._step, step, _inputs(step, outcomes))
-                        future.add_done_callback(lambda done, step=step: ended.put((step, done)))  # type: ignore[misc]
-                    if not running:
+                        submit(doing, self._done, step)
+                    if not running and not asked:
                         raise ValueError(f"the plan lacks these steps, which others need: {', '.join(todo.lacking)}")
                     step, future = ended.get()
-                    del running[step.id]
-                    new = {step.id: (outcome := future.result())}
+                    outcome = future.result()
+                    if step.id in asked:
+                        asked.remove(step.id)
+                        if not todo.answered(step, known=outcome is not None):
+                            continue
+                    else:
+                        del running[step.id]
+                    assert outcome is not None
+                    self.listener(Event("finished", step, outcome=outcome))
+                    new = {step.id: outcome}
                     if step.vital and not outcome.good:
                         new |= {left: Outcome(left, "skipped", reason=outcome.reason) for left in todo.give_up()}
                     todo.done(step.id)
                     outcomes |= new
                     on_new(new)
             except BaseException:
-                self._stopped.set()
                 self.executor.stop()
                 raise
         return outcomes
 
-    def _room(self, running: Mapping[str, Step]) -> Callable[[Step], bool | None]:
+    def _room(self, running: Mapping[str, Step], asked: Collection[str]) -> Callable[[Step], bool | None]:
         """Says of a step whether it may begin now; None where no step may."""
-        fits, slots = self.executor.fits, self.executor.slots
-        return lambda step: fits(step, running.values()) if len(running) < slots else None
 
-    def _step(self, step: Step, inputs: Outcomes) -> Outcome:
-        outcome = Outcome(step.id, "lacking", reason=step.lacking) if step.lacking else _blocked(step, inputs)
-        if outcome is None:
-            try:
-                outcome = self._carried_out(step, inputs)
-            except EnginesmithError as error:
-                outcome = Outcome(step.id, "failed", error=error, reason=str(error))
-        if not self._stopped.is_set():  # what ends now was ended by us
-            self.listener(Event("finished", step, outcome=outcome))
-        return outcome
+        def room(step: Step) -> bool | None:
+            if len(running) >= self.executor.slots:
+                return None
+            return self.executor.fits(step, running.values()) and (not asked or self.executor.bears_look_ups([step]))
 
-    def _carried_out(self, step: Step, inputs: Outcomes) -> Outcome:
+        return room
+
+    def _known(self, step: Step, inputs: Outcomes) -> Outcome | None:
+        """How it ends without being done; None where it has to be."""
+        if step.lacking:
+            return Outcome(step.id, "lacking", reason=step.lacking)
+        return _blocked(step, inputs) or self._tried(self._look_up, step, inputs)
+
+    def _done(self, step: Step, inputs: Outcomes) -> Outcome | None:
+        return self._tried(self.executor.do, step, inputs)
+
+    def _look_up(self, order: Order) -> Result | None:
+        found = self.executor.known(order)
+        return Result(found, cached=True) if found is not None else None
+
+    def _tried(self, work: Callable[[Order], Result | None], step: Step, inputs: Outcomes) -> Outcome | None:
+        try:
+            result = work(self._order(step, inputs))
+        except EnginesmithError as error:
+            return Outcome(step.id, "failed", error=error, reason=str(error))
+        return Outcome(step.id, "done", result.artifact, result.cached) if result is not None else None
+
+    def _order(self, step: Step, inputs: Outcomes) -> Order:
         left = None if self._deadline is None else self._deadline - time.monotonic()
         if left is not None and left <= 0:
             raise StepTimeout("the time limit was over before it started", "allow more: --time-limit; then resume")
-        order = Order(
+        return Order(
             step,
             {role: found.artifact for role, found in inputs.items() if found.artifact and found.good},
             log=self.log_of(step),
@@ -138,8 +166,6 @@ class Runner:
             timeout_seconds=left,
             note=lambda text: self.listener(Event("note", step, text)),
         )
-        result = self.executor.carry_out(order)
-        return Outcome(step.id, "done", result.artifact, result.cached)
 
 
 class _ToDo:
@@ -153,7 +179,9 @@ class _ToDo:
             for name in missing:
                 self._takers[name].append(step)
         self._ready = [self._steps[step] for step, missing in self._missing.items() if not missing]
-        """A heap by position."""
+        """Steps to be looked up: a heap by position."""
+        self._unknown: list[tuple[int, Step]] = []
+        """Steps to be done, likewise."""
         heapq.heapify(self._ready)
 
     def __bool__(self) -> bool:
@@ -165,11 +193,27 @@ class _ToDo:
         wanted = {name for step in self._steps for name in self._missing[step]}
         return sorted(wanted - self._steps.keys())
 
+    def ask(self, count: int) -> Iterator[Step]:
+        """Steps to look up now, that many at most."""
+        while self._ready and count > 0:
+            count -= 1
+            yield heapq.heappop(self._ready)[1]
+
+    def answered(self, step: Step, *, known: bool) -> bool:
+        """A step was looked up: one that is not ``known`` has to be done. Gives back whether it has ended."""
+        if step.id not in self._steps:  # all was given up meanwhile
+            return False
+        if known:
+            del self._steps[step.id]
+        else:
+            heapq.heappush(self._unknown, self._steps[step.id])
+        return known
+
     def take(self, room: Callable[[Step], bool | None]) -> Iterator[Step]:
-        """Steps to begin now; ``room`` is asked anew after each one that was taken."""
+        """Steps to do now; ``room`` is asked anew after each one that was taken."""
         passed_over = []
-        while self._ready:
-            position, step = heapq.heappop(self._ready)
+        while self._unknown:
+            position, step = heapq.heappop(self._unknown)
             if there_is := room(step):
                 del self._steps[step.id]
                 yield step
@@ -178,7 +222,7 @@ class _ToDo:
             if there_is is None:
                 break
         for entry in passed_over:
-            heapq.heappush(self._ready, entry)
+            heapq.heappush(self._unknown, entry)
 
     def done(self, name: str) -> None:
         """A step has ended: others may have all their inputs now."""
@@ -192,6 +236,7 @@ class _ToDo:
         left = list(self._steps)
         self._steps.clear()
         self._ready.clear()
+        self._unknown.clear()
         return left
 
 

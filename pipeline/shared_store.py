@@ -1,13 +1,16 @@
 """A store that several machines use, on any file system that fsspec knows: S3, Google Cloud, Azure, a mounted folder …
 
     ROOT/enginesmith-store.json                     says what this is
-    ROOT/objects/ab/KEY/UPLOAD/<files>              the files of an entry, each upload in a folder of its own
-    ROOT/objects/ab/KEY/artifact.json               the entry: its manifest, which names the upload
-    ROOT/reads/NAME/CANDIDATE.json                  what steps read of the user's files, by name
+    ROOT/objects/ab/KEY/artifact.json               the entry: its manifest, which holds its files or names their upload
+    ROOT/objects/ab/KEY/UPLOAD/<files>              files of an entry that is not small, each upload in its own folder
+    ROOT/reads/NAME.json                            what steps read of the user's files, by name
 
 A manifest is written after all of its files, so an entry is there when its manifest is, and holds. Of two writers the
 last manifest wins, and both are whole. Files that no manifest names are what an interrupted upload left: nobody sees
 them, and ``cache prune`` removes them a day later.
+
+A request to a service far away takes its time, so few come one after the other: nothing is asked for before it is read,
+and a small entry's files are in its manifest.
 """
 
 import contextlib
@@ -32,7 +35,10 @@ from enginesmith.pipeline.stored_file import StoredFile, stored_file
 _MARK, _SCHEMA = "enginesmith-store.json", "enginesmith.store/1"
 _AT_ONCE = 8
 """Files that are carried at the same time, where the file system can do that."""
-_DAY_SECONDS = 86400.0
+_SMALL_BYTES = 256 << 10
+"""Files that are no more than that together come with the manifest."""
+DAY_SECONDS = 86400.0
+"""How often a use is noted."""
 _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "memory"}
 """Protocols where a path is only a name; asked to make a folder, some of them would make a bucket."""
 
@@ -75,7 +81,7 @@ class SharedStore:
             if files is not None:
                 if touch:
                     self._touch(key, manifest)
-                return manifest.model_copy(update={"files": files, "upload": "", "used": 0.0})
+                return manifest.model_copy(update={"files": files, "upload": "", "contents": {}, "used": 0.0})
             shutil.rmtree(folder)
             folder.mkdir()
             now = self.manifest(key)
@@ -88,56 +94,50 @@ class SharedStore:
 
     def manifest(self, key: str) -> Manifest | None:
         """An entry's manifest, its files unseen; None where there is none that holds."""
-        self._make_sure()
-        try:
-            found = unsealed(self._read(self._path(key, MANIFEST)))
-        except FileNotFoundError:
-            return None
-        return found if found is not None and _is_safe(found) else None
+        content = self.read(self._place(key, MANIFEST))
+        found = unsealed(content) if content is not None else None
+        return found if found is not None and found.is_safe else None
 
     def whole(self, key: str) -> Manifest | None:
         """The manifest of an entry that need not be published again: all of its files are there, and it is final."""
         found = self.manifest(key)
         if found is None or found.provisional or key in self._damaged:
             return None
-        sizes = {name: info["size"] for name, info in self.files(f"objects/{key[:2]}/{key}/{found.upload}").items()}
+        if found.is_complete:
+            return found
+        sizes = {name: info["size"] for name, info in self.files(self._place(key, found.upload)).items()}
         return found if sizes == {name: file.bytes for name, file in found.files.items()} else None
 
     def publish(self, key: str, folder: Path, manifest: Manifest) -> None:
-        """Upload an entry's files, then what makes it an entry.
+        """Upload an entry's files, then what makes it an entry; or both at once.
 
         Raises:
             StoreError: the service refuses it, or was away for too long.
         """
         self._make_sure()
-        upload = uuid.uuid4().hex
-        self.each(lambda name: self._put(folder / name, self._path(key, upload, name)), manifest.files)
+        upload, contents = uuid.uuid4().hex, {}
+        if manifest.bytes <= _SMALL_BYTES:
+            with storage_errors(f"the folder {folder}"):
+                contents = {name: (folder / name).read_bytes() for name in manifest.files}
+        else:
+            self.each(lambda name: self._put(folder / name, self._path(key, upload, name)), manifest.files)
         files = {name: StoredFile(sha256=file.sha256, bytes=file.bytes) for name, file in manifest.files.items()}
-        shared = manifest.model_copy(update={"files": files, "upload": upload, "used": time.time()})
-        self._write(self._path(key, MANIFEST), sealed(shared))
+        told = {"files": files, "upload": upload, "contents": contents, "used": time.time()}
+        self.write(self._place(key, MANIFEST), sealed(manifest.model_copy(update=told)))
         self._damaged.discard(key)
 
-    def candidates(self, name: str) -> dict[str, float]:
-        """What was published under a name, with when (seconds since the epoch)."""
+    def read(self, place: str) -> bytes | None:
+        """A small file by its path below the root; None where there is none."""
         self._make_sure()
-        found = self.files(f"reads/{name}")
-        return {path: self.modified(info) for path, info in found.items() if "/" not in path}
+        try:
+            return self._read(place)
+        except FileNotFoundError:
+            return None
 
-    def candidate(self, path: str, modified: float) -> bytes | None:
-        """One of those, by its path below the folder of reads; None where it is gone. It counts as used."""
-        content: bytes
-        with contextlib.suppress(FileNotFoundError):
-            content = self._read(f"{self.root}/reads/{path}")
-            if modified < time.time() - _DAY_SECONDS:
-                with contextlib.suppress(StoreError):
-                    self.publish_candidate(path, content)
-            return content
-        return None
-
-    def publish_candidate(self, path: str, content: bytes) -> None:
-        """Write down what a step read, by its path below the folder of reads."""
+    def write(self, place: str, content: bytes) -> None:
+        """Write a small file at once; a mounted folder gets it under another name first: others may read it then."""
         self._make_sure()
-        self._write(f"{self.root}/reads/{path}", content)
+        self._write(place, content)
 
     def remove(self, key: str) -> None:
         """Take an entry away, its manifest first; where that is refused, it counts as none for this object."""
@@ -145,7 +145,7 @@ class SharedStore:
         with contextlib.suppress(StoreError):
             found = self.manifest(key)
             self.delete([self._path(key, MANIFEST)])
-            if found is not None:
+            if found is not None and not found.is_complete:
                 self.delete(self._path(key, found.upload, name) for name in found.files)
 
     def files(self, folder: str) -> dict[str, Mapping[str, Any]]:
@@ -183,21 +183,25 @@ class SharedStore:
             return list(pool.map(work, items))
 
     def _brought(self, key: str, manifest: Manifest, folder: Path) -> dict[str, StoredFile] | None:
-        """Download; None where a file is not there, or has other bytes the second time, too."""
+        """Bring them here; None where a file is not there, or has other bytes the second time, too."""
 
         def bring(name: str) -> StoredFile | None:
             target = folder / name
             with storage_errors(f"the folder {folder}"):
                 target.parent.mkdir(parents=True, exist_ok=True)
+                if manifest.is_complete:
+                    target.write_bytes(manifest.contents[name])
             for _ in range(2):
-                self.retries(self.system.get_file, self._path(key, manifest.upload, name), str(target))
+                if not manifest.is_complete:
+                    self.retries(self.system.get_file, self._path(key, manifest.upload, name), str(target))
                 found = stored_file(target)
                 if (found.sha256, found.bytes) == (manifest.files[name].sha256, manifest.files[name].bytes):
                     return found
             return None
 
         try:
-            found = dict(zip(manifest.files, self.each(bring, manifest.files), strict=True))
+            brought = map(bring, manifest.files) if manifest.is_complete else self.each(bring, manifest.files)
+            found = dict(zip(manifest.files, brought, strict=True))
         except FileNotFoundError:
             return None
         whole = {name: file for name, file in found.items() if file is not None}
@@ -205,9 +209,9 @@ class SharedStore:
 
     def _touch(self, key: str, manifest: Manifest) -> None:
         """Have an entry that is used count as used, once a day; that need not succeed."""
-        if manifest.used < time.time() - _DAY_SECONDS:
+        if manifest.used < time.time() - DAY_SECONDS:
             with contextlib.suppress(StoreError, FileNotFoundError):
-                self._write(self._path(key, MANIFEST), sealed(manifest.model_copy(update={"used": time.time()})))
+                self.write(self._place(key, MANIFEST), sealed(manifest.model_copy(update={"used": time.time()})))
 
     def _put(self, file: Path, path: str) -> None:
         self._make_folder(path)
@@ -216,12 +220,12 @@ class SharedStore:
         except FileNotFoundError as error:
             raise StoreError(f"{path} cannot be uploaded: {error}", "is it removed at the same time?") from error
 
-    def _read(self, path: str) -> bytes:
-        content: bytes = self.retries(self.system.cat_file, path, **self._at_once)
+    def _read(self, place: str) -> bytes:
+        content: bytes = self.retries(self.system.cat_file, f"{self.root}/{place}", **self._at_once)
         return content
 
-    def _write(self, path: str, content: bytes) -> None:
-        """Write a file at once; a mounted folder gets it under another name first, as others may read it meanwhile."""
+    def _write(self, place: str, content: bytes) -> None:
+        path = f"{self.root}/{place}"
         self._make_folder(path)
         if not self.url.startswith("file://"):
             self.retries(self.system.pipe_file, path, content)
@@ -247,12 +251,11 @@ class SharedStore:
         with self._lock:
             if self._known:
                 return
-            path = f"{self.root}/{_MARK}"
             try:
                 try:
-                    self._hold_schema(self._read(path))
+                    self._hold_schema(self._read(_MARK))
                 except FileNotFoundError:
-                    self._write(path, json.dumps({"schema": _SCHEMA}).encode() + b"\n")
+                    self._write(_MARK, json.dumps({"schema": _SCHEMA}).encode() + b"\n")
             except FileNotFoundError as error:
                 raise StoreError(
                     f"{self.retries.place}: there is no such bucket ({error})", "check the address, or make the bucket"
@@ -266,7 +269,7 @@ class SharedStore:
             StoreError: there is none.
         """
         try:
-            self._hold_schema(self._read(f"{self.root}/{_MARK}"))
+            self._hold_schema(self._read(_MARK))
         except FileNotFoundError as error:
             raise StoreError(f"{self.retries.place}: there is no store", "check the address") from error
 
@@ -280,16 +283,8 @@ class SharedStore:
                 )
 
     def _path(self, key: str, *parts: str) -> str:
-        return "/".join((self.root, "objects", key[:2], key, *parts))
+        return f"{self.root}/{self._place(key, *parts)}"
 
-
-def _is_safe(manifest: Manifest) -> bool:
-    """Whether all names stay within the folder that the files are put in: others can write what stands in there."""
-
-    def within(name: str) -> bool:
-        path = PurePosixPath(name)
-        return (
-            not path.is_absolute() and ".." not in path.parts and name not in ("", ".", MANIFEST) and "\0" not in name
-        )
-
-    return manifest.upload.isalnum() and within(manifest.file) and all(map(within, manifest.files))
+    @staticmethod
+    def _place(key: str, *parts: str) -> str:
+        return "/".join(("objects", key[:2], key, *parts))

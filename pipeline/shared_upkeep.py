@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from enginesmith.pipeline import stored_entry
-from enginesmith.pipeline.reads import MOST_CANDIDATES
+from enginesmith.pipeline import shared_reads, stored_entry
 from enginesmith.pipeline.shared_store import SharedStore
 from enginesmith.pipeline.stored_entry import MANIFEST, Entry, Manifest, entry_of
 
@@ -52,7 +51,7 @@ def verify(store: SharedStore, workspace: Path) -> list[str]:
 
 
 def prune(store: SharedStore, max_bytes: int | None, max_age_seconds: float | None) -> list[Entry]:
-    """Remove entries as :func:`stored_entry.prune` says, and what nobody finds: leftovers of uploads, old reads."""
+    """Remove entries as :func:`stored_entry.prune` says, leftovers of uploads, and reads that were not looked up."""
 
     def remove(entry: Entry) -> bool:
         store.remove(entry.key)
@@ -60,7 +59,8 @@ def prune(store: SharedStore, max_bytes: int | None, max_age_seconds: float | No
 
     removed = stored_entry.prune(entries(store), remove, max_bytes, max_age_seconds)
     _remove_leftovers(store)
-    _remove_reads(store, max_age_seconds)
+    if max_age_seconds is not None:
+        shared_reads.remove_unused(store, max_age_seconds)
     return removed
 
 
@@ -93,16 +93,3 @@ def _remove_leftovers(store: SharedStore) -> None:
         for upload, files in folder.uploads.items():
             if upload != named and max(map(store.modified, files.values())) < oldest:
                 store.delete(files)
-
-
-def _remove_reads(store: SharedStore, max_age_seconds: float | None) -> None:
-    """More candidates of one name than anybody looks at, and those not used for so long."""
-    by_name: dict[str, list[tuple[float, str]]] = {}
-    for path, info in store.files("reads").items():
-        by_name.setdefault(path.partition("/")[0], []).append((store.modified(info), path))
-    oldest = time.time() - max_age_seconds if max_age_seconds is not None else 0.0
-    for candidates in by_name.values():
-        ordered = sorted(candidates, reverse=True)
-        old = [path for used, path in ordered[:MOST_CANDIDATES] if used < oldest]
-        unseen = [path for _, path in ordered[MOST_CANDIDATES:]]
-        store.delete(f"{store.root}/reads/{path}" for path in (*old, *unseen))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from enginesmith.pipeline import shared_upkeep, store_address
+from enginesmith.pipeline import shared_reads, shared_upkeep, store_address
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, files_below, write_whole
 from enginesmith.pipeline.errors import StoreError
 from enginesmith.pipeline.local_store import LocalStore
@@ -192,7 +192,7 @@ class Store:
         with contextlib.suppress(FileNotFoundError):
             path = mark.read_text()
             if path and (content := shareable(self.root / "reads", path)) is not None:
-                shared.publish_candidate(path, content)
+                shared_reads.publish(shared, path.partition("/")[0], content)
         if there is None or there.sha256 != manifest.sha256:
             shared.publish(key, self._local.folder(key), manifest)
         self._unshared.discard(key)

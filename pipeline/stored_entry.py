@@ -4,9 +4,9 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Base64Bytes, BaseModel, ConfigDict, ValidationError
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, folder_digest, json_digest
 from enginesmith.pipeline.stored_file import StoredFile
@@ -32,13 +32,25 @@ class Manifest(BaseModel):
     step: str
     upload: str = ""
     """In a shared store, the folder beside the manifest that has the files: each upload has its own."""
+    contents: dict[str, Base64Bytes] = {}
+    """In a shared store, the files themselves where they are small: all of them or none."""
     used: float = 0.0
     """In a shared store, when it was published, or later downloaded, in seconds since the epoch; noted once a day."""
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether all names stay within the folder that the files are put in: others can write what stands in there."""
+        return self.upload.isalnum() and all(map(_is_within, [self.file, *self.files]))
 
     @property
     def sha256(self) -> str:
         """Of all files, by name and content."""
         return folder_digest({name: file.sha256 for name, file in self.files.items()})
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it holds all files itself."""
+        return self.contents.keys() == self.files.keys()
 
     @property
     def bytes(self) -> int:
@@ -70,6 +82,11 @@ class Entry:
     bytes: int
     used: float
     """Seconds since the epoch."""
+
+
+def _is_within(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and name not in ("", ".", MANIFEST) and "\0" not in name
 
 
 def entry_of(key: str, manifest: Manifest | None, used: float) -> Entry:

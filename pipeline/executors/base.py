@@ -50,6 +50,8 @@ class Executor(ABC):
 
     slots: int
     """Orders that may be given at the same time, each from a thread of its own."""
+    look_ups: int = 16
+    """Steps that may be looked up at the same time, beside those: most of that is waiting for a store far away."""
     here: bool
     """Whether this machine is the only one that steps run on."""
 
@@ -61,9 +63,30 @@ class Executor(ABC):
     def fits(self, step: Step, running: Collection[Step]) -> bool:
         """Whether a step may be ordered now, beside those."""
 
-    @abstractmethod
     def carry_out(self, order: Order) -> Result:
-        """Take a step from the store, or do it; returns when it is done.
+        """Take a step from the store, or do it.
+
+        Raises:
+            EnginesmithError: it failed.
+        """
+        found = self.known(order)
+        return self.do(order) if found is None else Result(found, cached=True)
+
+    @abstractmethod
+    def known(self, order: Order) -> Artifact | None:
+        """What the store has of a step.
+
+        Raises:
+            StoreError: it refuses to tell, or was away for too long.
+        """
+
+    def bears_look_ups(self, running: Collection[Step]) -> bool:
+        """Whether these steps are not disturbed by others being looked up."""
+        return True
+
+    @abstractmethod
+    def do(self, order: Order) -> Result:
+        """Do a step that is not known; returns when it is done.
 
         Raises:
             EnginesmithError: it failed; what the executor could mend itself, as a node that was lost, is no failure.
@@ -71,7 +94,7 @@ class Executor(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """End what is running now; threads in :meth:`carry_out` come back with an error."""
+        """End what is running now; threads in :meth:`known` and :meth:`do` come back with an error."""
 
     @abstractmethod
     def close(self) -> None:

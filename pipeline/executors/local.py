@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from enginesmith.pipeline import workers
+from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import cuda
 from enginesmith.pipeline.errors import BuilderFailed, StepError, StepKilled
 from enginesmith.pipeline.executors.base import Executor, Job, Order, Result
@@ -40,6 +41,8 @@ class LocalExecutor(Executor):
     def __init__(self, store: Store, jobs: int, gpus: Gpus | None = None) -> None:
         self._store, self._jobs, self._gpus = store, jobs, gpus or Gpus.here()
         self.slots = jobs + (self._gpus.count if self._gpus.several else 0)
+        if "://" not in store.address:
+            self.look_ups = 1  # faster there: Python's threads would wait for each other at every turn
         cores = sorted(os.sched_getaffinity(0))
         self._shares: queue.SimpleQueue[frozenset[int]] = queue.SimpleQueue()
         """Cores for each of several steps: thread pools that share cores would spin against each other."""
@@ -50,8 +53,6 @@ class LocalExecutor(Executor):
         """Processes that did a cheap step, and can do the next one."""
         self._at_work = 0
         self._looked, self._has_room = -math.inf, True
-        self._looking_up = contextlib.nullcontext() if "://" in store.address else threading.Lock()
-        """In a folder, one at a time is faster: Python's threads would wait for each other at every turn."""
         self._lock = threading.Lock()
         self._stopped = False
 
@@ -87,12 +88,17 @@ class LocalExecutor(Executor):
         on_their_own = all(task.gpus == "one" for task in measuring)
         return self._gpus.several and on_their_own and "all" not in gpus and len(gpus) <= self._gpus.count
 
-    def carry_out(self, order: Order) -> Result:
-        """Look it up, else do it in a worker; one that was killed from outside is started once more."""
+    def bears_look_ups(self, running: Collection[Step]) -> bool:
+        """A measurement bears them only where there is one beside builds, too."""
+        return self._gpus.several or not any(step.task.exclusive for step in running)
+
+    def known(self, order: Order) -> Artifact | None:
+        """Only the store is asked: who made it does not matter."""
+        return Job(order.step, order.inputs, self._store).found()
+
+    def do(self, order: Order) -> Result:
+        """Do it in a worker; one that was killed from outside is started once more."""
         job = Job(order.step, order.inputs, self._store)
-        with self._looking_up:
-            if found := job.found():
-                return Result(found, cached=True)
         order.started()
         try:
             return Result(job.make(functools.partial(self._work, order)), cached=False)

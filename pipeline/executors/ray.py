@@ -63,10 +63,8 @@ class RayExecutor(Executor):
         """Whether there is work for the nodes to be had: where each runs what, and when, is Ray's matter."""
         return self._seats.room(step, running)
 
-    def carry_out(self, order: Order) -> Result:
-        """Look it up, else have a node do it; again where Ray lost it, or the disk there was full."""
-        if (known := self._known(order)) is not None:
-            return Result(known, cached=True)
+    def do(self, order: Order) -> Result:
+        """Have a node do it; again where Ray lost it, or the disk there was full."""
         notes: list[str] = []
         log = b""
         with self._dispatch.under_way(order):
@@ -91,7 +89,7 @@ class RayExecutor(Executor):
         """Leave the cluster, which goes on."""
         self._held.close()
 
-    def _known(self, order: Order) -> Artifact | None:
+    def known(self, order: Order) -> Artifact | None:
         """What the store has of it; what depends on the machine is looked for as nodes of the place would make it."""
         step, mine = order.step, Job(order.step, order.inputs, self._store)
         if step.place is None and not step.task.bound:

@@ -4,7 +4,8 @@ import errno
 import os
 import socket
 import time
-from threading import Timer
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Timer
 from typing import Any
 
 import pytest
@@ -110,7 +111,8 @@ def test_waits_grow_and_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     retries = Retries(PLACE, said.append, first_seconds=0.001, longest_seconds=0.004)
     waits: list[float] = []
-    monkeypatch.setattr(retries.stopped, "wait", waits.append)
+    really = retries.stopped.wait
+    monkeypatch.setattr(retries.stopped, "wait", lambda seconds: (waits.append(seconds), really(seconds)))
     assert retries(failing(6)) == "here"
     assert len(waits) == 6
     assert all(0.5 * whole <= wait <= 1.5 * whole for wait, whole in zip(waits, (1e-3, 2e-3, *[4e-3] * 4), strict=True))
@@ -118,6 +120,35 @@ def test_waits_grow_and_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(said) == 7
     assert said[0].startswith(f"{PLACE} cannot be reached (down); trying again in ")
     assert said[-1] == f"{PLACE} is reachable again"
+
+
+def test_an_outage_that_many_calls_see_is_told_once() -> None:
+    said: list[str] = []
+    retries, together = Retries(PLACE, said.append, first_seconds=0.1), Barrier(8)
+    works = [failing(1) for _ in range(8)]
+
+    def work(number: int) -> Any:
+        if not works[number].calls:
+            together.wait()
+        return works[number]()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda number: retries(work, number), range(8))) == ["here"] * 8
+    assert len(said) == 2
+    assert said[-1] == f"{PLACE} is reachable again"
+
+
+def test_an_answer_that_there_is_no_such_file_is_one() -> None:
+    said: list[str] = []
+    retries = Retries(PLACE, said.append, first_seconds=0.001)
+    errors: list[Exception] = [FileNotFoundError("no such key"), ConnectionError("down")]
+
+    def work() -> None:
+        raise errors.pop()
+
+    with pytest.raises(FileNotFoundError):
+        retries(work)
+    assert said[1:] == [f"{PLACE} is reachable again"]
 
 
 def test_it_ends_at_some_time_and_then_asks_once_only() -> None:

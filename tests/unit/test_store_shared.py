@@ -12,8 +12,9 @@ from typing import Any
 import fsspec
 import pytest
 
-from enginesmith.pipeline.artifact import Artifact, HistoryEntry
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry, json_digest
 from enginesmith.pipeline.errors import MissingCapability, StoreError, UsageError
+from enginesmith.pipeline.shared_reads import MOST_CANDIDATES
 from enginesmith.pipeline.shared_store import SharedStore
 from enginesmith.pipeline.store import Store
 from enginesmith.pipeline.stored_entry import MANIFEST, sealed, unsealed
@@ -45,6 +46,12 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> Machin
         return Store(url, **options)
 
     return open_store
+
+
+@pytest.fixture(autouse=True)
+def hardly_anything_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of what is put here has its files beside the manifest, as large entries have."""
+    monkeypatch.setattr("enginesmith.pipeline.shared_store._SMALL_BYTES", 5)
 
 
 def remote(url: str) -> Any:
@@ -102,7 +109,88 @@ def test_nothing_of_this_machine_is_told(machine: Machine, url: str, tmp_path: P
         assert os.uname().nodename not in content
     found = unsealed(system.cat_file(f"{root}/objects/ab/{KEY}/{MANIFEST}"))
     assert found is not None
+    assert found.contents == {}
     assert {file.inode for file in found.files.values()} == {None}
+
+
+def test_a_small_entry_is_its_manifest(machine: Machine, url: str) -> None:
+    made = put(machine("one"), content=b"\xff\0")
+    path = f"objects/ab/{KEY}/{MANIFEST}"
+    assert below(url) == [path]
+    two = machine("two", tell=pytest.fail)
+    found = two.get(KEY)
+    assert found is not None
+    assert found.path.read_bytes() == b"\xff\0"
+    assert (found.folder / "sub" / "weights[0]").read_bytes() == b"w"
+    assert found.model_copy(update={"path": made.path}) == made
+    there = unsealed((found.folder / MANIFEST).read_bytes())
+    assert there is not None
+    assert there.contents == {}
+    put(machine("three"), content=b"\xff\0")
+    assert machine("four").verify() == []
+    system, root = remote(url)
+    manifest = unsealed(system.cat_file(f"{root}/{path}"))
+    assert manifest is not None
+    other = manifest.model_copy(update={"contents": {**manifest.contents, "model.onnx": b"other"}})
+    system.pipe_file(f"{root}/{path}", sealed(other))
+    said: list[str] = []
+    assert machine("five", tell=said.append).get(KEY) is None
+    assert "damaged; it is made again" in said[0]
+    assert below(url) == []
+
+
+def test_a_known_step_takes_two_requests_and_an_unknown_one_takes_one(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(machine("one"), content=b"gr")
+    two = machine("two")
+    assert two.get(OTHER) is None  # it knows the store
+    assert two._shared is not None
+    asked: list[str] = []
+
+    def counted(work: Any, *arguments: Any, **options: Any) -> Any:
+        asked.append(work.__name__)
+        return work(*arguments, **options)
+
+    monkeypatch.setattr(two._shared, "retries", counted)
+    assert next(two.reads("x").known(), None) is not None
+    assert two.get(KEY) is not None
+    assert asked == ["cat_file", "cat_file"]
+    assert next(two.reads("y").known(), None) is None
+    assert asked[2:] == ["cat_file"]
+
+
+def test_lists_of_several_projects_are_kept_the_newest_first(
+    machine: Machine, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(name: str, machine_name: str) -> str:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.bin").write_text(name)
+        monkeypatch.chdir(folder)
+        store = machine(machine_name)
+        found = store.reads("x").remember([folder / f"{name}.bin"], {})
+        with store.workspace() as work:
+            (work / "a").write_text(name)
+            key = json_digest(name)
+            store.publish(key, work, kind="onnx", file="a", signature=None, history=HISTORY, read=found)
+        return found.path
+
+    names = [f"project{number}" for number in range(MOST_CANDIDATES + 2)]
+    for name in names:
+        read(name, "one")
+    read(names[-2], "two")
+    (path,) = below(url, "reads")
+    system, root = remote(url)
+    listed = json.loads(system.cat_file(f"{root}/{path}"))["candidates"]
+    order = [names[-2], names[-1], *names[-3:1:-1]]
+    assert [one["files"] for one in listed] == [[f"{{project}}/{name}.bin"] for name in order]
+    monkeypatch.chdir(tmp_path / names[5])
+    assert [list(one.files) for one in machine("three").reads("x").known()] == [[f"{{project}}/{names[5]}.bin"]]
+    system.pipe_file(f"{root}/{path}", b"{")
+    assert list(machine("four").reads("x").known()) == []
+    read(names[0], "five")
+    assert next(machine("six").reads("x").known(), None) is not None
 
 
 def test_what_is_there_is_not_uploaded_again(machine: Machine, url: str) -> None:
@@ -358,6 +446,8 @@ def test_prune_by_age_goes_by_the_last_use(machine: Machine, url: str, monkeypat
     assert abs(manifest.used - time.time()) < 60
     old = sealed(manifest.model_copy(update={"used": manifest.used - 9 * DAY}))
     system.pipe_file(f"{root}/objects/ab/{KEY}/{MANIFEST}", old)
+    read = json.loads(system.cat_file(f"{root}/reads/x.json"))
+    system.pipe_file(f"{root}/reads/x.json", json.dumps({**read, "used": read["used"] - 9 * DAY}).encode())
     _aged(url, monkeypatch, {KEY: 9 * DAY, "reads": 9 * DAY})
     written: list[str] = []
     write = SharedStore._write
@@ -367,7 +457,7 @@ def test_prune_by_age_goes_by_the_last_use(machine: Machine, url: str, monkeypat
     assert two.get(KEY) is not None
     assert two.get(OTHER) is not None
     assert [path.rpartition("/")[2] for path in written if KEY in path or OTHER in path] == [MANIFEST]  # the old one
-    assert any("/reads/" in path for path in written)
+    assert "reads/x.json" in written
     assert [entry.key for entry in one.prune(max_age_seconds=5 * DAY)] == [KEY]
     assert below(url, "reads") == []
 

@@ -1,0 +1,140 @@
+"""The order in which steps are looked up and done."""
+
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.errors import StepError
+from enginesmith.pipeline.executors.base import Executor, Order, Result
+from enginesmith.pipeline.executors.gpus import Gpus
+from enginesmith.pipeline.executors.local import LocalExecutor
+from enginesmith.pipeline.passes.base import Progress
+from enginesmith.pipeline.runner import Event, Outcome, Runner
+from enginesmith.pipeline.steps import Place, Step
+from enginesmith.pipeline.store import Store
+from enginesmith.pipeline.tasks.base import Inputs, Task
+
+
+class Idle(Task):
+    title: ClassVar[str] = "idle"
+    produces: ClassVar[Kind] = "record"
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        raise AssertionError
+
+
+class Alone(Idle):
+    exclusive: ClassVar[bool] = True
+
+
+class Desk(Executor):
+    """Knows steps whose names begin with ``known``; notes what goes on at the same time."""
+
+    here = True
+    slots = 1
+    look_ups = 4
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.at_once: list[tuple[str, ...]] = []
+        self.together = threading.Barrier(1)
+        self._now: list[str] = []
+        self._lock = threading.Lock()
+
+    def lacking(self, place: Place) -> str:
+        return ""
+
+    def fits(self, step: Step, running: Collection[Step]) -> bool:
+        return True
+
+    def bears_look_ups(self, running: Collection[Step]) -> bool:
+        return not any(step.task.exclusive for step in running)
+
+    def known(self, order: Order) -> Artifact | None:
+        self._go_on(f"? {order.step.id}")
+        return artifact() if order.step.id.startswith("known") else None
+
+    def do(self, order: Order) -> Result:
+        self._go_on(order.step.id)
+        if order.step.id.startswith("bad"):
+            raise StepError("it is bad")
+        return Result(artifact(), cached=False)
+
+    def _go_on(self, what: str) -> None:
+        with self._lock:
+            self._now.append(what)
+            self.asked.append(what)
+            self.at_once.append(tuple(self._now))
+        if what.startswith("?"):
+            self.together.wait(10)
+        time.sleep(0.002)
+        with self._lock:
+            self._now.remove(what)
+
+    def stop(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def artifact() -> Artifact:
+    return Artifact(kind="record", path=Path("x"), sha256="", bytes=0, signature=None, history=())
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def run(desk: Desk, *steps: Step, events: list[Event] | None = None) -> dict[str, Outcome]:
+    told = events if events is not None else []
+    return Runner(desk, lambda step: Path(step.id), listener=told.append).run(steps)
+
+
+def test_more_steps_are_looked_up_at_a_time_than_done(desk: Desk) -> None:
+    desk.together = threading.Barrier(desk.look_ups)
+    events: list[Event] = []
+    outcomes = run(desk, *(Step(f"{word}{n}", Idle()) for word in ("known", "new") for n in range(4)), events=events)
+    assert [outcomes[name].cached for name in ("known0", "known3", "new0", "new3")] == [True, True, False, False]
+    assert max(sum(name.startswith("?") for name in names) for names in desk.at_once) == desk.look_ups
+    assert max(sum(name[0] != "?" for name in names) for names in desk.at_once) == desk.slots
+    assert sorted(event.step.id for event in events if event.kind == "finished") == sorted(outcomes)
+
+
+def test_a_measurement_is_not_disturbed_by_look_ups(desk: Desk) -> None:
+    steps = [
+        Step(f"new{n}", Alone() if n % 3 == 0 else Idle(), {"x": f"new{n - 2}"} if n > 1 else {}) for n in range(12)
+    ]
+    outcomes = run(desk, *steps)
+    assert all(outcome.good for outcome in outcomes.values())
+    alone = {step.id for step in steps if step.task.exclusive}
+    assert all(len(names) == 1 for names in desk.at_once if alone & set(names))
+
+
+def test_where_one_gpu_measures_and_others_build_there_are_look_ups(tmp_path: Path) -> None:
+    measuring = Step("measure", Alone())
+    for gpus, bears in ((1, False), (2, True)):
+        assert LocalExecutor(Store(tmp_path), 2, Gpus(gpus)).bears_look_ups([measuring]) == bears
+    assert LocalExecutor(Store(tmp_path), 2, Gpus(1)).bears_look_ups([Step("export", Idle())])
+
+
+def test_a_store_far_away_is_asked_for_many_steps_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINESMITH_CACHE", str(tmp_path))
+    assert LocalExecutor(Store("memory://team"), 1).look_ups > 8
+    assert LocalExecutor(Store(tmp_path / "store"), 4).look_ups == 1
+
+
+def test_what_is_looked_up_when_all_is_given_up_is_skipped(desk: Desk) -> None:
+    events: list[Event] = []
+    later = [Step(f"{word}{n}", Idle()) for word in ("known", "new") for n in range(8)]
+    outcomes = run(desk, Step("bad", Idle(), vital=True), *later, events=events)
+    assert outcomes["bad"].status == "failed"
+    assert {outcome.status for outcome in outcomes.values()} <= {"failed", "done", "skipped"}
+    assert outcomes.keys() == {"bad", *(step.id for step in later)}
+    ended = [event.outcome for event in events if event.outcome]
+    assert [outcomes[outcome.step] for outcome in ended] == ended
+    assert {outcome.reason for outcome in outcomes.values() if outcome.status == "skipped"} == {"it is bad"}
