@@ -89,6 +89,10 @@ class LocalExecutor(Executor):
 
     def carry_out(self, order: Order) -> Result:
         """Look it up, else do it in a worker; one that was killed from outside is started once more."""
+        with order.with_notes() as noted:
+            return self._carried_out(noted)
+
+    def _carried_out(self, order: Order) -> Result:
         job = Job(order.step, order.inputs, self._store)
         with self._looking_up:
             if found := job.found():
