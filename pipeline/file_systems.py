@@ -1,5 +1,6 @@
 """What reads and writes at a URL: the file systems of fsspec, opened so that nothing stale is remembered."""
 
+import difflib
 import inspect
 from typing import Any
 
@@ -21,6 +22,7 @@ def opened(url: str) -> tuple[Any, str]:
     Raises:
         UsageError: no file system has that protocol.
         MissingCapability: the package for it is not installed.
+        Exception: what the file system's library raises, where it connects to a service now and that fails.
     """
     protocol = url.partition("://")[0]
     try:
@@ -34,9 +36,11 @@ def opened(url: str) -> tuple[Any, str]:
             f"pip install '{package}'" if package else "install it with pip, in the environment of enginesmith",
         ) from error
     except ValueError as error:
+        near = difflib.get_close_matches(protocol, fsspec.available_protocols(), n=1, cutoff=0.5)
         raise UsageError(
             f"{url} cannot be a store: {' '.join(str(error).split())}",
-            "file://, s3:// and gs:// are among the protocols that can; others: "
+            (f"did you mean {near[0]}://? " if near else "")
+            + "file://, s3:// and gs:// are among the protocols that can; others: "
             "https://filesystem-spec.readthedocs.io/en/latest/api.html#implementations",
         ) from error
     return system, root.rstrip("/")

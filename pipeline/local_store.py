@@ -29,16 +29,17 @@ from enginesmith.pipeline.stored_file import as_it_was
 class LocalStore:
     """A folder of entries by key; several processes may use one at the same time."""
 
-    def __init__(self, root: Path) -> None:
-        """Open the folder, making it if needed.
+    def __init__(self, root: Path, *, make: bool = True) -> None:
+        """Open the folder, making it if needed; or if not to ``make``, with the first thing that is put there.
 
         Raises:
             StoreError: it cannot be made or written.
         """
         self.root = root
-        with storage_errors(f"the store {root}"):
-            for name in ("objects", "reads", "begun", "tmp"):
-                (root / name).mkdir(parents=True, exist_ok=True)
+        if make:
+            with storage_errors(f"the store {root}"):
+                for name in ("objects", "reads", "begun", "tmp"):
+                    (root / name).mkdir(parents=True, exist_ok=True)
         self.remove_abandoned()
 
     def folder(self, key: str) -> Path:
@@ -69,7 +70,7 @@ class LocalStore:
         target = self.folder(key)
         with storage_errors(f"the store {self.root}"):
             (folder / MANIFEST).write_bytes(sealed(manifest))
-            target.parent.mkdir(exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
             self._move(folder, target, replace)
         return _read(target) or manifest
 
@@ -82,7 +83,7 @@ class LocalStore:
         """
         folder = self.root / "tmp" / _own_name()
         with storage_errors(f"the store {self.root}"):
-            folder.mkdir()
+            folder.mkdir(parents=True)
         try:
             yield folder
         finally:
@@ -143,7 +144,7 @@ class LocalStore:
 
     def remove_abandoned(self) -> None:
         """Remove the workspaces of processes of this machine that are gone."""
-        for folder in (self.root / "tmp").iterdir():
+        for folder in self.root.glob("tmp/*"):
             owner, _, host = folder.name.rpartition("-")[0].partition("@")
             if host == platform.node() and not Path("/proc", owner).exists():
                 shutil.rmtree(folder, ignore_errors=True)

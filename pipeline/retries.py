@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from enginesmith.pipeline.errors import EnginesmithError, StoreError
+from enginesmith.pipeline.storage import translated
 from enginesmith.pipeline.store_address import credentials_of
 
 P = ParamSpec("P")
@@ -31,6 +32,8 @@ _TRANSIENT_NAMES = {
     *("TransportError", "RetryError", "ServiceRequestError", "ServiceResponseError", "SSHException", "EOFError"),
 }
 """Classes that libraries of services have for a connection that was not made or was lost, and that are no OSError."""
+_NO_SUCH_TLS = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
+"""In messages of OpenSSL: whom nobody vouches for, and who speaks no TLS, as at https:// for a server of http://."""
 _TRANSIENT_STATUSES = {408, 409, 425, 429, *range(500, 600)} - {501, 505, 507}
 
 
@@ -118,7 +121,7 @@ def is_transient(error: BaseException) -> bool:
     status = _status(error)
     if status is not None:
         return status in _TRANSIENT_STATUSES
-    if "CERTIFICATE_VERIFY_FAILED" in str(error) or isinstance(error, PermissionError):
+    if any(words in str(error) for words in _NO_SUCH_TLS) or isinstance(error, PermissionError):
         return False
     if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)):
         return True
@@ -130,18 +133,23 @@ def is_transient(error: BaseException) -> bool:
 def refusal(error: BaseException, place: str) -> StoreError:
     """The message for an error that trying again does not mend."""
     number = error.errno if isinstance(error, OSError) else None
-    names = {kind.__name__ for kind in type(error).__mro__}
-    status = _status(error)
-    if isinstance(error, PermissionError) or status in (401, 403) or any("Credential" in name for name in names):
-        protocol = place.rpartition("://")[0].rpartition(" ")[2]
-        return StoreError(
-            f"{place} refuses access: {_brief(error)}",
-            f"check the rights, and the credentials in the environment: {credentials_of(protocol)}",
-        )
     if number in (errno.ENOSPC, errno.EDQUOT):
         return StoreError(
             f"{place}, or this machine's cache of it: no space left",
             "free some space (`enginesmith cache prune --local --max-size 5GiB` on this machine)",
+        )
+    protocol = place.rpartition("://")[0].rpartition(" ")[2]
+    if protocol == "file" and isinstance(error, OSError):
+        return translated(error, place)
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if (
+        isinstance(error, PermissionError)
+        or _status(error) in (401, 403)
+        or any("Credential" in name for name in names)
+    ):
+        return StoreError(
+            f"{place} refuses access: {_brief(error)}",
+            f"check the rights, and the credentials in the environment: {credentials_of(protocol)}",
         )
     return StoreError(f"{place}: {_brief(error)}", "check the address, and what the service says about the request")
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from enginesmith.pipeline import telling
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import EnginesmithError, StepTimeout
 from enginesmith.pipeline.executors.base import Executor, Order, Result
@@ -143,7 +144,8 @@ class Runner:
         return self._tried(self.executor.do, step, inputs)
 
     def _look_up(self, order: Order) -> Result | None:
-        found = self.executor.known(order)
+        with telling.told_to(order.note):
+            found = self.executor.known(order)
         return Result(found, cached=True) if found is not None else None
 
     def _tried(self, work: Callable[[Order], Result | None], step: Step, inputs: Outcomes) -> Outcome | None:

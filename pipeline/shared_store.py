@@ -14,6 +14,7 @@ and a small entry's files are in its manifest.
 """
 
 import contextlib
+import contextvars
 import datetime
 import json
 import shutil
@@ -26,7 +27,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from enginesmith.pipeline import file_systems
-from enginesmith.pipeline.errors import StoreError
+from enginesmith.pipeline.errors import StoreError, UsageError
 from enginesmith.pipeline.retries import Retries
 from enginesmith.pipeline.storage import storage_errors
 from enginesmith.pipeline.stored_entry import MANIFEST, Manifest, sealed, unsealed
@@ -50,15 +51,16 @@ class SharedStore:
     """Entries at a URL; safe for any number of processes and threads."""
 
     def __init__(self, url: str, tell: Callable[[str], None]) -> None:
-        """Find out how the URL is read; nothing is asked of the service yet.
+        """Find out how the URL is read; of most services nothing is asked yet.
 
         Raises:
             UsageError: no file system has that protocol.
             MissingCapability: the package for it is not installed.
+            StoreError: a service that has to be connected to, as sftp, refuses it, or was away for too long.
         """
         self.url = url
         self.retries = Retries(f"the store {url}", tell)
-        self.system, self.root = file_systems.opened(url)
+        self.system, self.root = self.retries(file_systems.opened, url)
         self._at_once = file_systems.in_one_request(self.system)
         self._has_folders = url.partition("://")[0] not in _WITHOUT_FOLDERS
         self._damaged: set[str] = set()
@@ -114,7 +116,7 @@ class SharedStore:
         Raises:
             StoreError: the service refuses it, or was away for too long.
         """
-        self._make_sure()
+        self.make_sure()
         upload, contents = uuid.uuid4().hex, {}
         if manifest.bytes <= _SMALL_BYTES:
             with storage_errors(f"the folder {folder}"):
@@ -128,7 +130,7 @@ class SharedStore:
 
     def read(self, place: str) -> bytes | None:
         """A small file by its path below the root; None where there is none."""
-        self._make_sure()
+        self.make_sure()
         try:
             return self._read(place)
         except FileNotFoundError:
@@ -136,7 +138,7 @@ class SharedStore:
 
     def write(self, place: str, content: bytes) -> None:
         """Write a small file at once; a mounted folder gets it under another name first: others may read it then."""
-        self._make_sure()
+        self.make_sure()
         self._write(place, content)
 
     def remove(self, key: str) -> None:
@@ -179,8 +181,11 @@ class SharedStore:
         items = list(items)
         if len(items) < 2 or not self.system.async_impl:
             return [work(item) for item in items]
+        contexts = [
+            contextvars.copy_context() for _ in items
+        ]  # what is told there is told to whom this thread tells it
         with ThreadPoolExecutor(min(_AT_ONCE, len(items))) as pool:
-            return list(pool.map(work, items))
+            return list(pool.map(lambda context, item: context.run(work, item), contexts, items))
 
     def _brought(self, key: str, manifest: Manifest, folder: Path) -> dict[str, StoredFile] | None:
         """Bring them here; None where a file is not there, or has other bytes the second time, too."""
@@ -242,11 +247,12 @@ class SharedStore:
         if self._has_folders:
             self.retries(self.system.makedirs, path.rpartition("/")[0], exist_ok=True)
 
-    def _make_sure(self) -> None:
+    def make_sure(self) -> None:
         """Before anything else: that this is a store, which a new one is made to be.
 
         Raises:
-            StoreError: the bucket is not there, or it is a store of another version.
+            UsageError: the bucket is not there, or the folder cannot be.
+            StoreError: it is a store of another version.
         """
         with self._lock:
             if self._known:
@@ -257,7 +263,12 @@ class SharedStore:
                 except FileNotFoundError:
                     self._write(_MARK, json.dumps({"schema": _SCHEMA}).encode() + b"\n")
             except FileNotFoundError as error:
-                raise StoreError(
+                if self._has_folders:
+                    raise UsageError(
+                        f"{self.retries.place}: no folder can be made there ({error})",
+                        "name one that can be written to",
+                    ) from error
+                raise UsageError(
                     f"{self.retries.place}: there is no such bucket ({error})", "check the address, or make the bucket"
                 ) from error
             self._known = True
@@ -266,12 +277,12 @@ class SharedStore:
         """Insist that there is a store already, which looking after it is not to make.
 
         Raises:
-            StoreError: there is none.
+            UsageError: there is none.
         """
         try:
             self._hold_schema(self._read(_MARK))
         except FileNotFoundError as error:
-            raise StoreError(f"{self.retries.place}: there is no store", "check the address") from error
+            raise UsageError(f"{self.retries.place}: there is no store", "check the address") from error
 
     def _hold_schema(self, content: bytes) -> None:
         with contextlib.suppress(ValueError, LookupError, TypeError):

@@ -27,6 +27,7 @@ def translated(error: OSError, place: str) -> StoreError:
         errno.ENOSPC: "free some space (`enginesmith cache prune --local --max-size 5GiB`) or choose another disk",
         errno.EDQUOT: "free some space (`enginesmith cache prune --local --max-size 5GiB`) or choose another disk",
         errno.EACCES: "choose a folder that you may write to",
+        errno.EPERM: "choose a folder that you may write to",
         errno.EROFS: "choose a folder that you may write to",
     }
     if error.errno == errno.EEXIST:

@@ -9,12 +9,11 @@ kept in a folder here, which works as a store by itself does: what is there is n
 """
 
 import contextlib
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from enginesmith.pipeline import shared_reads, shared_upkeep, store_address
+from enginesmith.pipeline import shared_reads, shared_upkeep, store_address, telling
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, files_below, write_whole
 from enginesmith.pipeline.errors import StoreError
 from enginesmith.pipeline.local_store import LocalStore
@@ -25,30 +24,36 @@ from enginesmith.pipeline.stored_entry import Entry, Manifest
 from enginesmith.pipeline.stored_file import stored_file
 from enginesmith.pipeline.tensors import Signature
 
-_log = logging.getLogger(__name__)
-
 
 class Store:
     """Artifacts by key; several processes, and of a shared store several machines, may use one at the same time."""
 
     def __init__(
-        self, place: Path | str | None = None, *, reuse: bool = True, tell: Callable[[str], None] = _log.warning
+        self,
+        place: Path | str | None = None,
+        *,
+        reuse: bool = True,
+        make: bool = True,
+        tell: Callable[[str], None] = telling.tell,
     ) -> None:
-        """Open a folder or URL, by default the one of :func:`default_root`; a folder is made if needed.
+        """Open a folder or URL, by default the one of :func:`default_root`; it is made if need be, and if ``make``.
 
         With ``reuse`` false only what this object published is found. ``tell`` takes news for people: a shared store
-        that cannot be reached, say.
+        that cannot be reached, say. A shared store is asked for now where this machine has nothing of it: what is wrong
+        with the address then leaves nothing behind. Otherwise not before it is needed.
 
         Raises:
-            UsageError: a URL that cannot be a store.
+            UsageError: a URL that cannot be a store, or where none can be made.
             MissingCapability: the package for its protocol is not installed.
-            StoreError: the folder cannot be made or written.
+            StoreError: the folder cannot be made or written; the shared store refuses it, or was away for too long.
         """
         found = store_address.default_address() if place is None else store_address.address(place)
         self.address = found.text
         """What opens the same store on another machine."""
-        self._local = LocalStore(found.folder)
         self._shared = SharedStore(found.url, tell) if found.url else None
+        if self._shared is not None and make and not found.folder.exists():
+            self._shared.make_sure()
+        self._local = LocalStore(found.folder, make=make)
         self._reuse = reuse
         self._published: set[str] = set()
         self._unshared = self._left_unshared()

@@ -44,7 +44,8 @@ def address(place: Path | str) -> Address:
         return Address(url, _cache_of(url), url)
     path = Path(place)
     if path.parts and path.parts[0].endswith(":"):
-        raise UsageError(f"{path} looks like a URL that lost a slash", "give it as text, as s3://bucket/folder")
+        meant = f"{path.parts[0]}//{'/'.join(path.parts[1:])}"
+        raise UsageError(f"{path} looks like a URL that lost a slash", f"did you mean {meant}? Give it as text")
     folder = path.expanduser().absolute()
     return Address(str(folder), folder)
 
@@ -71,6 +72,8 @@ def _url(text: str) -> str:
         raise UsageError(f"{text} is no place for a store", "name one as s3://bucket/folder")
     if protocol in _READ_ONLY:
         raise UsageError(f"{text} cannot be written to", "name a place that can, as s3://bucket/folder")
+    if protocol == "local":  # another name of it
+        protocol = "file"
     if protocol == "file" and not rest.startswith(("/", "~")):
         raise UsageError(f"{text} would be another folder wherever it is used", f"did you mean file:///{rest}?")
     if protocol == "file":

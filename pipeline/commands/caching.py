@@ -80,5 +80,5 @@ def _opened(store: str | None, local: bool) -> "Store":
     from enginesmith.pipeline.store_address import address, default_address
 
     if not local:
-        return Store(store)
-    return Store((address(store) if store else default_address()).folder)
+        return Store(store, make=False)
+    return Store((address(store) if store else default_address()).folder, make=False)

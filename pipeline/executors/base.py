@@ -5,16 +5,18 @@ import functools
 import hashlib
 import importlib.metadata
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from enginesmith.pipeline import telling
 from enginesmith.pipeline.anchors import OWN_FOLDERS, anchored
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, file_digest, files_below, json_digest
 from enginesmith.pipeline.reads import ReadRecord
 from enginesmith.pipeline.steps import Place, Step
+from enginesmith.pipeline.storage import storage_errors
 from enginesmith.pipeline.store import Store
 from enginesmith.pipeline.tasks.base import Done, ResumableTask
 
@@ -35,6 +37,31 @@ class Order:
     timeout_seconds: float | None = None
     note: Callable[[str], None] = lambda text: None
     """Takes what happened to it and people should know, as a node that was lost."""
+
+    @contextlib.contextmanager
+    def with_notes(self) -> Iterator[Self]:
+        """The same, for the thread that carries it out: its notes, and what the store tells it, also go to its log.
+
+        They stand at the top of it when this block ends.
+
+        Raises:
+            StoreError: the log cannot be written.
+        """
+        notes: list[str] = []
+
+        def note(text: str) -> None:
+            notes.append(text)
+            self.note(text)
+
+        try:
+            with telling.told_to(note):
+                yield replace(self, note=note)
+        finally:
+            if notes:
+                with storage_errors(f"the logs in {self.log.parent}"):
+                    self.log.parent.mkdir(parents=True, exist_ok=True)
+                    log = self.log.read_bytes() if self.log.is_file() else b""
+                    self.log.write_bytes("".join(f"--- {note}\n" for note in notes).encode() + log)
 
 
 @dataclass(frozen=True)

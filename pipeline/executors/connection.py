@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -14,6 +15,8 @@ from enginesmith.pipeline.errors import MissingCapability, UsageError
 
 AUTO = "auto"
 _CLIENT = "ray://"
+_ADDRESS = re.compile(rf"{AUTO}|({_CLIENT})?([^\s/:]+|\[[^\s/]+\]):[0-9]{{1,5}}")
+"""Ray itself takes others: ``local`` would start a cluster."""
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_RUNTIME_ENV_IGNORE_GITIGNORE": "1", "RAY_TQDM_PATCH_PRINT": "0"}
 """No telemetry; and what a .gitignore names travels all the same: weights are often in there."""
 _REACH_SECONDS = 5.0
@@ -42,6 +45,11 @@ def connect(address: str, modules: Sequence[str]) -> None:
         MissingCapability: the package or the cluster is not there, or is of another version.
         UsageError: the address is none, or this process is connected already.
     """
+    if not _ADDRESS.fullmatch(address):
+        raise UsageError(
+            f"{address!r} is no address of a Ray cluster",
+            "auto is the one that this machine is a node of; HEAD:6379 names it; any other machine has ray://HEAD:10001",
+        )
     package = ray()
     if package.is_initialized():
         raise UsageError("this process is connected to a Ray cluster already", "call ray.shutdown() before")

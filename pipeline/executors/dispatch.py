@@ -54,12 +54,8 @@ class Dispatch:
         self._watcher.join()
 
     def stop(self) -> None:
-        """Have Ray kill what runs, and take back what waits."""
+        """Have those who wait in :meth:`ask` take back what they sent."""
         self.stopped.set()
-        with self._lock:
-            active = list(self._active.values())
-        for errand in active:
-            self._cancel(errand)
 
     @contextlib.contextmanager
     def under_way(self, order: Order) -> Iterator[None]:

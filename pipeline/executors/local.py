@@ -98,6 +98,10 @@ class LocalExecutor(Executor):
 
     def do(self, order: Order) -> Result:
         """Do it in a worker; one that was killed from outside is started once more."""
+        with order.with_notes() as noted:
+            return self._carried_out(noted)
+
+    def _carried_out(self, order: Order) -> Result:
         job = Job(order.step, order.inputs, self._store)
         order.started()
         try:

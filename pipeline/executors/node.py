@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from enginesmith.pipeline import workers
+from enginesmith.pipeline import telling, workers
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import EnginesmithError, SourceError, StoreError
 from enginesmith.pipeline.executors.agreement import Facts, own_facts
@@ -120,17 +120,16 @@ def look_up(request: Request) -> Answer | None:
 def carry_out(request: Request, gpus: tuple[str, ...], report: Reporter) -> Answer:
     """Do a step, or take it from the store; errors are part of the answer."""
     _as_started()
-    _store_tells[:] = [functools.partial(report, "note")]
     besides, instead = request.preloaded
     workers.also_preload(besides)
     workers.preload_only(instead)
     executor = _executor(request.store, request.reuse)
-    with tempfile.TemporaryDirectory(prefix="enginesmith-log-") as folder:
+    started, note = functools.partial(report, "started"), functools.partial(report, "note")
+    with tempfile.TemporaryDirectory(prefix="enginesmith-log-") as folder, telling.told_to(note):
         log = Path(folder, Path(request.log).name)
         try:
             step = _at_home(request)
             inputs = {role: _fetched(executor.store, one) for role, one in request.inputs.items()}
-            started, note = functools.partial(report, "started"), functools.partial(report, "note")
             order = Order(step, inputs, log, started, _seldom(report), request.timeout_seconds, note)
             executor.cores, executor.gpus = request.cores, gpus
             result = executor.carry_out(order)
@@ -161,13 +160,9 @@ class _NodeExecutor(LocalExecutor):
         yield functools.partial(show_only, {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}) if self.gpus else None
 
 
-_store_tells: list[Callable[[str], None]] = []
-"""Who is told what the store has to say: whoever asked last, as a node's process does one thing at a time."""
-
-
 @functools.cache
 def _store(address: str, reuse: bool) -> Store:
-    return Store(address, reuse=reuse, tell=lambda text: _store_tells[0](text) if _store_tells else None)
+    return Store(address, reuse=reuse)
 
 
 def _fetched(store: Store, artifact: Artifact) -> Artifact:

@@ -6,7 +6,7 @@ elsewhere; a step that fails of its own is not.
 
 import contextlib
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from enginesmith.pipeline.artifact import Artifact
@@ -65,14 +65,18 @@ class RayExecutor(Executor):
 
     def do(self, order: Order) -> Result:
         """Have a node do it; again where Ray lost it, or the disk there was full."""
-        notes: list[str] = []
+        with order.with_notes() as noted:
+            return self._carried_out(order, noted.note)
+
+    def _carried_out(self, order: Order, note: Callable[[str], None]) -> Result:
+        """What nodes note is in the log that comes back, and not for ``note``, which writes to the log here."""
         log = b""
         with self._dispatch.under_way(order):
             try:
-                answer = self._answer(order, notes)
+                answer = self._answer(order, note)
                 log = answer.log
             finally:
-                _write_log(order, notes, log)
+                _write_log(order, log)
         if answer.error is not None:
             if isinstance(answer.error, (StepError, BuilderFailed, StoreError, MissingCapability)):
                 answer.error.remedy += f"; it was on {answer.node}"
@@ -106,11 +110,11 @@ class RayExecutor(Executor):
         """An artifact that a node told of, from the store here."""
         return self._store.fetch(made.key, made.sha256).model_copy(update={"history": made.history})
 
-    def _answer(self, order: Order, notes: list[str]) -> node.Answer:
+    def _answer(self, order: Order, note: Callable[[str], None]) -> node.Answer:
         deadline = None if order.timeout_seconds is None else time.monotonic() + order.timeout_seconds
-        attempts = 0
+        losses: list[str] = []
         while True:
-            self._wait_for_node(order, notes)
+            self._wait_for_node(order, note)
             avoided = self._full if self._left(order.step) else ()
             with self._seats.seat(order.step, avoided) as seat:
                 if seat is None:  # the last node was lost just now
@@ -118,19 +122,19 @@ class RayExecutor(Executor):
                 try:
                     where, answer = self._dispatch.ask(order, seat, deadline)
                 except Lost as loss:
-                    attempts += 1
+                    losses.append(str(loss))
                     self._visits.gone(loss.node_id)
-                    if attempts == _ATTEMPTS:
+                    if len(losses) == _ATTEMPTS:
                         raise StepCrashed(
-                            f"it was lost {attempts} times: {'; '.join([*notes, str(loss)])}",
+                            f"it was lost {_ATTEMPTS} times: {'; '.join(losses)}",
                             "see `ray status`, and whether the nodes have the memory for it",
                         ) from loss
-                    _note(order, notes, f"{loss}; it is done once more")
+                    note(f"{loss}; it is done once more")
                     continue
             if answer.full and where not in self._full:
                 self._full.add(where)
                 if self._left(order.step):
-                    _note(order, notes, f"the disk of {answer.node} is full; it is done on another node")
+                    note(f"the disk of {answer.node} is full; it is done on another node")
                     continue
             return answer
 
@@ -138,7 +142,7 @@ class RayExecutor(Executor):
         """Whether there is a node whose disk is not full."""
         return any(one.id not in self._full for one in self._seats.candidates(step.place))
 
-    def _wait_for_node(self, order: Order, notes: list[str]) -> None:
+    def _wait_for_node(self, order: Order, note: Callable[[str], None]) -> None:
         """See that there is a node to be had, or may be again soon."""
         place = order.step.place
         if self._seats.candidates(place):
@@ -147,11 +151,7 @@ class RayExecutor(Executor):
         until = time.monotonic() + (_GRACE_SECONDS if place is None or self._seats.had(place) else 0)
         while time.monotonic() < until:
             if not told:
-                _note(
-                    order,
-                    notes,
-                    f"all nodes that it could run on are gone; waiting {_GRACE_SECONDS:.0f} s for one to come back",
-                )
+                note(f"all nodes that it could run on are gone; waiting {_GRACE_SECONDS:.0f} s for one to come back")
             told = True
             if self._dispatch.stopped.wait(LOOK_SECONDS):
                 raise StepError("it was ended")
@@ -165,12 +165,7 @@ class RayExecutor(Executor):
         raise MissingCapability(why, "`enginesmith resume` goes on once there is one")
 
 
-def _note(order: Order, notes: list[str], text: str) -> None:
-    notes.append(text)
-    order.note(text)
-
-
-def _write_log(order: Order, notes: list[str], log: bytes) -> None:
+def _write_log(order: Order, log: bytes) -> None:
     with storage_errors(f"the logs in {order.log.parent}"):
         order.log.parent.mkdir(parents=True, exist_ok=True)
-        order.log.write_bytes("".join(f"--- {note}\n" for note in notes).encode() + log)
+        order.log.write_bytes(log)

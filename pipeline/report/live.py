@@ -59,9 +59,9 @@ class _Board:
 
 @contextlib.contextmanager
 def watching(quiet: bool = False) -> Iterator[Listener]:
-    """A listener for a runner, for as long as the block lasts."""
+    """A listener for a runner, for as long as the block lasts; a ``quiet`` one says only what people should know."""
     if quiet:
-        yield lambda event: None
+        yield _say_notes
     elif sys.stderr.isatty():
         with _tree() as listener:
             yield listener
@@ -70,32 +70,37 @@ def watching(quiet: bool = False) -> Iterator[Listener]:
             yield listener
 
 
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _say_notes(event: Event) -> None:
+    if event.kind == "note":
+        _say(f"{event.step.id}: {event.text}")
+
+
 @contextlib.contextmanager
 def _plain_lines() -> Iterator[Listener]:
     board, lock, over = _Board(), threading.Lock(), threading.Event()
-
-    def say(text: str) -> None:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
 
     def listener(event: Event) -> None:
         with lock:
             line = board.take(event)
             if line is None:
                 return
+            _say_notes(event)
             if event.kind == "started":
-                say(f"{event.step.id}: started")
-            elif event.kind == "note":
-                say(f"{event.step.id}: {event.text}")
+                _say(f"{event.step.id}: started")
             elif event.kind == "finished":
-                say(f"{event.step.id}: {_ending(line)}")
+                _say(f"{event.step.id}: {_ending(line)}")
 
     def beat() -> None:
         while not over.wait(_HEARTBEAT_SECONDS):
             with lock:
                 for line in board.lines.values():
                     if line.started is not None and line.ended is None:
-                        say(f"{line.step.id}: still at work after {_elapsed(line)} {line.text}".rstrip())
+                        _say(f"{line.step.id}: still at work after {_elapsed(line)} {line.text}".rstrip())
 
     threading.Thread(target=beat, daemon=True).start()
     try:

@@ -137,7 +137,12 @@ def test_what_happened_to_a_step_is_a_line_of_its_own(capsys: pytest.CaptureFixt
         listener(Event("started", step))
         listener(Event("progress", step, "half of it"))
         listener(Event("note", step, "a node was lost; it is done once more"))
-    assert capsys.readouterr().err.splitlines() == ["load: started", "load: a node was lost; it is done once more"]
+    lost = "load: a node was lost; it is done once more"
+    assert capsys.readouterr().err.splitlines() == ["load: started", lost]
+    with live.watching(quiet=True) as listener:
+        listener(Event("started", step))
+        listener(Event("note", step, "a node was lost; it is done once more"))
+    assert capsys.readouterr().err.splitlines() == [lost]
 
 
 def test_the_tree_shows_text_as_it_is() -> None:

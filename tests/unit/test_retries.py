@@ -69,6 +69,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (OSError(errno.EROFS, "read-only"), False),
         (NoCredentialsError("none"), False),
         (HTTPClientError("SSL: CERTIFICATE_VERIFY_FAILED"), False),
+        (HTTPClientError("[[SSL: WRONG_VERSION_NUMBER] wrong version number"), False),
         (ValueError("what?"), False),
     ],
     ids=repr,
@@ -92,6 +93,14 @@ def test_a_refusal_says_what_to_do(error: Exception, message: str, remedy: str) 
     found = refusal(error, PLACE)
     assert message in found.message
     assert remedy in found.remedy
+
+
+def test_a_mounted_folder_needs_no_credentials() -> None:
+    found = refusal(PermissionError(errno.EPERM, "x"), "the store file:///sys/x")
+    assert (found.message, found.remedy) == (
+        "the store file:///sys/x: operation not permitted",
+        "choose a folder that you may write to",
+    )
 
 
 def failing(times: int, error: Exception | None = None) -> Any:
