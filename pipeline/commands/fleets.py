@@ -46,6 +46,7 @@ def resume(folder: Path, options: dict[str, Any]) -> int:
     """What is missing of a fleet."""
     from enginesmith.pipeline import fleet_job
 
+    folder = _folder(folder)
     with settings_of(options, options["quiet"]) as settings, resumable(folder, options):
         record = fleet_job.resume(folder, settings)
     return _shown(record, folder, options["as_json"])
@@ -60,7 +61,12 @@ def report(folder: Path, output: Path | None, formats: tuple[str, ...]) -> list[
         raise click.UsageError(f"there is no {unknown[0]} report of a fleet; its runs have one each")
     found = records.read(folder)
     chosen = tuple(name for name in files.NAMES if name in formats) or files.REPORTS
-    return files.write(found, output or (folder if folder.is_dir() else folder.parent), chosen)
+    return files.write(found, output or _folder(folder), chosen)
+
+
+def _folder(path: Path) -> Path:
+    """The fleet's folder, of which the document may have been given."""
+    return path if path.is_dir() else path.parent
 
 
 def _shown(record: "FleetRecord", folder: Path, as_json: bool) -> int:
