@@ -169,7 +169,7 @@ class _Work:
         return [self._asked(one) for one in left]
 
     def _asked(self, entry: Entry) -> Asked:
-        return Asked(entry.name, entry.recipe, self._out / RUNS / entry.name, entry.place)
+        return Asked(entry.name, entry.recipe, self._out / RUNS / entry.name, entry.place, self._out)
 
     def record(self) -> FleetRecord:
         """What is known now."""

@@ -37,7 +37,7 @@ def optimize(
 
     choice = fleet_job.Choice(only, changed({}, options), changed_since)
     folder = out or fleet_job.default_out(file)
-    with settings_of(options, options["quiet"]) as settings, resumable(folder, options):
+    with settings_of(options, options["quiet"]) as settings, resumable(folder, settings):
         record = fleet_job.optimize(file, folder, settings, choice)
     return _shown(record, folder, options["as_json"])
 
@@ -47,7 +47,7 @@ def resume(folder: Path, options: dict[str, Any]) -> int:
     from enginesmith.pipeline import fleet_job
 
     folder = _folder(folder)
-    with settings_of(options, options["quiet"]) as settings, resumable(folder, options):
+    with settings_of(options, options["quiet"]) as settings, resumable(folder, settings):
         record = fleet_job.resume(folder, settings)
     return _shown(record, folder, options["as_json"])
 

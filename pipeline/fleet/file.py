@@ -12,6 +12,7 @@ from enginesmith.pipeline import recipe as recipes
 from enginesmith.pipeline.errors import SourceError, UsageError
 from enginesmith.pipeline.fleet.layers import merged
 from enginesmith.pipeline.fleet.naming import Pair, chosen, hold_distinct, hold_name, hold_once, unknown
+from enginesmith.pipeline.fleet.wording import remedy_of
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.steps import Place
 
@@ -115,7 +116,7 @@ class Fleet(_Part):
             recipe = _made(values)
             place = _place(target, recipe)
         except UsageError as error:
-            raise type(error)(f"{pair}: {error.message}", error.remedy) from error
+            raise type(error)(f"{pair}: {error.message}", remedy_of(error)) from error
         return Entry(pair.folder, pair.model, pair.target, recipe, place)
 
 
