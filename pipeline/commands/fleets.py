@@ -54,14 +54,27 @@ def resume(folder: Path, options: dict[str, Any]) -> int:
 
 def report(folder: Path, output: Path | None, formats: tuple[str, ...]) -> list[Path]:
     """The fleet's files, written anew."""
-    from enginesmith.pipeline.fleet import record as records
+    from enginesmith.pipeline.fleet import earlier
     from enginesmith.pipeline.report import fleet as files
 
-    if unknown := [name for name in formats if name not in files.NAMES]:
-        raise click.UsageError(f"there is no {unknown[0]} report of a fleet; its runs have one each")
-    found = records.read(folder)
+    fleet = earlier.opened(folder)
+    found = {one.name: run for one in fleet.record.entries if (run := fleet.run(one))}
     chosen = tuple(name for name in files.NAMES if name in formats) or files.REPORTS
-    return files.write(found, output or _folder(folder), chosen)
+    return files.write(fleet.record, output or fleet.folder, found, chosen)
+
+
+def compare(paths: tuple[Path, ...], any_device: bool, output: Path | None, as_json: bool) -> None:
+    """A fleet beside an earlier one, entry by entry."""
+    from enginesmith.pipeline.fleet import earlier, record
+    from enginesmith.pipeline.report import fleet_markdown
+
+    if len(paths) != 2:
+        raise click.UsageError("fleets are compared two at a time: compare BEFORE AFTER")
+    before, after = map(earlier.opened, paths)
+    found = earlier.beside(before, after, any_device=any_device)
+    if output is not None:
+        record.write_text(output, "\n\n".join(fleet_markdown.since(found, linked=False)) + "\n")
+    shown().show_fleets(found, as_json)
 
 
 def _folder(path: Path) -> Path:

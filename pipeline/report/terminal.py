@@ -58,13 +58,7 @@ def show_fleet(record: FleetRecord, folder: Path, as_json: bool) -> int:
         click.echo(line)
     for name, text in fleet_tables.facts(record).items():
         click.echo(f"{name}: {text}")
-    for line in fleet_tables.last(record):
-        click.echo(f"since the last fleet: {line}")
-    changes = [row for row, _ in fleet_tables.changes(record, certain=True)]
-    if changes:
-        _table(fleet_tables.CHANGES, changes[:_MOST_ROWS])
-        if len(changes) > _MOST_ROWS:
-            click.echo(f"and {len(changes) - _MOST_ROWS} more, in fleet.html")
+    _since_last(record)
     for entries, variants, kind, reason, remedy, log in fleet_tables.told_once(record):
         click.echo(f"{entries}: {'' if variants == 'all' else f'{variants}: '}{kind}: {reason}")
         if remedy != "–":
@@ -73,6 +67,25 @@ def show_fleet(record: FleetRecord, folder: Path, as_json: bool) -> int:
             click.echo(f"  log: {shlex.quote(str(folder / log))}")
     click.echo(f"report: {folder / 'fleet.html'}")
     return record.exit_code
+
+
+def show_fleets(record: FleetRecord, as_json: bool) -> None:
+    """A fleet beside another one."""
+    if as_json:
+        click.echo(record.model_dump_json(by_alias=True, indent=1))
+        return
+    _table(fleet_tables.ENTRIES, fleet_tables.rows(record))
+    _since_last(record)
+
+
+def _since_last(record: FleetRecord) -> None:
+    for line in fleet_tables.last(record):
+        click.echo(f"since the last fleet: {line}")
+    changes = [row for row, _ in fleet_tables.changes(record, certain=True)]
+    if changes:
+        _table(fleet_tables.CHANGES, changes[:_MOST_ROWS])
+        if len(changes) > _MOST_ROWS:
+            click.echo(f"and {len(changes) - _MOST_ROWS} more, in fleet.html")
 
 
 def show_comparison(found: Comparison, as_json: bool) -> None:

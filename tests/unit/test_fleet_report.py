@@ -260,10 +260,11 @@ def test_nothing_begun_is_a_page_too(made_fleets: ModuleType, tmp_path: Path) ->
 
 
 def test_the_files_are_written_whole(some: FleetRecord, tmp_path: Path) -> None:
-    assert [path.name for path in files.write(some, tmp_path)] == ["fleet.json", "fleet.html", "fleet.md"]
+    names = ["fleet.json", "fleet.html", "fleet.md", "junit.xml"]
+    assert [path.name for path in files.write(some, tmp_path, {})] == names
     assert not list(tmp_path.glob(".*"))
     assert records.read(tmp_path) == some
-    assert [path.name for path in files.write(some, tmp_path / "other", ("md",))] == ["fleet.md"]
+    assert [path.name for path in files.write(some, tmp_path / "other", {}, ("md",))] == ["fleet.md"]
     assert (tmp_path / "other/fleet.md").read_text() == (tmp_path / "fleet.md").read_text()
 
 
