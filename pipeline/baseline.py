@@ -1,29 +1,35 @@
-"""A run kept as the baseline of later ones: as much of it as they are held against."""
+"""A run or a fleet kept as the baseline of later ones: as much of it as they are held against."""
 
 import shutil
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from enginesmith.pipeline import run as runs
 from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.fleet import record as records
+from enginesmith.pipeline.fleet.earlier import Earlier
+from enginesmith.pipeline.fleet.record import RUNS
 from enginesmith.pipeline.rematch import Stored
 from enginesmith.pipeline.storage import storage_errors
 
 _FILES = ("run.json", "samples.npz")
 
 
-def hold_replaceable(source: Path, target: Path) -> None:
-    """Insist on a folder that is new, empty, or holds a run, which is not the one to be kept.
+def hold_replaceable(source: Path, target: Path, read: Callable[[Path], object] = runs.read) -> None:
+    """Insist on a folder that is new, empty, or holds what ``read`` reads, which is not what is to be kept.
 
     Raises:
         UsageError: it is something else.
     """
     if target.resolve() == source.resolve() or source.resolve().is_relative_to(target.resolve()):
-        raise UsageError(f"{target} holds the run itself", "give another folder: --baseline DIR")
+        raise UsageError(f"{target} holds {source} itself", "give another folder: --baseline DIR")
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
+    if not target.is_dir():
+        raise UsageError(f"{target} is a file", "give a folder: --baseline DIR")
     try:
-        runs.read(target / "run.json")
+        read(target)
     except UsageError as error:
         raise UsageError(
             f"{target} is there already, and is no baseline: {error.message}", "give a new folder: --baseline DIR"
@@ -38,11 +44,31 @@ def keep(source: Stored, target: Path) -> None:
         StoreError: it cannot be written.
     """
     hold_replaceable(source.folder, target)
+    _replace(target, lambda whole: _copy(source, whole))
+
+
+def keep_fleet(fleet: Earlier, winners: Mapping[str, Stored], target: Path) -> None:
+    """The same of a fleet, with the winners of its entries by name.
+
+    Raises:
+        UsageError, StoreError: as for a run.
+    """
+
+    def fill(whole: Path) -> None:
+        for name, source in winners.items():
+            _copy(source, whole / RUNS / name)
+        records.write(fleet.record.model_copy(update={"last": None}), whole)
+
+    hold_replaceable(fleet.folder, target, records.read)
+    _replace(target, fill)
+
+
+def _replace(target: Path, fill: Callable[[Path], None]) -> None:
     with storage_errors(f"the baseline {target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
             whole, old = Path(scratch, "new"), Path(scratch, "old")
-            _copy(source, whole)
+            fill(whole)
             if target.exists():
                 target.rename(old)
             try:
@@ -55,7 +81,7 @@ def keep(source: Stored, target: Path) -> None:
 
 def _copy(source: Stored, whole: Path) -> None:
     """The document, the samples, and the files of the variant that later runs are held against."""
-    whole.mkdir()
+    whole.mkdir(parents=True)
     record = source.record
     kept = [_inside(one.path) for one in (record.artifact, record.graph, record.test_vector) if one]
     folders = {Path(path).parent for path in kept} - {Path()}

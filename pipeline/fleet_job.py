@@ -5,7 +5,6 @@ It can be interrupted anywhere and done again from there.
 
 import contextlib
 import datetime
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from enginesmith.pipeline.fleet import Entry, earlier, named_files, read
 from enginesmith.pipeline.fleet import record as records
 from enginesmith.pipeline.fleet.building import Found, entry_record
 from enginesmith.pipeline.fleet.earlier import Earlier
-from enginesmith.pipeline.fleet.record import RUNS, EntryRecord, FleetRecord, Last
+from enginesmith.pipeline.fleet.record import RUNS, EntryRecord, FleetRecord
 from enginesmith.pipeline.measure import device
 from enginesmith.pipeline.report import fleet as files
 from enginesmith.pipeline.run import Run
@@ -62,7 +61,7 @@ def optimize(file: Path, out: Path, settings: Settings | None = None, choice: Ch
             fleet=fleet,
             only=choice.only,
             options=dict(choice.options or {}),
-            changed_since=_from(out, since.folder) if since else None,
+            changed_since=earlier.path_from(out, since.folder) if since else None,
             packages=device.environment().packages,
             entries=(),
         )
@@ -123,7 +122,7 @@ def _carried_out(begun: FleetRecord, entries: Sequence[Entry], out: Path, settin
         }
     finally:
         record = work.record()
-        files.write(record, out)
+        files.write(record, out, {name: one.run for name, one in work.found.items() if one.run})
     return record
 
 
@@ -169,7 +168,7 @@ class _Work:
         return [self._asked(one) for one in left]
 
     def _asked(self, entry: Entry) -> Asked:
-        return Asked(entry.name, entry.recipe, self._out / RUNS / entry.name, entry.place)
+        return Asked(entry.name, entry.recipe, self._out / RUNS / entry.name, entry.place, self._out)
 
     def record(self) -> FleetRecord:
         """What is known now."""
@@ -178,7 +177,7 @@ class _Work:
             update={
                 "seconds": round(self._begun.seconds + time.monotonic() - self._started, 3),
                 "entries": entries,
-                "last": self._last and _shown(self._last, self._out, self._begun, entries),
+                "last": self._last and earlier.last(self._last, self._out, self._begun.only, entries),
             }
         )
 
@@ -192,7 +191,7 @@ class _Work:
         return record.model_copy(
             update={
                 "files": dict(named),
-                "taken_from": _from(self._out, folder) if folder.is_symlink() else None,
+                "taken_from": earlier.path_from(self._out, folder) if folder.is_symlink() else None,
                 "done_because": self._because.get(entry.name, ""),
                 "since_last": change,
             }
@@ -210,13 +209,3 @@ def _last(begun: FleetRecord, out: Path) -> Earlier | None:
     if known is not None and records.is_fleet(out / known):
         return earlier.opened(out / known)
     return earlier.last_beside(out, begun)
-
-
-def _shown(last: Earlier, out: Path, begun: FleetRecord, entries: Sequence[EntryRecord]) -> Last:
-    here = {one.name for one in entries}
-    gone = () if begun.only else tuple(one.name for one in last.record.entries if one.name not in here)
-    return Last(path=_from(out, last.folder), created=last.record.created, without=gone)
-
-
-def _from(out: Path, folder: Path) -> str:
-    return os.path.relpath(folder.resolve(), out.resolve())

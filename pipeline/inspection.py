@@ -28,6 +28,8 @@ def inspect(file: Path) -> Facts:
     """
     if not file.exists() and not description.is_data(str(file)):
         raise UsageError(f"{file} does not exist", "check the path")
+    if file.name == "fleet.json" or (file / "fleet.json").is_file():
+        return _fleet(file)
     if file.name == "run.json" or (file / "run.json").is_file():
         return _run(file)
     if description.is_data(str(file)):
@@ -36,8 +38,8 @@ def inspect(file: Path) -> Facts:
     if file.suffix not in readers:
         raise UsageError(
             f"{file} is of no known kind",
-            f"inspect reads run directories, {', '.join(sorted(readers))}, .npz, .npy, .jsonl, folders of images, "
-            "and functions that yield feeds as file.py:function",
+            f"inspect reads run directories, fleets, {', '.join(sorted(readers))}, .npz, .npy, .jsonl, "
+            "folders of images, and functions that yield feeds as file.py:function",
         )
     return readers[file.suffix](file)
 
@@ -174,6 +176,26 @@ def _run(folder: Path) -> Facts:
             for one in (run.baseline, *run.variants)
         ],
         "notes": [*tables.made_up(run), *run.environment.get("warnings", ())],
+    }
+
+
+def _fleet(folder: Path) -> Facts:
+    from enginesmith.pipeline.fleet import record as records
+    from enginesmith.pipeline.report import fleet_tables
+
+    found = records.read(folder)
+    return {
+        "kind": "fleet",
+        "name": found.name,
+        "created": found.created,
+        "complete": found.complete,
+        "file": found.file,
+        "verdict": fleet_tables.headline(found),
+        "entries": [
+            f"{one.name}: {fleet_tables.status(one)}: {one.winner.id if one.winner else one.reason}"
+            for one in found.entries
+        ],
+        "runs": str((folder if folder.is_dir() else folder.parent) / records.RUNS),
     }
 
 

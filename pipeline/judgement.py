@@ -1,4 +1,4 @@
-"""What a gate found: the document that ``gate --json`` prints."""
+"""What a gate found: the documents that ``gate --json`` prints."""
 
 from typing import Literal
 
@@ -8,6 +8,7 @@ from enginesmith.pipeline.errors import GateBreach
 from enginesmith.pipeline.measure.statistics import Interval
 
 SCHEMA: Literal["enginesmith.gate/1"] = "enginesmith.gate/1"
+FLEET_SCHEMA: Literal["enginesmith.fleet-gate/1"] = "enginesmith.fleet-gate/1"
 
 
 class _Part(BaseModel):
@@ -50,6 +51,25 @@ class Gate(_Part):
     def breaches(self) -> tuple[Judgement, ...]:
         """What is broken."""
         return tuple(one for one in self.verdicts if not one.passed)
+
+    @property
+    def exit_code(self) -> int:
+        """What the command line returns for it."""
+        return 0 if self.passed else GateBreach.exit_code
+
+
+class FleetGate(_Part):
+    """The same of all entries of a fleet."""
+
+    schema_name: Literal["enginesmith.fleet-gate/1"] = Field(FLEET_SCHEMA, alias="schema")
+    fleet: str
+    baseline: str | None = None
+    passed: bool
+    entries: dict[str, Gate]
+    updated: bool = False
+    """Whether the fleet has become the baseline."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     @property
     def exit_code(self) -> int:

@@ -275,6 +275,11 @@ def read(folder: Path, *, to_go_on: bool = False) -> Run:
         documents.hold_schema(path, values, SCHEMA, "optimize")
         run, unknown = documents.fitted(Run, values)
     except OSError as error:
+        if (folder / "fleet.json").is_file():
+            few = ", ".join(str(one) for one in sorted((folder / "runs").glob("*"))[:_MOST_NAMED]) or f"{folder}/runs/…"
+            raise UsageError(
+                f"{folder} is a fleet, and this takes single runs", f"give one of its own: {few}"
+            ) from error
         raise UsageError(
             f"there is no run in {folder}: {error.strerror}", "give a folder that optimize wrote"
         ) from error

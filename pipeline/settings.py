@@ -1,6 +1,7 @@
 """How work is carried out: with which store, and on which machines. Nothing here changes what comes out."""
 
 import os
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -29,6 +30,12 @@ class Settings:
     def open_store(self) -> Store:
         """The store to work with."""
         return Store(self.store, reuse=self.reuse)
+
+    def resuming(self, folder: Path) -> str:
+        """The command that goes on in a folder, in the same store and on the same machines."""
+        given = {"--store": self.store, "--executor": self.executor, "--ray-address": self.ray_address}
+        words = [str(word) for name, value in given.items() if value and value != "local" for word in (name, value)]
+        return shlex.join(["enginesmith", "resume", str(folder), *words])
 
     def open_executor(self) -> Executor:
         """What carries out steps; a context that ends what still runs.

@@ -34,6 +34,8 @@ class Asked:
     out: Path
     place: Place | None = None
     """None stands for a machine that has the recipe's device."""
+    fleet: Path | None = None
+    """The folder of the fleet that it is part of, if so: that is what is gone on with."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,8 @@ class Undertaking:
             return Finished(None, self._errors[one.name])
         run, outcomes = begun.directory.write(), begun.outcomes
         reused = sum(outcome.cached or step in begun.shared for step, outcome in outcomes.items())
-        return Finished(run, _useless(run, outcomes), len(outcomes), reused)
+        again = self._settings.resuming(one.fleet or one.out)
+        return Finished(run, _useless(run, outcomes, again), len(outcomes), reused)
 
 
 def _device(recipe: Recipe) -> str:
@@ -188,8 +191,8 @@ def _device(recipe: Recipe) -> str:
     return "cuda" if cuda or recipe.where.kind == "cuda" else "cpu"
 
 
-def _useless(run: Run, outcomes: Outcomes) -> EnginesmithError | None:
-    """Why nothing came out that can be used, if so."""
+def _useless(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError | None:
+    """Why nothing came out that can be used, if so; ``again`` is the command that goes on."""
     for name in (LOAD, REFERENCE):
         if (error := outcomes[name].error) is not None:
             return error
@@ -201,6 +204,6 @@ def _useless(run: Run, outcomes: Outcomes) -> EnginesmithError | None:
             return errors[0]
     lacking = [outcome.reason for outcome in outcomes.values() if outcome.status == "lacking"]
     if lacking and not errors:
-        return MissingCapability(lacking[0], "do it where that is: `enginesmith resume` goes on there")
+        return MissingCapability(lacking[0], f"do it where that is: `{again}` goes on there")
     reasons = "\n".join(f"  {record.id}: {record.reason}" for record in run.variants)
     return ModelError(f"no usable variant is left:\n{reasons}", "the logs folder of the run has the whole story")

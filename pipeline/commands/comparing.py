@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from enginesmith.pipeline.commands import fleets
 from enginesmith.pipeline.commands.options import as_json_option
 from enginesmith.pipeline.commands.request import shown
 
@@ -14,7 +15,7 @@ from enginesmith.pipeline.commands.request import shown
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write it as Markdown into this file.")
 @as_json_option
 def compare(runs: tuple[Path, ...], any_device: bool, output: Path | None, as_json: bool) -> None:
-    """Show the same variants of RUNS side by side, what differs for certain, and what else changed.
+    """Show the same variants of RUNS side by side, what differs for certain, and what else changed; or two fleets.
 
     The first run is the reference of all others. Runs of different devices are refused.
 
@@ -22,9 +23,13 @@ def compare(runs: tuple[Path, ...], any_device: bool, output: Path | None, as_js
     """
     from enginesmith.pipeline import comparison, run
     from enginesmith.pipeline.artifact import write_whole
+    from enginesmith.pipeline.fleet import record as records
     from enginesmith.pipeline.report.comparison import markdown
     from enginesmith.pipeline.storage import storage_errors
 
+    if any(map(records.is_fleet, runs)):
+        fleets.compare(runs, any_device, output, as_json)
+        return
     found = comparison.compare([(path, run.read(path)) for path in runs], any_device=any_device)
     if output is not None:
         with storage_errors(str(output)):

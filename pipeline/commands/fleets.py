@@ -37,7 +37,7 @@ def optimize(
 
     choice = fleet_job.Choice(only, changed({}, options), changed_since)
     folder = out or fleet_job.default_out(file)
-    with settings_of(options, options["quiet"]) as settings, resumable(folder, options):
+    with settings_of(options, options["quiet"]) as settings, resumable(folder, settings):
         record = fleet_job.optimize(file, folder, settings, choice)
     return _shown(record, folder, options["as_json"])
 
@@ -46,21 +46,40 @@ def resume(folder: Path, options: dict[str, Any]) -> int:
     """What is missing of a fleet."""
     from enginesmith.pipeline import fleet_job
 
-    with settings_of(options, options["quiet"]) as settings, resumable(folder, options):
+    folder = _folder(folder)
+    with settings_of(options, options["quiet"]) as settings, resumable(folder, settings):
         record = fleet_job.resume(folder, settings)
     return _shown(record, folder, options["as_json"])
 
 
 def report(folder: Path, output: Path | None, formats: tuple[str, ...]) -> list[Path]:
     """The fleet's files, written anew."""
-    from enginesmith.pipeline.fleet import record as records
+    from enginesmith.pipeline.fleet import earlier
     from enginesmith.pipeline.report import fleet as files
 
-    if unknown := [name for name in formats if name not in files.NAMES]:
-        raise click.UsageError(f"there is no {unknown[0]} report of a fleet; its runs have one each")
-    found = records.read(folder)
+    fleet = earlier.opened(folder)
+    found = {one.name: run for one in fleet.record.entries if (run := fleet.run(one))}
     chosen = tuple(name for name in files.NAMES if name in formats) or files.REPORTS
-    return files.write(found, output or (folder if folder.is_dir() else folder.parent), chosen)
+    return files.write(fleet.record, output or fleet.folder, found, chosen)
+
+
+def compare(paths: tuple[Path, ...], any_device: bool, output: Path | None, as_json: bool) -> None:
+    """A fleet beside an earlier one, entry by entry."""
+    from enginesmith.pipeline.fleet import earlier, record
+    from enginesmith.pipeline.report import fleet_markdown
+
+    if len(paths) != 2:
+        raise click.UsageError("fleets are compared two at a time: compare BEFORE AFTER")
+    before, after = map(earlier.opened, paths)
+    found = earlier.beside(before, after, any_device=any_device)
+    if output is not None:
+        record.write_text(output, "\n\n".join(fleet_markdown.since(found, linked=False)) + "\n")
+    shown().show_fleets(found, as_json)
+
+
+def _folder(path: Path) -> Path:
+    """The fleet's folder, of which the document may have been given."""
+    return path if path.is_dir() else path.parent
 
 
 def _shown(record: "FleetRecord", folder: Path, as_json: bool) -> int:

@@ -1,5 +1,6 @@
 """Budgets and a baseline as an exit code."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ from enginesmith.pipeline.commands.request import budgets_of, shown
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.gate import Demands
-    from enginesmith.pipeline.judgement import Gate
+    from enginesmith.pipeline.judgement import FleetGate, Gate
+    from enginesmith.pipeline.recipe import Recipe
 
 
 @click.command()
@@ -36,21 +38,41 @@ def gate(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Hold RUN against its budgets and a baseline; exit with 3 if one is broken, and say which.
+    """Hold RUN, or all runs of a fleet, against budgets and a baseline; exit with 3 if one is broken, and say which.
 
     Budgets are those of the run's recipe, and those given here. A regression is worse than the baseline by more than
     the tolerance, and for certain: both engines are measured again, side by side, where that can be done.
 
-    With --update-baseline nothing is held against the old baseline: RUN replaces it if the budgets hold.
+    With --update-baseline nothing is held against the old baseline: RUN replaces it if the budgets hold. The baseline
+    of a fleet is a fleet, entry by entry.
 
     Example: enginesmith gate runs/net --max-latency 5ms --baseline runs/main --tolerance 5%
     """
-    from enginesmith.pipeline import baseline as baselines
-    from enginesmith.pipeline import gate as gates
+    from enginesmith.pipeline.fleet import record as records
 
     if update_baseline and baseline is None:
         raise click.UsageError("--update-baseline needs --baseline DIR, the folder to put it in")
-    demands = _demands(run, options, quiet)
+    if records.is_fleet(run):
+        if variant is not None:
+            raise click.UsageError(f"--variant is of one run: give one of those in {run}/{records.RUNS}")
+        return _gate_fleet(run, baseline, update_baseline, options, quiet, as_json)
+    return _gate_run(run, variant, baseline, update_baseline, options, quiet, as_json)
+
+
+def _gate_run(
+    run: Path,
+    variant: str | None,
+    baseline: Path | None,
+    update_baseline: bool,
+    options: dict[str, Any],
+    quiet: bool,
+    as_json: bool,
+) -> int:
+    from enginesmith.pipeline import baseline as baselines
+    from enginesmith.pipeline import gate as gates
+    from enginesmith.pipeline import run as runs
+
+    demands = _demands(runs.read(run).recipe, options, quiet)
     if update_baseline and baseline is not None:
         baselines.hold_replaceable(run, baseline)
         found = gates.gate(run, demands, variant)
@@ -63,13 +85,31 @@ def gate(
     return found.exit_code
 
 
-def _demands(run: Path, options: dict[str, Any], quiet: bool) -> "Demands":
-    """The budgets of the run's recipe, changed by the options, and how regressions are judged."""
-    from enginesmith.pipeline import run as runs
+def _gate_fleet(
+    fleet: Path, baseline: Path | None, update_baseline: bool, options: dict[str, Any], quiet: bool, as_json: bool
+) -> int:
+    from enginesmith.pipeline import baseline as baselines
+    from enginesmith.pipeline import fleet_gate
+    from enginesmith.pipeline.fleet import record as records
+
+    demands_of = partial(_demands, options=options, quiet=quiet)
+    if update_baseline and baseline is not None:
+        baselines.hold_replaceable(fleet, baseline, records.read)
+        found = fleet_gate.gate(fleet, demands_of)
+        if found.passed:
+            fleet_gate.keep(fleet, baseline)
+            found = found.model_copy(update={"baseline": str(baseline), "updated": True})
+    else:
+        found = fleet_gate.gate(fleet, demands_of, baseline)
+    _show_fleet(found, as_json)
+    return found.exit_code
+
+
+def _demands(recipe: "Recipe", options: dict[str, Any], quiet: bool) -> "Demands":
+    """The budgets of a recipe, changed by the options, and how regressions are judged."""
     from enginesmith.pipeline.gate import DEFAULT_SECONDS, Demands, parse_tolerance
     from enginesmith.pipeline.units import parse_seconds
 
-    recipe = runs.read(run).recipe
     seconds = parse_seconds(options["measure_time"]) if options["measure_time"] else DEFAULT_SECONDS
     if seconds <= 0:
         raise click.BadParameter("there is no measuring in no time", param_hint="--measure-time")
@@ -102,3 +142,16 @@ def _show(found: "Gate", as_json: bool) -> None:
     for line in gating.lines(found):
         click.echo(line)
     announce("gate", [one.text for one in found.breaches], found.cautions, gating.markdown(found))
+
+
+def _show_fleet(found: "FleetGate", as_json: bool) -> None:
+    from enginesmith.pipeline.report import gating
+
+    if as_json:
+        shown().print_json(found.model_dump(mode="json", by_alias=True))
+        return
+    for line in gating.fleet_lines(found):
+        click.echo(line)
+    broken = [f"{name}: {one.text}" for name, entry in found.entries.items() for one in entry.breaches]
+    cautions = [f"{name}: {text}" for name, entry in found.entries.items() for text in entry.cautions]
+    announce("gate", broken, cautions, gating.fleet_markdown(found))

@@ -12,7 +12,7 @@ from enginesmith.pipeline.commands.request import shown
 @click.argument("file", type=click.Path(path_type=Path))
 @as_json_option
 def inspect_file(file: Path, as_json: bool) -> None:
-    """Show what is inside an ONNX model, a torch.export archive, a data set or a run directory.
+    """Show what is inside an ONNX model, a torch.export archive, a data set, a run directory or a fleet.
 
     Example: enginesmith inspect net.onnx
     """

@@ -75,7 +75,7 @@ def optimize(
         raise click.UsageError(f"{name} is for fleet files, and {model} is none: those end with .yaml")
     recipe = recipe_of(model, recipe_file, options)
     folder = out or job.default_out(recipe)
-    with settings_of(options, quiet) as settings, resumable(folder, options):
+    with settings_of(options, quiet) as settings, resumable(folder, settings):
         run = job.optimize(recipe, folder, settings)
     code: int = shown().show_run(run, folder, as_json)
     if not as_json:
@@ -96,7 +96,7 @@ def resume(run: Path, as_json: bool, quiet: bool, **options: Any) -> int:
 
     if records.is_fleet(run):
         return fleets.resume(run, {**options, "as_json": as_json, "quiet": quiet})
-    with settings_of(options, quiet) as settings, resumable(run, options):
+    with settings_of(options, quiet) as settings, resumable(run, settings):
         result = job.resume(run, settings)
     code: int = shown().show_run(result, run, as_json)
     if not as_json:

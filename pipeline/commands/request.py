@@ -1,7 +1,6 @@
 """From the options of a command to what the pipeline is asked for."""
 
 import contextlib
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -23,15 +22,12 @@ def shown() -> ModuleType:
 
 
 @contextlib.contextmanager
-def resumable(folder: Path, options: dict[str, Any]) -> Iterator[None]:
+def resumable(folder: Path, settings: "Settings") -> Iterator[None]:
     """Say on Ctrl-C how to go on, in the same way, if there is something to go on with."""
-    named = {"--store": options["store"], "--ray-address": options["ray_address"]}
-    same = [f" {option} {shlex.quote(str(value))}" for option, value in named.items() if value]
-    same += [" --executor ray"] if options["executor"] == "ray" else []
     try:
         yield
     except KeyboardInterrupt:
-        hint = f"; `enginesmith resume {folder}{''.join(same)}` goes on from here" if _is_begun(folder) else ""
+        hint = f"; `{settings.resuming(folder)}` goes on from here" if _is_begun(folder) else ""
         raise KeyboardInterrupt(hint) from None
 
 
@@ -58,64 +54,6 @@ def settings_of(options: dict[str, Any], quiet: bool) -> "Iterator[Settings]":
             executor=options["executor"],
             ray_address=options["ray_address"],
         )
-
-
-_PLACES = {
-    "opset": ("export", "opset"),
-    "exporter": ("export", "exporter"),
-    "attention": ("export", "attention"),
-    "external_data": ("export", "external_data_bytes"),
-    "measure_time": ("measure", "seconds"),
-    "precision_target": ("measure", "precision"),
-    "memory_limit": ("measure", "memory_limit_bytes"),
-    **{name: ("measure", name) for name in ("memory", "limits", "profile")},
-    "max_drop": ("budgets", "max_drop"),
-    "max_memory": ("budgets", "max_memory_bytes"),
-    "max_latency": ("budgets", "max_latency_ms"),
-    "max_p99": ("budgets", "max_p99_ms"),
-    "min_throughput": ("budgets", "min_throughput_per_s"),
-    "max_size": ("budgets", "max_size_bytes"),
-    "max_build_time": ("budgets", "max_build_seconds"),
-    "min_sqnr": ("min_sqnr_db",),
-    "search_limit": ("quantisation", "search_limit_seconds"),
-    **{
-        name: ("quantisation", name)
-        for name in (
-            "ranges",
-            "percentile",
-            "placement",
-            "weight_bits",
-            "keep",
-            "smooth",
-            "smooth_insert",
-            "awq",
-            "equalise",
-            "bias_correction",
-        )
-        + ("convert_io", "search_steps")
-    },
-    **{
-        name: ("tensorrt", name)
-        for name in ("tactic_dram", "tactic_shared_memory", "optimization_level", "aux_streams", "tiling")
-        + ("sparse_weights", "weight_streaming", "strip_plan", "refit", "version_compatible", "hardware_compatibility")
-        + ("tf32", "plugins", "timing_cache", "locked", "profiles", "host_code")
-    },
-    **{name: ("pruning", name) for name in ("importance", "multiple_of", "protect", "heads")},
-    "prune_scope": ("pruning", "scope"),
-    "prune_steps": ("pruning", "steps"),
-    "recover_time": ("recovery", "seconds"),
-    "recover_memory": ("recovery", "memory_bytes"),
-    "permute": ("sparsifying", "permute"),
-    **{name: ("data_options", name) for name in ("tokenizer", "text_field", "max_length")},
-    **{name: ("tensorrt_run", name) for name in ("cuda_graphs", "share_activation_memory", "weight_streaming_budget")},
-    **{
-        name: (name,)
-        for name in ("inputs", "targets", "engines", "graph_optimization", "device", "threads", "eval_data", "metric")
-        + ("precisions", "calibration", "samples", "synthetic_calibration", "eval_samples", "objective", "seed")
-        + ("allow_pickle", "prune", "prune_sensitivity", "sparsity")
-    },
-}
-"""Option → where its value goes in the recipe."""
 
 
 def recipe_of(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe":
@@ -158,15 +96,18 @@ def changed(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 def budgets_of(recipe: "Recipe", options: dict[str, Any]) -> "tuple[Budgets, float | None]":
     """A recipe's budgets and its fidelity threshold, changed by the options that were given."""
     from enginesmith.pipeline.recipe import read_budgets
+    from enginesmith.pipeline.recipe.fields import OPTIONS
 
     values = {"budgets": recipe.budgets.model_dump(), "min_sqnr_db": recipe.min_sqnr_db}
-    _place(values, {name: value for name, value in options.items() if _PLACES.get(name, ("",))[0] in values})
+    _place(values, {name: value for name, value in options.items() if OPTIONS.get(name, ("",))[0] in values})
     return read_budgets(values)
 
 
 def _place(values: dict[str, Any], options: dict[str, Any]) -> None:
     """Put each option that was given in its place."""
-    for name, (*parts, last) in _PLACES.items():
+    from enginesmith.pipeline.recipe.fields import OPTIONS
+
+    for name, (*parts, last) in OPTIONS.items():
         value = options.get(name)
         if value is None or value == ():
             continue

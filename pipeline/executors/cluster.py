@@ -74,11 +74,11 @@ def lacking(place: Place, nodes: Collection[Node]) -> str:
     """Why none of the nodes is what a place asks for, with what they have; empty where one is."""
     if any(node.fits(place) for node in nodes):
         return ""
-    wanted = asked_for(place)
-    words = ", ".join(_in_words(name, amount) for name, amount in wanted.items()) or "a CPU"
+    gpu = f"a GPU of type {place.accelerator}" if place.accelerator else "a GPU" if place.device == "cuda" else ""
+    words = ", ".join(filter(None, [gpu, *(_in_words(*one) for one in place.resources)])) or "a CPU"
     kinds = Counter(node.offers for node in nodes)
     have = "; ".join(f"{count} × [{offers}]" for offers, count in sorted(kinds.items())) or "it has no node"
-    return f"no node of the Ray cluster has {words}{_near(wanted, nodes)}; there are: {have}"
+    return f"no node of the Ray cluster has {words}{_near(asked_for(place), nodes)}; there are: {have}"
 
 
 def _near(wanted: Collection[str], nodes: Collection[Node]) -> str:

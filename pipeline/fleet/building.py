@@ -8,6 +8,7 @@ from pathlib import Path
 from enginesmith.pipeline.errors import EnginesmithError, GateBreach, MissingCapability, UsageError
 from enginesmith.pipeline.fleet.file import Entry
 from enginesmith.pipeline.fleet.record import RUNS, EntryRecord, EntryStatus, Failure, Machine, Winner
+from enginesmith.pipeline.fleet.wording import remedy_of
 from enginesmith.pipeline.run import Run, VariantRecord, named
 from enginesmith.pipeline.select import why_unknown
 
@@ -42,7 +43,7 @@ def entry_record(entry: Entry, found: Found, folder: Path, siblings: Sequence[st
         status=status,
         exit_code=_exit_code(status, found.error),
         reason=_reason(found),
-        remedy=found.error.remedy if found.error else "",
+        remedy=remedy_of(found.error) if found.error else "",
         run=f"{RUNS}/{entry.name}" if run else None,
         seconds=run.seconds if run else None,
         steps=found.steps or (len(run.steps) if run else 0),
@@ -127,7 +128,7 @@ def _failures(found: Found, folder: Path, homes: Sequence[str]) -> Iterator[Fail
     if found.error is not None:
         log = next((log for step in broken if (log := _log(folder, homes, step))), None)
         kind = found.error.failure or None
-        yield Failure(variant="", reason=found.error.message, remedy=found.error.remedy, failure=kind, log=log)
+        yield Failure(variant="", reason=found.error.message, remedy=remedy_of(found.error), failure=kind, log=log)
     for record in (run.baseline, *run.variants) if run else ():
         if record.status == "failed":
             step = next((one for one in broken if record.reason.startswith(f"{one}: ")), None)

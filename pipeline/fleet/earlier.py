@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from enginesmith.pipeline import run as runs
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.fleet.building import winner
 from enginesmith.pipeline.fleet.file import Entry
-from enginesmith.pipeline.fleet.record import FILE, EntryChange, EntryRecord, FleetRecord, Machine, read
+from enginesmith.pipeline.fleet.record import FILE, RUNS, EntryChange, EntryRecord, FleetRecord, Last, Machine, read
 from enginesmith.pipeline.run import Run, named
 from enginesmith.pipeline.storage import storage_errors
 
@@ -69,7 +69,7 @@ def _begun(path: Path, now: FleetRecord) -> tuple[str, Path] | None:
     return (created, path) if fits and created < now.created else None
 
 
-def change(earlier: Earlier, name: str, folder: Path, now: Run | None) -> EntryChange:
+def change(earlier: Earlier, name: str, folder: Path, now: Run | None, *, any_device: bool = False) -> EntryChange:
     """An entry whose run lies in ``folder`` beside the same one of an earlier fleet."""
     entry = earlier.entry(name)
     if entry is None:
@@ -84,7 +84,7 @@ def change(earlier: Earlier, name: str, folder: Path, now: Run | None) -> EntryC
         return found.model_copy(update={"note": "there is no run now"})
     if folder.resolve() == (earlier.folder / str(entry.run)).resolve():
         return found.model_copy(update={"note": "taken over: nothing has changed"})
-    if apart := differences.other_device(then, now):
+    if not any_device and (apart := differences.other_device(then, now)):
         where = "; ".join(f"{one.name} was {one.before}, and is {one.after}" for one in apart)
         return found.model_copy(update={"note": f"other machine: {where}"})
     sides = [(earlier.folder / str(entry.run), then), (folder, now)]
@@ -93,6 +93,29 @@ def change(earlier: Earlier, name: str, folder: Path, now: Run | None) -> EntryC
     if then.winner and now.winner and then.winner != now.winner:
         winners = comparison.beside(then, now, named(then, then.winner), named(now, now.winner))
     return found.model_copy(update={"pair": pair, "winners": winners})
+
+
+def last(earlier: Earlier, out: Path, only: Sequence[str], entries: Sequence[EntryRecord]) -> Last:
+    """The earlier fleet as the one in ``out``, made with ``only`` such patterns, names it."""
+    here = {one.name for one in entries}
+    gone = () if only else tuple(one.name for one in earlier.record.entries if one.name not in here)
+    return Last(path=path_from(out, earlier.folder), created=earlier.record.created, without=gone)
+
+
+def path_from(out: Path, folder: Path) -> str:
+    """A folder as it is named in the documents of another one."""
+    return os.path.relpath(folder.resolve(), out.resolve())
+
+
+def beside(earlier: Earlier, now: Earlier, *, any_device: bool = False) -> FleetRecord:
+    """The record of a fleet held against another one than when it was made."""
+    entries = []
+    for entry in now.record.entries:
+        folder, run = now.folder / RUNS / entry.name, now.run(entry)
+        found = change(earlier, entry.name, folder, run, any_device=any_device)
+        entries.append(entry.model_copy(update={"since_last": found}))
+    against = last(earlier, now.folder, now.record.only, entries)
+    return now.record.model_copy(update={"entries": tuple(entries), "last": against})
 
 
 @dataclass(frozen=True)

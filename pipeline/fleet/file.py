@@ -11,11 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from enginesmith.pipeline import recipe as recipes
 from enginesmith.pipeline.errors import SourceError, UsageError
 from enginesmith.pipeline.fleet.layers import merged
-from enginesmith.pipeline.fleet.naming import Pair, chosen, hold_distinct, unknown
+from enginesmith.pipeline.fleet.naming import Pair, chosen, hold_distinct, hold_name, hold_once, unknown
+from enginesmith.pipeline.fleet.wording import remedy_of
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.steps import Place
 
 _SEE = "docs/scale.md shows one"
+_UNKNOWN = ("extra_forbidden", "invalid_key")
+"""What pydantic calls a key that does not belong there."""
 
 
 class _Part(BaseModel):
@@ -113,7 +116,7 @@ class Fleet(_Part):
             recipe = _made(values)
             place = _place(target, recipe)
         except UsageError as error:
-            raise type(error)(f"{pair}: {error.message}", error.remedy) from error
+            raise type(error)(f"{pair}: {error.message}", remedy_of(error)) from error
         return Entry(pair.folder, pair.model, pair.target, recipe, place)
 
 
@@ -143,7 +146,11 @@ def make(values: dict[str, Any]) -> Fleet:
             recipes.parsed({**merged(layer), "model": "of the fleet"})
         except UsageError as error:
             raise UsageError(f"{place}: {error.message}", error.remedy) from error
+    for name, model in fleet.models.items():
+        hold_name("models", name, is_model=not model.model)
+        hold_once(f"models.{name}.targets", model.targets or ())
     for name, target in fleet.targets.items():
+        hold_name("targets", name)
         _hold_device(f"targets.{name}", target)
     _ = fleet.pairs  # raises its own messages
     return fleet
@@ -155,6 +162,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     for part in ("models", "targets", "overrides"):
         inner = found.get(part)
         if isinstance(inner, list) and part != "overrides" and all(isinstance(one, str) for one in inner):
+            hold_once(part, inner)
             inner = dict.fromkeys(inner)
         if isinstance(inner, dict):
             found[part] = {name: {} if value is None else value for name, value in inner.items()}
@@ -219,9 +227,10 @@ def _place(target: Target, recipe: Recipe) -> Place:
 
 def _misfit(error: ValidationError) -> UsageError:
     """What is wrong with the file, in its own words."""
-    first = error.errors()[0]
+    found = error.errors()  # what is missing may be there by a name that is not known
+    first = next((one for one in found if one["type"] in _UNKNOWN), found[0])
     place = [str(one) for one in first["loc"]]
-    if first["type"] == "extra_forbidden":
+    if first["type"] in _UNKNOWN:
         parts: dict[str, type[BaseModel]] = {"models": Model, "targets": Target}
         part = parts.get(place[0], Fleet) if place[1:] else Fleet
         where = f" in {'.'.join(place[:-1])}" if place[1:] else ""

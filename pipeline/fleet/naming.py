@@ -28,12 +28,51 @@ class Pair:
     @property
     def folder(self) -> str:
         """The name that its run's folder has, which holds no separator whatever the model is called."""
-        return "@".join(_UNSAFE.sub("-", one).strip("-.")[:_LONGEST] or "-" for one in (self.model, self.target))
+        return f"{_plain(self.model)}@{_plain(self.target)}"
 
     def matches(self, pattern: str) -> bool:
         """Whether a pattern names the pair, its folder, or its model or target alone."""
         names = (str(self), self.folder, self.model, self.target)
         return any(name == pattern or fnmatchcase(name, pattern) for name in names)
+
+
+def _plain(name: str) -> str:
+    """A name as a part of that of a folder."""
+    return _UNSAFE.sub("-", name).strip("-.")[:_LONGEST] or "-"
+
+
+def hold_name(where: str, name: str, *, is_model: bool = False) -> None:
+    """Insist on a name that its folder can have, too; ``is_model`` is for one that is MODEL itself, such as a path.
+
+    Raises:
+        UsageError: it has other characters, or ends or begins with one that is left out, or is too long.
+    """
+    plain = _plain(name)
+    if name == plain or (is_model and "@" not in name):
+        return
+    near = plain if plain != "-" else "a"
+    remedy = f"write {near!r}, say: letters, digits and . _ + - are taken, {_LONGEST} of them"
+    raise UsageError(
+        f"{where}: {name!r} can be no name: folders are called by it, and an entry is model@target",
+        f"{remedy}; what the model is stands in `model: {name}` then" if is_model else remedy,
+    )
+
+
+def hold_once(where: str, names: Sequence[str]) -> None:
+    """Insist on a list that has each name once.
+
+    Raises:
+        UsageError: it has one twice.
+    """
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(
+            f"{where} has {twice!r} twice",
+            "leave one of them away, or give the same model two names, each with its own recipe: "
+            f"`{{one: {{model: {twice}}}, other: {{model: {twice}}}}}`"
+            if where == "models"
+            else "leave one of them away",
+        )
 
 
 def chosen(pairs: Sequence[Pair], patterns: Iterable[str], where: str) -> tuple[Pair, ...]:

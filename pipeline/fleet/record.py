@@ -17,6 +17,7 @@ SCHEMA: Literal["enginesmith.fleet/1"] = "enginesmith.fleet/1"
 FILE = "fleet.json"
 RUNS = "runs"
 """The folder with a run directory for each entry."""
+_GIVE = "give a folder that `optimize fleet.yaml` wrote"
 
 EntryStatus = Literal["done", "breached", "lacking", "failed", "pending"]
 """There is a usable engine; none holds the budgets; what it takes is not here; nothing usable came out; not ended."""
@@ -215,9 +216,9 @@ def read(folder: Path, *, to_go_on: bool = False) -> FleetRecord:
         documents.hold_schema(path, values, SCHEMA, "optimize")
         found, unknown = documents.fitted(FleetRecord, values)
     except OSError as error:
-        raise UsageError(
-            f"there is no fleet in {folder}: {error.strerror}", "give a folder that `optimize fleet.yaml` wrote"
-        ) from error
+        if (folder / "run.json").is_file():
+            raise UsageError(f"{folder} is a single run, and a fleet is needed here", _GIVE) from error
+        raise UsageError(f"there is no fleet in {folder}: {error.strerror}", _GIVE) from error
     except ValueError as error:
         raise UsageError(f"{path} is damaged: {error}", "run optimize again") from error
     asked = [name for name in unknown if name.startswith("fleet.")]

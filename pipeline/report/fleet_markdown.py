@@ -20,18 +20,21 @@ def render(record: FleetRecord) -> str:
         plain(f"{facts}."),
         _limited(tables.ENTRIES, [tuple(map(tables.short, row)) for row in tables.rows(record)], tables.links(record)),
         _list(map(plain, tables.footnotes(record))),
-        *_since(record),
+        *since(record),
         *_failed(record),
     ]
     return fitting("\n\n".join(part for part in parts if part), "fleet.html")
 
 
-def _since(record: FleetRecord) -> Iterator[str]:
+def since(record: FleetRecord, *, linked: bool = True) -> Iterator[str]:
+    """What changed since the last fleet, with links from the fleet's folder."""
     yield "## Since the last fleet"
     yield _list(f"{plain(tables.short(text))}." for text in tables.last(record))
     found = list(tables.changes(record, certain=True))
     if found:
-        yield _limited(tables.CHANGES, [row for row, _ in found], [tables.page(entry) for _, entry in found])
+        yield _limited(
+            tables.CHANGES, [row for row, _ in found], [tables.page(entry) if linked else "" for _, entry in found]
+        )
     elif record.last is not None:
         yield "No measured difference is certain."
 

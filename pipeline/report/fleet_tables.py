@@ -1,8 +1,8 @@
 """The tables and sentences of a fleet: one definition for the terminal, fleet.md and the page."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from enginesmith.pipeline.fleet.record import EntryChange, EntryRecord, EntryStatus, FleetRecord, Winner
+from enginesmith.pipeline.fleet.record import EntryChange, EntryRecord, EntryStatus, Failure, FleetRecord, Winner
 from enginesmith.pipeline.report import budgets
 from enginesmith.pipeline.report.comparison import judged, latency_row, number_row, percent
 from enginesmith.pipeline.report.tables import MADE_UP, ms
@@ -193,15 +193,41 @@ def _few(names: list[str] | tuple[str, ...]) -> str:
 
 
 def failures(record: FleetRecord) -> Iterator[tuple[tuple[str, ...], EntryRecord]]:
-    """What failed, is lacking or breaks a budget, and why; columns as in :data:`FAILURES`."""
+    """What failed, is lacking or breaks a budget, and why, each reason once; columns as in :data:`FAILURES`."""
     for entry in record.entries:
-        whole = [one for one in entry.failures if not one.variant]
-        if entry.status not in ("done", "pending") and not whole:
-            yield (entry.name, "all", _WORDS[entry.status], entry.reason or "–", entry.remedy or "–", "–"), entry
-        for one in entry.failures:
-            kind = one.failure or (_WORDS[entry.status] if not one.variant else "failed")
-            cells = (entry.name, one.variant or "all", kind, one.reason, one.remedy or "–", one.log or "–")
-            yield cells, entry
+        whole = next((one for one in entry.failures if not one.variant), None)
+        variants = [one for one in entry.failures if one.variant and not (whole and whole.reason in one.reason)]
+        if whole is not None:
+            yield _failure(entry, ["all"], _shortened(whole, variants)), entry
+        elif entry.status not in ("done", "pending"):
+            yield _failure(entry, ["all"], Failure(variant="", reason=entry.reason, remedy=entry.remedy)), entry
+        alike: dict[Failure, list[str]] = {}
+        for one in variants:
+            alike.setdefault(one.model_copy(update={"variant": "any"}), []).append(one.variant)
+        for one, names in alike.items():
+            yield _failure(entry, names, one), entry
+
+
+def _shortened(whole: Failure, variants: Sequence[Failure]) -> Failure:
+    """Why an entry came to nothing, without what is told of its variants beside it."""
+    reason, logs = whole.reason, {one.log for one in variants}
+    for one in variants:
+        reason = reason.replace(f"\n  {one.variant}: {one.reason}", "")
+    log = None if whole.log in logs else whole.log
+    return whole.model_copy(update={"reason": reason.removesuffix(":"), "log": log})
+
+
+def _failure(entry: EntryRecord, names: Sequence[str], one: Failure) -> tuple[str, ...]:
+    kind = one.failure or ("failed" if one.variant else _WORDS[entry.status])
+    return entry.name, ", ".join(names), kind, one.reason or "–", one.remedy or "–", one.log or "–"
+
+
+def told_once(record: FleetRecord) -> Iterator[tuple[str, ...]]:
+    """The same where entries share a reason, as those of one model do: one row for all of them."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for (name, *rest), _ in failures(record):
+        alike.setdefault(tuple(rest), []).append(name)
+    yield from ((_few(names), *rest) for rest, names in alike.items())
 
 
 def matrix(record: FleetRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]], dict[tuple[int, int], str]]:
@@ -250,8 +276,11 @@ def facts(record: FleetRecord) -> dict[str, str]:
 
 
 def footnotes(record: FleetRecord) -> list[str]:
-    """What stars mean, where there are any."""
-    return [MADE_UP] if any(one.winner and one.winner.synthetic_calibration for one in record.entries) else []
+    """What stars mean, and who is called otherwise than in the fleet file, where there are any."""
+    found = [MADE_UP] if any(one.winner and one.winner.synthetic_calibration for one in record.entries) else []
+    names = {one.model: one.name.partition("@")[0] for one in record.entries}
+    otherwise = [f"{name} for {model}" for model, name in names.items() if name != model]
+    return [*found, f"entries are called as their folders: {_few(otherwise)}"] if otherwise else found
 
 
 def short(text: str, longest: int = _LONGEST) -> str:

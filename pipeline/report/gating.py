@@ -2,15 +2,28 @@
 
 from pathlib import Path
 
-from enginesmith.pipeline.judgement import Gate
+from enginesmith.pipeline.judgement import FleetGate, Gate
 from enginesmith.pipeline.report.markup import plain
 
 
 def lines(found: Gate) -> list[str]:
     """One for each judgement, one for each thing to know, and what that comes to."""
-    judged = [f"{'held' if one.passed else 'BROKEN'}: {one.text}" for one in found.verdicts]
-    said = [*judged, *(f"note: {text}" for text in found.cautions), sentence(found)]
-    return [" ".join(text.split()) for text in said]
+    return _in_one_line([*_said(found), sentence(found)])
+
+
+def fleet_lines(found: FleetGate) -> list[str]:
+    """The same of every entry, by name, and what all of that comes to."""
+    said = [line for name, one in found.entries.items() for line in _said(one, f"{name}: ")]
+    return _in_one_line([*said, fleet_sentence(found)])
+
+
+def _said(found: Gate, who: str = "") -> list[str]:
+    judged = [f"{'held' if one.passed else 'BROKEN'}: {who}{one.text}" for one in found.verdicts]
+    return [*judged, *(f"note: {who}{text}" for text in found.cautions)]
+
+
+def _in_one_line(texts: list[str]) -> list[str]:
+    return [" ".join(text.split()) for text in texts]
 
 
 def sentence(found: Gate) -> str:
@@ -24,10 +37,36 @@ def sentence(found: Gate) -> str:
     return f"{about}: all {len(found.verdicts)} held" if found.verdicts else f"{about}: nothing was judged"
 
 
+def fleet_sentence(found: FleetGate) -> str:
+    """The gate of a fleet in one sentence."""
+    broken = [name for name, one in found.entries.items() if not one.passed]
+    if broken:
+        return f"{found.fleet}: {len(broken)} of {len(found.entries)} entries broken: {', '.join(broken)}"
+    if found.updated:
+        return f"{found.fleet} is the baseline in {found.baseline} now"
+    total, entries = sum(len(one.verdicts) for one in found.entries.values()), len(found.entries)
+    if not total:
+        return f"{found.fleet}: nothing was judged"
+    return f"{found.fleet}: all {total} held, of {entries} {'entry' if entries == 1 else 'entries'}"
+
+
 def markdown(found: Gate) -> str:
     """The same for the summary of a job, or a comment."""
+    return _markdown(found.run, found.passed, sentence(found), _items(found))
+
+
+def fleet_markdown(found: FleetGate) -> str:
+    """The same of a fleet."""
+    items = [item for name, one in found.entries.items() for item in _items(one, f"{plain(name)}: ")]
+    return _markdown(found.fleet, found.passed, fleet_sentence(found), items)
+
+
+def _items(found: Gate, who: str = "") -> list[str]:
     mark = {True: "held", False: "**broken**"}
-    items = [f"- {mark[one.passed]}: {plain(one.text)}" for one in found.verdicts]
-    notes = [f"- note: {plain(text)}" for text in found.cautions]
-    title = f"### Gate: {'passed' if found.passed else 'broken'}, {plain(Path(found.run).name)}"
-    return "\n".join([title, "", plain(sentence(found)), "", *items, *notes]) + "\n"
+    items = [f"- {mark[one.passed]}: {who}{plain(one.text)}" for one in found.verdicts]
+    return [*items, *(f"- note: {who}{plain(text)}" for text in found.cautions)]
+
+
+def _markdown(where: str, passed: bool, said: str, items: list[str]) -> str:
+    title = f"### Gate: {'passed' if passed else 'broken'}, {plain(Path(where).name)}"
+    return "\n".join([title, "", plain(said), "", *items]) + "\n"

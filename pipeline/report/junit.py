@@ -1,11 +1,12 @@
 """``junit.xml``: each budget, each variant and each fidelity check as a test case, for whatever shows test results."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 from xml.etree import ElementTree
 
+from enginesmith.pipeline.fleet.record import EntryRecord, FleetRecord
 from enginesmith.pipeline.report import budgets
 from enginesmith.pipeline.run import Run, VariantRecord
 from enginesmith.pipeline.tasks.compare import StageFidelity
@@ -25,16 +26,38 @@ class _Case:
 
 def render(run: Run) -> str:
     """The run as JUnit XML: a suite of budgets, and one for each variant."""
+    return _document(run.name, run.created, run.seconds, _suites(run))
+
+
+def render_fleet(record: FleetRecord, found: Mapping[str, Run]) -> str:
+    """The fleet: whether each entry has what can be used, and the suites of its run, of those that are ``found``."""
+    suites: dict[str, list[_Case]] = {"entries": [_ended(one) for one in record.entries]}
+    for name, run in found.items():
+        suites |= {f"{name} {suite}": cases for suite, cases in _suites(run).items()}
+    return _document(record.name, record.created, record.seconds, suites)
+
+
+def _suites(run: Run) -> dict[str, list[_Case]]:
     suites = {"budgets": list(_budgets(run))}
     for record in run.variants:
         suites[f"variant {record.id}"] = [_made(record), *map(_checked, record.fidelity)]
-    root = ElementTree.Element(
-        "testsuites", {"name": _legal(run.name), **_counts([case for cases in suites.values() for case in cases])}
-    )
-    root.set("time", f"{run.seconds:.3f}")
+    return suites
+
+
+def _ended(entry: EntryRecord) -> _Case:
+    """Budgets that nobody holds have cases of their own."""
+    if entry.status in ("done", "breached"):
+        return _Case(entry.name)
+    outcome: Literal["failure", "skipped"] = "failure" if entry.status == "failed" else "skipped"
+    return _Case(entry.name, outcome, f"{entry.status}: {entry.reason}")
+
+
+def _document(title: str, created: str, seconds: float, suites: Mapping[str, Sequence[_Case]]) -> str:
+    counts = _counts([case for cases in suites.values() for case in cases])
+    root = ElementTree.Element("testsuites", {"name": _legal(title), **counts, "time": f"{seconds:.3f}"})
     for name, cases in suites.items():
         suite = ElementTree.SubElement(root, "testsuite", {"name": _legal(name), **_counts(cases)})
-        suite.set("timestamp", _legal(run.created))
+        suite.set("timestamp", _legal(created))
         for case in cases:
             _add(suite, name, case)
     ElementTree.indent(root)

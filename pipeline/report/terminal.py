@@ -1,6 +1,7 @@
 """What the command line prints: a run, a fleet, a stage's result, facts, tables; as text or as one JSON document."""
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,6 +58,27 @@ def show_fleet(record: FleetRecord, folder: Path, as_json: bool) -> int:
         click.echo(line)
     for name, text in fleet_tables.facts(record).items():
         click.echo(f"{name}: {text}")
+    _since_last(record)
+    for entries, variants, kind, reason, remedy, log in fleet_tables.told_once(record):
+        click.echo(f"{entries}: {'' if variants == 'all' else f'{variants}: '}{kind}: {reason}")
+        if remedy != "–":
+            click.echo(f"  → {remedy}")
+        if log != "–":
+            click.echo(f"  log: {shlex.quote(str(folder / log))}")
+    click.echo(f"report: {folder / 'fleet.html'}")
+    return record.exit_code
+
+
+def show_fleets(record: FleetRecord, as_json: bool) -> None:
+    """A fleet beside another one."""
+    if as_json:
+        click.echo(record.model_dump_json(by_alias=True, indent=1))
+        return
+    _table(fleet_tables.ENTRIES, fleet_tables.rows(record))
+    _since_last(record)
+
+
+def _since_last(record: FleetRecord) -> None:
     for line in fleet_tables.last(record):
         click.echo(f"since the last fleet: {line}")
     changes = [row for row, _ in fleet_tables.changes(record, certain=True)]
@@ -64,12 +86,6 @@ def show_fleet(record: FleetRecord, folder: Path, as_json: bool) -> int:
         _table(fleet_tables.CHANGES, changes[:_MOST_ROWS])
         if len(changes) > _MOST_ROWS:
             click.echo(f"and {len(changes) - _MOST_ROWS} more, in fleet.html")
-    for row, _ in fleet_tables.failures(record):
-        entry, variant, kind, reason, remedy, log = row
-        said = f"{entry}: {'' if variant == 'all' else f'{variant}: '}{kind}: {reason}"
-        click.echo(said + (f"\n  → {remedy}" if remedy != "–" else "") + (f"\n  log: {log}" if log != "–" else ""))
-    click.echo(f"report: {folder / 'fleet.html'}")
-    return record.exit_code
 
 
 def show_comparison(found: Comparison, as_json: bool) -> None:

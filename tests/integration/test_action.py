@@ -91,6 +91,24 @@ def test_a_run_that_is_there_is_gone_on_with(digits_run: Path, tmp_path: Path, s
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(("document", "report"), [("run.json", "report.md"), ("fleet.json", "fleet.md")])
+def test_what_is_called_for_runs_and_for_fleets(tmp_path: Path, store: Path, document: str, report: str) -> None:
+    """The programs only say what they were called with."""
+    runner = Runner(tmp_path, store, {"token": "t"})
+    (tmp_path / "bin").mkdir()
+    for name in ("enginesmith", "gh"):
+        (tmp_path / "bin" / name).write_text('#!/bin/sh\necho "$@"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    runner.environment["PATH"] = f"{tmp_path / 'bin'}:{runner.environment['PATH']}"
+    runner.known |= {"github.event.pull_request.number": "1", "github.repository": "a/b"}
+    (tmp_path / "enginesmith-run").mkdir()
+    for name in (document, report):
+        (tmp_path / "enginesmith-run" / name).touch()
+    assert runner.step("Optimize").stdout == "resume enginesmith-run\n"
+    assert runner.step("Gate").stdout == "gate enginesmith-run\n"
+    assert runner.step("Comment").stdout.endswith(f"--body-file enginesmith-run/{report}\n")
+
+
 def test_a_wrong_option_ends_the_job(tmp_path: Path, store: Path) -> None:
     runner = Runner(tmp_path, store, {"model": f"{NETS}:mlp", "options": "--no-such-option; touch broken"})
     assert runner.step("Optimize").returncode == 2

@@ -69,6 +69,7 @@ def test_what_fails_or_is_lacking_stops_nothing_else(fleet: tuple[int, dict[str,
     }
     assert "nowhere.py" in found["gone@here"]["reason"]
     assert "B200" in found["narrow@b200"]["reason"] or "GPU" in found["narrow@b200"]["reason"]
+    assert f"`enginesmith resume {file.parent / 'first'} --store " in found["narrow@b200"]["remedy"]
     page = (file.parent / "first" / "fleet.html").read_text()
     assert "runs/narrow%40here/report.html" in page
     assert (file.parent / "first" / "runs" / "narrow@here" / "report.html").is_file()

@@ -169,7 +169,7 @@ def test_a_place_that_no_node_has_is_told_at_once(executor: RayExecutor) -> None
     why = executor.lacking(Place(resources=(("fake_h200", 1),)))
     assert why.startswith("no node of the Ray cluster has fake_h200 (did you mean fake_h100?)")
     assert "1 × [CPU 2, either, fake_l4 2]" in why
-    assert "no node of the Ray cluster has GPU type B200, GPU" in executor.lacking(Place("cuda", "B200"))
+    assert "no node of the Ray cluster has a GPU of type B200" in executor.lacking(Place("cuda", "B200"))
 
 
 def test_measurements_have_a_node_to_themselves(order: Teller) -> None:

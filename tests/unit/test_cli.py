@@ -76,6 +76,15 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     assert "Traceback" not in result.output
 
 
+def test_what_goes_on_is_the_same_command_with_the_same_machines() -> None:
+    from enginesmith.pipeline.settings import Settings
+
+    far = Settings(store="s3://a/b c", executor="ray", ray_address="ray://HEAD:10001")
+    said = "enginesmith resume run --store 's3://a/b c' --executor ray --ray-address ray://HEAD:10001"
+    assert far.resuming(Path("run")) == said
+    assert Settings().resuming(Path("a b")) == "enginesmith resume 'a b'"
+
+
 @pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize("command", ["optimize digits --out", "resume"])
 def test_an_interrupt_says_how_to_go_on(
@@ -92,3 +101,23 @@ def test_an_interrupt_says_how_to_go_on(
     result = CliRunner().invoke(cli.main, [*command.split(), str(tmp_path)])
     hint = f"; `enginesmith resume {tmp_path}` goes on from here" if begun else ""
     assert (result.exit_code, result.stderr.strip()) == (130, f"interrupted{hint}")
+
+
+def test_what_options_are_called_in_a_recipe_is_known() -> None:
+    """Errors name options; those who have a fleet file are told the field, which is there."""
+    from enginesmith.pipeline.recipe import make
+    from enginesmith.pipeline.recipe.fields import fields_for
+
+    whole = make({"model": "digits"}).model_dump()
+    unknown = []
+    for option in (one.opts[0] for one in cli.main.commands["optimize"].params if isinstance(one, click.Option)):
+        fields = fields_for(f"give {option}")
+        for field in fields:
+            inner = whole
+            for part in field.rstrip("}").removesuffix(": …").split(": {"):
+                inner = inner[part]
+        unknown += [] if fields else [option]
+    assert set(unknown) == {
+        *("--recipe", "--out", "--only", "--changed-since", "--jobs", "--no-cache", "--time-limit", "--store"),
+        *("--executor", "--ray-address", "--quiet", "--json"),
+    }

@@ -256,11 +256,13 @@ def test_reports_are_written_anew(jobs: Jobs) -> None:
     fleet("--out", "runs/a")
     Path("runs/a/fleet.md").unlink()
     done = CliRunner().invoke(cli.main, ["report", "runs/a"])
-    assert done.output.split() == ["runs/a/fleet.html", "runs/a/fleet.md"]
+    assert done.output.split() == ["runs/a/fleet.html", "runs/a/fleet.md", "runs/a/junit.xml"]
     done = CliRunner().invoke(cli.main, ["report", "runs/a", "-f", "md", "-o", "public", "--json"])
     assert json.loads(done.output) == {"files": ["public/fleet.md"]}
-    done = CliRunner().invoke(cli.main, ["report", "runs/a", "-f", "junit"])
-    assert (done.exit_code, "no junit report of a fleet" in done.output) == (2, True)
+    before = Path("runs/a/junit.xml").read_bytes()
+    Path("runs/a/junit.xml").unlink()
+    done = CliRunner().invoke(cli.main, ["report", "runs/a/fleet.json", "-f", "junit"])
+    assert (done.exit_code, Path("runs/a/junit.xml").read_bytes()) == (0, before)
 
 
 def test_github_is_told(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:

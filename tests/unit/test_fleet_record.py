@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from enginesmith.pipeline.errors import EnginesmithError, UsageError
+from enginesmith.pipeline.errors import DataError, EnginesmithError, UsageError
 from enginesmith.pipeline.fleet import record as records
 from enginesmith.pipeline.fleet.building import Found, entry_record
 from enginesmith.pipeline.fleet.record import EntryRecord, FleetRecord
@@ -173,3 +173,11 @@ def test_steps_are_counted(made_fleets: ModuleType, tmp_path: Path) -> None:
     found: dict[str, Any] = {"run": made_fleets.run(one)}
     assert (lambda it: (it.steps, it.reused))(entry_record(one, Found(**found), tmp_path)) == (1, 1)
     assert (lambda it: (it.steps, it.reused))(entry_record(one, Found(**found, steps=9, reused=2), tmp_path)) == (9, 2)
+
+
+def test_what_single_runs_call_options_is_told_as_fields(made_fleets: ModuleType, tmp_path: Path) -> None:
+    (one, *_) = made_fleets.fleet().entries()
+    failed = made_fleets.entry(one, tmp_path, DataError("--recover needs data", "give some with --calibration DATA"))
+    fields = "an option is for all entries: in the fleet file, `recipe: {recover: …, calibration: …}` is for one model"
+    assert failed.remedy == failed.failures[0].remedy == f"give some with --calibration DATA; {fields}"
+    assert made_fleets.entry(one, tmp_path, made_fleets.ERRORS[0]).remedy == "start one"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.errors import ExportError
-from enginesmith.pipeline.fleet import earlier
+from enginesmith.pipeline.fleet import Fleet, earlier
 from enginesmith.pipeline.fleet import record as records
-from enginesmith.pipeline.fleet.record import RUNS, EntryRecord, FleetRecord, Last
+from enginesmith.pipeline.fleet.record import RUNS, EntryRecord, Failure, FleetRecord, Last
 from enginesmith.pipeline.report import fleet as files
 from enginesmith.pipeline.report import fleet_markdown, fleet_page, fleet_tables, terminal
 from enginesmith.pipeline.report.html import scripts
@@ -123,6 +123,40 @@ def test_failures_have_reasons_and_logs(some: FleetRecord) -> None:
     assert rows["mobilenet_v2@cpu", "onnxruntime-fp32"][-1] == "runs/mobilenet_v2@cpu/logs/export.log"
 
 
+def told(one: EntryRecord, **values: Any) -> EntryRecord:
+    return one.model_copy(update={"status": "failed", **values})
+
+
+def test_what_failed_is_told_once(some: FleetRecord, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of the whole entry is not told of its variants again, nor that of one entry of its siblings."""
+    gone = [Failure(variant=name, reason=f"load: no {EVIL}", log="a b.log") for name in ("eager", "fp32")]
+    one = told(some.entries[0], failures=(Failure(variant="", reason=f"no {EVIL}", log="a b.log"), *gone))
+    record = some.model_copy(update={"entries": (one, one.model_copy(update={"name": "digits@edge"}))})
+    assert [row[:2] for row, _ in fleet_tables.failures(record)] == [("digits@cpu", "all"), ("digits@edge", "all")]
+    assert [row[:2] for row in fleet_tables.told_once(record)] == [("digits@cpu, digits@edge", "all")]
+    terminal.show_fleet(record, Path("runs/nightly"), as_json=False)
+    assert capsys.readouterr().out.count("log: 'runs/nightly/a b.log'\n") == 1
+
+
+def test_variants_that_fail_alike_share_a_row(some: FleetRecord) -> None:
+    why = "calibrate: no such file\nin it"
+    alike = [Failure(variant=name, reason=why, log="logs/calibrate.log") for name in ("int8", "int8+fp16")]
+    said = f"no usable variant is left:\n  int8: {why}\n  int8+fp16: {why}\n  trt: not here"
+    one = told(some.entries[0], failures=(Failure(variant="", reason=said, log="logs/calibrate.log"), *alike))
+    rows = [row for row, _ in fleet_tables.failures(some.model_copy(update={"entries": (one,)}))]
+    assert rows == [
+        ("digits@cpu", "all", "failed", "no usable variant is left:\n  trt: not here", "–", "–"),
+        ("digits@cpu", "int8, int8+fp16", "failed", why, "–", "logs/calibrate.log"),
+    ]
+
+
+def test_who_is_called_otherwise_than_in_the_file_is_told(some: FleetRecord) -> None:
+    other = some.entries[0].model_copy(update={"model": "nets.py:mlp", "name": "nets.py-mlp@cpu"})
+    record = some.model_copy(update={"entries": (other, *some.entries)})
+    assert fleet_tables.footnotes(record)[1:] == ["entries are called as their folders: nets.py-mlp for nets.py:mlp"]
+    assert len(fleet_tables.footnotes(some)) == 1
+
+
 def test_the_matrix_has_models_by_targets(some: FleetRecord) -> None:
     columns, rows, links = fleet_tables.matrix(some)
     assert columns == ("model", "cpu", "h100", "edge")
@@ -165,7 +199,7 @@ def test_ids_are_unique_and_tables_have_heads(pages: ModuleType, some: FleetReco
 def evil(made_fleets: ModuleType, made_runs: ModuleType, folder: Path) -> FleetRecord:
     """Every free text is one that would like to be markup."""
     values = made_runs.filled(FleetRecord, EVIL)
-    asked = made_fleets.fleet(models={EVIL: {}}, targets={EVIL: {"resources": {EVIL: 1}}})
+    asked = Fleet.model_validate({"models": {EVIL: {}}, "targets": {EVIL: {"resources": {EVIL: 1}}}})
     failed = made_fleets.entry(asked.entries()[0], folder, ExportError(EVIL, EVIL))
     filled = {**values["entries"][0], "status": "done"}
     return FleetRecord.model_validate({**values, "fleet": asked, "entries": [filled, failed]})
@@ -226,10 +260,11 @@ def test_nothing_begun_is_a_page_too(made_fleets: ModuleType, tmp_path: Path) ->
 
 
 def test_the_files_are_written_whole(some: FleetRecord, tmp_path: Path) -> None:
-    assert [path.name for path in files.write(some, tmp_path)] == ["fleet.json", "fleet.html", "fleet.md"]
+    names = ["fleet.json", "fleet.html", "fleet.md", "junit.xml"]
+    assert [path.name for path in files.write(some, tmp_path, {})] == names
     assert not list(tmp_path.glob(".*"))
     assert records.read(tmp_path) == some
-    assert [path.name for path in files.write(some, tmp_path / "other", ("md",))] == ["fleet.md"]
+    assert [path.name for path in files.write(some, tmp_path / "other", {}, ("md",))] == ["fleet.md"]
     assert (tmp_path / "other/fleet.md").read_text() == (tmp_path / "fleet.md").read_text()
 
 
@@ -243,7 +278,7 @@ def test_the_terminal_says_the_same(some: FleetRecord, capsys: pytest.CaptureFix
         "lenet@edge: lacking: no node has",
     ):
         assert words in text
-    assert "log: runs/mobilenet_v2@cpu/logs/export.log" in text
+    assert "log: runs/nightly/runs/mobilenet_v2@cpu/logs/export.log" in text
     assert "report: runs/nightly/fleet.html" in text
     assert terminal.show_fleet(some, Path("runs/nightly"), as_json=True) == 3
     assert json.loads(capsys.readouterr().out)["schema"] == records.SCHEMA

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
 
@@ -89,6 +90,32 @@ def test_what_was_not_judged_is_skipped(run: MakeRun) -> None:
 def test_a_variant_that_failed_is_a_failure(run: MakeRun) -> None:
     failed = record("a", status="failed", reason="build: out of memory")
     assert cases(junit.render(run(failed)))["variant a: measured"] == "failure: build: out of memory"
+
+
+def test_a_fleet_has_the_cases_of_all_its_runs(made_fleets: ModuleType, tmp_path: Path) -> None:
+    asked = made_fleets.fleet()
+    one, two, three, four = asked.entries()
+    failed = made_fleets.variant(made_fleets.INT8, 0.5, 4.0, fidelity=(check(passed=False, reason="SQNR of 3 dB"),))
+    found = {one.name: made_fleets.breached(one), two.name: made_fleets.run(two, variants=(failed,))}
+    entries = [made_fleets.entry(entry, tmp_path, found[entry.name]) for entry in (one, two)]
+    entries += [made_fleets.entry(three, tmp_path, made_fleets.ERRORS[2])]
+    entries += [made_fleets.entry(four, tmp_path, made_fleets.ERRORS[0])]
+    text = junit.render_fleet(made_fleets.record(asked, *entries), found)
+    assert cases(text) == {
+        "entries: digits@cpu": "passed",
+        "entries: digits@edge": "passed",
+        "entries: lenet@cpu": "failure: failed: aten::odd cannot be exported",
+        "entries: lenet@edge": "skipped: lacking: no node has the accelerator L4",
+        "digits@cpu budgets: p50 latency: at most 0.1 ms": (
+            "failure: p50 latency is 0.5 ms, and has to be at most 0.1 ms"
+        ),
+        "digits@cpu variant onnxruntime-fp32: measured": "passed",
+        "digits@cpu variant onnxruntime-int8: measured": "passed",
+        "digits@edge variant onnxruntime-int8: measured": "passed",
+        "digits@edge variant onnxruntime-int8: engine at min (batch 1)": "failure: SQNR of 3 dB",
+    }
+    root = ElementTree.fromstring(text)
+    assert (root.get("tests"), root.get("failures"), root.get("skipped")) == ("9", "3", "1")
 
 
 @pytest.mark.parametrize("text", [HOSTILE, "<!DOCTYPE x [<!ENTITY e SYSTEM 'file:///'>]>&e;"])

@@ -154,7 +154,7 @@ def test_what_is_lacking_is_told_with_what_there_is() -> None:
     assert lacking(Place(), nodes) == ""
     assert lacking(Place("cuda", "H100"), nodes) == ""
     assert lacking(Place("cuda", "H10"), nodes) == (
-        "no node of the Ray cluster has GPU type H10, GPU (did you mean GPU type H100?); "
+        "no node of the Ray cluster has a GPU of type H10 (did you mean GPU type H100?); "
         "there are: 2 × [CPU 8]; 1 × [CPU 8, GPU 1, GPU type H100]"
     )
     assert lacking(Place(resources=(("edge", 2.0),)), []).endswith("has edge 2; there are: it has no node")
