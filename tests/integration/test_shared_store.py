@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'enginesmith[s3]'")
 pytest.importorskip("moto", reason="moto is not installed: pip install 'enginesmith[dev]'")
 
-from enginesmith.pipeline.errors import StoreError
+from enginesmith.pipeline.errors import StoreError, UsageError
 from enginesmith.pipeline.store import Store
 
 sys.path.append(str(Path(__file__).parents[1] / "data"))
@@ -184,7 +184,7 @@ def test_an_endpoint_that_is_down_is_waited_for(machine: Machine, server: Server
 def test_what_waiting_does_not_mend_fails_at_once(url: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
     monkeypatch.setenv("ENGINESMITH_CACHE", str(machine("one").root))
-    with pytest.raises(StoreError, match="there is no such bucket"):
+    with pytest.raises(UsageError, match="there is no such bucket"):
         Store(f"{url.replace('team', 'nobody')}").get(KEY)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
