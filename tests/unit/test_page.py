@@ -1,5 +1,6 @@
 """report.html as text: whole, self-contained, escaped, and readable in both colour schemes."""
 
+import os
 import re
 from pathlib import Path
 from types import ModuleType
@@ -259,3 +260,20 @@ def test_contrast_is_that_of_wcag_aa_in_both_schemes_and_in_print() -> None:
             assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground, colours[text], colours[ground])
         assert contrast(colours["focus"], colours["ground"]) >= 3
         assert contrast(colours["muted"], colours["ground"]) >= 3  # borders of controls
+
+
+@pytest.mark.slow
+def test_other_processes_write_the_reports_of_many(some: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    here, there = tmp_path / "here", tmp_path / "there"
+    files.write(some, here, (*files.REPORTS, "json"))
+    there.mkdir()
+    runs.write(some, there)
+    (tmp_path / "damaged").mkdir()
+    with files.Writer(16) as reports, monkeypatch.context() as patch:
+        patch.setattr(runs, "read", lambda folder: pytest.fail("this process did it"))
+        reports.write(there)
+    assert {path.name for path in there.iterdir()} == set(files.NAMES.values())
+    assert all((there / name).read_bytes() == (here / name).read_bytes() for name in files.NAMES.values())
+    with pytest.raises(UsageError, match="there is no run"), files.Writer(16) as reports:
+        reports.write(tmp_path / "damaged")
