@@ -94,10 +94,9 @@ class Runner:
         with ThreadPoolExecutor(self.executor.look_ups) as asking, ThreadPoolExecutor(self.executor.slots) as doing:
             try:
                 while todo or running:
-                    if self.executor.bears_look_ups(running.values()):
-                        for step in todo.ask(self.executor.look_ups - len(asked)):
-                            asked.add(step.id)
-                            submit(asking, self._known, step)
+                    for step in todo.ask(self.executor.look_ups - len(asked)):
+                        asked.add(step.id)
+                        submit(asking, self._known, step)
                     for step in todo.take(self._room(running, asked)):
                         running[step.id] = step
                         submit(doing, self._done, step)
@@ -130,7 +129,7 @@ class Runner:
         def room(step: Step) -> bool | None:
             if len(running) >= self.executor.slots:
                 return None
-            return self.executor.fits(step, running.values()) and (not asked or self.executor.bears_look_ups([step]))
+            return self.executor.fits(step, running.values()) and (not asked or self.executor.bears_look_ups(step))
 
         return room
 

@@ -107,8 +107,8 @@ class Executor(ABC):
             StoreError: it refuses to tell, or was away for too long.
         """
 
-    def bears_look_ups(self, running: Collection[Step]) -> bool:
-        """Whether these steps are not disturbed by others being looked up."""
+    def bears_look_ups(self, step: Step) -> bool:
+        """Whether a step may begin while others are looked up."""
         return True
 
     @abstractmethod

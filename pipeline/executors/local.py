@@ -88,9 +88,9 @@ class LocalExecutor(Executor):
         on_their_own = all(task.gpus == "one" for task in measuring)
         return self._gpus.several and on_their_own and "all" not in gpus and len(gpus) <= self._gpus.count
 
-    def bears_look_ups(self, running: Collection[Step]) -> bool:
-        """A measurement bears them only where there is one beside builds, too."""
-        return self._gpus.several or not any(step.task.exclusive for step in running)
+    def bears_look_ups(self, step: Step) -> bool:
+        """A measurement bears them only where it is done beside builds, too."""
+        return self._gpus.several or not step.task.exclusive
 
     def known(self, order: Order) -> Artifact | None:
         """Only the store is asked: who made it does not matter."""

@@ -130,10 +130,12 @@ def test_a_small_entry_is_its_manifest(machine: Machine, url: str) -> None:
     there = unsealed((found.folder / MANIFEST).read_bytes())
     assert there is not None
     assert there.contents == {}
-    put(machine("three"), content=b"\xff\0")
-    assert machine("four").verify() == []
     system, root = remote(url)
-    manifest = unsealed(system.cat_file(f"{root}/{path}"))
+    before = system.cat_file(f"{root}/{path}")
+    put(machine("three"), content=b"\xff\0")
+    assert system.cat_file(f"{root}/{path}") == before
+    assert machine("four").verify() == []
+    manifest = unsealed(before)
     assert manifest is not None
     other = manifest.model_copy(update={"contents": {**manifest.contents, "model.onnx": b"other"}})
     system.pipe_file(f"{root}/{path}", sealed(other))
