@@ -54,6 +54,7 @@ _WIDTH = 100
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _ALONE_STEPS = _SHARED_STEPS = 200
 _DELAY_MS = 20.0
+_WARM_ROUNDS = 3
 _ENGINES = {
     "precisions": ["fp32", "fp16", "int8", "int8-dynamic"],
     "graph_optimization": ["disabled", "basic", "extended", "all"],

@@ -18,6 +18,7 @@
     │   │   └── BuilderFailed                       it failed for a reason of its own
     │   └── FidelityError                           outputs differ from the reference by more than allowed
     ├── StoreError                                  the store or a run directory cannot be read or written
+    │   └── MissingEntry                            the store lacks what has to be there
     └── StepError                                   a step's process ended without a result
         ├── StepCrashed                             killed by a signal (a segmentation fault, say)
         ├── StepOutOfMemory                         an allocation failed
@@ -129,6 +130,10 @@ class FidelityError(ModelError):
 
 class StoreError(EnginesmithError):
     """The store or a run directory cannot be read or written."""
+
+
+class MissingEntry(StoreError):
+    """The store lacks what has to be there."""
 
 
 class StepError(EnginesmithError):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from enginesmith.pipeline import shared_reads, shared_upkeep, store_address, telling
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, files_below, write_whole
-from enginesmith.pipeline.errors import StoreError
+from enginesmith.pipeline.errors import MissingEntry
 from enginesmith.pipeline.local_store import LocalStore
 from enginesmith.pipeline.reads import ReadRecord, Reads, shareable
 from enginesmith.pipeline.shared_store import SharedStore
@@ -88,17 +88,33 @@ class Store:
         """The artifact of a key that has to be there, whoever published it; with ``sha256``, the one of that digest.
 
         Raises:
-            StoreError: it is nowhere, or the shared store cannot be reached.
+            MissingEntry: it is nowhere.
+            StoreError: the shared store cannot be reached.
         """
         found = self._local.find(key)
         if self._shared is not None and (found is None or sha256 not in ("", found.sha256)):
             found = self._downloaded(self._shared, key, replace=found is not None) or found
         if found is None or sha256 not in ("", found.sha256):
-            raise StoreError(
+            raise MissingEntry(
                 f"the store {self.address} has no entry {key[:16]}" + (" of that content" if found else ""),
                 "it was removed meanwhile; do it again",
             )
         return found.artifact(self._local.folder(key), key)
+
+    def share(self, artifact: Artifact) -> Artifact:
+        """See that others have what was found here, and give it back as they have it.
+
+        An entry in this machine's cache may have been removed from the shared store, or be on its way there.
+
+        Raises:
+            StoreError: the shared store refuses it, or was away for too long.
+        """
+        if self._shared is None or (found := self._local.find(artifact.key)) is None:
+            return artifact
+        found = self._share(self._shared, artifact.key, found)
+        return found.artifact(self._local.folder(artifact.key), artifact.key).model_copy(
+            update={"history": artifact.history}
+        )
 
     def workspace(self) -> AbstractContextManager[Path]:
         """An empty folder on the store's own file system; what is not published from it is removed.

@@ -21,6 +21,8 @@ _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_RUNTIME_ENV_IGNORE_GITIGNORE": "1
 """No telemetry; and what a .gitignore names travels all the same: weights are often in there."""
 _REACH_SECONDS = 5.0
 """How long a machine may take to accept a connection."""
+_ANSWER_SECONDS = 15.0
+"""And to say the first bytes of its protocol."""
 
 
 def ray() -> ModuleType:
@@ -68,10 +70,10 @@ def connect(address: str, modules: Sequence[str]) -> None:
 
 
 def _hold_reachable(address: str) -> None:
-    """See that somebody listens there: Ray tries for more than a minute, and takes no interrupt meanwhile.
+    """See that somebody listens there who may be Ray, which itself tries for minutes, and takes no interrupt meanwhile.
 
     Raises:
-        MissingCapability: nobody does.
+        MissingCapability: nobody does, or another service.
     """
     where = address
     if address == AUTO:
@@ -83,9 +85,22 @@ def _hold_reachable(address: str) -> None:
     if not (colon and port.isdecimal()):
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_SECONDS).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_SECONDS) as connection:
+            connection.settimeout(_ANSWER_SECONDS)
+            if not _speaks_http2(connection):
+                raise ConnectionError("what listens on this port is another service")
     except (OSError, OverflowError) as error:
         raise _refused(address, error) from error
+
+
+def _speaks_http2(connection: socket.socket) -> bool:
+    """Whether a server answers with settings, as all of gRPC do; it is not asked where Ray is set up to use TLS."""
+    if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+        return True
+    settings = b"\0\0\0\x04\0\0\0\0\0"  # an empty frame of them, RFC 9113, section 6.5
+    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings)
+    with connection.makefile("rb") as answer:
+        return answer.read(len(settings))[3:4] == b"\x04"
 
 
 def disconnect() -> None:

@@ -113,8 +113,9 @@ def visit(what: Visit) -> tuple[Facts, str]:
 def look_up(request: Request) -> Answer | None:
     """What the store has of a step, as this machine would make it."""
     _as_started()
-    found = Job(_at_home(request), request.inputs, _store(request.store, request.reuse)).found()
-    return None if found is None else Answer(platform.node(), found, cached=True)
+    store = _store(request.store, request.reuse)
+    found = Job(_at_home(request), request.inputs, store).found()
+    return None if found is None else Answer(platform.node(), store.share(found), cached=True)
 
 
 def carry_out(request: Request, gpus: tuple[str, ...], report: Reporter) -> Answer:
@@ -133,11 +134,12 @@ def carry_out(request: Request, gpus: tuple[str, ...], report: Reporter) -> Answ
             order = Order(step, inputs, log, started, _seldom(report), request.timeout_seconds, note)
             executor.cores, executor.gpus = request.cores, gpus
             result = executor.carry_out(order)
+            artifact = executor.store.share(result.artifact) if result.cached else result.artifact
         except EnginesmithError as error:
             error.remedy = error.remedy.replace(str(log), request.log)
             full = isinstance(error, StoreError) and any(words in error.message for words in _FULL)
             return Answer(platform.node(), error=error, full=full, log=_end_of(log))
-        return Answer(platform.node(), result.artifact, result.cached, log=_end_of(log))
+        return Answer(platform.node(), artifact, result.cached, log=_end_of(log))
 
 
 class _NodeExecutor(LocalExecutor):

@@ -10,7 +10,14 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.errors import BuilderFailed, MissingCapability, StepCrashed, StepError, StoreError
+from enginesmith.pipeline.errors import (
+    BuilderFailed,
+    MissingCapability,
+    MissingEntry,
+    StepCrashed,
+    StepError,
+    StoreError,
+)
 from enginesmith.pipeline.executors import cluster, connection, node
 from enginesmith.pipeline.executors.base import Executor, Job, Order, Result
 from enginesmith.pipeline.executors.dispatch import LOOK_SECONDS, Dispatch
@@ -113,6 +120,7 @@ class RayExecutor(Executor):
     def _answer(self, order: Order, note: Callable[[str], None]) -> node.Answer:
         deadline = None if order.timeout_seconds is None else time.monotonic() + order.timeout_seconds
         losses: list[str] = []
+        shared = False
         while True:
             self._wait_for_node(order, note)
             avoided = self._full if self._left(order.step) else ()
@@ -136,6 +144,11 @@ class RayExecutor(Executor):
                 if self._left(order.step):
                     note(f"the disk of {answer.node} is full; it is done on another node")
                     continue
+            if isinstance(answer.error, MissingEntry) and not shared:  # a node lacks what this machine has in its cache
+                shared = True
+                for one in order.inputs.values():
+                    self._store.share(one)
+                continue
             return answer
 
     def _left(self, step: Step) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from enginesmith.pipeline.errors import MissingCapability
+from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.executors import errands, node
 from enginesmith.pipeline.executors.agreement import Facts, differences, own_facts
 from enginesmith.pipeline.executors.cluster import Node, nodes_of
@@ -45,6 +45,11 @@ class Visits:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             token, file = secrets.token_hex(16), ""
+            if self._store.address.startswith("memory://"):
+                raise UsageError(
+                    f"the store {self._store.address} is in the memory of this process, where no node sees it",
+                    "name one that all machines reach with --store: s3://bucket/folder, or a folder that they share",
+                )
             folder = self._store.address.removeprefix("file://")
             if "://" not in folder:
                 path = Path(folder, f".nodes-look-here-{token[:8]}")

@@ -200,6 +200,21 @@ def test_a_node_with_a_full_disk_is_left_for_another_one(order: Teller, executor
     assert len(executor._full) == 1
 
 
+def test_what_somebody_removed_from_the_store_is_taken_from_caches(
+    order: Teller, executor: RayExecutor, place: Path
+) -> None:
+    """Of this machine, for a node that has none of it; and of a node, for this machine."""
+    shared = Store(f"file://{place}/store", make=False)
+    first = order("kept", ray_tasks.Write(number=40), H100)
+    shared.prune(max_bytes=0)
+    assert written(order("next", ray_tasks.Write(number=41), L4, model=first)) == "40\n41\n"
+    shared.prune(max_bytes=0)
+    shutil.rmtree(executor._store.root / "objects")
+    again = order("kept", ray_tasks.Write(number=40), H100)
+    assert again.cached
+    assert written(again) == "40\n"
+
+
 def test_a_step_that_fails_of_its_own_is_not_done_again(order: Teller) -> None:
     with pytest.raises(StepError, match="sleep length must be non-negative") as caught:
         order("failing", ray_tasks.Write(number=1, seconds=-1))
