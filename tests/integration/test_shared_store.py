@@ -203,7 +203,7 @@ def _made(done: Any) -> list[str]:
 
 @pytest.mark.slow
 def test_another_machine_reuses_everything_and_makes_again_what_is_damaged(
-    url: str, machine: Machine, cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("enginesmith.pipeline.shared_store._SMALL_BYTES", 1000)  # the graph has a file of its own
 
