@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from enginesmith.pipeline.errors import StoreError
-from enginesmith.pipeline.shared_store import DAY_SECONDS, SharedStore
+from enginesmith.pipeline.shared_store import SharedStore
+from enginesmith.pipeline.stored_entry import DAY_SECONDS
 
 MOST_CANDIDATES = 16
 """Of one name; the oldest are forgotten."""

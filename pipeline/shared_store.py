@@ -30,7 +30,7 @@ from enginesmith.pipeline import file_systems
 from enginesmith.pipeline.errors import StoreError, UsageError
 from enginesmith.pipeline.retries import Retries
 from enginesmith.pipeline.storage import storage_errors
-from enginesmith.pipeline.stored_entry import MANIFEST, Manifest, sealed, unsealed
+from enginesmith.pipeline.stored_entry import DAY_SECONDS, MANIFEST, Manifest, sealed, unsealed
 from enginesmith.pipeline.stored_file import StoredFile, stored_file
 
 _MARK, _SCHEMA = "enginesmith-store.json", "enginesmith.store/1"
@@ -38,8 +38,6 @@ _AT_ONCE = 8
 """Files that are carried at the same time, where the file system can do that."""
 _SMALL_BYTES = 256 << 10
 """Files that are no more than that together come with the manifest."""
-DAY_SECONDS = 86400.0
-"""How often a use is noted."""
 _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "memory"}
 """Protocols where a path is only a name; asked to make a folder, some of them would make a bucket."""
 

@@ -13,6 +13,8 @@ from enginesmith.pipeline.stored_file import StoredFile
 from enginesmith.pipeline.tensors import Signature
 
 MANIFEST = "artifact.json"
+DAY_SECONDS = 86400.0
+"""How often a shared store notes a use."""
 UNFINISHED = "unfinished"
 """The kind of an entry that a step has begun, and not ended."""
 
