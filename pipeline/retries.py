@@ -66,6 +66,7 @@ class Retries:
             try:
                 answer = work(*args, **kwargs)
             except (FileNotFoundError, EnginesmithError):
+                self._answered(waited)
                 raise
             except Exception as error:
                 if not is_transient(error):
@@ -75,13 +76,17 @@ class Retries:
                     raise self._lost(error) from error
                 self.tell(f"{self.place} cannot be reached ({_brief(error)}); trying again in {wait:.1f} s")
             else:
-                self._given_up = False
-                if waited:
-                    self.tell(f"{self.place} is reachable again")
+                self._answered(waited)
                 return answer
             waited = True
             self.stopped.wait(wait)
         raise AssertionError("waits do not end")
+
+    def _answered(self, waited: bool) -> None:
+        """It is there, whatever it said."""
+        self._given_up = False
+        if waited:
+            self.tell(f"{self.place} is reachable again")
 
     def _waits(self) -> Iterator[float]:
         wait = self.first_seconds
