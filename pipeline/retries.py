@@ -70,9 +70,7 @@ class Retries:
         for wait in self._waits():
             try:
                 answer = work(*args, **kwargs)
-            except EnginesmithError:
-                raise
-            except FileNotFoundError:
+            except (FileNotFoundError, EnginesmithError):  # an answer, too
                 self._is_there()
                 raise
             except Exception as error:

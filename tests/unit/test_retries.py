@@ -178,6 +178,28 @@ def test_it_ends_at_some_time_and_then_asks_once_only() -> None:
     assert retries(failing(2)) == "here"  # there again, it is waited for again
 
 
+def test_that_there_is_no_such_file_is_an_answer_too() -> None:
+    said: list[str] = []
+    retries = Retries(PLACE, said.append, total_seconds=0.0, first_seconds=0.001)
+    with pytest.raises(StoreError):
+        retries(failing(1))
+    retries.total_seconds = 60.0
+
+    def lacking() -> None:
+        raise FileNotFoundError("no such key")
+
+    with pytest.raises(FileNotFoundError):
+        retries(lacking)
+    answers = iter([ConnectionError("down"), FileNotFoundError("no such key")])
+
+    def away() -> None:
+        raise next(answers)
+
+    with pytest.raises(FileNotFoundError):
+        retries(away)  # it was there, so it is waited for again
+    assert said[-1] == f"{PLACE} is reachable again"
+
+
 def test_what_trying_again_does_not_mend_fails_at_once() -> None:
     for error in (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), PermissionError("403"), ValueError("what?")):
         work = failing(1, error)
