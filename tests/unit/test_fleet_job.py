@@ -254,12 +254,12 @@ def test_what_could_not_be_begun_at_all_is_raised_and_recorded(jobs: Jobs, monke
 
 def test_reports_are_written_anew(jobs: Jobs) -> None:
     fleet("--out", "runs/a")
+    before = Path("runs/a/junit.xml").read_bytes()
     Path("runs/a/fleet.md").unlink()
     done = CliRunner().invoke(cli.main, ["report", "runs/a"])
     assert done.output.split() == ["runs/a/fleet.html", "runs/a/fleet.md", "runs/a/junit.xml"]
     done = CliRunner().invoke(cli.main, ["report", "runs/a", "-f", "md", "-o", "public", "--json"])
     assert json.loads(done.output) == {"files": ["public/fleet.md"]}
-    before = Path("runs/a/junit.xml").read_bytes()
     Path("runs/a/junit.xml").unlink()
     done = CliRunner().invoke(cli.main, ["report", "runs/a/fleet.json", "-f", "junit"])
     assert (done.exit_code, Path("runs/a/junit.xml").read_bytes()) == (0, before)
