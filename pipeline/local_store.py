@@ -44,7 +44,7 @@ class LocalStore:
 
     def folder(self, key: str) -> Path:
         """Where an entry lies, if it is there."""
-        return self.root / "objects" / key[:2] / key
+        return self.root / f"objects/{key[:2]}/{key}"
 
     def find(self, key: str) -> Manifest | None:
         """The manifest of a whole entry, or None where there is none; a damaged one is removed and counts as none."""

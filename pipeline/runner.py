@@ -8,10 +8,11 @@ import queue
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor as Pool
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 from enginesmith.pipeline import telling
 from enginesmith.pipeline.artifact import Artifact
@@ -19,6 +20,8 @@ from enginesmith.pipeline.errors import EnginesmithError, StepTimeout
 from enginesmith.pipeline.executors.base import Executor, Order, Result
 from enginesmith.pipeline.steps import Step
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Status = Literal["done", "failed", "skipped", "lacking"]
 
 
@@ -87,14 +90,18 @@ class Runner:
         asked: set[str] = set()
         running: dict[str, Step] = {}
 
-        def submit(pool: ThreadPoolExecutor, work: Callable[[Step, Outcomes], Outcome | None], step: Step) -> None:
+        def submit(pool: Pool, work: Callable[[Step, Outcomes], Outcome | None], step: Step) -> None:
             future = pool.submit(work, step, _inputs(step, outcomes))
             future.add_done_callback(lambda done: ended.put((step, done)))
 
-        with ThreadPoolExecutor(self.executor.look_ups) as asking, ThreadPoolExecutor(self.executor.slots) as doing:
+        look_ups = self.executor.look_ups
+        with (
+            ThreadPoolExecutor(look_ups) if look_ups > 1 else _ThisThread() as asking,
+            ThreadPoolExecutor(self.executor.slots) as doing,
+        ):
             try:
                 while todo or running:
-                    for step in todo.ask(self.executor.look_ups - len(asked)):
+                    for step in todo.ask(look_ups - len(asked)):
                         asked.add(step.id)
                         submit(asking, self._known, step)
                     for step in todo.take(self._room(running, asked)):
@@ -167,6 +174,15 @@ class Runner:
             timeout_seconds=left,
             note=lambda text: self.listener(Event("note", step, text)),
         )
+
+
+class _ThisThread(Pool):
+    """Does what is submitted at once."""
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        future.set_result(function(*args, **kwargs))
+        return future
 
 
 class _ToDo:

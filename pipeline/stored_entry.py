@@ -1,6 +1,8 @@
 """What a store says about an entry: its manifest, under a seal that a torn or edited one breaks."""
 
+import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -8,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from pydantic import Base64Bytes, BaseModel, ConfigDict, ValidationError
 
-from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, folder_digest, json_digest
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, folder_digest
 from enginesmith.pipeline.stored_file import StoredFile
 from enginesmith.pipeline.tensors import Signature
 
@@ -98,20 +100,23 @@ def entry_of(key: str, manifest: Manifest | None, used: float) -> Entry:
     return Entry(key, manifest.step, manifest.kind, manifest.bytes, used)
 
 
+_SEAL = re.compile(rb'\{"digest": "([0-9a-f]{64})",\n"manifest": (.*)\}', re.DOTALL)
+
+
 def sealed(manifest: Manifest) -> bytes:
-    """A manifest with its own digest, as it lies in a store."""
-    plain = json.loads(json.dumps(manifest.model_dump(mode="json")))  # as it will be read, keys and all
-    return json.dumps({"digest": json_digest(plain), "manifest": plain}, indent=1).encode()
+    """A manifest with the digest of its text, as it lies in a store."""
+    text = json.dumps(manifest.model_dump(mode="json"), indent=1).encode()
+    return b'{"digest": "%b",\n"manifest": %b}' % (hashlib.sha256(text).hexdigest().encode(), text)
 
 
 def unsealed(data: bytes) -> Manifest | None:
     """The manifest, or None where it is not as it was written."""
+    found = _SEAL.fullmatch(data)
+    if found is None or hashlib.sha256(found[2]).hexdigest().encode() != found[1]:
+        return None
     try:
-        found = json.loads(data)
-        if json_digest(found["manifest"]) != found["digest"]:
-            return None
-        return Manifest.model_validate(found["manifest"])
-    except (ValueError, LookupError, TypeError, ValidationError):
+        return Manifest.model_validate_json(found[2])
+    except ValidationError:
         return None
 
 

@@ -7,6 +7,7 @@ Such a graph holds for the vector units and the version it was made with: both a
 refuses others.
 """
 
+import functools
 import logging
 import platform
 import re
@@ -216,6 +217,7 @@ def _stream(device: Device) -> Any:
     return torch.cuda.Stream(str(device))  # type: ignore[no-untyped-call]
 
 
+@functools.cache
 def _version() -> str:
     for distribution in OnnxRuntime.tools:
         try:
@@ -226,10 +228,16 @@ def _version() -> str:
 
 
 def _here(device: Device) -> _Record:
-    """What a graph that is optimised here depends on: layouts follow the width of the processor's vector units."""
+    """What a graph that is optimised here depends on."""
+    return _Record(onnxruntime=_version(), processor=_processor(), device=device.kind)
+
+
+@functools.cache
+def _processor() -> str:
+    """With the width of its vector units, which layouts follow."""
     info = Path("/proc/cpuinfo")
     units = sorted(set(_SIMD.findall(info.read_text()))) if info.is_file() else [platform.processor()]
-    return _Record(onnxruntime=_version(), processor=" ".join((platform.machine(), *units)), device=device.kind)
+    return " ".join((platform.machine(), *units))
 
 
 def _hold(record: _Record, device: Device) -> None:

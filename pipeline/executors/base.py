@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from enginesmith.pipeline import telling
 from enginesmith.pipeline.anchors import OWN_FOLDERS, anchored
@@ -78,7 +78,10 @@ class Executor(ABC):
     slots: int
     """Orders that may be given at the same time, each from a thread of its own."""
     look_ups: int = 16
-    """Steps that may be looked up at the same time, beside those: most of that is waiting for a store far away."""
+    """Steps that may be looked up at the same time, beside those: most of that is waiting for a store far away.
+
+    Where it is one, the runner's own thread does it.
+    """
     here: bool
     """Whether this machine is the only one that steps run on."""
 
@@ -152,14 +155,17 @@ class Job:
         return _versions(self.step.task.tools)
 
     @functools.cached_property
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "task": self.step.task.identity,
-            "tools": self.tools,
-            "code": own_code(),
-            "surroundings": self.step.task.surroundings,
-            "inputs": {role: artifact.sha256 for role, artifact in sorted(self.inputs.items())},
-        }
+    def _identity(self) -> str:
+        """Digest of all that is known before it has run."""
+        return json_digest(
+            {
+                "task": self.step.task.identity,
+                "tools": self.tools,
+                "code": own_code(),
+                "surroundings": self.step.task.surroundings,
+                "inputs": {role: artifact.sha256 for role, artifact in sorted(self.inputs.items())},
+            }
+        )
 
     @functools.cached_property
     def _name(self) -> str:
@@ -201,7 +207,7 @@ class Job:
             )
 
     def _key(self, read: ReadRecord) -> str:
-        return json_digest({**self._identity, "read": read.identity})
+        return json_digest([self._identity, read.identity])
 
     def _history(self, done: Done) -> tuple[HistoryEntry, ...]:
         entry = HistoryEntry(
