@@ -114,8 +114,15 @@ class RayExecutor(Executor):
         return self._taken(answer.artifact) if answer is not None and answer.artifact is not None else None
 
     def _taken(self, made: Artifact) -> Artifact:
-        """An artifact that a node told of, from the store here."""
-        return self._store.fetch(made.key, made.sha256).model_copy(update={"history": made.history})
+        """An artifact that a node told of, from the store here.
+
+        Where two nodes measured one thing at the same moment, what stands in the store is good for both.
+        """
+        try:
+            return self._store.fetch(made.key, made.sha256).model_copy(update={"history": made.history})
+        except MissingEntry:
+            found = self._store.fetch(made.key)
+            return found.model_copy(update={"history": (*made.history[:-1], found.history[-1])})
 
     def _answer(self, order: Order, note: Callable[[str], None]) -> node.Answer:
         deadline = None if order.timeout_seconds is None else time.monotonic() + order.timeout_seconds

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -17,6 +18,7 @@ import pytest
 from enginesmith.pipeline import shared_store, telling
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, json_digest
 from enginesmith.pipeline.errors import MissingCapability, StoreError, UsageError
+from enginesmith.pipeline.executors.ray import RayExecutor
 from enginesmith.pipeline.retries import Retries
 from enginesmith.pipeline.shared_reads import MOST_CANDIDATES
 from enginesmith.pipeline.shared_store import SharedStore
@@ -566,3 +568,12 @@ def test_looking_after_a_store_does_not_make_it(
     assert not any((tmp_path / name).exists() for name in ("cache", "folder"))
     put(machine("one"))
     assert Store(url, make=False).verify() == []
+
+
+def test_of_two_nodes_that_made_one_entry_at_once_the_one_that_stands_is_taken(machine: Machine) -> None:
+    made = put(machine("one"))
+    other = made.model_copy(update={"sha256": "0" * 64, "history": (HISTORY[0], HISTORY[0])})
+    here = SimpleNamespace(_store=machine("two"))
+    taken = RayExecutor._taken(here, other)  # type: ignore[arg-type]
+    assert taken.sha256 == made.sha256
+    assert len(taken.history) == 2
