@@ -17,13 +17,14 @@ _FILES = ("run.json", "samples.npz")
 
 
 def hold_replaceable(source: Path, target: Path, read: Callable[[Path], object] = runs.read) -> None:
-    """Insist on a folder that is new, empty, or holds what ``read`` reads, which is not what is to be kept.
+    """Insist on a folder that is new, empty, or holds what ``read`` reads, and nothing of what is to be kept.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is something else, or has the source or a run that a fleet took over in it.
     """
-    if target.resolve() == source.resolve() or source.resolve().is_relative_to(target.resolve()):
-        raise UsageError(f"{target} holds {source} itself", "give another folder: --baseline DIR")
+    for folder in (source, *sorted(source.glob(f"{RUNS}/*"))):
+        if folder.resolve().is_relative_to(target.resolve()):
+            raise UsageError(f"{target} holds {folder} itself", "give another folder: --baseline DIR")
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not target.is_dir():

@@ -50,12 +50,17 @@ def _entry(fleet: Earlier, entry: EntryRecord, demands_of: Callable[[Recipe], De
     demands = demands_of(run.recipe if run else parsed({"model": entry.source}))
     named = replace(demands, progress=lambda text: demands.progress(f"{entry.name}: {text}"))
     kept = before.folder / then.run if before and then and then.run else None
-    ended = "" if entry.status in ("done", "breached") else f"{entry.status}: {entry.reason}"
     where = fleet.folder / RUNS / entry.name
+
+    def broken(text: str) -> Gate:
+        verdict = Judgement(name="status", against="run", passed=False, text=text)
+        return Gate(run=str(where), variant=None, tolerance=demands.tolerance, passed=False, verdicts=(verdict,))
+
+    if entry.status not in ("done", "breached"):  # whatever its run directory has so far
+        return broken(f"{entry.status}: {entry.reason or 'it was not ended'}")
     try:
         found = gates.gate(where, named, baseline=kept)
     except UsageError as error:  # of this entry; the others have their own
-        broken = Judgement(name="status", against="run", passed=False, text=ended or error.message)
-        return Gate(run=str(where), variant=None, tolerance=demands.tolerance, passed=False, verdicts=(broken,))
+        return broken(error.message)
     alone = ("the baseline has no run of it",) if before and kept is None else ()
     return found.model_copy(update={"cautions": (*found.cautions, *alone)})

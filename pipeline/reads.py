@@ -149,7 +149,7 @@ class Reads:
         except FileNotFoundError:
             return []
         if len(found) > 1:
-            found.sort(key=lambda entry: -entry.stat().st_mtime_ns)
+            found.sort(key=_age)
         return [Path(entry.path) for entry in found]
 
 
@@ -164,6 +164,13 @@ def _noted(path: Path) -> _Noted | None:
         return _Noted.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
+
+
+def _age(entry: os.DirEntry[str]) -> int:
+    try:
+        return -entry.stat().st_mtime_ns
+    except FileNotFoundError:  # another process forgot it meanwhile
+        return 0
 
 
 def _mark_used(path: Path) -> None:

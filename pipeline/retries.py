@@ -34,6 +34,7 @@ _TRANSIENT_NAMES = {
 """Classes that libraries of services have for a connection that was not made or was lost, and that are no OSError."""
 _NO_SUCH_TLS = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 """In messages of OpenSSL: whom nobody vouches for, and who speaks no TLS, as at https:// for a server of http://."""
+_KEPT = "what was done is kept on this machine, and the same command goes on from there"
 _TRANSIENT_STATUSES = {408, 409, 425, 429, *range(500, 600)} - {501, 505, 507}
 
 
@@ -50,11 +51,11 @@ class Retries:
     first_seconds: float = 0.5
     longest_seconds: float = 30.0
     stopped: threading.Event = field(default_factory=threading.Event)
-    """Set when nobody waits any more: calls that fail are not tried again."""
+    """Set when nobody waits any more: what is called from then on fails."""
     _given_up: bool = False
     """Whether a call was tried for the whole time; the next one has one attempt to find the service back."""
-    _away: bool = False
-    """Whether people were told so."""
+    _told_at: float | None = None
+    """When people were told that it is away, until they are told that it is back."""
     _silent_until: float = 0.0
     """What was told last holds until then."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -68,10 +69,13 @@ class Retries:
         """
         deadline = time.monotonic() + (0 if self._given_up else self.total_seconds)
         for wait in self._waits():
+            began = time.monotonic()
+            if self.stopped.is_set():
+                raise StoreError(f"{self.place}: nobody waits for it any more", _KEPT)
             try:
                 answer = work(*args, **kwargs)
             except (FileNotFoundError, EnginesmithError):  # an answer, too
-                self._is_there()
+                self._is_there(began)
                 raise
             except Exception as error:
                 if not is_transient(error):
@@ -81,7 +85,7 @@ class Retries:
                     raise self._lost(error) from error
                 self._is_away(error, wait)
             else:
-                self._is_there()
+                self._is_there(began)
                 return answer
             self.stopped.wait(wait)
         raise AssertionError("waits do not end")
@@ -96,21 +100,21 @@ class Retries:
         with self._lock:
             if (now := time.monotonic()) < self._silent_until:
                 return
-            self._away, self._silent_until = True, now + wait
+            self._told_at, self._silent_until = now, now + wait
         self.tell(f"{self.place} cannot be reached ({_brief(error)}); trying again in {wait:.1f} s")
 
-    def _is_there(self) -> None:
+    def _is_there(self, began: float) -> None:
+        """It answered a call that ``began`` then: if that was before people were told, it may be away since."""
         with self._lock:
-            self._given_up, was_away = False, self._away
-            self._away, self._silent_until = False, 0.0
-        if was_away:
+            self._given_up, back = False, self._told_at is not None and began >= self._told_at
+            self._told_at = None if back else self._told_at
+        if back:
             self.tell(f"{self.place} is reachable again")
 
     def _lost(self, error: Exception) -> StoreError:
         return StoreError(
             f"{self.place} cannot be reached: {_brief(error)}",
-            "check the network and the address (for S3-compatible services: AWS_ENDPOINT_URL); "
-            "what was done is kept on this machine, and the same command goes on from there",
+            f"check the network and the address (for S3-compatible services: AWS_ENDPOINT_URL); {_KEPT}",
         )
 
 

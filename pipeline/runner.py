@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor as Pool
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar
 
@@ -22,6 +22,8 @@ from enginesmith.pipeline.steps import Step
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_LOOK_AGAIN_SECONDS = 5.0
+"""A step that had to wait longer for its turn is looked up once more: another one may have done it meanwhile."""
 Status = Literal["done", "failed", "skipped", "lacking"]
 
 
@@ -52,6 +54,14 @@ class Event:
     outcome: Outcome | None = None
 
 
+@dataclass(frozen=True)
+class _LookUp:
+    """When a step was looked up, and what the store told meanwhile."""
+
+    at: float
+    notes: tuple[str, ...]
+
+
 Listener = Callable[[Event], None]
 Outcomes = Mapping[str, Outcome]
 """By step, how it ended."""
@@ -67,6 +77,8 @@ class Runner:
     time_limit_seconds: float | None = None
     listener: Listener = lambda event: None
     _deadline: float | None = None
+    _looked_up: dict[str, "_LookUp"] = field(default_factory=dict)
+    """Of steps that nobody knew."""
 
     def run(
         self,
@@ -131,12 +143,14 @@ class Runner:
         return outcomes
 
     def _room(self, running: Mapping[str, Step], asked: Collection[str]) -> Callable[[Step], bool | None]:
-        """Says of a step whether it may begin now; None where no step may."""
+        """Says of a step whether it may begin now; None where no step may: none overtakes one that waits a moment."""
 
         def room(step: Step) -> bool | None:
             if len(running) >= self.executor.slots:
                 return None
-            return self.executor.fits(step, running.values()) and (not asked or self.executor.bears_look_ups(step))
+            if not self.executor.fits(step, running.values()):
+                return False
+            return True if not asked or self.executor.bears_look_ups(step) else None
 
         return room
 
@@ -147,11 +161,21 @@ class Runner:
         return _blocked(step, inputs) or self._tried(self._look_up, step, inputs)
 
     def _done(self, step: Step, inputs: Outcomes) -> Outcome | None:
-        return self._tried(self.executor.do, step, inputs)
+        before = self._looked_up[step.id]
+        if time.monotonic() - before.at > _LOOK_AGAIN_SECONDS and (found := self._tried(self._look_up, step, inputs)):
+            return found
+        return self._tried(lambda order: self.executor.do(replace(order, noted=before.notes)), step, inputs)
 
     def _look_up(self, order: Order) -> Result | None:
-        with telling.told_to(order.note):
+        notes: list[str] = []
+
+        def note(text: str) -> None:
+            notes.append(text)
+            order.note(text)
+
+        with telling.told_to(note):
             found = self.executor.known(order)
+        self._looked_up[order.step.id] = _LookUp(time.monotonic(), tuple(notes))
         return Result(found, cached=True) if found is not None else None
 
     def _tried(self, work: Callable[[Order], Result | None], step: Step, inputs: Outcomes) -> Outcome | None:

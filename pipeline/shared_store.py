@@ -16,9 +16,7 @@ and a small entry's files are in its manifest.
 import contextlib
 import contextvars
 import datetime
-import json
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -27,13 +25,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from enginesmith.pipeline import file_systems
-from enginesmith.pipeline.errors import StoreError, UsageError
+from enginesmith.pipeline.errors import StoreError
 from enginesmith.pipeline.retries import Retries
 from enginesmith.pipeline.storage import storage_errors
+from enginesmith.pipeline.store_mark import Mark
 from enginesmith.pipeline.stored_entry import DAY_SECONDS, MANIFEST, Manifest, sealed, unsealed
 from enginesmith.pipeline.stored_file import StoredFile, stored_file
 
-_MARK, _SCHEMA = "enginesmith-store.json", "enginesmith.store/1"
 _AT_ONCE = 8
 """Files that are carried at the same time, where the file system can do that."""
 _SMALL_BYTES = 256 << 10
@@ -63,8 +61,7 @@ class SharedStore:
         self._has_folders = url.partition("://")[0] not in _WITHOUT_FOLDERS
         self._damaged: set[str] = set()
         """Keys whose entry was found damaged, and could perhaps not be removed."""
-        self._known = False
-        self._lock = threading.Lock()
+        self.mark = Mark(self.retries.place, self._has_folders, self._read, self._write)
 
     def fetch(self, key: str, folder: Path, *, touch: bool = True) -> Manifest | None:
         """Bring an entry's files into an empty folder; None where there is no entry that holds.
@@ -95,8 +92,15 @@ class SharedStore:
     def manifest(self, key: str) -> Manifest | None:
         """An entry's manifest, its files unseen; None where there is none that holds."""
         content = self.read(self._place(key, MANIFEST))
-        found = unsealed(content) if content is not None else None
-        return found if found is not None and found.is_safe else None
+        if content is None:
+            return None
+        found = unsealed(content)
+        if found is not None and found.is_safe:
+            return found
+        if key not in self._damaged:
+            self.retries.tell(f"{self.retries.place}: the entry {key[:16]} is damaged, and counts as none")
+        self._damaged.add(key)
+        return None
 
     def whole(self, key: str) -> Manifest | None:
         """The manifest of an entry that need not be published again: all of its files are there, and it is final."""
@@ -114,7 +118,7 @@ class SharedStore:
         Raises:
             StoreError: the service refuses it, or was away for too long.
         """
-        self.make_sure()
+        self.mark.make_sure()
         upload, contents = uuid.uuid4().hex, {}
         if manifest.bytes <= _SMALL_BYTES:
             with storage_errors(f"the folder {folder}"):
@@ -128,16 +132,23 @@ class SharedStore:
 
     def read(self, place: str) -> bytes | None:
         """A small file by its path below the root; None where there is none."""
-        self.make_sure()
+        self.mark.make_sure()
         try:
             return self._read(place)
         except FileNotFoundError:
             return None
 
     def write(self, place: str, content: bytes) -> None:
-        """Write a small file at once; a mounted folder gets it under another name first: others may read it then."""
-        self.make_sure()
-        self._write(place, content)
+        """Write a small file at once; a mounted folder gets it under another name first: others may read it then.
+
+        Raises:
+            StoreError: the service refuses it, or was away for too long; its place was removed at the same moment.
+        """
+        self.mark.make_sure()
+        try:
+            self._write(place, content)
+        except FileNotFoundError as error:
+            raise _removed_meanwhile(place, error) from error
 
     def remove(self, key: str) -> None:
         """Take an entry away, its manifest first; where that is refused, it counts as none for this object."""
@@ -179,9 +190,7 @@ class SharedStore:
         items = list(items)
         if len(items) < 2 or not self.system.async_impl:
             return [work(item) for item in items]
-        contexts = [
-            contextvars.copy_context() for _ in items
-        ]  # what is told there is told to whom this thread tells it
+        contexts = [contextvars.copy_context() for _ in items]  # what is told there is for whom this thread tells it to
         with ThreadPoolExecutor(min(_AT_ONCE, len(items))) as pool:
             return list(pool.map(lambda context, item: context.run(work, item), contexts, items))
 
@@ -213,7 +222,7 @@ class SharedStore:
     def _touch(self, key: str, manifest: Manifest) -> None:
         """Have an entry that is used count as used, once a day; that need not succeed."""
         if manifest.used < time.time() - DAY_SECONDS:
-            with contextlib.suppress(StoreError, FileNotFoundError):
+            with contextlib.suppress(StoreError):
                 self.write(self._place(key, MANIFEST), sealed(manifest.model_copy(update={"used": time.time()})))
 
     def _put(self, file: Path, path: str) -> None:
@@ -221,7 +230,7 @@ class SharedStore:
         try:
             self.retries(self.system.put_file, str(file), path)
         except FileNotFoundError as error:
-            raise StoreError(f"{path} cannot be uploaded: {error}", "is it removed at the same time?") from error
+            raise _removed_meanwhile(path, error) from error
 
     def _read(self, place: str) -> bytes:
         content: bytes = self.retries(self.system.cat_file, f"{self.root}/{place}", **self._at_once)
@@ -245,55 +254,13 @@ class SharedStore:
         if self._has_folders:
             self.retries(self.system.makedirs, path.rpartition("/")[0], exist_ok=True)
 
-    def make_sure(self) -> None:
-        """Before anything else: that this is a store, which a new one is made to be.
-
-        Raises:
-            UsageError: the bucket is not there, or the folder cannot be.
-            StoreError: it is a store of another version.
-        """
-        with self._lock:
-            if self._known:
-                return
-            try:
-                try:
-                    self._hold_schema(self._read(_MARK))
-                except FileNotFoundError:
-                    self._write(_MARK, json.dumps({"schema": _SCHEMA}).encode() + b"\n")
-            except FileNotFoundError as error:
-                if self._has_folders:
-                    raise UsageError(
-                        f"{self.retries.place}: no folder can be made there ({error})",
-                        "name one that can be written to",
-                    ) from error
-                raise UsageError(
-                    f"{self.retries.place}: there is no such bucket ({error})", "check the address, or make the bucket"
-                ) from error
-            self._known = True
-
-    def hold_there(self) -> None:
-        """Insist that there is a store already, which looking after it is not to make.
-
-        Raises:
-            UsageError: there is none.
-        """
-        try:
-            self._hold_schema(self._read(_MARK))
-        except FileNotFoundError as error:
-            raise UsageError(f"{self.retries.place}: there is no store", "check the address") from error
-
-    def _hold_schema(self, content: bytes) -> None:
-        with contextlib.suppress(ValueError, LookupError, TypeError):
-            found = json.loads(content)["schema"]
-            if found != _SCHEMA:
-                raise StoreError(
-                    f"{self.retries.place} is of another version of enginesmith: {found!r} instead of {_SCHEMA!r}",
-                    "use another folder of the bucket, or the same version everywhere",
-                )
-
     def _path(self, key: str, *parts: str) -> str:
         return f"{self.root}/{self._place(key, *parts)}"
 
     @staticmethod
     def _place(key: str, *parts: str) -> str:
         return "/".join(("objects", key[:2], key, *parts))
+
+
+def _removed_meanwhile(path: str, error: FileNotFoundError) -> StoreError:
+    return StoreError(f"{path} cannot be uploaded: {error}", "is it removed at the same time?")

@@ -65,7 +65,7 @@ def prune(store: SharedStore, max_bytes: int | None, max_age_seconds: float | No
 
 
 def _folders(store: SharedStore) -> dict[str, _Folder]:
-    store.hold_there()
+    store.mark.hold_there()
     found: dict[str, _Folder] = {}
     for path, info in store.files("objects").items():
         parts = path.split("/", 3)
@@ -80,7 +80,13 @@ def _folders(store: SharedStore) -> dict[str, _Folder]:
 
 
 def _manifests(store: SharedStore, keys: list[str]) -> dict[str, Manifest | None]:
-    return dict(zip(keys, store.each(store.manifest, keys), strict=True))
+    """Without the files that are in them: there may be thousands."""
+
+    def bare(key: str) -> Manifest | None:
+        found = store.manifest(key)
+        return found and found.model_copy(update={"contents": {}})
+
+    return dict(zip(keys, store.each(bare, keys), strict=True))
 
 
 def _remove_leftovers(store: SharedStore) -> None:

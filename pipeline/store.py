@@ -52,7 +52,7 @@ class Store:
         """What opens the same store on another machine."""
         self._shared = SharedStore(found.url, tell) if found.url else None
         if self._shared is not None and make and not found.folder.exists():
-            self._shared.make_sure()
+            self._shared.mark.make_sure()
         self._local = LocalStore(found.folder, make=make)
         self._reuse = reuse
         self._published: set[str] = set()

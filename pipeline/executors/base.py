@@ -37,6 +37,8 @@ class Order:
     timeout_seconds: float | None = None
     note: Callable[[str], None] = lambda text: None
     """Takes what happened to it and people should know, as a node that was lost."""
+    noted: tuple[str, ...] = ()
+    """What did so far, and is to stand in its log."""
 
     @contextlib.contextmanager
     def with_notes(self) -> Iterator[Self]:
@@ -47,7 +49,7 @@ class Order:
         Raises:
             StoreError: the log cannot be written.
         """
-        notes: list[str] = []
+        notes = list(self.noted)
 
         def note(text: str) -> None:
             notes.append(text)

@@ -7,6 +7,7 @@ elsewhere; a step that fails of its own is not.
 import contextlib
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
 from enginesmith.pipeline.artifact import Artifact
@@ -153,8 +154,7 @@ class RayExecutor(Executor):
                     continue
             if isinstance(answer.error, MissingEntry) and not shared:  # a node lacks what this machine has in its cache
                 shared = True
-                for one in order.inputs.values():
-                    self._store.share(one)
+                order = replace(order, inputs={role: self._store.share(one) for role, one in order.inputs.items()})
                 continue
             return answer
 

@@ -1,6 +1,7 @@
 """Fleets where single runs are taken: gate entry by entry, compare, inspect, and what is refused with what to give."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -72,6 +73,29 @@ def test_what_came_to_nothing_is_broken(make: Make, made_fleets: ModuleType) -> 
         "lenet@cpu": ["failed: aten::odd cannot be exported"],
         "lenet@edge": ["lacking: no node has the accelerator L4"],
     }  # fmt: skip
+
+
+def test_what_was_not_ended_is_broken_whatever_its_folder_has(make: Make) -> None:
+    make("fleet")
+    record = records.read(Path("fleet"))
+    pending = [one.model_copy(update={"status": "pending", "run": None, "reason": ""}) for one in record.entries]
+    records.write(record.model_copy(update={"entries": tuple(pending)}), Path("fleet"))
+    assert Path("fleet/runs/digits@cpu/run.json").is_file()
+    code, text = said("gate", "fleet", "--baseline", "base", "--update-baseline", "--max-latency", "1ms")
+    assert code == 3
+    assert "BROKEN: digits@cpu: pending: it was not ended" in text
+    assert not Path("base").exists()
+
+
+def test_runs_that_another_fleet_took_over_are_not_replaced(make: Make) -> None:
+    make("before")
+    make("after")
+    shutil.rmtree("after/runs/lenet@cpu")
+    Path("after/runs/lenet@cpu").symlink_to(Path("before/runs/lenet@cpu").resolve())
+    code, text = said("gate", "after", "--baseline", "before", "--update-baseline", "--max-latency", "1ms")
+    assert code == 2
+    assert "before holds after/runs/lenet@cpu itself" in text
+    assert "give another folder" in text
 
 
 def test_a_baseline_is_a_fleet(make: Make) -> None:

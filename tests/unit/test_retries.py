@@ -210,6 +210,32 @@ def test_what_trying_again_does_not_mend_fails_at_once() -> None:
         Retries(PLACE, pytest.fail)(failing(1, FileNotFoundError("no such key")))
 
 
+def test_nothing_is_called_once_it_is_stopped() -> None:
+    retries = Retries(PLACE, pytest.fail)
+    retries.stopped.set()
+    work = failing(0)
+    with pytest.raises(StoreError, match="nobody waits for it any more"):
+        retries(work)
+    assert work.calls == 0
+
+
+def test_a_call_from_before_the_outage_does_not_say_that_it_is_over() -> None:
+    said: list[str] = []
+    retries = Retries(PLACE, said.append, first_seconds=0.001)
+
+    def long() -> str:
+        assert retries(failing(1)) == "here"  # away meanwhile, and back
+        retries._is_away(ConnectionError("away again"), 60.0)
+        return "done"
+
+    assert retries(long) == "done"
+    assert [line.partition(PLACE)[2].split(" (")[0] for line in said] == [
+        " cannot be reached",
+        " is reachable again",
+        " cannot be reached",
+    ]
+
+
 def test_nobody_waits_once_it_is_stopped() -> None:
     retries = Retries(PLACE, lambda text: None, first_seconds=30.0)
     Timer(0.05, retries.stopped.set).start()

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 
+from enginesmith.pipeline import runner, telling
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import StepError
 from enginesmith.pipeline.executors.base import Executor, Order, Result
@@ -140,3 +141,48 @@ def test_what_is_looked_up_when_all_is_given_up_is_skipped(desk: Desk) -> None:
     ended = [event.outcome for event in events if event.outcome]
     assert [outcomes[outcome.step] for outcome in ended] == ended
     assert {outcome.reason for outcome in outcomes.values() if outcome.status == "skipped"} == {"it is bad"}
+
+
+class Elsewhere(Desk):
+    """Another one does the second step meanwhile; the first look-up has something to tell."""
+
+    look_ups = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs: dict[str, tuple[str, ...]] = {}
+
+    def known(self, order: Order) -> Artifact | None:
+        if order.step.id == "new":
+            telling.tell("the store is away")
+        again = f"? {order.step.id}" in self.asked
+        super().known(order)
+        return artifact() if again else None
+
+    def do(self, order: Order) -> Result:
+        self.logs[order.step.id] = order.noted
+        return super().do(order)
+
+
+def test_what_waited_for_its_turn_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_LOOK_AGAIN_SECONDS", 0.1)
+    desk = Elsewhere()
+    outcomes = run(desk, Step("slow", Idle()), Step("later", Idle()))
+    assert {name: outcome.cached for name, outcome in outcomes.items()} == {"slow": False, "later": True}
+    assert desk.asked.count("? slow") == 1
+    assert "later" not in desk.asked
+
+
+def test_what_a_look_up_was_told_is_for_the_log_of_the_step() -> None:
+    desk = Elsewhere()
+    events: list[Event] = []
+    run(desk, Step("new", Idle()), events=events)
+    assert desk.logs == {"new": ("the store is away",)}
+    assert [event.text for event in events if event.kind == "note"] == ["the store is away"]
+
+
+def test_nothing_overtakes_a_measurement_that_waits_for_look_ups(desk: Desk) -> None:
+    desk.slots = 2
+    steps = (Step("first", Idle()), Step("measure", Alone()), Step("build", Idle()))
+    told = Runner(desk, lambda step: Path(step.id))
+    assert list(map(told._room({}, {"x"}), steps)) == [True, None, True]

@@ -294,6 +294,9 @@ def test_a_damaged_entry_is_noticed_removed_and_made_again(harm: str, machine: M
     if harm in ("flip", "truncate", "remove"):
         assert "damaged; it is made again" in said[0]
         assert not system.exists(manifest)
+    else:
+        assert two.get(KEY) is None
+        assert [line.endswith("is damaged, and counts as none") for line in said] == [True]  # once
     put(two)
     found = machine("three").get(KEY)
     assert found is not None
