@@ -161,7 +161,7 @@ class Runner:
         return _blocked(step, inputs) or self._tried(self._look_up, step, inputs)
 
     def _done(self, step: Step, inputs: Outcomes) -> Outcome | None:
-        before = self._looked_up[step.id]
+        before = self._looked_up.pop(step.id)
         if time.monotonic() - before.at > _LOOK_AGAIN_SECONDS and (found := self._tried(self._look_up, step, inputs)):
             return found
         return self._tried(lambda order: self.executor.do(replace(order, noted=before.notes)), step, inputs)
@@ -175,8 +175,10 @@ class Runner:
 
         with telling.told_to(note):
             found = self.executor.known(order)
+        if found is not None:
+            return Result(found, cached=True)
         self._looked_up[order.step.id] = _LookUp(time.monotonic(), tuple(notes))
-        return Result(found, cached=True) if found is not None else None
+        return None
 
     def _tried(self, work: Callable[[Order], Result | None], step: Step, inputs: Outcomes) -> Outcome | None:
         try:

@@ -136,22 +136,25 @@ def _unheard(text: str) -> None:
 def _show(found: "Gate", as_json: bool) -> None:
     from enginesmith.pipeline.report import gating
 
-    if as_json:
-        shown().print_json(found.model_dump(mode="json", by_alias=True))
-        return
-    for line in gating.lines(found):
-        click.echo(line)
-    announce("gate", [one.text for one in found.breaches], found.cautions, gating.markdown(found))
+    _told(found, gating.lines(found), as_json)
+    if not as_json:
+        announce("gate", [one.text for one in found.breaches], found.cautions, gating.markdown(found))
 
 
 def _show_fleet(found: "FleetGate", as_json: bool) -> None:
     from enginesmith.pipeline.report import gating
 
+    _told(found, gating.fleet_lines(found), as_json)
     if as_json:
-        shown().print_json(found.model_dump(mode="json", by_alias=True))
         return
-    for line in gating.fleet_lines(found):
-        click.echo(line)
     broken = [f"{name}: {one.text}" for name, entry in found.entries.items() for one in entry.breaches]
     cautions = [f"{name}: {text}" for name, entry in found.entries.items() for text in entry.cautions]
     announce("gate", broken, cautions, gating.fleet_markdown(found))
+
+
+def _told(found: "Gate | FleetGate", lines: list[str], as_json: bool) -> None:
+    if as_json:
+        shown().print_json(found.model_dump(mode="json", by_alias=True))
+        return
+    for line in lines:
+        click.echo(line)

@@ -15,7 +15,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from enginesmith.pipeline import shared_store, telling
+from enginesmith.pipeline import shared_store, shared_upkeep, telling
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, json_digest
 from enginesmith.pipeline.errors import MissingCapability, StoreError, UsageError
 from enginesmith.pipeline.executors.ray import RayExecutor
@@ -580,3 +580,59 @@ def test_of_two_nodes_that_made_one_entry_at_once_the_one_that_stands_is_taken(m
     taken = RayExecutor._taken(here, other)  # type: ignore[arg-type]
     assert taken.sha256 == made.sha256
     assert len(taken.history) == 2
+
+
+def test_who_waits_for_a_store_that_is_away_fails_with_the_first_one(
+    machine: Machine, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = machine("two", tell=lambda text: None)
+    assert two._shared is not None
+    asked, begun, others = [], threading.Barrier(3), []
+
+    def away(self: SharedStore, place: str) -> bytes:
+        asked.append(place)
+        time.sleep(0.2)  # the others wait meanwhile
+        raise StoreError("away", "wait")
+
+    shared = two._shared
+    monkeypatch.setattr(shared.mark, "_read", functools.partial(away, shared))
+    monkeypatch.setattr(shared.mark, "_known", False)
+
+    def ask() -> None:
+        begun.wait()
+        with pytest.raises(StoreError, match="away"):
+            shared.mark.make_sure()
+        others.append(1)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(asked), len(others)) == (1, 3)
+    with pytest.raises(StoreError, match="away"):
+        shared.mark.make_sure()  # one who comes later asks anew
+    assert len(asked) == 2
+
+
+def test_a_list_keeps_no_files_in_memory(machine: Machine, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_store, "_SMALL_BYTES", 1 << 20)
+    put(machine("one"))
+    shared = machine("two")._shared
+    assert shared is not None
+    there = shared.manifest(KEY)
+    assert there is not None
+    assert there.contents
+    (listed,) = shared_upkeep._manifests(shared, [KEY]).values()
+    assert listed is not None
+    assert (listed.contents, listed.sha256) == ({}, there.sha256)
+
+
+def test_what_is_written_where_somebody_removes_is_told(
+    machine: Machine, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = machine("one")._shared
+    assert shared is not None
+    monkeypatch.setattr(SharedStore, "_write", _raising(FileNotFoundError("no such folder")))
+    with pytest.raises(StoreError, match="cannot be uploaded: no such folder"):
+        shared.write("reads/x.json", b"{}")

@@ -15,7 +15,7 @@ def test_notes_and_what_the_store_tells_stand_at_the_top_of_the_log(tmp_path: Pa
     said: list[str] = []
     step = plan(make({"model": "digits"})).steps[0]
     log = tmp_path / "logs" / "load.log"
-    order = Order(step, {}, log, lambda: None, lambda text: None, note=said.append)
+    order = Order(step, {}, log, lambda: None, lambda text: None, note=said.append, noted=("its entry is damaged",))
 
     def carry_out() -> None:
         with order.with_notes() as noted:
@@ -28,7 +28,8 @@ def test_notes_and_what_the_store_tells_stand_at_the_top_of_the_log(tmp_path: Pa
     with pytest.raises(ValueError, match="of its own"):
         carry_out()
     assert said == ["a node was lost", "the store cannot be reached"]
-    assert log.read_text() == "--- a node was lost\n--- the store cannot be reached\nwhat its process wrote\n"
+    noted = ("its entry is damaged", "a node was lost", "the store cannot be reached")
+    assert log.read_text() == "".join(f"--- {text}\n" for text in noted) + "what its process wrote\n"
 
 
 def test_where_nothing_happened_there_is_no_log(tmp_path: Path) -> None:
