@@ -27,7 +27,7 @@ from command import call
 
 from enginesmith.pipeline.artifact import Artifact, Kind
 from enginesmith.pipeline.engines.base import Availability, Device, Engine, Session
-from enginesmith.pipeline.measure.clock import Stopwatch
+from enginesmith.pipeline.measure.clock import SessionTimer
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
 RESULTS = Path(__file__).parent / "results"
@@ -110,12 +110,12 @@ class NoOp(Engine):
 
 def overhead() -> dict[str, float]:
     """Microseconds: of a sample, and of a call with all that is done around it."""
-    watch = Stopwatch(NoOp(), Artifact(kind="torch", path=Path("none"), sha256="", bytes=0), Device())
-    watch.load()
-    watch.make_ready({}, 0.05)
+    timer = SessionTimer(NoOp(), Artifact(kind="torch", path=Path("none"), sha256="", bytes=0), Device())
+    timer.load()
+    timer.make_ready({}, 0.05)
     samples, whole = [], []
     for _ in range(20):
-        block = watch.block(1.0)
+        block = timer.block(1.0)
         samples.append(float(np.median(block.host_seconds)) * 1e6)
         whole.append(block.wall_seconds / block.host_seconds.size * 1e6)
     return {"sample_us": statistics.median(samples), "call_us": statistics.median(whole), "limit_us": 5.0}

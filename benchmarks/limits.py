@@ -28,7 +28,7 @@ from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import BuildRequest, Device
 from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
-from enginesmith.pipeline.measure.clock import Stopwatch
+from enginesmith.pipeline.measure.clock import SessionTimer
 from enginesmith.pipeline.measure.limits import DeviceLimits, measure_limits, told
 from enginesmith.pipeline.measure.roofline import LimitRow, floor
 from enginesmith.pipeline.measure.work import count_work
@@ -97,10 +97,10 @@ def held(path: Path, limits: DeviceLimits, device: Device, seconds: float) -> tu
         source = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=onnx_file.signature(path))
         effect = engine.build(BuildRequest(source, Path(folder), device))
         built = source.model_copy(update={"kind": "engine", "path": Path(folder, effect.file)})
-        watch = Stopwatch(engine, built, device)
-        watch.load()
-        watch.make_ready(feeds_of(path), seconds)
-        taken = np.concatenate([watch.block(seconds / BLOCKS).host_seconds for _ in range(BLOCKS)])
+        timer = SessionTimer(engine, built, device)
+        timer.load()
+        timer.make_ready(feeds_of(path), seconds)
+        taken = np.concatenate([timer.block(seconds / BLOCKS).host_seconds for _ in range(BLOCKS)])
         work = count_work(built.path, SIZES, 1, executed=True, arithmetic=engine.arithmetic)
     return floor(work, limits, float(taken.min()) * 1e3), float(np.median(taken)) * 1e3
 

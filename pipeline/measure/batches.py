@@ -1,4 +1,4 @@
-"""Batch sizes that nobody named: larger ones until memory ends, and the largest that fits.
+"""Measure batch sizes that nobody named: larger ones until memory ends, and the largest that fits.
 
 Wherever a batch size does not fit, the next smaller ones are tried: first in fresh processes that only load and call
 once, to find the largest that fits; that one is then measured like any other.
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from enginesmith.pipeline.errors import EnginesmithError
-from enginesmith.pipeline.measure.latency import Course
+from enginesmith.pipeline.measure.latency import LatencyBenchmark
 from enginesmith.pipeline.measure.out_of_memory import largest_fit, try_batch
 from enginesmith.pipeline.measure.race import Candidate, LatencySettings, Progress
 from enginesmith.pipeline.tensors import Feeds
@@ -17,19 +17,19 @@ FeedsAt = Callable[[int], Feeds]
 """Feeds of any batch size."""
 
 
-class Sweep:
-    """What is left to find out once the batch sizes that were asked for are measured."""
+class BatchSweep:
+    """Search larger batch sizes once those that were asked for are measured."""
 
     def __init__(
         self,
-        course: Course,
+        benchmark: LatencyBenchmark,
         candidates: Sequence[Candidate],
         feeds_at: FeedsAt,
         settings: LatencySettings,
         log_folder: Path,
         progress: Progress,
     ) -> None:
-        self._course, self._candidates, self._feeds_at = course, candidates, feeds_at
+        self._benchmark, self._candidates, self._feeds_at = benchmark, candidates, feeds_at
         self._settings, self._logs, self._progress = settings, log_folder, progress
 
     def run(self, start: int, most: int | None) -> None:
@@ -38,31 +38,31 @@ class Sweep:
         A candidate that failed for another reason than memory is left alone.
         """
         batch = start
-        while most is not None and batch < most and (able := self._able(batch)):
+        while most is not None and batch < most and (able := self._measured_at(batch)):
             batch = min(2 * batch, most)
-            self._course.measure(batch, self._feeds_at(batch), able)
+            self._benchmark.measure(batch, self._feeds_at(batch), able)
         for candidate in self._candidates:
             self._find_largest(candidate)
 
-    def _able(self, batch: int) -> list[str]:
-        """Candidates that were measured at this batch size."""
-        return [one.id for one in self._candidates if batch in self._fitting(one.id)]
+    def _measured_at(self, batch: int) -> list[str]:
+        """List the candidates that were measured at this batch size."""
+        return [one.id for one in self._candidates if batch in self._measured_batches(one.id)]
 
-    def _fitting(self, name: str) -> list[int]:
-        return [row.batch for row in self._course.rows(name) if not row.failure]
+    def _measured_batches(self, name: str) -> list[int]:
+        return [row.batch for row in self._benchmark.rows(name) if not row.failure]
 
     def _find_largest(self, candidate: Candidate) -> None:
-        """Between the largest batch size that was measured and the smallest that ran out of memory.
+        """Search between the largest batch size that was measured and the smallest that ran out of memory.
 
         One that fits by itself may yet fail while it is measured; the search goes on below it then.
         """
-        while over := min((row.batch for row in self._course.rows(candidate.id) if row.oom), default=0):
-            measured = max((batch for batch in self._fitting(candidate.id) if batch < over), default=0)
+        while over := min((row.batch for row in self._benchmark.rows(candidate.id) if row.oom), default=0):
+            measured = max((batch for batch in self._measured_batches(candidate.id) if batch < over), default=0)
             largest = largest_fit(lambda batch: self._fits(candidate, batch), measured, over)
             if largest == measured:
                 return
-            self._course.measure(largest, self._feeds_at(largest), [candidate.id], fresh=True)
-            if largest in self._fitting(candidate.id):
+            self._benchmark.measure(largest, self._feeds_at(largest), [candidate.id], fresh=True)
+            if largest in self._measured_batches(candidate.id):
                 return
 
     def _fits(self, candidate: Candidate, batch: int) -> bool:

@@ -1,4 +1,4 @@
-"""Several callers at the same time: how many inferences a second a session's weights are good for.
+"""Measure throughput with several callers of one session's weights at the same time.
 
 Each caller has a thread, a session of its own on the same weights and, on CUDA, a stream, and calls again as soon as
 it has its answer: a closed loop. Nothing is computed from latency; calls that were answered are counted.
@@ -22,23 +22,23 @@ _now = time.perf_counter_ns
 
 
 @dataclass(frozen=True)
-class Crowd:
-    """What so many callers saw at the same time."""
+class ConcurrentCalls:
+    """Hold the rate and the call times of several callers at the same time."""
 
     calls_per_second: float
     host_seconds: Samples
     """Of each call, of all callers, shape (calls,)."""
 
 
-class Callers:
-    """Threads that wait until they are told to call; made as they are needed, and kept."""
+class ConcurrentClients:
+    """Keep threads that call a session on request; start more as they are needed."""
 
     def __init__(self, session: Session, feeds: Feeds) -> None:
         self._session, self._feeds = session, feeds
         self._callers: list[_Caller] = []
 
-    def run(self, count: int, seconds: float) -> Crowd:
-        """Have ``count`` callers call for so long, once at least.
+    def run(self, count: int, seconds: float) -> ConcurrentCalls:
+        """Let ``count`` callers call for so long, once at least.
 
         Raises:
             EnginesmithError: a caller's session raised it.
@@ -56,7 +56,7 @@ class Callers:
         finally:
             if collected:
                 gc.enable()
-        return Crowd(sum(rate for rate, _ in found), np.concatenate([taken for _, taken in found]))
+        return ConcurrentCalls(sum(rate for rate, _ in found), np.concatenate([taken for _, taken in found]))
 
     def close(self) -> None:
         """Close their sessions and end the threads."""
@@ -67,7 +67,7 @@ class Callers:
 
 
 class _Caller:
-    """One thread with its session."""
+    """Run a thread with a session of its own."""
 
     def __init__(self, session: Session, feeds: Feeds) -> None:
         self.orders: queue.SimpleQueue[tuple[threading.Barrier, float] | None] = queue.SimpleQueue()
@@ -76,7 +76,7 @@ class _Caller:
         self.thread.start()
 
     def answer(self) -> tuple[float, Samples]:
-        """What the last order gave: calls a second, and seconds of each."""
+        """Return the last request's calls a second and the seconds of each."""
         found = self._answers.get()
         if isinstance(found, BaseException):
             raise found
@@ -92,13 +92,13 @@ class _Caller:
                     own.synchronize()
                 self._answers.put((0.0, np.empty(0)))
                 while (order := self.orders.get()) is not None:
-                    self._answers.put(_called(own, bound, *order))
+                    self._answers.put(_call_repeatedly(own, bound, *order))
         except BaseException as error:  # noqa: BLE001 - another thread's error is raised where it is asked for
             self._answers.put(error)
 
 
-def _called(session: Session, bound: Any, start: threading.Barrier, seconds: float) -> tuple[float, Samples]:
-    """Calls a second of this caller, and seconds of each call; the last one may end after the time is over."""
+def _call_repeatedly(session: Session, bound: Any, start: threading.Barrier, seconds: float) -> tuple[float, Samples]:
+    """Call until time is over; return calls a second and the seconds of each. The last call may end later."""
     enqueue, synchronize, taken = session.enqueue, session.synchronize, []
     start.wait()
     first = before = _now()

@@ -1,4 +1,4 @@
-"""The clock, in the process of the session that it times. No other file reads one to measure an inference.
+"""Time inferences inside the process that runs the session. No other file reads a clock for that.
 
 A sample is the host's monotonic clock around ``enqueue`` and ``synchronize``; reading it takes about 0.2 µs a call. On
 CUDA the same calls are also timed by events on the session's stream. Every few milliseconds, between two calls, the
@@ -21,7 +21,7 @@ import numpy as np
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device, Engine, Session
 from enginesmith.pipeline.measure import out_of_memory
-from enginesmith.pipeline.measure.callers import Callers, Crowd
+from enginesmith.pipeline.measure.callers import ConcurrentCalls, ConcurrentClients
 from enginesmith.pipeline.measure.run_queue import RunQueue
 from enginesmith.pipeline.measure.statistics import Samples, Timed
 from enginesmith.pipeline.samples import check_feeds
@@ -31,7 +31,7 @@ from enginesmith.pipeline.workers import serve
 _MOST_CALLS = 10_000
 _WARM_BLOCK_SECONDS = 0.025
 _SLICE_SECONDS = 0.004
-"""Calls between two looks at the run queue take about so long, one at least."""
+"""Calls between two readings of the run queue take about so long, one at least."""
 _TREND = 0.97
 """Warm-up goes on while the latest blocks are below this share of the ones before them."""
 _TRANSFERS = 5
@@ -42,7 +42,7 @@ _TASKS = Path("/proc/self/task")
 
 @dataclass(frozen=True)
 class Ready:
-    """What was seen while a session was made ready for one shape."""
+    """Record the first call, the warm-up and the transfers of a session at one shape."""
 
     first_call_seconds: float
     warmup_calls: int
@@ -56,7 +56,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive calls: seconds of each, shape (calls,); and what the process did since its block before."""
+    """Hold the seconds of consecutive calls, shape (calls,), and the process's idle time since its last block."""
 
     host_seconds: Samples
     waited: Samples | None
@@ -72,19 +72,19 @@ class Block:
 
     @property
     def timed(self) -> Timed:
-        """The calls as statistics take them."""
+        """Return the calls in the form that statistics take."""
         return Timed(self.host_seconds, self.waited)
 
 
 def serve_session(connection: Connection, engine: Engine, artifact: Artifact, device: Device) -> None:
-    """A worker's body: answers ``(method of Stopwatch, *arguments)`` until the other end hangs up."""
-    stopwatch = Stopwatch(engine, artifact, device)
+    """Serve ``(method of SessionTimer, *arguments)`` requests in a worker until the other end hangs up."""
+    timer = SessionTimer(engine, artifact, device)
     methods: dict[str, Callable[..., Any]] = {
-        "load": stopwatch.load,
-        "make_ready": stopwatch.make_ready,
-        "block": stopwatch.block,
-        "call_together": stopwatch.call_together,
-        "part": stopwatch.part,
+        "load": timer.load,
+        "make_ready": timer.make_ready,
+        "block": timer.block,
+        "call_concurrently": timer.call_concurrently,
+        "close_clients": timer.close_clients,
     }
 
     def answer(name: str, *arguments: Any) -> Any:
@@ -94,20 +94,20 @@ def serve_session(connection: Connection, engine: Engine, artifact: Artifact, de
     serve(connection, answer)
 
 
-class Stopwatch:
-    """Times one session. Between blocks it sees to it that the session's threads are asleep."""
+class SessionTimer:
+    """Time one session; between blocks, wait until its threads are asleep."""
 
     def __init__(self, engine: Engine, artifact: Artifact, device: Device) -> None:
         self._engine, self._artifact, self._device = engine, artifact, device
         self._session: Session
         self._bound: Any = None
         self._feeds: Feeds = {}
-        self._callers: Callers | None = None
+        self._callers: ConcurrentClients | None = None
         self._call_seconds = 0.0
         self._asleep_since = (0, 0)
 
     def load(self, memory_limit_bytes: int | None = None) -> float:
-        """Open the session; seconds that took. A limit holds for what it takes besides libraries."""
+        """Open the session and return the seconds that took. The limit covers memory besides libraries."""
         if memory_limit_bytes is not None:
             self._engine.prime(self._artifact, self._device)
             out_of_memory.hold(memory_limit_bytes, self._device)
@@ -122,7 +122,7 @@ class Stopwatch:
             SignatureError: the feeds do not fit the session.
         """
         check_feeds(self._session.signature, feeds)
-        self.part()
+        self.close_clients()
         self._feeds, self._bound = feeds, self._session.bind(feeds)
         first = self._timed(1)[0]
         self._call_seconds = float(self._timed(1)[0])
@@ -153,22 +153,22 @@ class Stopwatch:
         on_device = device.seconds() if device else None
         return Block(host, waited, whole, on_device, settle, idle / 1e9, idle_cpu / 1e9, preemptions)
 
-    def call_together(self, callers: int, seconds: float) -> Crowd:
-        """Have so many callers call at the same time, each a session on the same weights and the feeds made ready."""
+    def call_concurrently(self, callers: int, seconds: float) -> ConcurrentCalls:
+        """Time several callers at the same time, each with a session on the same weights and the feeds made ready."""
         if self._callers is None:
-            self._callers = Callers(self._session, self._feeds)
+            self._callers = ConcurrentClients(self._session, self._feeds)
         found = self._callers.run(callers, seconds)
         self._settle()
         return found
 
-    def part(self) -> None:
+    def close_clients(self) -> None:
         """Close the callers' sessions, where there are any."""
         if self._callers is not None:
             self._callers.close()
             self._callers = None
 
     def _sliced(self, calls: int, events: "_Events | None") -> tuple[Samples, Samples | None]:
-        """Seconds of each call, and the share of waiting around it; shapes (calls,)."""
+        """Time calls in slices; return their seconds and the share of waiting around each, shapes (calls,)."""
         at_once = self._calls(_SLICE_SECONDS)
         parts, shares = [], []
         with RunQueue() as queue:
@@ -183,7 +183,7 @@ class Stopwatch:
         return max(1, min(_MOST_CALLS, round(budget_seconds / max(self._call_seconds, 1e-9))))
 
     def _timed(self, calls: int, events: "_Events | None" = None) -> Samples:
-        """Seconds of each call, shape (calls,)."""
+        """Time calls; return the seconds of each, shape (calls,)."""
         enqueue: Callable[[Any], None] = self._session.enqueue
         if events:
             enqueue = events.around(enqueue)
@@ -219,7 +219,7 @@ class Stopwatch:
         return calls, f"the limit of {limit_seconds:g} s"
 
     def _transfers(self, feeds: Feeds) -> tuple[float, float]:
-        """Median seconds of feeds to the device, and of outputs back."""
+        """Time transfers; return the median seconds of feeds to the device and of outputs back."""
         taken = np.empty((2, _TRANSFERS))
         for turn in range(_TRANSFERS):
             start = _now()
@@ -242,7 +242,7 @@ class Stopwatch:
 
 
 class _Events:
-    """A pair of CUDA events for each call, on the session's own stream."""
+    """Record a pair of CUDA events for each call on the session's own stream."""
 
     def __init__(self, stream: int, calls: int) -> None:
         from torch import cuda
@@ -268,7 +268,7 @@ class _Events:
 
 
 def _others_awake() -> bool:
-    """Whether a thread besides the caller runs or wants to: a spinning one does, even while it is preempted."""
+    """Tell whether a thread besides the caller runs or wants to: a spinning one does, even while preempted."""
     own = str(threading.get_native_id())
     for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
         with contextlib.suppress(OSError):  # it ended meanwhile

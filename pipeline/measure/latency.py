@@ -1,4 +1,4 @@
-"""Latency of several candidates side by side: what is measured, what is derived from it, and what could not be had.
+"""Derive rows of latency from side-by-side measurements, with a reason for each number that is missing.
 
 The clock is in ``clock.py``, the interleaving in ``race.py``, the formulas in ``statistics.py``.
 """
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.measure.out_of_memory import OutOfMemory
-from enginesmith.pipeline.measure.race import Candidate, Contender, LatencySettings, Progress, race
+from enginesmith.pipeline.measure.race import Candidate, LatencySettings, MeasuredSession, Progress, run_interleaved
 from enginesmith.pipeline.measure.statistics import (
     LEAST_LAUNCHES,
     LEAST_ROUNDS,
@@ -38,7 +38,7 @@ _KNEE = 0.95
 
 
 class Throughput(BaseModel):
-    """One candidate under a number of callers, each of which calls again as soon as it has its answer."""
+    """Report one candidate under a number of callers, each calling again as soon as it has its answer."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -52,7 +52,7 @@ class Throughput(BaseModel):
 
 
 class LatencyRow(BaseModel):
-    """One candidate at one batch size. What is None has its reason under its name in ``reasons``."""
+    """Report one candidate at one batch size. A field that is None has its reason in ``reasons``."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -110,7 +110,7 @@ class LatencyRow(BaseModel):
 
 @dataclass(frozen=True)
 class LatencyResult:
-    """Rows by candidate, in the order of the batch sizes, and every sample behind them.
+    """Hold rows by candidate, in the order of the batch sizes, and every sample behind them.
 
     ``samples`` is made for ``numpy.savez_compressed``: ``<id>/<batch>/seconds`` has shape (n,), in order of time;
     ``<id>/<batch>/waited``, if the kernel tells, too: the waiting around each call as a share of the time; and
@@ -133,14 +133,14 @@ def measure_latency(
 
     A candidate that fails gets a row that says why, and the others go on.
     """
-    with Course(candidates, settings, log_folder, progress) as course:
+    with LatencyBenchmark(candidates, settings, log_folder, progress) as benchmark:
         for batch, arrays in sorted(feeds.items()):
-            course.measure(batch, arrays)
-        return course.result()
+            benchmark.measure(batch, arrays)
+        return benchmark.result()
 
 
-class Course:
-    """Candidates with their sessions, and what was measured of them so far, batch by batch."""
+class LatencyBenchmark:
+    """Measure candidates batch by batch, keeping their sessions open between batch sizes."""
 
     def __init__(
         self,
@@ -154,17 +154,17 @@ class Course:
         self._settings, self._progress, self._dense = settings, progress, dense
         self._rows: dict[str, dict[int, LatencyRow]] = {candidate.id: {} for candidate in candidates}
         self._samples: dict[str, NDArray[Any]] = {}
-        self._contenders = [Contender(one, log_folder / f"latency-{one.id}.log") for one in candidates]
+        self._sessions = [MeasuredSession(one, log_folder / f"latency-{one.id}.log") for one in candidates]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for contender in self._contenders:
-            contender.close()
+        for session in self._sessions:
+            session.close()
 
     def rows(self, name: str) -> tuple[LatencyRow, ...]:
-        """What is known of a candidate, in the order of the batch sizes."""
+        """Return a candidate's rows in the order of the batch sizes."""
         return tuple(row for _, row in sorted(self._rows[name].items()))
 
     def measure(self, batch: int, feeds: Feeds, only: Collection[str] = (), *, fresh: bool = False) -> None:
@@ -172,63 +172,63 @@ class Course:
 
         ``fresh`` opens their sessions anew, with nothing left of other batch sizes.
         """
-        baseline = self._contenders[0]
-        running = [one for one in self._contenders if not only or one.candidate.id in only]
+        baseline = self._sessions[0]
+        running = [one for one in self._sessions if not only or one.candidate.id in only]
         known = self.rows(baseline.candidate.id)
         if baseline not in running and not any(row.oom and row.batch <= batch for row in known):
             running.insert(0, baseline)
-        for contender in running:
+        for session in running:
             if fresh:
-                contender.close()
-            self._progress(f"batch {batch}: warming up {contender.candidate.id}")
-            contender.start(feeds, self._settings)
-        stopped = race(running, self._settings, self._progress)
+                session.close()
+            self._progress(f"batch {batch}: warming up {session.candidate.id}")
+            session.start(feeds, self._settings)
+        stopped = run_interleaved(running, self._settings, self._progress)
         names = {one.candidate.id: one for one in running}
-        for contender in running:
+        for session in running:
             against = baseline if baseline in running else None
-            dense = names.get(self._dense.get(contender.candidate.id, ""))
-            row = _row(contender, against, dense, batch, stopped, self._settings.seed)
-            self._rows[contender.candidate.id][batch] = row
-            self._samples |= _samples(contender, batch)
+            dense = names.get(self._dense.get(session.candidate.id, ""))
+            row = _row(session, against, dense, batch, stopped, self._settings.seed)
+            self._rows[session.candidate.id][batch] = row
+            self._samples |= _samples(session, batch)
 
     def result(self) -> LatencyResult:
-        """All of it."""
+        """Return all rows and samples."""
         return LatencyResult({name: self.rows(name) for name in self._rows}, self._samples)
 
 
 def _row(
-    contender: Contender,
-    baseline: Contender | None,
-    dense: Contender | None,
+    session: MeasuredSession,
+    baseline: MeasuredSession | None,
+    dense: MeasuredSession | None,
     batch: int,
     stopped: str,
     seed: int,
 ) -> LatencyRow:
-    if contender.failure:
-        loaded = _milliseconds(contender.load_seconds)
-        failed = LatencyRow(batch=batch, load_ms=loaded, failure=contender.failure, oom=contender.oom)
-        return _explained(failed, contender.failure, {})
-    seconds = np.concatenate([block.host_seconds for block in contender.blocks])
+    if session.failure:
+        loaded = _milliseconds(session.load_seconds)
+        failed = LatencyRow(batch=batch, load_ms=loaded, failure=session.failure, oom=session.oom)
+        return _with_reasons(failed, session.failure, {})
+    seconds = np.concatenate([block.host_seconds for block in session.blocks])
     found = {name: percentile(seconds, rank) for name, rank in _PERCENTILES.items()}
     reasons = {name: reason for name, (_, reason) in found.items() if reason}
-    enough = len(contender.blocks) >= LEAST_ROUNDS or len(contender.launches) >= LEAST_LAUNCHES
+    enough = len(session.blocks) >= LEAST_ROUNDS or len(session.launches) >= LEAST_LAUNCHES
     if not enough:
-        few = f"an interval takes {LEAST_ROUNDS} rounds, and there are {len(contender.blocks)}; give it more time"
+        few = f"an interval takes {LEAST_ROUNDS} rounds, and there are {len(session.blocks)}; give it more time"
         reasons |= dict.fromkeys(("median_ms", "speedup", "speedup_rounds", "speedup_over_dense"), few)
     row = LatencyRow(
         batch=batch,
         n=seconds.size,
-        rounds=len(contender.blocks),
-        launches=len(contender.launches),
+        rounds=len(session.blocks),
+        launches=len(session.launches),
         mean_ms=float(seconds.mean()) * 1e3,
-        median_ms=median_interval(contender.timed, seed).scaled(1e3) if enough else None,
+        median_ms=median_interval(session.timed, seed).scaled(1e3) if enough else None,
         stopped_because=stopped,
         **{name: _milliseconds(value) for name, (value, _) in found.items()},
-        **_preparation(contender),
-        **_conduct(contender),
-        **_throughput(contender, batch, seed),
-        **(_against(baseline, contender, seed) if enough else {}),
-        speedup_over_dense=_ratio(dense, contender, seed) if enough else None,
+        **_startup(session),
+        **_isolation(session),
+        **_throughput(session, batch, seed),
+        **(_speedup(baseline, session, seed) if enough else {}),
+        speedup_over_dense=_ratio(dense, session, seed) if enough else None,
     )
     if baseline is None or baseline.failure:
         why = f"the baseline {baseline.candidate.id} failed" if baseline else "the baseline had no memory for it"
@@ -237,35 +237,35 @@ def _row(
         reasons["speedup_over_dense"] = "there is no dense variant that was measured beside it"
     reasons["knee"] = "not asked for: --concurrency 1,2,4"
     reasons["disturbed_share"] = "the kernel keeps no account of waiting (/proc/self/schedstat)"
-    return _explained(row, _ON_CPU, reasons)
+    return _with_reasons(row, _ON_CPU, reasons)
 
 
-def _throughput(contender: Contender, batch: int, seed: int) -> dict[str, Any]:
-    """Answered samples a second by the clock: of each number of callers, and the best."""
+def _throughput(session: MeasuredSession, batch: int, seed: int) -> dict[str, Any]:
+    """Compute answered samples a second by the clock: of each number of callers, and the best."""
     levels = []
-    for callers in sorted({callers for launch in contender.launches for callers in launch.crowds}):
-        crowds = [crowd for launch in contender.crowds(callers) for crowd in launch]
-        seconds = np.concatenate([crowd.host_seconds for crowd in crowds])
+    for callers in sorted({callers for launch in session.launches for callers in launch.concurrent_calls}):
+        concurrent_calls = [calls for launch in session.concurrent_calls(callers) for calls in launch]
+        seconds = np.concatenate([calls.host_seconds for calls in concurrent_calls])
         tail = percentile(seconds, 99.0)[0]
-        rate = contender.rate(callers, seed).scaled(batch)
+        rate = session.rate(callers, seed).scaled(batch)
         p50 = float(np.median(seconds)) * 1e3
         levels.append(
             Throughput(callers=callers, samples_per_s=rate, p50_ms=p50, p99_ms=_milliseconds(tail), n=seconds.size)
         )
     if not levels:
-        calls = sum(block.host_seconds.size for block in contender.blocks)
-        return {"throughput_per_s": batch * calls / sum(block.wall_seconds for block in contender.blocks)}
+        calls = sum(block.host_seconds.size for block in session.blocks)
+        return {"throughput_per_s": batch * calls / sum(block.wall_seconds for block in session.blocks)}
     best = max(level.samples_per_s.median for level in levels)
     knee = next(level.callers for level in levels if level.samples_per_s.median >= _KNEE * best)
     return {"throughput_per_s": best, "concurrency": tuple(levels), "knee": knee}
 
 
-def _preparation(contender: Contender) -> dict[str, Any]:
-    """Load, first call, warm-up and transfers."""
-    ready = contender.ready
+def _startup(session: MeasuredSession) -> dict[str, Any]:
+    """Collect load time, first call, warm-up and transfers."""
+    ready = session.ready
     assert ready is not None
     return {
-        "load_ms": _milliseconds(contender.load_seconds),
+        "load_ms": _milliseconds(session.load_seconds),
         "first_call_ms": _milliseconds(ready.first_call_seconds),
         "first_call_note": ready.first_call_note,
         "sibling_note": ready.sibling_note,
@@ -276,9 +276,9 @@ def _preparation(contender: Contender) -> dict[str, Any]:
     }
 
 
-def _conduct(contender: Contender) -> dict[str, Any]:
-    """How quiet the process was between its blocks, and what the device's clock says."""
-    blocks = contender.blocks
+def _isolation(session: MeasuredSession) -> dict[str, Any]:
+    """Compute how quiet the process was between its blocks, and the device's own time."""
+    blocks = session.blocks
     idle = sum(block.idle_seconds for block in blocks)
     timed = sum(float(block.host_seconds.sum()) for block in blocks)
     events = [block.device_seconds for block in blocks if block.device_seconds is not None]
@@ -286,52 +286,52 @@ def _conduct(contender: Contender) -> dict[str, Any]:
         "settle_ms": float(np.median([block.settle_seconds for block in blocks])) * 1e3,
         "idle_cpu_share": sum(block.idle_cpu_seconds for block in blocks) / idle,
         "preemptions_per_s": sum(block.preemptions for block in blocks) / timed,
-        "disturbed_share": _disturbed(contender),
+        "disturbed_share": _disturbed_share(session),
         "device_p50_ms": float(np.median(np.concatenate(events))) * 1e3 if events else None,
     }
 
 
-def _disturbed(contender: Contender) -> float | None:
-    parts = [block.waited for block in contender.blocks]
+def _disturbed_share(session: MeasuredSession) -> float | None:
+    parts = [block.waited for block in session.blocks]
     known = [part for part in parts if part is not None]
     return float(np.mean(np.concatenate(known) > UNDISTURBED)) if len(known) == len(parts) else None
 
 
-def _against(baseline: Contender | None, contender: Contender, seed: int) -> dict[str, Any]:
-    speedup = _ratio(baseline, contender, seed)
+def _speedup(baseline: MeasuredSession | None, session: MeasuredSession, seed: int) -> dict[str, Any]:
+    speedup = _ratio(baseline, session, seed)
     if baseline is None or speedup is None:
         return {}
-    rounds = sum(map(len, comparable(baseline.timed, contender.timed)[0]))
+    rounds = sum(map(len, comparable(baseline.timed, session.timed)[0]))
     return {"speedup": speedup, "speedup_rounds": rounds}
 
 
-def _ratio(other: Contender | None, contender: Contender, seed: int) -> Interval | None:
-    """How many times as fast as another one that was measured beside it."""
+def _ratio(other: MeasuredSession | None, session: MeasuredSession, seed: int) -> Interval | None:
+    """Compute the speed-up over another session that was measured beside it."""
     if other is None or other.failure:
         return None
-    return paired_ratio(other.timed, contender.timed, seed)
+    return paired_ratio(other.timed, session.timed, seed)
 
 
-def _explained(row: LatencyRow, otherwise: str, reasons: dict[str, str]) -> LatencyRow:
-    """The row with a reason beside everything that is None."""
+def _with_reasons(row: LatencyRow, otherwise: str, reasons: dict[str, str]) -> LatencyRow:
+    """Add a reason to the row for every field that is None."""
     empty = [name for name, value in row if value is None and name not in ("failure", "oom")]
     return row.model_copy(update={"reasons": {name: reasons.get(name, otherwise) for name in empty}})
 
 
-def _samples(contender: Contender, batch: int) -> dict[str, NDArray[Any]]:
-    if not contender.blocks:
+def _samples(session: MeasuredSession, batch: int) -> dict[str, NDArray[Any]]:
+    if not session.blocks:
         return {}
-    name, blocks = f"{contender.candidate.id}/{batch}", contender.blocks
+    name, blocks = f"{session.candidate.id}/{batch}", session.blocks
     waited = [block.waited for block in blocks if block.waited is not None]
     return {
         f"{name}/seconds": np.concatenate([block.host_seconds for block in blocks]),
         f"{name}/calls": np.array([block.host_seconds.size for block in blocks]),
-        f"{name}/rounds": np.array([len(launch.blocks) for launch in contender.launches]),
+        f"{name}/rounds": np.array([len(launch.blocks) for launch in session.launches]),
     } | ({f"{name}/waited": np.concatenate(waited)} if len(waited) == len(blocks) else {})
 
 
 def launches_of(samples: Mapping[str, NDArray[Any]], name: str, batch: int) -> list[list[Timed]]:
-    """A candidate's blocks by launch and round, from the samples of a :class:`LatencyResult`."""
+    """Rebuild a candidate's blocks by launch and round from the samples of a :class:`LatencyResult`."""
     key = f"{name}/{batch}"
     ends = np.cumsum(samples[f"{key}/calls"])[:-1]
     seconds, waited = (

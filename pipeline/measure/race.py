@@ -1,4 +1,4 @@
-"""Candidates taken through rounds: each in its own process, all open at once, one active at a time.
+"""Measure candidates in interleaved rounds: each in its own process, all open at once, one active at a time.
 
 A machine's speed drifts; candidates measured one after another are compared with the drift included. Here every round
 gives each of them a short block in shuffled order, so that the ratio of two blocks of one round is a fair one. The
@@ -18,7 +18,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.errors import EnginesmithError, StepCrashed, StepOutOfMemory, StepTimeout
 from enginesmith.pipeline.measure import out_of_memory
-from enginesmith.pipeline.measure.callers import Crowd
+from enginesmith.pipeline.measure.callers import ConcurrentCalls
 from enginesmith.pipeline.measure.clock import Block, Ready, serve_session
 from enginesmith.pipeline.measure.out_of_memory import OutOfMemory
 from enginesmith.pipeline.measure.statistics import (
@@ -36,25 +36,25 @@ from enginesmith.pipeline.workers import Worker
 Progress = Callable[[str], None]
 
 _SLOW_BLOCK = 50
-"""A block that takes this many times what it should, and at least the least limit, is of a session that hangs."""
+"""A session hangs if a block takes this many times its budget, and at least the least limit."""
 _LEAST_LIMIT_SECONDS = 60.0
-_PATIENCE = 4
+_OVERRUN = 4
 """The time limit is exceeded by up to so many times itself where fewer rounds were done than an interval takes."""
 _CALLS_EACH = 3
 """Calls that each of several callers makes at least in a round, about."""
 _LAUNCHES = 5
-"""Launches that an interval is to be of, where there is time."""
+"""Launches behind an interval, where there is time."""
 _DEAREST_START = 0.5
-"""Share of the time limit that starting all contenders may take, for it to be done more than once."""
+"""Share of the time limit that starting all sessions may take, for it to be done more than once."""
 _LEAST_ROUNDS_EACH = 3
 """Rounds of each of several launches, at least."""
 _CHECK_GROWTH = 1.15
-"""Rounds between two looks at the stopping rule grow by this factor, as the interval shrinks ever more slowly."""
+"""Rounds between two checks of the stopping rule grow by this factor, as the interval shrinks ever more slowly."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something to measure."""
+    """Name an engine and its artifact on a device, to be measured."""
 
     id: str
     engine: Engine
@@ -63,7 +63,7 @@ class Candidate:
 
 
 class LatencySettings(BaseModel):
-    """How long and how exactly to measure, for each batch size."""
+    """Set how long and how exactly to measure each batch size."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -86,17 +86,17 @@ class LatencySettings(BaseModel):
 
 @dataclass
 class Launch:
-    """What was measured of one process."""
+    """Hold the measurements of one process."""
 
     blocks: list[Block] = field(default_factory=list)
     """One for each round."""
-    crowds: dict[int, list[Crowd]] = field(default_factory=dict)
+    concurrent_calls: dict[int, list[ConcurrentCalls]] = field(default_factory=dict)
     """By the number of callers, one for each round."""
 
 
 @dataclass(eq=False)
-class Contender:
-    """A candidate, its process, and what was measured of it at the current batch size."""
+class MeasuredSession:
+    """Run a candidate in its own process and keep its measurements at the current batch size."""
 
     candidate: Candidate
     log: Path
@@ -114,12 +114,12 @@ class Contender:
     _opening_seconds: float = 0.0
     _feeds: Feeds = field(default_factory=dict)
     _limit_bytes: int | None = None
-    _patience_seconds: float = _LEAST_LIMIT_SECONDS
+    _hang_limit_seconds: float = _LEAST_LIMIT_SECONDS
 
     def start(self, feeds: Feeds, settings: LatencySettings) -> None:
-        """Begin with other feeds: open the session where it is not open yet, and make it ready for them."""
+        """Open the session unless it is open, and make it ready for new feeds."""
         self.launches, self.ready, self.failure, self.oom = [], None, "", None
-        self._feeds, self._patience_seconds = feeds, min(_LEAST_LIMIT_SECONDS, settings.start_limit_seconds)
+        self._feeds, self._hang_limit_seconds = feeds, min(_LEAST_LIMIT_SECONDS, settings.start_limit_seconds)
         if self.hangs:
             self.failure = self.hangs
             return
@@ -133,7 +133,7 @@ class Contender:
             self.starting_seconds = self._opening_seconds + time.monotonic() - before
 
     def start_anew(self, settings: LatencySettings) -> None:
-        """Go on with the same feeds in a new process; nothing where it failed."""
+        """Restart the session in a new process with the same feeds, unless it has failed."""
         if self.failure:
             return
         self.close()
@@ -156,57 +156,60 @@ class Contender:
         return ready
 
     def run_block(self, budget_seconds: float) -> None:
-        """Have it timed for one block."""
+        """Time one block of calls."""
         if self.worker is None:
             return
         slowest = max((float(block.host_seconds.max()) for block in self.blocks), default=0.0)
-        limit = max(self._patience_seconds, _SLOW_BLOCK * max(budget_seconds, slowest))
+        limit = max(self._hang_limit_seconds, _SLOW_BLOCK * max(budget_seconds, slowest))
         with self._failing_alone():
             self.launches[-1].blocks.append(self.worker.request("block", budget_seconds, timeout_seconds=limit))
 
     def run_callers(self, callers: int, seconds: float) -> None:
-        """Have so many callers call it at the same time."""
+        """Time calls of several callers at the same time."""
         if self.worker is None:
             return
-        limit = max(self._patience_seconds, _SLOW_BLOCK * seconds)
+        limit = max(self._hang_limit_seconds, _SLOW_BLOCK * seconds)
         with self._failing_alone():
-            found = self.worker.request("call_together", callers, seconds, timeout_seconds=limit)
-            self.launches[-1].crowds.setdefault(callers, []).append(found)
+            found = self.worker.request("call_concurrently", callers, seconds, timeout_seconds=limit)
+            self.launches[-1].concurrent_calls.setdefault(callers, []).append(found)
 
-    def part(self) -> None:
-        """End the callers, whose sessions would be idle from here on."""
+    def close_clients(self) -> None:
+        """Close the callers' sessions, which would be idle from here on."""
         if self.worker is not None:
             with self._failing_alone():
-                self.worker.request("part", timeout_seconds=self._patience_seconds)
+                self.worker.request("close_clients", timeout_seconds=self._hang_limit_seconds)
 
     @property
     def blocks(self) -> list[Block]:
-        """Of all launches, one for each round."""
+        """Return the blocks of all launches, one for each round."""
         return [block for launch in self.launches for block in launch.blocks]
 
     @property
     def timed(self) -> list[list[Timed]]:
-        """The calls by the host's clock, by launch and round."""
+        """Return the calls by the host's clock, by launch and round."""
         return [[block.timed for block in launch.blocks] for launch in self.launches]
 
-    def crowds(self, callers: int) -> list[list[Crowd]]:
-        """What so many callers saw, by launch and round."""
-        return [launch.crowds.get(callers, []) for launch in self.launches]
+    def concurrent_calls(self, callers: int) -> list[list[ConcurrentCalls]]:
+        """Return the calls of so many callers, by launch and round."""
+        return [launch.concurrent_calls.get(callers, []) for launch in self.launches]
 
     def rate(self, callers: int, seed: int) -> Interval:
-        """Calls a second with so many callers."""
-        rates = [[crowd.calls_per_second for crowd in crowds] for crowds in self.crowds(callers)]
+        """Compute calls a second with so many callers."""
+        rates = [
+            [calls.calls_per_second for calls in concurrent_calls]
+            for concurrent_calls in self.concurrent_calls(callers)
+        ]
         return rate_interval(rates, seed)
 
     def close(self) -> None:
-        """End its process."""
+        """End the session's process."""
         if self.worker:
             self.worker.kill()
         self.worker = None
 
     @contextlib.contextmanager
     def _failing_alone(self) -> Iterator[None]:
-        """An error ends this candidate's part at this batch size; the next one starts it anew."""
+        """Record an error as this candidate's failure at this batch size; the next batch size starts it anew."""
         try:
             yield
         except EnginesmithError as error:
@@ -223,27 +226,27 @@ class Contender:
                 self.oom = self._crashed_for_memory()
 
     def _crashed_for_memory(self) -> OutOfMemory | None:
-        """Some libraries end the process when an allocation fails: whether that is what they do here."""
+        """Find out whether the process ended because an allocation failed, as it does in some libraries."""
         with contextlib.suppress(EnginesmithError):
             return out_of_memory.try_batch(self.candidate, self._feeds, self.log.parent, self._limit_bytes)
         return None
 
 
-def race(contenders: Sequence[Contender], settings: LatencySettings, progress: Progress) -> str:
-    """Launches of rounds of blocks until every median is known well enough, or the time is over; says which.
+def run_interleaved(sessions: Sequence[MeasuredSession], settings: LatencySettings, progress: Progress) -> str:
+    """Measure launches of rounds of blocks until every median is known well enough or time is over; return which.
 
-    The contenders have been started.
+    The sessions have been started.
     """
     begun, launch = time.monotonic(), 0
-    starting = sum(contender.starting_seconds for contender in contenders if not contender.failure)
+    starting = sum(session.starting_seconds for session in sessions if not session.failure)
     several = settings.launches >= LEAST_LAUNCHES and starting <= _DEAREST_START * settings.time_limit_seconds
     while True:
         launch += 1
-        part = _part(settings, starting, launch) if several else settings
-        _race_blocks(contenders, part, progress)
+        part = _launch_settings(settings, starting, launch) if several else settings
+        _time_blocks(sessions, part, progress)
         if settings.concurrency:
-            _race_callers(contenders, part, progress)
-        alive = [contender for contender in contenders if not contender.failure]
+            _time_concurrent_calls(sessions, part, progress)
+        alive = [session for session in sessions if not session.failure]
         if not alive:
             return "every candidate failed"
         width = max(median_interval(one.timed, settings.seed).relative_half_width for one in alive)
@@ -255,12 +258,12 @@ def race(contenders: Sequence[Contender], settings: LatencySettings, progress: P
         if launch == settings.launches:
             return f"{launch} launches, the most that there are"
         progress(f"launch {launch + 1}; so far every median within ±{width:.1%}")
-        for contender in contenders:
-            contender.start_anew(settings)
+        for session in sessions:
+            session.start_anew(settings)
 
 
-def _part(settings: LatencySettings, starting_seconds: float, launch: int) -> LatencySettings:
-    """One launch of several. Its own interval may be wider than that of all."""
+def _launch_settings(settings: LatencySettings, starting_seconds: float, launch: int) -> LatencySettings:
+    """Derive the settings of one launch of several. Its own interval may be wider than that of all."""
     limit = settings.time_limit_seconds
     parts = {
         "time_limit_seconds": max(limit / _LAUNCHES - starting_seconds, limit / (2 * _LAUNCHES)),
@@ -271,66 +274,66 @@ def _part(settings: LatencySettings, starting_seconds: float, launch: int) -> La
     return settings.model_copy(update=parts)
 
 
-def _race_blocks(contenders: Sequence[Contender], settings: LatencySettings, progress: Progress) -> None:
-    """Rounds of blocks in the current launch."""
+def _time_blocks(sessions: Sequence[MeasuredSession], settings: LatencySettings, progress: Progress) -> None:
+    """Time rounds of blocks in the current launch."""
 
-    def turn(contender: Contender) -> None:
-        contender.run_block(settings.block_ms / 1e3)
+    def turn(session: MeasuredSession) -> None:
+        session.run_block(settings.block_ms / 1e3)
 
-    def widest(alive: Sequence[Contender]) -> float:
+    def widest(alive: Sequence[MeasuredSession]) -> float:
         widths = (median_interval(one.timed[-1:], settings.seed).relative_half_width for one in alive)
         return max(widths, default=0.0)
 
-    _rounds({contender: [turn] for contender in contenders}, widest, settings, "median", progress)
+    _run_rounds({session: [turn] for session in sessions}, widest, settings, "median", progress)
 
 
-def _race_callers(contenders: Sequence[Contender], settings: LatencySettings, progress: Progress) -> None:
-    """The same for throughput: in each round every contender is called by each number of callers."""
+def _time_concurrent_calls(sessions: Sequence[MeasuredSession], settings: LatencySettings, progress: Progress) -> None:
+    """Time rounds of concurrent calls: in each round every session is called by each number of callers."""
 
     def turn(callers: int) -> Turn:
-        def run(contender: Contender) -> None:
-            slowest = max(float(block.host_seconds.max()) for block in contender.blocks)
-            contender.run_callers(callers, max(settings.block_ms / 1e3, _CALLS_EACH * slowest))
+        def run(session: MeasuredSession) -> None:
+            slowest = max(float(block.host_seconds.max()) for block in session.blocks)
+            session.run_callers(callers, max(settings.block_ms / 1e3, _CALLS_EACH * slowest))
 
         return run
 
-    def widest(alive: Sequence[Contender]) -> float:
-        last = [crowds for one in alive for crowds in one.launches[-1].crowds.values()]
-        rates = [[crowd.calls_per_second for crowd in crowds] for crowds in last]
+    def widest(alive: Sequence[MeasuredSession]) -> float:
+        last = [concurrent_calls for one in alive for concurrent_calls in one.launches[-1].concurrent_calls.values()]
+        rates = [[calls.calls_per_second for calls in concurrent_calls] for concurrent_calls in last]
         return max((rate_interval([one], settings.seed).relative_half_width for one in rates), default=0.0)
 
     turns = [turn(callers) for callers in settings.concurrency]
-    _rounds(dict.fromkeys(contenders, turns), widest, settings, "throughput", progress)
-    for contender in contenders:
-        contender.part()
+    _run_rounds(dict.fromkeys(sessions, turns), widest, settings, "throughput", progress)
+    for session in sessions:
+        session.close_clients()
 
 
-Turn = Callable[[Contender], None]
+Turn = Callable[[MeasuredSession], None]
 
 
-def _rounds(
-    turns: Mapping[Contender, Sequence[Turn]],
-    widest: Callable[[Sequence[Contender]], float],
+def _run_rounds(
+    turns: Mapping[MeasuredSession, Sequence[Turn]],
+    widest: Callable[[Sequence[MeasuredSession]], float],
     settings: LatencySettings,
     what: str,
     progress: Progress,
 ) -> None:
-    """Take each contender's turns in rounds, shuffled together, until ``widest`` is narrow or time is over."""
+    """Take each session's turns in rounds, shuffled together, until ``widest`` is narrow or time is over."""
     rng = np.random.default_rng(settings.seed)
     deadline = time.monotonic() + settings.time_limit_seconds
-    rounds, next_look, least = 0, settings.min_rounds, min(LEAST_ROUNDS, settings.min_rounds)
-    while running := [contender for contender in turns if not contender.failure]:
-        order = [(contender, turn) for contender in running for turn in turns[contender]]
+    rounds, next_check, least = 0, settings.min_rounds, min(LEAST_ROUNDS, settings.min_rounds)
+    while running := [session for session in turns if not session.failure]:
+        order = [(session, turn) for session in running for turn in turns[session]]
         for position in rng.permutation(len(order)):
-            contender, turn = order[position]
-            turn(contender)
+            session, turn = order[position]
+            turn(session)
         rounds += 1
-        if rounds >= next_look:
-            width = widest([contender for contender in running if not contender.failure])
+        if rounds >= next_check:
+            width = widest([session for session in running if not session.failure])
             progress(f"round {rounds}: every {what} within ±{width:.1%}")
             if width <= settings.precision:
                 return
-            next_look = int(np.ceil(rounds * _CHECK_GROWTH))
+            next_check = int(np.ceil(rounds * _CHECK_GROWTH))
         over = time.monotonic() - deadline
-        if (over > 0 and rounds >= least) or over > _PATIENCE * settings.time_limit_seconds:
+        if (over > 0 and rounds >= least) or over > _OVERRUN * settings.time_limit_seconds:
             return

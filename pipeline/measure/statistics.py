@@ -1,4 +1,4 @@
-"""What is computed from samples of latency: percentiles, speed-ups and their intervals. Pure functions on arrays.
+"""Compute percentiles, speed-ups and their intervals from samples of latency. Pure functions on arrays.
 
 Samples come in three levels: calls of a block, blocks one for each round, rounds of a launch. Calls of one block share
 the state of the machine, and rounds of one launch share their processes: where in memory these lie alone moves a median
@@ -47,7 +47,7 @@ _DRAWN_AT_ONCE = 500_000
 
 
 class Interval(BaseModel):
-    """An estimate with its 95 % bootstrap interval."""
+    """Hold an estimate with its 95 % interval."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -56,17 +56,17 @@ class Interval(BaseModel):
     high: float
 
     def scaled(self, factor: float) -> "Interval":
-        """In another unit."""
+        """Convert to another unit."""
         return Interval(median=self.median * factor, low=self.low * factor, high=self.high * factor)
 
     @property
     def relative_half_width(self) -> float:
-        """The farther end's distance from the estimate, as a share of it."""
+        """Compute the farther end's distance from the estimate, as a share of it."""
         return max(self.high - self.median, self.median - self.low) / self.median
 
 
 def percentile(samples: Samples, rank: float) -> tuple[float | None, str]:
-    """The percentile as numpy defines it (linear), or None and the reason when too few samples are behind it."""
+    """Compute a percentile (numpy's linear), or None and the reason when there are too few samples."""
     floor = SAMPLE_FLOORS.get(rank, 1)
     if samples.size < floor:
         return None, f"p{rank:g} takes {floor} samples, and there are {samples.size}"
@@ -75,7 +75,7 @@ def percentile(samples: Samples, rank: float) -> tuple[float | None, str]:
 
 @dataclass(frozen=True)
 class Timed:
-    """The calls of one block: seconds, and the waiting around each as a share of the time; shapes (calls,)."""
+    """Hold the calls of one block: seconds, and the waiting around each as a share of the time; shapes (calls,)."""
 
     seconds: Samples
     waited: Samples | None = None
@@ -83,7 +83,7 @@ class Timed:
 
     @property
     def undisturbed(self) -> Samples:
-        """Seconds of the calls that were not disturbed; none where they are too few to count."""
+        """Select the seconds of undisturbed calls; none where they are too few to count."""
         if self.waited is None:
             return self.seconds
         quiet = self.seconds[self.waited <= UNDISTURBED]
@@ -95,7 +95,7 @@ Launches = Sequence[Sequence[Timed]]
 
 
 def comparable(*sides: Launches) -> tuple[list[list[Samples]], ...]:
-    """The calls to judge by, by launch and round: undisturbed ones of the rounds in which every side has some.
+    """Select calls to judge by, by launch and round: undisturbed ones of rounds in which every side has some.
 
     Launches without such rounds are left out. Where what is left is less than an interval takes, all calls of all
     rounds.
@@ -111,13 +111,13 @@ def comparable(*sides: Launches) -> tuple[list[list[Samples]], ...]:
 
 
 def median_interval(blocks: Launches, seed: int) -> Interval:
-    """The median over rounds of the blocks' medians, in seconds, with its interval."""
+    """Compute the median over rounds of the blocks' medians, in seconds, with its interval."""
     (judged,) = comparable(blocks)
     return _interval([np.array([np.median(block) for block in launch]) for launch in judged], seed)
 
 
 def paired_ratio(baseline: Launches, candidate: Launches, seed: int) -> Interval:
-    """The speed-up: the median over rounds of median(baseline's block) / median(candidate's block) in that round."""
+    """Compute the speed-up: the median over rounds of median(baseline's block) / median(candidate's block)."""
     launches = zip(*comparable(baseline, candidate), strict=True)
     ratios = [
         np.array([np.median(ours) / np.median(theirs) for ours, theirs in zip(*sides, strict=True)])
@@ -127,17 +127,17 @@ def paired_ratio(baseline: Launches, candidate: Launches, seed: int) -> Interval
 
 
 def rate_interval(rates: Sequence[Sequence[float]], seed: int) -> Interval:
-    """The median over rounds of a rate, given by launch, with its interval."""
+    """Compute the median over rounds of a rate, given by launch, with its interval."""
     return _interval([np.array(launch) for launch in rates], seed)
 
 
 def mean_interval(values: Samples, seed: int) -> tuple[float, float]:
-    """95 % interval of the mean of independent values."""
+    """Estimate the 95 % interval of the mean of independent values."""
     return _ends(_estimates(values, np.mean, seed))
 
 
 def _interval(launches: Sequence[Samples], seed: int) -> Interval:
-    """Of positive values by launch."""
+    """Estimate the median of positive values by launch, with its interval."""
     values = np.concatenate(launches)
     median = float(np.median(values))
     if len(launches) < LEAST_LAUNCHES:
@@ -150,7 +150,7 @@ def _interval(launches: Sequence[Samples], seed: int) -> Interval:
 
 
 def student(degrees: int) -> float:
-    """Student's t at 97.5 %; beyond the table by its expansion in 1 / degrees, to 0.001 (Abramowitz, Stegun 26.7.5)."""
+    """Compute Student's t at 97.5 %; beyond the table by its expansion, to 0.001 (Abramowitz, Stegun 26.7.5)."""
     if degrees <= len(_STUDENT):
         return _STUDENT[degrees - 1]
     first, second = (_NORMAL**3 + _NORMAL) / 4, (5 * _NORMAL**5 + 16 * _NORMAL**3 + 3 * _NORMAL) / 96
@@ -158,7 +158,7 @@ def student(degrees: int) -> float:
 
 
 def _estimates(values: Samples, statistic: Callable[..., Samples], seed: int) -> Samples:
-    """The statistic of ``_RESAMPLES`` samples drawn with replacement; some at a time, to stay within few megabytes."""
+    """Compute a statistic of ``_RESAMPLES`` samples drawn with replacement, some at a time to save memory."""
     rng = np.random.default_rng(seed)
     at_once = max(1, min(_RESAMPLES, _DRAWN_AT_ONCE // values.size))
     parts = []

@@ -16,8 +16,8 @@ from enginesmith.pipeline import samples
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.measure import device as devices
-from enginesmith.pipeline.measure.batches import FeedsAt, Sweep
-from enginesmith.pipeline.measure.latency import Course
+from enginesmith.pipeline.measure.batches import BatchSweep, FeedsAt
+from enginesmith.pipeline.measure.latency import LatencyBenchmark
 from enginesmith.pipeline.measure.memory import measure_memory
 from enginesmith.pipeline.measure.race import Candidate, LatencySettings
 from enginesmith.pipeline.measure.used_memory import available_bytes
@@ -73,13 +73,13 @@ class Latency(Task):
         ]
         feeds, settings = measured_feeds(inputs["reference"]), self._settings()
         machine = devices.environment()  # before the measurement itself makes the machine busy
-        with logs_in_own_log() as logs, Course(candidates, settings, logs, progress, self.dense) as course:
+        with logs_in_own_log() as logs, LatencyBenchmark(candidates, settings, logs, progress, self.dense) as benchmark:
             for batch, arrays in sorted(feeds.items()):
-                course.measure(batch, arrays)
+                benchmark.measure(batch, arrays)
             larger = _larger(inputs["reference"], inputs[candidates[0].id])
             if larger is not None:
-                Sweep(course, candidates, larger, settings, logs, progress).run(max(feeds), self.most)
-            result = course.result()
+                BatchSweep(benchmark, candidates, larger, settings, logs, progress).run(max(feeds), self.most)
+            result = benchmark.result()
             machine = _with_warnings(machine, devices.spoiled(machine, devices.environment()))
         (out / ENVIRONMENT).write_text(machine.model_dump_json(indent=1))
         measured_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

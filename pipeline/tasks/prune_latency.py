@@ -138,13 +138,13 @@ class TryLatency(Task):
     def _measured(self, share: float, made: Artifact, inputs: Inputs, progress: Progress) -> LatencyTrial:
         """Median latency at the first batch size, as a share of the dense engine's measured beside it."""
         batch, feeds = next(iter(measured_feeds(inputs[REFERENCE]).items()))
-        contenders = [
+        candidates = [
             Candidate(name, self.way.engine, artifact, self.way.device)
             for name, artifact in ((DENSE, inputs[DENSE]), ("pruned", made))
         ]
         settings = LatencySettings(precision=0.02, time_limit_seconds=self.seconds, launches=1)
         with logs_in_own_log() as logs:
-            rows = measure_latency(contenders, {batch: feeds}, settings, logs, progress).rows
+            rows = measure_latency(candidates, {batch: feeds}, settings, logs, progress).rows
         dense, pruned = rows[DENSE][0], rows["pruned"][0]
         if (faster := pruned.speedup) is not None:
             return LatencyTrial(

@@ -16,7 +16,7 @@ from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import BuildRequest, Device, Engine
 from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.measure.latency import measure_latency
-from enginesmith.pipeline.measure.race import Candidate as Contender
+from enginesmith.pipeline.measure.race import Candidate as TimedCandidate
 from enginesmith.pipeline.measure.race import LatencySettings
 from enginesmith.pipeline.passes.base import Progress, run_pass
 from enginesmith.pipeline.passes.precision import Precision
@@ -131,12 +131,12 @@ class Search(Task):
     def _speedup(self, made: Artifact, inputs: Inputs, progress: Progress) -> float | None:
         feeds = measured_feeds(inputs["reference"])
         first = next(iter(feeds))
-        contenders = [
-            Contender(name, self.engine, artifact, self.device)
+        timed = [
+            TimedCandidate(name, self.engine, artifact, self.device)
             for name, artifact in (("float", inputs[FLOAT]), ("quantised", made))
         ]
         with logs_in_own_log() as logs:
-            result = measure_latency(contenders, {first: feeds[first]}, _SPEED, logs, progress)
+            result = measure_latency(timed, {first: feeds[first]}, _SPEED, logs, progress)
         row = result.rows["quantised"][0]
         return row.speedup.median if row.speedup else None
 

@@ -17,7 +17,7 @@ from enginesmith.pipeline.tensors import Feeds
 FULL = OutOfMemory(message="no memory")
 
 
-class Course:
+class LatencyBenchmark:
     """Each candidate has room for so many samples; while it is measured, for ``less`` fewer."""
 
     def __init__(self, room: dict[str, int], less: int = 0) -> None:
@@ -36,9 +36,9 @@ class Course:
 
 def swept(
     room: dict[str, int], monkeypatch: pytest.MonkeyPatch, start: int = 1, most: int | None = 1024, less: int = 0
-) -> Course:
-    course = Course(room, less)
-    course.measure(start, {})
+) -> LatencyBenchmark:
+    benchmark = LatencyBenchmark(room, less)
+    benchmark.measure(start, {})
 
     def attempt(candidate: Candidate, feeds: Feeds, folder: Path, limit: int | None) -> OutOfMemory | None:
         size = int(feeds["size"])  # type: ignore[arg-type]
@@ -50,8 +50,8 @@ def swept(
     nothing = Artifact(kind="torch", path=Path("none"), sha256="", bytes=0)
     candidates = [Candidate(name, None, nothing, Device()) for name in room]  # type: ignore[arg-type]
     settings = LatencySettings()
-    sweep = batches.Sweep(
-        course,  # type: ignore[arg-type]
+    sweep = batches.BatchSweep(
+        benchmark,  # type: ignore[arg-type]
         candidates,
         lambda batch: {"size": batch},  # type: ignore[dict-item]
         settings,
@@ -59,25 +59,25 @@ def swept(
         lambda text: None,
     )
     sweep.run(start, most)
-    return course
+    return benchmark
 
 
-def fitting(course: Course, name: str) -> list[int]:
-    return sorted(row.batch for row in course.rows(name) if not row.failure)
+def fitting(benchmark: LatencyBenchmark, name: str) -> list[int]:
+    return sorted(row.batch for row in benchmark.rows(name) if not row.failure)
 
 
 def test_a_sweep_ends_with_the_largest_batch_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    course = swept({"eager": 11, "engine": 40}, monkeypatch)
-    assert fitting(course, "eager") == [1, 2, 4, 8, 11]
-    assert fitting(course, "engine")[:-1] == [1, 2, 4, 8, 16, 32]
-    assert 38 <= fitting(course, "engine")[-1] <= 40
-    assert [row.batch for row in course.rows("eager") if row.oom] == [16]
+    benchmark = swept({"eager": 11, "engine": 40}, monkeypatch)
+    assert fitting(benchmark, "eager") == [1, 2, 4, 8, 11]
+    assert fitting(benchmark, "engine")[:-1] == [1, 2, 4, 8, 16, 32]
+    assert 38 <= fitting(benchmark, "engine")[-1] <= 40
+    assert [row.batch for row in benchmark.rows("eager") if row.oom] == [16]
 
 
 def test_without_a_sweep_only_what_did_not_fit_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    course = swept({"eager": 100, "engine": 5}, monkeypatch, start=8, most=None)
-    assert fitting(course, "eager") == [8]
-    assert fitting(course, "engine") == [5]
+    benchmark = swept({"eager": 100, "engine": 5}, monkeypatch, start=8, most=None)
+    assert fitting(benchmark, "eager") == [8]
+    assert fitting(benchmark, "engine") == [5]
 
 
 def test_what_has_no_room_at_all_ends_without_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

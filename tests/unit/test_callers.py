@@ -12,7 +12,7 @@ import pytest
 
 from enginesmith.pipeline.engines.base import Session
 from enginesmith.pipeline.errors import ModelError
-from enginesmith.pipeline.measure.callers import Callers
+from enginesmith.pipeline.measure.callers import ConcurrentClients
 from enginesmith.pipeline.measure.run_queue import RunQueue
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
@@ -52,7 +52,7 @@ class Served(Session):
 
 def test_calls_of_all_callers_are_counted() -> None:
     seen: list[tuple[str, int]] = []
-    callers = Callers(Served(threading.Semaphore(2), seen), {})
+    callers = ConcurrentClients(Served(threading.Semaphore(2), seen), {})
     one, four = callers.run(1, 0.3), callers.run(4, 0.3)
     callers.close()
     assert one.calls_per_second == pytest.approx(1 / CALL_SECONDS, rel=0.4)
@@ -67,7 +67,7 @@ def test_calls_of_all_callers_are_counted() -> None:
 
 def test_an_error_of_a_caller_is_raised() -> None:
     with pytest.raises(ModelError, match="does not run"):
-        Callers(Served(threading.Semaphore(1), [], fails=True), {}).run(2, 0.01)
+        ConcurrentClients(Served(threading.Semaphore(1), [], fails=True), {}).run(2, 0.01)
 
 
 def test_waiting_for_a_core_is_seen() -> None:

@@ -14,7 +14,7 @@ from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.engines.cuda import CudaDevice, Driver
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability
 from enginesmith.pipeline.measure import device, nvml, race, used_memory
-from enginesmith.pipeline.measure.clock import Stopwatch
+from enginesmith.pipeline.measure.clock import SessionTimer
 from enginesmith.pipeline.measure.latency import Candidate, LatencyResult, LatencySettings, measure_latency
 from enginesmith.pipeline.measure.nvml import GpuState
 
@@ -58,15 +58,15 @@ class Engine:
 
 
 class InThisProcess:
-    """A worker's place: the real stopwatch, whose errors take the way that they take through a process."""
+    """A worker's place: the real timer, whose errors take the way that they take through a process."""
 
     pid = 0
 
     def __init__(self, body: Any, *what: Any, log: Path) -> None:
-        self.stopwatch = Stopwatch(*what)
+        self.timer = SessionTimer(*what)
 
     def request(self, name: str, *arguments: Any, timeout_seconds: float) -> Any:
-        kind, answer = workers._attempt(getattr(self.stopwatch, name), arguments)
+        kind, answer = workers._attempt(getattr(self.timer, name), arguments)
         if kind == workers._FAILED:
             assert isinstance(answer, EnginesmithError)
             raise answer

@@ -15,7 +15,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device, Session
 from enginesmith.pipeline.errors import SignatureError
 from enginesmith.pipeline.measure import clock
-from enginesmith.pipeline.measure.clock import Stopwatch
+from enginesmith.pipeline.measure.clock import SessionTimer
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
 
 SIGNATURE = Signature(inputs=(TensorSpec.parse("x:float32:2"),), outputs=())
@@ -57,9 +57,9 @@ class FakeEngine:
         return Fake(self.work)
 
 
-def stopwatch(work: Callable[[], object]) -> Stopwatch:
+def timer(work: Callable[[], object]) -> SessionTimer:
     artifact = Artifact(kind="torch", path=Path("none"), sha256="", bytes=0)
-    opened = Stopwatch(FakeEngine(work), artifact, Device())  # type: ignore[arg-type]
+    opened = SessionTimer(FakeEngine(work), artifact, Device())  # type: ignore[arg-type]
     opened.load()
     return opened
 
@@ -69,7 +69,7 @@ def nothing() -> None:
 
 
 def test_overhead_is_below_five_microseconds_a_call() -> None:
-    opened = stopwatch(nothing)
+    opened = timer(nothing)
     opened.make_ready(FEEDS, 0.01)
     whole, medians = [], []
     for _ in range(5):
@@ -81,7 +81,7 @@ def test_overhead_is_below_five_microseconds_a_call() -> None:
 
 
 def test_samples_are_the_calls_own_time() -> None:
-    opened = stopwatch(lambda: time.sleep(0.01))
+    opened = timer(lambda: time.sleep(0.01))
     opened.make_ready(FEEDS, 0.01)
     block = opened.block(0.1)
     assert 3 <= block.host_seconds.size <= 10
@@ -90,14 +90,14 @@ def test_samples_are_the_calls_own_time() -> None:
 
 
 def test_long_calls_are_timed_once_a_block() -> None:
-    opened = stopwatch(lambda: time.sleep(0.01))
+    opened = timer(lambda: time.sleep(0.01))
     opened.make_ready(FEEDS, 0.01)
     assert opened.block(0.001).host_seconds.size == 1
 
 
 def test_garbage_is_not_collected_within_a_block() -> None:
     seen = []
-    opened = stopwatch(lambda: seen.append(gc.isenabled()))
+    opened = timer(lambda: seen.append(gc.isenabled()))
     opened.make_ready(FEEDS, 0.01)
     opened.block(0.001)
     assert seen
@@ -107,14 +107,14 @@ def test_garbage_is_not_collected_within_a_block() -> None:
 
 def test_first_call_is_reported_on_its_own() -> None:
     calls: list[None] = []
-    opened = stopwatch(lambda: (calls.append(None), time.sleep(0.2 if len(calls) == 1 else 0.0)))
+    opened = timer(lambda: (calls.append(None), time.sleep(0.2 if len(calls) == 1 else 0.0)))
     assert opened.make_ready(FEEDS, 0.02).first_call_seconds >= 0.2
     assert opened.block(0.001).host_seconds.max() < 0.2
 
 
 def test_feeds_are_held_against_the_signature() -> None:
     with pytest.raises(SignatureError):
-        stopwatch(nothing).make_ready({}, 0.01)
+        timer(nothing).make_ready({}, 0.01)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_feeds_are_held_against_the_signature() -> None:
 def test_warm_up_lasts_until_medians_stop_falling(
     monkeypatch: pytest.MonkeyPatch, medians: list[float], blocks: int
 ) -> None:
-    opened = stopwatch(nothing)
+    opened = timer(nothing)
     coming = iter(medians)
     monkeypatch.setattr(opened, "_timed", lambda calls, events=None: np.array([next(coming)]))
     calls, ended = opened._warm_up(60.0)
@@ -134,7 +134,7 @@ def test_warm_up_lasts_until_medians_stop_falling(
 
 
 def test_warm_up_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = stopwatch(nothing)
+    opened = timer(nothing)
     monkeypatch.setattr(opened, "_timed", lambda calls, events=None: np.array([1.0 / time.perf_counter_ns()]))
     assert "limit" in opened._warm_up(0.0)[1]
 
@@ -142,7 +142,7 @@ def test_warm_up_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_block_ends_when_threads_that_spin_are_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool whose thread spins on after the work, as those of ONNX Runtime and OpenMP do: without Python's lock."""
     monkeypatch.setattr(clock, "_SETTLE_LIMIT_SECONDS", 60.0)  # on a busy machine it spins for longer
-    opened = stopwatch(nothing)
+    opened = timer(nothing)
     opened.make_ready(FEEDS, 0.01)
     asleep = threading.Event()
     spinning = threading.Thread(target=lambda: (hashlib.pbkdf2_hmac("sha256", b"", b"", 300_000), asleep.set()))
@@ -154,7 +154,7 @@ def test_block_ends_when_threads_that_spin_are_asleep(monkeypatch: pytest.Monkey
 
 
 def test_what_a_process_does_between_its_blocks_is_counted() -> None:
-    opened = stopwatch(nothing)
+    opened = timer(nothing)
     opened.make_ready(FEEDS, 0.01)
     opened.block(0.0001)
     until = time.process_time() + 0.03
@@ -183,7 +183,7 @@ def test_cuda_calls_are_timed_by_events_on_the_sessions_stream(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: f"stream {handle}")
     monkeypatch.setattr(Fake, "cuda_stream", 7)
-    opened = stopwatch(lambda: time.sleep(0.001))
+    opened = timer(lambda: time.sleep(0.001))
     ready = opened.make_ready(FEEDS, 0.01)
     block = opened.block(0.004)
     assert block.device_seconds is not None

@@ -12,7 +12,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import StepCrashed, StepTimeout
 from enginesmith.pipeline.measure import race
-from enginesmith.pipeline.measure.callers import Crowd
+from enginesmith.pipeline.measure.callers import ConcurrentCalls
 from enginesmith.pipeline.measure.clock import Block, Ready
 from enginesmith.pipeline.measure.latency import Candidate, LatencyResult, LatencySettings, measure_latency
 
@@ -45,13 +45,13 @@ class FakeWorker:
             return 0.5
         if name == "make_ready":
             return Ready(0.25, 9, "the block medians stopped falling", None, None)
-        if name == "part":
+        if name == "close_clients":
             return None
         self.order.append(self.log.stem)
         self.blocks += 1
-        if name == "call_together":
+        if name == "call_concurrently":
             callers, _ = arguments
-            return Crowd(min(callers, 3) / self.script(0), np.full(4 * callers, callers * self.script(0)))
+            return ConcurrentCalls(min(callers, 3) / self.script(0), np.full(4 * callers, callers * self.script(0)))
         seconds = np.full(2, self.script(self.blocks))
         return Block(seconds, np.array([0.0, 0.5]), float(seconds.sum()), None, 0.004, 0.1, 0.001, preemptions=0)
 
