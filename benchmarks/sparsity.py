@@ -57,16 +57,16 @@ def main() -> None:
 
 
 def _measure(name: str, folder: Path) -> dict[str, Any]:
-    for word in ("raw", "simple", "plain", "ordered", "fp16", "engine"):
+    for word in ("raw", "simple", "sparse", "fp16", "engine"):
         (folder / word).mkdir()
     loaded = load(resolve(name), LoadOptions())
     exported = export_module(loaded, folder / "raw", Export(), _quiet)
     effect = simplify_file(folder / "raw" / exported.file, folder / "simple", Simplify().external_data_bytes, _quiet)
     dense = folder / "simple" / effect.file
     feeds = _feeds(loaded)
-    rows = {word: _one(word, dense, folder / word, feeds, name) for word in ("plain", "ordered")}
-    facts = check.sparse_weights(folder / "plain" / graph.FILE)
-    sparse = _artifact(folder / "plain" / graph.FILE)
+    row = _sparsify(dense, folder / "sparse", feeds, name)
+    facts = check.sparse_weights(folder / "sparse" / graph.FILE)
+    sparse = _artifact(folder / "sparse" / graph.FILE)
     lower = run_pass(Precision(precision="fp16"), sparse, folder / "fp16", _quiet)
     built = OnnxRuntime().build(BuildRequest(sparse, folder / "engine", Device(), {}, _quiet))
     return {
@@ -75,16 +75,15 @@ def _measure(name: str, folder: Path) -> dict[str, Any]:
         "two_of_four": sum(one.two_of_four for one in facts),
         "elements": sum(one.elements for one in facts),
         "zeros": sum(one.zeros for one in facts),
-        **rows,
+        **row,
         "top1_dense": _top1(dense, name),
         "after_fp16": _counts(check.follow(sparse.path, folder / "fp16" / lower.file)),
         "after_onnxruntime": _counts(check.follow(sparse.path, folder / "engine" / built.file)),
     }
 
 
-def _one(word: str, dense: Path, out: Path, feeds: Feeds, name: str) -> dict[str, Any]:
-    step = Sparsify(permute=word == "ordered")
-    effect, seconds = _timed(lambda: run_pass(step, _artifact(dense), out, _quiet))
+def _sparsify(dense: Path, out: Path, feeds: Feeds, name: str) -> dict[str, Any]:
+    effect, seconds = _timed(lambda: run_pass(Sparsify(), _artifact(dense), out, _quiet))
     made = out / effect.file
     names = [spec.name for spec in onnx_file.signature(dense).outputs]
     outputs = [dict(zip(names, equivalence.run(path, feeds), strict=True)) for path in (dense, made)]
@@ -141,29 +140,27 @@ def _timed(work: Callable[[], Effect]) -> tuple[Effect, float]:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     head = (
-        "One-shot 2:4 by magnitude, without training; *ordered* is with `--permute`. Only digits is trained.\n\n"
-        "| model | 2:4 weights | zeros | SQNR of weights, ordered | SQNR of outputs, ordered "
-        "| top-1 dense, 2:4, ordered "
-        "| seconds, ordered | held in fp16, in ONNX Runtime's graph |\n"
+        "One-shot 2:4 by magnitude, without training. Only digits is trained.\n\n"
+        "| model | 2:4 weights | zeros | SQNR of weights | SQNR of outputs "
+        "| top-1 dense, 2:4 "
+        "| seconds | held in fp16, in ONNX Runtime's graph |\n"
         "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
     )
     return head + "".join(_row(row) for row in rows)
 
 
 def _row(row: dict[str, Any]) -> str:
-    both = [row["plain"], row["ordered"]]
-    weights = [one["summary"].partition("SQNR of the weights ")[2].partition(" dB")[0] for one in both]
-    outputs = [f"{one['sqnr_outputs_db']:.1f}" for one in both]
-    top = [row["top1_dense"], *(one["top1"] for one in both)]
+    weights = row["summary"].partition("SQNR of the weights ")[2].partition(" dB")[0]
+    top = [row["top1_dense"], row["top1"]]
     kept = [f"{row[name]['held']} of {row['two_of_four']}" for name in ("after_fp16", "after_onnxruntime")]
     cells = (
         row["model"],
         f"{row['two_of_four']} of {row['weights']}",
         f"{row['zeros'] / row['elements']:.1%}",
-        f"{weights[0]}, {weights[1]} dB",
-        f"{outputs[0]}, {outputs[1]} dB",
+        f"{weights} dB",
+        f"{row['sqnr_outputs_db']:.1f} dB",
         "–" if None in top else ", ".join(f"{value:.3f}" for value in top),
-        f"{both[0]['seconds']:.1f}, {both[1]['seconds']:.1f}",
+        f"{row['seconds']:.1f}",
         ", ".join(kept),
     )
     return f"| {' | '.join(map(str, cells))} |\n"

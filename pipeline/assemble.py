@@ -9,8 +9,7 @@ from typing import Any
 from enginesmith.pipeline import explain, samples, variant_record
 from enginesmith.pipeline.decision import decide
 from enginesmith.pipeline.measure.latency import LatencyRow
-from enginesmith.pipeline.outcomes import entries, made
-from enginesmith.pipeline.pruning.record import GroupSensitivity
+from enginesmith.pipeline.outcomes import made
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.run import (
     ModelRecord,
@@ -77,9 +76,6 @@ def assemble(
         recipe=recipe,
         environment=environment,
         limits=variant_record.device_limits(plan, outcomes),
-        prune_sensitivity=tuple(
-            GroupSensitivity.model_validate(entry) for entry in entries(outcomes, plan.sensitivity)
-        ),
         model=_model(recipe, outcomes),
         steps=tuple(_step(step.id, outcomes.get(step.id)) for step in plan.steps),
         baseline=baseline,

@@ -27,7 +27,6 @@ from enginesmith.pipeline.tasks.answers import Answers
 from enginesmith.pipeline.tasks.compare import Verify
 from enginesmith.pipeline.tasks.prune import Prune
 from enginesmith.pipeline.tasks.prune_latency import BEFORE, DENSE, DenseEngine, PruneToLatency, ToEngine, TryLatency
-from enginesmith.pipeline.tasks.prune_sensitivity import METRIC, PruneSensitivity
 from enginesmith.pipeline.tasks.recover import TEACHER, Recover
 from enginesmith.pipeline.tasks.shapes import SHAPES
 from enginesmith.pipeline.tasks.transform import Transform
@@ -94,16 +93,6 @@ def changed(recipe: Recipe, trunk: Trunk) -> tuple[list[Variant], list[Step]]:
             steps += pruned.branch.steps(one.steps())
             variants += [pruned.variant(one.variant(variant)) for variant in graphs]
     return variants, steps
-
-
-def sensitivity_steps(recipe: Recipe) -> list[Step]:
-    """The scan of what each group costs when it is pruned alone, where that was asked for."""
-    if not recipe.prune_sensitivity:
-        return []
-    task = PruneSensitivity(
-        options=recipe.pruning, feeder=feeder(recipe), metric=recipe.metric or METRIC, seed=recipe.seed
-    )
-    return [Step("prune-sensitivity", task, {"model": LOAD, REFERENCE: REFERENCE})]
 
 
 def _pruned(recipe: Recipe, target: Target, trunk: Trunk) -> Changed:

@@ -8,7 +8,7 @@ load ─┬─ reference ─────────────────┬�
 from collections.abc import Sequence
 from dataclasses import replace
 
-from enginesmith.pipeline.changed_models import Trunk, changed, sensitivity_steps
+from enginesmith.pipeline.changed_models import Trunk, changed
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.engines.tensorrt import TensorRT
@@ -75,10 +75,9 @@ def plan(recipe: Recipe, *, here: bool = True) -> Plan:
         its_graph = built_from.get(variant.artifact, stands_for_it)
         variants[index], more = _own_measurements(recipe, variant, baseline.id, device, its_graph)
         steps += more
-    scan = sensitivity_steps(recipe)
     limits = limits_steps(recipe, device)
     latency = latency_step(recipe, variants, device) if recipe.measure.latency else None
-    steps += [*scan, *limits, *([latency] if latency else [])]
+    steps += [*limits, *([latency] if latency else [])]
     distinct: dict[str, Step] = {}
     for step in steps:
         distinct.setdefault(step.id, step)  # variants share what leads to them
@@ -88,7 +87,6 @@ def plan(recipe: Recipe, *, here: bool = True) -> Plan:
         tuple(variants[1:]),
         latency.id if latency else None,
         limits[0].id if limits else None,
-        scan[0].id if scan else None,
     )
 
 

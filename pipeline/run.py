@@ -20,7 +20,7 @@ from enginesmith.pipeline.measure.profile import Profile
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.roofline import LimitRow
 from enginesmith.pipeline.precision.audit.coverage import Coverage
-from enginesmith.pipeline.pruning.record import Facts, GroupSensitivity
+from enginesmith.pipeline.pruning.record import Facts
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recovery.record import Recovery
 from enginesmith.pipeline.run_environment import RunEnvironment
@@ -214,8 +214,6 @@ class Run(_Part):
     environment: RunEnvironment
     limits: DeviceLimits | None = None
     """What the device can do at best, where that was measured."""
-    prune_sensitivity: tuple[GroupSensitivity, ...] = ()
-    """What each group of layers costs when it is pruned alone."""
     model: ModelRecord
     steps: tuple[StepRecord, ...]
     baseline: VariantRecord

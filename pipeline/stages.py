@@ -86,10 +86,8 @@ def sparsify(recipe: Recipe, sparsity: str, options: SparsifyOptions, output: Pa
         EnginesmithError: as in :func:`export`.
     """
     asked = Sparsify.parse(sparsity, options, recipe.export.external_data_bytes)
-    idle = options.permute if asked.pattern != "2:4" else options.scope != "global"
-    if idle:
-        what = "the order of channels" if options.permute else "a threshold for each layer"
-        raise UsageError(f"{what} has no effect on weights that are {asked}", "leave that option away")
+    if asked.pattern == "2:4" and options.scope != "global":
+        raise UsageError("a threshold for each layer has no effect on weights that are 2:4", "leave --per-layer away")
     return _to_file(recipe, plans.sparsify_steps(recipe, asked), plans.SPARSIFY, output, settings)
 
 

@@ -100,8 +100,6 @@ class Plan:
     latency: str | None
     limits: str | None = None
     """The step that found out what the device can do at best."""
-    sensitivity: str | None = None
-    """The step that pruned each group alone."""
 
     @functools.cached_property
     def _by_id(self) -> dict[str, Step]:

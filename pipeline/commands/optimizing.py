@@ -31,9 +31,7 @@ from enginesmith.pipeline.commands.request import recipe_of, resumable, settings
 @click.option("--no-simplify", is_flag=True, default=None, help="Leave the exported graph as it is.")
 @click.option("--precision", "precisions", multiple=True, help="fp32, fp16, bf16, int8, int8+fp16, int8-dynamic …")
 @click.option("--prune", multiple=True, metavar="TARGET", help="0.3 of channels go; macs=0.5, latency=0.6 are left.")
-@click.option("--prune-sensitivity", is_flag=True, default=None, help="Show what each group of layers costs, alone.")
 @click.option("--sparsity", multiple=True, metavar="PATTERN", help="Zeros in weights: 2:4, or unstructured=0.5.")
-@click.option("--permute", is_flag=True, default=None, help="2:4: put channels in an order that keeps more weight.")
 @with_budgets
 @click.option("--objective", type=click.Choice(["latency", "throughput", "memory", "size"]), help="What wins.")
 @click.option("--out", type=click.Path(path_type=Path), help="Run directory; default runs/MODEL-TIME.")

@@ -106,7 +106,6 @@ def prune(model: str, output: Path, prune: str, as_json: bool, quiet: bool, **op
 @model_argument
 @output_option
 @click.option("--sparsity", default="2:4", show_default=True, metavar="PATTERN", help="2:4, or unstructured=0.5.")
-@click.option("--permute", is_flag=True, help="2:4: put channels in an order that keeps more of the weights.")
 @click.option("--per-layer", is_flag=True, help="Unstructured: a threshold for each layer, not one for all.")
 @click.option("--protect", multiple=True, metavar="NAME", help="Weight, node, module or pattern that stays dense.")
 @click.option("--min-sqnr", type=float, metavar="DB", help="Fail if the outputs are farther from the dense ones.")
@@ -117,7 +116,6 @@ def sparsify(
     model: str,
     output: Path,
     sparsity: str,
-    permute: bool,
     per_layer: bool,
     protect: tuple[str, ...],
     as_json: bool,
@@ -128,12 +126,12 @@ def sparsify(
 
     One shot, without training; how far the answers are from the dense model's is shown.
 
-    Example: enginesmith sparsify net.onnx -o net-24.onnx --sparsity 2:4 --permute
+    Example: enginesmith sparsify net.onnx -o net-24.onnx --sparsity 2:4
     """
     from enginesmith.pipeline import stages
     from enginesmith.pipeline.sparsity.options import SparsifyOptions
 
-    chosen = SparsifyOptions(scope="layer" if per_layer else "global", permute=permute, protect=protect)
+    chosen = SparsifyOptions(scope="layer" if per_layer else "global", protect=protect)
     with settings_of(options, quiet) as settings:
         result = stages.sparsify(recipe_of(model, None, options), sparsity, chosen, output, settings)
     shown().show_stage(result, as_json)

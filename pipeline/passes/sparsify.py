@@ -4,20 +4,17 @@ One shot, by magnitude alone. What the network loses by that is the metric's to 
 with sparse tensor cores, an unstructured one only compresses better.
 """
 
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from enginesmith.pipeline import graph
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.passes.base import Pass, Progress, Records, by_reason
 from enginesmith.pipeline.sparsity.options import SparsifyOptions, Sparsity
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from enginesmith.pipeline.sparsity.permuting import Permuted
     from enginesmith.pipeline.sparsity.sparsifying import Sparsified
 
 
@@ -42,7 +39,7 @@ class Sparsify(Sparsity, Pass):
         return super().parse(text, options).model_copy(update={"external_data_bytes": external_data_bytes})
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
-        """Put channels in order, if that is wanted and changes nothing; then zeros into the weights.
+        """Put zeros into the weights.
 
         Raises:
             InvalidGraph: no weight can have the pattern.
@@ -51,50 +48,21 @@ class Sparsify(Sparsity, Pass):
         from enginesmith.pipeline import onnx_file
         from enginesmith.pipeline.sparsity.sparsifying import sparsify
 
-        model, order, why_not = self._ordered(artifact, out, progress)
+        model = _inline_functions(artifact.path)
         progress(f"making weights {self}")
         done = sparsify(model, self)
         progress("writing")
         graph.save(model, out, self.external_data_bytes)
         return Effect(
             file=graph.FILE,
-            summary=_summary(self, done, order),
-            notes=(*by_reason("left dense", done.left), *why_not),
+            summary=_summary(self, done),
+            notes=by_reason("left dense", done.left),
             signature=onnx_file.signature(out / graph.FILE),
         )
 
-    def _ordered(
-        self, artifact: Artifact, out: Path, progress: Progress
-    ) -> "tuple[ir.Model, Permuted | None, tuple[str, ...]]":
-        """The graph with its channels in order; the given one, and why, if the other one answers something else."""
-        if not (self.permute and self.pattern == "2:4"):
-            return _flat(artifact.path), None, ()
-        from onnx_ir.passes import common
 
-        from enginesmith.pipeline.passes.equivalence import compare
-        from enginesmith.pipeline.sparsity.permuting import permute
-
-        model = _flat(artifact.path)
-        declared = [(value.name, value.shape) for value in model.graph.outputs]
-        common.ShapeInferencePass(strict_mode=False)(model)
-        for value, (name, shape) in zip(model.graph.outputs, declared, strict=True):
-            value.name, value.shape = name, shape
-        progress("looking for orders of channels")
-        done = permute(model, self)
-        if not done.orders:
-            return _flat(artifact.path), None, ("no channels were put in order", *by_reason("same order", done.left))
-        progress("checking that the order changes nothing")
-        try:
-            with tempfile.TemporaryDirectory(dir=out) as scratch:
-                graph.save(model, Path(scratch), self.external_data_bytes)
-                compare(artifact.path, Path(scratch, graph.FILE))
-        except ModelError as error:
-            return _flat(artifact.path), None, (f"channels keep their order: {error.message}",)
-        return model, done, by_reason("same order", done.left)
-
-
-def _flat(path: Path) -> "ir.Model":
-    """The graph without functions, its weights no inputs."""
+def _inline_functions(path: Path) -> "ir.Model":
+    """Load a graph with its functions inlined and its weights no longer listed as inputs."""
     import onnx_ir as ir
     from onnx_ir.passes import common
 
@@ -104,11 +72,8 @@ def _flat(path: Path) -> "ir.Model":
     return model
 
 
-def _summary(asked: Sparsity, done: "Sparsified", order: "Permuted | None") -> str:
+def _summary(asked: Sparsity, done: "Sparsified") -> str:
     parts = [f"{asked} in {done.done} of {done.weights} weights, {done.share:.1%} of the weights' elements are zero"]
     if done.sqnr_db is not None:
         parts.append(f"SQNR of the weights {done.sqnr_db:.1f} dB")
-    if order is not None:
-        gain = order.kept_after / order.kept_before - 1
-        parts.append(f"inputs of {order.weights} weights in another order, keeping {gain:.1%} more magnitude")
     return "; ".join(parts)

@@ -83,22 +83,6 @@ class Facts(_Fixed):
     """First layer of each group that stays as it is → why."""
 
 
-class GroupSensitivity(_Fixed):
-    """One group, pruned alone by about ``ratio``, and what the model is worth then."""
-
-    group: str
-    unit: str
-    units: int
-    left: int
-    """Units that stayed."""
-    ratio: float
-    """The share of the group's units that went: what multiples allow next to what was asked for."""
-    metric: str
-    value: float | None
-    """None where the metric says nothing, for ``reason``."""
-    reason: str = ""
-
-
 def plain_attributes(module: "nn.Module") -> Attributes:
     """Whole numbers, and tuples of them, that are attributes of a module or of any below it, by path."""
     return {path: _plain(vars(inner)) for path, inner in module.named_modules()}

@@ -45,11 +45,6 @@ def steps_of(group: Group, multiple_of: int) -> tuple[int, ...]:
     return tuple(multiple // math.gcd(multiple, each) for multiple in halved(multiple_of))
 
 
-def quartering(group: Group, multiple_of: int) -> int:
-    """The multiple, halved while it is more than a quarter of the group's channels."""
-    return next(one for one in halved(multiple_of) if 4 * one <= group.width or one == 1)
-
-
 def cuts_of(group: Group, order: Sequence[int], multiple_of: int, least: int) -> list[Cut]:
     """Every cut of one group, units going in ``order``, until no more than ``least`` would stay."""
     cuts: list[Cut] = []

@@ -67,7 +67,7 @@ def _check_smaller(recipe: Recipe) -> None:
         if twice := next((one for one in ids if ids.count(one) > 1), None):
             raise UsageError(f"{option} is given twice as {twice}", "give each one once")
     for what, part, empty, missing in (
-        ("pruning", recipe.pruning, not (recipe.prune or recipe.prune_sensitivity), "--prune macs=0.5"),
+        ("pruning", recipe.pruning, not recipe.prune, "--prune macs=0.5"),
         ("recovery", recipe.recovery, not recipe.recover, "--recover distil"),
         ("sparsifying", recipe.sparsifying, not recipe.sparsity, "--sparsity 2:4"),
     ):

@@ -48,14 +48,13 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "prune_steps": ("pruning", "steps"),
     "recover_time": ("recovery", "seconds"),
     "recover_memory": ("recovery", "memory_bytes"),
-    "permute": ("sparsifying", "permute"),
     **{name: ("data_options", name) for name in ("tokenizer", "text_field", "max_length")},
     **{name: ("tensorrt_run", name) for name in ("cuda_graphs", "share_activation_memory", "weight_streaming_budget")},
     **{
         name: (name,)
         for name in ("inputs", "targets", "engines", "graph_optimization", "device", "threads", "eval_data", "metric")
         + ("precisions", "calibration", "samples", "synthetic_calibration", "eval_samples", "objective", "seed")
-        + ("allow_pickle", "prune", "prune_sensitivity", "sparsity")
+        + ("allow_pickle", "prune", "sparsity")
     },
 }
 """Option, as commands call its value → where that goes in the recipe."""

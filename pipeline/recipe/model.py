@@ -79,9 +79,6 @@ class Recipe(Part):
         (), description="how far to prune, each one more variant: 0.3 of the channels, or what is left: macs=0.5 …"
     )
     pruning: PruneOptions = PruneOptions()
-    prune_sensitivity: bool = Field(
-        False, description="prune every group of layers alone at a few ratios, and show what that costs"
-    )
     recover: bool = Field(False, description="train what was pruned back, with the calibration data")
     recovery: RecoverOptions = RecoverOptions()
     sparsity: tuple[str, ...] = Field(

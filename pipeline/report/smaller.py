@@ -1,16 +1,14 @@
 """Tables of models that were made smaller: what was pruned, and how training them back went."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from enginesmith.pipeline.pruning.record import Facts, GroupSensitivity
+from enginesmith.pipeline.pruning.record import Facts
 from enginesmith.pipeline.recovery.record import Recovery
 from enginesmith.pipeline.run import Run, VariantRecord
 
 MODELS = ("pruned to", "ranked by", "channels", "MACs left", "parameters left", "trained back", "on held-back samples")
 GROUPS = ("group", "unit", "before", "after")
 CURVE = ("step", "loss", "metric", "learning rate")
-SENSITIVITY = ("group", "of", "metric", "pruned alone by", "")
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 def pruned(run: Run) -> Iterator[VariantRecord]:
@@ -42,22 +40,6 @@ def _turns(record: VariantRecord) -> Iterator[tuple[str, ...]]:
         )
 
 
-def sensitivity(run: Run) -> list[tuple[str, ...]]:
-    """For each group, the metric by the share of it that is pruned; columns as in :data:`SENSITIVITY`."""
-    by_group: dict[str, list[GroupSensitivity]] = {}
-    for one in run.prune_sensitivity:
-        by_group.setdefault(one.group, []).append(one)
-    rows: list[tuple[str, ...]] = []
-    values = [one.value for one in run.prune_sensitivity if one.value is not None]
-    low, high = min(values, default=0.0), max(values, default=0.0)
-    for name, found in by_group.items():
-        known = [(one.ratio, one.value) for one in sorted(found, key=lambda one: one.ratio) if one.value is not None]
-        points = ", ".join(f"{ratio:.0%}: {value:.4g}" for ratio, value in known)
-        shape = drawn([value for _, value in known], low, high)
-        rows.append((name, f"{found[0].units} {found[0].unit}s", found[0].metric, points, shape))
-    return rows
-
-
 def _left(before: int, after: int) -> str:
     return f"{after / before:.1%}" if before else "–"
 
@@ -74,9 +56,3 @@ def curve(recovery: Recovery) -> list[tuple[str, ...]]:
         + (f"{point.learning_rate:.2g}",)
         for point in recovery.curve
     ]
-
-
-def drawn(values: Sequence[float], low: float, high: float) -> str:
-    """Values as bars of eight heights; what is drawn side by side shares its scale, from ``low`` to ``high``."""
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((value - low) * scale)] for value in values)

@@ -117,7 +117,6 @@ def _measurements(run: Run) -> None:
     columns, rows = measurements.profile(run)
     for heads, lines in (
         (smaller.MODELS, smaller.models(run)),
-        (smaller.SENSITIVITY, smaller.sensitivity(run)),
         (measurements.THROUGHPUT, measurements.throughput(run)),
         (measurements.LIMITS, measurements.limits(run)),
         (columns, rows),

@@ -21,9 +21,6 @@ class SparsifyOptions(BaseModel):
     scope: Scope = Field(
         "global", description="unstructured: whether one threshold holds for all weights, or each layer has its own"
     )
-    permute: bool = Field(
-        False, description="2:4: first put input channels in an order that keeps more, where that changes nothing else"
-    )
     protect: tuple[str, ...] = Field(
         (), description="weights that stay dense: names of weights, nodes or modules, * for any part"
     )

@@ -78,11 +78,6 @@ def numbers(value: "ir.Value") -> Array:
     return value.const_value.numpy()
 
 
-def dense(found: Sequence[Candidate], asked: Sparsity) -> frozenset[str]:
-    """Names of weights that stay as they are."""
-    return frozenset(_left(found, asked))
-
-
 def _left(found: Sequence[Candidate], asked: Sparsity) -> dict[str, str]:
     protected = _protected(found, asked.protect)
     reasons = ((one.name, one.structured if asked.pattern == "2:4" else one.reason) for one in found)

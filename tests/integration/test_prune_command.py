@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline import changed_models
-from enginesmith.pipeline.report.smaller import drawn
 from enginesmith.pipeline.tasks.prune_latency import TRIALS
 
 pytestmark = pytest.mark.slow
@@ -45,25 +44,6 @@ def test_a_latency_is_searched_for_on_the_engine_and_no_trial_is_done_twice(
     again = cli(*prune, "-o", tmp_path / "again")
     assert again.code == 0, again.text
     assert json.loads((tmp_path / "again" / TRIALS).read_text()) == trials
-
-
-def test_sensitivity_is_scanned_shown_and_drawn(cli: Cli, tmp_path: Path) -> None:
-    out, recipe = tmp_path / "run", tmp_path / "recipe.yaml"
-    recipe.write_text("prune_sensitivity: true\nengines: [eager]\nmeasure: {latency: false, memory: false}\n")
-    done = cli("optimize", f"{NETS}:products", "--recipe", recipe, "--out", out)
-    assert done.code == 0, done.text
-    scan = json.loads((out / "run.json").read_text())["prune_sensitivity"]
-    assert {one["group"] for one in scan} == {"conv", "tokens"}
-    assert all(one["metric"] == "sqnr_db" and one["value"] is not None for one in scan)
-    known = [one["value"] for one in scan]
-    for group, units in (("conv", 16), ("tokens", 32)):
-        row = next(line for line in done.stdout.splitlines() if line.strip().startswith(f"{group} "))
-        values = [one["value"] for one in sorted(scan, key=lambda one: one["ratio"]) if one["group"] == group]
-        assert values == sorted(values, reverse=True)
-        assert f"{units} channels" in row
-        assert f"25%: {values[0]:.4g}, 50%: {values[1]:.4g}, 75%: {values[2]:.4g}" in row
-        assert row.split()[-1] == drawn(values, min(known), max(known))
-    assert "prune-sensitivity" in (out / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

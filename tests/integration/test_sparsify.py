@@ -26,11 +26,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_module_becomes_a_2_4_graph_and_stays_one(cli: Cli, folder: Path) -> None:
     out = folder / "sparse.onnx"
-    done = cli("sparsify", "digits", "-o", out, "--sparsity", "2:4", "--permute", "--protect", "model.fc", "--json")
+    done = cli("sparsify", "digits", "-o", out, "--sparsity", "2:4", "--protect", "model.fc", "--json")
     assert done.code == 0, done.text
     found = json.loads(done.stdout)
     assert "2:4 in 14 of 16 weights" in found["summary"]
-    assert "in another order, keeping" in found["summary"]
     assert "left dense: model.fc.weight: it is protected" in found["summary"]
     assert [entry["step"] for entry in found["history"]][-1] == "sparsify"
     assert all(entry["sqnr_db"] < 60 and entry["passed"] for entry in found["fidelity"])  # told, and not judged
@@ -68,7 +67,6 @@ def test_how_far_the_answers_may_be(cli: Cli, folder: Path) -> None:
         (("--sparsity", "1:2"), "write 2:4, or unstructured=0.5"),
         (("--sparsity", "unstructured=1"), "not at least 0 and less than 1"),
         (("--protect", "model.layer1.0.conv9"), "did you mean model.layer1.0.conv"),
-        (("--sparsity", "unstructured=0.5", "--permute"), "the order of channels has no effect"),
         (("--per-layer",), "a threshold for each layer has no effect"),
         (("--protect", "*"), "all 16 weights of the graph are protected"),
     ],

@@ -131,7 +131,7 @@ def test_a_graph_can_be_sparse_and_not_pruned(tmp_path_factory: pytest.TempPathF
         ({"prune": ["0.5", "0.50"]}, "given twice as prune50"),
         ({"pruning": {"importance": "l1"}}, "pruning.importance has no effect"),
         ({"prune": ["0.5"], "recovery": {"seconds": 10}}, "recovery.seconds has no effect"),
-        ({"sparsifying": {"permute": True}}, "sparsifying.permute has no effect"),
+        ({"sparsifying": {"scope": "layer"}}, "sparsifying.scope has no effect"),
     ],
 )
 def test_what_does_not_go_together_is_refused(values: dict[str, Any], said: str) -> None:

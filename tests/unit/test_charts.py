@@ -14,7 +14,7 @@ from enginesmith.pipeline.measure.profile import Profile, ProfileRow
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.roofline import LimitRow, Work
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.pruning.record import Facts, GroupSensitivity
+from enginesmith.pipeline.pruning.record import Facts
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recovery.record import Point, Recovery, TrainingPlan
 from enginesmith.pipeline.report.charts import Chart, charts
@@ -25,7 +25,7 @@ from enginesmith.pipeline.tasks.compare import StageFidelity
 
 IDS = {
     *("pareto", "memory", "latency-by-batch", "throughput-by-batch", "concurrency", "fidelity", "sensitivity"),
-    *("prune-sensitivity", "limits", "profile", "recovery"),
+    *("limits", "profile", "recovery"),
 }
 MARKUP = "<b>net</b><a href='javascript:alert(1)'>x</a>%{x}&lt;$y$"
 
@@ -159,19 +159,6 @@ def full() -> Run:
         winner="onnxruntime-int8",
         pareto=tuple(one.id for one in variants),
         recipe=make({"model": "digits", "batch": [1, 8, 32], "budgets": budgets}),
-        prune_sensitivity=tuple(
-            GroupSensitivity(
-                group=f"conv{i}",
-                unit="channel",
-                units=16,
-                left=16 - 4 * n,
-                ratio=n / 4,
-                metric="top1",
-                value=0.99 - i * n * 0.1,
-            )
-            for i in range(3)
-            for n in range(4)
-        ),
     )
 
 
@@ -279,7 +266,7 @@ def test_axes_have_titles_and_units(kind: str) -> None:
             for name, axis in axes.items():
                 if name == "yaxis" and chart.id in listed:
                     assert chart.figure["layout"]["annotations"]
-                elif chart.id not in ("recovery", "prune-sensitivity"):
+                elif chart.id != "recovery":
                     assert re.search(r"\((ms|MiB|%|dB|samples/s|samples)\)|^stage$", axis["title"]["text"])
                 else:
                     assert axis["title"]["text"]
@@ -367,7 +354,7 @@ def test_a_variant_looks_the_same_everywhere() -> None:
         found = {
             (trace.get("line") or trace["marker"])["color"]
             for chart in by_id(of).values()
-            if chart.figure and chart.id not in ("prune-sensitivity", "recovery")
+            if chart.figure and chart.id != "recovery"
             for trace in traces(chart)
             if trace.get("name") == style.name
         }
@@ -420,9 +407,6 @@ def test_summaries_say_what_is_seen() -> None:
     assert (
         "onnxruntime-int8-prune-macs50 answers most, 22400 samples/s at batch 32"
         in found["throughput-by-batch"].summary
-    )
-    assert found["prune-sensitivity"].summary.startswith(
-        "conv2 costs most of 3 groups: top1 0.39 with 4 of 16 channels"
     )
     assert found["recovery"].summary.startswith("macs=0.5 went from top1 0.5000 to 0.9760 in 20 steps")
     assert found["memory"].summary.endswith("3 of 4 hold the budget of 50 MiB.")

@@ -107,7 +107,7 @@ def test_numbers_stand_with_their_full_precision(pages: ModuleType, some: Run) -
     [
         {"winner": None, "winner_reason": "nothing was measured", "pareto": (), "verdicts": (), "variants": ()},
         {"complete": False, "winner": None, "winner_reason": "not decided yet"},
-        {"limits": None, "prune_sensitivity": (), "environment": {}, "steps": ()},
+        {"limits": None, "environment": {}, "steps": ()},
     ],
     ids=["no variant", "interrupted", "bare"],
 )

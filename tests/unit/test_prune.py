@@ -14,11 +14,9 @@ from enginesmith.pipeline.pruning.record import Before, Surgery, named_tensors
 from enginesmith.pipeline.pruning.target import Target
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.source import rebased, resolve
-from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.calibrate import Feeder
 from enginesmith.pipeline.tasks.load import Load
 from enginesmith.pipeline.tasks.prune import Prune, hold_runs, read_facts
-from enginesmith.pipeline.tasks.prune_sensitivity import PruneSensitivity
 
 NETS = f"{Path(__file__).parents[1] / 'data' / 'nets.py'}:mlp"
 
@@ -195,22 +193,6 @@ def test_paths_are_taken_along() -> None:
     assert rebased("net.pt2", here, there) == "../net.pt2"
     for kept in ("digits", "resnet50(num_classes=3)", "package.module:name", "hf:org/name", "/x/net.py:build"):
         assert rebased(kept, here, there) == kept
-
-
-def test_sensitivity_has_a_number_for_each_group_and_ratio(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    task = PruneSensitivity(feeder=Feeder(data="digits", samples=64, seed=0), ratios=(0.25, 0.75))
-    parent = loaded(tmp_path)
-    before = saved_module.load_artifact(parent)
-    effect = task.run({"model": parent}, out, quiet)
-    rows = read_records(_artifact(out / effect.file, kind="record"))
-    assert {row["group"] for row in rows} >= {"conv1", "layer3.1.conv1"}
-    assert len(rows) == 18
-    assert all(row["metric"] == "top1" and 0 <= row["value"] <= 1 for row in rows)
-    stem = {row["ratio"]: row["value"] for row in rows if row["group"] == "conv1"}
-    assert stem[0.75] < stem[0.25]
-    assert before.module.model.conv1.out_channels == 16
 
 
 def test_an_empty_surgery_changes_nothing() -> None:

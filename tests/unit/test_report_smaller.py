@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from enginesmith.pipeline.pruning.record import Facts, GroupSensitivity, Kept
+from enginesmith.pipeline.pruning.record import Facts, Kept
 from enginesmith.pipeline.recovery.record import Point, Recovery, TrainingPlan
 from enginesmith.pipeline.report import smaller
 from enginesmith.pipeline.run import Run, VariantRecord
@@ -83,18 +83,6 @@ def test_each_turn_of_pruning_has_its_row() -> None:
 def test_groups_and_curve() -> None:
     assert smaller.groups(FACTS) == [("conv1", "channel", "16", "8")]
     assert smaller.curve(BACK)[0] == ("0", "–", "0.4700", "0.001")
-
-
-def test_groups_are_drawn_on_one_scale() -> None:
-    def tried(group: str, *values: float | None) -> list[GroupSensitivity]:
-        ratios = zip((0.25, 0.5, 0.75), values, strict=True)
-        one = {"group": group, "unit": "channel", "units": 8, "left": 4, "metric": "top1"}
-        return [GroupSensitivity.model_validate({**one, "ratio": ratio, "value": value}) for ratio, value in ratios]
-
-    scanned = (*tried("hurt", 1.0, 0.5, 0.0), *tried("unhurt", 1.0, 0.999, 0.99), *tried("unknown", None, None, None))
-    rows = smaller.sensitivity(run().model_copy(update={"prune_sensitivity": scanned}))
-    assert [(row[0], row[-1]) for row in rows] == [("hurt", "█▅▁"), ("unhurt", "███"), ("unknown", "")]
-    assert smaller.drawn([1.0, 1.0], 1.0, 1.0) == "▁▁"
 
 
 def test_a_run_with_it_can_be_read_again(tmp_path: Path) -> None:

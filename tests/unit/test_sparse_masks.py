@@ -1,6 +1,5 @@
-"""Patterns of zeros in arrays, what can be asked for, and orders of channels that keep more."""
+"""Patterns of zeros in arrays, and what can be asked for."""
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,6 @@ from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.passes.sparsify import Sparsify
 from enginesmith.pipeline.sparsity import masks
 from enginesmith.pipeline.sparsity.options import SparsifyOptions, Sparsity
-from enginesmith.pipeline.sparsity.permutation import search
 
 
 def normal(*shape: int, seed: int = 0) -> Any:
@@ -86,43 +84,3 @@ def test_what_cannot_be_asked_for(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=r"2:4, or unstructured=0\.5") as caught:
         Sparsity.parse(text)
     assert words in caught.value.message
-
-
-def kept(magnitudes: Any, order: Any) -> float:
-    return float(np.sort(magnitudes[:, order].reshape(-1, 4), axis=1)[:, 2:].sum())
-
-
-def test_the_search_spreads_large_channels_over_groups() -> None:
-    magnitudes = np.abs(normal(50, 16))
-    magnitudes[:, :8] *= 100  # the best order has two of these in each group of four
-    found = search(magnitudes)
-    assert sorted(found.order) == list(range(16))
-    assert [int((found.order[start : start + 4] < 8).sum()) for start in range(0, 16, 4)] == [2, 2, 2, 2]
-    assert found.after == pytest.approx(kept(magnitudes, found.order), rel=1e-5)
-    assert found.before == pytest.approx(kept(magnitudes, np.arange(16)), rel=1e-5)
-    assert found.after > 1.3 * found.before
-
-
-def test_the_search_is_near_the_best_of_all_orders() -> None:
-    magnitudes = np.abs(normal(20, 8)) * np.array([9, 8, 7, 6, 1, 1, 2, 3], np.float32)
-    splits = (rest for rest in itertools.combinations(range(1, 8), 3))
-    best = max(kept(magnitudes, [0, *one, *sorted(set(range(1, 8)) - set(one))]) for one in splits)
-    assert search(magnitudes).after >= 0.99 * best
-
-
-def test_the_search_gives_the_same_order_each_time_and_none_that_is_worse() -> None:
-    magnitudes = np.abs(normal(30, 520))  # more channels than are tried at once
-    first, second = search(magnitudes), search(magnitudes)
-    assert np.array_equal(first.order, second.order)
-    assert first.after > first.before
-    flat = search(np.ones((10, 16), np.float32))
-    assert (flat.after, flat.order.tolist()) == (flat.before, list(range(16)))
-
-
-def test_an_order_that_only_suits_the_rows_that_were_looked_at_is_not_taken() -> None:
-    magnitudes = np.ones((4096, 8), np.float32)  # of which every second row is looked at
-    magnitudes[::2, :4] = 2  # and asks for an order
-    magnitudes[1::2] = 9 * masks.two_of_four(normal(2048, 8), 1)  # while the others are 2:4 as they are
-    found = search(magnitudes)
-    assert (found.order.tolist(), found.after) == (list(range(8)), found.before)
-    assert search(magnitudes[::2]).after > search(magnitudes[::2]).before

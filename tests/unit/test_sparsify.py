@@ -1,4 +1,4 @@
-"""Zeros put into graphs: which weights, along which axis, in which order of channels, and what is left alone."""
+"""Zeros put into graphs: which weights, along which axis, and what is left alone."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +12,9 @@ from onnx import TensorProto, helper, numpy_helper
 from enginesmith.pipeline import graph, onnx_file
 from enginesmith.pipeline.artifact import Artifact, Effect, file_digest
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
-from enginesmith.pipeline.passes import equivalence
 from enginesmith.pipeline.passes.base import run_pass
 from enginesmith.pipeline.passes.sparsify import Sparsify
 from enginesmith.pipeline.sparsity import candidates, check, marks
-from enginesmith.pipeline.sparsity.options import Sparsity
-from enginesmith.pipeline.sparsity.permuting import Permuted, permute
 
 Weights = dict[str, Any]
 
@@ -264,141 +261,6 @@ def test_a_protected_name_that_there_is_none_of(tmp_path: Path) -> None:
 def test_a_graph_without_such_weights(nodes: Any, weights: Weights, words: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidGraph, match=words):
         sparsified(saved(tmp_path, nodes, weights, (2, 6)), tmp_path / "out")
-
-
-def residual(folder: Path, tail: str = "Relu") -> Path:
-    """A network with a residual, a depthwise filter, BatchNormalization and a head."""
-    nodes = [
-        node("Conv", "x stem stem_bias", "a"),
-        node("Relu", "a", "b"),
-        node("Conv", "b up up_bias", "c"),
-        node("BatchNormalization", "c gamma beta mean var", "d"),
-        node("PRelu", "d slope", "e"),
-        node("Conv", "e depthwise depthwise_bias", "f", group=16, pads=[1, 1, 1, 1]),
-        node("Mul", "f factor", "g"),
-        node("Conv", "g down", "h"),
-        node("Add", "b h", "i"),
-        node(tail, "i", "j"),
-        node("GlobalAveragePool", "j", "k"),
-        node("Flatten", "k", "l"),
-        node("Gemm", "l head head_bias", "y", transB=1),
-    ]
-    lift = np.exp(2 * normal(16))[:, None, None, None]  # channels that differ, so that their order matters
-    weights = {
-        "stem": normal(8, 3, 1, 1),
-        "stem_bias": normal(8),
-        "up": normal(16, 8, 1, 1) * np.exp(2 * normal(8))[None, :, None, None],
-        "up_bias": normal(16),
-        "gamma": normal(16, seed=1),
-        "beta": normal(16, seed=2),
-        "mean": normal(16, seed=3),
-        "var": np.abs(normal(16, seed=4)) + 1,
-        "slope": normal(16, 1, 1),
-        "depthwise": normal(16, 1, 3, 3),
-        "depthwise_bias": normal(16, seed=5),
-        "factor": normal(1, 16, 1, 1),
-        "down": normal(8, 16, 1, 1) * lift.reshape(1, 16, 1, 1),
-        "head": normal(5, 8),
-        "head_bias": normal(5),
-    }
-    return saved(folder, nodes, weights, ("n", 3, 6, 6))
-
-
-def ordered(path: Path, folder: Path, asked: Sparsity | None = None) -> tuple[Path, Permuted]:
-    model = graph.load(path)
-    done = permute(model, asked or Sparsity(permute=True))
-    folder.mkdir(parents=True, exist_ok=True)
-    graph.save(model, folder)
-    return folder / graph.FILE, done
-
-
-def test_an_order_of_channels_changes_nothing_but_what_2_4_keeps(tmp_path: Path) -> None:
-    given = residual(tmp_path)
-    path, done = ordered(given, tmp_path / "ordered")
-    before, after = arrays(given), arrays(path)
-    assert done.left == {}
-    assert (done.weights, done.orders) == (3, 2)  # of up and head together, of down alone
-    assert done.kept_after > done.kept_before
-    moved = {name for name in before if not np.array_equal(before[name], after[name])}
-    assert moved == set(before) - {"head_bias"}
-    assert all(np.array_equal(np.sort(before[name], None), np.sort(after[name], None)) for name in before)
-    equivalence.compare(given, path)
-
-
-def test_the_pass_puts_zeros_into_the_ordered_graph(tmp_path: Path) -> None:
-    given = residual(tmp_path)
-    plain, plainly = sparsified(given, tmp_path / "plain")
-    made, effect = sparsified(given, tmp_path / "made", permute=True)
-    assert "inputs of 3 weights in another order, keeping" in effect.summary
-    for name in ("up", "down", "head"):
-        assert eligible(arrays(made)[name])
-    energy = [sum(float((value**2).sum()) for value in arrays(path).values()) for path in (plain, made)]
-    assert energy[1] > energy[0]
-    assert plainly.summary.startswith("2:4 in 3 of 5 weights")
-    again, _ = sparsified(given, tmp_path / "again", permute=True)
-    assert again.read_bytes() == made.read_bytes()
-
-
-def test_a_feed_forward_block_is_put_in_order_inside(tmp_path: Path) -> None:
-    nodes = [
-        node("LayerNormalization", "x gamma beta", "a", axis=-1),
-        node("MatMul", "a up", "b"),
-        node("Add", "b bias", "c"),
-        node("Gelu", "c", "d"),
-        node("MatMul", "d down", "e"),
-        node("Add", "e x", "y"),
-    ]
-    lift = np.exp(2 * normal(16))[:, None]
-    weights = {"gamma": normal(8), "beta": normal(8), "up": normal(8, 16), "bias": normal(16)}
-    weights["down"] = normal(16, 8) * lift
-    given = saved(tmp_path, nodes, weights, ("n", 4, 8))
-    path, done = ordered(given, tmp_path / "ordered")
-    moved = {name for name, value in arrays(path).items() if not np.array_equal(value, weights[name])}
-    assert moved == {"up", "bias", "down"}
-    assert done.left == {"up": "the order of 'x' is given from outside"}
-    equivalence.compare(given, path)
-
-
-STUCK = {
-    "an operator that is not known": ([node("Softmax", "a", "b", axis=1), node("Conv", "b w2", "y")], "Softmax"),
-    "an output": ([node("Relu", "a", "b"), node("Conv", "b w2", "y"), node("Relu", "b", "z")], "output"),
-    "another reader": ([node("Conv", "a w2", "c"), node("ReduceSum", "a", "b"), node("Add", "b c", "y")], "ReduceSum"),
-    "a grouped convolution": ([node("Conv", "a w4", "b", group=2), node("Conv", "b w2", "y")], "groups"),
-    "a constant that others read": (
-        [node("Add", "a bias", "b"), node("Conv", "b w2", "c"), node("Add", "c bias", "y")],
-        "read more than once",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", STUCK)
-def test_an_order_that_cannot_be_followed_stays(case: str, tmp_path: Path) -> None:
-    nodes, word = STUCK[case]
-    weights = {"w1": normal(8, 3, 1, 1), "w2": normal(8, 8, 1, 1) * np.exp(2 * normal(8)).reshape(1, 8, 1, 1)}
-    weights |= {"w4": normal(8, 4, 1, 1), "bias": normal(8, 1, 1)}
-    outputs = "y b" if case == "an output" else "y"
-    if case == "an output":
-        nodes = nodes[:2]
-    given = saved(tmp_path, [node("Conv", "x w1", "a"), *nodes], weights, (2, 3, 4, 4), outputs)
-    path, done = ordered(given, tmp_path / "ordered")
-    assert word in done.left["w2"]
-    assert all(np.array_equal(value, weights[name]) for name, value in arrays(path).items())
-
-
-def test_an_order_that_changes_the_answers_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from enginesmith.pipeline.sparsity import coupling
-
-    monkeypatch.setattr(coupling, "_UNARY", coupling._UNARY | {"CumSum"})  # which is no operator on single channels
-    given = residual(tmp_path, tail="Relu")
-    model = onnx.load(given)
-    at = next(index for index, one in enumerate(model.graph.node) if one.op_type == "PRelu")
-    model.graph.node[at].CopyFrom(node("CumSum", "d axis", "e"))
-    model.graph.initializer.append(numpy_helper.from_array(np.array(1), "axis"))
-    onnx.save(model, given)
-    path, effect = sparsified(given, tmp_path / "out", permute=True)
-    assert any("channels keep their order: the outputs differ" in note for note in effect.notes)
-    assert np.array_equal(arrays(path)["stem"], arrays(given)["stem"])
-    assert eligible(arrays(path)["down"])
 
 
 def test_facts_of_a_file(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def charts(run: Run, samples: Mapping[str, NDArray[Any]] | None = None) -> tuple
     """All charts of a run, in the order of its questions; ``samples`` are those of samples.npz.
 
     Their ids: pareto, ecdf-BATCH (or ecdf, where there is none), memory, latency-by-batch, throughput-by-batch,
-    concurrency, fidelity, sensitivity, prune-sensitivity, limits, profile, recovery.
+    concurrency, fidelity, sensitivity, limits, profile, recovery.
     """
     return (
         pareto(run),
@@ -36,7 +36,6 @@ def charts(run: Run, samples: Mapping[str, NDArray[Any]] | None = None) -> tuple
         concurrency(run),
         fidelity(run),
         sensitivity.quantised(run),
-        sensitivity.pruned(run),
         limits(run),
         profile(run),
         recovery(run),

@@ -1,17 +1,14 @@
-"""What each group costs alone: quantised, or pruned."""
+"""Chart what each group costs when it alone is quantised."""
 
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from enginesmith.pipeline.explain import claimed
-from enginesmith.pipeline.pruning.record import GroupSensitivity
 from enginesmith.pipeline.report.charts.base import Chart, Figure, missing
-from enginesmith.pipeline.report.charts.parts import axis, layout, listed, others
-from enginesmith.pipeline.report.charts.styles import COLOURS, DASHES, MOST_NAMED, NEUTRAL, SYMBOLS, Cast, Style, called
-from enginesmith.pipeline.report.charts.text import counted, label, said
-from enginesmith.pipeline.report.smaller import SENSITIVITY
-from enginesmith.pipeline.report.smaller import sensitivity as pruned_cells
+from enginesmith.pipeline.report.charts.parts import axis, listed
+from enginesmith.pipeline.report.charts.styles import Cast, Style, called
+from enginesmith.pipeline.report.charts.text import label, said
 from enginesmith.pipeline.report.tables import marked
 from enginesmith.pipeline.run import Assignment, Run, VariantRecord
 
@@ -112,71 +109,3 @@ def _summary(cast: Cast, found: Mapping[str, Mapping[str, Assignment]], ordered:
     text = f"{one.group} ({one.operator}) loses most in low precision, to {one.sqnr_db:.1f} dB in {called(record)}"
     shown = f"; the {_MOST_GROUPS} worst of {len(ordered)} groups are shown" if len(ordered) > _MOST_GROUPS else ""
     return f"{text}{shown}{cast.unnamed(found, 'in the table only')}."
-
-
-def pruned(run: Run) -> Chart:
-    """The metric by the share of a group that is pruned, alone."""
-    found: dict[str, list[GroupSensitivity]] = {}
-    for one in run.prune_sensitivity:
-        if one.value is not None:
-            found.setdefault(one.group, []).append(one)
-    metric = next((one.metric for one in run.prune_sensitivity), "metric")
-    title = f"{metric} by the share of its channels or heads (%) that one group alone loses"
-    if not found:
-        told = next((one.reason for one in run.prune_sensitivity if one.reason), "--prune-sensitivity asks for it")
-        return missing("prune-sensitivity", title, SENSITIVITY, f"No group was pruned alone: {told}.")
-    curves = {group: sorted(each, key=lambda one: one.ratio) for group, each in found.items()}
-    return Chart(
-        id="prune-sensitivity",
-        title=title,
-        figure=_curves(curves, metric),
-        summary=_steepest(curves, metric),
-        columns=SENSITIVITY,
-        rows=tuple(pruned_cells(run)[:_MOST_ROWS]),
-    )
-
-
-def _fallen(points: Sequence[GroupSensitivity], metric: str) -> float:
-    """By how much the metric is worse at the last point than at the first."""
-    first, last = points[0].value or 0.0, points[-1].value or 0.0
-    return last - first if metric == "mse" else first - last
-
-
-def _curves(curves: Mapping[str, list[GroupSensitivity]], metric: str) -> Figure:
-    steep = sorted(curves, key=lambda group: (-_fallen(curves[group], metric), group))
-    shown, rest = [one for one in curves if one in steep[:MOST_NAMED]], steep[MOST_NAMED:]
-    traces: list[Figure] = []
-    if rest:
-        traces.append(
-            others([([100 * one.ratio for one in curves[name]], [one.value for one in curves[name]]) for name in rest])
-        )
-    traces += [_curve(index, name, curves[name]) for index, name in enumerate(shown)]
-    x, y = axis("share of the group that is pruned (%)", log=False), axis(metric, log=False, zero=False)
-    return {"data": traces, "layout": layout(x, y, len(shown) + bool(rest))}
-
-
-def _curve(index: int, name: str, points: Sequence[GroupSensitivity]) -> Figure:
-    colour = COLOURS[index % len(COLOURS)]
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": label(name),
-        "x": [100 * one.ratio for one in points],
-        "y": [one.value for one in points],
-        "hovertext": [said(name, _point(one)) for one in points],
-        "hoverinfo": "text",
-        "line": {"color": colour, "dash": DASHES[index // len(COLOURS) % len(DASHES)], "width": 2},
-        "marker": {"color": colour, "symbol": SYMBOLS[index % len(SYMBOLS)], "size": 7, "line": {"color": NEUTRAL}},
-    }
-
-
-def _point(one: GroupSensitivity) -> str:
-    return f"{one.metric} {one.value:.4g} with {one.left} of {one.units} {one.unit}s left ({one.ratio:.0%} pruned)"
-
-
-def _steepest(curves: Mapping[str, list[GroupSensitivity]], metric: str) -> str:
-    name = max(curves, key=lambda group: (_fallen(curves[group], metric), group))
-    last = curves[name][-1]
-    text = f"{name} costs most of {counted(len(curves), 'group')}: {_point(last)}"
-    more = len(curves) - MOST_NAMED
-    return text + (f"; {more} more are grey." if more > 0 else ".")

@@ -88,11 +88,10 @@ def _mixed(record: VariantRecord) -> bool:
 def _smaller(run: Run, placed: Placed) -> tuple[Block, ...]:
     caption = "What pruning took away, and what training brought back"
     models = filled(table("pruned", caption, smaller.MODELS, smaller.models(run)))
-    scanned = placed.under("prune-sensitivity") if run.prune_sensitivity else ()
-    if not models and not scanned:
+    if not models:
         asked = ", ".join(run.recipe.prune)
         return (Words(f"No pruned model came out: {asked} was asked for." if asked else "Nothing was to be pruned."),)
-    return (*models, *scanned, *(placed.under("recovery") if models else ()), *_groups(run))
+    return (*models, *placed.under("recovery"), *_groups(run))
 
 
 def _groups(run: Run) -> Iterator[Folded]:
