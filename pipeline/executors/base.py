@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from enginesmith.pipeline import telling
+from enginesmith.pipeline import plugins, telling
 from enginesmith.pipeline.anchors import OWN_FOLDERS, anchored
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, file_digest, files_below, json_digest
 from enginesmith.pipeline.reads import ReadRecord
@@ -164,6 +164,7 @@ class Job:
                 "task": self.step.task.identity,
                 "tools": self.tools,
                 "code": own_code(),
+                "plugins": plugins.identify_plugins(self.step.task),
                 "surroundings": self.step.task.surroundings,
                 "inputs": {role: artifact.sha256 for role, artifact in sorted(self.inputs.items())},
             }
