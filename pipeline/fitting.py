@@ -1,4 +1,4 @@
-"""What fits: the largest batch in a memory budget, the smallest workspace, and what keeps the speed."""
+"""Find the largest batch that fits a memory budget, and the smallest workspace that builds or keeps the speed."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ _LARGEST_BATCH = 1 << 16
 
 
 class Fits(BaseModel):
-    """The answer of ``fit``; ``source`` says whose figures these are, and what is not counted."""
+    """The answer of ``fit``; ``source`` says where the figures come from, and what is not counted."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -31,7 +31,7 @@ class Fits(BaseModel):
     workspace_note: str
     source: str
     builds: int
-    """Batch sizes that were tried, by building for them or by predicting."""
+    """Batch sizes that were tried, by building or by running."""
     reason: str = ""
 
 
@@ -47,15 +47,15 @@ class WorkspaceKept(BaseModel):
 
 
 def fit(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Settings) -> Fits:
-    """The largest batch whose engines fit, all ``models`` together, and the smallest workspace that they build with.
+    """Find the largest batch whose engines fit, all ``models`` together, and the smallest workspace they build with.
 
-    TensorRT's builder tells what an engine takes; of ONNX Runtime's on the CPU it is predicted from their graphs.
+    TensorRT's builder reports what an engine takes; ONNX Runtime's engines are run, each in a fresh process.
     With several models and ``share_activation_memory`` TensorRT's activations are counted once, the largest.
 
     Raises:
-        UsageError: no dynamic batch to vary, or an engine that neither is known of.
+        UsageError: no dynamic batch to vary, or an engine that is not made from an ONNX file.
     """
-    sizes = footprints.of(recipe, models, settings)
+    sizes = footprints.estimate_memory(recipe, models, memory_bytes, settings)
     asked = recipe.ranges.get("batch")
     most = asked.max if asked else _LARGEST_BATCH
     batch = largest(sizes.needed, memory_bytes, most)
@@ -88,7 +88,7 @@ def _sentences(*parts: str) -> str:
 
 
 def keeping(run: Run, share: float) -> tuple[WorkspaceKept, ...]:
-    """For each target, the smallest measured workspace whose throughput is at least ``share`` of the best one's.
+    """Choose for each target the smallest measured workspace whose throughput is at least ``share`` of the best one's.
 
     Raises:
         UsageError: the run has no measured variants with workspace limits.
@@ -124,7 +124,7 @@ def _nothing(memory_bytes: int) -> dict[str, object]:
 
 
 def largest(needed: Callable[[int], int], limit: int, most: int = _LARGEST_BATCH) -> int | None:
-    """The largest batch up to ``most`` whose need is within ``limit``, for a need that grows with the batch.
+    """Find the largest batch up to ``most`` whose need is within ``limit``, for a need that grows with the batch.
 
     Guesses from straight lines, every other time from halving, so that few are tried whatever the need looks like.
     """
@@ -145,7 +145,7 @@ def largest(needed: Callable[[int], int], limit: int, most: int = _LARGEST_BATCH
 
 
 def _further(needed: Callable[[int], int], fits: int, limit: int, most: int) -> int:
-    """A larger batch to try: where the line from batch 1 crosses the limit, and one beyond; at most 64 times this.
+    """Choose a larger batch to try: where the line from batch 1 crosses the limit, plus one; at most 64 times this.
 
     Past ``most`` it is ``most`` itself, which is tried once, and then one more, which ends the search.
     """
@@ -156,7 +156,7 @@ def _further(needed: Callable[[int], int], fits: int, limit: int, most: int) -> 
 
 
 def _between(needed: Callable[[int], int], fits: int, over: int, limit: int) -> int:
-    """Where the line through the largest batch that fits and the smallest that does not crosses the limit."""
+    """Interpolate between the largest batch that fits and the smallest that does not."""
     slope = (needed(over) - needed(fits)) / (over - fits)
     crossing = fits + math.floor((limit - needed(fits)) / slope)
     return min(max(crossing, fits + 1), over - 1)

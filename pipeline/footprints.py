@@ -1,9 +1,7 @@
-"""What the engines of models take at a batch size: told by TensorRT's builder, or predicted for ONNX Runtime."""
+"""Find the memory that engines need at a batch size: by TensorRT's builder, or by running ONNX Runtime."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 from typing import ClassVar
 
 from enginesmith.pipeline import stage_plans, workers
@@ -12,80 +10,70 @@ from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import EngineFacts
 from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
 from enginesmith.pipeline.engines.trt import sweep
-from enginesmith.pipeline.errors import LimitTooSmall, ModelError, UsageError
-from enginesmith.pipeline.measure.predictor import Prediction, predict
-from enginesmith.pipeline.plan import load_task
+from enginesmith.pipeline.errors import LimitTooSmall, MissingCapability, ModelError, UsageError
+from enginesmith.pipeline.measure.memory import MemoryRow
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.samples import batch_symbol
 from enginesmith.pipeline.settings import Settings
 from enginesmith.pipeline.single import finished
-from enginesmith.pipeline.source import resolve
-from enginesmith.pipeline.steps import LOAD, Step
+from enginesmith.pipeline.steps import LOAD
 from enginesmith.pipeline.tasks.base import read_records
-from enginesmith.pipeline.tasks.transform import Build
 from enginesmith.pipeline.tasks.trial import TrialResult
 from enginesmith.pipeline.tensors import Signature, total_bytes
 
-_PREDICTED_WITH = (
-    *("onnx", "onnx.checker", "onnx.shape_inference", "onnxruntime", "enginesmith.pipeline.engines.onnxruntime"),
-    *("enginesmith.pipeline.tasks.load", "enginesmith.pipeline.tasks.transform"),
+_MEASURED_WITH = (
+    *("onnx", "onnx.checker", "onnxruntime", "enginesmith.pipeline.engines.onnxruntime"),
+    *("enginesmith.pipeline.tasks.load", "enginesmith.pipeline.tasks.transform", "enginesmith.pipeline.tasks.measure"),
 )
-ARENA_FACTOR = 2.61
-"""The most that intermediates took with the memory arena, over what lives at one time: the blocks of the first call
-stay, and from the second call on one planned block lies beside them (unet in benchmarks/results/predictor.md)."""
+_PROBE_SLACK_BYTES = 2 << 30
 
 
-class Footprints(ABC):
-    """What engines need for a largest batch, all of them together."""
+class MemoryEstimate(ABC):
+    """Estimate the memory that a set of engines needs for a largest batch, all of them together."""
 
     source: ClassVar[str]
-    """Whose figures these are, and what is not counted."""
+    """Where the figures come from, and what is not counted."""
 
     @property
     @abstractmethod
     def tried(self) -> int:
-        """How many batch sizes were looked at."""
+        """Count the batch sizes that were tried."""
 
     @abstractmethod
     def parts(self, batch: int) -> dict[str, int]:
-        """Bytes by what they are for: ``weights_bytes``, ``activation_bytes`` and ``io_bytes``."""
+        """Split the need into ``weights_bytes``, ``activation_bytes`` and ``io_bytes``."""
 
     @abstractmethod
     def workspace(self, batch: int) -> tuple[int | None, str]:
-        """The smallest limit that all engines build with, and what that means for speed."""
+        """Find the smallest limit that all engines build with, and say what it means for speed."""
 
     @abstractmethod
     def lacking(self, batch: int) -> str:
-        """What is missing in the figures, and what to do about it; empty if nothing is."""
+        """Say what is missing in the figures; empty if nothing is."""
 
     def needed(self, batch: int) -> int:
-        """Bytes of all engines together."""
+        """Add up the bytes of all engines."""
         return sum(self.parts(batch).values())
 
 
-def of(recipe: Recipe, models: Sequence[str], settings: Settings) -> Footprints:
-    """Footprints of the recipe's engine.
+def estimate_memory(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Settings) -> MemoryEstimate:
+    """Choose how the memory of the recipe's engine is found; ``memory_bytes`` is the budget.
 
     Raises:
-        UsageError: it names several, or one of which nothing is known without running it.
+        UsageError: it names several engines, or one that takes no ONNX file.
     """
     if len(recipe.engines) != 1 or engine_class(recipe.engines[0]).consumes != "onnx":
         raise UsageError(
-            f"fit knows what one of TensorRT and ONNX Runtime takes, and was given {', '.join(recipe.engines)}",
-            "name one: --engine tensorrt_rtx or onnxruntime; others tell when run: enginesmith benchmark --batch sweep",
+            f"fit takes one engine that is made from an ONNX file, and was given {', '.join(recipe.engines)}",
+            "name one: --engine tensorrt_rtx or onnxruntime; measure others: enginesmith benchmark --batch sweep",
         )
     if recipe.engines[0] != OnnxRuntime.name:
         return BuiltSizes(recipe, models, settings)
-    if recipe.where.kind != "cpu":
-        raise UsageError(
-            "what ONNX Runtime takes is predicted for the CPU, and another device was named",
-            "use --device cpu, or measure it there: enginesmith benchmark MODEL --batch sweep",
-        )
-    return PredictedSizes(recipe, models, settings)
+    return MeasuredSizes(recipe, models, settings, memory_bytes)
 
 
-class BuiltSizes(Footprints):
-    """What TensorRT engines need, by building them; each batch is tried once."""
+class BuiltSizes(MemoryEstimate):
+    """Memory of TensorRT engines as their builder reports it; each batch is built once."""
 
     source = (
         "the builder's figures for weights and activations, and the sizes of inputs and outputs; the CUDA context and "
@@ -156,66 +144,75 @@ class BuiltSizes(Footprints):
         return TrialResult.model_validate(read_records(artifact)[0]), model.signature
 
 
-class PredictedSizes(Footprints):
-    """What ONNX Runtime's engines need on the CPU, predicted from the graphs that they run; those are built once."""
+class MeasuredSizes(MemoryEstimate):
+    """Memory of engines that are run: the peak of each alone in a fresh process; each batch is tried once."""
 
     source = (
-        "predicted from the graph that the engine runs, after ONNX Runtime's own plan of its memory; intermediates "
-        f"count {ARENA_FACTOR} times, the most that its memory arena took of the zoo's; the libraries come on top"
+        "measured: the peak of loading and running in a fresh process, and the sizes of inputs; "
+        "the libraries come on top"
     )
 
-    def __init__(self, recipe: Recipe, models: Sequence[str], settings: Settings) -> None:
-        workers.preload_only(_PREDICTED_WITH)
-        self._threads = recipe.where.thread_count
-        self._sizes = {name: span.max for name, span in recipe.ranges.items()}
-        self._engines = [self._built(recipe.model_copy(update={"model": model}), settings) for model in models]
-        self._found: dict[int, list[Prediction]] = {}
+    def __init__(self, recipe: Recipe, models: Sequence[str], settings: Settings, budget_bytes: int) -> None:
+        workers.preload_only(_MEASURED_WITH)
+        self._settings, self._budget = settings, budget_bytes
+        self._recipes = [recipe.model_copy(update={"model": model}) for model in models]
+        self._found: dict[int, list[tuple[MemoryRow, int]]] = {}
 
     @property
     def tried(self) -> int:
         return len(self._found)
 
     def parts(self, batch: int) -> dict[str, int]:
-        parts = [parts_of(found) for found in self._predictions(batch)]
+        parts = [self._parts(row, input_bytes) for row, input_bytes in self._rows(batch)]
         return {name: sum(part[name] for part in parts) for name in parts[0]}
 
     def workspace(self, batch: int) -> tuple[int | None, str]:
         return None, "ONNX Runtime has no limit for its work space"
 
     def lacking(self, batch: int) -> str:
-        found = [sentence for one in self._predictions(batch) for sentence in one.unknown]
-        return f"{'; '.join(found)}: simplify the graph first, or less than this fits" if found else ""
+        refused = [row.oom.message for row, _ in self._rows(batch) if row.oom]
+        return f"that is a lower bound, as memory ran out: {refused[0]}" if refused else ""
 
-    def _predictions(self, batch: int) -> list[Prediction]:
+    def _parts(self, row: MemoryRow, input_bytes: int) -> dict[str, int]:
+        """Split a peak; where memory ran out, at least the budget was needed and one byte more."""
+        peak = row.peak_bytes
+        if peak is None:
+            peak = max(self._budget + 1, _probe_limit(self._budget) if row.oom and row.oom.limit_bytes else 0)
+        activations = min(row.activation_bytes or 0, peak)
+        return {"weights_bytes": peak - activations, "activation_bytes": activations, "io_bytes": input_bytes}
+
+    def _rows(self, batch: int) -> list[tuple[MemoryRow, int]]:
         if batch not in self._found:
-            self._found[batch] = [
-                predict(path, {**self._sizes, word: batch}, self._threads) for path, word in self._engines
-            ]
+            self._found[batch] = [self._measure(recipe, batch) for recipe in self._recipes]
         return self._found[batch]
 
-    def _built(self, recipe: Recipe, settings: Settings) -> tuple[Path, str]:
-        """The graph that is run, and its word for the batch."""
-        source = resolve(recipe.model)
-        if source.form != "onnx":
-            remedy = "export it first: `enginesmith export MODEL -o m.onnx`"
-            raise UsageError(f"{recipe.model} is not an ONNX file", remedy)
-        build = Build(engine=OnnxRuntime(), device=recipe.where)
-        steps = (Step(LOAD, load_task(recipe, source), vital=True), Step(stage_plans.BUILD, build, {"model": LOAD}))
-        engine = finished(steps, settings, recipe)[stage_plans.BUILD].artifact
-        assert engine is not None
-        assert engine.signature is not None
-        return engine.path, _batch_word(recipe.model, engine.signature)
+    def _measure(self, recipe: Recipe, batch: int) -> tuple[MemoryRow, int]:
+        """Measure one model at a batch; bytes of its inputs beside it.
+
+        Raises:
+            ModelError: it fails at this batch, and not for lack of memory.
+            MissingCapability: this machine does not show what a process takes.
+        """
+        steps = stage_plans.memory_steps(recipe, batch, _probe_limit(self._budget))
+        outcomes = finished(steps, self._settings, recipe)
+        record, model = outcomes[stage_plans.MEMORY].artifact, outcomes[LOAD].artifact
+        assert record is not None
+        assert model is not None
+        assert model.signature is not None
+        symbol = _batch_word(recipe.model, model.signature)
+        row = MemoryRow.model_validate(read_records(record)[0])
+        if row.peak_bytes is None and row.oom is None:
+            if row.failure:
+                raise ModelError(f"it does not run at batch {batch}: {row.failure}", "try it: enginesmith benchmark")
+            raise MissingCapability(row.reasons["peak_bytes"], "measure on Linux, outside of a sandbox")
+        sizes = {name: span.max for name, span in recipe.ranges.items()} | {symbol: batch}
+        sizes = {name: sizes.get(name, 1) for spec in model.signature.inputs for name in spec.symbols}
+        return row, total_bytes(model.signature.inputs, sizes)
 
 
-def parts_of(found: Prediction) -> dict[str, int]:
-    """A prediction by what it is for, with the memory arena.
-
-    Where loading takes more than running, what it takes beyond counts as weights.
-    """
-    outputs = found.io_bytes - found.input_bytes  # they live all the time, outside of the arena's reuse
-    activations = math.ceil((found.activation_bytes - outputs) * ARENA_FACTOR)
-    weights = max(found.session_bytes + found.kept_bytes, found.load_bytes - activations - outputs)
-    return {"weights_bytes": weights, "activation_bytes": activations, "io_bytes": found.io_bytes}
+def _probe_limit(budget_bytes: int) -> int:
+    """Bound what one probe may take: far enough above the budget that reserved addresses and stacks do not count."""
+    return 2 * budget_bytes + _PROBE_SLACK_BYTES
 
 
 def _io_bytes(signature: Signature, batch: int) -> int:

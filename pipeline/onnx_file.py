@@ -328,11 +328,12 @@ def nodes(model: "onnx.ModelProto") -> Iterator["onnx.NodeProto"]:
 def _walk(sequence: Iterable["onnx.NodeProto"]) -> Iterator["onnx.NodeProto"]:
     for node in sequence:
         yield node
-        for graph in _subgraphs(node):
+        for graph in subgraphs(node):
             yield from _walk(graph.node)
 
 
-def _subgraphs(node: "onnx.NodeProto") -> Iterator["onnx.GraphProto"]:
+def subgraphs(node: "onnx.NodeProto") -> Iterator["onnx.GraphProto"]:
+    """List the graphs inside of a node: branches, or the body of a loop."""
     for attribute in node.attribute:
         if attribute.HasField("g"):
             yield attribute.g
@@ -341,7 +342,7 @@ def _subgraphs(node: "onnx.NodeProto") -> Iterator["onnx.GraphProto"]:
 
 def tensors(model: "onnx.ModelProto") -> Iterator["onnx.TensorProto"]:
     """Every constant: initialisers and attributes, of subgraphs and function bodies too."""
-    graphs = [model.graph, *(graph for node in nodes(model) for graph in _subgraphs(node))]
+    graphs = [model.graph, *(graph for node in nodes(model) for graph in subgraphs(node))]
     for graph in graphs:
         yield from graph.initializer
         for sparse in graph.sparse_initializer:

@@ -32,13 +32,14 @@ from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.source import Source, resolve
 from enginesmith.pipeline.steps import LOAD, REFERENCE, Plan, Step, Variant
 from enginesmith.pipeline.tasks.compare import Verify
+from enginesmith.pipeline.tasks.measure import Memory
 from enginesmith.pipeline.tasks.prune import Prune
 from enginesmith.pipeline.tasks.shapes import SHAPES
-from enginesmith.pipeline.tasks.transform import Refit, Transform
+from enginesmith.pipeline.tasks.transform import Build, Refit, Transform
 from enginesmith.pipeline.tasks.trial import Trial
 from enginesmith.pipeline.variants import device_for, variants_of
 
-BUILD, SPARSIFY, TRIAL = "build", "sparsify", "trial"
+BUILD, MEMORY, SPARSIFY, TRIAL = "build", "memory", "sparsify", "trial"
 
 
 def export_steps(recipe: Recipe) -> tuple[Step, ...]:
@@ -164,6 +165,22 @@ def trial_steps(recipe: Recipe, batch: int | None = None) -> tuple[tuple[Step, .
         steps.append(Step(f"{TRIAL}-{variant.id}", task, {"model": LOAD, SHAPES: SHAPES}))
         trials[variant.target or ""] = steps[-1].id
     return tuple(steps), trials
+
+
+def memory_steps(recipe: Recipe, batch: int, limit_bytes: int) -> tuple[Step, ...]:
+    """List the steps that build the recipe's one engine from an ONNX file and measure its memory at a batch.
+
+    Other dynamic dimensions are as large as they may be; ``limit_bytes`` ends a probe that takes more.
+    """
+    _hold_onnx(recipe)
+    shapes = {name: f"{span.max}:{span.max}:{span.max}" for name, span in recipe.ranges.items() if name != "batch"}
+    load, reference = first_steps(recipe.model_copy(update={"batch": (1,), "shapes": shapes}))
+    engine, device = engine_class(recipe.engines[0])(), recipe.where
+    memory = Memory(engine=engine, device=device, batch=batch, limit_bytes=limit_bytes)
+    return (
+        *(load, reference, Step(BUILD, Build(engine=engine, device=device), {"model": LOAD})),
+        Step(MEMORY, memory, {"model": BUILD, REFERENCE: REFERENCE}),
+    )
 
 
 def _tensorrt(recipe: Recipe) -> list[Variant]:

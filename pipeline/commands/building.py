@@ -78,9 +78,9 @@ def _checked_row(row: dict[str, Any], as_json: bool) -> dict[str, Any]:
 def fit(
     models: tuple[str, ...], memory: str | None, keep_speed: float, as_json: bool, quiet: bool, **options: Any
 ) -> int:
-    """Find the largest batch of MODELS that fits a memory budget, without running them.
+    """Find the largest batch of MODELS that fits a memory budget.
 
-    TensorRT's builder tells what its engines take. For --engine onnxruntime it is predicted from the graph.
+    TensorRT's builder says what its engines take, without a GPU. For --engine onnxruntime batches are run.
 
     With a run directory that has measured a workspace sweep: the smallest workspace that keeps the speed.
 

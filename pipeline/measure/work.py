@@ -1,4 +1,4 @@
-"""What one inference of a graph has to do: operations, least bytes and operators, at concrete sizes."""
+"""Count the work of one inference of a graph: operations, least bytes and operators, at concrete sizes."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from enginesmith.pipeline import onnx_file
-from enginesmith.pipeline.measure.liveness import value_bytes
-from enginesmith.pipeline.measure.predictor import predict
 from enginesmith.pipeline.measure.roofline import Work
 from enginesmith.pipeline.precision.audit import coverage
-from enginesmith.pipeline.precision.audit.values import View, view
+from enginesmith.pipeline.precision.audit.values import View, value_bytes, view
 
 if TYPE_CHECKING:
     import onnx
@@ -47,8 +45,12 @@ def count_work(path: Path, sizes: Mapping[str, int], batch: int, *, executed: bo
     least, unknown = _least_bytes(path, seen, _HALF.get(arithmetic, "float32"))
     if unknown:
         reasons["least_bytes"] = f"{', '.join(unknown[:3])} and others of unknown size are left out"
-    told = predict(path, sizes)
-    reasons |= {"traffic_bytes": "; ".join(told.unknown)} if told.unknown else {}
+    traffic = _Traffic(seen)
+    traffic_bytes = traffic.of_weights() + traffic.of_graph(_structure(path))
+    if traffic.unknown:
+        names = list(traffic.unknown)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        reasons["traffic_bytes"] = f"no size could be inferred of {', '.join(names[:3])}{more}, which count as nothing"
     if not executed:
         reasons["launches"] = "the engine runs other operators than the graph that was counted has"
     return Work(
@@ -56,7 +58,7 @@ def count_work(path: Path, sizes: Mapping[str, int], batch: int, *, executed: bo
         flops=flops,
         least_bytes=least,
         large_intermediates=_large(path, seen) if executed else (),
-        traffic_bytes=told.traffic_bytes,
+        traffic_bytes=traffic_bytes,
         launches=_launches(path) if executed else None,
         reasons=reasons,
     )
@@ -104,6 +106,51 @@ def _large(path: Path, seen: View) -> tuple[int, ...]:
             if size > _LARGE_BYTES and _read(node, name, size, seen) == size:
                 found[name] = size
     return tuple(sorted(found.values(), reverse=True))
+
+
+def _structure(path: Path) -> "onnx.GraphProto":
+    import onnx
+
+    model = onnx_file.skeleton(path)
+    return (onnx.inliner.inline_local_functions(model) if model.functions else model).graph
+
+
+class _Traffic:
+    """Add up what operators read and write, each weight once; remembers values of unknown size, which count as 0."""
+
+    def __init__(self, seen: View) -> None:
+        self._seen = seen
+        self.unknown: dict[str, None] = {}
+
+    def of_weights(self) -> int:
+        """Add up the weights that are read as a whole; of tables only rows are."""
+        whole = {
+            name
+            for node in self._seen.nodes.values()
+            for place, name in enumerate(node.input)
+            if name in self._seen.constants and (node.op_type != "Gather" or place)
+        }
+        return sum(value_bytes(self._seen.value(name)) or 0 for name in whole)
+
+    def of_graph(self, graph: "onnx.GraphProto") -> int:
+        """Add up the values that are written, and those that are read by each reader, without weights."""
+        return sum(self._of_node(node) for node in graph.node if node.op_type != "Constant")
+
+    def _of_node(self, node: "onnx.NodeProto") -> int:
+        if inner := list(onnx_file.subgraphs(node)):  # of branches the cheaper one, of a loop one round: the least
+            return min(map(self.of_graph, inner))
+        if node.op_type in _VIEWS:
+            return 0
+        read = {name for name in node.input if name and name not in self._seen.constants}
+        written = [name for name in node.output if name]
+        looks_up = node.op_type == "Gather" and node.input[0] in self._seen.constants
+        return sum(map(self._bytes, (*read, *written, *(written if looks_up else ()))))
+
+    def _bytes(self, name: str) -> int:
+        size = value_bytes(self._seen.value(name))
+        if size is None:
+            self.unknown[name] = None
+        return size or 0
 
 
 def _launches(path: Path) -> int:

@@ -23,7 +23,7 @@ from enginesmith.pipeline.measure.race import Candidate, LatencySettings
 from enginesmith.pipeline.measure.used_memory import available_bytes
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
-from enginesmith.pipeline.tensors import Array
+from enginesmith.pipeline.tensors import Array, Feeds
 from enginesmith.pipeline.units import format_bytes
 
 SAMPLES = "samples.npz"
@@ -97,14 +97,23 @@ class Latency(Task):
 
     def _settings(self) -> LatencySettings:
         """A sweep on the CPU has a limit in any case: without one the kernel would end other processes, too."""
-        limit, free = self.settings.memory_limit_bytes, available_bytes()
-        if self.most is None or limit is not None or self.device.kind != "cpu" or free is None:
+        limit = self.settings.memory_limit_bytes
+        if self.most is None or limit is not None:
             return self.settings
-        return self.settings.model_copy(update={"memory_limit_bytes": int(_SHARE_OF_FREE * free)})
+        return self.settings.model_copy(update={"memory_limit_bytes": _within_free(limit, self.device)})
+
+
+def _within_free(limit_bytes: int | None, device: Device) -> int | None:
+    """Lower a limit on the CPU to a share of the memory that is free, so that the kernel ends no other process."""
+    free = available_bytes() if device.kind == "cpu" else None
+    if free is None:
+        return limit_bytes
+    share = int(_SHARE_OF_FREE * free)
+    return share if limit_bytes is None else min(limit_bytes, share)
 
 
 class Memory(Task):
-    """Peak memory of one variant, at the largest batch size that is measured."""
+    """Peak memory of one variant at one batch size."""
 
     title: ClassVar[str] = "memory"
     produces: ClassVar[Kind] = "record"
@@ -112,6 +121,8 @@ class Memory(Task):
 
     engine: SerializeAsAny[Engine]
     device: Device
+    batch: int | None = None
+    """None is the largest one that is measured."""
     limit_bytes: int | None = None
     """What the session may take besides libraries."""
     time_limit_seconds: float = Field(900.0, exclude=True)
@@ -128,10 +139,15 @@ class Memory(Task):
         return this_machine()
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        feeds: Feeds
         batch, feeds = max(measured_feeds(inputs["reference"]).items(), key=lambda item: item[0])
+        limit = self.limit_bytes
+        if self.batch is not None and (feeds_at := _larger(inputs["reference"], inputs["model"])):
+            batch, feeds = self.batch, feeds_at(self.batch)
+            limit = _within_free(limit, self.device)
         candidate = Candidate(self.engine.name, self.engine, inputs["model"], self.device)
         with logs_in_own_log() as logs:
-            limits = self.time_limit_seconds, self.limit_bytes
+            limits = self.time_limit_seconds, limit
             row = measure_memory(candidate, batch, feeds, logs, progress, *limits)
         write_records(out, [row])
         peak = format_bytes(row.peak_bytes) if row.peak_bytes is not None else row.reasons["peak_bytes"]

@@ -1,6 +1,7 @@
 """``fit`` against what a session of ONNX Runtime really takes."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,10 @@ def test_what_is_said_to_fit_does_and_twice_as_much_does_not(cli: Callable[..., 
     answer = cli("fit", net, "--memory", MEMORY, "--engine", "onnxruntime", "--threads", 1, "--quiet", "--json")
     found = json.loads(answer.stdout)
     assert (answer.code, found["largest_batch"] > 4) == (0, True)
-    assert "predicted from the graph" in found["source"]
+    assert found["source"].startswith("measured")
     needed = taken(net, found["largest_batch"], net.parent)
-    assert 0.6 * found["needed_bytes"] < needed <= MEMORY
-    assert taken(net, 2 * found["largest_batch"], net.parent) > MEMORY
+    assert 0.95 * found["needed_bytes"] < needed < 1.05 * MEMORY
+    assert taken(net, math.ceil(1.1 * found["largest_batch"]), net.parent) > MEMORY
 
 
 @pytest.mark.slow
@@ -64,6 +65,7 @@ def test_what_is_said_to_fit_does_and_twice_as_much_does_not(cli: Callable[..., 
         (("--memory", "1GiB", "--engine", "onnxruntime", "--engine", "tensorrt"), 2, "onnxruntime, tensorrt"),
         (("--memory", "1KiB", "--engine", "onnxruntime"), 3, "even batch 1 needs"),
         ((), 2, "give --memory SIZE"),
+        (("--memory", "1GiB", "--engine", "onnxruntime", "--input", "x:float32:2,4,64,64"), 2, "no dynamic batch"),
     ],
 )
 def test_what_cannot_be_answered_says_why(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,22 @@ class Value:
 
     dtype: str = ""
     shape: tuple[int, ...] | None = None
+
+
+def value_bytes(value: Value) -> int | None:
+    """Compute the bytes of a tensor in memory; None where its shape is not known, or its elements are texts."""
+    bits = _item_bits(value.dtype)
+    return None if value.shape is None or bits is None else -(-prod(value.shape) * bits // 8)
+
+
+def _item_bits(dtype: str) -> int | None:
+    """Bits of one element in memory; None for texts, and for what is not known."""
+    if dtype in ("int4", "uint4", "float4e2m1"):
+        return 4
+    if dtype.startswith("float8") or dtype == "bool":
+        return 8
+    digits = "".join(filter(str.isdigit, dtype))
+    return int(digits) if digits else None
 
 
 @dataclass(frozen=True)
