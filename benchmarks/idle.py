@@ -13,7 +13,7 @@ class Nothing(Task):
 
     title: ClassVar[str] = "nothing"
     produces: ClassVar[Kind] = "record"
-    cheap: ClassVar[bool] = True
+    in_process: ClassVar[bool] = True
 
     number: int
 
@@ -25,4 +25,4 @@ class Nothing(Task):
 class NothingAlone(Nothing):
     """The same in a process of its own."""
 
-    cheap: ClassVar[bool] = False
+    in_process: ClassVar[bool] = False

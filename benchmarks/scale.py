@@ -46,7 +46,7 @@ from enginesmith.pipeline.settings import Settings
 from enginesmith.pipeline.steps import LOAD, Step
 from enginesmith.pipeline.store import Store
 from enginesmith.pipeline.tasks.base import Done
-from enginesmith.pipeline.undertaking import Asked
+from enginesmith.pipeline.undertaking import RunRequest
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
 _WIDTH = 100
@@ -142,7 +142,9 @@ class Filling(LocalExecutor):
         def work(out: Path, begun: Path | None) -> Done:
             shutil.copytree(known.folder, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("artifact.json"))
             last = known.history[-1]
-            effect = Effect(file=known.path.name, summary=last.effect, signature=known.signature, breach=known.breach)
+            effect = Effect(
+                file=known.path.name, summary=last.effect, signature=known.signature, rejected=known.rejected
+            )
             return Done(effect=effect, seconds=last.seconds, host_peak_bytes=last.host_peak_bytes)
 
         return Result(job.make(work), cached=False)
@@ -162,7 +164,7 @@ def warm(variants: int, work: Path) -> dict[str, Any]:
     file, store = work / "fleet.yaml", work / "store"
     models = {f"net{seed}": {"model": "digits", "recipe": {"seed": seed}} for seed in range(-(-variants // 16))}
     file.write_text(json.dumps({"recipe": _ENGINES, "models": models, "targets": {"cpu": {}}}))
-    asked = [Asked(one.name, one.recipe, work / "filling" / one.name, one.place) for one in read(file).entries()]
+    asked = [RunRequest(one.name, one.recipe, work / "filling" / one.name, one.place) for one in read(file).entries()]
     optimize_all(asked, FillingSettings(store=store))
     command = [sys.executable, "-m", "enginesmith.cli", "optimize", str(file), "--store", str(store), "--quiet"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}

@@ -46,9 +46,9 @@ class Artifact(BaseModel):
     bytes: int
     signature: Signature | None = None
     history: tuple[HistoryEntry, ...] = ()
-    breach: str = ""
+    rejected: str = ""
     """Why what was made is not good enough, where it is not."""
-    provisional: bool = False
+    incomplete: bool = False
     """Whether it is to be made again the next time."""
     key: str = Field("", exclude=True)
     """Its key in the store that it was taken from, under which another machine finds it there, too."""
@@ -68,13 +68,13 @@ class Effect(BaseModel):
     summary: str
     notes: tuple[str, ...] = ()
     signature: Signature | None = None
-    breach: str = ""
+    rejected: str = ""
     """Why the result is not good enough to go on with; it is kept all the same."""
     reads: tuple[Path, ...] = ()
     """Files outside of the store that the result depends on, found out while making it; and folders as a whole."""
     packages: dict[str, str] = {}
     """Installed packages that the result depends on, likewise, with their versions."""
-    provisional: bool = False
+    incomplete: bool = False
     """Something failed that may not fail another time: the result is shown, and not taken from the store again."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from enginesmith.pipeline import explain, samples, variant_record
 from enginesmith.pipeline.decision import decide
 from enginesmith.pipeline.measure.latency import LatencyRow
-from enginesmith.pipeline.outcomes import made
+from enginesmith.pipeline.outcomes import artifact_of
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.run import (
     ModelRecord,
@@ -72,7 +72,7 @@ def assemble(
         name=header.name,
         created=header.created,
         seconds=header.seconds,
-        complete=all(step.id in outcomes and outcomes[step.id].status != "lacking" for step in plan.steps),
+        complete=all(step.id in outcomes and outcomes[step.id].status != "unavailable" for step in plan.steps),
         recipe=recipe,
         environment=environment,
         limits=variant_record.device_limits(plan, outcomes),
@@ -107,17 +107,17 @@ def _remarked(
 def _step(name: str, outcome: Outcome | None) -> StepRecord:
     if outcome is None:
         return StepRecord(id=name, status="pending", cached=False, seconds=None, effect="not reached")
-    if outcome.status == "lacking":
+    if outcome.status == "unavailable":
         return StepRecord(id=name, status="pending", cached=False, seconds=None, effect=outcome.reason)
     if outcome.artifact is None:
         return StepRecord(id=name, status=outcome.status, cached=False, seconds=None, effect=outcome.reason)
     last = outcome.artifact.history[-1]
-    effect = outcome.artifact.breach or last.effect
+    effect = outcome.artifact.rejected or last.effect
     return StepRecord(id=name, status=outcome.status, cached=outcome.cached, seconds=last.seconds, effect=effect)
 
 
 def _model(recipe: Recipe, outcomes: Outcomes) -> ModelRecord:
-    model, reference = made(outcomes, LOAD), made(outcomes, REFERENCE)
+    model, reference = artifact_of(outcomes, LOAD), artifact_of(outcomes, REFERENCE)
     known = samples.read(reference.folder) if reference else None
     return ModelRecord(
         source=recipe.model,
@@ -129,7 +129,7 @@ def _model(recipe: Recipe, outcomes: Outcomes) -> ModelRecord:
 
 
 def _latency(plan: Plan, outcomes: Outcomes) -> dict[str, tuple[LatencyRow, ...]]:
-    found = made(outcomes, plan.latency)
+    found = artifact_of(outcomes, plan.latency)
     if found is None:
         return {}
     rows: dict[str, list[LatencyRow]] = {}
@@ -140,7 +140,7 @@ def _latency(plan: Plan, outcomes: Outcomes) -> dict[str, tuple[LatencyRow, ...]
 
 def _environment(header: Header, plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
     """The machine when latency was measured, which may have been in an earlier run; all warnings."""
-    found = made(outcomes, plan.latency)
+    found = artifact_of(outcomes, plan.latency)
     measured = json.loads((found.folder / ENVIRONMENT).read_bytes()) if found else {}
     environment = {**header.environment, **measured}
     return {**environment, "warnings": [*header.cautions, *environment.get("warnings", ())]}

@@ -15,7 +15,7 @@ from enginesmith.pipeline.precision.kinds import AS_GIVEN
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.run import Run, VariantRecord
 from enginesmith.pipeline.settings import Settings
-from enginesmith.pipeline.single import attempted
+from enginesmith.pipeline.single import try_steps
 from enginesmith.pipeline.source import resolve
 from enginesmith.pipeline.steps import Plan, Step
 from enginesmith.pipeline.tasks.measure import Latency, Memory
@@ -37,8 +37,8 @@ def benchmark(recipe: Recipe, models: Sequence[str], settings: Settings) -> Run:
     damaged = _damaged_engines(others)
     plan = plans.benchmark_plan(recipe, [text for text in others if text not in damaged], now)
     _require_device(plan)
-    outcomes = attempted(_latency_first(plan, recipe, settings), settings, recipe)
-    needed = [step.id for step in plan.steps if step.vital or step.id == plan.latency]
+    outcomes = try_steps(_latency_first(plan, recipe, settings), settings, recipe)
+    needed = [step.id for step in plan.steps if step.required or step.id == plan.latency]
     if error := next((outcomes[name].error for name in needed if name in outcomes and outcomes[name].error), None):
         raise error
     header = Header(

@@ -28,8 +28,8 @@ class Branch:
             replace(
                 step,
                 id=self.name(step.id),
-                needs={role: self.name(name) for role, name in step.needs.items()},
-                wants={role: self.name(name) for role, name in step.wants.items()},
+                inputs={role: self.name(name) for role, name in step.inputs.items()},
+                optional_inputs={role: self.name(name) for role, name in step.optional_inputs.items()},
             )
             for step in steps
             if step.id not in self.stands_for and step.id not in self.shared

@@ -15,7 +15,7 @@ from enginesmith.pipeline.errors import ModelError, StepError, UsageError, Wrong
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.runner import Outcome
 from enginesmith.pipeline.settings import Settings
-from enginesmith.pipeline.single import attempted, finished
+from enginesmith.pipeline.single import run_steps, try_steps
 from enginesmith.pipeline.steps import LOAD
 from enginesmith.pipeline.storage import storage_errors
 from enginesmith.pipeline.tasks.base import read_records
@@ -66,10 +66,10 @@ def build(recipe: Recipe, output: Path, settings: Settings, refit: str | None = 
         raise UsageError(f"the output {str(output)!r} is no .engine file", f"call it {output.with_suffix('.engine')}")
     workers.preload_only(MODULES)
     steps = stage_plans.refit_steps(recipe, refit) if refit else stage_plans.build_steps(recipe)
-    made = finished(steps, settings, recipe)[stage_plans.BUILD].artifact
+    made = run_steps(steps, settings, recipe)[stage_plans.BUILD].artifact
     assert made is not None
-    if made.breach:
-        raise WrongEngine(made.breach, _NOT_WRITTEN)
+    if made.rejected:
+        raise WrongEngine(made.rejected, _NOT_WRITTEN)
     with storage_errors(f"the output {output}"):
         files = _save_as(made, output)
     last = made.history[-1]
@@ -104,7 +104,7 @@ def check(recipe: Recipe, settings: Settings) -> tuple[TargetChecked, ...]:
         known = tensorrt_engine(recipe).known().targets
         recipe = recipe.model_copy(update={"targets": known})
     steps, trials = stage_plans.trial_steps(recipe)
-    outcomes = attempted(steps, settings, recipe)
+    outcomes = try_steps(steps, settings, recipe)
     for name in (LOAD, SHAPES):
         if (error := outcomes[name].error) is not None:
             raise error

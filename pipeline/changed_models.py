@@ -153,7 +153,7 @@ def _measured_on(recipe: Recipe, target: Target) -> Engine:
         UsageError: not one of the engines that are asked for takes graphs and runs here, or several do.
     """
     as_it_is = recipe.model_copy(update={"precisions": ("fp32",)})
-    found = [variant.engine for variant in variants_of(as_it_is, recipe.engines) if not variant.lacking]
+    found = [variant.engine for variant in variants_of(as_it_is, recipe.engines) if not variant.unavailable]
     able = [one for one in found if one.consumes == "onnx" and one.available(device_for(recipe, one)).ok]
     names = dict.fromkeys(one.name for one in able)
     if len(names) != 1:
@@ -184,7 +184,7 @@ def _sparse(recipe: Recipe, pattern: Sparsity, trunk: Trunk) -> Changed:
     shared = (trunk.shared | {LOAD} | {one.id for one in trunk.to_graph}) - {trunk.graph}
     branch = Branch(suffix, {trunk.graph: name, REFERENCE: f"reference{suffix}"}, shared)
     modules = {} if trunk.graph == LOAD else {"model": LOAD}
-    again = tuple(step for step in trunk.to_engines if not modules or step.needs["model"] != LOAD)
+    again = tuple(step for step in trunk.to_engines if not modules or step.inputs["model"] != LOAD)
     return Changed(tuple(steps), again, branch, steps[-1].id, sparsity=str(pattern))
 
 

@@ -15,10 +15,10 @@ from enginesmith.pipeline.differences import Differences
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.latency_change import Change, latency_change
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.quantities import Difference, quantities
+from enginesmith.pipeline.quantities import MetricDelta, quantities
 from enginesmith.pipeline.run import Run, VariantRecord
 
-__all__ = ["Change", "Comparison", "Difference", "Pair", "beside", "compare", "latency_change"]
+__all__ = ["Change", "Comparison", "MetricDelta", "Pair", "beside", "compare", "latency_change"]
 
 SCHEMA: Literal["enginesmith.comparison/1"] = "enginesmith.comparison/1"
 
@@ -50,7 +50,7 @@ class VariantComparison(_Part):
     before_status: str
     after_status: str
     latency: tuple[BatchComparison, ...] = ()
-    numbers: tuple[Difference, ...] = ()
+    numbers: tuple[MetricDelta, ...] = ()
 
 
 class Side(_Part):

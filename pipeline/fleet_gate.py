@@ -11,7 +11,7 @@ from enginesmith.pipeline.fleet import earlier
 from enginesmith.pipeline.fleet.earlier import Earlier
 from enginesmith.pipeline.fleet.record import RUNS, EntryRecord
 from enginesmith.pipeline.gate import Demands
-from enginesmith.pipeline.judgement import FleetGate, Gate, Judgement
+from enginesmith.pipeline.judgement import FleetGate, Gate, GateCheck
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.making import parsed
 
@@ -53,7 +53,7 @@ def _entry(fleet: Earlier, entry: EntryRecord, demands_of: Callable[[Recipe], De
     where = fleet.folder / RUNS / entry.name
 
     def broken(text: str) -> Gate:
-        verdict = Judgement(name="status", against="run", passed=False, text=text)
+        verdict = GateCheck(name="status", against="run", passed=False, text=text)
         return Gate(run=str(where), variant=None, tolerance=demands.tolerance, passed=False, verdicts=(verdict,))
 
     if entry.status not in ("done", "breached"):  # whatever its run directory has so far

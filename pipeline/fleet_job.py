@@ -25,7 +25,7 @@ from enginesmith.pipeline.run import Run
 from enginesmith.pipeline.run_directory import held
 from enginesmith.pipeline.settings import Settings
 from enginesmith.pipeline.storage import storage_errors
-from enginesmith.pipeline.undertaking import Asked
+from enginesmith.pipeline.undertaking import RunRequest
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _carried_out(begun: FleetRecord, entries: Sequence[Entry], out: Path, settin
         work.take_over(settings)
         work.found |= {
             name: Found(one.run, one.error, steps=one.steps, reused=one.reused)
-            for name, one in job.optimize_all(work.asked(), settings).items()
+            for name, one in job.optimize_all(work.requests(), settings).items()
         }
     finally:
         record = work.record()
@@ -146,7 +146,7 @@ class _Work:
         if self._begun.changed_since is None:
             return
         since = earlier.opened(self._out / self._begun.changed_since)
-        models = job.load_digests([self._asked(one) for one in self._entries], settings)
+        models = job.load_digests([self._request(one) for one in self._entries], settings)
         for entry, named in zip(self._entries, self._files, strict=True):
             state = earlier.State(models.get(entry.name), named, self._begun.packages)
             found = earlier.unchanged(since, entry, state)
@@ -158,17 +158,17 @@ class _Work:
                 self._taken.add(entry.name)
                 self.found[entry.name] = Found(found, steps=len(found.steps), reused=len(found.steps))
 
-    def asked(self) -> list[Asked]:
+    def requests(self) -> list[RunRequest]:
         """The runs that are to be made; none of them in the folder of an earlier fleet."""
         left = [one for one in self._entries if one.name not in self._taken]
         for entry in left:
             folder = self._out / RUNS / entry.name
             with storage_errors(f"the run directory {folder}"):
                 folder.unlink() if folder.is_symlink() else None
-        return [self._asked(one) for one in left]
+        return [self._request(one) for one in left]
 
-    def _asked(self, entry: Entry) -> Asked:
-        return Asked(entry.name, entry.recipe, self._out / RUNS / entry.name, entry.place, self._out)
+    def _request(self, entry: Entry) -> RunRequest:
+        return RunRequest(entry.name, entry.recipe, self._out / RUNS / entry.name, entry.place, self._out)
 
     def record(self) -> FleetRecord:
         """What is known now."""

@@ -15,7 +15,7 @@ from enginesmith.pipeline.measure.memory import MemoryRow
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.samples import batch_symbol
 from enginesmith.pipeline.settings import Settings
-from enginesmith.pipeline.single import finished
+from enginesmith.pipeline.single import run_steps
 from enginesmith.pipeline.steps import LOAD
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.trial import TrialResult
@@ -135,7 +135,7 @@ class BuiltSizes(MemoryEstimate):
         steps, trials = stage_plans.trial_steps(recipe, batch)
         if len(trials) != 1:
             raise UsageError(f"{len(trials)} targets are named", "fit answers for one: --target sm86")
-        outcomes = finished(steps, self._settings, recipe)
+        outcomes = run_steps(steps, self._settings, recipe)
         artifact, model = outcomes[next(iter(trials.values()))].artifact, outcomes[LOAD].artifact
         assert artifact is not None
         assert model is not None
@@ -194,7 +194,7 @@ class MeasuredSizes(MemoryEstimate):
             MissingCapability: this machine does not show what a process takes.
         """
         steps = stage_plans.memory_steps(recipe, batch, _probe_limit(self._budget))
-        outcomes = finished(steps, self._settings, recipe)
+        outcomes = run_steps(steps, self._settings, recipe)
         record, model = outcomes[stage_plans.MEMORY].artifact, outcomes[LOAD].artifact
         assert record is not None
         assert model is not None

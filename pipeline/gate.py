@@ -12,11 +12,11 @@ from pathlib import Path
 from enginesmith.pipeline import differences, rematch
 from enginesmith.pipeline import run as runs
 from enginesmith.pipeline.errors import EnginesmithError, UsageError
-from enginesmith.pipeline.judgement import Gate, Judgement
+from enginesmith.pipeline.judgement import Gate, GateCheck
 from enginesmith.pipeline.latency_change import latency_change
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.options import Budgets
-from enginesmith.pipeline.quantities import Difference, Quantity, quantities
+from enginesmith.pipeline.quantities import MetricDelta, Quantity, quantities
 from enginesmith.pipeline.rematch import Limits, Stored
 from enginesmith.pipeline.report import budgets as words
 from enginesmith.pipeline.report.tables import ms
@@ -117,11 +117,11 @@ def stored_in(folder: Path, variant: str | None) -> Stored | None:
 
 def _without_winner(folder: Path, demands: Demands) -> Gate:
     run = runs.read(folder)
-    broken = Judgement(name="winner", against="run", passed=False, text=f"the run has no winner: {run.winner_reason}")
+    broken = GateCheck(name="winner", against="run", passed=False, text=f"the run has no winner: {run.winner_reason}")
     return Gate(run=str(folder), variant=None, tolerance=demands.tolerance, passed=False, verdicts=(broken,))
 
 
-def _status(after: Stored) -> Iterator[Judgement]:
+def _status(after: Stored) -> Iterator[GateCheck]:
     """A variant that was not measured, or that must not be used, is broken whatever its numbers are."""
     record = after.record
     if record.status != "measured":
@@ -130,13 +130,13 @@ def _status(after: Stored) -> Iterator[Judgement]:
         said = f"{record.id} was rejected: {record.rejected}"
     else:
         return
-    yield Judgement(name="status", against="run", passed=False, text=said)
+    yield GateCheck(name="status", against="run", passed=False, text=said)
 
 
-def _budgets(after: Stored, demands: Demands) -> Iterator[Judgement]:
+def _budgets(after: Stored, demands: Demands) -> Iterator[GateCheck]:
     sqnr = demands.min_sqnr_db if after.record.id != after.run.baseline.id else None
     for one in verdicts(after.record, demands.budgets, after.run.deciding_batch, sqnr):
-        yield Judgement(
+        yield GateCheck(
             name=one.budget,
             against="budget",
             passed=one.passed,
@@ -146,7 +146,7 @@ def _budgets(after: Stored, demands: Demands) -> Iterator[Judgement]:
         )
 
 
-def _regressions(before: Stored, after: Stored, demands: Demands) -> Iterator[Judgement]:
+def _regressions(before: Stored, after: Stored, demands: Demands) -> Iterator[GateCheck]:
     if after.record.status == "measured":
         yield _latency(before, after, demands)
     for one in quantities(before.run, after.run, before.record, after.record):
@@ -154,32 +154,32 @@ def _regressions(before: Stored, after: Stored, demands: Demands) -> Iterator[Ju
             yield _quantity(one, demands.tolerance)
 
 
-def _quantity(one: Difference, tolerance: float) -> Judgement:
+def _quantity(one: MetricDelta, tolerance: float) -> GateCheck:
     """Memory and size by the tolerance; quality by its interval alone, as a share of a loss near 0 says nothing."""
     title, shown = _HELD[one.name]
     assert one.before is not None
     common = {"name": one.name, "against": "baseline", "before": one.before, "actual": one.after}
     if one.after is None or one.significant is None:
         text = f"{title} cannot be held against the baseline's {shown(one.before)}: {one.note or 'no reason is known'}"
-        return Judgement.model_validate({**common, "passed": False, "text": text})
+        return GateCheck.model_validate({**common, "passed": False, "text": text})
     allowed = 0.0 if one.name == "drop" else tolerance * abs(one.before)
     broken = one.significant and one.after - one.before > allowed
     said = f"{title} is {shown(one.after)}, the baseline's {shown(one.before)}"
     if one.name != "drop" and one.before:
         said += f" ({one.after / one.before - 1:+.1%}; {100 * tolerance:g} % more is allowed)"
-    return Judgement.model_validate({**common, "passed": not broken, "text": said})
+    return GateCheck.model_validate({**common, "passed": not broken, "text": said})
 
 
-def _latency(before: Stored, after: Stored, demands: Demands) -> Judgement:
+def _latency(before: Stored, after: Stored, demands: Demands) -> GateCheck:
     """Measured again side by side where that can be done, else from what both runs stored."""
     apart = differences.other_device(before.run, after.run)
     if apart and not demands.any_machine:
         where = "; ".join(f"{one.name} {one.before} and {one.after}" for one in apart)
         said = f"latency was measured on different machines ({where}); --any-machine compares it all the same"
-        return Judgement(name="latency_ms", against="baseline", passed=False, text=said)
+        return GateCheck(name="latency_ms", against="baseline", passed=False, text=said)
     if rematch.same(before, after):
         said = "the engine is the baseline's, byte for byte: its latency is the same"
-        return Judgement(name="latency_ms", against="baseline", passed=True, text=said, basis="the same engine")
+        return GateCheck(name="latency_ms", against="baseline", passed=True, text=said, basis="the same engine")
     why = rematch.why_not(before, after, any_machine=demands.any_machine) if demands.measure else "--no-measure"
     if not why:
         try:
@@ -189,17 +189,17 @@ def _latency(before: Stored, after: Stored, demands: Demands) -> Judgement:
     return _from_stored(before, after, demands, why)
 
 
-def _measured(before: Stored, after: Stored, demands: Demands) -> Judgement:
+def _measured(before: Stored, after: Stored, demands: Demands) -> GateCheck:
     def decided(ratio: Interval) -> bool:
         return ratio.high < 1 + demands.tolerance or ratio.low > 1 + demands.tolerance
 
     limits = Limits(demands.seconds, decided, demands.progress)
-    found = rematch.measure(before, after, after.run.deciding_batch, limits)
+    found = rematch.remeasure(before, after, after.run.deciding_batch, limits)
     basis = f"measured side by side now, {found.launches} launches of each at batch {found.batch}"
     return _judged(found.ratio, found.before_ms, found.after_ms, demands.tolerance, basis)
 
 
-def _from_stored(before: Stored, after: Stored, demands: Demands, why: str) -> Judgement:
+def _from_stored(before: Stored, after: Stored, demands: Demands, why: str) -> GateCheck:
     """By what both runs stored; an interval that would be needed and is not there is a breach."""
     batch = after.run.deciding_batch
     change = latency_change(before.run, after.run, before.record.id, batch, after.record.id)
@@ -209,11 +209,11 @@ def _from_stored(before: Stored, after: Stored, demands: Demands, why: str) -> J
     before_ms, after_ms = (row.p50_ms if row else None for row in rows)
     if change.median is None:
         said = f"latency cannot be held against the baseline's: {change.note}"
-        return Judgement(name="latency_ms", against="baseline", passed=False, text=said, basis=basis)
+        return GateCheck(name="latency_ms", against="baseline", passed=False, text=said, basis=basis)
     if change.low is None or change.high is None or change.significant is None:
         slower = change.median > 1 + demands.tolerance
         text = f"latency is {change.median - 1:+.1%} against the baseline's, {basis}"
-        return Judgement(
+        return GateCheck(
             name="latency_ms",
             against="baseline",
             passed=not slower,
@@ -226,12 +226,12 @@ def _from_stored(before: Stored, after: Stored, demands: Demands, why: str) -> J
     return _judged(ratio, before_ms, after_ms, demands.tolerance, basis)
 
 
-def _judged(ratio: Interval, before: float | None, after: float | None, tolerance: float, basis: str) -> Judgement:
+def _judged(ratio: Interval, before: float | None, after: float | None, tolerance: float, basis: str) -> GateCheck:
     broken = ratio.median > 1 + tolerance and ratio.low > 1
     ends = f"[{ratio.low - 1:+.1%}, {ratio.high - 1:+.1%}]"
     said = f"latency is {ratio.median - 1:+.1%} {ends} against the baseline's ({ms(after)} ms, {ms(before)} ms)"
     unsure = "" if broken or ratio.high <= 1 + tolerance else "more than that cannot be ruled out; "
-    return Judgement(
+    return GateCheck(
         name="latency_ms",
         against="baseline",
         passed=not broken,
@@ -243,7 +243,7 @@ def _judged(ratio: Interval, before: float | None, after: float | None, toleranc
     )
 
 
-def _cautions(before: Stored | None, after: Stored, found: list[Judgement]) -> Iterator[str]:
+def _cautions(before: Stored | None, after: Stored, found: list[GateCheck]) -> Iterator[str]:
     if not found:
         yield "nothing was judged: no budget is set, and no baseline is given"
     if after.record.synthetic_calibration:

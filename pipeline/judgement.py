@@ -1,4 +1,4 @@
-"""What a gate found: the documents that ``gate --json`` prints."""
+"""Define the documents that ``gate --json`` prints."""
 
 from typing import Literal
 
@@ -15,8 +15,8 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class Judgement(_Part):
-    """One thing that was judged. Numbers are in the unit of ``name``; ``change`` is a ratio, 1.1 being 10 % more."""
+class GateCheck(_Part):
+    """Report one check of a gate. Numbers are in the unit of ``name``; ``change`` is a ratio, 1.1 being 10 % more."""
 
     name: str
     against: Literal["budget", "baseline", "run"]
@@ -31,7 +31,7 @@ class Judgement(_Part):
 
 
 class Gate(_Part):
-    """The whole document."""
+    """Report all checks of a run."""
 
     schema_name: Literal["enginesmith.gate/1"] = Field(SCHEMA, alias="schema")
     run: str
@@ -40,7 +40,7 @@ class Gate(_Part):
     baseline_variant: str | None = None
     tolerance: float
     passed: bool
-    verdicts: tuple[Judgement, ...]
+    verdicts: tuple[GateCheck, ...]
     cautions: tuple[str, ...] = ()
     updated: bool = False
     """Whether the run has become the baseline."""
@@ -48,18 +48,18 @@ class Gate(_Part):
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     @property
-    def breaches(self) -> tuple[Judgement, ...]:
-        """What is broken."""
+    def breaches(self) -> tuple[GateCheck, ...]:
+        """Return the checks that failed."""
         return tuple(one for one in self.verdicts if not one.passed)
 
     @property
     def exit_code(self) -> int:
-        """What the command line returns for it."""
+        """Return the command line's exit code."""
         return 0 if self.passed else GateBreach.exit_code
 
 
 class FleetGate(_Part):
-    """The same of all entries of a fleet."""
+    """Report the gates of all entries of a fleet."""
 
     schema_name: Literal["enginesmith.fleet-gate/1"] = Field(FLEET_SCHEMA, alias="schema")
     fleet: str
@@ -73,5 +73,5 @@ class FleetGate(_Part):
 
     @property
     def exit_code(self) -> int:
-        """What the command line returns for it."""
+        """Return the command line's exit code."""
         return 0 if self.passed else GateBreach.exit_code

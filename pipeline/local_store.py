@@ -177,7 +177,7 @@ class LocalStore:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-            if not replace and (there := _intact(target)) is not None and not there.provisional:
+            if not replace and (there := _intact(target)) is not None and not there.incomplete:
                 return
             displaced = self.root / "tmp" / _own_name()
             with contextlib.suppress(FileNotFoundError):  # another process was quicker

@@ -62,10 +62,14 @@ def merged(plans: Mapping[str, Plan]) -> Merged:
 def _work(step: Step, before: Mapping[str, str]) -> str:
     """A digest of what is done, to what, and where."""
     task = step.task
-    sources = [sorted((role, before[name]) for role, name in part.items()) for part in (step.needs, step.wants)]
-    return json_digest([task.identity, task.place, sources, repr(step.place), step.lacking])
+    sources = [
+        sorted((role, before[name]) for role, name in part.items()) for part in (step.inputs, step.optional_inputs)
+    ]
+    return json_digest([task.identity, task.place, sources, repr(step.place), step.unavailable])
 
 
 def _own(step: Step, plan: str, work: Mapping[str, str], by_work: Mapping[str, Step]) -> Step:
-    needs, wants = ({role: by_work[work[name]].id for role, name in part.items()} for part in (step.needs, step.wants))
-    return replace(step, id=f"{plan}/{step.id}", label=step.name, needs=needs, wants=wants, vital=False)
+    needs, wants = (
+        {role: by_work[work[name]].id for role, name in part.items()} for part in (step.inputs, step.optional_inputs)
+    )
+    return replace(step, id=f"{plan}/{step.id}", label=step.name, inputs=needs, optional_inputs=wants, required=False)

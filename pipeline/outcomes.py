@@ -1,4 +1,4 @@
-"""What steps left, and why where they left nothing."""
+"""Look up a step's artifact, records or failure reason."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,25 +8,25 @@ from enginesmith.pipeline.runner import Outcomes
 from enginesmith.pipeline.tasks.base import read_records
 
 
-def made(outcomes: Outcomes, step: str | None) -> Artifact | None:
-    """What a step left, if it is done; None stands for a step that was not asked for."""
+def artifact_of(outcomes: Outcomes, step: str | None) -> Artifact | None:
+    """Return a step's artifact if it is done; ``step`` is None if it was not asked for."""
     outcome = outcomes.get(step) if step else None
     return outcome.artifact if outcome else None
 
 
-def all_made(outcomes: Outcomes, steps: Sequence[str]) -> list[Artifact]:
-    """The same of several steps, of those that are done."""
-    return [found for step in steps if (found := made(outcomes, step))]
+def artifacts_of(outcomes: Outcomes, steps: Sequence[str]) -> list[Artifact]:
+    """Return the artifacts of those steps that are done."""
+    return [found for step in steps if (found := artifact_of(outcomes, step))]
 
 
-def entries(outcomes: Outcomes, step: str | None) -> list[dict[str, Any]]:
-    """The records that a step left; none where it left nothing."""
-    found = made(outcomes, step)
+def records_of(outcomes: Outcomes, step: str | None) -> list[dict[str, Any]]:
+    """Read a step's records; none where it left nothing."""
+    found = artifact_of(outcomes, step)
     return read_records(found) if found else []
 
 
 def why_missing(step: str | None, outcomes: Outcomes) -> str:
-    """Why a step left nothing, in words for people."""
+    """Explain for people why a step left nothing."""
     if step is None:
         return "not asked for"
     outcome = outcomes.get(step)

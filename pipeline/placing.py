@@ -11,12 +11,12 @@ def placed(plan: Plan, place: Place, lacking: str) -> Plan:
     steps = placed_steps(plan.steps, place, lacking)
     if not lacking:
         return replace(plan, steps=tuple(steps))
-    without = {step.id: step.lacking for step in steps if step.lacking}
+    without = {step.id: step.unavailable for step in steps if step.unavailable}
 
     def told(variant: Variant) -> Variant:
         checked = (variant.artifact, *variant.verified[-1:], variant.memory or "")
         reason = next((without[name] for name in checked if name in without), "")
-        return replace(variant, lacking=variant.lacking or reason)
+        return replace(variant, unavailable=variant.unavailable or reason)
 
     variants = tuple(told(variant) for variant in plan.variants)
     return replace(plan, steps=tuple(steps), baseline=told(plan.baseline), variants=variants)
@@ -28,10 +28,12 @@ def placed_steps(steps: Sequence[Step], place: Place, lacking: str) -> list[Step
     """Steps that make an engine which runs only there."""
     found = []
     for step in steps:
-        if step.task.bound or not engines.isdisjoint((*step.needs.values(), *step.wants.values())):
+        if step.task.machine_specific or not engines.isdisjoint(
+            (*step.inputs.values(), *step.optional_inputs.values())
+        ):
             if step.task.produces == "engine":
                 engines.add(step.id)
-            found.append(replace(step, place=place, lacking=step.lacking or lacking))
+            found.append(replace(step, place=place, unavailable=step.unavailable or lacking))
         else:
             found.append(step)
     return found

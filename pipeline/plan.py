@@ -66,11 +66,11 @@ def plan(recipe: Recipe, *, here: bool = True) -> Plan:
     variants, steps = [baseline, *dense, *others], [*steps, *to_engines, *more]
     if here:
         _hold_buildable(engines)
-    lacking = [variant.lacking for variant in variants[1:]]
+    lacking = [variant.unavailable for variant in variants[1:]]
     if lacking and all(lacking):
-        variants[0] = replace(baseline, lacking=f"there is nothing to compare it with: {lacking[0]}")
+        variants[0] = replace(baseline, unavailable=f"there is nothing to compare it with: {lacking[0]}")
     stands_for_it = graph if graph != LOAD or not source.is_torch else None
-    built_from = {step.id: step.needs["model"] for step in steps if isinstance(step.task, (Build, BuildWithin))}
+    built_from = {step.id: step.inputs["model"] for step in steps if isinstance(step.task, (Build, BuildWithin))}
     for index, variant in enumerate(variants):
         its_graph = built_from.get(variant.artifact, stands_for_it)
         variants[index], more = _own_measurements(recipe, variant, baseline.id, device, its_graph)
@@ -219,8 +219,8 @@ def _engine_steps(
     build = build_step(variant, device, graph)
     variant, audits = audited(variant, graph, device)
     check = verify_step(recipe, variant.id, "engine", build.id, engine, device, threshold)
-    needs = {**check.needs, **{name: name for name in checks}}
-    check = replace(check, needs=needs, lacking=variant.lacking)
+    needs = {**check.inputs, **{name: name for name in checks}}
+    check = replace(check, inputs=needs, unavailable=variant.unavailable)
     return replace(variant, verified=(*checks, check.id)), [*steps, build, *audits, check]
 
 
@@ -254,7 +254,7 @@ def _own_measurements(
         device = device_for(recipe, variant.engine)
     variant, steps = measurements(recipe, variant, device, graph)
     if quality := quality_step(recipe, variant, baseline_id):
-        steps.insert(0, replace(quality, needs={**_measured_needs(variant), **quality.needs}))
+        steps.insert(0, replace(quality, inputs={**_measured_needs(variant), **quality.inputs}))
         variant = replace(variant, quality=quality.id)
     return variant, steps
 
@@ -271,18 +271,18 @@ def measurements(
         memory = Memory(
             engine=variant.engine, device=device, limit_bytes=recipe.measure.memory_limit_bytes, again=again
         )
-        steps.append(Step(f"memory-{variant.id}", memory, _measured_needs(variant), lacking=variant.lacking))
+        steps.append(Step(f"memory-{variant.id}", memory, _measured_needs(variant), unavailable=variant.unavailable))
         variant = replace(variant, memory=steps[-1].id)
     counted = variant.artifact if variant.engine.shows_graph else graph
     if recipe.measure.limits and counted:
         work = CountWork(engine=variant.engine, device=device)
         needs = {**_measured_needs(variant), "model": counted}
-        steps.append(Step(f"work-{variant.id}", work, needs, lacking=variant.lacking))
+        steps.append(Step(f"work-{variant.id}", work, needs, unavailable=variant.unavailable))
         variant = replace(variant, work=steps[-1].id)
     if recipe.measure.profile:
         profile = ProfileVariant(variant=variant.id, engine=variant.engine, device=device, again=again)
         wants = {GRAPH: graph} if graph and variant.engine.consumes == "onnx" else {}
-        step = Step(f"profile-{variant.id}", profile, _measured_needs(variant), wants, lacking=variant.lacking)
+        step = Step(f"profile-{variant.id}", profile, _measured_needs(variant), wants, unavailable=variant.unavailable)
         steps.append(step)
         variant = replace(variant, profile=step.id)
     return variant, steps
@@ -315,12 +315,12 @@ def quality_step(recipe: Recipe, variant: Variant, baseline_id: str) -> Step | N
     if variant.id == baseline_id:  # nothing is lacking for it: what it answers is also what searches aim at
         return Step(f"quality-{variant.id}", task, {"model": variant.artifact})
     needs = {"model": variant.artifact, BASELINE: f"quality-{baseline_id}"}
-    return Step(f"quality-{variant.id}", task, needs, lacking=variant.lacking)
+    return Step(f"quality-{variant.id}", task, needs, unavailable=variant.unavailable)
 
 
 def latency_step(recipe: Recipe, variants: list[Variant], device: Device, again: str = "") -> Step:
     """Measure all variants together that can run on the device; ``again`` is new for a measurement made anew."""
-    variants = [variants[0], *(one for one in variants[1:] if device.kind in one.engine.kinds and not one.lacking)]
+    variants = [variants[0], *(one for one in variants[1:] if device.kind in one.engine.kinds and not one.unavailable)]
     asked = recipe.measure
     settings = LatencySettings(
         precision=asked.precision,
@@ -340,14 +340,14 @@ def latency_step(recipe: Recipe, variants: list[Variant], device: Device, again:
     needs = {variants[0].id: variants[0].artifact, "reference": REFERENCE}
     wants = {variant.id: variant.artifact for variant in variants[1:]}
     wants |= {f"{variant.id} {VERIFIED}": (variant.artifact, *variant.verified)[-1] for variant in variants[1:]}
-    return Step(LATENCY, task, needs, wants, lacking=variants[0].lacking)
+    return Step(LATENCY, task, needs, wants, unavailable=variants[0].unavailable)
 
 
 def first_steps(recipe: Recipe) -> tuple[Step, Step]:
     """The model, and what it answers."""
     source = resolve(recipe.model)
-    load = Step(LOAD, load_task(recipe, source), vital=True)
-    return load, Step(REFERENCE, _sample(recipe, source), {"model": LOAD}, vital=True)
+    load = Step(LOAD, load_task(recipe, source), required=True)
+    return load, Step(REFERENCE, _sample(recipe, source), {"model": LOAD}, required=True)
 
 
 def in_time(steps: Sequence[Step], limit_seconds: float | None, batch_sizes: int) -> list[Step]:

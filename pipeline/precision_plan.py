@@ -179,12 +179,12 @@ def _search(
     yield sensitivity
     needs["sensitivity"] = sensitivity.id
     if goal.quality is not None and quality is not None:
-        needs[BASELINE] = quality.needs[BASELINE]
-    if not variant.lacking and step.placement == _placement(engine):  # else its speed there says nothing
+        needs[BASELINE] = quality.inputs[BASELINE]
+    if not variant.unavailable and step.placement == _placement(engine):  # else its speed there says nothing
         untouched = variant.artifact.replace(f"-{variant.precision}", "-fp32", 1)
         float_build = Step(untouched, Build(engine=engine, device=device), {"model": graph})
         if engine.name != "onnxruntime":
-            float_build = replace(float_build, needs={**float_build.needs, SHAPES: SHAPES})
+            float_build = replace(float_build, inputs={**float_build.inputs, SHAPES: SHAPES})
             needs[SHAPES] = SHAPES
         yield float_build
         needs[FLOAT] = float_build.id

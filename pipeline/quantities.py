@@ -1,4 +1,4 @@
-"""Numbers of a variant in two runs beside latency: memory, size, quality, fidelity, the time to build."""
+"""Compare a variant's numbers besides latency in two runs: memory, size, quality, fidelity, time to build."""
 
 import math
 from typing import Literal
@@ -17,8 +17,8 @@ MEMORY_GRAIN_BYTES = 256 << 10
 """The same in bytes, for small models: what an allocator takes from the system at once."""
 
 
-class Difference(BaseModel):
-    """One number of a variant in both runs, in the unit that its name ends in."""
+class MetricDelta(BaseModel):
+    """Compare one number of a variant in two runs, in the unit that its name ends in."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -34,8 +34,8 @@ class Difference(BaseModel):
     """Why a number is missing, or how it was judged."""
 
 
-def quantities(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> tuple[Difference, ...]:
-    """All of them; what is missing is said, not left out."""
+def quantities(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> tuple[MetricDelta, ...]:
+    """Compare all of them; a missing number has its reason."""
     return (
         _memory(earlier, later),
         _size(earlier, later),
@@ -45,8 +45,8 @@ def quantities(before: Run, after: Run, earlier: VariantRecord, later: VariantRe
     )
 
 
-def _memory(earlier: VariantRecord, later: VariantRecord) -> Difference:
-    found = Difference(name="peak_bytes", before=earlier.peak_bytes, after=later.peak_bytes)
+def _memory(earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
+    found = MetricDelta(name="peak_bytes", before=earlier.peak_bytes, after=later.peak_bytes)
     if found.before is None or found.after is None:
         return _missing(found, "max_memory_bytes", earlier, later)
     assert earlier.memory is not None
@@ -58,18 +58,18 @@ def _memory(earlier: VariantRecord, later: VariantRecord) -> Difference:
     return found.model_copy(update={"significant": abs(found.after - found.before) > spread})
 
 
-def _size(earlier: VariantRecord, later: VariantRecord) -> Difference:
+def _size(earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
     sizes = [record.artifact.bytes if record.artifact else None for record in (earlier, later)]
-    found = Difference(name="size_bytes", before=sizes[0], after=sizes[1])
+    found = MetricDelta(name="size_bytes", before=sizes[0], after=sizes[1])
     if None in sizes:
         return _missing(found, "max_size_bytes", earlier, later)
     return found.model_copy(update={"significant": sizes[0] != sizes[1]})
 
 
-def _drop(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> Difference:
+def _drop(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
     """The difference of two drops; what the metric's samples have in common was taken out in each run by itself."""
     one, other = earlier.quality, later.quality
-    found = Difference(name="drop", before=one and one.drop, after=other and other.drop)
+    found = MetricDelta(name="drop", before=one and one.drop, after=other and other.drop)
     if one is None or other is None:
         return _missing(found, "max_drop", earlier, later)
     if (one.metric, one.samples, before.model.data) != (other.metric, other.samples, after.model.data):
@@ -88,10 +88,10 @@ def _drop(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord)
     return found.model_copy(update={"low": low, "high": high, "significant": not low <= 0 <= high})
 
 
-def _fidelity(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> Difference:
+def _fidelity(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
     """The lowest SQNR of the last stage, over the points of the shape range; it has no spread on the same samples."""
     values = [_lowest(record) for record in (earlier, later)]
-    found = Difference(name="sqnr_db", before=values[0], after=values[1])
+    found = MetricDelta(name="sqnr_db", before=values[0], after=values[1])
     if None in values:
         return found.model_copy(update={"note": "its outputs were not held against the baseline's in both runs"})
     if (before.model.data, before.model.shapes) != (after.model.data, after.model.shapes):
@@ -105,16 +105,16 @@ def _lowest(record: VariantRecord) -> float | None:
     return min(known, default=None)
 
 
-def _build(earlier: VariantRecord, later: VariantRecord) -> Difference:
+def _build(earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
     """Builds are timed once each, so whether a difference is more than chance is not known."""
     seconds = [record.build.seconds if record.build else None for record in (earlier, later)]
-    found = Difference(name="build_seconds", before=seconds[0], after=seconds[1])
+    found = MetricDelta(name="build_seconds", before=seconds[0], after=seconds[1])
     if None in seconds:
         return _missing(found, "max_build_seconds", earlier, later)
     return found
 
 
-def _missing(found: Difference, budget: str, earlier: VariantRecord, later: VariantRecord) -> Difference:
+def _missing(found: MetricDelta, budget: str, earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
     sides = (("first", found.before, earlier), ("second", found.after, later))
     lacking = [(which, why_unknown(record, budget, 0)) for which, value, record in sides if value is None]
     return found.model_copy(update={"note": "; ".join(f"none in the {which} run: {why}" for which, why in lacking)})

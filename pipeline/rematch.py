@@ -1,7 +1,7 @@
-"""The engines of two runs, measured side by side now: what two runs stored apart in time is never as sharp.
+"""Measure the engines of two runs again, side by side: two stored runs, apart in time, are never as sharp.
 
-A look is a measurement of several launches of both, interleaved as everywhere (``measure/race.py``). After each look
-the ratio over the launches of all looks so far is judged; where it is not clear, another one follows, up to a limit.
+Each iteration measures several launches of both, interleaved as everywhere (``measure/race.py``). After each one
+the ratio over all launches so far is judged; where it is not clear, another iteration follows, up to a limit.
 """
 
 import tempfile
@@ -27,27 +27,27 @@ from enginesmith.pipeline.measure.statistics import LEAST_LAUNCHES, Interval, Ti
 from enginesmith.pipeline.run import Run, VariantRecord
 from enginesmith.pipeline.tensors import Feeds, ShapeRange, Signature
 
-MOST_LOOKS = 4
+MOST_ITERATIONS = 4
 _BEFORE, _AFTER = "baseline", "candidate"
 _UNENDING = 1e-9
-"""A precision that no measurement reaches: a look takes its time, so that looks weigh alike."""
+"""A precision that no measurement reaches: an iteration takes its time, so that all weigh alike."""
 _WARM_SHARE = 0.05
-"""Of a look, for warming up one of them once: on a busy machine calls never look warm, and launches are what counts."""
+"""Of an iteration, for warming up one of them once: on a busy machine calls never look warm; launches count."""
 _BLOCK_MS = 40.0
 """Blocks are shorter than elsewhere, so that more launches fit into the time: it is these that differ."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A variant of a run directory."""
+    """Name a variant of a run directory."""
 
     folder: Path
     run: Run
     record: VariantRecord
 
 
-class Rematch(BaseModel):
-    """How long the second engine takes, as a multiple of the first: 1.1 is 10 % slower."""
+class Remeasurement(BaseModel):
+    """Report the second engine's time as a multiple of the first's: 1.1 is 10 % slower."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -55,13 +55,13 @@ class Rematch(BaseModel):
     before_ms: float
     after_ms: float
     batch: int
-    looks: int
+    iterations: int
     launches: int
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long to measure, and when a ratio is clear enough to stop."""
+    """Set how long to measure, and when a ratio is clear enough to stop."""
 
     seconds: float
     decided: Callable[[Interval], bool]
@@ -69,7 +69,7 @@ class Limits:
 
 
 def why_not(before: Stored, after: Stored, *, any_machine: bool) -> str:
-    """Why the two cannot be measured here and now; empty where nothing speaks against it."""
+    """Explain why the two cannot be measured here and now; empty if they can."""
     for which, stored in (("baseline", before), ("run", after)):
         if stored.record.artifact is None or not stored.record.built_with:
             return f"the {which} has no engine file of {stored.record.id}"
@@ -86,7 +86,7 @@ def why_not(before: Stored, after: Stored, *, any_machine: bool) -> str:
 
 
 def same(before: Stored, after: Stored) -> bool:
-    """Whether both are the same engine, byte for byte, run in the same way."""
+    """Tell whether both are the same engine, byte for byte, run in the same way."""
     one, other = before.record.artifact, after.record.artifact
     if one is None or other is None or one.sha256 != other.sha256:
         return False
@@ -95,14 +95,14 @@ def same(before: Stored, after: Stored) -> bool:
     return all(holds((side.folder / made.path).parent, made.sha256) for side, made in ((before, one), (after, other)))
 
 
-def measure(before: Stored, after: Stored, batch: int, limits: Limits) -> Rematch:
+def remeasure(before: Stored, after: Stored, batch: int, limits: Limits) -> Remeasurement:
     """Measure both in turns until the ratio of their times is clear, or time is over.
 
     Raises:
         EnginesmithError: one of them cannot be loaded or run here.
     """
     candidates = [_candidate(_BEFORE, before), _candidate(_AFTER, after)]
-    each = limits.seconds / MOST_LOOKS
+    each = limits.seconds / MOST_ITERATIONS
     settings = LatencySettings(
         precision=_UNENDING,
         time_limit_seconds=each,
@@ -110,27 +110,34 @@ def measure(before: Stored, after: Stored, batch: int, limits: Limits) -> Rematc
         min_rounds=15,
         warmup_limit_seconds=_WARM_SHARE * each,
     )
-    feeds, found, look = {batch: _feeds(after, batch)}, _Launches(), 0
+    feeds, found, iteration = {batch: _feeds(after, batch)}, _Launches(), 0
     with tempfile.TemporaryDirectory() as logs:
         while True:
-            look += 1
-            seeded = settings.model_copy(update={"seed": look})
+            iteration += 1
+            seeded = settings.model_copy(update={"seed": iteration})
             result = measure_latency(candidates, feeds, seeded, Path(logs), lambda text: None)
-            _hold_measured({name: rows[0].failure for name, rows in result.rows.items()}, before, after)
+            _check_measured({name: rows[0].failure for name, rows in result.rows.items()}, before, after)
             found = found.with_more(result.samples, batch)
             ratio = paired_ratio(found.after, found.before, settings.seed)
-            limits.progress(f"look {look}: {ratio.median:.3f} times the baseline's [{ratio.low:.3f}, {ratio.high:.3f}]")
-            if look == MOST_LOOKS or (len(found.before) >= LEAST_LAUNCHES and limits.decided(ratio)):
+            limits.progress(
+                f"iteration {iteration}: {ratio.median:.3f} times the baseline's [{ratio.low:.3f}, {ratio.high:.3f}]"
+            )
+            if iteration == MOST_ITERATIONS or (len(found.before) >= LEAST_LAUNCHES and limits.decided(ratio)):
                 break
     medians = [median_interval(side, settings.seed).median * 1e3 for side in (found.before, found.after)]
-    return Rematch(
-        ratio=ratio, before_ms=medians[0], after_ms=medians[1], batch=batch, looks=look, launches=len(found.before)
+    return Remeasurement(
+        ratio=ratio,
+        before_ms=medians[0],
+        after_ms=medians[1],
+        batch=batch,
+        iterations=iteration,
+        launches=len(found.before),
     )
 
 
 @dataclass(frozen=True)
 class _Launches:
-    """Blocks by launch and round, of all looks."""
+    """Collect blocks by launch and round, of all iterations."""
 
     before: tuple[list[Timed], ...] = ()
     after: tuple[list[Timed], ...] = ()
@@ -141,7 +148,7 @@ class _Launches:
         )
 
 
-def _hold_measured(failures: Mapping[str, str | None], before: Stored, after: Stored) -> None:
+def _check_measured(failures: Mapping[str, str | None], before: Stored, after: Stored) -> None:
     for name, stored in ((_BEFORE, before), (_AFTER, after)):
         if failure := failures[name]:
             raise ModelError(f"{stored.record.id} of {stored.folder} cannot be run here: {failure}")
@@ -162,7 +169,7 @@ def _candidate(name: str, stored: Stored) -> Candidate:
 
 
 def _engine(record: VariantRecord) -> Engine:
-    """The engine as it was built; of what a file says, nothing that would run code is taken over."""
+    """Rebuild the engine's settings; nothing that a file says and that would run code is taken over."""
     fields, kind = dict(record.built_with.get("engine", {})), engine_class(record.engine)
     if issubclass(kind, TensorRT):
         given = fields.get("options")
@@ -177,14 +184,14 @@ def _device(stored: Stored) -> Device:
 
 
 def _vector(stored: Stored) -> Path | None:
-    """The file of feeds that the run keeps."""
+    """Find the file of feeds that the run keeps."""
     kept = stored.record.test_vector
     path = stored.folder / kept.path if kept else None
     return path if path and path.is_file() else None
 
 
 def _feeds(stored: Stored, batch: int) -> Feeds:
-    """Feeds of a batch size, made of those of the test vector; the other dimensions are the usual ones."""
+    """Make feeds of a batch size from those of the test vector; the other dimensions are the usual ones."""
     signature, path = stored.run.model.signature, _vector(stored)
     assert signature is not None
     assert path is not None
@@ -200,5 +207,5 @@ def _sizes(run: Run, signature: Signature, batch: int) -> dict[str, int]:
 
 
 def _here(run: Run) -> Run:
-    """The run as if it had been made on this machine as it is now."""
+    """Copy the run as if it had been made on this machine as it is now."""
     return run.model_copy(update={"environment": devices.environment().model_dump(mode="json")})

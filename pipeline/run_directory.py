@@ -16,7 +16,7 @@ from enginesmith.pipeline.artifact import Artifact, file_digest, files_below, ho
 from enginesmith.pipeline.assemble import Header, assemble
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.device import Environment
-from enginesmith.pipeline.outcomes import made
+from enginesmith.pipeline.outcomes import artifact_of
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.run import Run, StoredArtifact
 from enginesmith.pipeline.runner import Outcomes
@@ -87,7 +87,7 @@ class RunDirectory:
             beside = {name: self._beside(name, outcomes) for name in artifacts}
             run = assemble(header, self._recipe, self._plan, outcomes, artifacts, beside)
             runs.write(run, self._folder)
-            self._keep_samples(made(outcomes, self._plan.latency))
+            self._keep_samples(artifact_of(outcomes, self._plan.latency))
         return run
 
     def _keep_samples(self, latency: Artifact | None) -> None:
@@ -101,7 +101,7 @@ class RunDirectory:
 
     def _placed(self, variant: Variant, outcomes: Outcomes) -> Path | None:
         """The engine's main file in the run directory, copied there when it is new."""
-        artifact = made(outcomes, variant.artifact)
+        artifact = artifact_of(outcomes, variant.artifact)
         if artifact is None or artifact.kind != "engine":
             return None
         return self._copied(Path("variants", variant.id), artifact)
@@ -109,7 +109,7 @@ class RunDirectory:
     def _beside(self, name: str, outcomes: Outcomes) -> dict[str, StoredArtifact]:
         """What a package of a built variant takes besides the engine: a graph for other machines, and a test vector."""
         variant = next(one for one in self._plan.variants if one.id == name)
-        engine, graph = made(outcomes, variant.artifact), made(outcomes, self._plan.graph_of(variant))
+        engine, graph = artifact_of(outcomes, variant.artifact), artifact_of(outcomes, self._plan.graph_of(variant))
         found = {}
         if variant.engine.loads_graph and engine and graph:
             same = graph.sha256 == engine.sha256
@@ -122,7 +122,7 @@ class RunDirectory:
 
     def _vector(self, step: str | None, outcomes: Outcomes) -> StoredArtifact | None:
         """The smallest case of a reference, written when that is there: pruned and sparse models have one each."""
-        reference = made(outcomes, step)
+        reference = artifact_of(outcomes, step)
         if step is None or reference is None:
             return None
         if step not in self._vectors:
@@ -142,7 +142,7 @@ class RunDirectory:
                     (partial / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(artifact.folder / name, partial / name)
                 record = _Record(id=relative.name, **dict(artifact)).model_dump_json(
-                    indent=1, exclude={"path", "breach"}
+                    indent=1, exclude={"path", "rejected"}
                 )
                 (partial / "manifest.json").write_text(record + "\n", encoding="utf-8")
                 partial.rename(target)

@@ -24,7 +24,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _LOOK_AGAIN_SECONDS = 5.0
 """A step that had to wait longer for its turn is looked up once more: another one may have done it meanwhile."""
-Status = Literal["done", "failed", "skipped", "lacking"]
+Status = Literal["done", "failed", "skipped", "unavailable"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Outcome:
     @property
     def good(self) -> bool:
         """Whether there is an artifact to go on with."""
-        return self.artifact is not None and not self.artifact.breach
+        return self.artifact is not None and not self.artifact.rejected
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Runner:
                     assert outcome is not None
                     self.listener(Event("finished", step, outcome=outcome))
                     new = {step.id: outcome}
-                    if step.vital and not outcome.good:
+                    if step.required and not outcome.good:
                         new |= {left: Outcome(left, "skipped", reason=outcome.reason) for left in todo.give_up()}
                     todo.done(step.id)
                     outcomes |= new
@@ -156,8 +156,8 @@ class Runner:
 
     def _known(self, step: Step, inputs: Outcomes) -> Outcome | None:
         """How it ends without being done; None where it has to be."""
-        if step.lacking:
-            return Outcome(step.id, "lacking", reason=step.lacking)
+        if step.unavailable:
+            return Outcome(step.id, "unavailable", reason=step.unavailable)
         return _blocked(step, inputs) or self._tried(self._look_up, step, inputs)
 
     def _done(self, step: Step, inputs: Outcomes) -> Outcome | None:
@@ -216,7 +216,7 @@ class _ToDo:
 
     def __init__(self, steps: Sequence[Step], outcomes: Outcomes) -> None:
         self._steps = {step.id: (position, step) for position, step in enumerate(steps)}
-        self._missing = {step.id: {name for name in _sources(step) if name not in outcomes} for step in steps}
+        self._missing = {step.id: {name for name in step.sources if name not in outcomes} for step in steps}
         self._takers: dict[str, list[str]] = defaultdict(list)
         for step, missing in self._missing.items():
             for name in missing:
@@ -283,19 +283,15 @@ class _ToDo:
         return left
 
 
-def _sources(step: Step) -> tuple[str, ...]:
-    return (*step.needs.values(), *step.wants.values())
-
-
 def _inputs(step: Step, outcomes: Outcomes) -> dict[str, Outcome]:
     """By role, how the steps ended that it takes from."""
-    return {role: outcomes[name] for role, name in (*step.needs.items(), *step.wants.items())}
+    return {role: outcomes[name] for role, name in (*step.inputs.items(), *step.optional_inputs.items())}
 
 
 def _blocked(step: Step, inputs: Outcomes) -> Outcome | None:
-    for role in step.needs:
+    for role in step.inputs:
         if not inputs[role].good:
             artifact = inputs[role].artifact
-            reason = artifact.breach if artifact else inputs[role].reason
+            reason = artifact.rejected if artifact else inputs[role].reason
             return Outcome(step.id, "skipped", reason=reason)
     return None

@@ -27,7 +27,7 @@ from enginesmith.pipeline.source import SAVED, Source, rebased, resolve
 from enginesmith.pipeline.storage import translated
 from enginesmith.pipeline.tensors import Array, Signature
 from enginesmith.pipeline.torch_model import LoadedModel, LoadOptions, NamedForward, same_answers
-from enginesmith.pipeline.watch import watching
+from enginesmith.pipeline.watch import track_files
 
 RECORD = SAVED
 _SMALL_BYTES = 32 << 20
@@ -185,10 +185,10 @@ def _built_around(state: Path, record: _Record) -> nn.Module:
     torch.manual_seed(record.options.seed)
     drawing = contextlib.nullcontext() if record.draw else parameters_left_empty()
     others = {getattr(module, "__file__", None) for module in list(sys.modules.values())}  # data may be code, too
-    with drawing, watching(record.options.allow_pickle) as watch:
+    with drawing, track_files(record.options.allow_pickle) as tracker:
         model = factories.build(resolve(record.model)).module
     known = {digest for _, digest in record.code}
-    for path in watch.files:
+    for path in tracker.files:
         if str(path) not in others and path.stat().st_size < _SMALL_BYTES and file_digest(path) not in known:
             raise SourceError(
                 f"{path} is not as it was when the model was loaded",
@@ -257,14 +257,14 @@ def read_saved(folder: Path, options: LoadOptions, out: Path) -> LoadedModel:
         shutil.copyfile(folder / name, out / name)
     from safetensors import SafetensorError
 
-    with watching(allowed) as watch:
+    with track_files(allowed) as tracker:
         try:
             loaded = _loaded(out, record)
         except SafetensorError as error:
             raise SourceError(f"the saved model {folder} is damaged: {error}", "prune the model again") from error
-    own = {path for path in watch.files if path.is_relative_to(out.absolute())}
-    files = {*watch.files - own, *(folder / name for name in (RECORD, _STATE, _EXAMPLE))}
-    return dataclasses.replace(loaded, files=tuple(sorted(files)), packages=watch.packages())
+    own = {path for path in tracker.files if path.is_relative_to(out.absolute())}
+    files = {*tracker.files - own, *(folder / name for name in (RECORD, _STATE, _EXAMPLE))}
+    return dataclasses.replace(loaded, files=tuple(sorted(files)), packages=tracker.packages())
 
 
 def write_saved(artifact: Artifact, folder: Path, seen_from: Path) -> None:

@@ -105,7 +105,7 @@ class SharedStore:
     def whole(self, key: str) -> Manifest | None:
         """The manifest of an entry that need not be published again: all of its files are there, and it is final."""
         found = self.manifest(key)
-        if found is None or found.provisional or key in self._damaged:
+        if found is None or found.incomplete or key in self._damaged:
             return None
         if found.is_complete:
             return found

@@ -1,4 +1,4 @@
-"""Steps run outside of a run directory, for commands that do one thing."""
+"""Run steps outside of a run directory, for commands that do one thing."""
 
 import shutil
 import tempfile
@@ -14,16 +14,16 @@ from enginesmith.pipeline.source import resolve
 from enginesmith.pipeline.steps import Place, Step
 
 
-def finished(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapping[str, Outcome]:
-    """Run steps; raises what the first failed one raised."""
-    outcomes = attempted(steps, settings, recipe)
+def run_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapping[str, Outcome]:
+    """Run steps; raise the error of the first that failed."""
+    outcomes = try_steps(steps, settings, recipe)
     for outcome in outcomes.values():
         if outcome.error:
             raise outcome.error
     return outcomes
 
 
-def attempted(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapping[str, Outcome]:
+def try_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapping[str, Outcome]:
     """Run steps as far as they come. Logs are kept only where an error names them."""
     workers.also_preload(resolve(recipe.model).libraries)
     logs = Path(tempfile.mkdtemp(prefix="enginesmith-"))

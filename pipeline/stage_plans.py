@@ -108,7 +108,7 @@ def prune_steps(recipe: Recipe) -> tuple[tuple[Step, ...], str, str]:
         raise UsageError(f"{len(recipe.prune_targets)} targets are given, and one model is written", "give one --prune")
     made = tuple(smaller(recipe, recipe.prune_targets[0]))
     cut = [step.id for step in made if isinstance(step.task, Prune)]
-    shapes = [shapes_step(recipe)] if any(SHAPES in step.needs for step in made) else []
+    shapes = [shapes_step(recipe)] if any(SHAPES in step.inputs for step in made) else []
     return (*first_steps(recipe), *shapes, *made), made[-1].id, cut[-1]
 
 
@@ -145,8 +145,8 @@ def refit_steps(recipe: Recipe, engine: str) -> tuple[Step, ...]:
     if source.form != "engine":
         raise UsageError(f"{engine} is no engine", "give the .engine file that is to be refitted")
     device = device_for(recipe, _own_engine(source))
-    load = Step(LOAD, load_task(recipe, resolve(recipe.model)), vital=True)
-    old = Step("engine", load_task(recipe, source), vital=True)
+    load = Step(LOAD, load_task(recipe, resolve(recipe.model)), required=True)
+    old = Step("engine", load_task(recipe, source), required=True)
     return load, old, Step(BUILD, Refit(device=device), {"model": LOAD, "engine": "engine"})
 
 
@@ -197,8 +197,8 @@ def _hold_onnx(recipe: Recipe) -> None:
 
 
 def _onnx_steps(recipe: Recipe) -> tuple[Step, Step]:
-    load = Step(LOAD, load_task(recipe, resolve(recipe.model)), vital=True)
-    return load, replace(shapes_step(recipe), vital=True)
+    load = Step(LOAD, load_task(recipe, resolve(recipe.model)), required=True)
+    return load, replace(shapes_step(recipe), required=True)
 
 
 def with_baseline(recipe: Recipe, models: Sequence[str]) -> tuple[Recipe, tuple[str, ...]]:
@@ -234,7 +234,7 @@ def benchmark_plan(recipe: Recipe, others: Sequence[str], again: str) -> Plan:
         steps.append(Step(name, load_task(recipe.model_copy(update={"inputs": ()}), source)))
         engine = _own_engine(source)
         lacking = "" if (found := engine.available(device)).ok else f"it does not run on {device}: {found.reason}"
-        variants.append(Variant(_distinct(_label(text), variants), engine, AS_GIVEN, name, lacking=lacking))
+        variants.append(Variant(_distinct(_label(text), variants), engine, AS_GIVEN, name, unavailable=lacking))
     for variant in _of_module(recipe):
         check = verify_step(recipe, variant.id, "engine", LOAD, variant.engine, device)
         steps.append(check)

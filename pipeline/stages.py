@@ -15,7 +15,7 @@ from enginesmith.pipeline.pruning.record import Facts
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.runner import Outcomes
 from enginesmith.pipeline.settings import Settings
-from enginesmith.pipeline.single import finished
+from enginesmith.pipeline.single import run_steps
 from enginesmith.pipeline.source import SAVED, resolve
 from enginesmith.pipeline.sparsity.options import SparsifyOptions
 from enginesmith.pipeline.steps import Step
@@ -103,7 +103,7 @@ def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
     if output.exists() and not (output / SAVED).is_file() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"{output} is there already, and holds something else", "give a new folder: -o DIR")
     steps, last, cut = plans.prune_steps(recipe)
-    outcomes = finished(steps, settings, recipe)
+    outcomes = run_steps(steps, settings, recipe)
     made, pruned = outcomes[last].artifact, outcomes[cut].artifact
     assert made is not None
     assert pruned is not None
@@ -125,7 +125,7 @@ def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
 
 def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
     """Compare an ONNX file with the recipe's model at the points of the shape range."""
-    outcomes = finished(plans.verify_steps(recipe, str(file)), settings, recipe)
+    outcomes = run_steps(plans.verify_steps(recipe, str(file)), settings, recipe)
     fidelity = _fidelity(outcomes, "verify-file")
     good = all(entry.passed for entry in fidelity)
     return StageResult(summary=f"{file} {'equals' if good else 'differs from'} {recipe.model}", fidelity=fidelity)
@@ -154,10 +154,10 @@ def _to_file(
     if output.suffix != ".onnx":
         raise UsageError(f"the output {str(output)!r} is no .onnx file", f"call it {output.with_suffix('.onnx')}")
     _hold_apart(recipe, output)
-    outcomes = finished(steps, settings, recipe)
+    outcomes = run_steps(steps, settings, recipe)
     made = outcomes[stage].artifact
     if made is None:
-        short = next((one.artifact.breach for one in outcomes.values() if one.artifact and one.artifact.breach), "")
+        short = next((one.artifact.rejected for one in outcomes.values() if one.artifact and one.artifact.rejected), "")
         raise FidelityError(short or outcomes[stage].reason, "nothing was written; ask for less, or search for longer")
     fidelity = _fidelity(outcomes, f"verify-{stage}")
     if failed := [entry for entry in fidelity if not entry.passed]:

@@ -30,13 +30,13 @@ class Step:
 
     id: str
     task: Task
-    needs: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, str] = field(default_factory=dict)
     """Role → id of a step; without all of them the step cannot run."""
-    wants: dict[str, str] = field(default_factory=dict)
+    optional_inputs: dict[str, str] = field(default_factory=dict)
     """Role → id of a step that may fail: one failed variant does not keep the others from being compared."""
-    vital: bool = False
-    """Whether nothing is worth doing once this has failed."""
-    lacking: str = ""
+    required: bool = False
+    """Whether the whole run stops once this has failed."""
+    unavailable: str = ""
     """What this machine lacks to do it; another one may have it, so the step is left for that."""
     place: Place | None = None
     """Where it has to run, as builds for a device and measurements have to; None means anywhere."""
@@ -45,8 +45,13 @@ class Step:
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Return the step's name for people."""
         return self.label or self.id
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """List the ids of the steps that it takes artifacts from."""
+        return (*self.inputs.values(), *self.optional_inputs.values())
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class Variant:
     recovered: tuple[str, ...] = ()
     """The steps that trained it back."""
     sparsity: str | None = None
-    lacking: str = ""
+    unavailable: str = ""
     """Why it can be built here, and not run."""
     lowering: Name | None = None
     """The precision that the graph is turned into for it; None where it is taken as it is."""
@@ -113,7 +118,7 @@ class Plan:
             name = waiting.pop()
             if name not in found:
                 found.add(name)
-                waiting += self._by_id[name].needs.values()
+                waiting += self._by_id[name].inputs.values()
         return [step.id for step in self.steps if step.id in found]
 
     def graph_of(self, variant: Variant) -> str | None:
@@ -125,7 +130,7 @@ class Plan:
         return self._need(variant.verified[-1], REFERENCE) if variant.verified else None
 
     def _need(self, step: str, role: str) -> str | None:
-        return self._by_id[step].needs.get(role) if step in self._by_id else None
+        return self._by_id[step].inputs.get(role) if step in self._by_id else None
 
 
 def audited(variant: Variant, graph: str, device: Device) -> tuple[Variant, list[Step]]:
@@ -134,5 +139,7 @@ def audited(variant: Variant, graph: str, device: Device) -> tuple[Variant, list
     steps = [Step(f"audit-{graph}", Audit(), {"model": graph, **needs})]
     if variant.engine.shows_graph:
         task = Audit(engine=variant.engine, device=device)
-        steps.append(Step(f"audit-{variant.id}", task, {"model": variant.artifact, **needs}, lacking=variant.lacking))
+        steps.append(
+            Step(f"audit-{variant.id}", task, {"model": variant.artifact, **needs}, unavailable=variant.unavailable)
+        )
     return replace(variant, audits=tuple(step.id for step in steps)), steps

@@ -78,7 +78,7 @@ class Store:
             return None
         found = self._local.find(key)
         if self._shared is not None and key not in self._published:
-            if found is None or found.provisional:  # another machine may have a final one
+            if found is None or found.incomplete:  # another machine may have a final one
                 found = self._downloaded(self._shared, key) or found
             elif key in self._unshared:
                 found = self._share(self._shared, key, found)
@@ -140,8 +140,8 @@ class Store:
         file: str,
         signature: Signature | None,
         history: tuple[HistoryEntry, ...],
-        breach: str = "",
-        provisional: bool = False,
+        rejected: str = "",
+        incomplete: bool = False,
         read: ReadRecord | None = None,
     ) -> Artifact:
         """Move a workspace's content under its key, in one step, and give back the artifact.
@@ -159,8 +159,8 @@ class Store:
                 files={name: stored_file(folder / name) for name in files_below(folder)},
                 signature=signature,
                 history=history,
-                breach=breach,
-                provisional=provisional,
+                rejected=rejected,
+                incomplete=incomplete,
                 step=history[-1].step if history else "",
             )
             if self._shared is not None:

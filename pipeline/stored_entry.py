@@ -31,8 +31,8 @@ class Manifest(BaseModel):
     files: dict[str, StoredFile]
     signature: Signature | None
     history: tuple[HistoryEntry, ...]
-    breach: str
-    provisional: bool = False
+    rejected: str
+    incomplete: bool = False
     step: str
     upload: str = ""
     """In a shared store, the folder beside the manifest that has the files: each upload has its own."""
@@ -70,8 +70,8 @@ class Manifest(BaseModel):
             bytes=self.bytes,
             signature=self.signature,
             history=self.history,
-            breach=self.breach,
-            provisional=self.provisional,
+            rejected=self.rejected,
+            incomplete=self.incomplete,
             key=key,
         )
 

@@ -18,7 +18,7 @@ from enginesmith.pipeline.errors import SignatureError, SourceError
 from enginesmith.pipeline.source import Source
 from enginesmith.pipeline.tensors import Signature, TensorSpec, check_feeds
 from enginesmith.pipeline.torch_shapes import default_specs, dtype_name, infer_dims, sizes_of
-from enginesmith.pipeline.watch import watching
+from enginesmith.pipeline.watch import track_files
 
 _UNNAMED = re.compile(r"input_\d+")
 """Names of inputs that have none: the module takes ``*args``."""
@@ -85,12 +85,12 @@ def load(source: Source, options: LoadOptions) -> LoadedModel:
         SignatureError: the given inputs do not fit it.
     """
     torch.manual_seed(options.seed)
-    with watching(options.allow_pickle) as watch:
+    with track_files(options.allow_pickle) as tracker:
         if source.form == "pt2":
-            watch.read(source.target)  # torch opens it below Python, where no audit event tells
+            tracker.add(source.target)  # torch opens it below Python, where no audit event tells
         built = factories.build(source)
         loaded = _understood(source, options, built)
-    return dataclasses.replace(loaded, files=tuple(sorted(watch.files)), packages=watch.packages())
+    return dataclasses.replace(loaded, files=tuple(sorted(tracker.files)), packages=tracker.packages())
 
 
 def _understood(source: Source, options: LoadOptions, built: factories.Built) -> LoadedModel:

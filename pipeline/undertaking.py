@@ -1,14 +1,15 @@
-"""Runs that are made together: their plans as one, each run directory kept in step with its own part of it."""
+"""Carry out several runs together: merge their plans, and keep each run directory up to date with its part."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from enginesmith.pipeline import kept, workers
+from enginesmith.pipeline import workers
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.executors.base import Executor
+from enginesmith.pipeline.kept import has_handoff, load_handoff, save_handoff
 from enginesmith.pipeline.measure import device
 from enginesmith.pipeline.merging import Merged, merged
 from enginesmith.pipeline.placing import placed
@@ -25,8 +26,8 @@ from enginesmith.pipeline.storage import storage_errors
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A run that is asked for: what is done, where it is kept, and on the machines of which target it is done."""
+class RunRequest:
+    """Request a run: its recipe, its run directory, and the machines of which target do it."""
 
     name: str
     """Unlike that of any other run."""
@@ -39,8 +40,8 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Finished:
-    """What came of it."""
+class RunResult:
+    """Report how a requested run ended."""
 
     run: Run | None
     """What its run directory says; None where it was not begun."""
@@ -52,38 +53,38 @@ class Finished:
 
 
 @dataclass
-class _Begun:
-    """One of the runs, which has a plan and then a directory."""
+class _ActiveRun:
+    """Track a run that has a plan and a run directory."""
 
-    asked: Asked
+    request: RunRequest
     plan: Plan
     directory: RunDirectory
     shared: frozenset[str] = frozenset()
-    """Its steps that another run does, too, and that are done for that one."""
+    """Steps that another run shares, and that are done for that one."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     @property
     def ended(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Tell whether no step is left."""
         return len(self.outcomes) == len(self.plan.steps)
 
 
-class Undertaking:
-    """Several runs, planned when this is made."""
+class OptimizeJob:
+    """Plan several runs, and carry them out together."""
 
-    def __init__(self, asked: Sequence[Asked], settings: Settings) -> None:
-        self._asked, self._settings = asked, settings
+    def __init__(self, requests: Sequence[RunRequest], settings: Settings) -> None:
+        self._requests, self._settings = requests, settings
         self._errors: dict[str, EnginesmithError] = {}
         self._plans: dict[str, Plan] = {}
-        self._begun: dict[str, _Begun] = {}
+        self._active: dict[str, _ActiveRun] = {}
         self._environment = device.environment()
-        for one in asked:
-            with self._failing(one):
+        for one in requests:
+            with self._record_errors(one):
                 self._plans[one.name] = plan(one.recipe, here=settings.executor == "local")
                 workers.also_preload(resolve(one.recipe.model).libraries)
 
-    def carry_out(self) -> list[Finished]:
-        """Do all steps of all, and say what came of each.
+    def run(self) -> list[RunResult]:
+        """Carry out the steps of all runs, and return each run's result.
 
         Raises:
             EnginesmithError: nothing could be begun: the store or the cluster is not there.
@@ -91,22 +92,22 @@ class Undertaking:
         if self._plans:
             with contextlib.ExitStack() as stack:
                 executor = stack.enter_context(self._settings.open_executor())
-                for one in self._asked:
+                for one in self._requests:
                     if one.name in self._plans:
-                        with self._failing(one):
-                            self._begun[one.name] = self._begin(one, executor, stack)
-                self._run(executor)
-        return [self._finished(one) for one in self._asked]
+                        with self._record_errors(one):
+                            self._active[one.name] = self._activate(one, executor, stack)
+                self._run_plans(executor)
+        return [self._result(one) for one in self._requests]
 
     @contextlib.contextmanager
-    def _failing(self, one: Asked) -> Iterator[None]:
-        """Where one of them fails, the others go on."""
+    def _record_errors(self, one: RunRequest) -> Iterator[None]:
+        """Record an error as this run's; the other runs go on."""
         try:
             yield
         except EnginesmithError as error:
             self._errors[one.name] = error
 
-    def _begin(self, one: Asked, executor: Executor, stack: contextlib.ExitStack) -> _Begun:
+    def _activate(self, one: RunRequest, executor: Executor, stack: contextlib.ExitStack) -> _ActiveRun:
         stack.enter_context(claimed(one.out, one.recipe))
         made, place = self._plans[one.name], one.place
         if place is None and not executor.here:
@@ -115,23 +116,25 @@ class Undertaking:
             made = placed(made, place, executor.lacking(place))
         directory = RunDirectory(one.out, one.recipe, made, self._environment, len(self._plans))
         directory.write()
-        return _Begun(one, made, directory)
+        return _ActiveRun(one, made, directory)
 
-    def _run(self, executor: Executor) -> None:
-        settings, runs = self._settings, self._begun.values()
-        together = merged({name: one.plan for name, one in self._begun.items()})
-        for name, one in self._begun.items():
+    def _run_plans(self, executor: Executor) -> None:
+        settings, runs = self._settings, self._active.values()
+        together = merged({name: one.plan for name, one in self._active.items()})
+        for name, one in self._active.items():
             one.shared = together.done_for_others(name)
         runner = Runner(executor, self._log_of(together), settings.time_limit_seconds, settings.listener)
-        given = together.together({name: self._kept(one, together, runner) for name, one in self._begun.items()})
-        most = max((len(one.asked.recipe.batch) for one in runs), default=1)
+        given = together.together(
+            {name: self._handed_over(one, together, runner) for name, one in self._active.items()}
+        )
+        most = max((len(one.request.recipe.batch) for one in runs), default=1)
         steps = in_time(together.steps, settings.time_limit_seconds, most)
 
         with files.Writer(len(runs)) as reports:
 
             def update(new: Outcomes) -> None:
                 for name, found in together.of_each(new).items():
-                    one = self._begun[name]
+                    one = self._active[name]
                     one.outcomes |= found
                     one.directory.update(one.outcomes)
                     if one.ended:
@@ -145,54 +148,54 @@ class Undertaking:
                     if not one.ended:
                         self._report(one, reports)
         for one in runs:
-            if any(outcome.status == "lacking" for outcome in one.outcomes.values()):
-                with storage_errors(f"the run directory {one.asked.out}"):
+            if any(outcome.status == "unavailable" for outcome in one.outcomes.values()):
+                with storage_errors(f"the run directory {one.request.out}"):
                     engines = {variant.artifact: f"variants/{variant.id}" for variant in one.plan.variants}
-                    kept.save(one.asked.out, one.plan, one.outcomes, engines)
+                    save_handoff(one.request.out, one.plan, one.outcomes, engines)
 
-    def _report(self, one: _Begun, reports: files.Writer) -> None:
+    def _report(self, one: _ActiveRun, reports: files.Writer) -> None:
         one.directory.write()
-        reports.write(one.asked.out)
+        reports.write(one.request.out)
 
     def _log_of(self, together: Merged) -> Callable[[Step], Path]:
-        """The logs of what several share are in the folder of the first of them."""
+        """Choose log files: those of shared steps lie in the first run's folder."""
 
         def log_of(step: Step) -> Path:
             name, own = together.takers[step.id][0]
-            return self._begun[name].asked.out / "logs" / f"{own}.log"
+            return self._active[name].request.out / "logs" / f"{own}.log"
 
         return log_of
 
-    def _kept(self, one: _Begun, together: Merged, runner: Runner) -> Outcomes:
-        """What the run directory keeps of an earlier run, perhaps of another machine; for the same model only."""
-        out = one.asked.out
-        if not kept.exists(out):
+    def _handed_over(self, one: _ActiveRun, together: Merged, runner: Runner) -> Outcomes:
+        """Load the outcomes of an earlier run of the same model, perhaps on another machine."""
+        out = one.request.out
+        if not has_handoff(out):
             return {}
-        load = together.named(one.asked.name, LOAD)
+        load = together.named(one.request.name, LOAD)
         loaded = runner.run([load])[load.id].artifact
-        found = kept.read(out, one.plan, loaded) if loaded else {}
+        found = load_handoff(out, one.plan, loaded) if loaded else {}
         if not found:
             one.directory.caution("the model is not the one that this run was begun with: everything is made anew")
         return found
 
-    def _finished(self, one: Asked) -> Finished:
-        begun = self._begun.get(one.name)
-        if begun is None:
-            return Finished(None, self._errors[one.name])
-        run, outcomes = begun.directory.write(), begun.outcomes
-        reused = sum(outcome.cached or step in begun.shared for step, outcome in outcomes.items())
+    def _result(self, one: RunRequest) -> RunResult:
+        active = self._active.get(one.name)
+        if active is None:
+            return RunResult(None, self._errors[one.name])
+        run, outcomes = active.directory.write(), active.outcomes
+        reused = sum(outcome.cached or step in active.shared for step, outcome in outcomes.items())
         again = self._settings.resuming(one.fleet or one.out)
-        return Finished(run, _useless(run, outcomes, again), len(outcomes), reused)
+        return RunResult(run, _why_unusable(run, outcomes, again), len(outcomes), reused)
 
 
 def _device(recipe: Recipe) -> str:
-    """What the steps of a recipe run on, as far as engines say it."""
+    """Find the kind of device that a recipe's engines run on."""
     cuda = any("cpu" not in engine_class(name).kinds for name in recipe.engines)
     return "cuda" if cuda or recipe.where.kind == "cuda" else "cpu"
 
 
-def _useless(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError | None:
-    """Why nothing came out that can be used, if so; ``again`` is the command that goes on."""
+def _why_unusable(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError | None:
+    """Explain why no usable variant came out, if so; ``again`` is the command that resumes."""
     for name in (LOAD, REFERENCE):
         if (error := outcomes[name].error) is not None:
             return error
@@ -202,7 +205,7 @@ def _useless(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError | Non
     for kind in (MissingCapability, UsageError):
         if errors and all(isinstance(error, kind) for error in errors):
             return errors[0]
-    lacking = [outcome.reason for outcome in outcomes.values() if outcome.status == "lacking"]
+    lacking = [outcome.reason for outcome in outcomes.values() if outcome.status == "unavailable"]
     if lacking and not errors:
         return MissingCapability(lacking[0], f"do it where that is: `{again}` goes on there")
     reasons = "\n".join(f"  {record.id}: {record.reason}" for record in run.variants)

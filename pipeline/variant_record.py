@@ -12,7 +12,7 @@ from enginesmith.pipeline.measure.memory import MemoryRow
 from enginesmith.pipeline.measure.profile import Profile
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.roofline import LimitRow, floor
-from enginesmith.pipeline.outcomes import all_made, entries, made, why_missing
+from enginesmith.pipeline.outcomes import artifact_of, artifacts_of, records_of, why_missing
 from enginesmith.pipeline.precision.audit.coverage import Coverage
 from enginesmith.pipeline.precision.kinds import KINDS
 from enginesmith.pipeline.recovery.record import read as read_recovery
@@ -28,23 +28,23 @@ def record(
     variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...], file: Path | None
 ) -> VariantRecord:
     """The record as far as it is known; ``rows`` are its latencies, ``file`` is the engine's in the run directory."""
-    own = made(outcomes, variant.artifact)
+    own = artifact_of(outcomes, variant.artifact)
     failure, kind = _failure(variant, plan, outcomes, rows)
     unfinished = _unfinished(variant, plan, outcomes)
     measured = any(row.p50_ms is not None for row in rows)
-    there = own and not unfinished and not (variant.lacking and own.kind != "engine")
+    there = own and not unfinished and not (variant.unavailable and own.kind != "engine")
     status = "failed" if failure else "measured" if measured else "built" if there else "skipped"
     build = _build(variant, own)
-    memory, quality = (next(iter(entries(outcomes, step)), None) for step in (variant.memory, variant.quality))
+    memory, quality = (next(iter(records_of(outcomes, step)), None) for step in (variant.memory, variant.quality))
     reasons = {} if quality else {"quality": why_missing(variant.quality, outcomes)}
     reasons |= {} if memory else {"memory": why_missing(variant.memory, outcomes)}
     reasons |= {} if rows else {"latency": why_missing(plan.latency, outcomes)}
-    profile = entries(outcomes, variant.profile)
+    profile = records_of(outcomes, variant.profile)
     limits = _held_against_limits(variant, plan, outcomes, rows)
     reasons |= {} if profile else {"profile": why_missing(variant.profile, outcomes)}
     reasons |= {} if limits else {"limits": why_missing(variant.work and plan.limits, outcomes)}
     audits, missing = _audits(variant, outcomes)
-    assignment = tuple(Assignment.model_validate(entry) for entry in entries(outcomes, variant.assignment))
+    assignment = tuple(Assignment.model_validate(entry) for entry in records_of(outcomes, variant.assignment))
     return VariantRecord(
         id=variant.id,
         engine=variant.engine.name,
@@ -55,12 +55,12 @@ def record(
         workspace_limit_bytes=build.workspace_limit_bytes if build and variant.workspace else None,
         target=variant.target,
         status=status,
-        reason=failure or unfinished or variant.lacking or _partial_failure(rows),
+        reason=failure or unfinished or variant.unavailable or _partial_failure(rows),
         failure=kind or None,
         artifact=_stored(own, file),
         history=own.history if own else (),
         fidelity=tuple(
-            StageFidelity.model_validate(entry) for check in variant.verified for entry in entries(outcomes, check)
+            StageFidelity.model_validate(entry) for check in variant.verified for entry in records_of(outcomes, check)
         ),
         latency=rows,
         quality=Quality.model_validate(quality) if quality else None,
@@ -68,8 +68,8 @@ def record(
         limits=limits,
         profile=tuple(Profile.model_validate(entry) for entry in profile),
         build=build,
-        pruning=tuple(read_facts(one) for one in all_made(outcomes, variant.pruned)),
-        recovery=tuple(read_recovery(one.folder) for one in all_made(outcomes, variant.recovered)),
+        pruning=tuple(read_facts(one) for one in artifacts_of(outcomes, variant.pruned)),
+        recovery=tuple(read_recovery(one.folder) for one in artifacts_of(outcomes, variant.recovered)),
         **audits,
         assignment=assignment,
         search=_search(variant, outcomes, len(assignment) or None),
@@ -80,14 +80,14 @@ def record(
 
 def device_limits(plan: Plan, outcomes: Outcomes) -> DeviceLimits | None:
     """What the device can do at best, where that was measured."""
-    found = made(outcomes, plan.limits)
+    found = artifact_of(outcomes, plan.limits)
     return read_limits(found) if found else None
 
 
 def _held_against_limits(
     variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...]
 ) -> tuple[LimitRow, ...]:
-    limits, counted = device_limits(plan, outcomes), made(outcomes, variant.work)
+    limits, counted = device_limits(plan, outcomes), artifact_of(outcomes, variant.work)
     if limits is None or counted is None:
         return ()
     measured = {row.batch: row.median_ms.median if row.median_ms else row.p50_ms for row in rows}
@@ -100,7 +100,7 @@ def _audits(variant: Variant, outcomes: Outcomes) -> tuple[dict[str, Coverage], 
     reasons: dict[str, str] = {}
     for index, name in enumerate(("coverage", "engine_coverage")):
         step = variant.audits[index] if index < len(variant.audits) else None
-        entry = next(iter(entries(outcomes, step)), None)
+        entry = next(iter(records_of(outcomes, step)), None)
         if entry:
             found[name] = Coverage.model_validate(entry)
         elif step:
@@ -116,7 +116,7 @@ def _audits(variant: Variant, outcomes: Outcomes) -> tuple[dict[str, Coverage], 
 
 def _search(variant: Variant, outcomes: Outcomes, groups: int | None) -> tuple[SearchStep, ...]:
     """The trials, which the record of the last step that was done holds all of."""
-    done = [step for step in variant.search if made(outcomes, step)]
+    done = [step for step in variant.search if artifact_of(outcomes, step)]
     return tuple(
         SearchStep.model_validate(
             {
@@ -126,13 +126,13 @@ def _search(variant: Variant, outcomes: Outcomes, groups: int | None) -> tuple[S
                 "quantised": None if groups is None else groups - len(entry["kept"]),
             }
         )
-        for index, entry in enumerate(entries(outcomes, done[-1] if done else None), 1)
+        for index, entry in enumerate(records_of(outcomes, done[-1] if done else None), 1)
     )
 
 
 def _synthetic(variant: Variant, outcomes: Outcomes) -> bool:
     """Whether ranges that are part of the graph come from made-up data."""
-    found = made(outcomes, variant.calibration)
+    found = artifact_of(outcomes, variant.calibration)
     if found is None or variant.lowering is None or not KINDS[variant.lowering].calibrated:
         return False
     return _made_up(found.path)
@@ -177,8 +177,8 @@ def _failure(variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[Laten
         outcome = outcomes.get(name)
         if outcome and outcome.status == "failed":
             return f"{name}: {outcome.reason}", outcome.error.failure if outcome.error else ""
-        if outcome and outcome.artifact and outcome.artifact.breach:
-            return outcome.artifact.breach, WrongEngine.failure
+        if outcome and outcome.artifact and outcome.artifact.rejected:
+            return outcome.artifact.rejected, WrongEngine.failure
     return (_partial_failure(rows), "") if rows and all(row.failure for row in rows) else ("", "")
 
 

@@ -83,7 +83,7 @@ def _tensorrt_variants(recipe: Recipe, engine: type[TensorRT], precision: str, h
             with contextlib.suppress(MissingCapability):  # this variant's own failure, once it is built
                 chosen.targets(cuda_device(recipe.where.index))
             found = chosen.runnable(device_for(recipe, chosen)) if here and engine.built_elsewhere else None
-            yield variant if found is None or found.ok else replace(variant, lacking=found.reason)
+            yield variant if found is None or found.ok else replace(variant, unavailable=found.reason)
 
 
 def _limits(recipe: Recipe) -> list[tuple[str, int | None]]:

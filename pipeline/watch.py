@@ -1,4 +1,4 @@
-"""What a user's code touches while a model is loaded: files it reads are remembered, pickles are refused.
+"""Track the files that a user's code reads while a model is loaded, and refuse pickles.
 
 Python's audit events tell both (PEP 578): ``open`` for every file, ``pickle.find_class`` before an unpickler may call
 anything. ``torch.load(weights_only=True)`` has an unpickler of its own that can build nothing but tensors; it
@@ -25,18 +25,18 @@ _ROOT = Path(__file__).parent.parent
 _OWN_CODE = tuple(_ROOT / name for name in (*OWN_FOLDERS, "cli.py"))
 
 
-class Watch:
-    """Files read so far, and whether pickles may be read."""
+class FileTracker:
+    """Collect the files read so far, and refuse pickles unless they are allowed."""
 
     def __init__(self, allow_pickle: bool) -> None:
         self.allow_pickle = allow_pickle
         self.files: set[Path] = set()
 
-    def saw(self, event: str, args: tuple[Any, ...]) -> None:
-        """Take one audit event."""
+    def handle_event(self, event: str, args: tuple[Any, ...]) -> None:
+        """Handle one audit event."""
         if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
             if not isinstance(args[1], str) or not set(args[1]) & set("wax+"):
-                self.read(args[0])
+                self.add(args[0])
         elif event == "pickle.find_class" and not self.allow_pickle:
             raise SourceError(
                 f"loading the model unpickles {args[0]}.{args[1]}, and a pickle can run any code",
@@ -44,8 +44,8 @@ class Watch:
                 "or add --allow-pickle if you trust the file",
             )
 
-    def read(self, path: Any) -> None:
-        """Remember a file of the user's (not of Python, an installed package or the system)."""
+    def add(self, path: Any) -> None:
+        """Add a file of the user's (not of Python, an installed package or the system)."""
         found = Path(os.fsdecode(path)).absolute()
         ours = found.suffix == ".py" and any(found.is_relative_to(place) for place in _OWN_CODE)
         ours |= found.parent.suffix == ".egg-info" and found.is_relative_to(_ROOT)  # of an editable install
@@ -55,7 +55,7 @@ class Watch:
             self.files.add(found)
 
     def packages(self) -> dict[str, str]:
-        """Installed packages, by name, that were imported beyond those that every worker has; with their versions."""
+        """List packages imported beyond those that every worker has, with their versions."""
         common: frozenset[str] = getattr(sys.modules.get(PRELOADED), "COMMON", frozenset())
         modules = {name.partition(".")[0] for name in sys.modules} - common
         if not modules:
@@ -65,33 +65,33 @@ class Watch:
         return {name: importlib.metadata.version(name) for name in sorted(names)}
 
 
-_active: list[Watch] = []
+_active: list[FileTracker] = []
 
 
 @functools.cache
 def _foreign() -> tuple[Path, ...]:
-    """Folders whose files are covered otherwise: versions of packages, or nothing that a model is made of."""
+    """List folders whose files are covered otherwise: versions of packages, or nothing that a model is made of."""
     paths = sysconfig.get_paths()
     packages = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {site.getusersitepackages()}
     return tuple(Path(path) for path in (*sorted(packages), "/proc", "/sys", "/dev"))
 
 
 @contextlib.contextmanager
-def watching(allow_pickle: bool) -> Iterator[Watch]:
-    """Watch this process until the block ends."""
+def track_files(allow_pickle: bool) -> Iterator[FileTracker]:
+    """Track this process until the block ends."""
     if not _installed:
         _install()
-    watch = Watch(allow_pickle)
-    _active.append(watch)
+    tracker = FileTracker(allow_pickle)
+    _active.append(tracker)
     try:
-        with _seen_below_python(watch):
-            yield watch
+        with _track_native_opens(tracker):
+            yield tracker
     finally:
-        _active.remove(watch)
+        _active.remove(tracker)
         for module in list(sys.modules.values()):
             if isinstance(file := getattr(module, "__file__", None), str) and file.endswith(".py"):
-                watch.read(file)
-        watch.files = {path for path in watch.files if path.is_file()}
+                tracker.add(file)
+        tracker.files = {path for path in tracker.files if path.is_file()}
 
 
 _installed: list[bool] = []
@@ -99,23 +99,23 @@ _installed: list[bool] = []
 
 def _install() -> None:
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        for watch in _active:
-            watch.saw(event, args)
+        for tracker in _active:
+            tracker.handle_event(event, args)
 
     sys.addaudithook(hook)
     _installed.append(True)
 
 
 @contextlib.contextmanager
-def _seen_below_python(watch: Watch) -> Iterator[None]:
-    """Some libraries open files from Rust or C++, which no audit event tells: stand in at their entrances."""
+def _track_native_opens(tracker: FileTracker) -> Iterator[None]:
+    """Wrap functions that open files from Rust or C++, for which there is no audit event."""
     names = {"safe_open": "safetensors", "jit.load": "torch", "export.load": "torch"}
     with contextlib.ExitStack() as stack:
         for path, library in names.items():
             *parts, name = path.split(".")
             home = importlib.import_module(".".join((library, *parts)))
             opened = getattr(home, name)
-            stand_in = _noting(watch, opened)
+            stand_in = _recording(tracker, opened)
             for place in list(sys.modules.values()):
                 if vars(place).get(name) is opened:
                     setattr(place, name, stand_in)
@@ -123,11 +123,11 @@ def _seen_below_python(watch: Watch) -> Iterator[None]:
         yield
 
 
-def _noting(watch: Watch, opened: Any) -> Any:
+def _recording(tracker: FileTracker, opened: Any) -> Any:
     @functools.wraps(opened, updated=())
     def open_and_note(file: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(file, (str, os.PathLike)):
-            watch.read(file)
+            tracker.add(file)
         return opened(file, *args, **kwargs)
 
     return open_and_note

@@ -27,7 +27,7 @@ from enginesmith.pipeline.measure.memory import measure_memory
 from enginesmith.pipeline.measure.race import Candidate, LatencySettings
 from enginesmith.pipeline.runner import Event, Outcome
 from enginesmith.pipeline.settings import Settings
-from enginesmith.pipeline.single import attempted
+from enginesmith.pipeline.single import try_steps
 from enginesmith.pipeline.steps import REFERENCE, Variant
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.measure import measured_feeds
@@ -102,7 +102,7 @@ def _made(chosen: Field, jobs: int, clock: Clock) -> Mapping[str, Outcome]:
             print(f"  {event.step.id}: {_line(event.outcome.reason)}", flush=True)
 
     settings = Settings(jobs=jobs, time_limit_seconds=clock.left(_MAKING), listener=listener)
-    return attempted(chosen.steps, settings, chosen.recipe)
+    return try_steps(chosen.steps, settings, chosen.recipe)
 
 
 def _fidelity(variant: Variant, outcomes: Mapping[str, Outcome]) -> list[dict[str, Any]]:

@@ -99,7 +99,7 @@ def _needed(steps: Sequence[Step], variants: Sequence[Variant]) -> tuple[Step, .
         name = waiting.pop()
         if name not in needed:
             needed.add(name)
-            waiting += by_id[name].needs.values()
+            waiting += by_id[name].inputs.values()
     return tuple(step for name, step in by_id.items() if name in needed)
 
 
@@ -110,6 +110,6 @@ def why_not(variant: Variant, outcomes: Mapping[str, Outcome]) -> str:
         if outcome is None:
             return f"{name} was not reached"
         if not outcome.good:
-            breach = outcome.artifact.breach if outcome.artifact else ""
-            return str(outcome.error) if outcome.error else breach or outcome.reason
+            rejected = outcome.artifact.rejected if outcome.artifact else ""
+            return str(outcome.error) if outcome.error else rejected or outcome.reason
     return ""

@@ -218,7 +218,7 @@ class Engine(BaseModel, ABC):
         """The ONNX file of exactly those operators that a session runs; it may be written into ``scratch``."""
         raise TypeError(f"{self.name} does not show the graph that it runs")
 
-    def surroundings(self, device: Device) -> dict[str, Any]:
+    def environment_key(self, device: Device) -> dict[str, Any]:
         """Facts about this machine that decide what ``build`` writes, where there are any."""
         return {}
 

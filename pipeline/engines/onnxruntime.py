@@ -92,7 +92,7 @@ class OnnxRuntime(Engine):
         """``tf32`` where that is allowed."""
         return "tf32" if self.tf32 else "fp32"
 
-    def surroundings(self, device: Device) -> dict[str, Any]:
+    def environment_key(self, device: Device) -> dict[str, Any]:
         """The processor and version that an optimised graph holds for."""
         return _here(device).model_dump() if self._saves(device) else {}
 

@@ -100,7 +100,7 @@ class TensorRT(Engine):
         reason = f"it is built for {', '.join(targets)}, and {device} is {here.target} ({here.name})"
         return Availability(ok=False, reason=reason, remedy=f"build it for --target {here.target}")
 
-    def surroundings(self, device: Device) -> dict[str, Any]:
+    def environment_key(self, device: Device) -> dict[str, Any]:
         """The device and driver that the builder times kernels on, where no target was named; plugins by content."""
         plugins = {name: file_digest(Path(name)) for name in self.options.plugins if Path(name).is_file()}
         found: dict[str, Any] = {"plugins": plugins} if plugins else {}
@@ -152,13 +152,13 @@ class TensorRT(Engine):
         record = self._manifest(request, order, built, found, here, trt.__version__, notes)
         manifest.path_beside(request.out / ENGINE_FILE).write_text(record.model_dump_json(indent=1) + "\n")
         (request.out / LOG_FILE).write_text(built.log.text)
-        breach = f"the engine is not what was asked for: {found.problems[0]}" if found.problems else ""
+        rejected = f"the engine is not what was asked for: {found.problems[0]}" if found.problems else ""
         return Effect(
             file=ENGINE_FILE,
             summary=_summary(record),
             notes=(*notes, *found.notes),
             signature=signature,
-            breach=breach,
+            rejected=rejected,
         )
 
     def targets(self, here: cuda.CudaDevice | None) -> tuple[str, ...]:

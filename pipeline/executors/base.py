@@ -165,7 +165,7 @@ class Job:
                 "tools": self.tools,
                 "code": own_code(),
                 "plugins": plugins.identify_plugins(self.step.task),
-                "surroundings": self.step.task.surroundings,
+                "environment_key": self.step.task.environment_key,
                 "inputs": {role: artifact.sha256 for role, artifact in sorted(self.inputs.items())},
             }
         )
@@ -179,7 +179,7 @@ class Job:
         """What the store has of it, with the history of these inputs: others may have come to the same another way."""
         for known in self.store.reads(self._name).known():
             found = self.store.get(self._key(known))
-            if found is not None and not found.provisional:
+            if found is not None and not found.incomplete:
                 return found.model_copy(update={"history": (*self._before, found.history[-1])})
         return None
 
@@ -204,8 +204,8 @@ class Job:
                 file=done.effect.file,
                 signature=done.effect.signature,
                 history=self._history(done),
-                breach=done.effect.breach,
-                provisional=done.effect.provisional,
+                rejected=done.effect.rejected,
+                incomplete=done.effect.incomplete,
                 read=read,
             )
 

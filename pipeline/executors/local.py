@@ -117,7 +117,7 @@ class LocalExecutor(Executor):
             order.log.parent.mkdir(parents=True, exist_ok=True)
             order.log.unlink(missing_ok=True)
         try:
-            if order.step.task.cheap:
+            if order.step.task.in_process:
                 return self._done_quickly(order, out)
             return self._done(order, out, begun)
         except (StepError, BuilderFailed) as error:

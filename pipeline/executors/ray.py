@@ -104,7 +104,7 @@ class RayExecutor(Executor):
     def known(self, order: Order) -> Artifact | None:
         """What the store has of it; what depends on the machine is looked for as nodes of the place would make it."""
         step, mine = order.step, Job(order.step, order.inputs, self._store)
-        if step.place is None and not step.task.bound:
+        if step.place is None and not step.task.machine_specific:
             return mine.found()
         if not self._store.reuse:
             return None

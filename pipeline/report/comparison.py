@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from enginesmith.pipeline.comparison import BatchComparison, Change, Comparison, Difference, Pair, VariantComparison
+from enginesmith.pipeline.comparison import BatchComparison, Change, Comparison, MetricDelta, Pair, VariantComparison
 from enginesmith.pipeline.differences import Changed
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.report.markup import plain, table
@@ -105,7 +105,7 @@ def _rows(variant: VariantComparison) -> Iterator[tuple[str, ...]]:
     yield from map(number_row, variant.numbers)
 
 
-def number_row(number: Difference) -> tuple[str, ...]:
+def number_row(number: MetricDelta) -> tuple[str, ...]:
     """One number in both runs; columns as in :data:`NUMBERS`."""
     sides = (_shown(number, number.before), _shown(number, number.after))
     return (_NAMES[number.name], *sides, _apart(number), _judgement(number))
@@ -152,7 +152,7 @@ def _share(ratio: float) -> str:
     return f"{percent:+.1f}".replace("-", "−") if abs(percent) < 10 else f"{percent:+.0f}".replace("-", "−")
 
 
-def _shown(number: Difference, value: float | None, *, signed: bool = False) -> str:
+def _shown(number: MetricDelta, value: float | None, *, signed: bool = False) -> str:
     if value is None:
         return "–"
     sign = ("+" if value > 0 else "−" if value < 0 else "±") if signed else "" if value >= 0 else "−"
@@ -164,7 +164,7 @@ def _shown(number: Difference, value: float | None, *, signed: bool = False) -> 
     return f"{sign}{size:.1f}" if number.name == "sqnr_db" else f"{sign}{size:.4f}"
 
 
-def _apart(number: Difference) -> str:
+def _apart(number: MetricDelta) -> str:
     if number.before is None or number.after is None:
         return "–"
     said = _shown(number, number.after - number.before, signed=True)
@@ -174,7 +174,7 @@ def _apart(number: Difference) -> str:
     return f"{said} [{', '.join(ends)}]" if ends else said
 
 
-def _judgement(number: Difference) -> str:
+def _judgement(number: MetricDelta) -> str:
     if number.significant is None or number.before is None or number.after is None:
         return ""
     return _COMPARED[number.name][number.after > number.before] if number.significant else _UNCERTAIN

@@ -161,12 +161,12 @@ def _ending(line: _Line) -> str:
     assert outcome is not None
     if outcome.status == "skipped":
         return "skipped"
-    if outcome.status == "lacking":
+    if outcome.status == "unavailable":
         return f"not on this machine: {outcome.reason}"
     if outcome.artifact is None:
         return f"{outcome.status}: {outcome.reason.splitlines()[0]}"
-    if outcome.artifact.breach:
-        return f"not good enough: {outcome.artifact.breach}"
+    if outcome.artifact.rejected:
+        return f"not good enough: {outcome.artifact.rejected}"
     last = outcome.artifact.history[-1]
     return f"{'reused' if outcome.cached else format_seconds(last.seconds)}  {last.effect}"
 

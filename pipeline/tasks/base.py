@@ -34,7 +34,7 @@ class Task(BaseModel, ABC):
     produces: ClassVar[Kind]
     exclusive: ClassVar[bool] = False
     """Whether nothing else may run on the machine at the same time."""
-    cheap: ClassVar[bool] = False
+    in_process: ClassVar[bool] = False
     """Whether it takes next to nothing and leaves nothing behind, so that others may be done in its process."""
 
     @property
@@ -61,7 +61,7 @@ class Task(BaseModel, ABC):
         return "one" if self.runs_on.kind == "cuda" else ""
 
     @property
-    def bound(self) -> bool:
+    def machine_specific(self) -> bool:
         """Whether it has to run on a machine of the target: what it makes or tells holds for no other kind."""
         return self.exclusive or bool(self.gpus)
 
@@ -71,7 +71,7 @@ class Task(BaseModel, ABC):
         return ()
 
     @property
-    def surroundings(self) -> dict[str, Any]:
+    def environment_key(self) -> dict[str, Any]:
         """Facts about this machine that decide what comes out; only measurements have some."""
         return {}
 

@@ -22,7 +22,7 @@ from enginesmith.pipeline.precision.taps import open_tapped
 from enginesmith.pipeline.precision.watched import Watched, watched
 from enginesmith.pipeline.tasks.base import Inputs, Task
 from enginesmith.pipeline.tensors import Array, Signature
-from enginesmith.pipeline.watch import watching
+from enginesmith.pipeline.watch import track_files
 
 _SYNTHETIC = "synthetic"
 """What the reference calls samples that were made up."""
@@ -78,9 +78,9 @@ class Feeder(BaseModel):
         return Feeding(data, data.provenance(self.seed, batch)), files
 
     def _read(self, data: str, signature: Signature) -> tuple[Dataset, tuple[Path, ...]]:
-        with watching(allow_pickle=False) as watch:
+        with track_files(allow_pickle=False) as tracker:
             found = open_dataset(data, signature.inputs, split="calibration", options=self.options)
-        files = (path for path in watch.files if path.suffix != ".py" or is_reference(data))
+        files = (path for path in tracker.files if path.suffix != ".py" or is_reference(data))
         return found, (*sorted(files), *found.folders)
 
     def _sampled(self, given: Dataset, batch: int) -> Dataset:

@@ -19,7 +19,7 @@ from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.shapes import example
 from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, TensorSpec
-from enginesmith.pipeline.watch import watching
+from enginesmith.pipeline.watch import track_files
 
 _NOT_JUDGED = "changed on purpose; its quality says whether that is good enough"
 
@@ -125,7 +125,7 @@ class Verify(Task):
         return Effect(
             file=RECORDS,
             summary=f"SQNR at least {worst:.0f} dB" if worst is not None else "outputs agree",
-            breach=f"after {self.stage} at {failed[0].point}: {failed[0].reason}" if failed else "",
+            rejected=f"after {self.stage} at {failed[0].point}: {failed[0].reason}" if failed else "",
         )
 
     def _compare(self, session: Session, case: samples.Case, feeds: Feeds, expected: Feeds) -> list[StageFidelity]:
@@ -188,9 +188,9 @@ def open_data(
     reference: str, inputs: Sequence[TensorSpec], count: int | None, seed: int, options: DataOptions
 ) -> tuple[Dataset, tuple[Path, ...]]:
     """The evaluation data, or so many samples of it; and the files that it was read from."""
-    with watching(allow_pickle=False) as watch:
+    with track_files(allow_pickle=False) as tracker:
         data = open_dataset(reference, inputs, split="test", options=options)
-    files = (path for path in watch.files if path.suffix != ".py" or is_reference(reference))
+    files = (path for path in tracker.files if path.suffix != ".py" or is_reference(reference))
     return data if count is None else data.sample(count, seed), (*sorted(files), *data.folders)
 
 

@@ -34,7 +34,7 @@ class DeviceRates(Task):
         return ("torch", "onnxruntime", "onnxruntime-gpu")
 
     @property
-    def surroundings(self) -> dict[str, Any]:
+    def environment_key(self) -> dict[str, Any]:
         return {"machine": devices.fingerprint(devices.environment())}
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:

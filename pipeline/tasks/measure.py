@@ -62,7 +62,7 @@ class Latency(Task):
         return tuple(dict.fromkeys(tool for engine in self.engines.values() for tool in engine.tools))
 
     @property
-    def surroundings(self) -> dict[str, Any]:
+    def environment_key(self) -> dict[str, Any]:
         return this_machine()
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
@@ -93,7 +93,7 @@ class Latency(Task):
         failed = [f"{name} failed" for name, rows in result.rows.items() if any(row.failure for row in rows)]
         measured = sorted({row.batch for rows in result.rows.values() for row in rows})
         summary = f"{len(candidates)} variants at batch {', '.join(map(str, measured))}"
-        return Effect(file=RECORDS, summary="; ".join([summary, *failed]), provisional=bool(failed))
+        return Effect(file=RECORDS, summary="; ".join([summary, *failed]), incomplete=bool(failed))
 
     def _settings(self) -> LatencySettings:
         """A sweep on the CPU has a limit in any case: without one the kernel would end other processes, too."""
@@ -135,7 +135,7 @@ class Memory(Task):
         return self.engine.tools
 
     @property
-    def surroundings(self) -> dict[str, Any]:
+    def environment_key(self) -> dict[str, Any]:
         return this_machine()
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
@@ -151,7 +151,7 @@ class Memory(Task):
             row = measure_memory(candidate, batch, feeds, logs, progress, *limits)
         write_records(out, [row])
         peak = format_bytes(row.peak_bytes) if row.peak_bytes is not None else row.reasons["peak_bytes"]
-        return Effect(file=RECORDS, summary=f"peak {peak} at batch {batch}", provisional=row.failure is not None)
+        return Effect(file=RECORDS, summary=f"peak {peak} at batch {batch}", incomplete=row.failure is not None)
 
 
 @functools.cache

@@ -40,7 +40,7 @@ class ProfileVariant(Task):
         return ("onnx", *self.engine.tools)
 
     @property
-    def surroundings(self) -> dict[str, Any]:
+    def environment_key(self) -> dict[str, Any]:
         return this_machine()
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
@@ -57,6 +57,6 @@ class ProfileVariant(Task):
             )
         write_records(out, [found])
         if found.total_ms is None or found.unattributed_share is None:
-            return Effect(file=RECORDS, summary=found.reasons["total_ms"], provisional=found.failure is not None)
+            return Effect(file=RECORDS, summary=found.reasons["total_ms"], incomplete=found.failure is not None)
         known = f"{1 - found.unattributed_share:.0%} of it on modules"
         return Effect(file=RECORDS, summary=f"{found.total_ms:.3g} ms in operators at batch {batch}, {known}")

@@ -73,8 +73,8 @@ class DenseEngine(Task):
         return self.way.tools
 
     @property
-    def surroundings(self) -> dict[str, Any]:
-        return self.way.engine.surroundings(self.way.device)
+    def environment_key(self) -> dict[str, Any]:
+        return self.way.engine.environment_key(self.way.device)
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         return self.way.build(inputs, inputs[MODEL], out, progress)
@@ -98,7 +98,7 @@ class TryLatency(Task):
         return tuple(dict.fromkeys((*self.prune.tools, *self.way.tools)))
 
     @property
-    def surroundings(self) -> dict[str, Any]:
+    def environment_key(self) -> dict[str, Any]:
         return this_machine()
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:

@@ -17,7 +17,7 @@ from enginesmith.pipeline.samples import batch_symbol, fixed_batch
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.compare import open_data
 from enginesmith.pipeline.tensors import Array
-from enginesmith.pipeline.watch import watching
+from enginesmith.pipeline.watch import track_files
 
 BASELINE = "baseline"
 _OUTPUTS = "outputs.npz"
@@ -76,9 +76,9 @@ class Quality(Task):
             with np.load(baseline.folder / _OUTPUTS, allow_pickle=False) as stored:
                 theirs = dict(stored.items())
         metric = self.metric or _DEFAULT_METRIC
-        with watching(allow_pickle=False) as watch:
+        with track_files(allow_pickle=False) as tracker:
             found = quality.evaluate(metric, outputs, theirs, data.labels, self.seed)
-        return found, outputs, reads if metric in quality.METRICS else (*reads, *sorted(watch.files))
+        return found, outputs, reads if metric in quality.METRICS else (*reads, *sorted(tracker.files))
 
     def _answers(self, session: Session, data: Dataset, progress: Progress) -> dict[str, Array]:
         """Outputs for every sample, in batches of one size; the last one wraps round and is cut."""

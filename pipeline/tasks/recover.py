@@ -23,7 +23,7 @@ from enginesmith.pipeline.recovery.record import FILE, Recovery
 from enginesmith.pipeline.tasks.base import Inputs, ResumableTask
 from enginesmith.pipeline.tensors import Array, Feeds
 from enginesmith.pipeline.units import format_bytes
-from enginesmith.pipeline.watch import watching
+from enginesmith.pipeline.watch import track_files
 from enginesmith.pipeline.workers import Worker, serve
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Recover(ResumableTask):
         return "all" if self.device.kind == "cuda" else ""
 
     @property
-    def bound(self) -> bool:
+    def machine_specific(self) -> bool:
         return bool(self.gpus)
 
     @property
@@ -111,7 +111,7 @@ class Recover(ResumableTask):
         meter = StepMeter(device, self.options.memory_bytes)
         signature = inputs[MODEL].signature
         assert signature is not None
-        with watching(allow_pickle=False) as watch:
+        with track_files(allow_pickle=False) as tracker:
             data = self._data(inputs)
             metric = self._metric(data)
             if self.options.method not in METHODS:
@@ -119,7 +119,7 @@ class Recover(ResumableTask):
 
                 user_loss(self.options.method)
         own_code = is_reference(self.data or "") or is_reference(self.options.method) or is_reference(self.metric or "")
-        files = sorted(path for path in watch.files if path.suffix != ".py" or own_code)
+        files = sorted(path for path in tracker.files if path.suffix != ".py" or own_code)
         models = Models(load_artifact(inputs[MODEL]), load_artifact(inputs[MODEL]), load_artifact(inputs[TEACHER]))
         models.ready(place)
         material = divided(data, self.options.held_back, self.seed, place)

@@ -75,7 +75,7 @@ class Search(Task):
             summary = "the time for the search is up" if candidate else "the search is over"
             summary += f": {found.why}" if found else ": nothing reaches the goal"
         write_records(out, trials)
-        return Effect(file=RECORDS, summary=summary, reads=reads, provisional=bool(candidate) and late)
+        return Effect(file=RECORDS, summary=summary, reads=reads, incomplete=bool(candidate) and late)
 
     def _try(
         self, candidate: Candidate, groups: Sequence[GroupFact], inputs: Inputs, progress: Progress
@@ -146,7 +146,7 @@ class Assign(Task):
 
     title: ClassVar[str] = "assign"
     produces: ClassVar[Kind] = "record"
-    cheap: ClassVar[bool] = True
+    in_process: ClassVar[bool] = True
 
     step: Precision
     keep: tuple[str, ...]
@@ -162,10 +162,10 @@ class Assign(Task):
         write_records(out, plain)
         left = sum(1 for group in groups if group.reason or group.name in chosen.kept)
         summary = f"{len(groups) - left} of {len(groups)} groups quantised, ranges by {chosen.method}"
-        breach = "" if found else f"no assignment of {len(trials)} tried reaches the goal: {chosen.reason}"
+        rejected = "" if found else f"no assignment of {len(trials)} tried reaches the goal: {chosen.reason}"
         if left == len(groups):
-            breach = breach or f"the goal is reached only with nothing in {self.step.precision.partition('+')[0]}"
-        return Effect(file=RECORDS, summary=summary, breach=breach)
+            rejected = rejected or f"the goal is reached only with nothing in {self.step.precision.partition('+')[0]}"
+        return Effect(file=RECORDS, summary=summary, rejected=rejected)
 
 
 def _why(name: str, trials: Sequence[Trial]) -> str:

@@ -26,7 +26,7 @@ class Shapes(Task):
 
     title: ClassVar[str] = "shapes"
     produces: ClassVar[Kind] = "record"
-    cheap: ClassVar[bool] = True
+    in_process: ClassVar[bool] = True
 
     ranges: dict[str, ShapeRange]
     batches: tuple[int, ...]

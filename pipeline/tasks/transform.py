@@ -54,12 +54,12 @@ class Build(Task):
         return "" if self.engine.built_ahead else super().gpus
 
     @property
-    def bound(self) -> bool:
+    def machine_specific(self) -> bool:
         return not self.engine.built_ahead
 
     @property
-    def surroundings(self) -> dict[str, Any]:
-        return self.engine.surroundings(self.device)
+    def environment_key(self) -> dict[str, Any]:
+        return self.engine.environment_key(self.device)
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         progress(f"building the {self.engine.name} engine")

@@ -46,7 +46,7 @@ class Trial(Build):
             return TrialResult(builds=False, failure=error.failure, reason=error.message, remedy=error.remedy)
         path = folder / effect.file
         made = Artifact(kind="engine", path=path, sha256=file_digest(path), bytes=path.stat().st_size)
-        if effect.breach:
+        if effect.rejected:
             remedy = "export the model again, or use another precision or target"
-            return TrialResult(builds=False, failure=WrongEngine.failure, reason=effect.breach, remedy=remedy)
+            return TrialResult(builds=False, failure=WrongEngine.failure, reason=effect.rejected, remedy=remedy)
         return TrialResult(builds=True, facts=self.engine.facts(made), notes=effect.notes)

@@ -75,7 +75,7 @@ def build(kind: type[TensorRT], tmp_path: Path) -> Build:
             effect = engine.build(BuildRequest(graph, out, CUDA, ranges))
         except (MissingCapability, UnsupportedGraph) as error:
             pytest.skip(f"{kind.name} refuses: {error.message}")
-        assert not effect.breach
+        assert not effect.rejected
         path = out / effect.file
         return Artifact(
             kind="engine", path=path, sha256=file_digest(path), bytes=path.stat().st_size, signature=effect.signature

@@ -138,6 +138,6 @@ def test_the_search_is_that_of_its_last_step(outcomes: Outcomes) -> None:
 def test_audits_are_planned_for_what_can_be_seen() -> None:
     variant, steps = audited(FLOAT, "simplify", Device())
     assert variant.audits == tuple(step.id for step in steps) == ("audit-simplify", "audit-onnxruntime-fp32")
-    assert steps[1].needs["model"] == "build-fp32"
+    assert steps[1].inputs["model"] == "build-fp32"
     hidden = Variant("tensorrt_rtx-fp32", TensorRT.model_construct(), "fp32", "build-rtx")
     assert [step.id for step in audited(hidden, "simplify", Device())[1]] == ["audit-simplify"]

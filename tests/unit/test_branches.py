@@ -20,9 +20,9 @@ SPARSE = Branch("-sparse24", {"export": "sparsify", REFERENCE: "reference-sparse
 def test_steps_are_renamed_with_what_they_take() -> None:
     made = PRUNED.steps([EXPORT, VERIFY, SHARED])
     assert [step.id for step in made] == ["export-prune30", "verify-export-prune30"]
-    assert made[0].needs == {"model": "prune30"}
-    assert made[0].wants == {"shape": "shapes"}
-    assert made[1].needs == {"model": "export-prune30", "reference": "reference-prune30"}
+    assert made[0].inputs == {"model": "prune30"}
+    assert made[0].optional_inputs == {"shape": "shapes"}
+    assert made[1].inputs == {"model": "export-prune30", "reference": "reference-prune30"}
     assert made[1].task == VERIFY.task
 
 
@@ -42,4 +42,4 @@ def test_a_branch_of_a_branch() -> None:
     assert both.id == "onnxruntime-int8-sparse24-prune30"
     assert both.dense == VARIANT.id
     (step,) = PRUNED.steps(SPARSE.steps([VERIFY]))
-    assert step.needs == {"model": "sparsify-prune30", "reference": "reference-sparse24-prune30"}
+    assert step.inputs == {"model": "sparsify-prune30", "reference": "reference-sparse24-prune30"}

@@ -33,7 +33,7 @@ def by_id(made: Plan) -> dict[str, Step]:
 def test_every_step_comes_after_what_it_takes() -> None:
     known: set[str] = set()
     for step in planned(**FULL, recover=True, recovery={"seconds": 20}).steps:
-        assert {*step.needs.values(), *step.wants.values()} <= known, step.id
+        assert set(step.sources) <= known, step.id
         assert step.id not in known
         known.add(step.id)
 
@@ -51,18 +51,18 @@ def test_every_variant_has_a_sibling_for_each_change() -> None:
 
 def test_pruned_engines_are_held_against_the_pruned_model() -> None:
     steps = by_id(planned(**FULL))
-    assert steps["export-prune30"].needs == {"model": "prune30"}
-    assert steps["reference-prune30"].needs == {"model": "prune30", "reference": "reference"}
-    assert steps["verify-onnxruntime-fp32-prune30"].needs["reference"] == "reference-prune30"
-    assert steps["verify-onnxruntime-fp32-sparse24"].needs["reference"] == "reference-sparse24"
-    assert steps["sparsify-sparse24-prune30"].needs == {"model": "simplify-prune30"}
+    assert steps["export-prune30"].inputs == {"model": "prune30"}
+    assert steps["reference-prune30"].inputs == {"model": "prune30", "reference": "reference"}
+    assert steps["verify-onnxruntime-fp32-prune30"].inputs["reference"] == "reference-prune30"
+    assert steps["verify-onnxruntime-fp32-sparse24"].inputs["reference"] == "reference-sparse24"
+    assert steps["sparsify-sparse24-prune30"].inputs == {"model": "simplify-prune30"}
     assert not steps["verify-prune30"].task.judged  # type: ignore[attr-defined]
-    assert steps["verify-prune30"].needs["reference"] == "reference"
+    assert steps["verify-prune30"].inputs["reference"] == "reference"
 
 
 def test_its_accuracy_is_held_against_the_given_model() -> None:
     steps = by_id(planned(**FULL))
-    assert steps["quality-onnxruntime-fp32-prune30"].needs["baseline"] == "quality-eager"
+    assert steps["quality-onnxruntime-fp32-prune30"].inputs["baseline"] == "quality-eager"
 
 
 def test_siblings_are_paired_in_the_measurement() -> None:
@@ -77,12 +77,12 @@ def test_pruning_in_steps_recovers_after_each() -> None:
     first, second = (steps[f"prune-macs50-{turn}of2"] for turn in (1, 2))
     assert isinstance(first.task, Prune)
     assert isinstance(second.task, Prune)
-    assert second.needs["model"] == "recover-prune-macs50-1of2"
+    assert second.inputs["model"] == "recover-prune-macs50-1of2"
     assert first.task.target.value * second.task.target.value == pytest.approx(0.5)
     recover = steps["recover-prune-macs50-2of2"].task
     assert isinstance(recover, Recover)
     assert recover.options.seconds == 30
-    assert steps["export-prune-macs50"].needs == {"model": "recover-prune-macs50-2of2"}
+    assert steps["export-prune-macs50"].inputs == {"model": "recover-prune-macs50-2of2"}
 
 
 def test_a_latency_is_searched_for_in_a_chain_of_trials() -> None:
@@ -90,10 +90,10 @@ def test_a_latency_is_searched_for_in_a_chain_of_trials() -> None:
     name = "prune-latency60"
     chain = [step for key, step in steps.items() if key.startswith(f"{name}-trial-")]
     assert all(isinstance(step.task, TryLatency) and step.task.seconds == 2.0 for step in chain)
-    assert all(step.needs["dense"] == f"{name}-dense" for step in chain)
-    assert [step.needs.get("before") for step in chain] == [None, *(step.id for step in chain[:-1])]
-    assert steps[name].needs == {"model": "load", "reference": "reference", "before": chain[-1].id}
-    assert steps[f"export-{name}"].needs == {"model": name}
+    assert all(step.inputs["dense"] == f"{name}-dense" for step in chain)
+    assert [step.inputs.get("before") for step in chain] == [None, *(step.id for step in chain[:-1])]
+    assert steps[name].inputs == {"model": "load", "reference": "reference", "before": chain[-1].id}
+    assert steps[f"export-{name}"].inputs == {"model": name}
     variant = next(one for one in planned(prune=["latency=0.6"]).variants if one.prune)
     assert (variant.prune, variant.pruned) == ("latency=0.6", (name,))
 
@@ -113,7 +113,7 @@ def test_a_graph_can_be_sparse_and_not_pruned(tmp_path_factory: pytest.TempPathF
     onnx.save(parser.parse_model(text), path)
     made = plan(make({"model": str(path), "sparsity": ["unstructured=0.5"], "simplify": False}))
     assert [variant.id for variant in made.variants] == ["onnxruntime-fp32", "onnxruntime-fp32-sparse50"]
-    assert by_id(made)["build-onnxruntime-fp32-sparse50"].needs == {"model": "sparsify-sparse50"}
+    assert by_id(made)["build-onnxruntime-fp32-sparse50"].inputs == {"model": "sparsify-sparse50"}
     with pytest.raises(UsageError, match="channels are pruned in a module"):
         make({"model": str(path), "prune": ["0.3"]})
 

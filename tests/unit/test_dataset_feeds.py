@@ -146,12 +146,12 @@ class TestRows:
 
     @pytest.mark.slow
     def test_the_file_is_known_to_have_been_read(self, module):
-        from enginesmith.pipeline.watch import watching
+        from enginesmith.pipeline.watch import track_files
 
         for _ in range(2):  # the second time Python reads no more than the compiled file
-            with watching(allow_pickle=False) as watch:
+            with track_files(allow_pickle=False) as tracker:
                 opened("samples")
-            assert {module, module.with_name("helper_of_my_data.py")} <= watch.files
+            assert {module, module.with_name("helper_of_my_data.py")} <= tracker.files
             for name in [name for name in sys.modules if "my_data" in name]:
                 del sys.modules[name]
 

@@ -195,7 +195,7 @@ def test_what_an_emulating_engine_builds_is_the_graph_itself(tmp_path: Path) -> 
     engine = OnnxRuntime(emulate=True)
     effect = engine.build(BuildRequest(artifact=artifact, out=tmp_path / "built", device=Device()))
     assert (tmp_path / "built" / effect.file).read_bytes() == artifact.path.read_bytes()
-    assert not engine.surroundings(Device())
+    assert not engine.environment_key(Device())
 
 
 RUN = """

@@ -19,7 +19,7 @@ from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.run import Run
 from enginesmith.pipeline.run_directory import held
 from enginesmith.pipeline.steps import Place
-from enginesmith.pipeline.undertaking import Asked, Finished
+from enginesmith.pipeline.undertaking import RunRequest, RunResult
 
 FLEET = "models: {digits: {}, lenet: {}}\ntargets: {cpu: {}, edge: {resources: {edge: 1}}}\n"
 Kind = Callable[[Any], Run | EnginesmithError]
@@ -39,7 +39,7 @@ class Jobs:
         self.places: list[Path] = []
         """Where it was called."""
 
-    def optimize_all(self, asked: Sequence[Asked], settings: Any = None) -> dict[str, Finished]:
+    def optimize_all(self, asked: Sequence[RunRequest], settings: Any = None) -> dict[str, RunResult]:
         self.asked.append([one.name for one in asked])
         self.places.append(Path.cwd())
         assert records.is_fleet(asked[0].out.parent.parent), "what is killed now could not be resumed"
@@ -53,12 +53,12 @@ class Jobs:
             if isinstance(made, Run):
                 (one.out / "logs").mkdir(parents=True, exist_ok=True)
                 (one.out / "run.json").write_text(made.model_dump_json(by_alias=True))
-                found[one.name] = Finished(made, None, 10, 4)
+                found[one.name] = RunResult(made, None, 10, 4)
             else:
-                found[one.name] = Finished(None, made)
+                found[one.name] = RunResult(None, made)
         return found
 
-    def load_digests(self, asked: Sequence[Asked], settings: Any = None) -> dict[str, str]:
+    def load_digests(self, asked: Sequence[RunRequest], settings: Any = None) -> dict[str, str]:
         return {one.name: self.models.get(one.recipe.model, f"of {one.recipe.model}") for one in asked}
 
 
@@ -244,7 +244,7 @@ def test_one_process_at_a_time(jobs: Jobs) -> None:
 
 
 def test_what_could_not_be_begun_at_all_is_raised_and_recorded(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nowhere(asked: Sequence[Asked], settings: Any = None) -> dict[str, Finished]:
+    def nowhere(asked: Sequence[RunRequest], settings: Any = None) -> dict[str, RunResult]:
         raise jobs.made.ERRORS[0]
 
     monkeypatch.setattr(job, "optimize_all", nowhere)

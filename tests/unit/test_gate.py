@@ -11,7 +11,7 @@ from enginesmith.pipeline.artifact import HistoryEntry
 from enginesmith.pipeline.commands.request import budgets_of
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.gate import Demands, parse_tolerance
-from enginesmith.pipeline.judgement import Gate, Judgement
+from enginesmith.pipeline.judgement import Gate, GateCheck
 from enginesmith.pipeline.measure.latency import LatencyResult, LatencyRow, launches_of
 from enginesmith.pipeline.measure.memory import MemoryRow
 from enginesmith.pipeline.measure.quality import Quality
@@ -244,9 +244,9 @@ def test_what_was_measured_again_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: Interval, passed: bool
 ) -> None:
     before, run = write(tmp_path / "before", record()), write(tmp_path / "run", record("a", 3.0))
-    again = rematch.Rematch(ratio=ratio, before_ms=1.0, after_ms=1.0, batch=1, looks=1, launches=5)
+    again = rematch.Remeasurement(ratio=ratio, before_ms=1.0, after_ms=1.0, batch=1, iterations=1, launches=5)
     monkeypatch.setattr(rematch, "why_not", lambda *sides, any_machine: "")
-    monkeypatch.setattr(rematch, "measure", lambda *sides: again)
+    monkeypatch.setattr(rematch, "remeasure", lambda *sides: again)
     found = gate.gate(run, Demands(budgets=Budgets()), baseline=before)
     assert judged(found)["latency_ms"] is passed
     assert "measured side by side now, 5 launches" in found.verdicts[0].text
@@ -260,14 +260,14 @@ def test_an_engine_that_does_not_run_here_leaves_what_was_stored(
 
     before, run = write(tmp_path / "before", record()), write(tmp_path / "run", record("a", 3.0))
     monkeypatch.setattr(rematch, "why_not", lambda *sides, any_machine: "")
-    monkeypatch.setattr(rematch, "measure", refuse)
+    monkeypatch.setattr(rematch, "remeasure", refuse)
     found = gate.gate(run, Demands(budgets=Budgets()), baseline=before)
     assert "from what both runs stored" in found.breaches[0].text
     assert "another processor" in found.breaches[0].text
 
 
 def test_lines_are_one_for_each_and_markdown_is_inert() -> None:
-    broken = Judgement(name="x", against="budget", passed=False, text="<b> is\n | slow")
+    broken = GateCheck(name="x", against="budget", passed=False, text="<b> is\n | slow")
     found = Gate(run="r", variant="a", tolerance=0.05, passed=False, verdicts=(broken,), cautions=("careful",))
     assert gating.lines(found) == ["BROKEN: <b> is | slow", "note: careful", "a of r: 1 of 1 broken"]
     assert "- **broken**: &lt;b> is \\| slow" in gating.markdown(found)
@@ -363,8 +363,8 @@ def test_it_is_measured_until_it_is_clear(
     monkeypatch.setattr(rematch, "measure_latency", measured)
     monkeypatch.setattr(rematch, "_feeds", lambda *_: {})
     limits = rematch.Limits(1.0, lambda ratio: ratio.high < 1.05 or ratio.low > 1.05, lambda text: None)
-    found = rematch.measure(stored, stored, 1, limits)
-    assert (found.looks, found.launches) == (looks, 5 * looks)
+    found = rematch.remeasure(stored, stored, 1, limits)
+    assert (found.iterations, found.launches) == (looks, 5 * looks)
     assert found.ratio.median == pytest.approx(ratios[0], rel=0.05)
 
 

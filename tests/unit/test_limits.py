@@ -524,7 +524,7 @@ def test_the_rates_of_a_device_as_a_task(tmp_path: Path) -> None:
     assert read_limits(record).products["fp32"].per_second > 0
     assert "fp32" in effect.summary
     assert task.exclusive
-    assert task.surroundings["machine"]
+    assert task.environment_key["machine"]
 
 
 @pytest.fixture

@@ -51,15 +51,15 @@ def test_needs_lead_to_the_shared_steps() -> None:
     together = merged({"first": planned(), "second": planned(precisions=["fp16"])})
     known = set()
     for step in together.steps:
-        assert {*step.needs.values(), *step.wants.values()} <= known, step.id
+        assert set(step.sources) <= known, step.id
         known.add(step.id)
-    assert together.named("second", LATENCY).needs["reference"] == "first/reference"
+    assert together.named("second", LATENCY).inputs["reference"] == "first/reference"
 
 
 def test_histories_and_logs_name_steps_as_their_own_plan_does() -> None:
     together = merged({"first": planned(), "second": planned(seed=1)})
     assert together.named("second", "export").name == "export"
-    assert not any(step.vital for step in together.steps)
+    assert not any(step.required for step in together.steps)
 
 
 def test_outcomes_come_back_under_each_plans_own_names(tmp_path: Any) -> None:
@@ -92,13 +92,13 @@ def test_an_engine_built_ahead_of_time_is_built_anywhere() -> None:
     )
     steps = {step.id: step for step in placed(made, H100, "there is none").steps}
     assert steps["build-tensorrt_rtx-fp32-sm86"].place is None
-    assert not steps["build-tensorrt_rtx-fp32-sm86"].lacking
-    assert steps["verify-tensorrt_rtx-fp32-sm86"].lacking == "there is none"
+    assert not steps["build-tensorrt_rtx-fp32-sm86"].unavailable
+    assert steps["verify-tensorrt_rtx-fp32-sm86"].unavailable == "there is none"
 
 
 def test_a_target_that_nobody_has_is_said_of_steps_and_variants() -> None:
     made = placed(planned(device="cuda"), H100, "no node has a GPU of type H100")
     steps = {step.id: step for step in made.steps}
-    assert steps["build-onnxruntime-fp32"].lacking == "no node has a GPU of type H100"
-    assert not steps["export"].lacking
-    assert [variant.lacking for variant in made.variants] == ["no node has a GPU of type H100"]
+    assert steps["build-onnxruntime-fp32"].unavailable == "no node has a GPU of type H100"
+    assert not steps["export"].unavailable
+    assert [variant.unavailable for variant in made.variants] == ["no node has a GPU of type H100"]

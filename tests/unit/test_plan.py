@@ -25,7 +25,7 @@ def planned(**values: Any) -> Plan:
 def test_every_step_comes_after_what_it_takes() -> None:
     known: set[str] = set()
     for step in planned(engines=["onnxruntime", "compiled"], graph_optimization=["all", "basic"]).steps:
-        assert {*step.needs.values(), *step.wants.values()} <= known
+        assert set(step.sources) <= known
         assert step.id not in known
         known.add(step.id)
 
@@ -38,9 +38,9 @@ def test_variants_share_everything_up_to_the_build() -> None:
 
 def test_nothing_is_measured_before_it_is_verified() -> None:
     by_id = {step.id: step for step in planned().steps}
-    assert by_id["memory-onnxruntime-fp32"].needs["verified"] == "verify-onnxruntime-fp32"
-    assert by_id["latency"].wants["onnxruntime-fp32 verified"] == "verify-onnxruntime-fp32"
-    assert {"verify-export", "verify-simplify"} <= set(by_id["verify-onnxruntime-fp32"].needs.values())
+    assert by_id["memory-onnxruntime-fp32"].inputs["verified"] == "verify-onnxruntime-fp32"
+    assert by_id["latency"].optional_inputs["onnxruntime-fp32 verified"] == "verify-onnxruntime-fp32"
+    assert {"verify-export", "verify-simplify"} <= set(by_id["verify-onnxruntime-fp32"].inputs.values())
 
 
 @pytest.mark.parametrize(("tf32", "row"), [(True, "tf32"), (False, "fp32")])
@@ -99,8 +99,8 @@ def test_a_benchmark_takes_the_module_in_other_forms_too() -> None:
     found = benchmarked("digits", "resnet18", engines=["eager", "compiled"], precisions=["fp16"])
     assert [variant.id for variant in found.variants] == ["resnet18", "eager-fp16", "compiled-fp16"]
     by_id = {step.id: step for step in found.steps}
-    assert by_id["latency"].wants["eager-fp16 verified"] == "verify-eager-fp16"
-    assert by_id["memory-compiled-fp16"].needs["verified"] == "verify-compiled-fp16"
+    assert by_id["latency"].optional_inputs["eager-fp16 verified"] == "verify-eager-fp16"
+    assert by_id["memory-compiled-fp16"].inputs["verified"] == "verify-compiled-fp16"
     assert [variant.id for variant in benchmarked("digits").variants] == []
 
 

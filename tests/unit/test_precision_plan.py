@@ -38,7 +38,7 @@ def test_each_step_comes_once_and_after_what_it_needs(values: dict[str, Any]) ->
     assert len(set(ids(found))) == len(found.steps)
     seen: set[str] = set()
     for step in found.steps:
-        assert {*step.needs.values(), *step.wants.values()} <= seen, step.id
+        assert set(step.sources) <= seen, step.id
         seen.add(step.id)
 
 
@@ -59,14 +59,14 @@ def test_statistics_are_taken_again_after_the_float_graph_was_changed() -> None:
         step.id: step for step in planned(precisions=["int8"], quantisation={"equalise": True, "smooth": 0.5}).steps
     }
     made = steps["precision-int8-onnxruntime"]
-    assert made.needs["model"] == steps[made.needs["ranges"]].needs["model"]
-    assert made.needs["model"] not in ("simplify", "export")
+    assert made.inputs["model"] == steps[made.inputs["ranges"]].inputs["model"]
+    assert made.inputs["model"] not in ("simplify", "export")
 
 
 def test_the_metric_is_searched_for_only_with_a_budget() -> None:
     with_budget = planned(precisions=["int8"], budgets={"max_drop": 0.01})
     without = planned(precisions=["int8"])
-    needs = [next(s for s in one.steps if s.id.startswith("search-")).needs for one in (with_budget, without)]
+    needs = [next(s for s in one.steps if s.id.startswith("search-")).inputs for one in (with_budget, without)]
     assert ["baseline" in one for one in needs] == [True, False]
 
 

@@ -61,13 +61,13 @@ def test_the_graph_is_what_the_engine_was_built_from(
     effect = task().run(inputs(tmp_path, *kinds), tmp_path, lambda text: None)
     assert asked == [("v", 1, (1, 4), tmp_path / graph if graph else None, 5)]
     assert effect.summary == "12 ms in operators at batch 1, 75% of it on modules"
-    assert not effect.provisional
+    assert not effect.incomplete
     assert Profile.model_validate(json.loads((tmp_path / RECORDS).read_text())[0]) == ANSWERS[1]
 
 
 def test_a_failure_is_shown_and_not_kept(asked: list[tuple[Any, ...]], tmp_path: Path) -> None:
     effect = task(batch=8).run(inputs(tmp_path, "torch"), tmp_path, lambda text: None)
-    assert (effect.summary, effect.provisional) == ("it died", True)
+    assert (effect.summary, effect.incomplete) == ("it died", True)
 
 
 def test_a_batch_that_is_not_measured(asked: list[tuple[Any, ...]], tmp_path: Path) -> None:

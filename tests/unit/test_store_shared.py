@@ -231,11 +231,11 @@ def test_what_another_machine_published_stays_and_is_given_back(machine: Machine
 
 def test_a_provisional_entry_gives_way(machine: Machine, url: str) -> None:
     one = machine("one")
-    assert put(one, content=b"at first", provisional=True).provisional
+    assert put(one, content=b"at first", incomplete=True).incomplete
     two = machine("two")
     seen = two.get(KEY)
     assert seen is not None
-    assert seen.provisional
+    assert seen.incomplete
     put(two, content=b"final")
     again = one.get(KEY)
     assert again is not None
@@ -380,7 +380,7 @@ def test_many_writers_of_one_key_are_harmless(machine: Machine, url: str) -> Non
 
 
 def test_an_entry_of_a_digest_is_fetched_whoever_has_it(machine: Machine) -> None:
-    ours = put(machine("one"), content=b"ours", provisional=True)
+    ours = put(machine("one"), content=b"ours", incomplete=True)
     other = machine("two")
     theirs = put(other, content=b"theirs")
     one = machine("one", reuse=False)

@@ -225,9 +225,9 @@ def test_engines_of_a_named_target_are_the_same_on_every_machine(monkeypatch: py
 
     monkeypatch.setattr(cuda, "cuda_device", lambda index: AMPERE)
     where = Device(kind="cuda")
-    assert TensorRTRTX(target="sm89").surroundings(where) == {}
-    assert TensorRTRTX().surroundings(where)["device"]["name"] == "NVIDIA A10"
-    assert TensorRT(target="sm86").surroundings(where)["device"]["name"] == "NVIDIA A10"
+    assert TensorRTRTX(target="sm89").environment_key(where) == {}
+    assert TensorRTRTX().environment_key(where)["device"]["name"] == "NVIDIA A10"
+    assert TensorRT(target="sm86").environment_key(where)["device"]["name"] == "NVIDIA A10"
 
 
 def test_a_plugin_library_that_was_changed_changes_the_surroundings(tmp_path: Path) -> None:
@@ -236,12 +236,12 @@ def test_a_plugin_library_that_was_changed_changes_the_surroundings(tmp_path: Pa
     library = tmp_path / "nms.so"
     engine = TensorRTRTX(target="sm86", options=BuildOptions(plugins=(str(library),)))
     where = Device(kind="cuda")
-    found = [engine.surroundings(where)]
+    found = [engine.environment_key(where)]
     for content in (b"one", b"two", b"one"):
         library.write_bytes(content)
-        found.append(engine.surroundings(where))
+        found.append(engine.environment_key(where))
     gone, first, changed, again = found
     assert gone == {}  # which the build itself refuses
     assert first == again
     assert first != changed
-    assert TensorRTRTX(target="sm86").surroundings(where) == {}
+    assert TensorRTRTX(target="sm86").environment_key(where) == {}

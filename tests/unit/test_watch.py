@@ -15,47 +15,47 @@ from safetensors.torch import load_file, save_file
 
 from enginesmith.pipeline import watch as watch_module
 from enginesmith.pipeline.errors import SourceError
-from enginesmith.pipeline.watch import watching
+from enginesmith.pipeline.watch import track_files
 
 
 def test_files_that_are_read_are_remembered(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "unread.txt").write_text("b")
-    with watching(allow_pickle=False) as watch:
+    with track_files(allow_pickle=False) as tracker:
         (tmp_path / "a.txt").read_text()
         (tmp_path / "written.txt").write_text("c")
         (tmp_path / "gone.txt").write_text("d")
         (tmp_path / "gone.txt").read_text()
         (tmp_path / "gone.txt").unlink()
-    assert {path for path in watch.files if path.is_relative_to(tmp_path)} == {tmp_path / "a.txt"}
+    assert {path for path in tracker.files if path.is_relative_to(tmp_path)} == {tmp_path / "a.txt"}
 
 
 def test_own_code_and_what_its_installation_left_are_not_remembered() -> None:
     own = Path(watch_module.__file__).parents[1]
     ours = {own / "cli.py", own / "models" / "digits.py", own / "enginesmith.egg-info" / "PKG-INFO"}
     theirs = {own / "README.md", own / "tests" / "data" / "nets.py"}  # as the files of those who work in a checkout
-    with watching(allow_pickle=False) as seen:
+    with track_files(allow_pickle=False) as seen:
         for path in ours | theirs:
-            seen.read(path)
+            seen.add(path)
     assert seen.files & (ours | theirs) == theirs
 
 
 def test_a_relative_path_is_remembered_as_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("a")
     monkeypatch.chdir(tmp_path)
-    with watching(allow_pickle=False) as watch:
+    with track_files(allow_pickle=False) as tracker:
         Path("a.txt").read_text()
         monkeypatch.chdir("/")
-    assert tmp_path / "a.txt" in watch.files
+    assert tmp_path / "a.txt" in tracker.files
 
 
 def test_safetensors_are_seen_though_rust_reads_them(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     save_file({"w": torch.ones(2)}, path)
-    with watching(allow_pickle=False) as watch:
+    with track_files(allow_pickle=False) as tracker:
         load_file(path)
-    assert path in watch.files
-    with watching(allow_pickle=False) as later:
+    assert path in tracker.files
+    with track_files(allow_pickle=False) as later:
         pass
     assert path not in later.files
 
@@ -66,28 +66,31 @@ def test_imported_code_is_remembered_and_that_of_packages_is_not(
     (tmp_path / "watched_code.py").write_text("x = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        with watching(allow_pickle=False) as watch:
+        with track_files(allow_pickle=False) as tracker:
             importlib.import_module("watched_code")
             Path(json.__file__).read_text()
             Path(np.__file__).read_text()
     finally:
         sys.modules.pop("watched_code", None)
-    assert tmp_path / "watched_code.py" in watch.files
-    assert not watch.files & {Path(json.__file__), Path(np.__file__)}
+    assert tmp_path / "watched_code.py" in tracker.files
+    assert not tracker.files & {Path(json.__file__), Path(np.__file__)}
 
 
 PICKLED = pickle.dumps(OrderedDict(a=1))
 
 
 def test_a_pickle_is_refused_and_named() -> None:
-    with watching(allow_pickle=False), pytest.raises(SourceError, match=r"collections.OrderedDict.*\n.*--allow-pickle"):
+    with (
+        track_files(allow_pickle=False),
+        pytest.raises(SourceError, match=r"collections.OrderedDict.*\n.*--allow-pickle"),
+    ):
         pickle.loads(PICKLED)
 
 
 def test_a_pickle_is_read_when_that_is_allowed_and_outside() -> None:
-    with watching(allow_pickle=True):
+    with track_files(allow_pickle=True):
         assert pickle.loads(PICKLED) == {"a": 1}
-    with pytest.raises(ZeroDivisionError), watching(allow_pickle=False):
+    with pytest.raises(ZeroDivisionError), track_files(allow_pickle=False):
         raise ZeroDivisionError
     assert pickle.loads(PICKLED) == {"a": 1}
 
@@ -98,7 +101,7 @@ def test_torch_load_reads_tensors_and_nothing_else(allowed: bool) -> None:
     torch.save({"w": torch.ones(2)}, weights)
     torch.save(torch.nn.Linear(2, 2), module)
     weights.seek(0), module.seek(0)
-    with watching(allowed):
+    with track_files(allowed):
         assert torch.load(weights, weights_only=True)["w"].tolist() == [1, 1]
         if allowed:
             assert isinstance(torch.load(module, weights_only=False), torch.nn.Linear)
@@ -110,8 +113,8 @@ def test_torch_load_reads_tensors_and_nothing_else(allowed: bool) -> None:
 def test_numpy_objects_are_pickles(tmp_path: Path) -> None:
     np.save(tmp_path / "o.npy", np.array([{"a": 1}], object), allow_pickle=True)
     np.save(tmp_path / "n.npy", np.ones(3))
-    with watching(allow_pickle=False) as watch:
+    with track_files(allow_pickle=False) as tracker:
         np.load(tmp_path / "n.npy")
         with pytest.raises(SourceError, match="unpickles"):
             np.load(tmp_path / "o.npy", allow_pickle=True)
-    assert tmp_path / "n.npy" in watch.files
+    assert tmp_path / "n.npy" in tracker.files

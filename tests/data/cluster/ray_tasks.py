@@ -34,7 +34,7 @@ class Write(Task):
 class WriteQuickly(Write):
     """The same, in a process that others use too."""
 
-    cheap: ClassVar[bool] = True
+    in_process: ClassVar[bool] = True
 
 
 class WriteAlone(Write):
