@@ -37,7 +37,6 @@ def write(run: Run, folder: Path, formats: Sequence[Format] = REPORTS, samples: 
     Raises:
         StoreError: the folder cannot be written.
         UsageError: the samples are damaged.
-        MissingCapability: what draws the charts is not installed.
     """
     with storage_errors(f"the folder {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +49,7 @@ class Writer:
     Where there are many, other processes do it meanwhile; leaving the context waits for them.
 
     Raises, then at the latest:
-        StoreError, MissingCapability: as for one.
+        StoreError: as for one.
     """
 
     def __init__(self, runs: int) -> None:

@@ -1,34 +1,21 @@
-"""The scripts of the page: plotly.js as its package brings it along, and the page's own; each known by its digest."""
+"""Load the page's scripts and style: plotly.js and the page's own."""
 
 import base64
 import functools
 import hashlib
-from importlib.util import find_spec
 from pathlib import Path
-
-from enginesmith.pipeline.errors import MissingCapability
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 
 @functools.cache
 def library() -> str:
-    """plotly.js; the package that has it is not imported, as that takes seconds.
+    """Load plotly.js in its "basic" build, which draws scatter, bar and pie traces.
 
-    Raises:
-        MissingCapability: the package is not installed, or has no such file.
+    The file is ``plotly-basic.min.js`` of the npm package ``plotly.js-basic-dist-min`` as it stands, so that a report is
+    about 1.3 MB instead of the 5 MB that it would be with every trace type.
     """
-    found = find_spec("plotly")
-    places = found.submodule_search_locations if found else None
-    path = Path(next(iter(places)), "package_data", "plotly.min.js") if places else None
-    if path is None or not path.is_file():
-        raise MissingCapability("plotly, whose script draws the charts of reports, is not here", "pip install plotly")
-    text = path.read_text(encoding="utf-8")
-    if "</script" in text.lower() or "<!--" in text:
-        raise MissingCapability(
-            f"{path} cannot stand in a page: it has the end of a script in it", "install the version that is pinned"
-        )
-    return text
+    return (TEMPLATES / "plotly-basic.min.js").read_text(encoding="utf-8")
 
 
 @functools.cache
