@@ -29,10 +29,12 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import BuildRequest, Device
 from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
 from enginesmith.pipeline.measure.clock import SessionTimer
-from enginesmith.pipeline.measure.limits import DeviceLimits, measure_limits, told
-from enginesmith.pipeline.measure.roofline import LimitRow, floor
+from enginesmith.pipeline.measure.limits import measure_limits
+from enginesmith.pipeline.measure.roofline import floor
+from enginesmith.pipeline.measure.rows import DeviceLimits, LimitRow
 from enginesmith.pipeline.measure.work import count_work
 from enginesmith.pipeline.tensors import Feeds
+from enginesmith.pipeline.units import format_si
 
 RESULTS = Path(__file__).parent / "results"
 SIDE, NUMBERS, OPERATORS = 1024, 64 << 20, 500
@@ -54,7 +56,8 @@ def compared(one: DeviceLimits, other: DeviceLimits) -> dict[str, float]:
     apart = {name: round(abs(first[name] / second[name] - 1), 4) for name in first if name in second}
     print(f"{one.device}: measured in {one.seconds:.1f} and {other.seconds:.1f} s")
     for name, share in apart.items():
-        print(f"  {name:16} {told(first[name], '/s'):>10} {told(second[name], '/s'):>10}   {100 * share:.1f} % apart")
+        both = f"{format_si(first[name], '/s'):>10} {format_si(second[name], '/s'):>10}"
+        print(f"  {name:16} {both}   {100 * share:.1f} % apart")
     return apart
 
 

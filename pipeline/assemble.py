@@ -8,7 +8,7 @@ from typing import Any
 
 from enginesmith.pipeline import explain, samples, variant_record
 from enginesmith.pipeline.decision import decide
-from enginesmith.pipeline.measure.latency import LatencyRow
+from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.outcomes import artifact_of
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.run import (
@@ -144,8 +144,3 @@ def _environment(header: Header, plan: Plan, outcomes: Outcomes) -> dict[str, An
     measured = json.loads((found.folder / ENVIRONMENT).read_bytes()) if found else {}
     environment = {**header.environment, **measured}
     return {**environment, "warnings": [*header.cautions, *environment.get("warnings", ())]}
-
-
-def as_json(run: Run) -> str:
-    """The run as ``run.json`` has it."""
-    return json.dumps(json.loads(run.model_dump_json(by_alias=True)), indent=1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from enginesmith.pipeline.measure.roofline import LimitRow
+from enginesmith.pipeline.measure.rows import LimitRow
 from enginesmith.pipeline.options import Budgets
 from enginesmith.pipeline.run import VariantRecord
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import WrongEngine
-from enginesmith.pipeline.measure.latency import LatencyRow
+from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.precision.audit.coverage import HALF, Coverage, percent, words
+from enginesmith.pipeline.precision.audit.shares import HALF, Coverage, percent, words
 from enginesmith.pipeline.precision.kinds import AS_GIVEN
 from enginesmith.pipeline.run import VariantRecord
 

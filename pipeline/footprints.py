@@ -11,7 +11,7 @@ from enginesmith.pipeline.engines.base import EngineFacts
 from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
 from enginesmith.pipeline.engines.trt import sweep
 from enginesmith.pipeline.errors import LimitTooSmall, MissingCapability, ModelError, UsageError
-from enginesmith.pipeline.measure.memory import MemoryRow
+from enginesmith.pipeline.measure.rows import MemoryRow
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.samples import batch_symbol
 from enginesmith.pipeline.settings import Settings

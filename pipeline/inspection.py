@@ -79,7 +79,7 @@ def _sparsity(file: Path) -> Facts:
 
 def _precision(file: Path, signature: Signature) -> Facts:
     """Shares of work and weights by precision, of one sample; what else is dynamic is taken at a usual size."""
-    from enginesmith.pipeline.precision.audit import coverage
+    from enginesmith.pipeline.precision.audit import coverage, shares
     from enginesmith.pipeline.samples import batch_symbol
 
     sizes = dict.fromkeys(signature.symbols, _USUAL_SIZE)
@@ -89,8 +89,8 @@ def _precision(file: Path, signature: Signature) -> Facts:
     return {
         "sizes": ", ".join(f"{name} {size}" for name, size in sizes.items()) or "all fixed",
         "multiply-adds": f"{found.total_macs:,}",
-        "share of multiply-adds": coverage.words(found.macs),
-        "share of weights": coverage.words(found.weights),
+        "share of multiply-adds": shares.words(found.macs),
+        "share of weights": shares.words(found.weights),
         "products": ", ".join(f"{count} {name}" for name, count in found.products.items()) or "none",
         "products of unknown size": found.unknown_products,
         "Q/DQ pairs": found.qdq_pairs,

@@ -16,7 +16,7 @@ from typing import Literal, TypeGuard
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline import differences
-from enginesmith.pipeline.measure.latency import LatencyRow
+from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import LEAST_LAUNCHES, Interval
 from enginesmith.pipeline.run import Run, VariantRecord
 

@@ -13,18 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from enginesmith.pipeline import documents
 from enginesmith.pipeline.artifact import HistoryEntry
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.measure.latency import LatencyRow
-from enginesmith.pipeline.measure.limits import DeviceLimits
-from enginesmith.pipeline.measure.memory import MemoryRow
-from enginesmith.pipeline.measure.profile import Profile
 from enginesmith.pipeline.measure.quality import Quality
-from enginesmith.pipeline.measure.roofline import LimitRow
-from enginesmith.pipeline.precision.audit.coverage import Coverage
-from enginesmith.pipeline.pruning.record import Facts
+from enginesmith.pipeline.measure.rows import DeviceLimits, LatencyRow, LimitRow, MemoryRow, Profile, StageFidelity
+from enginesmith.pipeline.precision.audit.shares import Coverage
+from enginesmith.pipeline.pruning.facts import Facts
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recovery.record import Recovery
 from enginesmith.pipeline.run_environment import RunEnvironment
-from enginesmith.pipeline.tasks.compare import StageFidelity
 from enginesmith.pipeline.tensors import Signature
 
 SCHEMA: Literal["enginesmith.run/1"] = "enginesmith.run/1"

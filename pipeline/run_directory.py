@@ -16,6 +16,7 @@ from enginesmith.pipeline.artifact import Artifact, file_digest, files_below, ho
 from enginesmith.pipeline.assemble import Header, assemble
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.device import Environment
+from enginesmith.pipeline.measure.rows import SAMPLES
 from enginesmith.pipeline.outcomes import artifact_of
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.run import Run, StoredArtifact
@@ -23,7 +24,6 @@ from enginesmith.pipeline.runner import Outcomes
 from enginesmith.pipeline.steps import REFERENCE, Plan, Variant
 from enginesmith.pipeline.storage import storage_errors
 from enginesmith.pipeline.stored_entry import MANIFEST
-from enginesmith.pipeline.tasks.measure import SAMPLES
 
 _WRITING_SHARE = 19.0
 """So many times longer than writing took, nothing is written anew: 5 % of the time of all runs together."""

@@ -9,9 +9,10 @@ from pydantic import BaseModel, ConfigDict
 from enginesmith.pipeline import stage_plans as plans
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.errors import FidelityError, UsageError
+from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.packaging import verification
 from enginesmith.pipeline.passes.sparsify import Sparsify
-from enginesmith.pipeline.pruning.record import Facts
+from enginesmith.pipeline.pruning.facts import Facts
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.runner import Outcomes
 from enginesmith.pipeline.settings import Settings
@@ -21,7 +22,6 @@ from enginesmith.pipeline.sparsity.options import SparsifyOptions
 from enginesmith.pipeline.steps import Step
 from enginesmith.pipeline.storage import storage_errors
 from enginesmith.pipeline.tasks.base import read_records
-from enginesmith.pipeline.tasks.compare import StageFidelity
 from enginesmith.pipeline.tasks.prune import read_facts
 
 _EVERYWHERE = "every engine takes this graph; --engine onnxruntime makes one that is much faster there, and only there"

@@ -1,5 +1,6 @@
 """Sizes and durations as people write them: ``256MiB``, ``5ms``, ``30m``."""
 
+import math
 import re
 
 from enginesmith.pipeline.errors import UsageError
@@ -62,3 +63,9 @@ def format_seconds(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{int(seconds // 60)} m {int(seconds % 60):02d} s"
+
+
+def format_si(value: float, unit: str) -> str:
+    """Write a number with three significant digits and an SI prefix: ``95 GFLOP/s``."""
+    power = min(5, max(0, int(math.log10(value) // 3))) if value >= 1 else 0
+    return f"{float(f'{value / 1000**power:.3g}'):g} {('', 'k', 'M', 'G', 'T', 'P')[power]}{unit}"

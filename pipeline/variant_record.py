@@ -6,20 +6,16 @@ from pathlib import Path
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import WrongEngine
-from enginesmith.pipeline.measure.latency import LatencyRow
-from enginesmith.pipeline.measure.limits import DeviceLimits
-from enginesmith.pipeline.measure.memory import MemoryRow
-from enginesmith.pipeline.measure.profile import Profile
 from enginesmith.pipeline.measure.quality import Quality
-from enginesmith.pipeline.measure.roofline import LimitRow, floor
+from enginesmith.pipeline.measure.roofline import floor
+from enginesmith.pipeline.measure.rows import DeviceLimits, LatencyRow, LimitRow, MemoryRow, Profile, StageFidelity
 from enginesmith.pipeline.outcomes import artifact_of, artifacts_of, records_of, why_missing
-from enginesmith.pipeline.precision.audit.coverage import Coverage
+from enginesmith.pipeline.precision.audit.shares import Coverage
 from enginesmith.pipeline.precision.kinds import KINDS
 from enginesmith.pipeline.recovery.record import read as read_recovery
 from enginesmith.pipeline.run import Assignment, BuildRecord, SearchStep, StoredArtifact, VariantRecord
 from enginesmith.pipeline.runner import Outcomes
 from enginesmith.pipeline.steps import Plan, Variant
-from enginesmith.pipeline.tasks.compare import StageFidelity
 from enginesmith.pipeline.tasks.limits import read_limits, read_work
 from enginesmith.pipeline.tasks.prune import read_facts
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 BETWEEN = "(between operators)"
 """Time on the CPU in which no operator ran: a module's own code in Python, and torch's between its calls."""
+NODE = "node:"
+"""Starts the path of what has no module: a graph that nobody exported from PyTorch here is told apart by its nodes."""
 WARM_CALLS = 3
 """Calls before those that count: the first ones allocate, compile and pick kernels."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from enginesmith.pipeline import onnx_file
-from enginesmith.pipeline.engines.profiling import Origin
+from enginesmith.pipeline.engines.profiling import NODE, Origin
 from enginesmith.pipeline.precision.audit.costs import is_product
 from enginesmith.pipeline.precision.audit.foreign import attributes
 from enginesmith.pipeline.precision.audit.structure import CONVERTERS
@@ -20,8 +20,6 @@ from enginesmith.pipeline.precision.audit.structure import CONVERTERS
 if TYPE_CHECKING:
     import onnx
 
-NODE = "node:"
-"""Starts the path of what has no module: a graph that nobody exported from PyTorch here is told apart by its nodes."""
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 """torch's word for operators that it made up outside of any module: sizes of inputs."""
 _MEMCPY = ("MemcpyToHost", "MemcpyFromHost")

@@ -12,10 +12,9 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline.measure.out_of_memory import OutOfMemory
 from enginesmith.pipeline.measure.race import Candidate, LatencySettings, MeasuredSession, Progress, run_interleaved
+from enginesmith.pipeline.measure.rows import LatencyRow, Throughput
 from enginesmith.pipeline.measure.statistics import (
     LEAST_LAUNCHES,
     LEAST_ROUNDS,
@@ -29,83 +28,12 @@ from enginesmith.pipeline.measure.statistics import (
 )
 from enginesmith.pipeline.tensors import Feeds
 
-__all__ = ["Candidate", "LatencyResult", "LatencyRow", "LatencySettings", "measure_latency"]
+__all__ = ["Candidate", "LatencyResult", "LatencySettings", "measure_latency"]
 
 _PERCENTILES = {"p50_ms": 50.0, "p90_ms": 90.0, "p95_ms": 95.0, "p99_ms": 99.0, "p99_9_ms": 99.9}
 _ON_CPU = "on the CPU nothing is transferred, and the host's clock is the only one"
 _KNEE = 0.95
 """Share of the best throughput from which more callers are not worth their latency."""
-
-
-class Throughput(BaseModel):
-    """Report one candidate under a number of callers, each calling again as soon as it has its answer."""
-
-    model_config = ConfigDict(frozen=True)
-
-    callers: int
-    samples_per_s: Interval
-    """Samples that were answered in a second, by the clock."""
-    p50_ms: float
-    """Of a call, as its caller saw it."""
-    p99_ms: float | None
-    n: int
-
-
-class LatencyRow(BaseModel):
-    """Report one candidate at one batch size. A field that is None has its reason in ``reasons``."""
-
-    model_config = ConfigDict(frozen=True)
-
-    batch: int
-    n: int | None = None
-    rounds: int | None = None
-    launches: int | None = None
-    """Processes, one after another, that these rounds are of: intervals are over launches from 3 on."""
-    p50_ms: float | None = None
-    p90_ms: float | None = None
-    p95_ms: float | None = None
-    p99_ms: float | None = None
-    p99_9_ms: float | None = None
-    mean_ms: float | None = None
-    throughput_per_s: float | None = None
-    """Samples answered in a second of the clock: the best of ``concurrency`` where it was asked for, else of one caller
-    in the blocks that latency comes from."""
-    concurrency: tuple[Throughput, ...] = ()
-    knee: int | None = None
-    """The fewest callers that have 95 % of the best throughput."""
-    sibling_note: str = ""
-    """What several callers share, where that holds them up."""
-    median_ms: Interval | None = None
-    """The median over rounds of the blocks' medians, which the stopping rule looks at."""
-    speedup: Interval | None = None
-    """Against the first candidate, paired by round."""
-    speedup_over_dense: Interval | None = None
-    """Of a pruned or sparse variant, against the one that differs from it in nothing else."""
-    device_p50_ms: float | None = None
-    """By CUDA events on the session's stream."""
-    h2d_ms: float | None = None
-    d2h_ms: float | None = None
-    load_ms: float | None = None
-    first_call_ms: float | None = None
-    first_call_note: str = ""
-    """What the first call did besides: compiling kernels, or taking over those of an earlier run."""
-    warmup_calls: int | None = None
-    warmup_ended: str | None = None
-    settle_ms: float | None = None
-    """Median time that the session's threads took to fall asleep after a block."""
-    idle_cpu_share: float | None = None
-    """Cores that its process kept busy while others were measured; near 0 if it left them undisturbed."""
-    preemptions_per_s: float | None = None
-    """How often the kernel took a core from it while it was timed: near 0 on a machine that is not shared."""
-    disturbed_share: float | None = None
-    """Of the calls, those around which its threads waited for a core; medians and the speed-up leave them out."""
-    speedup_rounds: int | None = None
-    """Rounds behind the speed-up: those with undisturbed calls on both sides."""
-    stopped_because: str | None = None
-    failure: str | None = None
-    oom: OutOfMemory | None = None
-    """Set where it failed because memory ran out."""
-    reasons: dict[str, str] = {}
 
 
 @dataclass(frozen=True)

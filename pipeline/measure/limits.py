@@ -10,7 +10,6 @@ work on one piece wait for the last of them, which on a shared machine finds the
 
 import gc
 import itertools
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +18,9 @@ from dataclasses import dataclass, field
 from statistics import median
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.engines.base import Device
+from enginesmith.pipeline.measure.rows import DeviceLimits, Rate
 
 COPY, READ, CACHE, OPERATOR, CALL = "copy", "read", "cache", "operator", "call"
 """Names of the figures that are no products; those are called after what they are computed in."""
@@ -31,73 +30,6 @@ _BURST_SECONDS = 0.025
 _MOMENT_SECONDS = 1e-6
 _WIDE = 3.0
 """The best over the median above which a figure is doubtful."""
-_HOLDS: dict[str, tuple[str, ...]] = {
-    "tf32": ("fp32",),
-    "fp16": ("tf32", "fp32"),
-    "bf16": ("tf32", "fp32"),
-    "fp8": ("fp16", "bf16", "tf32", "fp32"),
-    "int8": ("fp16", "bf16", "tf32", "fp32"),
-    "fp4": ("fp8", "fp16", "bf16", "tf32", "fp32"),
-    "int4": ("int8", "fp8", "fp16", "bf16", "tf32", "fp32"),
-    "int16": ("fp32",),
-}
-"""Wider types that hold every value of a narrow one: an engine is free to multiply in them, and CPU kernels do."""
-
-
-class Rate(BaseModel):
-    """How often something happens in a second, at best."""
-
-    model_config = ConfigDict(frozen=True)
-
-    per_second: float
-    """Bytes, floating-point (or integer) operations, operators or calls."""
-    usual_per_second: float
-    """The same of the median repetition."""
-    repetitions: int
-    how: str
-
-    @property
-    def spread(self) -> float:
-        """The best over the median: 1 on a machine that does nothing else."""
-        return self.per_second / self.usual_per_second
-
-
-class DeviceLimits(BaseModel):
-    """What one device can do at best. What is None, or no key of ``products``, has its reason under that name."""
-
-    model_config = ConfigDict(frozen=True)
-
-    device: str
-    copy_bandwidth: Rate | None
-    """Bytes of memory read and written together, by copying."""
-    read_bandwidth: Rate | None
-    """Bytes of memory that are only read, as weights are."""
-    cache_bandwidth: Rate | None
-    """Bytes read and written within the caches."""
-    cache_bytes: int | None
-    """All that can stay in caches from one inference to the next."""
-    products: dict[str, Rate]
-    """Operations of a matrix product, a multiply-add being two, by what it is computed in."""
-    operators: Rate | None
-    """Operators that have next to nothing to do, one after the other."""
-    calls: Rate | None
-    """Inferences of one such operator."""
-    seconds: float
-    """What measuring took."""
-    warnings: tuple[str, ...] = ()
-    reasons: dict[str, str] = {}
-
-    @property
-    def memory_bandwidth(self) -> Rate | None:
-        """The faster one of copying and reading: what no mixture of both is faster than."""
-        known = [rate for rate in (self.copy_bandwidth, self.read_bandwidth) if rate]
-        return max(known, key=lambda rate: rate.per_second, default=None)
-
-    def product(self, precision: str) -> tuple[str, Rate] | None:
-        """The fastest way to multiply what is in a precision, in it or in a type that holds its values; its name."""
-        named = ((name, self.products.get(name)) for name in (precision, *_HOLDS.get(precision, ())))
-        known = [(name, rate) for name, rate in named if rate]
-        return max(known, key=lambda one: one[1].per_second, default=None)
 
 
 Timed = Callable[[], float]
@@ -267,9 +199,3 @@ def _limits(bench: Bench, rates: dict[str, Rate], reasons: dict[str, str], start
         reasons=missing | {others.get(name, name): why for name, why in reasons.items()},
         **figures,
     )
-
-
-def told(value: float, unit: str) -> str:
-    """``95 GFLOP/s``: three significant digits and the unit's prefix."""
-    power = min(5, max(0, int(math.log10(value) // 3))) if value >= 1 else 0
-    return f"{float(f'{value / 1000**power:.3g}'):g} {('', 'k', 'M', 'G', 'T', 'P')[power]}{unit}"

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability
 from enginesmith.pipeline.measure import cuda_lenses
 from enginesmith.pipeline.measure.cuda_memory import CudaPhases, measure_on_cuda
-from enginesmith.pipeline.measure.out_of_memory import OutOfMemory, explaining, hold, run_held
+from enginesmith.pipeline.measure.out_of_memory import explaining, hold, run_held
 from enginesmith.pipeline.measure.race import Candidate
 from enginesmith.pipeline.measure.resident import Phase, Resident, close_holes, phase, trimmed
+from enginesmith.pipeline.measure.rows import Lens, MemoryRow, OutOfMemory
 from enginesmith.pipeline.samples import check_feeds
 from enginesmith.pipeline.tensors import Feeds
 
@@ -31,38 +30,6 @@ Progress = Callable[[str], None]
 _STEADY_CALLS = 3
 """The second call may need more than the first: ONNX Runtime plans its arena after the first."""
 _RESIDENT = "/proc/self/smaps and the resident high-water mark"
-
-
-class Lens(BaseModel):
-    """One way to look at memory: a number, where it comes from, what it means."""
-
-    model_config = ConfigDict(frozen=True)
-
-    bytes: int
-    source: str
-    note: str = ""
-
-
-class MemoryRow(BaseModel):
-    """Memory of one candidate at one batch size. What is None has its reason under its name in ``reasons``."""
-
-    model_config = ConfigDict(frozen=True)
-
-    device: str
-    batch: int
-    peak_bytes: int | None = None
-    """The most that loading and running together needed at any time."""
-    weights_bytes: int | None = None
-    """What the loaded session keeps: weights in the engine's own layout, graph, buffers."""
-    activation_bytes: int | None = None
-    """The most that running needed besides the weights: activations, workspace, outputs."""
-    host_peak_bytes: int | None = None
-    """The most that the whole process had resident, libraries and all."""
-    lenses: dict[str, Lens] = {}
-    failure: str | None = None
-    oom: OutOfMemory | None = None
-    """Where it did not fit: what was asked for, what was free, and that it was given back."""
-    reasons: dict[str, str] = {}
 
 
 def measure_memory(

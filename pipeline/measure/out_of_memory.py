@@ -9,13 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict
-
 from enginesmith.pipeline import allocation
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import StepCrashed, StepError, StepOutOfMemory
 from enginesmith.pipeline.measure.holding import Watch, explaining, hold
 from enginesmith.pipeline.measure.resident import return_freed_memory
+from enginesmith.pipeline.measure.rows import OutOfMemory
 from enginesmith.pipeline.measure.used_memory import killed_by_kernel, used_besides, used_bytes
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.workers import Progress, run
@@ -42,27 +41,6 @@ _NEAR_BYTES = 16 << 20
 """Two threads' stacks: a library that gets none ends the process, with that much or less left."""
 _FINEST = 16
 _THREADS = ("thread creation failed", "pthread_create", "can't start new thread")
-
-
-class OutOfMemory(BaseModel):
-    """A batch that did not fit. What is None has its reason under its name in ``reasons``."""
-
-    model_config = ConfigDict(frozen=True)
-
-    message: str
-    """What the allocator said, or why a process that ended without a word is taken for out of memory."""
-    asked_bytes: int | None = None
-    free_bytes: int | None = None
-    """What was left when it was asked for: of the limit where there was one."""
-    limit_bytes: int | None = None
-    """What loading and running were allowed to add to the loaded libraries."""
-    used_before_bytes: int | None = None
-    """In use besides, as :func:`used_bytes` counts: before the process started, or less what it alone had."""
-    used_after_bytes: int | None = None
-    """The same once the process had ended."""
-    given_back: bool | None = None
-    """Whether that returned to within 1 % of before."""
-    reasons: dict[str, str] = {}
 
 
 def run_held(

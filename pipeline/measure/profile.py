@@ -6,79 +6,21 @@ is. A session is profiled alone in a fresh process.
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
-from enginesmith.pipeline.engines.profiling import OperatorTime, Profiled, ProfileRequest
-from enginesmith.pipeline.engines.provenance import NODE
+from enginesmith.pipeline.engines.profiling import NODE, OperatorTime, Profiled, ProfileRequest
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability
+from enginesmith.pipeline.measure.profile_table import groups, label
 from enginesmith.pipeline.measure.race import Candidate
+from enginesmith.pipeline.measure.rows import Profile, ProfileRow
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.workers import run
 
 Progress = Callable[[str], None]
 
-ROOT = "(model)"
-"""The model itself: what no part of it does."""
 _GAP = 0.1
 """Share of a call that may lie outside of operators before a profile says so."""
-
-
-class ProfileRow(BaseModel):
-    """The time of one module, or of several whose work an engine does in one operator."""
-
-    model_config = ConfigDict(frozen=True)
-
-    module: str
-    """Path of the module, ``a + b`` for several, or ``(unknown: node …)``."""
-    modules: tuple[str, ...]
-    """Paths of the modules, the empty one being the model itself; none where it is not known."""
-    operators: dict[str, int]
-    """The engine's operators or kernels with their runs in one inference, the slowest first."""
-    calls: int
-    ms: float
-    """Of one inference: medians over those that were profiled, added up."""
-    share: float
-    """Of all operators' time."""
-    precision: str = ""
-    """What its products are computed in, the slowest of several; empty where there are none or it is not told."""
-    conversions: dict[str, float] = {}
-    """Milliseconds of operators in it that only change types or layouts."""
-    also: dict[str, tuple[str, ...]] = {}
-    """Other modules' operators that are fused into these."""
-
-
-class Profile(BaseModel):
-    """One variant's time by module, at one batch size. What is None has its reason under its name in ``reasons``."""
-
-    model_config = ConfigDict(frozen=True)
-
-    variant: str
-    batch: int
-    device: str
-    calls: int
-    """Inferences that were profiled."""
-    source: str = ""
-    """Whose figures these are."""
-    rows: tuple[ProfileRow, ...] = ()
-    """The slowest first; they add up to the total."""
-    total_ms: float | None = None
-    """Of all operators in one inference."""
-    call_ms: float | None = None
-    """Median of a whole inference while it was profiled."""
-    unattributed_share: float | None = None
-    """Share of the total whose module is not known."""
-    notes: tuple[str, ...] = ()
-    failure: str | None = None
-    reasons: dict[str, str] = {}
-
-    def overhead(self, p50_ms: float | None) -> str:
-        """What profiling cost, in words, against the latency measured without it; empty if either is unknown."""
-        if self.call_ms is None or not p50_ms:
-            return ""
-        return f"{self.call_ms:.3g} ms a call while profiled, {p50_ms:.3g} ms without: {self.call_ms / p50_ms:.2f}×"
 
 
 def measure_profile(
@@ -170,35 +112,3 @@ def _row(key: tuple[str, ...], operators: Sequence[OperatorTime], total: float, 
         conversions=conversions,
         also={path: tuple(found) for path, found in also.items()},
     )
-
-
-def groups(together: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Modules by path → all those that share a row with it, because some operator does the work of several."""
-    found: dict[str, tuple[str, ...]] = {}
-    for modules in together:
-        merged = tuple(dict.fromkeys(path for one in modules for path in found.get(one, (one,))))
-        found.update(dict.fromkeys(merged, merged))
-    return found
-
-
-def label(modules: Sequence[str], known: set[str]) -> str:
-    """What a row is called: its module, the one that holds all of its modules and no other, or ``a + b``."""
-    names = [path.removeprefix(NODE) or ROOT for path in modules]
-    if len(names) == 1:
-        return names[0]
-    shared = _common(modules)
-    below = {path for path in known if path == shared or path.startswith(f"{shared}.")}
-    if shared and below == set(modules):
-        return shared
-    if shared:
-        names = [path.removeprefix(f"{shared}.") for path in modules]
-    return (f"{shared}." if shared else "") + " + ".join(names)
-
-
-def _common(modules: Sequence[str]) -> str:
-    """The closest module that all of these are in; empty where that is the model."""
-    parts = [path.split(".") for path in modules]
-    shared = 0
-    while all(len(one) > shared and one[: shared + 1] == parts[0][: shared + 1] for one in parts):
-        shared += 1
-    return ".".join(parts[0][:shared])

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline.engines.profiling import BETWEEN
-from enginesmith.pipeline.measure.profile import Profile, ProfileRow, groups, label
+from enginesmith.pipeline.engines.profiling import BETWEEN, NODE
+from enginesmith.pipeline.measure.rows import ROOT, Profile, ProfileRow
 
 _CONVERTING = 0.1
 """Share of a row's time that conversions take before they are mentioned."""
@@ -265,3 +265,35 @@ def _reasons(row: JoinedRow) -> str:
     if len(row.ms) == 2:
         return next(iter(by_text), "")
     return "; ".join(f"{', '.join(variants)}: {text}" for text, variants in by_text.items())
+
+
+def groups(together: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Modules by path → all those that share a row with it, because some operator does the work of several."""
+    found: dict[str, tuple[str, ...]] = {}
+    for modules in together:
+        merged = tuple(dict.fromkeys(path for one in modules for path in found.get(one, (one,))))
+        found.update(dict.fromkeys(merged, merged))
+    return found
+
+
+def label(modules: Sequence[str], known: set[str]) -> str:
+    """What a row is called: its module, the one that holds all of its modules and no other, or ``a + b``."""
+    names = [path.removeprefix(NODE) or ROOT for path in modules]
+    if len(names) == 1:
+        return names[0]
+    shared = _common(modules)
+    below = {path for path in known if path == shared or path.startswith(f"{shared}.")}
+    if shared and below == set(modules):
+        return shared
+    if shared:
+        names = [path.removeprefix(f"{shared}.") for path in modules]
+    return (f"{shared}." if shared else "") + " + ".join(names)
+
+
+def _common(modules: Sequence[str]) -> str:
+    """The closest module that all of these are in; empty where that is the model."""
+    parts = [path.split(".") for path in modules]
+    shared = 0
+    while all(len(one) > shared and one[: shared + 1] == parts[0][: shared + 1] for one in parts):
+        shared += 1
+    return ".".join(parts[0][:shared])

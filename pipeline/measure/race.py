@@ -20,7 +20,7 @@ from enginesmith.pipeline.errors import EnginesmithError, StepCrashed, StepOutOf
 from enginesmith.pipeline.measure import out_of_memory
 from enginesmith.pipeline.measure.callers import ConcurrentCalls
 from enginesmith.pipeline.measure.clock import Block, Ready, serve_session
-from enginesmith.pipeline.measure.out_of_memory import OutOfMemory
+from enginesmith.pipeline.measure.rows import OutOfMemory
 from enginesmith.pipeline.measure.statistics import (
     LEAST_LAUNCHES,
     LEAST_ROUNDS,

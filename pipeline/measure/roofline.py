@@ -5,60 +5,12 @@ The floor is the largest of three times, as arithmetic, memory and the start of 
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
-from enginesmith.pipeline.measure.limits import DeviceLimits, told
-
-Bound = Literal["arithmetic", "memory", "launch", "nothing known"]
+from enginesmith.pipeline.measure.rows import Bound, DeviceLimits, LimitRow, Work
+from enginesmith.pipeline.units import format_si
 
 _WORTH_A_WORD = 1e-3
 _WORDS: Mapping[Bound, str] = {"arithmetic": "arithmetic", "memory": "memory", "launch": "the start of operators"}
-
-
-class Work(BaseModel):
-    """What one inference has to do, at one batch size.
-
-    What is None has its reason under its name; so has what is less than it should be, as part of it is not known.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    batch: int
-    flops: dict[str, int]
-    """Operations of all products by what they are computed in; a multiply-add is two. Nothing else is counted."""
-    least_bytes: int
-    """Weights, inputs and outputs, each once, as far as they are used: what no engine gets around."""
-    large_intermediates: tuple[int, ...] = ()
-    """Bytes of each result that is too large for small caches; only of graphs that are executed as they stand."""
-    traffic_bytes: int | None = None
-    """What all operators together read and write. Caches keep much of it from memory, and fusing does away with it, so
-    that it bounds nothing; beside ``least_bytes`` it shows what there is to be fused."""
-    launches: int | None = None
-    """Operators that are started; None where the engine fuses them out of sight."""
-    reasons: dict[str, str] = {}
-
-
-class LimitRow(BaseModel):
-    """A variant's measured time beside the least that it could be. What is None has its reason under its name."""
-
-    model_config = ConfigDict(frozen=True)
-
-    batch: int
-    work: Work
-    measured_ms: float | None
-    arithmetic_ms: float | None
-    memory_ms: float | None
-    launch_ms: float | None
-    floor_ms: float | None
-    """The largest of the three."""
-    measured_over_floor: float | None
-    """Below 1 the floor is wrong, and ``summary`` says so."""
-    bound_by: Bound
-    """Which of the three the floor is."""
-    summary: str
-    reasons: dict[str, str] = {}
 
 
 def floor(work: Work, limits: DeviceLimits, measured_ms: float | None) -> LimitRow:
@@ -100,11 +52,11 @@ def _arithmetic(work: Work, limits: DeviceLimits, reasons: dict[str, str]) -> tu
         fastest = limits.product(precision)
         if fastest is None:
             why = limits.reasons.get(precision, "no product in it was measured")
-            reasons["arithmetic_ms"] = f"{told(count, 'FLOP')} in {precision} are left out: {why}"
+            reasons["arithmetic_ms"] = f"{format_si(count, 'FLOP')} in {precision} are left out: {why}"
             continue
         name, rate = fastest
         kind = precision if name == precision else f"{precision}, computed in {name}"
-        words = f"{told(count, 'FLOP')} in {kind} at {told(rate.per_second, 'FLOP/s')}"
+        words = f"{format_si(count, 'FLOP')} in {kind} at {format_si(rate.per_second, 'FLOP/s')}"
         found.append((1e3 * count / rate.per_second, words))
     if not found:
         reasons.setdefault("arithmetic_ms", "no product of known size is in the graph")
@@ -127,11 +79,11 @@ def _memory(work: Work, limits: DeviceLimits, reasons: dict[str, str]) -> tuple[
     moved = max(0, work.least_bytes - kept) + sum(2 * max(0, size - kept) for size in work.large_intermediates)
     found = [(0.0, "")]
     if bandwidth:
-        words = f"{told(moved, 'B')} that no cache holds at {told(bandwidth.per_second, 'B/s')}"
+        words = f"{format_si(moved, 'B')} that no cache holds at {format_si(bandwidth.per_second, 'B/s')}"
         found.append((1e3 * moved / bandwidth.per_second, words))
     if cached:
         through = max(cached.per_second, bandwidth.per_second if bandwidth else 0.0)
-        words = f"{told(work.least_bytes, 'B')} through the caches at {told(through, 'B/s')}"
+        words = f"{format_si(work.least_bytes, 'B')} through the caches at {format_si(through, 'B/s')}"
         found.append((1e3 * work.least_bytes / through, words))
     return max(found)
 

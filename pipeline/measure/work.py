@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from enginesmith.pipeline import onnx_file
-from enginesmith.pipeline.measure.roofline import Work
+from enginesmith.pipeline.measure.rows import Work
 from enginesmith.pipeline.precision.audit import coverage
 from enginesmith.pipeline.precision.audit.values import View, value_bytes, view
 

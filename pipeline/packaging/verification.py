@@ -14,9 +14,10 @@ from enginesmith.pipeline.engines.onnxruntime_session import LEVELS
 from enginesmith.pipeline.engines.trt.options import BuildOptions
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.measure.fidelity import Fidelity, compare
+from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.packaging import manifest as manifests
 from enginesmith.pipeline.packaging.manifest import Manifest
-from enginesmith.pipeline.tasks.compare import StageFidelity, why_not
+from enginesmith.pipeline.tasks.compare import why_not
 
 _MODULES = ("numpy", "onnx", "onnxruntime", "enginesmith.pipeline.packaging.verification")
 """All that the worker needs, where the engine does not take its memory from PyTorch."""

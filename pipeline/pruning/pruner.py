@@ -9,9 +9,10 @@ from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.pruning import attention, grouping, multihead, proof, protection, ranking, selection
 from enginesmith.pipeline.pruning.counting import Cost, Counter
 from enginesmith.pipeline.pruning.cutting import Parts, Removal, cut
+from enginesmith.pipeline.pruning.facts import Kept
 from enginesmith.pipeline.pruning.goal import Goal
 from enginesmith.pipeline.pruning.options import PruneOptions
-from enginesmith.pipeline.pruning.record import Before, Kept, Surgery
+from enginesmith.pipeline.pruning.record import Before, Surgery
 from enginesmith.pipeline.pruning.structure import Group
 from enginesmith.pipeline.pruning.target import Target
 from enginesmith.pipeline.pruning.tracing import Run, trace

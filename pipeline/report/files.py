@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from enginesmith.pipeline import run as runs
 from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.measure.rows import SAMPLES
 from enginesmith.pipeline.report import junit, markdown
 from enginesmith.pipeline.run import Run
 from enginesmith.pipeline.storage import storage_errors
-from enginesmith.pipeline.tasks.measure import SAMPLES
 from enginesmith.pipeline.workers import main_module_hidden
 
 Format = Literal["html", "md", "junit", "json"]

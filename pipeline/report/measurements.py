@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from enginesmith.pipeline.latency_change import MOSTLY_DISTURBED
 from enginesmith.pipeline.measure import profile_table
-from enginesmith.pipeline.measure.latency import LatencyRow, Throughput
+from enginesmith.pipeline.measure.rows import LatencyRow, Throughput
 from enginesmith.pipeline.report.tables import marked, ms, rate, speedup
 from enginesmith.pipeline.run import Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes, format_seconds

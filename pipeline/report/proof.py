@@ -2,9 +2,9 @@
 
 import itertools
 
+from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.report.tables import marked, points
 from enginesmith.pipeline.run import Run, VariantRecord
-from enginesmith.pipeline.tasks.compare import StageFidelity
 
 QUALITY = ("variant", "metric", "value", "baseline", "drop [95 %]", "samples")
 FIDELITY = ("variant", "stage", "at", "SQNR dB", "cosine", "max abs error", "argmax agreement", "passed")

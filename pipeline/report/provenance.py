@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from enginesmith.pipeline.artifact import HistoryEntry
-from enginesmith.pipeline.measure.limits import DeviceLimits, told
+from enginesmith.pipeline.measure.rows import DeviceLimits
 from enginesmith.pipeline.report.tables import marked
 from enginesmith.pipeline.run import Run
-from enginesmith.pipeline.units import format_bytes, format_seconds
+from enginesmith.pipeline.units import format_bytes, format_seconds, format_si
 
 STEPS = ("step", "ended", "time", "host peak", "effect", "with", "notes")
 PARAMETERS = ("step", "parameters")
@@ -127,7 +127,13 @@ def rates(limits: DeviceLimits | None) -> list[tuple[str, ...]]:
         "inferences of one operator": (limits.calls, "/s"),
     }
     return [
-        (name, told(rate.per_second, unit), told(rate.usual_per_second, unit), str(rate.repetitions), rate.how)
+        (
+            name,
+            format_si(rate.per_second, unit),
+            format_si(rate.usual_per_second, unit),
+            str(rate.repetitions),
+            rate.how,
+        )
         for name, (rate, unit) in known.items()
         if rate
     ]

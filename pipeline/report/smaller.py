@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from enginesmith.pipeline.pruning.record import Facts
+from enginesmith.pipeline.pruning.facts import Facts
 from enginesmith.pipeline.recovery.record import Recovery
 from enginesmith.pipeline.run import Run, VariantRecord
 

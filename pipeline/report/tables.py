@@ -4,10 +4,10 @@ import re
 from collections.abc import Callable, Iterator
 
 from enginesmith.pipeline.explain import claimed
-from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.precision.audit.coverage import Coverage, percent, words
+from enginesmith.pipeline.precision.audit.shares import Coverage, percent, words
 from enginesmith.pipeline.report import budgets
 from enginesmith.pipeline.run import Assignment, Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes

@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from enginesmith.pipeline.assemble import as_json as run_as_json
 from enginesmith.pipeline.comparison import Comparison
 from enginesmith.pipeline.fleet.record import FleetRecord
 from enginesmith.pipeline.report import comparison, fleet_tables, measurements, proof, smaller, tables
@@ -30,7 +29,7 @@ def print_json(value: Any) -> None:
 def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
     """A run as a table, a verdict and cautions; gives back the exit code that it stands for."""
     if as_json:
-        click.echo(run_as_json(run))
+        click.echo(run.model_dump_json(by_alias=True, indent=1))
     else:
         _table(tables.COLUMNS, tables.rows(run))
         for note in tables.made_up(run):

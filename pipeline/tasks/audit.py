@@ -10,7 +10,7 @@ from enginesmith.pipeline import onnx_file, samples
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.passes.base import Progress
-from enginesmith.pipeline.precision.audit import coverage
+from enginesmith.pipeline.precision.audit import coverage, shares
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 
 
@@ -44,8 +44,8 @@ def _sizes(model: Artifact, reference: Artifact) -> dict[str, int]:
     return sizes | ({batch: 1} if batch else {})
 
 
-def _told(found: coverage.Coverage) -> str:
-    parts = [f"multiply-adds {coverage.words(found.macs)}", f"weights {coverage.words(found.weights)}"]
+def _told(found: shares.Coverage) -> str:
+    parts = [f"multiply-adds {shares.words(found.macs)}", f"weights {shares.words(found.weights)}"]
     parts += [f"{found.qdq_pairs} Q/DQ pairs"] if found.qdq_pairs else []
     parts += [f"{found.islands} islands of low precision"] if found.islands else []
     parts += [f"{found.unknown_products} products of unknown size"] if found.unknown_products else []

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, SerializeAsAny
+from pydantic import SerializeAsAny
 
 from enginesmith.calibration.dataset import Dataset, open_dataset
 from enginesmith.calibration.options import DataOptions
@@ -15,6 +15,7 @@ from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.engines.base import Device, Engine, Session
 from enginesmith.pipeline.errors import SignatureError, SourceError
 from enginesmith.pipeline.measure.fidelity import Fidelity, Thresholds, compare, thresholds_for
+from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.shapes import example
@@ -73,22 +74,6 @@ class Sample(Task):
         notes = (*(data.notes if data else ()), *strange)
         summary = "; ".join([f"{len(cases)} sets of feeds from {name} data", *notes])
         return Effect(file=samples.RECORD, summary=summary, notes=notes, reads=read)
-
-
-class StageFidelity(BaseModel):
-    """How close a stage's outputs are to the reference at one point: an entry of ``fidelity[]``."""
-
-    model_config = ConfigDict(frozen=True)
-
-    stage: str
-    point: str
-    batch: int
-    sqnr_db: float | None
-    cosine: float | None
-    max_abs_error: float | None
-    argmax_agreement: float | None
-    passed: bool
-    reason: str = ""
 
 
 class Verify(Task):

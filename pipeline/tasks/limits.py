@@ -10,12 +10,12 @@ from enginesmith.pipeline import samples
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.measure import device as devices
-from enginesmith.pipeline.measure.limits import DeviceLimits, measure_limits, told
-from enginesmith.pipeline.measure.roofline import Work
+from enginesmith.pipeline.measure.limits import measure_limits
+from enginesmith.pipeline.measure.rows import DeviceLimits, Work
 from enginesmith.pipeline.measure.work import count_work
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_records, write_records
-from enginesmith.pipeline.units import format_bytes
+from enginesmith.pipeline.units import format_bytes, format_si
 
 
 class DeviceRates(Task):
@@ -90,11 +90,11 @@ def read_work(record: Artifact) -> dict[int, Work]:
 
 def _told(found: DeviceLimits) -> str:
     bandwidth = found.memory_bandwidth
-    parts = [f"memory {told(bandwidth.per_second, 'B/s')}"] if bandwidth else []
-    parts += [f"{name} {told(rate.per_second, 'FLOP/s')}" for name, rate in found.products.items()]
+    parts = [f"memory {format_si(bandwidth.per_second, 'B/s')}"] if bandwidth else []
+    parts += [f"{name} {format_si(rate.per_second, 'FLOP/s')}" for name, rate in found.products.items()]
     return ", ".join(parts) or "nothing could be measured"
 
 
 def _told_work(work: Work) -> str:
-    flops = " + ".join(f"{told(count, 'FLOP')} in {name}" for name, count in work.flops.items()) or "no products"
+    flops = " + ".join(f"{format_si(count, 'FLOP')} in {name}" for name, count in work.flops.items()) or "no products"
     return f"batch {work.batch}: {flops}, at least {format_bytes(work.least_bytes)}"

@@ -20,13 +20,13 @@ from enginesmith.pipeline.measure.batches import BatchSweep, FeedsAt
 from enginesmith.pipeline.measure.latency import LatencyBenchmark
 from enginesmith.pipeline.measure.memory import measure_memory
 from enginesmith.pipeline.measure.race import Candidate, LatencySettings
+from enginesmith.pipeline.measure.rows import SAMPLES
 from enginesmith.pipeline.measure.used_memory import available_bytes
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tensors import Array, Feeds
 from enginesmith.pipeline.units import format_bytes
 
-SAMPLES = "samples.npz"
 _SHARE_OF_FREE = 0.8
 ENVIRONMENT = "environment.json"
 """The machine as it was when latency was measured, which may have been in an earlier run."""

@@ -9,8 +9,8 @@ from enginesmith.pipeline import samples
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.passes.base import Progress
+from enginesmith.pipeline.pruning.facts import Facts, Kept
 from enginesmith.pipeline.pruning.options import PruneOptions
-from enginesmith.pipeline.pruning.record import Facts, Kept
 from enginesmith.pipeline.pruning.target import Target
 from enginesmith.pipeline.tasks.base import Inputs, Task
 from enginesmith.pipeline.tasks.calibrate import Feeder, Feeding
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MODEL = "model"
 FACTS = "pruning.json"
-"""Beside the pruned model: what was done, as :class:`~enginesmith.pipeline.pruning.record.Facts`."""
+"""Beside the pruned model: what was done, as :class:`~enginesmith.pipeline.pruning.facts.Facts`."""
 TOOLS = ("torch", "torch-pruning", "numpy")
 
 

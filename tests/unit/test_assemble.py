@@ -13,7 +13,7 @@ from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.engines.eager import Eager
 from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
 from enginesmith.pipeline.engines.tensorrt import TensorRT
-from enginesmith.pipeline.precision.audit.coverage import Coverage
+from enginesmith.pipeline.precision.audit.shares import Coverage
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.run import Run, VariantRecord
 from enginesmith.pipeline.runner import Outcome

@@ -8,20 +8,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginesmith.pipeline.measure.latency import LatencyRow, Throughput
-from enginesmith.pipeline.measure.memory import MemoryRow
-from enginesmith.pipeline.measure.profile import Profile, ProfileRow
 from enginesmith.pipeline.measure.quality import Quality
-from enginesmith.pipeline.measure.roofline import LimitRow, Work
+from enginesmith.pipeline.measure.rows import (
+    LatencyRow,
+    LimitRow,
+    MemoryRow,
+    Profile,
+    ProfileRow,
+    StageFidelity,
+    Throughput,
+    Work,
+)
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.pruning.record import Facts
+from enginesmith.pipeline.pruning.facts import Facts
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recovery.record import Point, Recovery, TrainingPlan
 from enginesmith.pipeline.report.charts import Chart, charts
 from enginesmith.pipeline.report.charts.styles import COLOURS, MOST_NAMED, NEUTRAL, Cast
 from enginesmith.pipeline.report.charts.text import escaped, shortened
 from enginesmith.pipeline.run import Assignment, ModelRecord, Run, VariantRecord
-from enginesmith.pipeline.tasks.compare import StageFidelity
 
 IDS = {
     *("pareto", "memory", "latency-by-batch", "throughput-by-batch", "concurrency", "fidelity", "sensitivity"),

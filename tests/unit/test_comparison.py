@@ -12,9 +12,8 @@ from enginesmith.pipeline import comparison, differences
 from enginesmith.pipeline.comparison import compare, latency_change
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.latency_change import ratio
-from enginesmith.pipeline.measure.latency import LatencyRow
-from enginesmith.pipeline.measure.memory import MemoryRow
 from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow
 from enginesmith.pipeline.measure.statistics import Interval, Timed, paired_ratio
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import comparison as rendering

@@ -14,7 +14,7 @@ from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
 from enginesmith.pipeline.inspection import inspect
 from enginesmith.pipeline.precision.audit import coverage
-from enginesmith.pipeline.precision.audit.coverage import Coverage
+from enginesmith.pipeline.precision.audit.shares import Coverage, percent
 from enginesmith.pipeline.tasks.audit import Audit
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
@@ -275,5 +275,5 @@ def test_inspect_shows_what_a_file_asks_for(tmp_path: Path) -> None:
 
 
 def test_a_little_is_never_shown_as_none_nor_most_as_all() -> None:
-    shown = [coverage.percent(share) for share in (0.0, 0.004, 0.5, 0.996, 1.0)]
+    shown = [percent(share) for share in (0.0, 0.004, 0.5, 0.996, 1.0)]
     assert shown == ["0 %", "< 1 %", "50 %", "> 99 %", "100 %"]

@@ -19,7 +19,8 @@ from enginesmith.pipeline.engines.trt.memory import allocator, ledger_of
 from enginesmith.pipeline.errors import MissingCapability, StepOutOfMemory
 from enginesmith.pipeline.measure import cuda_memory, nvml, used_memory
 from enginesmith.pipeline.measure.cuda_memory import CudaPhases, measure_on_cuda
-from enginesmith.pipeline.measure.memory import MemoryRow, _cuda_row
+from enginesmith.pipeline.measure.memory import _cuda_row
+from enginesmith.pipeline.measure.rows import MemoryRow
 from enginesmith.pipeline.measure.sampling import Sampler
 from enginesmith.pipeline.tensors import Feeds
 

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.decision import decide
-from enginesmith.pipeline.measure.latency import LatencyRow
 from enginesmith.pipeline.measure.quality import Quality
-from enginesmith.pipeline.measure.roofline import LimitRow
+from enginesmith.pipeline.measure.rows import LatencyRow, LimitRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.measure.work import Work
 from enginesmith.pipeline.options import Budgets

@@ -7,9 +7,9 @@ import pytest
 from enginesmith.pipeline import explain
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.explain import Circumstances, claimed, hold, remarks
-from enginesmith.pipeline.measure.latency import LatencyRow
+from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.precision.audit.coverage import Coverage
+from enginesmith.pipeline.precision.audit.shares import Coverage
 from enginesmith.pipeline.run import Assignment, BuildRecord, VariantRecord
 
 CPU, GPU = Device(), Device(kind="cuda")

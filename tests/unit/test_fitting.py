@@ -11,9 +11,7 @@ from enginesmith.pipeline.engines.base import EngineFacts
 from enginesmith.pipeline.errors import LimitTooSmall, ModelError, UnsupportedGraph, UsageError
 from enginesmith.pipeline.fitting import Fits, fit, keeping
 from enginesmith.pipeline.footprints import BuiltSizes, MeasuredSizes
-from enginesmith.pipeline.measure.latency import LatencyRow
-from enginesmith.pipeline.measure.memory import MemoryRow
-from enginesmith.pipeline.measure.out_of_memory import OutOfMemory
+from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, OutOfMemory
 from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.run import Run, VariantRecord
 from enginesmith.pipeline.settings import Settings

@@ -12,9 +12,9 @@ from enginesmith.pipeline.commands.request import budgets_of
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.gate import Demands, parse_tolerance
 from enginesmith.pipeline.judgement import Gate, GateCheck
-from enginesmith.pipeline.measure.latency import LatencyResult, LatencyRow, launches_of
-from enginesmith.pipeline.measure.memory import MemoryRow
+from enginesmith.pipeline.measure.latency import LatencyResult, launches_of
 from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow
 from enginesmith.pipeline.measure.statistics import Interval, student
 from enginesmith.pipeline.options import Budgets
 from enginesmith.pipeline.recipe import make

@@ -8,11 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from enginesmith.pipeline.measure.latency import LatencyRow
+from enginesmith.pipeline.measure.rows import LatencyRow, StageFidelity
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import junit
 from enginesmith.pipeline.run import Run, VariantRecord, Verdict
-from enginesmith.pipeline.tasks.compare import StageFidelity
 
 MakeRun = Callable[..., Run]
 HOSTILE = "]]></failure><script>&\x00\x1b\ud800\ufffe\"'\n中"

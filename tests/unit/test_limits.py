@@ -22,10 +22,12 @@ from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.engines.eager import Eager
 from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
 from enginesmith.pipeline.measure import bench, limits, probes
-from enginesmith.pipeline.measure.limits import Bench, Candidate, DeviceLimits, Probe, Rate, measured, together, told
-from enginesmith.pipeline.measure.roofline import Work, floor
+from enginesmith.pipeline.measure.limits import Bench, Candidate, Probe, measured, together
+from enginesmith.pipeline.measure.roofline import floor
+from enginesmith.pipeline.measure.rows import DeviceLimits, Rate, Work
 from enginesmith.pipeline.measure.work import count_work
 from enginesmith.pipeline.tasks.limits import CountWork, DeviceRates, read_limits, read_work
+from enginesmith.pipeline.units import format_si
 
 MIB = 1 << 20
 BOTH = 2
@@ -271,7 +273,7 @@ def test_a_floor_without_a_measured_time() -> None:
 
 @pytest.mark.parametrize(("value", "text"), [(0.5, "0.5 B"), (999, "999 B"), (95.04e9, "95 GB"), (2.5e18, "2500 PB")])
 def test_told(value: float, text: str) -> None:
-    assert told(value, "B") == text
+    assert format_si(value, "B") == text
 
 
 # The work of a graph

@@ -6,13 +6,11 @@ from types import ModuleType
 
 import pytest
 
-from enginesmith.pipeline.measure.latency import LatencyRow
-from enginesmith.pipeline.measure.memory import MemoryRow
+from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, StageFidelity
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import markdown
 from enginesmith.pipeline.run import Run, VariantRecord, Verdict
-from enginesmith.pipeline.tasks.compare import StageFidelity
 
 MakeRun = Callable[..., Run]
 EVIL = "<script>alert(1)</script> [x](javascript:y) ![i](http://h) @someone #12 `code` a|b\n# head"

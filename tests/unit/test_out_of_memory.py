@@ -14,15 +14,9 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import ModelError, StepCrashed, StepError, StepOutOfMemory
 from enginesmith.pipeline.measure import holding, out_of_memory, used_memory
-from enginesmith.pipeline.measure.out_of_memory import (
-    OutOfMemory,
-    explaining,
-    largest_fit,
-    outcome,
-    run_held,
-    try_batch,
-)
+from enginesmith.pipeline.measure.out_of_memory import explaining, largest_fit, outcome, run_held, try_batch
 from enginesmith.pipeline.measure.race import Candidate
+from enginesmith.pipeline.measure.rows import OutOfMemory
 
 CPU, CUDA = Device(), Device(kind="cuda")
 MEBIBYTE = 1 << 20

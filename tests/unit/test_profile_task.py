@@ -11,7 +11,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.engines.eager import Eager
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.measure.profile import Profile
+from enginesmith.pipeline.measure.rows import Profile
 from enginesmith.pipeline.tasks import profile as tasks
 from enginesmith.pipeline.tasks.base import RECORDS
 from enginesmith.pipeline.tasks.profile import GRAPH, ProfileVariant

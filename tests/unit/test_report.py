@@ -6,17 +6,14 @@ import pytest
 from rich.console import Console
 
 from enginesmith.pipeline import run as runs
-from enginesmith.pipeline.measure.latency import LatencyRow
-from enginesmith.pipeline.measure.memory import MemoryRow
-from enginesmith.pipeline.measure.profile import Profile
 from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, Profile, StageFidelity
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.precision.audit.coverage import Coverage
+from enginesmith.pipeline.precision.audit.shares import Coverage
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import markdown, measurements, tables, terminal
 from enginesmith.pipeline.report.live import _Board, _markup
 from enginesmith.pipeline.run import Assignment, ModelRecord, Run, SearchStep, VariantRecord, Verdict
-from enginesmith.pipeline.tasks.compare import StageFidelity
 
 
 def record(name: str, ms: float, speedup: float) -> VariantRecord:

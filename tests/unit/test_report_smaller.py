@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from enginesmith.pipeline.pruning.record import Facts, Kept
+from enginesmith.pipeline.pruning.facts import Facts, Kept
 from enginesmith.pipeline.recovery.record import Point, Recovery, TrainingPlan
 from enginesmith.pipeline.report import smaller
 from enginesmith.pipeline.run import Run, VariantRecord

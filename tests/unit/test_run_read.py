@@ -9,7 +9,7 @@ import pytest
 
 from enginesmith.pipeline import run as runs
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.measure.latency import LatencyRow
+from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.run import ModelRecord, Run, VariantRecord
 

@@ -2,12 +2,10 @@
 
 import pytest
 
-from enginesmith.pipeline.measure.latency import LatencyRow
-from enginesmith.pipeline.measure.memory import MemoryRow
+from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, StageFidelity
 from enginesmith.pipeline.options import Budgets
 from enginesmith.pipeline.run import BuildRecord, StoredArtifact, VariantRecord
 from enginesmith.pipeline.select import select, verdicts
-from enginesmith.pipeline.tasks.compare import StageFidelity
 
 
 def record(name: str, ms: float | None, memory: int | None = 100, size: int = 10, **more: object) -> VariantRecord:

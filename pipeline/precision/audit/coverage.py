@@ -6,18 +6,15 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
-
 from enginesmith.pipeline.precision.audit import costs, islands
 from enginesmith.pipeline.precision.audit.foreign import attributes
+from enginesmith.pipeline.precision.audit.shares import HALF, QUANTISED, Coverage
 from enginesmith.pipeline.precision.audit.structure import CONVERTERS, Structure
 from enginesmith.pipeline.precision.audit.values import View, view
 
 if TYPE_CHECKING:
     import onnx
 
-QUANTISED = ("int4", "fp4", "int8", "fp8")
-HALF = ("fp16", "bf16")
 _PRECISIONS = {
     "float64": "fp64",
     "float32": "fp32",
@@ -44,41 +41,6 @@ _INT8_ACCURACY = 4
 """MatMulNBits' ``accuracy_level`` that lets it round activations to int8."""
 _OPERANDS = {"LSTM": 3, "GRU": 3, "RNN": 3, "Attention": 3}
 _UNKNOWN = "unknown"
-
-
-class Coverage(BaseModel):
-    """What a graph is computed in. Shares are of all multiply-adds, or all parameters, that could be counted."""
-
-    model_config = ConfigDict(frozen=True)
-
-    total_macs: int
-    """Multiply-adds of one inference at the sizes that it was looked at."""
-    macs: dict[str, float]
-    """Share by the precision that products are computed in, the largest first."""
-    operators: dict[str, dict[str, float]]
-    """The same share, by operator within each precision."""
-    weights: dict[str, float]
-    """Share of parameters by the precision they are stored in: matrices and filters, no scales, biases or norms."""
-    products: dict[str, int]
-    """Number of products by precision, those of unknown size too."""
-    unknown_products: int = 0
-    """Products that are in no share of multiply-adds, as their shapes are not known."""
-    qdq_pairs: int = 0
-    """QuantizeLinear with a DequantizeLinear behind it."""
-    unfused: int = 0
-    """Products computed in floating point on what was quantised just before: of a graph as it is executed."""
-    islands: int = 0
-    """Connected runs of low-precision operators: between any two of them values change their type."""
-    conversions: int = 0
-    """Operators that quantise or dequantise activations."""
-    casts: int = 0
-    """Casts between floating-point types."""
-    reorders: int = 0
-    """Operators that only lay out values anew: ONNX Runtime's blocks of channels, and transpositions."""
-
-    def share(self, precision: str) -> float:
-        """Share of multiply-adds in a precision."""
-        return self.macs.get(precision, 0.0)
 
 
 def of(path: Path, sizes: Mapping[str, int], *, executed: bool = False) -> Coverage:
@@ -181,17 +143,3 @@ def _float_cast(node: "onnx.NodeProto", seen: View) -> bool:
         return False
     ends = (seen.value(node.input[0]).dtype, seen.value(node.output[0]).dtype)
     return all("float" in end for end in ends)
-
-
-def words(shares: Mapping[str, float]) -> str:
-    """``int8 97 %, fp32 3 %``."""
-    return ", ".join(f"{name} {percent(share)}" for name, share in shares.items()) or "nothing"
-
-
-def percent(share: float) -> str:
-    """A share as people read it; what is there is never shown as none, nor what is left as all."""
-    if 0 < share < 0.01:
-        return "< 1 %"
-    if 0.99 < share < 1:
-        return "> 99 %"
-    return f"{100 * share:.0f} %"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from enginesmith.pipeline.measure.latency import LatencyRow, Throughput
+from enginesmith.pipeline.measure.rows import LatencyRow, Throughput
 from enginesmith.pipeline.report.charts.base import Chart, Figure, missing
 from enginesmith.pipeline.report.charts.parts import axis, bars, layout, measured, others, points
 from enginesmith.pipeline.report.charts.styles import Cast, Style, called

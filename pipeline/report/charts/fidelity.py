@@ -5,13 +5,13 @@ import re
 from collections.abc import Mapping, Sequence
 
 from enginesmith.pipeline.measure.fidelity import THRESHOLDS
+from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.report.charts.base import Chart, Figure
 from enginesmith.pipeline.report.charts.parts import axis, layout, limit, others, places, points, why_none
 from enginesmith.pipeline.report.charts.styles import Cast, Style, called
 from enginesmith.pipeline.report.charts.text import escaped, said, shortened
 from enginesmith.pipeline.report.tables import marked
 from enginesmith.pipeline.run import Run, VariantRecord
-from enginesmith.pipeline.tasks.compare import StageFidelity
 
 _ID = "fidelity"
 _TITLE = "Signal to quantisation noise against the reference (SQNR, dB) after each stage, at the worst shape"

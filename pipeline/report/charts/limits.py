@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from enginesmith.pipeline.measure.roofline import LimitRow
+from enginesmith.pipeline.measure.rows import LimitRow
 from enginesmith.pipeline.report.charts.base import Chart, Figure, missing
 from enginesmith.pipeline.report.charts.parts import axis, listed, why_none
 from enginesmith.pipeline.report.charts.styles import NEUTRAL, Cast, Style, called

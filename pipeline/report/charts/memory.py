@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from enginesmith.pipeline.measure.memory import MemoryRow
+from enginesmith.pipeline.measure.rows import MemoryRow
 from enginesmith.pipeline.report.charts.base import Chart, Figure, missing
 from enginesmith.pipeline.report.charts.parts import MEBIBYTE, axis, limit, listed, why_no_memory
 from enginesmith.pipeline.report.charts.styles import NEUTRAL, Cast, called

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from enginesmith.pipeline.measure.latency import LatencyRow
+from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.report.charts.base import Figure
 from enginesmith.pipeline.report.charts.styles import NEUTRAL, REST, Style

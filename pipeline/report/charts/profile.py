@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from enginesmith.pipeline.measure.profile import Profile
 from enginesmith.pipeline.measure.profile_table import JoinedRow, joined, repeated
+from enginesmith.pipeline.measure.rows import Profile
 from enginesmith.pipeline.report.charts.base import Chart, Figure, missing
 from enginesmith.pipeline.report.charts.parts import axis, listed, why_none
 from enginesmith.pipeline.report.charts.styles import Cast, called

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from enginesmith.pipeline.measure.latency import LatencyRow
+from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.report.charts.base import Chart, Figure, missing
 from enginesmith.pipeline.report.charts.parts import axis, interval, layout, limit, others, places, points, why_none

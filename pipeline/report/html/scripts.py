@@ -12,8 +12,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 def library() -> str:
     """Load plotly.js in its "basic" build, which draws scatter, bar and pie traces.
 
-    The file is ``plotly-basic.min.js`` of the npm package ``plotly.js-basic-dist-min`` as it stands, so that a report is
-    about 1.3 MB instead of the 5 MB that it would be with every trace type.
+    The file is ``plotly-basic.min.js`` of the npm package ``plotly.js-basic-dist-min`` as it stands: a report is about
+    1.3 MB with it, and would be 5 MB with every trace type.
     """
     return (TEMPLATES / "plotly-basic.min.js").read_text(encoding="utf-8")
 

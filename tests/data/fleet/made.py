@@ -9,9 +9,8 @@ from enginesmith.pipeline.fleet import Entry, Fleet
 from enginesmith.pipeline.fleet.building import Found, entry_record
 from enginesmith.pipeline.fleet.file import make
 from enginesmith.pipeline.fleet.record import RUNS, EntryRecord, FleetRecord
-from enginesmith.pipeline.measure.latency import LatencyRow
-from enginesmith.pipeline.measure.memory import MemoryRow
 from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.run import ModelRecord, Run, StepRecord, StoredArtifact, VariantRecord, Verdict
 

@@ -1,0 +1,329 @@
+"""Rows of run.json that measurements fill in.
+
+Nothing here measures or imports what runs models: results and reports read these types without loading torch.
+What is None in a row has its reason under its name in ``reasons``.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline.measure.statistics import Interval
+
+SAMPLES = "samples.npz"
+"""File of every latency sample, in the step's folder and in the run directory."""
+
+
+class OutOfMemory(BaseModel):
+    """A batch that did not fit. What is None has its reason under its name in ``reasons``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    message: str
+    """What the allocator said, or why a process that ended without a word is taken for out of memory."""
+    asked_bytes: int | None = None
+    free_bytes: int | None = None
+    """What was left when it was asked for: of the limit where there was one."""
+    limit_bytes: int | None = None
+    """What loading and running were allowed to add to the loaded libraries."""
+    used_before_bytes: int | None = None
+    """In use besides, as :func:`used_bytes` counts: before the process started, or less what it alone had."""
+    used_after_bytes: int | None = None
+    """The same once the process had ended."""
+    given_back: bool | None = None
+    """Whether that returned to within 1 % of before."""
+    reasons: dict[str, str] = {}
+
+
+class Throughput(BaseModel):
+    """Report one candidate under a number of callers, each calling again as soon as it has its answer."""
+
+    model_config = ConfigDict(frozen=True)
+
+    callers: int
+    samples_per_s: Interval
+    """Samples that were answered in a second, by the clock."""
+    p50_ms: float
+    """Of a call, as its caller saw it."""
+    p99_ms: float | None
+    n: int
+
+
+class LatencyRow(BaseModel):
+    """Report one candidate at one batch size. A field that is None has its reason in ``reasons``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    batch: int
+    n: int | None = None
+    rounds: int | None = None
+    launches: int | None = None
+    """Processes, one after another, that these rounds are of: intervals are over launches from 3 on."""
+    p50_ms: float | None = None
+    p90_ms: float | None = None
+    p95_ms: float | None = None
+    p99_ms: float | None = None
+    p99_9_ms: float | None = None
+    mean_ms: float | None = None
+    throughput_per_s: float | None = None
+    """Samples answered in a second of the clock: the best of ``concurrency`` where it was asked for, else of one caller
+    in the blocks that latency comes from."""
+    concurrency: tuple[Throughput, ...] = ()
+    knee: int | None = None
+    """The fewest callers that have 95 % of the best throughput."""
+    sibling_note: str = ""
+    """What several callers share, where that holds them up."""
+    median_ms: Interval | None = None
+    """The median over rounds of the blocks' medians, which the stopping rule looks at."""
+    speedup: Interval | None = None
+    """Against the first candidate, paired by round."""
+    speedup_over_dense: Interval | None = None
+    """Of a pruned or sparse variant, against the one that differs from it in nothing else."""
+    device_p50_ms: float | None = None
+    """By CUDA events on the session's stream."""
+    h2d_ms: float | None = None
+    d2h_ms: float | None = None
+    load_ms: float | None = None
+    first_call_ms: float | None = None
+    first_call_note: str = ""
+    """What the first call did besides: compiling kernels, or taking over those of an earlier run."""
+    warmup_calls: int | None = None
+    warmup_ended: str | None = None
+    settle_ms: float | None = None
+    """Median time that the session's threads took to fall asleep after a block."""
+    idle_cpu_share: float | None = None
+    """Cores that its process kept busy while others were measured; near 0 if it left them undisturbed."""
+    preemptions_per_s: float | None = None
+    """How often the kernel took a core from it while it was timed: near 0 on a machine that is not shared."""
+    disturbed_share: float | None = None
+    """Of the calls, those around which its threads waited for a core; medians and the speed-up leave them out."""
+    speedup_rounds: int | None = None
+    """Rounds behind the speed-up: those with undisturbed calls on both sides."""
+    stopped_because: str | None = None
+    failure: str | None = None
+    oom: OutOfMemory | None = None
+    """Set where it failed because memory ran out."""
+    reasons: dict[str, str] = {}
+
+
+class Lens(BaseModel):
+    """One way to look at memory: a number, where it comes from, what it means."""
+
+    model_config = ConfigDict(frozen=True)
+
+    bytes: int
+    source: str
+    note: str = ""
+
+
+class MemoryRow(BaseModel):
+    """Memory of one candidate at one batch size. What is None has its reason under its name in ``reasons``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    device: str
+    batch: int
+    peak_bytes: int | None = None
+    """The most that loading and running together needed at any time."""
+    weights_bytes: int | None = None
+    """What the loaded session keeps: weights in the engine's own layout, graph, buffers."""
+    activation_bytes: int | None = None
+    """The most that running needed besides the weights: activations, workspace, outputs."""
+    host_peak_bytes: int | None = None
+    """The most that the whole process had resident, libraries and all."""
+    lenses: dict[str, Lens] = {}
+    failure: str | None = None
+    oom: OutOfMemory | None = None
+    """Where it did not fit: what was asked for, what was free, and that it was given back."""
+    reasons: dict[str, str] = {}
+
+
+_HOLDS: dict[str, tuple[str, ...]] = {
+    "tf32": ("fp32",),
+    "fp16": ("tf32", "fp32"),
+    "bf16": ("tf32", "fp32"),
+    "fp8": ("fp16", "bf16", "tf32", "fp32"),
+    "int8": ("fp16", "bf16", "tf32", "fp32"),
+    "fp4": ("fp8", "fp16", "bf16", "tf32", "fp32"),
+    "int4": ("int8", "fp8", "fp16", "bf16", "tf32", "fp32"),
+    "int16": ("fp32",),
+}
+"""Wider types that hold every value of a narrow one: an engine is free to multiply in them, and CPU kernels do."""
+
+
+class Rate(BaseModel):
+    """How often something happens in a second, at best."""
+
+    model_config = ConfigDict(frozen=True)
+
+    per_second: float
+    """Bytes, floating-point (or integer) operations, operators or calls."""
+    usual_per_second: float
+    """The same of the median repetition."""
+    repetitions: int
+    how: str
+
+    @property
+    def spread(self) -> float:
+        """The best over the median: 1 on a machine that does nothing else."""
+        return self.per_second / self.usual_per_second
+
+
+class DeviceLimits(BaseModel):
+    """What one device can do at best. What is None, or no key of ``products``, has its reason under that name."""
+
+    model_config = ConfigDict(frozen=True)
+
+    device: str
+    copy_bandwidth: Rate | None
+    """Bytes of memory read and written together, by copying."""
+    read_bandwidth: Rate | None
+    """Bytes of memory that are only read, as weights are."""
+    cache_bandwidth: Rate | None
+    """Bytes read and written within the caches."""
+    cache_bytes: int | None
+    """All that can stay in caches from one inference to the next."""
+    products: dict[str, Rate]
+    """Operations of a matrix product, a multiply-add being two, by what it is computed in."""
+    operators: Rate | None
+    """Operators that have next to nothing to do, one after the other."""
+    calls: Rate | None
+    """Inferences of one such operator."""
+    seconds: float
+    """What measuring took."""
+    warnings: tuple[str, ...] = ()
+    reasons: dict[str, str] = {}
+
+    @property
+    def memory_bandwidth(self) -> Rate | None:
+        """The faster one of copying and reading: what no mixture of both is faster than."""
+        known = [rate for rate in (self.copy_bandwidth, self.read_bandwidth) if rate]
+        return max(known, key=lambda rate: rate.per_second, default=None)
+
+    def product(self, precision: str) -> tuple[str, Rate] | None:
+        """The fastest way to multiply what is in a precision, in it or in a type that holds its values; its name."""
+        named = ((name, self.products.get(name)) for name in (precision, *_HOLDS.get(precision, ())))
+        known = [(name, rate) for name, rate in named if rate]
+        return max(known, key=lambda one: one[1].per_second, default=None)
+
+
+Bound = Literal["arithmetic", "memory", "launch", "nothing known"]
+
+
+class Work(BaseModel):
+    """What one inference has to do, at one batch size.
+
+    What is None has its reason under its name; so has what is less than it should be, as part of it is not known.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    batch: int
+    flops: dict[str, int]
+    """Operations of all products by what they are computed in; a multiply-add is two. Nothing else is counted."""
+    least_bytes: int
+    """Weights, inputs and outputs, each once, as far as they are used: what no engine gets around."""
+    large_intermediates: tuple[int, ...] = ()
+    """Bytes of each result that is too large for small caches; only of graphs that are executed as they stand."""
+    traffic_bytes: int | None = None
+    """What all operators together read and write. Caches keep much of it from memory, and fusing does away with it, so
+    that it bounds nothing; beside ``least_bytes`` it shows what there is to be fused."""
+    launches: int | None = None
+    """Operators that are started; None where the engine fuses them out of sight."""
+    reasons: dict[str, str] = {}
+
+
+class LimitRow(BaseModel):
+    """A variant's measured time beside the least that it could be. What is None has its reason under its name."""
+
+    model_config = ConfigDict(frozen=True)
+
+    batch: int
+    work: Work
+    measured_ms: float | None
+    arithmetic_ms: float | None
+    memory_ms: float | None
+    launch_ms: float | None
+    floor_ms: float | None
+    """The largest of the three."""
+    measured_over_floor: float | None
+    """Below 1 the floor is wrong, and ``summary`` says so."""
+    bound_by: Bound
+    """Which of the three the floor is."""
+    summary: str
+    reasons: dict[str, str] = {}
+
+
+ROOT = "(model)"
+"""The model itself: what no part of it does."""
+
+
+class ProfileRow(BaseModel):
+    """The time of one module, or of several whose work an engine does in one operator."""
+
+    model_config = ConfigDict(frozen=True)
+
+    module: str
+    """Path of the module, ``a + b`` for several, or ``(unknown: node …)``."""
+    modules: tuple[str, ...]
+    """Paths of the modules, the empty one being the model itself; none where it is not known."""
+    operators: dict[str, int]
+    """The engine's operators or kernels with their runs in one inference, the slowest first."""
+    calls: int
+    ms: float
+    """Of one inference: medians over those that were profiled, added up."""
+    share: float
+    """Of all operators' time."""
+    precision: str = ""
+    """What its products are computed in, the slowest of several; empty where there are none or it is not told."""
+    conversions: dict[str, float] = {}
+    """Milliseconds of operators in it that only change types or layouts."""
+    also: dict[str, tuple[str, ...]] = {}
+    """Other modules' operators that are fused into these."""
+
+
+class Profile(BaseModel):
+    """One variant's time by module, at one batch size. What is None has its reason under its name in ``reasons``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    variant: str
+    batch: int
+    device: str
+    calls: int
+    """Inferences that were profiled."""
+    source: str = ""
+    """Whose figures these are."""
+    rows: tuple[ProfileRow, ...] = ()
+    """The slowest first; they add up to the total."""
+    total_ms: float | None = None
+    """Of all operators in one inference."""
+    call_ms: float | None = None
+    """Median of a whole inference while it was profiled."""
+    unattributed_share: float | None = None
+    """Share of the total whose module is not known."""
+    notes: tuple[str, ...] = ()
+    failure: str | None = None
+    reasons: dict[str, str] = {}
+
+    def overhead(self, p50_ms: float | None) -> str:
+        """What profiling cost, in words, against the latency measured without it; empty if either is unknown."""
+        if self.call_ms is None or not p50_ms:
+            return ""
+        return f"{self.call_ms:.3g} ms a call while profiled, {p50_ms:.3g} ms without: {self.call_ms / p50_ms:.2f}×"
+
+
+class StageFidelity(BaseModel):
+    """How close a stage's outputs are to the reference at one point: an entry of ``fidelity[]``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    stage: str
+    point: str
+    batch: int
+    sqnr_db: float | None
+    cosine: float | None
+    max_abs_error: float | None
+    argmax_agreement: float | None
+    passed: bool
+    reason: str = ""
