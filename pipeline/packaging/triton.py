@@ -1,4 +1,4 @@
-"""A model repository for Triton Inference Server: MODEL/config.pbtxt and MODEL/1/model.onnx or model.plan.
+"""Write a model repository for Triton Inference Server: MODEL/config.pbtxt and MODEL/1/model.onnx or model.plan.
 
 The fields are those of ``model_config.proto``; the options of the ONNX Runtime backend are those of its README.
 """
@@ -30,12 +30,12 @@ _MODEL_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 
 @dataclass(frozen=True)
 class Message:
-    """A protobuf message as text, its fields in order; a field that is given several times is repeated."""
+    """Format a protobuf message as text, its fields in order; a field that is given several times is repeated."""
 
     fields: list[tuple[str, Any]] = field(default_factory=list)
 
     def lines(self, indent: str = "") -> Iterator[str]:
-        """Lines of the text format."""
+        """Yield lines of the text format."""
         for name, value in self.fields:
             if isinstance(value, Message):
                 inner = list(value.lines(indent + "  "))
@@ -67,7 +67,7 @@ def write(chosen: Chosen, folder: Path) -> None:
 
 
 def model_name(chosen: Chosen) -> str:
-    """What requests call the model: the model's own name, as far as Triton takes it."""
+    """Derive the served model's name from the model's own, as far as Triton takes it."""
     text = chosen.run.model.source.partition("@")[0]
     last = re.split(r"[/\\]", text)[-1].removesuffix(".onnx").removesuffix(".pt2")
     return (
@@ -89,7 +89,7 @@ def _file(chosen: Chosen) -> str:
 
 
 def config(name: str, found: Manifest) -> str:
-    """``config.pbtxt``."""
+    """Write the text of ``config.pbtxt``."""
     batch = batch_dimension(found)
     most = found.shapes[batch].max if batch else 0
     fields: list[tuple[str, Any]] = [("name", quoted(name)), ("backend", quoted(found.engine.name))]
@@ -111,15 +111,23 @@ def config(name: str, found: Manifest) -> str:
 
 
 def batch_dimension(found: Manifest) -> str | None:
-    """The dimension that Triton may put requests together along.
+    """Find the dimension that Triton may put requests together along, if there is one.
 
-    It leads every input and output and stands nowhere else in them, and the model takes a single row.
+    It leads every input and output and stands nowhere else in them, and the engine takes a single row.
     """
     symbol = samples.batch_symbol(found.signature)
     specs = (*found.signature.inputs, *found.signature.outputs)
     leads = symbol is not None and all(spec.shape[:1] == (symbol,) and symbol not in spec.shape[1:] for spec in specs)
     known = found.shapes.get(symbol) if symbol and leads else None
-    return symbol if known and known.min == 1 else None
+    return symbol if symbol and known and (known.min == 1 or _takes_any_size(found, symbol)) else None
+
+
+def _takes_any_size(found: Manifest, dimension: str) -> bool:
+    """Tell whether the engine has no profile of sizes, and nobody set a range for this dimension.
+
+    The range then only says which batch sizes were measured.
+    """
+    return engine_class(found.engine.name).loads_graph and dimension not in found.origin.recipe.get("shapes", {})
 
 
 def _tensor(spec: TensorSpec, batch: str | None) -> Message:
@@ -132,7 +140,7 @@ def _tensor(spec: TensorSpec, batch: str | None) -> Message:
 
 
 def _batching(found: Manifest) -> Message | None:
-    """Batches that were measured to do more a second than any smaller one; None where batching does not pay."""
+    """Prefer batches that were measured to do more a second than any smaller one; None where batching does not pay."""
     batch = batch_dimension(found)
     assert batch is not None
     rows = sorted((row.batch, row.throughput_per_s) for row in found.measured.latency if row.throughput_per_s)
@@ -180,11 +188,11 @@ def _comments(found: Manifest, batch: str | None) -> Iterator[str]:
 
 
 def quoted(text: str) -> str:
-    """A string of the text format: quotes, backslashes and control characters escaped, the rest as UTF-8."""
+    """Quote a string for the text format: quotes, backslashes and control characters escaped, the rest as UTF-8."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + "".join(one if one >= " " else f"\\{ord(one):03o}" for one in escaped) + '"'
 
 
 def one_line(text: str) -> str:
-    """Without what would end a comment."""
+    """Remove line breaks, which would end a comment."""
     return " ".join(text.split())

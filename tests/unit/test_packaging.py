@@ -252,7 +252,7 @@ def test_a_repository_for_triton(made: Made, tmp_path: Path) -> None:
         (["x:int64:batch,s", "m:bool:batch,s"], ["y:float16:batch"], {"batch": "1:1:2", "s": "1:8:9"}, 2, [[-1], [-1]]),
         (["x:float32:batch,4"], ["y:float32:4"], {"batch": "1:8:64"}, 0, [[-1, 4]]),
         (["x:float32:batch,batch"], ["y:float32:batch,4"], {"batch": "1:8:64"}, 0, [[-1, -1]]),
-        (["x:float32:batch,4"], ["y:float32:batch,4"], {"batch": "4:8:64"}, 0, [[-1, 4]]),
+        (["x:float32:batch,4"], ["y:float32:batch,4"], {"batch": "8:8:8"}, 8, [[4]]),
         (["x:float32:batch,4"], ["y:float32:batch,4"], {}, 0, [[-1, 4]]),
         (["x:float32:8,4"], ["y:float32:8,4"], {}, 0, [[8, 4]]),
     ],
@@ -271,6 +271,15 @@ def test_batching_needs_the_same_first_dimension_everywhere(
     assert parsed.max_batch_size == most
     assert [list(one.dims) for one in parsed.input] == dims
     assert parsed.HasField("dynamic_batching") == bool(most)
+
+
+def test_batching_needs_an_engine_that_takes_a_single_row(found: manifest.Manifest) -> None:
+    measured = {"shapes": {"batch": manifest.ShapeRange.parse("8:8:8")}}
+    asked = found.origin.model_copy(update={"recipe": {"shapes": {"batch": "8:8:8"}}})
+    built = found.engine.model_copy(update={"name": "tensorrt", "file": "1/model.plan"})
+    assert config(found, **measured).max_batch_size == 8
+    assert config(found, **measured, origin=asked).max_batch_size == 0
+    assert config(found, **measured, engine=built).max_batch_size == 0
 
 
 def test_a_tensor_without_dimensions_is_reshaped(found: manifest.Manifest) -> None:
