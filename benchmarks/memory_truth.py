@@ -27,8 +27,8 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.engines.eager import Eager
 from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
+from enginesmith.pipeline.measure.candidate import Candidate
 from enginesmith.pipeline.measure.memory import measure_memory
-from enginesmith.pipeline.measure.race import Candidate
 from enginesmith.pipeline.measure.rows import MemoryRow
 from enginesmith.pipeline.source import resolve
 from enginesmith.pipeline.tasks.base import execute

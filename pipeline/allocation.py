@@ -81,7 +81,7 @@ def free_bytes(text: str) -> int | None:
     return free
 
 
-def behind(error: BaseException) -> StepOutOfMemory | None:
+def find_cause(error: BaseException) -> StepOutOfMemory | None:
     """Memory that ran out, where that is what an exception came from; libraries put others around it."""
     for one in _chain(error):
         if isinstance(one, StepOutOfMemory):

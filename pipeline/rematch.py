@@ -21,8 +21,9 @@ from enginesmith.pipeline.engines.tensorrt import TensorRT
 from enginesmith.pipeline.engines.trt.options import BuildOptions
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.measure import device as devices
+from enginesmith.pipeline.measure.candidate import Candidate
 from enginesmith.pipeline.measure.latency import launches_of, measure_latency
-from enginesmith.pipeline.measure.race import Candidate, LatencySettings
+from enginesmith.pipeline.measure.race import LatencySettings
 from enginesmith.pipeline.measure.statistics import LEAST_LAUNCHES, Interval, Timed, median_interval, paired_ratio
 from enginesmith.pipeline.run import Run, VariantRecord
 from enginesmith.pipeline.tensors import Feeds, ShapeRange, Signature

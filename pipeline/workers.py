@@ -182,7 +182,7 @@ def _attempt(function: Callable[..., Any], args: Sequence[Any]) -> tuple[str, An
         return _DONE, function(*args)
     except EnginesmithError as error:
         traceback.print_exc()
-        return _FAILED, allocation.behind(error) or error
+        return _FAILED, allocation.find_cause(error) or error
     except OSError as error:
         traceback.print_exc()
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
@@ -194,7 +194,7 @@ def _attempt(function: Callable[..., Any], args: Sequence[Any]) -> tuple[str, An
 
 
 def _unexpected(error: Exception) -> StepError:
-    memory = allocation.behind(error)
+    memory = allocation.find_cause(error)
     return memory or StepError(f"{type(error).__name__}: {error}", "the whole trace is in the step's log")
 
 

@@ -22,9 +22,10 @@ from variants import Field, field, why_not
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import cuda
+from enginesmith.pipeline.measure.candidate import Candidate
 from enginesmith.pipeline.measure.latency import measure_latency
 from enginesmith.pipeline.measure.memory import measure_memory
-from enginesmith.pipeline.measure.race import Candidate, LatencySettings
+from enginesmith.pipeline.measure.race import LatencySettings
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.runner import Event, Outcome
 from enginesmith.pipeline.settings import Settings

@@ -22,7 +22,7 @@ from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.artifact import Artifact, file_digest
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Device, Engine, Session
-from enginesmith.pipeline.engines.cuda_ledger import ACTIVATIONS, TRANSFERS, WEIGHTS, Ledger, counting
+from enginesmith.pipeline.engines.cuda_ledger import ACTIVATIONS, TRANSFERS, WEIGHTS, CudaAllocationTracker, counting
 from enginesmith.pipeline.engines.tensorrt import TensorRT
 from enginesmith.pipeline.engines.trt import manifest
 from enginesmith.pipeline.engines.trt.options import RunOptions
@@ -37,7 +37,7 @@ CUDA = Device(kind="cuda")
 class Lines:
     """Takes a line after each step; a line that follows shows what its step added."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: CudaAllocationTracker) -> None:
         self._ledger = ledger
         self.lines: list[dict[str, Any]] = []
 

@@ -82,7 +82,7 @@ class Account:
     """What was last asked for and not to be had."""
 
 
-class Ledger:
+class CudaAllocationTracker:
     """Takes memory, gives it back, and keeps the account; may be asked from any thread."""
 
     def __init__(self, memory: Memory) -> None:
@@ -186,10 +186,10 @@ class Ledger:
         return True
 
 
-_active: dict[int, Ledger] = {}
+_active: dict[int, CudaAllocationTracker] = {}
 
 
-def active(device: int) -> Ledger | None:
+def active(device: int) -> CudaAllocationTracker | None:
     """The ledger that counts a device now; None where nothing is counted, and engines are to be as in production."""
     return _active.get(device)
 
@@ -201,10 +201,10 @@ def follow(tensor: Any, tag: str, device: int) -> None:
 
 
 @contextlib.contextmanager
-def counting(device: int, memory: Memory | None = None) -> Iterator[Ledger]:
+def counting(device: int, memory: Memory | None = None) -> Iterator[CudaAllocationTracker]:
     """Count what engines that are opened and run meanwhile take on a device; ``memory`` is torch's if not given."""
     before = _active.get(device)
-    ledger = _active[device] = Ledger(memory or TorchMemory(device))
+    ledger = _active[device] = CudaAllocationTracker(memory or TorchMemory(device))
     try:
         yield ledger
     finally:

@@ -13,7 +13,7 @@ import ctypes
 import functools
 import logging
 
-from enginesmith.pipeline.engines.cuda_ledger import Ledger, TorchMemory, active
+from enginesmith.pipeline.engines.cuda_ledger import CudaAllocationTracker, TorchMemory, active
 
 _logger = logging.getLogger(__name__)
 _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
@@ -29,8 +29,8 @@ class _Callbacks:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._uncounted = Ledger(TorchMemory(device))
-        self._owners: dict[int, Ledger] = {}
+        self._uncounted = CudaAllocationTracker(TorchMemory(device))
+        self._owners: dict[int, CudaAllocationTracker] = {}
         """Address → the ledger that it was last taken through."""
         self.allocate = _Allocate(self._take)
         self.free = _Free(self._give)

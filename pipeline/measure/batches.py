@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from enginesmith.pipeline.errors import EnginesmithError
+from enginesmith.pipeline.measure.candidate import Candidate
 from enginesmith.pipeline.measure.latency import LatencyBenchmark
 from enginesmith.pipeline.measure.out_of_memory import largest_fit, try_batch
-from enginesmith.pipeline.measure.race import Candidate, LatencySettings, Progress
+from enginesmith.pipeline.measure.race import LatencySettings, Progress
 from enginesmith.pipeline.tensors import Feeds
 
 FeedsAt = Callable[[int], Feeds]

@@ -110,7 +110,7 @@ class SessionTimer:
         """Open the session and return the seconds that took. The limit covers memory besides libraries."""
         if memory_limit_bytes is not None:
             self._engine.prime(self._artifact, self._device)
-            out_of_memory.hold(memory_limit_bytes, self._device)
+            out_of_memory.set_memory_limit(memory_limit_bytes, self._device)
         start = time.perf_counter_ns()
         self._session = self._engine.load(self._artifact, self._device)
         return _seconds_since(start)

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device, Engine
-from enginesmith.pipeline.engines.cuda_ledger import ACTIVATIONS, TRANSFERS, WEIGHTS, Account, Ledger, counting
+from enginesmith.pipeline.engines.cuda_ledger import (
+    ACTIVATIONS,
+    TRANSFERS,
+    WEIGHTS,
+    Account,
+    CudaAllocationTracker,
+    counting,
+)
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability
 from enginesmith.pipeline.measure.sampling import Sampled, Sampler
 from enginesmith.pipeline.measure.used_memory import used_bytes
@@ -124,7 +131,9 @@ def measure_on_cuda(
     )
 
 
-def _session(engine: Engine, artifact: Artifact, device: Device, feeds: Feeds, ledger: Ledger) -> dict[str, Any]:
+def _session(
+    engine: Engine, artifact: Artifact, device: Device, feeds: Feeds, ledger: CudaAllocationTracker
+) -> dict[str, Any]:
     """One session from loading to closing: fields of :class:`CudaPhases`."""
     moments, before = {"start": moment(device)}, ledger.account().taken
     _reset(device)

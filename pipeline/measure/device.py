@@ -181,7 +181,7 @@ def warnings_of(machine: Environment) -> list[str]:
     return found
 
 
-def spoiled(before: Environment, after: Environment, during: Iterable[Sequence[GpuState]] = ()) -> tuple[str, ...]:
+def interference(before: Environment, after: Environment, during: Iterable[Sequence[GpuState]] = ()) -> tuple[str, ...]:
     """What happened between two looks at the machine that spoils what was measured meanwhile, in words.
 
     ``during`` are looks at the GPUs (:func:`gpu_states`) while they worked: clocks and their limits are those of the
@@ -208,7 +208,7 @@ def spoiled(before: Environment, after: Environment, during: Iterable[Sequence[G
     looks = [*during]
     for index, (first, last) in enumerate(zip(before.gpus or (), after.gpus or (), strict=False)):
         seen = [look[index] for look in looks if index < len(look)]
-        found += [f"cuda:{index} {what}" for what in _spoiled_on_gpu(first, last, seen)]
+        found += [f"cuda:{index} {what}" for what in _interference_on_gpu(first, last, seen)]
     return tuple(found)
 
 
@@ -217,7 +217,7 @@ def gpu_states() -> tuple[GpuState, ...]:
     return _gpus()[0] or ()
 
 
-def _spoiled_on_gpu(before: GpuState, after: GpuState, during: Sequence[GpuState]) -> list[str]:
+def _interference_on_gpu(before: GpuState, after: GpuState, during: Sequence[GpuState]) -> list[str]:
     found = []
     if before.driver and not after.driver:
         found.append(f"no longer tells its state: {after.reasons.get('driver', 'no reason is known')}")

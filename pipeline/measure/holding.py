@@ -22,7 +22,7 @@ _LIMITS = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
 _WATCH_SECONDS = 0.005
 
 
-def hold(limit_bytes: int | None, device: Device) -> None:
+def set_memory_limit(limit_bytes: int | None, device: Device) -> None:
     """From here on this process may take that much more; call it when libraries and pools are in (``Engine.prime``)."""
     if limit_bytes is None:
         return
@@ -64,7 +64,7 @@ def explaining(device: Device) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found = allocation.behind(error)
+        found = allocation.find_cause(error)
         if found is None:
             raise
         free = found.free_bytes if found.free_bytes is not None else _left(device)
@@ -86,7 +86,7 @@ def _left(device: Device) -> int | None:
     return available_bytes() if gap is None else gap
 
 
-class Watch:
+class HeadroomMonitor:
     """How near a process came to its limit on address space, looked at from another one while it lives."""
 
     def __init__(self) -> None:

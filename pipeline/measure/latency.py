@@ -13,7 +13,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from enginesmith.pipeline.measure.race import Candidate, LatencySettings, MeasuredSession, Progress, run_interleaved
+from enginesmith.pipeline.measure.candidate import Candidate
+from enginesmith.pipeline.measure.race import LatencySettings, MeasuredSession, Progress, run_interleaved
 from enginesmith.pipeline.measure.rows import LatencyRow, Throughput
 from enginesmith.pipeline.measure.statistics import (
     LEAST_LAUNCHES,

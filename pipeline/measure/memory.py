@@ -17,9 +17,9 @@ from typing import Any
 
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability
 from enginesmith.pipeline.measure import cuda_lenses
+from enginesmith.pipeline.measure.candidate import Candidate
 from enginesmith.pipeline.measure.cuda_memory import CudaPhases, measure_on_cuda
-from enginesmith.pipeline.measure.out_of_memory import explaining, hold, run_held
-from enginesmith.pipeline.measure.race import Candidate
+from enginesmith.pipeline.measure.out_of_memory import explaining, run_held, set_memory_limit
 from enginesmith.pipeline.measure.resident import Phase, Resident, close_holes, phase, trimmed
 from enginesmith.pipeline.measure.rows import Lens, MemoryRow, OutOfMemory
 from enginesmith.pipeline.samples import check_feeds
@@ -98,9 +98,11 @@ def _measure(
     engine, artifact, device = candidate.engine, candidate.artifact, candidate.device
     if device.kind == "cuda":
         with explaining(device):
-            return measure_on_cuda(engine, artifact, device, feeds, lambda: hold(memory_limit_bytes, device))
+            return measure_on_cuda(
+                engine, artifact, device, feeds, lambda: set_memory_limit(memory_limit_bytes, device)
+            )
     engine.prime(artifact, device)
-    hold(memory_limit_bytes, device)
+    set_memory_limit(memory_limit_bytes, device)
     with explaining(device):
         return _measure_resident(candidate, feeds)
 

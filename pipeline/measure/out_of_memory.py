@@ -7,28 +7,26 @@ Its process has ended by then, and what was in use is in use no more, which is l
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from enginesmith.pipeline import allocation
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import StepCrashed, StepError, StepOutOfMemory
-from enginesmith.pipeline.measure.holding import Watch, explaining, hold
+from enginesmith.pipeline.measure.candidate import Candidate
+from enginesmith.pipeline.measure.holding import HeadroomMonitor, explaining, set_memory_limit
 from enginesmith.pipeline.measure.resident import return_freed_memory
 from enginesmith.pipeline.measure.rows import OutOfMemory
 from enginesmith.pipeline.measure.used_memory import killed_by_kernel, used_besides, used_bytes
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.workers import Progress, run
 
-if TYPE_CHECKING:
-    from enginesmith.pipeline.measure.race import Candidate
-
 __all__ = [
     "OutOfMemory",
     "explaining",
-    "hold",
     "largest_fit",
     "outcome",
     "run_held",
+    "set_memory_limit",
     "try_batch",
     "used_besides",
     "used_bytes",
@@ -59,14 +57,14 @@ def run_held(
     run(_nothing, log=log)  # where workers have no server yet, it starts with this one, and takes memory that it keeps
     before, kills = used_bytes(device)[0], killed_by_kernel()
     said_before = log.stat().st_size if log.is_file() else 0
-    watch = Watch()
+    monitor = HeadroomMonitor()
     try:
         return run(
             function,
             *args,
             log=log,
             prepare=return_freed_memory,
-            on_start=watch.start,
+            on_start=monitor.start,
             timeout_seconds=timeout_seconds,
         )
     except StepOutOfMemory as error:
@@ -74,15 +72,15 @@ def run_held(
         if kills is not None and now is not None and now > kills:
             found = StepOutOfMemory(f"the kernel killed a process for lack of memory: {error.message}", error.remedy)
     except StepCrashed as error:
-        watch.stop()
+        monitor.stop()
         if limit_bytes is None:
             raise
-        why = _crashed_at_limit(log.read_bytes()[said_before:].decode(errors="replace"), watch.gap, limit_bytes)
+        why = _crashed_at_limit(log.read_bytes()[said_before:].decode(errors="replace"), monitor.gap, limit_bytes)
         if not why:
             raise
-        found = StepOutOfMemory(f"{why}: {error.message}", error.remedy, free_bytes=watch.gap)
+        found = StepOutOfMemory(f"{why}: {error.message}", error.remedy, free_bytes=monitor.gap)
     finally:
-        watch.stop()
+        monitor.stop()
     return outcome(found, before, device, limit_bytes)
 
 
@@ -98,7 +96,7 @@ def largest_fit(fits: Callable[[int], bool], start: int, over: int) -> int:
 
 
 def try_batch(
-    candidate: "Candidate", feeds: Feeds, log_folder: Path, memory_limit_bytes: int | None
+    candidate: Candidate, feeds: Feeds, log_folder: Path, memory_limit_bytes: int | None
 ) -> OutOfMemory | None:
     """Load and run once in a fresh process; None if that fits.
 
@@ -117,10 +115,10 @@ def try_batch(
     return found
 
 
-def _call_once(candidate: "Candidate", feeds: Feeds, memory_limit_bytes: int | None, progress: Progress) -> None:
+def _call_once(candidate: Candidate, feeds: Feeds, memory_limit_bytes: int | None, progress: Progress) -> None:
     engine, artifact, device = candidate.engine, candidate.artifact, candidate.device
     engine.prime(artifact, device)
-    hold(memory_limit_bytes, device)
+    set_memory_limit(memory_limit_bytes, device)
     with explaining(device), engine.load(artifact, device) as session:
         session.run(feeds)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from enginesmith.pipeline.engines.profiling import NODE, OperatorTime, Profiled, ProfileRequest
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability
+from enginesmith.pipeline.measure.candidate import Candidate
 from enginesmith.pipeline.measure.profile_table import groups, label
-from enginesmith.pipeline.measure.race import Candidate
 from enginesmith.pipeline.measure.rows import Profile, ProfileRow
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.workers import run

@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.errors import EnginesmithError, StepCrashed, StepOutOfMemory, StepTimeout
 from enginesmith.pipeline.measure import out_of_memory
 from enginesmith.pipeline.measure.callers import ConcurrentCalls
+from enginesmith.pipeline.measure.candidate import Candidate
 from enginesmith.pipeline.measure.clock import Block, Ready, serve_session
 from enginesmith.pipeline.measure.rows import OutOfMemory
 from enginesmith.pipeline.measure.statistics import (
@@ -50,16 +49,6 @@ _LEAST_ROUNDS_EACH = 3
 """Rounds of each of several launches, at least."""
 _CHECK_GROWTH = 1.15
 """Rounds between two checks of the stopping rule grow by this factor, as the interval shrinks ever more slowly."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Name an engine and its artifact on a device, to be measured."""
-
-    id: str
-    engine: Engine
-    artifact: Artifact
-    device: Device
 
 
 class LatencySettings(BaseModel):

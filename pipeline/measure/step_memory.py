@@ -5,7 +5,7 @@ from collections.abc import Callable
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import StepOutOfMemory
 from enginesmith.pipeline.measure import resident
-from enginesmith.pipeline.measure.holding import hold
+from enginesmith.pipeline.measure.holding import set_memory_limit
 from enginesmith.pipeline.units import format_bytes
 
 
@@ -20,7 +20,7 @@ class StepMeter:
             return
         if device.kind == "cuda":
             self._before = self._reserved()
-            hold(limit_bytes, device)
+            set_memory_limit(limit_bytes, device)
         else:
             resident.return_freed_memory()
             resident.lower_mark()

@@ -120,7 +120,7 @@ def fits(action: Callable[[], None]) -> bool:
 
 def ran_out(error: BaseException) -> bool:
     """Whether memory ran out; what torch keeps for later is handed back then."""
-    if allocation.behind(error) is None:
+    if allocation.find_cause(error) is None:
         return False
     torch.cuda.empty_cache()  # does nothing where CUDA is not in use
     return True

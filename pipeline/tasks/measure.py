@@ -17,9 +17,10 @@ from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.measure import device as devices
 from enginesmith.pipeline.measure.batches import BatchSweep, FeedsAt
+from enginesmith.pipeline.measure.candidate import Candidate
 from enginesmith.pipeline.measure.latency import LatencyBenchmark
 from enginesmith.pipeline.measure.memory import measure_memory
-from enginesmith.pipeline.measure.race import Candidate, LatencySettings
+from enginesmith.pipeline.measure.race import LatencySettings
 from enginesmith.pipeline.measure.rows import SAMPLES
 from enginesmith.pipeline.measure.used_memory import available_bytes
 from enginesmith.pipeline.passes.base import Progress
@@ -80,7 +81,7 @@ class Latency(Task):
             if larger is not None:
                 BatchSweep(benchmark, candidates, larger, settings, logs, progress).run(max(feeds), self.most)
             result = benchmark.result()
-            machine = _with_warnings(machine, devices.spoiled(machine, devices.environment()))
+            machine = _with_warnings(machine, devices.interference(machine, devices.environment()))
         (out / ENVIRONMENT).write_text(machine.model_dump_json(indent=1))
         measured_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         rows = [

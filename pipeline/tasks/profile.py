@@ -8,8 +8,8 @@ from pydantic import Field, SerializeAsAny
 from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.engines.base import Device, Engine
 from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.measure.candidate import Candidate
 from enginesmith.pipeline.measure.profile import measure_profile
-from enginesmith.pipeline.measure.race import Candidate
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.measure import logs_in_own_log, measured_feeds, this_machine

@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, SerializeAsAny
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import BuildRequest, Device, Engine
 from enginesmith.pipeline.errors import EmptyLayer, ModelError, UsageError
+from enginesmith.pipeline.measure.candidate import Candidate
 from enginesmith.pipeline.measure.latency import measure_latency
-from enginesmith.pipeline.measure.race import Candidate, LatencySettings
+from enginesmith.pipeline.measure.race import LatencySettings
 from enginesmith.pipeline.passes.base import Pass, Progress, run_pass
 from enginesmith.pipeline.passes.export import Export
 from enginesmith.pipeline.passes.simplify import Simplify

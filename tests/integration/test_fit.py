@@ -15,8 +15,8 @@ from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
+from enginesmith.pipeline.measure.candidate import Candidate
 from enginesmith.pipeline.measure.memory import measure_memory
-from enginesmith.pipeline.measure.race import Candidate
 
 MEMORY = 64 << 20
 NODES = "a = Conv<pads=[1,1,1,1]>(x, w) b = Relu(a) c = Conv<pads=[1,1,1,1]>(b, v) d = Relu(c) y = GlobalMaxPool(d)"

@@ -9,7 +9,8 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.measure import batches
-from enginesmith.pipeline.measure.race import Candidate, LatencySettings
+from enginesmith.pipeline.measure.candidate import Candidate
+from enginesmith.pipeline.measure.race import LatencySettings
 from enginesmith.pipeline.measure.rows import LatencyRow, OutOfMemory
 from enginesmith.pipeline.tensors import Feeds
 

@@ -10,7 +10,15 @@ import torch
 
 from enginesmith.pipeline.engines import cuda_ledger, onnxruntime_memory, onnxruntime_session
 from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.cuda_ledger import ACTIVATIONS, TRANSFERS, UNTAGGED, WEIGHTS, Block, Ledger, counting
+from enginesmith.pipeline.engines.cuda_ledger import (
+    ACTIVATIONS,
+    TRANSFERS,
+    UNTAGGED,
+    WEIGHTS,
+    Block,
+    CudaAllocationTracker,
+    counting,
+)
 
 
 class Heap:
@@ -40,11 +48,11 @@ def heap() -> Heap:
 
 
 @pytest.fixture
-def ledger(heap: Heap) -> Ledger:
-    return Ledger(heap)
+def ledger(heap: Heap) -> CudaAllocationTracker:
+    return CudaAllocationTracker(heap)
 
 
-def test_what_is_in_use_is_counted_by_tag(ledger: Ledger, heap: Heap) -> None:
+def test_what_is_in_use_is_counted_by_tag(ledger: CudaAllocationTracker, heap: Heap) -> None:
     with ledger.tagged(WEIGHTS):
         weights = ledger.allocate(1000)
         with ledger.tagged(TRANSFERS):
@@ -60,7 +68,7 @@ def test_what_is_in_use_is_counted_by_tag(ledger: Ledger, heap: Heap) -> None:
     assert heap.left == (1 << 20) - 234
 
 
-def test_the_peak_is_split_as_it_was_at_its_time(ledger: Ledger) -> None:
+def test_the_peak_is_split_as_it_was_at_its_time(ledger: CudaAllocationTracker) -> None:
     ledger.allocate(100, tag=WEIGHTS)
     first = ledger.allocate(50, tag=ACTIVATIONS)
     ledger.free(first)
@@ -72,7 +80,7 @@ def test_the_peak_is_split_as_it_was_at_its_time(ledger: Ledger) -> None:
     assert (ledger.account().peak, ledger.account().peak_by_tag) == (130, {WEIGHTS: 100, TRANSFERS: 30})
 
 
-def test_what_is_given_back_wrongly_is_counted_and_not_passed_on(ledger: Ledger, heap: Heap) -> None:
+def test_what_is_given_back_wrongly_is_counted_and_not_passed_on(ledger: CudaAllocationTracker, heap: Heap) -> None:
     address = ledger.allocate(10)
     assert ledger.free(address)
     assert not ledger.free(address)
@@ -85,7 +93,7 @@ def test_what_is_given_back_wrongly_is_counted_and_not_passed_on(ledger: Ledger,
     assert ledger.account().double_frees == 1
 
 
-def test_what_was_not_given_back_is_found(ledger: Ledger) -> None:
+def test_what_was_not_given_back_is_found(ledger: CudaAllocationTracker) -> None:
     early = ledger.allocate(10, tag=WEIGHTS)
     since = ledger.account().taken
     gone, left = ledger.allocate(20), ledger.allocate(30, tag=ACTIVATIONS)
@@ -94,7 +102,7 @@ def test_what_was_not_given_back_is_found(ledger: Ledger) -> None:
     assert set(ledger.leaks()) == {early, left}
 
 
-def test_no_bytes_and_too_many(ledger: Ledger) -> None:
+def test_no_bytes_and_too_many(ledger: CudaAllocationTracker) -> None:
     assert ledger.allocate(0) == 0
     assert ledger.account().refused is None
     assert ledger.allocate(1 << 30) == 0
@@ -102,7 +110,7 @@ def test_no_bytes_and_too_many(ledger: Ledger) -> None:
     assert (found.refused, found.taken, found.peak) == (1 << 30, 0, 0)
 
 
-def test_a_tensor_counts_until_it_is_gone(ledger: Ledger) -> None:
+def test_a_tensor_counts_until_it_is_gone(ledger: CudaAllocationTracker) -> None:
     tensor = torch.empty(100, dtype=torch.float32)
     ledger.follow(tensor, ACTIVATIONS)
     ledger.follow(torch.empty(0), ACTIVATIONS)
@@ -113,7 +121,7 @@ def test_a_tensor_counts_until_it_is_gone(ledger: Ledger) -> None:
     assert (found.current, found.peak, found.taken) == (0, 400, 1)
 
 
-def test_threads_share_one_account(ledger: Ledger) -> None:
+def test_threads_share_one_account(ledger: CudaAllocationTracker) -> None:
     def work() -> None:
         for _ in range(200):
             ledger.free(ledger.allocate(8))

@@ -8,7 +8,7 @@ import pytest
 from enginesmith.pipeline.engines.cuda import CudaDevice, Driver
 from enginesmith.pipeline.errors import MissingCapability
 from enginesmith.pipeline.measure import cgroup, cpu_state, device
-from enginesmith.pipeline.measure.device import Environment, environment, fingerprint, spoiled, warnings_of
+from enginesmith.pipeline.measure.device import Environment, environment, fingerprint, interference, warnings_of
 from enginesmith.pipeline.measure.nvml import GpuProcess, GpuState
 
 QUIET = {
@@ -83,8 +83,8 @@ def test_nothing_spoils_a_quiet_measurement(here: Environment) -> None:
     before = here.model_copy(update={**QUIET, "gpus": (GPU,), "frequency_mhz": 3000.0})
     after = before.model_copy(update={"cpu_seconds": 180.0, "frequency_mhz": 2900.0})
     working = busy(clock_limits=(), sm_clock_mhz=1980)
-    assert spoiled(before, after, [(working,), (working,)]) == ()
-    assert spoiled(before, after, [(GPU,), (working,)]) == ()  # rest is slow, and no work
+    assert interference(before, after, [(working,), (working,)]) == ()
+    assert interference(before, after, [(GPU,), (working,)]) == ()  # rest is slow, and no work
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_nothing_spoils_a_quiet_measurement(here: Environment) -> None:
 )
 def test_what_happened_meanwhile(here: Environment, before: Any, after: Any, word: str) -> None:
     first = here.model_copy(update={**QUIET, **before})
-    found = spoiled(first, first.model_copy(update=after))
+    found = interference(first, first.model_copy(update=after))
     assert len(found) == 1
     assert word in found[0]
 
@@ -120,7 +120,7 @@ def test_what_happened_meanwhile(here: Environment, before: Any, after: Any, wor
 def test_what_gpus_did_while_they_worked(here: Environment) -> None:
     rest = here.model_copy(update={**QUIET, "gpus": (GPU, GPU)})
     fast, slow = busy(clock_limits=(), sm_clock_mhz=1980), busy(clock_limits=("power limit",), sm_clock_mhz=1500)
-    assert spoiled(rest, rest, [(GPU, fast), (GPU, slow), (GPU, slow)]) == (
+    assert interference(rest, rest, [(GPU, fast), (GPU, slow), (GPU, slow)]) == (
         "cuda:1 has its clocks held down by: power limit",
         "cuda:1 had clocks between 1500 and 1980 MHz while it worked",
     )

@@ -11,8 +11,8 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import MissingCapability, StepCrashed
 from enginesmith.pipeline.measure import memory, resident
+from enginesmith.pipeline.measure.candidate import Candidate
 from enginesmith.pipeline.measure.memory import measure_memory
-from enginesmith.pipeline.measure.race import Candidate
 from enginesmith.pipeline.measure.resident import Phase, Resident, parse_smaps, phase, trimmed
 
 MIB = 1 << 20

@@ -14,8 +14,8 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import ModelError, StepCrashed, StepError, StepOutOfMemory
 from enginesmith.pipeline.measure import holding, out_of_memory, used_memory
+from enginesmith.pipeline.measure.candidate import Candidate
 from enginesmith.pipeline.measure.out_of_memory import explaining, largest_fit, outcome, run_held, try_batch
-from enginesmith.pipeline.measure.race import Candidate
 from enginesmith.pipeline.measure.rows import OutOfMemory
 
 CPU, CUDA = Device(), Device(kind="cuda")
@@ -38,7 +38,7 @@ def in_a_process(code: str) -> str:
 def test_a_limit_is_on_what_is_taken_from_here_on() -> None:
     said = in_a_process(
         f"""
-hold({LIMIT}, Device())
+set_memory_limit({LIMIT}, Device())
 try:
     with explaining(Device()):
         kept = bytearray({LIMIT // 2})
@@ -58,13 +58,13 @@ print("the limit is over")
 
 
 def test_what_fits_below_a_limit_is_let_alone() -> None:
-    assert in_a_process(f"hold({LIMIT}, Device())\nbytearray({LIMIT // 2})\nprint('fits')") == "fits"
-    assert in_a_process(f"hold(None, Device())\nbytearray({LIMIT})\nprint('fits')") == "fits"
+    assert in_a_process(f"set_memory_limit({LIMIT}, Device())\nbytearray({LIMIT // 2})\nprint('fits')") == "fits"
+    assert in_a_process(f"set_memory_limit(None, Device())\nbytearray({LIMIT})\nprint('fits')") == "fits"
 
 
 def test_a_limit_counts_what_is_mapped_too() -> None:
     taking = f"try:\n    mmap.mmap(-1, {2 * LIMIT})\nexcept OSError as error:\n    print(error.errno)"
-    assert in_a_process(f"hold({LIMIT}, Device())\n{taking}") == "12"
+    assert in_a_process(f"set_memory_limit({LIMIT}, Device())\n{taking}") == "12"
 
 
 def test_other_errors_pass_as_they_are() -> None:
@@ -88,22 +88,22 @@ def test_the_bytes_come_through_a_pipe() -> None:
 
 
 def test_how_near_a_process_comes_to_its_limit_is_seen_from_outside() -> None:
-    code = f"hold({LIMIT}, Device())\nkept = bytearray({LIMIT // 2})\nprint('took', flush=True)\ninput()"
+    code = f"set_memory_limit({LIMIT}, Device())\nkept = bytearray({LIMIT // 2})\nprint('took', flush=True)\ninput()"
     start = "from enginesmith.pipeline.engines.base import Device\nfrom enginesmith.pipeline.measure.holding import *\n"
     with subprocess.Popen(
         [sys.executable, "-c", start + code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout
         assert process.stdout.readline().strip() == "took"
-        watch = holding.Watch()
-        watch.start(process)  # type: ignore[arg-type]
+        monitor = holding.HeadroomMonitor()
+        monitor.start(process)  # type: ignore[arg-type]
         deadline = time.monotonic() + 10
-        while watch.gap is None and time.monotonic() < deadline:
+        while monitor.gap is None and time.monotonic() < deadline:
             time.sleep(0.001)
-        watch.stop()
+        monitor.stop()
         process.communicate("\n")
-    assert watch.gap is not None
-    assert LIMIT // 4 < watch.gap <= LIMIT // 2
+    assert monitor.gap is not None
+    assert LIMIT // 4 < monitor.gap <= LIMIT // 2
 
 
 def used(*numbers: int | None) -> Callable[[Device], tuple[int | None, str]]:
@@ -172,7 +172,7 @@ class TestRunHeld:
             def run(function: Callable[..., Any], *args: Any, on_start: Any = None, **options: Any) -> Any:
                 if function is out_of_memory._nothing:
                     return None
-                monkeypatch.setattr(holding.Watch, "gap", gap, raising=False)
+                monkeypatch.setattr(holding.HeadroomMonitor, "gap", gap, raising=False)
                 with log.open("a") as stream:
                     stream.write(said)
                 if isinstance(ends, Exception):
@@ -180,8 +180,8 @@ class TestRunHeld:
                 return ends
 
             monkeypatch.setattr(out_of_memory, "run", run)
-            monkeypatch.setattr(holding.Watch, "__init__", lambda self: None)
-            monkeypatch.setattr(holding.Watch, "stop", lambda self: None)
+            monkeypatch.setattr(holding.HeadroomMonitor, "__init__", lambda self: None)
+            monkeypatch.setattr(holding.HeadroomMonitor, "stop", lambda self: None)
             return run_held(print, device=CPU, log=log, limit_bytes=limit)
 
         return call
@@ -271,7 +271,7 @@ def test_a_batch_is_tried_in_a_process_held_to_the_limit(monkeypatch: pytest.Mon
             order.append(feeds)
 
     candidate = Candidate("net", Engine(), Artifact(kind="torch", path=tmp_path, sha256="", bytes=0), CPU)  # type: ignore[arg-type]
-    monkeypatch.setattr(out_of_memory, "hold", lambda limit, device: order.append(limit))
+    monkeypatch.setattr(out_of_memory, "set_memory_limit", lambda limit, device: order.append(limit))
     monkeypatch.setattr(
         out_of_memory, "run_held", lambda function, *args, device, log, limit_bytes: function(*args, print)
     )

@@ -9,9 +9,9 @@ from enginesmith.pipeline.engines.eager import Eager
 from enginesmith.pipeline.engines.profiling import BETWEEN, OperatorTime, Origin, Profiled, Tally
 from enginesmith.pipeline.errors import MissingCapability, StepCrashed
 from enginesmith.pipeline.measure import profile as profiles
+from enginesmith.pipeline.measure.candidate import Candidate
 from enginesmith.pipeline.measure.profile import measure_profile, of
 from enginesmith.pipeline.measure.profile_table import cells, columns, groups, joined, label, repeated
-from enginesmith.pipeline.measure.race import Candidate
 from enginesmith.pipeline.measure.rows import Profile
 
 

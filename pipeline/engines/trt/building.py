@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from enginesmith.pipeline.engines.cuda_ledger import Ledger
+from enginesmith.pipeline.engines.cuda_ledger import CudaAllocationTracker
 from enginesmith.pipeline.engines.trt import parsing, timing
 from enginesmith.pipeline.engines.trt.build_errors import build_error
 from enginesmith.pipeline.engines.trt.build_log import BuildLog, Figures, listening
@@ -114,7 +114,7 @@ def _build(trt: Any, log: BuildLog, sink: Any, order: Order, graph: Path, file: 
     )
 
 
-def _ledger(trt: Any, builder: Any, device: int | None) -> Ledger | None:
+def _ledger(trt: Any, builder: Any, device: int | None) -> CudaAllocationTracker | None:
     """Have the builder take its device memory through a ledger; None where it is built without a device."""
     if device is None:
         return None

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginesmith.pipeline.engines import cuda_ledger
-from enginesmith.pipeline.engines.cuda_ledger import ACTIVATIONS, OUTPUTS, WORKSPACE, Ledger, TorchMemory, active
+from enginesmith.pipeline.engines.cuda_ledger import (
+    ACTIVATIONS,
+    OUTPUTS,
+    WORKSPACE,
+    CudaAllocationTracker,
+    TorchMemory,
+    active,
+)
 
 _FLAGS_BELOW = 1 << 12
 """Allocation flags are small numbers, handles of streams are addresses."""
@@ -85,12 +92,12 @@ def device_index(device: str) -> int:
     return torch.device(device).index or 0
 
 
-def ledger_of(device: int) -> Ledger:
+def ledger_of(device: int) -> CudaAllocationTracker:
     """The ledger that counts the device now, else one of the caller's own: what it is given back is looked up there."""
-    return active(device) or Ledger(TorchMemory(device))
+    return active(device) or CudaAllocationTracker(TorchMemory(device))
 
 
-def allocator(trt: Any, ledger: Ledger, tag: str = WORKSPACE, *, waits: bool = False) -> Any:
+def allocator(trt: Any, ledger: CudaAllocationTracker, tag: str = WORKSPACE, *, waits: bool = False) -> Any:
     """A GPU allocator for TensorRT that takes its memory through a ledger, under its attribute ``tag``.
 
     With ``waits`` it waits for the device before it gives memory back, as ``cudaFree`` does: for the builder, which
