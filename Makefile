@@ -6,17 +6,21 @@ BIN := $(VENV)/bin
 FLAVOUR ?= $(shell nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 PIP := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: demo test test-fast check format documents clean
+.PHONY: demo test test-all check format documents clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/enginesmith optimize digits --precision fp32 --precision int8 --max-drop 0.01 --out runs/demo
 
 # Two processes, each of which keeps a file's tests together: what a file's tests share is made once.
-test: $(VENV)/.dev
-	$(BIN)/pytest -n 2 --dist loadfile
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 
-test-fast: $(VENV)/.dev
-	$(BIN)/pytest -m "not slow"
+# Every capability once, on real parts.
+test: $(VENV)/.dev
+	$(PYTEST) -m "not thorough"
+
+# Everything: after the tests above, which `make test test-all` runs once, the thorough ones.
+test-all: test
+	$(PYTEST) -m thorough
 
 check: $(VENV)/.dev build/enginesmith
 	$(BIN)/ruff format --check .

@@ -1,5 +1,6 @@
 """What several suites share: one store for the session, and the command line run in this process."""
 
+import fcntl
 import importlib.util
 import os
 import signal
@@ -35,9 +36,18 @@ _BRIEFLY = ("--measure-time", "0.3s")
 
 
 @pytest.fixture(scope="session")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all processes that this session has: what one of them made, the others find there."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def store(shared: Path) -> Path:
     """A store for the whole session: what one test made, another may find there."""
-    return tmp_path_factory.mktemp("store")
+    return shared / "store"
 
 
 @pytest.fixture(scope="session")
@@ -110,10 +120,14 @@ def optimized(store: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def digits_run(optimized: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def digits_run(optimized: Callable[..., Path], shared: Path) -> Iterator[Path]:
     """A finished run of the zoo's smallest model in fp32 and int8, all of it measured; who changes it copies it."""
     words = ("--precision", "fp32", "--precision", "int8", "--max-drop", "0.01", "--search-steps", "1", "--limits")
-    out = optimized(tmp_path_factory.mktemp("digits") / "run", "digits", *words)
+    out = shared / "digits" / "run"
+    with (shared / "digits.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.exists():
+            optimized(out, "digits", *words)
     digest = file_digest(out / "run.json")
     yield out
     assert file_digest(out / "run.json") == digest, "a test changed the run that others look at too: copy it"

@@ -103,10 +103,12 @@ def onnx_artifact(module: torch.nn.Module, tmp_path_factory: pytest.TempPathFact
     return Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=SIGNATURE)
 
 
-INDUCTOR = (pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"))
+INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
 
-@pytest.fixture(params=[pytest.param(name, marks=INDUCTOR if name == "compiled" else ()) for name in ENGINES])
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=INDUCTOR if name == "compiled" else ()) for name in ENGINES]
+)
 def engine(request: pytest.FixtureRequest) -> Engine:
     kind = engine_class(request.param)
     found = kind.available(where(kind))
@@ -115,13 +117,14 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return kind(options=BuildOptions(tf32=False)) if issubclass(kind, TensorRT) else kind()
 
 
-@pytest.fixture
-def artifact(engine: Engine, torch_artifact: Artifact, onnx_artifact: Artifact, tmp_path: Path) -> Artifact:
+@pytest.fixture(scope="module")
+def artifact(
+    engine: Engine, torch_artifact: Artifact, onnx_artifact: Artifact, tmp_path_factory: pytest.TempPathFactory
+) -> Artifact:
     """What the engine loads: the torch artifact itself, or the engine built from the graph."""
     if engine.consumes == "torch":
         return torch_artifact
-    out = tmp_path / "engine"
-    out.mkdir()
+    out = tmp_path_factory.mktemp("engine")
     try:
         effect = engine.build(BuildRequest(onnx_artifact, out, where(engine), RANGES))
     except MissingCapability as error:
@@ -132,8 +135,9 @@ def artifact(engine: Engine, torch_artifact: Artifact, onnx_artifact: Artifact, 
     return Artifact(kind="engine", path=out / effect.file, sha256="", bytes=0, signature=effect.signature)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def session(engine: Engine, artifact: Artifact) -> Iterator[Session]:
+    """One for all tests, as it takes seconds to compile one."""
     with engine.load(artifact, where(engine)) as opened:
         yield opened
 

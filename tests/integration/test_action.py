@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parent.parent.parent
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 EXPRESSION = re.compile(r"\$\{\{ (.+?) \}\}")
@@ -84,6 +82,7 @@ def test_optimize_gate_and_verdict(tmp_path: Path, store: Path) -> None:
     assert runner.step("Verdict").returncode == 0
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_there_is_gone_on_with(digits_run: Path, tmp_path: Path, store: Path) -> None:
     shutil.copytree(digits_run, tmp_path / "enginesmith-run")
     runner = Runner(tmp_path, store, {})

@@ -6,10 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytestmark = pytest.mark.slow
-
 
 def changed(run: Path, to: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """A copy of a run directory in which something is another."""

@@ -11,8 +11,6 @@ from enginesmith.pipeline import Settings, optimize
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.run import Run
 
-pytestmark = pytest.mark.slow
-
 NET = """
 import numpy as np
 import torch
@@ -64,6 +62,7 @@ def samples(found: Run) -> list[int]:
     return [one.quality.samples for one in (found.baseline, *found.variants) if one.quality is not None]
 
 
+@pytest.mark.thorough
 def test_images_and_what_changes_about_them(tmp_path: Path) -> None:
     store = tmp_path / "store"
     found, _ = run(store, "photos", "runs/a")
@@ -80,11 +79,12 @@ def test_images_and_what_changes_about_them(tmp_path: Path) -> None:
     assert all(run(store, "photos", "runs/f")[1].values())
 
 
-@pytest.mark.parametrize("place", ["net.py", "net"])
-def test_a_function_in_the_models_own_file(tmp_path: Path, place: str) -> None:
-    assert samples(run(tmp_path / "store", f"{place}:feeds", "runs/a")[0]) == [4, 4]
+@pytest.mark.parametrize(("data", "count"), [("net.py:feeds", 4), ("net:feeds", 4), ("photos", 6)])
+def test_functions_of_the_models_file_and_folders_of_images(tmp_path: Path, data: str, count: int) -> None:
+    assert samples(run(tmp_path / "store", data, "runs/a")[0]) == [count, count]
 
 
+@pytest.mark.thorough
 def test_functions_and_what_changes_about_them(tmp_path: Path) -> None:
     store = tmp_path / "store"
     for count in (4, 6):

@@ -109,8 +109,10 @@ def run(command: Command, cli: Cli) -> None:
     assert answer.code == command.exit, f"{command.where}: {command.line}\n{answer.text}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(path, marks=[pytest.mark.thorough] * (path.stem != "README"), id=path.stem) for path in DOCUMENTS],
+)
 def test_commands_run(
     document: Path, project: Path, home: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,7 @@ def taken(file: Path, batch: int, logs: Path) -> int:
     return row.peak_bytes + feeds["x"].nbytes
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_is_said_to_fit_does_and_twice_as_much_does_not(cli: Callable[..., Any], net: Path) -> None:
     answer = cli("fit", net, "--memory", MEMORY, "--engine", "onnxruntime", "--threads", 1, "--quiet", "--json")
     found = json.loads(answer.stdout)
@@ -56,7 +56,6 @@ def test_what_is_said_to_fit_does_and_twice_as_much_does_not(cli: Callable[..., 
     assert taken(net, math.ceil(1.1 * found["largest_batch"]), net.parent) > MEMORY
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 Cli = Callable[..., Any]
 NETS = Path(__file__).parent.parent / "data" / "nets.py"
 RECIPE = {"precisions": ["fp32"], "batch": [1], "seed": 8, "measure": {"memory": False, "seconds": 0.2}}
@@ -88,6 +86,7 @@ def test_what_entries_share_is_done_once(fleet: tuple[int, dict[str, Any]], file
     assert histories[0] == histories[1] == histories[2]
 
 
+@pytest.mark.thorough
 def test_the_same_again_is_answered_from_the_store(
     fleet: tuple[int, dict[str, Any]], file: Path, store: Path, made_fleet: Callable[..., tuple[int, dict[str, Any]]]
 ) -> None:
@@ -117,6 +116,7 @@ def test_only_what_has_changed_is_done(
     assert (file.parent / "changed" / "runs" / "narrow@here" / "report.html").is_file()
 
 
+@pytest.mark.thorough
 def test_a_fleet_is_gone_on_with(fleet: tuple[int, dict[str, Any]], file: Path, cli: Cli) -> None:
     done = cli("resume", file.parent / "first", "--json", "--quiet")
     assert done.code == 1

@@ -12,8 +12,6 @@ Cli = Callable[..., Any]
 Optimized = Callable[..., Path]
 QUICK = ("--batch", "1", "--objective", "size", "--measure-time", "0.3s", "--no-memory")
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def fast(optimized: Optimized, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -28,6 +26,7 @@ def slow(optimized: Optimized, tmp_path_factory: pytest.TempPathFactory) -> Path
     return optimized(tmp_path_factory.mktemp("gate") / "slow", "digits", *words)
 
 
+@pytest.mark.thorough
 def test_a_slower_engine_is_caught_by_measuring_both_again(cli: Cli, tmp_path: Path, fast: Path, slow: Path) -> None:
     kept = tmp_path / "kept"
     updated = cli("gate", fast, "--baseline", kept, "--update-baseline")

@@ -31,7 +31,7 @@ def bench(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_each_variant_is_measured_or_refused_in_words(bench: Bench) -> None:
     record = bench("--device", "cpu", "--only", "eager", "onnxruntime")
     assert record["machine"]["versions"]["torch"]
@@ -65,7 +65,7 @@ def test_a_lane_without_a_device_says_so(bench: Bench) -> None:
     assert "no CUDA device" in bench()["models"]["digits"]["skipped"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_there_is_no_time_for_is_said(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINESMITH_STORE", str(tmp_path / "empty"))  # where nothing is made yet
     part = bench("--device", "cpu", "--minutes", "0")["models"]["digits"]

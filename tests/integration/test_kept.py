@@ -12,7 +12,6 @@ from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.runner import Event
 from enginesmith.pipeline.settings import Settings
 
-pytestmark = pytest.mark.slow
 pytest.importorskip("tensorrt_rtx")
 
 NET = """
@@ -81,6 +80,7 @@ def test_nothing_is_built_again(first: Path, tmp_path: Path) -> None:
     assert [entry.stage for entry in run.variants[0].fidelity] == [entry["stage"] for entry in before["fidelity"]]
 
 
+@pytest.mark.thorough
 def test_another_model_is_built_anew(first: Path, tmp_path: Path) -> None:
     text = (first / "net.py").read_text()
     try:
@@ -92,6 +92,7 @@ def test_another_model_is_built_anew(first: Path, tmp_path: Path) -> None:
     assert any("not the one that this run was begun with" in text for text in run.environment["warnings"])
 
 
+@pytest.mark.thorough
 def test_a_damaged_engine_is_built_again_with_what_it_needs(first: Path, tmp_path: Path) -> None:
     there = Elsewhere(tmp_path / "store")
     shutil.copytree(first / "run", tmp_path / "run")
@@ -104,6 +105,7 @@ def test_a_damaged_engine_is_built_again_with_what_it_needs(first: Path, tmp_pat
     assert engine.stat().st_size > 0
 
 
+@pytest.mark.thorough
 def test_what_is_made_anew_is_held_against_eager_anew(tmp_path: Path) -> None:
     """What was proven of a graph or engine here says nothing of the one that is made there."""
     (tmp_path / "net.py").write_text(NET.format(weight=0.5))

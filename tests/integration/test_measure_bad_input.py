@@ -10,8 +10,6 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-pytestmark = pytest.mark.slow
-
 NETS = """
 import ctypes
 import os
@@ -115,6 +113,7 @@ def medians(record: dict[str, Any]) -> dict[int, bool]:
     return {row["batch"]: row["p50_ms"] is not None for row in record["latency"]}
 
 
+@pytest.mark.thorough
 def test_each_has_its_reason_and_the_rest_is_measured(cli, folder: Path) -> None:
     faulty = ("noise.engine", "cut.onnx", "wide.onnx", "fixed.onnx")
     faulty += ("net.py:crashes", "net.py:crashes_late", "net.py:loses", "net.py:hangs_at_2")
@@ -159,6 +158,7 @@ def test_a_batch_that_does_not_fit_is_a_row(cli, folder: Path) -> None:
     assert memory["oom"]["given_back"]
 
 
+@pytest.mark.thorough
 def test_a_sweep_ends_where_memory_does(cli, folder: Path) -> None:
     """The baseline's does, so that what it is the measure of is measured without it."""
     limits = ("--batch", "sweep", "--shape", "batch=1:1:4", "--memory-limit", LIMIT, "--no-memory")

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.slow
 Cli = Callable[..., Any]
 
 BARE = """
@@ -77,6 +76,7 @@ def test_a_manifest_of_another_schema_is_not_followed(bundle: Path) -> None:
     assert "is of schema enginesmith.bundle/2" in refused.stderr
 
 
+@pytest.mark.thorough
 def test_a_model_that_answers_otherwise_fails(bundle: Path, cli: Cli) -> None:
     from enginesmith.pipeline.packaging import manifest
 

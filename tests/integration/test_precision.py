@@ -13,9 +13,8 @@ from enginesmith.calibration.dataset import embedded
 from enginesmith.pipeline import Settings, load_run, optimize
 from enginesmith.pipeline.artifact import file_digest
 
-pytestmark = pytest.mark.slow
-
-PRECISIONS = ("fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights")
+COMMON = ("fp16", "int8")
+PRECISIONS = (*COMMON, "bf16", "int8+fp16", "int8-dynamic", "fp8", "int4-weights")
 Cli = Callable[..., Any]
 
 
@@ -27,7 +26,9 @@ def data(folder: Path, **changes: np.ndarray) -> Path:
     return path
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "precision", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in COMMON)) for name in PRECISIONS]
+)
 def test_every_precision_becomes_a_sound_graph(cli: Cli, tmp_path: Path, precision: str) -> None:
     out = tmp_path / "digits.onnx"
     done = cli(
@@ -76,6 +77,7 @@ def test_the_search_and_the_assignment_are_told(digits_run: Path, int8: dict[str
     assert int8["remarks"]
 
 
+@pytest.mark.thorough
 def test_a_second_run_takes_everything_from_the_store(digits_run: Path, store: Path, tmp_path: Path) -> None:
     first = load_run(digits_run)
     again = optimize(first.recipe, tmp_path / "again", Settings(store=store))
@@ -84,6 +86,7 @@ def test_a_second_run_takes_everything_from_the_store(digits_run: Path, store: P
     assert {step.id for step in again.steps if not step.cached} <= tried_again
 
 
+@pytest.mark.thorough
 def test_same_inputs_give_the_same_bytes(cli: Cli, tmp_path: Path) -> None:
     digests = []
     for name, more in (("stored", ()), ("anew", ("--no-cache",))):
@@ -133,6 +136,7 @@ def test_bad_calibration_data(cli: Cli, tmp_path: Path, changes: dict[str, np.nd
     assert not out.exists()
 
 
+@pytest.mark.thorough
 def test_a_quantised_file_is_not_quantised_again(cli: Cli, tmp_path: Path) -> None:
     first, second = tmp_path / "int8.onnx", tmp_path / "again.onnx"
     assert cli("precision", "digits", "-o", first, "--precision", "int8", "--search-steps", "1").code == 0

@@ -9,8 +9,6 @@ import pytest
 from enginesmith.pipeline import changed_models
 from enginesmith.pipeline.tasks.prune_latency import TRIALS
 
-pytestmark = pytest.mark.slow
-
 Cli = Any
 
 NETS = Path(__file__).parents[1] / "data" / "nets.py"
@@ -27,6 +25,7 @@ def test_what_is_written_is_a_model(cli: Cli, tmp_path: Path) -> None:
     assert json.loads(again.stdout)["pruning"]["channels_after"] == 4
 
 
+@pytest.mark.thorough
 def test_a_latency_is_searched_for_on_the_engine_and_no_trial_is_done_twice(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,8 +41,6 @@ def _module(name: str) -> ModuleType:
 
 ray_tasks, ray_processes = _module("ray_tasks"), _module("ray_processes")
 
-pytestmark = pytest.mark.slow
-
 H100, L4 = Place(resources=(("fake_h100", 1),)), Place(resources=(("fake_l4", 1),))
 
 
@@ -134,6 +132,7 @@ def test_a_step_is_done_on_a_node_fed_from_the_store_and_found_again(order: Tell
     assert fresh.sha256 == second.artifact.sha256
 
 
+@pytest.mark.thorough
 def test_a_command_leaves_what_it_leaves_here(cluster: Any, tmp_path: Path) -> None:
     """Byte for byte, and under the same keys."""
     shutil.copy(MODULES.parent / "nets.py", tmp_path)
@@ -152,6 +151,7 @@ def test_a_command_leaves_what_it_leaves_here(cluster: Any, tmp_path: Path) -> N
     assert graphs["ray"] == graphs["local"]
 
 
+@pytest.mark.thorough
 def test_a_process_there_sees_what_one_here_would_see(order: Teller) -> None:
     """Ray sets variables that change how many threads libraries start; the user's folder is the current one."""
     seen = written(order("seen", ray_tasks.ShowSurroundings(number=0)))
@@ -172,6 +172,7 @@ def test_a_place_that_no_node_has_is_told_at_once(executor: RayExecutor) -> None
     assert "no node of the Ray cluster has a GPU of type B200" in executor.lacking(Place("cuda", "B200"))
 
 
+@pytest.mark.thorough
 def test_measurements_have_a_node_to_themselves(order: Teller) -> None:
     """On another node general steps go on meanwhile."""
     with ThreadPoolExecutor(3) as pool:
@@ -182,6 +183,7 @@ def test_measurements_have_a_node_to_themselves(order: Teller) -> None:
     # both want all CPUs of the one node, so that Ray cannot have run them together
 
 
+@pytest.mark.thorough
 def test_a_ray_worker_that_is_killed_is_no_failure(order: Teller, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     marker.touch()
@@ -190,6 +192,7 @@ def test_a_ray_worker_that_is_killed_is_no_failure(order: Teller, tmp_path: Path
     assert any("was killed; it is done once more" in line for line in order.lines)
 
 
+@pytest.mark.thorough
 def test_a_node_with_a_full_disk_is_left_for_another_one(order: Teller, executor: RayExecutor) -> None:
     either = Place(resources=(("either", 1),))
     with ThreadPoolExecutor(2) as pool:  # each on a node of its own, and one of those has no space left
@@ -200,6 +203,7 @@ def test_a_node_with_a_full_disk_is_left_for_another_one(order: Teller, executor
     assert len(executor._full) == 1
 
 
+@pytest.mark.thorough
 def test_what_somebody_removed_from_the_store_is_taken_from_caches(
     order: Teller, executor: RayExecutor, place: Path
 ) -> None:
@@ -223,6 +227,7 @@ def test_a_step_that_fails_of_its_own_is_not_done_again(order: Teller) -> None:
     assert order.log("failing").count("ValueError") == 1
 
 
+@pytest.mark.thorough
 def test_a_file_that_no_node_has_is_named(order: Teller, tmp_path: Path) -> None:
     """What is outside of the folder that travels is there only if the nodes share the disk; here they do."""
     here, hidden = tmp_path / "here", ".hidden"
@@ -263,6 +268,7 @@ def driver(code: str, **words: object) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.thorough
 def test_a_client_of_the_cluster_that_stops(cluster: Any, tmp_path: Path) -> None:
     """From a machine that is no node; what runs is ended at once, and so is what waits for its turn."""
     marker, shown = tmp_path / "marker", tmp_path / "shown"
@@ -294,6 +300,7 @@ def test_a_client_of_the_cluster_that_stops(cluster: Any, tmp_path: Path) -> Non
     assert not left, "what ran on the node goes on"
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_killed_goes_on_where_it_was(cluster: Any, order: Teller, place: Path, tmp_path: Path) -> None:
     """What it had done is in the store; what ran on nodes has ended with it."""
     marker, shown = tmp_path / "marker", tmp_path / "shown"
@@ -313,6 +320,7 @@ def test_a_run_that_is_killed_goes_on_where_it_was(cluster: Any, order: Teller, 
     assert written(order("during", ray_tasks.WriteWhile(number=21, marker=marker, shown=shown))) == "21\n"
 
 
+@pytest.mark.thorough
 def test_a_node_that_is_lost_and_one_that_joins(
     cluster: Any, order: Teller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +343,7 @@ def test_a_node_that_is_lost_and_one_that_joins(
     assert any("has joined the cluster" in line for line in order.lines), order.lines
 
 
+@pytest.mark.thorough
 def test_a_target_that_is_gone_for_good(executor: RayExecutor, order: Teller, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "_GRACE_SECONDS", 1.0)
     gone = Place(resources=(("fake_gone", 1),))
@@ -343,6 +352,7 @@ def test_a_target_that_is_gone_for_good(executor: RayExecutor, order: Teller, mo
         order("gone", ray_tasks.Write(number=1), gone)
 
 
+@pytest.mark.thorough
 def test_nodes_with_other_versions_are_refused(
     cluster: Any, executor: RayExecutor, order: Teller, place: Path, tmp_path: Path
 ) -> None:

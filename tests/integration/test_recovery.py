@@ -77,7 +77,7 @@ def top1(artifact: Artifact) -> float:
     return float(np.mean(logits.argmax(1).numpy() == data.labels))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_killed_and_begun_again_it_ends_with_the_same_weights(digits: Pair, tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     given = {role: Outcome(role, "done", artifact) for role, artifact in digits.items()}
@@ -124,7 +124,7 @@ def mlps(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return {role: loaded(f"{NETS}:mlp", folder / role, seed) for seed, role in enumerate((MODEL, TEACHER))}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes_take_the_steps_that_one_takes(mlps: Pair, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal((150, 4)).astype(np.float32))
     options = {"epochs": 3, "batch": 12, "learning_rate": 0.01, "seconds": 600, "evaluations": 2}
@@ -150,7 +150,7 @@ def test_two_processes_take_the_steps_that_one_takes(mlps: Pair, tmp_path: Path)
         assert np.abs(value - two[name]).max() < 1e-3 * moved
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_fails_in_another_process_is_told(digits: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("losses.py").write_text(
@@ -163,7 +163,7 @@ def test_what_fails_in_another_process_is_told(digits: Pair, tmp_path: Path, mon
         recovered(task(processes=2, method="losses.py:loss"), digits, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_limit_of_memory_is_held_in_smaller_parts(digits: Pair, tmp_path: Path) -> None:
     limited = task(300, epochs=4, evaluations=1, memory_bytes=24 << 20)
     _, record = recovered(limited, digits, tmp_path)
@@ -186,7 +186,7 @@ def loss(student, teacher, batch):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("learning", [True, False], ids=["a step", "an evaluation"])
 def test_what_comes_to_take_more_than_the_limit_is_done_again_in_smaller_parts(
     learning: bool, mlps: Pair, tmp_path: Path
@@ -206,14 +206,13 @@ def test_what_comes_to_take_more_than_the_limit_is_done_again_in_smaller_parts(
     assert record.after > record.before
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_does_not_fit_at_all_is_said(digits: Pair, tmp_path: Path) -> None:
     with pytest.raises(StepOutOfMemory, match="even one sample at a time"):
         recovered(task(memory_bytes=1 << 20), digits, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["distil", "supervised"])
+@pytest.mark.parametrize("method", ["distil", pytest.param("supervised", marks=pytest.mark.thorough)])
 def test_a_network_that_lost_half_of_its_filters_is_recovered(digits: Pair, tmp_path: Path, method: str) -> None:
     _, record = recovered(task(epochs=10, method=method), digits, tmp_path)
     assert top1(digits[MODEL]) < 0.8

@@ -27,7 +27,6 @@ EVIL = """<img src=x onerror="console.error('a')"></script><script>console.error
 TRIES = 3
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium"),
 ]
 
@@ -120,6 +119,7 @@ def test_texts_of_a_run_stay_texts_on_a_small_phone_whatever_is_touched(
     assert found["inputs"] > 2
 
 
+@pytest.mark.thorough
 def test_texts_of_a_fleet_stay_texts_likewise(
     made_fleets: ModuleType, made_runs: ModuleType, browser: Browser, tmp_path: Path
 ) -> None:
@@ -167,6 +167,7 @@ def touched(text: str, browser: Browser, tmp_path: Path) -> dict[str, int]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_large_run_opens_in_two_seconds(made_runs: ModuleType, browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text(page.render(made_runs.large()))

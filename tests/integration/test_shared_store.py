@@ -119,6 +119,7 @@ def _objects(store: Store) -> list[str]:
     return sorted(store._shared.files("objects"))
 
 
+@pytest.mark.thorough
 def test_two_processes_publish_one_key_and_both_are_served(
     url: str, machine: Machine, tmp_path: Path, publishers: list[Publisher]
 ) -> None:
@@ -138,6 +139,7 @@ def test_two_processes_publish_one_key_and_both_are_served(
     assert machine("three").verify() == []
 
 
+@pytest.mark.thorough
 def test_a_killed_upload_leaves_nothing_visible_and_is_made_up_for(
     url: str, machine: Machine, tmp_path: Path, publishers: list[Publisher]
 ) -> None:
@@ -160,6 +162,7 @@ def test_a_killed_upload_leaves_nothing_visible_and_is_made_up_for(
     assert len(list(found.folder.iterdir())) == 62
 
 
+@pytest.mark.thorough
 def test_an_endpoint_that_is_down_is_waited_for(machine: Machine, server: Server, tmp_path: Path) -> None:
     publish(machine("one"), b"graph")
     said: list[str] = []
@@ -201,7 +204,6 @@ def _made(done: Any) -> list[str]:
     return sorted(line.partition(":")[0] for line in done.stderr.splitlines() if line.endswith(": started"))
 
 
-@pytest.mark.slow
 def test_another_machine_reuses_everything_and_makes_again_what_is_damaged(
     url: str, cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

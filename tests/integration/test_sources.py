@@ -144,7 +144,7 @@ def test_export_archive(export, folder: Path) -> None:
     same(exported(x=rows(5))[0], net(2)(rows(5)))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_hugging_face_folder(export, folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -289,6 +289,7 @@ def test_a_change_of_weights_or_code_is_noticed(cli, folder: Path) -> None:
     same(exported()[0], torch.full((1, 4), 15.0))
 
 
+@pytest.mark.thorough
 def test_a_change_in_one_of_two_files_of_the_same_name_is_noticed(export, folder: Path) -> None:
     for package in ("aaa", "zzz"):
         (folder / package).mkdir()
@@ -302,6 +303,7 @@ def test_a_change_in_one_of_two_files_of_the_same_name_is_noticed(export, folder
         same(export("user.py:build")(input=rows(2))[0], rows(2) * product)
 
 
+@pytest.mark.thorough
 def test_torch_load_reads_weights_and_refuses_objects(cli, export, folder: Path) -> None:
     user = "import torch, net\n\ndef build(only):\n    module, example = net.build()\n"
     user += "    module.load_state_dict(torch.load('net.pt', weights_only=only))\n    return module, example\n"

@@ -12,8 +12,6 @@ from onnx import numpy_helper
 from enginesmith.pipeline.engines.trt import flavours
 from enginesmith.pipeline.sparsity import check
 
-pytestmark = pytest.mark.slow
-
 Cli = Any
 
 NETS = Path(__file__).parents[1] / "data" / "nets.py"
@@ -45,6 +43,7 @@ def test_a_module_becomes_a_2_4_graph_and_stays_one(cli: Cli, folder: Path) -> N
     assert check.follow(out, lower).lost == ()
 
 
+@pytest.mark.thorough
 def test_how_far_the_answers_may_be(cli: Cli, folder: Path) -> None:
     dense = folder / "dense.onnx"
     assert cli("export", "digits", "-o", dense).code == 0
@@ -79,7 +78,9 @@ def test_what_makes_no_sense_is_said(options: tuple[str, ...], words: str, cli: 
 
 
 @pytest.mark.skipif(not flavours.importable("tensorrt_rtx").ok, reason="tensorrt-rtx is not installed")
-@pytest.mark.parametrize(("precision", "stored"), [("fp16", np.float16), ("int8", np.int8)])
+@pytest.mark.parametrize(
+    ("precision", "stored"), [("fp16", np.float16), pytest.param("int8", np.int8, marks=pytest.mark.thorough)]
+)
 def test_tensorrt_is_told_of_2_4_and_gets_the_same_zeros(
     precision: str, stored: type[np.generic], cli: Cli, folder: Path
 ) -> None:

@@ -190,6 +190,7 @@ def test_profiles_reach_the_engine_in_their_order(tmp_path: Path) -> None:
     assert layers.index("MaxShape: [1,64]") < layers.index("MaxShape: [64,64]")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "option",
     [
@@ -210,6 +211,7 @@ def test_options_that_are_said_to_have_no_effect_have_none(
     assert in_process(tmp_path, **option)[0] == plain
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "option", [{"tf32": False}, {"weight_streaming": True}, {"tactic_shared_memory": 48 << 10}], ids=str
 )
@@ -455,7 +457,7 @@ def test_inspect_shows_an_engine(cli, here: Path) -> None:
     assert found["sha256"] == file_digest(here / "m.engine")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_chain_of_thousands_of_nodes_does_not_overflow_the_stack(cli, here: Path) -> None:
     nodes = [node("Sin" if index % 2 else "Cos", f"v{index}", f"v{index + 1}") for index in range(1, 3999)]
     onnx.save(model(node("Cos", "x", "v1"), *nodes, node("Sin", "v3999", "y")), "m.onnx")
@@ -464,7 +466,7 @@ def test_a_chain_of_thousands_of_nodes_does_not_overflow_the_stack(cli, here: Pa
     assert (here / "m.engine").stat().st_size > 0
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_builds_give_the_same_bytes(cli, here: Path) -> None:
     for name in ("one", "two"):
         answer = cli("build", "conv.onnx", "-o", f"{name}.engine", *SM86, *RANGE, "--no-cache", "--quiet")
@@ -473,7 +475,7 @@ def test_two_builds_give_the_same_bytes(cli, here: Path) -> None:
         assert (here / f"one{suffix}").read_bytes() == (here / f"two{suffix}").read_bytes(), suffix
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_fit_finds_the_largest_batch_and_the_smallest_workspace(cli, here: Path) -> None:
     command = ("fit", "conv.onnx", *SM86, "--json", "--quiet")
@@ -500,7 +502,7 @@ def test_fit_says_when_nothing_fits(cli, here: Path) -> None:
     assert "even batch 1 needs" in found["reason"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @no_device
 @pytest.mark.timeout(600)
 def test_a_sweep_is_built_here_and_left_to_be_measured_elsewhere(cli, here: Path) -> None:
@@ -533,7 +535,7 @@ def test_a_sweep_is_built_here_and_left_to_be_measured_elsewhere(cli, here: Path
     assert load_run(here / "again").variants == run.variants
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @no_device
 def test_a_limit_that_is_too_small_fails_alone(cli, here: Path) -> None:
     answer = cli(
@@ -547,7 +549,7 @@ def test_a_limit_that_is_too_small_fails_alone(cli, here: Path) -> None:
     assert "a workspace of 4 KiB" in run.variants[0].reason
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @no_device
 def test_a_crash_of_the_builder_takes_no_other_variant_down(cli, here: Path) -> None:
     """TensorRT-RTX 1.7.1 dies of attention whose queries are its keys, here behind a product that it folds away."""
@@ -589,6 +591,7 @@ def test_the_header_of_a_fresh_engine_is_where_it_is_read(cli, here: Path) -> No
     assert struct.unpack_from("<I", (here / "m.engine").read_bytes(), 0x20)[0] & 1 == 0
 
 
+@pytest.mark.thorough
 def test_the_log_does_not_say_where_the_store_is(cli, here: Path) -> None:
     for name in ("one", "two"):
         answer = cli("build", "mlp.onnx", "-o", f"{name}.engine", *SM86, *RANGE, "--store", here / name)
@@ -617,7 +620,7 @@ def test_a_changed_manifest_is_seen(cli, here: Path) -> None:
     assert "the engine itself" in answer.text
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @no_device
 def test_history_is_of_the_way_that_was_gone(cli, here: Path) -> None:
     """An engine that another command made of the same graph brings none of that command's steps along."""

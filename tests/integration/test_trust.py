@@ -178,7 +178,7 @@ def test_a_damaged_engine_of_a_run_is_put_right(harm: str, tmp_path: Path) -> No
     assert engine.read_bytes() == whole
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_session_that_was_killed_is_measured_again(tmp_path: Path) -> None:
     measure = {"seconds": 5.0, "precision": 0.0001, "memory": False}
     killed: list[int] = []

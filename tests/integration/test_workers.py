@@ -93,7 +93,6 @@ def test_output_goes_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-@pytest.mark.slow
 def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
@@ -118,6 +117,7 @@ workers.run(execute, task, {{}}, Path("."), log=Path("log"), on_start=lambda wor
     assert not psutil.pid_exists(worker)
 
 
+@pytest.mark.thorough
 def test_a_progress_bar_of_a_worker_that_is_killed_leaves_no_semaphore() -> None:
     bar = "from enginesmith.pipeline import preload; from tqdm import tqdm; tqdm(total=1).update()"
     as_there = "import multiprocessing; multiprocessing.set_start_method('forkserver')"

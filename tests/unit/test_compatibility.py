@@ -187,7 +187,6 @@ def test_requirements_with_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     assert installed.requirements("a-package-that-is-not-here") == []
 
 
-@pytest.mark.slow
 def test_this_stack_fits() -> None:
     here = stack.look()
     assert here.versions["torch"]

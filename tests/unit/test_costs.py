@@ -222,7 +222,7 @@ def test_branches_that_disagree_about_a_name_leave_it_unknown(tmp_path: Path) ->
     assert costs.macs(saved(tmp_path, [choice], ROWS, weights), BATCH) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 def test_the_zoo_counts_what_torch_counts(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

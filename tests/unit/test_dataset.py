@@ -164,7 +164,7 @@ class TestEmbedded:
         ]
         assert len(set.union(*seen)) == sum(map(len, seen)) == 1797
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     def test_is_scikit_learns_copy_split_by_the_script(self, tmp_path, monkeypatch):
         from enginesmith.calibration import split_digits
 

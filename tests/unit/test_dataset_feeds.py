@@ -144,7 +144,6 @@ class TestRows:
         assert opened("reused").digest == opened("READY").digest == opened("doubles").digest
         assert opened("samples").digest != opened("batches").digest  # their labels differ
 
-    @pytest.mark.slow
     def test_the_file_is_known_to_have_been_read(self, module):
         from enginesmith.pipeline.watch import track_files
 

@@ -278,7 +278,6 @@ CONVNEXT = {**VIT, "size": {"shortest_edge": 8}, "crop_pct": 0.8}
 
 
 class TestConfiguration:
-    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("processor", "config"),
         [

@@ -134,7 +134,7 @@ class TestTokenizer:
         (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer" / "tokenizer.json")
         assert open_dataset(reference, IDS).arrays["input_ids"].tolist() == [[CLS, ONE, SEP]]
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     def test_a_vocabulary_alone(self, tmp_path, write):
         pytest.importorskip("transformers")
         reference = write({"text": "one two"})

@@ -91,7 +91,6 @@ def test_a_machine_that_shows_everything(found: Diagnosis) -> None:
     assert facts["memory"]["container's limit"] == "2 GiB, left: 1 GiB"
 
 
-@pytest.mark.slow
 def test_here() -> None:
     found = doctor.examine()
     assert found.environment.processor

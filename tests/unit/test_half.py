@@ -573,7 +573,6 @@ def test_cuts_cost_least() -> None:
         assert all(len(found) <= len(one) for one, price in prices.items() if price == prices[found])
 
 
-@pytest.mark.slow
 def test_a_trained_net_of_the_zoo_has_four_casts(tmp_path: Path, cli: Any) -> None:
     assert cli("export", "digits", "-o", tmp_path / "digits.onnx").code == 0
     feeds = {"image": np.random.default_rng(1).random((8, 1, 8, 8), np.float32)}

@@ -262,7 +262,7 @@ def test_contrast_is_that_of_wcag_aa_in_both_schemes_and_in_print() -> None:
         assert contrast(colours["muted"], colours["ground"]) >= 3  # borders of controls
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_other_processes_write_the_reports_of_many(some: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     here, there = tmp_path / "here", tmp_path / "there"

@@ -340,7 +340,6 @@ def affine() -> Any:
     return loaded(module, {"input": torch.ones(1, 4)}, {"input": ("batch", 4)}, ["out:float32:batch,3"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_export_keeps_names_dimensions_and_module_paths(tmp_path: Path, exporter: str) -> None:
     import torch
@@ -360,7 +359,7 @@ def test_export_keeps_names_dimensions_and_module_paths(tmp_path: Path, exporter
         assert equivalence.worst([model.module(value)[0].detach().numpy()], found) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_export_gives_the_same_bytes_twice(tmp_path: Path) -> None:
     files = []
     for name in ("a", "b"):
@@ -370,7 +369,6 @@ def test_export_gives_the_same_bytes_twice(tmp_path: Path) -> None:
     assert "model.onnx" in files[0]
 
 
-@pytest.mark.slow
 def test_a_fixed_dimension_is_named(tmp_path: Path) -> None:
     import torch
 
@@ -385,7 +383,6 @@ def test_a_fixed_dimension_is_named(tmp_path: Path) -> None:
     assert "--input x:float32:2,4" in error.value.remedy
 
 
-@pytest.mark.slow
 def test_an_operator_without_translation_is_named_with_its_line(tmp_path: Path) -> None:
     import torch
 
@@ -400,7 +397,6 @@ def test_an_operator_without_translation_is_named_with_its_line(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_branch_on_values_is_not_traced_away(tmp_path: Path) -> None:
     import torch
 
@@ -413,7 +409,6 @@ def test_a_branch_on_values_is_not_traced_away(tmp_path: Path) -> None:
         exported(tmp_path, model)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_unused_inputs_and_repeated_outputs(tmp_path: Path, exporter: str) -> None:
     import torch
@@ -430,7 +425,6 @@ def test_unused_inputs_and_repeated_outputs(tmp_path: Path, exporter: str) -> No
     assert effect.signature == model.signature
 
 
-@pytest.mark.slow
 def test_the_other_exporter_takes_over_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from enginesmith.pipeline.passes import torch_exporters
 
@@ -445,7 +439,7 @@ def test_the_other_exporter_takes_over_with_a_note(tmp_path: Path, monkeypatch: 
         exported(tmp_path, affine(), exporter="dynamo")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("attention", ["fused", "decomposed"])
 def test_a_padding_mask_has_one_row_for_all_queries(tmp_path: Path, attention: str) -> None:
     """Two layers share it, as in every encoder of texts."""
@@ -475,7 +469,7 @@ def test_a_padding_mask_has_one_row_for_all_queries(tmp_path: Path, attention: s
     np.testing.assert_allclose(answer, expected, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_attention_is_one_operator_or_none(tmp_path: Path) -> None:
     import torch
 

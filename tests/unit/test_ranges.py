@@ -251,7 +251,6 @@ def test_what_holds_no_ranges_is_refused(tmp_path: Path, text: str) -> None:
         load(tmp_path / "nothing", model_sha256="m")
 
 
-@pytest.mark.slow
 def test_a_histogram_takes_as_much_memory_for_much_as_for_little() -> None:
     little, much = histogram(normal(1 << 12)), histogram(*[normal(1 << 20)] * 8)
     assert much._counts.nbytes < 1.2 * little._counts.nbytes < 400_000

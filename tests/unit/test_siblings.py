@@ -79,7 +79,6 @@ def test_a_thread_gets_as_many_openmp_threads_as_were_asked_for(monkeypatch: pyt
     assert asked == [(3, ident)]
 
 
-@pytest.mark.slow
 def test_a_thread_has_dynamos_settings_too() -> None:
     """They are of a context, and one at torch's own would fall back to eager without a word."""
     from torch._dynamo import config
