@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from enginesmith.pipeline import differences, rematch
+from enginesmith.pipeline import budgets, differences, rematch
 from enginesmith.pipeline import run as runs
+from enginesmith.pipeline.budgets import verdicts
 from enginesmith.pipeline.errors import EnginesmithError, UsageError
 from enginesmith.pipeline.judgement import Gate, GateCheck
 from enginesmith.pipeline.latency_change import latency_change
@@ -18,9 +19,7 @@ from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.options import Budgets
 from enginesmith.pipeline.quantities import MetricDelta, Quantity, quantities
 from enginesmith.pipeline.rematch import Limits, Stored
-from enginesmith.pipeline.report import budgets as words
 from enginesmith.pipeline.report.tables import ms
-from enginesmith.pipeline.select import verdicts
 from enginesmith.pipeline.units import format_bytes
 
 DEFAULT_SECONDS = 20.0
@@ -140,7 +139,7 @@ def _budgets(after: Stored, demands: Demands) -> Iterator[GateCheck]:
             name=one.budget,
             against="budget",
             passed=one.passed,
-            text=words.sentence(one),
+            text=budgets.format_verdict(one),
             limit=one.limit,
             actual=one.actual,
         )

@@ -5,8 +5,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from enginesmith.pipeline.budgets import why_unknown
 from enginesmith.pipeline.run import Run, VariantRecord
-from enginesmith.pipeline.select import why_unknown
 
 Quantity = Literal["peak_bytes", "size_bytes", "drop", "sqnr_db", "build_seconds"]
 

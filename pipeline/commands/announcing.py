@@ -26,9 +26,10 @@ def announce(title: str, errors: Sequence[str], warnings: Sequence[str], summary
 
 def announce_run(run: "Run") -> None:
     """The same of a run: budgets that nobody holds are errors, what spoils its numbers are warnings."""
-    from enginesmith.pipeline.report import budgets, markdown, tables
+    from enginesmith.pipeline import budgets
+    from enginesmith.pipeline.report import markdown, tables
 
-    broken = [budgets.sentence(one) for one in run.verdicts if not one.passed]
+    broken = [budgets.format_verdict(one) for one in run.verdicts if not one.passed]
     announce(run.name, broken, tables.cautions(run), markdown.render(run))
 
 

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from enginesmith.pipeline.budgets import why_unknown
 from enginesmith.pipeline.errors import EnginesmithError, GateBreach, MissingCapability, UsageError
 from enginesmith.pipeline.fleet.file import Entry
 from enginesmith.pipeline.fleet.record import RUNS, EntryRecord, EntryStatus, Failure, Machine, Winner
 from enginesmith.pipeline.fleet.wording import remedy_of
 from enginesmith.pipeline.run import Run, VariantRecord, named
-from enginesmith.pipeline.select import why_unknown
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from enginesmith.pipeline import budgets
 from enginesmith.pipeline.fleet.record import EntryChange, EntryRecord, EntryStatus, Failure, FleetRecord, Winner
-from enginesmith.pipeline.report import budgets
 from enginesmith.pipeline.report.comparison import judged, latency_row, number_row, percent
 from enginesmith.pipeline.report.tables import MADE_UP, ms
 from enginesmith.pipeline.units import format_bytes, format_seconds
@@ -82,7 +82,7 @@ def _speedup(found: Winner) -> str:
 def _budgets(entry: EntryRecord) -> str:
     if not entry.verdicts:
         return "–"
-    broken = [budgets.title(one.budget) for one in entry.verdicts if not one.passed]
+    broken = [budgets.format_title(one.budget) for one in entry.verdicts if not one.passed]
     return f"broken: {', '.join(broken)}" if broken else "met"
 
 

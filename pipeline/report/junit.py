@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 from xml.etree import ElementTree
 
+from enginesmith.pipeline import budgets
 from enginesmith.pipeline.fleet.record import EntryRecord, FleetRecord
 from enginesmith.pipeline.measure.rows import StageFidelity
-from enginesmith.pipeline.report import budgets
 from enginesmith.pipeline.run import Run, VariantRecord
 
 _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -73,10 +73,10 @@ def _add(suite: ElementTree.Element, name: str, case: _Case) -> None:
 
 def _budgets(run: Run) -> Iterator[_Case]:
     for one in run.verdicts:
-        name = f"{budgets.title(one.budget)}: {budgets.allowed(one)}"
-        yield _Case(name) if one.passed else _Case(name, "failure", budgets.sentence(one))
-    for budget in budgets.not_judged(run):
-        yield _Case(budgets.title(budget), "skipped", f"not judged: {run.winner_reason}")
+        name = f"{budgets.format_title(one.budget)}: {budgets.format_limit(one)}"
+        yield _Case(name) if one.passed else _Case(name, "failure", budgets.format_verdict(one))
+    for budget in budgets.list_unjudged(run):
+        yield _Case(budgets.format_title(budget), "skipped", f"not judged: {run.winner_reason}")
 
 
 def _made(record: VariantRecord) -> _Case:

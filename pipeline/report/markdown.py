@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from enginesmith.pipeline.report import budgets, measurements, tables
+from enginesmith.pipeline import budgets
+from enginesmith.pipeline.report import measurements, tables
 from enginesmith.pipeline.report.markup import plain, table
 from enginesmith.pipeline.run import Run, VariantRecord
 
@@ -61,8 +62,10 @@ def _cells(row: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _budgets(run: Run) -> list[str]:
-    missing = [f"{budgets.title(name)} was not judged: {run.winner_reason}" for name in budgets.not_judged(run)]
-    rows = budgets.rows(run)
+    missing = [
+        f"{budgets.format_title(name)} was not judged: {run.winner_reason}" for name in budgets.list_unjudged(run)
+    ]
+    rows = budgets.verdict_rows(run)
     if not rows and not missing:
         return []
     winner = next((one for one in run.variants if one.id == run.winner and one.synthetic_calibration), None)

@@ -3,12 +3,12 @@
 import re
 from collections.abc import Callable, Iterator
 
+from enginesmith.pipeline import budgets
 from enginesmith.pipeline.explain import claimed
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.precision.audit.shares import Coverage, percent, words
-from enginesmith.pipeline.report import budgets
 from enginesmith.pipeline.run import Assignment, Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes
 
@@ -139,11 +139,11 @@ def points(quality: Quality) -> str:
 
 def held(run: Run) -> list[str]:
     """Whether the budgets are met, in a few words; nothing where none was held against anything."""
-    broken = [budgets.sentence(one) for one in run.verdicts if not one.passed]
+    broken = [budgets.format_verdict(one) for one in run.verdicts if not one.passed]
     if broken:
         return [f"{len(broken)} of {len(run.verdicts)} budgets broken: {', '.join(broken)}"]
     if len(run.verdicts) == 1:
-        return [f"its budget is met: {budgets.title(run.verdicts[0].budget)}"]
+        return [f"its budget is met: {budgets.format_title(run.verdicts[0].budget)}"]
     return [f"all {len(run.verdicts)} budgets met"] if run.verdicts else []
 
 

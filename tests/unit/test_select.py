@@ -2,10 +2,11 @@
 
 import pytest
 
+from enginesmith.pipeline.budgets import verdicts
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, StageFidelity
 from enginesmith.pipeline.options import Budgets
 from enginesmith.pipeline.run import BuildRecord, StoredArtifact, VariantRecord
-from enginesmith.pipeline.select import select, verdicts
+from enginesmith.pipeline.select import select
 
 
 def record(name: str, ms: float | None, memory: int | None = 100, size: int = 10, **more: object) -> VariantRecord:

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from enginesmith.pipeline.budgets import why_unknown
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.report.charts.base import Figure
 from enginesmith.pipeline.report.charts.styles import NEUTRAL, REST, Style
 from enginesmith.pipeline.report.charts.text import counted, escaped
 from enginesmith.pipeline.run import Run, VariantRecord
-from enginesmith.pipeline.select import why_unknown
 
 MEBIBYTE = 1 << 20
 _WIDE = 10.0

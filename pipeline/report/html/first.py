@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from enginesmith.pipeline.report import budgets, tables
+from enginesmith.pipeline import budgets
+from enginesmith.pipeline.report import tables
 from enginesmith.pipeline.report.html.blocks import Fact, Table, Tone, Words
 from enginesmith.pipeline.run import Run, VariantRecord, Verdict
 
@@ -17,15 +18,15 @@ def verdict(run: Run) -> Words:
 def budget_facts(run: Run) -> tuple[Fact, ...]:
     """Each budget with its number and its limit, those that nothing was held against too."""
     judged = tuple(_budget(one) for one in run.verdicts)
-    open_ = tuple(Fact(budgets.title(name), "not judged", "", "caution") for name in budgets.not_judged(run))
+    open_ = tuple(Fact(budgets.format_title(name), "not judged", "", "caution") for name in budgets.list_unjudged(run))
     return judged + open_
 
 
 def _budget(one: Verdict) -> Fact:
     word = "met" if one.passed else "broken"
     why = f" ({one.reason})" if one.reason else ""
-    text = f"{word}: {budgets.shown(one.budget, one.actual)}{why}, {budgets.allowed(one)}"
-    return Fact(budgets.title(one.budget), text, "", "good" if one.passed else "bad")
+    text = f"{word}: {budgets.format_value(one.budget, one.actual)}{why}, {budgets.format_limit(one)}"
+    return Fact(budgets.format_title(one.budget), text, "", "good" if one.passed else "bad")
 
 
 def unfinished(run: Run) -> tuple[Words, ...]:

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+from enginesmith.pipeline import budgets
 from enginesmith.pipeline.explain import claimed
-from enginesmith.pipeline.report import budgets, measurements, proof, provenance, tables
+from enginesmith.pipeline.report import measurements, proof, provenance, tables
 from enginesmith.pipeline.report.html.blocks import Fact
 from enginesmith.pipeline.run import NOT_KNOWN, Assignment, Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes
@@ -49,7 +50,7 @@ def _p99(run: Run) -> str:
         said = f"p99 of {record.id} at batch {batch} is {tables.ms(row.p99_ms)} ms"
     asked = run.recipe.budgets
     if judged := next((one for one in run.verdicts if one.budget == "max_p99_ms"), None):
-        return f"{'Yes' if judged.passed else 'No'}: {budgets.sentence(judged)}."
+        return f"{'Yes' if judged.passed else 'No'}: {budgets.format_verdict(judged)}."
     if asked.max_latency_ms is None:
         return f"No budget was set on latency; {said}."
     if row.p99_ms is None:
