@@ -14,7 +14,7 @@ from enginesmith.calibration.image_settings import CONFIGURATION, preprocessing_
 from enginesmith.calibration.preprocessing import Preprocessing
 from enginesmith.calibration.rows import LazyRows
 from enginesmith.calibration.source import Found, Request
-from enginesmith.pipeline.errors import DataError, MissingCapability
+from enginesmith.pipeline.errors import DataError, MissingCapability, install_command
 from enginesmith.pipeline.tensors import Array
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -141,9 +141,7 @@ def _decoded(path: Path, steps: Preprocessing) -> Array:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     if importlib.util.find_spec("PIL") is None:
-        raise MissingCapability(
-            "images need the package pillow, which is not installed", "pip install 'enginesmith[images]'"
-        )
+        raise MissingCapability("images need the package pillow, which is not installed", install_command("pillow"))
     from PIL import Image
 
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from enginesmith.calibration.options import DataOptions
-from enginesmith.pipeline.errors import DataError, MissingCapability
+from enginesmith.pipeline.errors import DataError, MissingCapability, install_command
 from enginesmith.pipeline.tensors import Array
 
 _FILE = "tokenizer.json"
@@ -21,7 +21,6 @@ _PADS = ("[PAD]", "<pad>", "<|pad|>", "<|padding|>")
 _NO_LIMIT = 1_000_000
 """Hugging Face writes 10³⁰ for no limit."""
 _AT_ONCE = 1024
-_INSTALL = "pip install 'enginesmith[hf]'"
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,9 @@ def tokens_for(texts: Path, options: DataOptions) -> Tokens:
     """
     place = find_tokenizer(texts, options)
     if importlib.util.find_spec("tokenizers") is None:
-        raise MissingCapability("texts need the package tokenizers, which is not installed", _INSTALL)
+        raise MissingCapability(
+            "texts need the package tokenizers, which is not installed", install_command("transformers")
+        )
     from tokenizers import Tokenizer
 
     if place.is_dir():
@@ -114,7 +115,8 @@ def _made_by_transformers(folder: Path) -> Any:
     """The tokenizer of a folder that has a vocabulary and no tokenizer.json."""
     if importlib.util.find_spec("transformers") is None:
         raise MissingCapability(
-            f"{folder} has no {_FILE}, and transformers, which could make one, is not installed", _INSTALL
+            f"{folder} has no {_FILE}, and transformers, which could make one, is not installed",
+            install_command("transformers"),
         )
     from transformers import AutoTokenizer
 

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline import inspection
 from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.errors import install_command
 from enginesmith.pipeline.measure import compatibility, device, stack
 from enginesmith.pipeline.measure.compatibility import Check
 from enginesmith.pipeline.measure.device import Environment
@@ -18,10 +19,10 @@ from enginesmith.pipeline.units import format_bytes
 Facts = dict[str, Any]
 
 _EXTRAS = (
-    ("transformers", "hf", "models as hf:…"),
+    ("transformers", "transformers", "models as hf:…"),
     ("timm", "timm", "models as timm:…"),
-    ("PIL", "images", "folders of images as data"),
-    ("tokenizers", "hf", ".jsonl files of texts as data"),
+    ("PIL", "pillow", "folders of images as data"),
+    ("tokenizers", "transformers", ".jsonl files of texts as data"),
 )
 _UNKNOWN = "unknown"
 
@@ -54,8 +55,8 @@ def examine() -> Diagnosis:
             if row["remedy"] and where in engine_class(row["engine"]).kinds
         ]
     missing += [
-        f"{what}: pip install 'enginesmith[{extra}]'"
-        for package, extra, what in _EXTRAS
+        f"{what}: {install_command(distribution)}"
+        for package, distribution, what in _EXTRAS
         if importlib.util.find_spec(package) is None
     ]
     return Diagnosis(

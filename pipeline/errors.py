@@ -29,6 +29,9 @@ Each carries what was wrong, and what to do about it as ``remedy``. Third-party 
 boundary where they enter; the original stays chained as ``__cause__``.
 """
 
+import importlib.metadata
+import re
+import shlex
 from typing import ClassVar
 
 
@@ -167,3 +170,18 @@ class StepTimeout(StepError):
     """The process ran past its time limit."""
 
     failure = "timeout"
+
+
+def install_command(distribution: str, *flags: str) -> str:
+    """Write the pip command that installs a distribution, in the versions that enginesmith asks for.
+
+    It names the distribution and not an extra of enginesmith, which is on no package index.
+    """
+    try:
+        requirements = importlib.metadata.requires("enginesmith") or []
+    except importlib.metadata.PackageNotFoundError:  # run from a folder on the path, not installed
+        requirements = []
+    name = re.compile(rf"{re.escape(distribution)}(?![\w.-])[^;]*")
+    matches = (match for text in requirements if (match := name.match(text)))
+    wanted = next((match[0].strip() for match in matches), distribution)
+    return shlex.join(["pip", "install", *flags, wanted])

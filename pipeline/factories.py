@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginesmith.models import MODELS
 from enginesmith.pipeline import user_line
-from enginesmith.pipeline.errors import MissingCapability, SourceError
+from enginesmith.pipeline.errors import MissingCapability, SourceError, install_command
 from enginesmith.pipeline.source import Source
 from enginesmith.pipeline.tensors import TensorSpec
 
@@ -187,7 +187,7 @@ def _library(name: str, extra: str) -> Any:
     if importlib.util.find_spec(name) is None:
         raise MissingCapability(
             f"{extra}: models need the package {name}, which is not installed",
-            f"pip install 'enginesmith[{extra}]'",
+            install_command(name),
         )
     try:
         return importlib.import_module(name)
@@ -196,7 +196,7 @@ def _library(name: str, extra: str) -> Any:
             f"the package {name} is installed, but importing it fails with {type(error).__name__}: "
             f"{_first_words(error)}",
             f"python -c 'import {name}' has to work; reinstall it with what it depends on: "
-            f"pip install --force-reinstall 'enginesmith[{extra}]'",
+            f"{install_command(name, '--force-reinstall')}",
         ) from error
 
 

@@ -4,11 +4,11 @@ import difflib
 import inspect
 from typing import Any
 
-from enginesmith.pipeline.errors import MissingCapability, UsageError
+from enginesmith.pipeline.errors import MissingCapability, UsageError, install_command
 
 _PACKAGES = {
-    "s3": "enginesmith[s3]",
-    "s3a": "enginesmith[s3]",
+    "s3": "s3fs",
+    "s3a": "s3fs",
     "gs": "gcsfs",
     "gcs": "gcsfs",
     "az": "adlfs",
@@ -33,7 +33,7 @@ def opened(url: str) -> tuple[Any, str]:
         package = _PACKAGES.get(protocol)
         raise MissingCapability(
             f"stores at {protocol}:// need a package that is not installed: {error}",
-            f"pip install '{package}'" if package else "install it with pip, in the environment of enginesmith",
+            install_command(package) if package else "install it with pip, in the environment of enginesmith",
         ) from error
     except ValueError as error:
         near = difflib.get_close_matches(protocol, fsspec.available_protocols(), n=1, cutoff=0.5)

@@ -11,7 +11,7 @@ _NAME_BYTES = 256
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h
 _REMEDY = "install NVIDIA's driver, or start the container with --gpus all"
 OTHER_TORCH = (
-    "replace it: pip uninstall -y torch && pip install 'enginesmith[gpu]'; where PIP_EXTRA_INDEX_URL points at "
+    "replace it: pip uninstall -y torch && pip install torch; where PIP_EXTRA_INDEX_URL points at "
     "PyTorch's CPU index, unset it first"
 )
 """For a torch without CUDA. It satisfies every requirement, so that installing alone leaves it as it is; and pip takes

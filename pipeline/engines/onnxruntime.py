@@ -27,7 +27,7 @@ from enginesmith.pipeline.engines import onnxruntime_session as sessions
 from enginesmith.pipeline.engines.base import Availability, BuildRequest, Device, Engine
 from enginesmith.pipeline.engines.onnxruntime_session import Level
 from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest, warm_up
-from enginesmith.pipeline.errors import MissingCapability
+from enginesmith.pipeline.errors import MissingCapability, install_command
 
 _logger = logging.getLogger(__name__)
 _MODEL, _RECORD, _TRACE = "model.onnx", "engine.json", "trace"
@@ -67,8 +67,8 @@ class OnnxRuntime(Engine):
     @classmethod
     def available(cls, device: Device) -> Availability:
         """On the CPU when it is installed; on CUDA when its CUDA build and a driver are."""
-        extra = "gpu" if device.kind == "cuda" else "cpu"
-        remedy = f"install it: pip install 'enginesmith[{extra}]'"
+        package = "onnxruntime-gpu" if device.kind == "cuda" else "onnxruntime"
+        remedy = f"install it: {install_command(package)}"
         try:
             import onnxruntime as ort
         except ImportError as error:
@@ -76,7 +76,7 @@ class OnnxRuntime(Engine):
         if device.kind == "cpu":
             return Availability(ok=True)
         if "CUDAExecutionProvider" not in ort.get_available_providers():
-            remedy = f"replace it: pip uninstall onnxruntime; pip install 'enginesmith[{extra}]'"
+            remedy = f"replace it: pip uninstall onnxruntime; {install_command(package)}"
             return Availability(ok=False, reason="this onnxruntime is built without CUDA", remedy=remedy)
         return cuda.available(device.index)
 

@@ -19,6 +19,7 @@ from enginesmith.pipeline.errors import (
     MissingCapability,
     ModelError,
     UsageError,
+    install_command,
 )
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
@@ -37,7 +38,6 @@ _ERROR_SEVERITY = 3
 _EXTERNAL_ABOVE_BYTES = 1024
 _WRONG_IN_HALF = "WeightBiasQuantization"
 """An optimisation that multiplies two scales in their own type, and gets next to nothing in float16."""
-_GPU_LIBRARIES = "install the CUDA build alone: pip uninstall onnxruntime; pip install 'enginesmith[gpu]'"
 
 
 def options(
@@ -99,7 +99,8 @@ def open_session(
     wanted = providers[0][0]
     if session.get_providers()[0] != wanted:
         raise MissingCapability(
-            f"ONNX Runtime did not start its {wanted} and would run on the CPU without a word", _GPU_LIBRARIES
+            f"ONNX Runtime did not start its {wanted} and would run on the CPU without a word",
+            f"install the CUDA build alone: pip uninstall onnxruntime; {install_command('onnxruntime-gpu')}",
         )
     return session
 

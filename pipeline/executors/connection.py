@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
-from enginesmith.pipeline.errors import MissingCapability, UsageError
+from enginesmith.pipeline.errors import MissingCapability, UsageError, install_command
 
 AUTO = "auto"
 _CLIENT = "ray://"
@@ -35,7 +35,7 @@ def ray() -> ModuleType:
         import ray
     except ImportError as error:
         raise MissingCapability(
-            "--executor ray needs the package ray, which is not here", "pip install 'enginesmith[ray]'"
+            "--executor ray needs the package ray, which is not here", install_command("ray")
         ) from error
     return ray
 
@@ -115,7 +115,7 @@ def _refused(address: str, error: Exception) -> MissingCapability:
     if "version" in words.lower() and "mismatch" in words.lower():
         return MissingCapability(f"the Ray cluster at {address} is of another version: {brief}", "install the same ray")
     if isinstance(error, ImportError) or ("grpc" in words.lower() and address.startswith(_CLIENT)):
-        return MissingCapability(f"{address} cannot be reached: {brief}", "pip install 'ray[client]'")
+        return MissingCapability(f"{address} cannot be reached: {brief}", install_command("ray"))
     if address == AUTO:
         return MissingCapability(
             "there is no Ray cluster that this machine is part of",

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from enginesmith.pipeline import onnx_file
-from enginesmith.pipeline.errors import MissingCapability, ModelError
+from enginesmith.pipeline.errors import MissingCapability, ModelError, install_command
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
 
 TOLERANCE = 1e-4  # of the output's range: the project's bound for "equal"
@@ -45,7 +45,7 @@ def run(path: Path, feeds: Feeds) -> list[Array]:
         import onnxruntime
         from onnxruntime.capi import onnxruntime_pybind11_state as state
     except ImportError as error:
-        raise MissingCapability("onnxruntime is not installed", "pip install 'enginesmith[cpu]'") from error
+        raise MissingCapability("onnxruntime is not installed", install_command("onnxruntime")) from error
     failures = (state.Fail, state.InvalidArgument, state.InvalidGraph, state.NotImplemented, state.RuntimeException)
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

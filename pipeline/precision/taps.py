@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginesmith.pipeline import onnx_file
-from enginesmith.pipeline.errors import MissingCapability, ModelError
+from enginesmith.pipeline.errors import MissingCapability, ModelError, install_command
 from enginesmith.pipeline.tensors import Array, Feeds
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def open_tapped(path: Path, values: Sequence[str], threads: int = 0) -> Iterator
         import onnxruntime
         from onnxruntime.capi import onnxruntime_pybind11_state as state
     except ImportError as error:
-        raise MissingCapability("onnxruntime is not installed", "pip install 'enginesmith[cpu]'") from error
+        raise MissingCapability("onnxruntime is not installed", install_command("onnxruntime")) from error
     failures: tuple[type[Exception], ...] = (
         *(state.Fail, state.InvalidArgument, state.InvalidGraph, state.NotImplemented, state.RuntimeException),
         ValueError,  # what is missing or of another rank

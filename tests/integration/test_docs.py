@@ -116,9 +116,7 @@ def run(command: Command, cli: Cli) -> None:
 def test_commands_run(
     document: Path, project: Path, home: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip(
-        "tensorrt_rtx", reason="some commands build TensorRT-RTX engines: pip install 'enginesmith[rtx]'"
-    )
+    pytest.importorskip("tensorrt_rtx", reason="some commands build TensorRT-RTX engines: pip install tensorrt-rtx")
     shared = tmp_path / "shared"
     shared.mkdir()
     monkeypatch.setenv("SHARED", str(shared))

@@ -27,7 +27,7 @@ from enginesmith.pipeline.store import Store
 from enginesmith.pipeline.tasks.base import Task
 
 if importlib.util.find_spec("ray") is None:
-    pytest.skip("ray is not installed: pip install 'enginesmith[ray]'", allow_module_level=True)
+    pytest.skip("ray is not installed: pip install 'ray[client]'", allow_module_level=True)
 
 MODULES = Path(__file__).parents[1] / "data/cluster"
 """What nodes import has to have a name there; they have this folder in their PYTHONPATH."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'enginesmith[s3]'")
-pytest.importorskip("moto", reason="moto is not installed: pip install 'enginesmith[dev]'")
+pytest.importorskip("s3fs", reason="s3fs is not installed: pip install s3fs")
+pytest.importorskip("moto", reason="moto is not installed: pip install 'moto[s3]'")
 
 from enginesmith.pipeline.errors import StoreError, UsageError
 from enginesmith.pipeline.store import Store

@@ -544,7 +544,7 @@ def test_what_could_not_be_uploaded_is_not_lost(machine: Machine, url: str, monk
     [
         ("nix://team/x", UsageError, "Protocol not known"),
         ("s4://team/x", UsageError, "did you mean s3://"),
-        ("gs://team/x", MissingCapability, "pip install .gcsfs"),
+        ("gs://team/x", MissingCapability, "pip install gcsfs"),
         ("file://", UsageError, "no place"),
         ("file:///proc/x", UsageError, "no folder can be made there"),
         ("ftp://127.0.0.1:1/x", StoreError, "cannot be reached"),
