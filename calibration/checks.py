@@ -14,6 +14,9 @@ from enginesmith.pipeline.tensors import Array, TensorSpec
 CASTS = {("float64", "float32"), ("int32", "int64")}
 _FIRST_LOOK_BYTES = 1 << 20
 """Most data differ within that; images are not decoded for more."""
+LABELS = "labels"
+"""The array of labels, where no other was named."""
+_LIKELY_LABELS = ("label", "y", "target", "targets", "class", "classes", LABELS)
 _REAL = "give samples like those that the model will see"
 
 
@@ -23,12 +26,7 @@ def checked(source: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec
     Raises:
         DataError: names ``source`` and says what was given, what was expected, and what to do.
     """
-    wanted = [spec.name for spec in inputs]
-    if set(arrays) != set(wanted):
-        raise DataError(
-            f"{source} holds {_listed(arrays)}, and the model takes {_listed(wanted)}",
-            "name the arrays after the model's inputs, and leave out what is neither an input nor the labels",
-        )
+    _check_names(source, arrays, [spec.name for spec in inputs])
     feeds: dict[str, Rows] = {}
     sizes: dict[str, int] = {}
     for spec in inputs:
@@ -38,6 +36,33 @@ def checked(source: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec
     for name, array in feeds.items():
         _check_finite(source, name, array)
     return feeds
+
+
+def check_names(source: str, names: Iterable[str], inputs: Sequence[TensorSpec], labels: str | None) -> None:
+    """Check that arrays of a file are those of the inputs, and perhaps the labels; without inputs, nothing is.
+
+    Raises:
+        DataError: others are there, or some are missing.
+    """
+    wanted = [spec.name for spec in inputs]
+    if wanted:
+        _check_names(source, {*names} - ({labels or LABELS} - {*wanted}), wanted)
+
+
+def _check_names(source: str, names: Iterable[str], wanted: Sequence[str]) -> None:
+    if set(names) != set(wanted):
+        raise DataError(
+            f"{source} holds {_listed(names)}, and the model takes {_listed(wanted)}",
+            _likely_labels(names, wanted)
+            + "name the arrays after the model's inputs, and leave out what is neither an input nor the labels",
+        )
+
+
+def _likely_labels(given: Iterable[str], wanted: Sequence[str]) -> str:
+    """Suggest the array that may hold the labels, where all inputs are there: of a usual name, or the only other."""
+    others = sorted({*given} - {*wanted}) if {*wanted} <= {*given} else []
+    likely = [name for name in _LIKELY_LABELS if name in others] or (others if len(others) == 1 else [])
+    return f"did you mean --labels {likely[0]}? Else " if likely else ""
 
 
 def _check_shape(source: str, spec: TensorSpec, array: Rows, sizes: dict[str, int]) -> None:

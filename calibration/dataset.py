@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from enginesmith.calibration.checks import check_labels, checked, notes_on, notes_on_variety
+from enginesmith.calibration.checks import LABELS, check_labels, checked, notes_on, notes_on_variety
 from enginesmith.calibration.forms import read, read_embedded
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.calibration.ranges import Provenance
@@ -100,9 +100,13 @@ class Dataset:
         if self.labels is not None and self.labels.ndim == 1 and self.labels.dtype.kind in "iu":
             classes = np.unique(self.labels, return_inverse=True)[1]
         rows = np.sort(_stratified(classes, count, rng))
+        return self.take(rows, f"{self.name} ({count} of {len(self)}, seed {seed})")
+
+    def take(self, rows: Array, name: str) -> "Dataset":
+        """Return these rows, in this order, as a set of their own."""
         return replace(
             self,
-            name=f"{self.name} ({count} of {len(self)}, seed {seed})",
+            name=name,
             arrays={name: pick(array, rows) for name, array in self.arrays.items()},
             labels=None if self.labels is None else self.labels[rows],
             drawn=rows if self.drawn is None else self.drawn[rows],
@@ -125,7 +129,6 @@ def open_dataset(
     reference: str,
     inputs: Sequence[TensorSpec],
     *,
-    labels: str = "labels",
     split: Split = "calibration",
     options: DataOptions = AS_FOUND,
 ) -> Dataset:
@@ -135,19 +138,23 @@ def open_dataset(
         reference: an embedded set (``digits``, ``digits/test``), a file (``.npz``, ``.npy``, ``.safetensors``,
             ``.jsonl``), a folder of images, or ``module:function`` or ``file.py:function``, which is called.
         inputs: what the model takes; float64 and int32 data are cast where it takes float32 and int64.
-        labels: the array that holds the labels, if there is one of that name.
         split: what an embedded set without a split means.
-        options: how images and texts are made into arrays.
+        options: how images and texts are made into arrays, and which array holds the labels.
 
     Raises:
         DataError: not found, not readable, or not what the model takes.
         MissingCapability: the form of the data needs a package that is not installed.
     """
-    found = read(reference, Request(inputs, labels, split, options))
+    found = read(reference, Request(inputs, split, options))
     arrays = dict(found.arrays)
-    own = found.labels
+    own, labels = found.labels, options.labels or LABELS
     if own is None and not any(spec.name == labels for spec in inputs):
         own = arrays.pop(labels, None)
+    if own is None and options.labels and split == "test":
+        raise DataError(
+            f"{found.name} has no labels {labels!r}; it holds {', '.join(map(repr, found.arrays))}",
+            "name one of them with --labels, or leave it away",
+        )
     feeds = checked(found.name, arrays, inputs)
     held = None if own is None else check_labels(found.name, labels, own, len(next(iter(feeds.values()))))
     return Dataset(found.name, feeds, held, (*found.notes, *notes_on(found.name, feeds)), folders=found.folders)

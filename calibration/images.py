@@ -90,6 +90,15 @@ def read_images(reference: str, request: Request) -> Found:
     )
 
 
+def check_images(reference: str, _: Request) -> None:
+    """List the images of a folder; none is opened.
+
+    Raises:
+        DataError: there are none, or some beside sub-folders of some.
+    """
+    listing(Path(reference))
+
+
 def listing(folder: Path) -> Listing:
     """The images in a folder, or in its sub-folders: then those are classes, numbered in order or by their own number.
 

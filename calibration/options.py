@@ -25,7 +25,11 @@ class DataOptions(BaseModel):
         None, description="texts: a tokenizer.json, or a Hugging Face folder; looked for beside the texts without it"
     )
     text_field: str = Field("text", description="texts: the key of the text in each line")
-    label_field: str = Field("label", description="texts: the key of the label in each line")
+    labels: str | None = Field(
+        None,
+        min_length=1,
+        description="the key of the labels: labels without it, and label in each line of texts",
+    )
     max_length: int | None = Field(
         None,
         gt=0,

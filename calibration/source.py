@@ -26,7 +26,6 @@ class Request:
     """What the data is for."""
 
     inputs: Sequence[TensorSpec]
-    labels: str = "labels"
     split: Split = "calibration"
     options: DataOptions = AS_FOUND
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from enginesmith.calibration.options import DataOptions
 from enginesmith.calibration.source import Found, Request
-from enginesmith.calibration.tokens import Tokens, tokens_for
+from enginesmith.calibration.tokens import Tokens, find_tokenizer, tokens_for
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.tensors import Array
 
@@ -52,6 +52,18 @@ def read_texts(reference: str, request: Request) -> Found:
     return Found(path.name, rows, labels, tuple(notes))
 
 
+def check_texts(reference: str, request: Request) -> None:
+    """Look at the first line, and for a tokenizer.
+
+    Raises:
+        DataError: the line is not of the form, or there is no tokenizer.
+    """
+    path = Path(reference)
+    if next(read_lines(path, request.options), None) is None:
+        raise DataError(f"{path.name} is empty", _FORM)
+    find_tokenizer(path, request.options)
+
+
 def read_lines(path: Path, options: DataOptions) -> Iterator[Line]:
     """The texts and labels of a file, line by line; blank lines are left out.
 
@@ -81,7 +93,7 @@ def _line(place: str, number: int, line: bytes, options: DataOptions) -> Line:
     texts = (entry[text], *([entry[pair]] if entry.get(pair) is not None else []))
     if not all(isinstance(one, str) for one in texts):
         raise DataError(f"{place}: {text!r} is no text", _FORM)
-    return Line(number, texts, entry.get(options.label_field))
+    return Line(number, texts, entry.get(options.labels or "label"))
 
 
 def _hold_inputs(request: Request) -> None:

@@ -42,8 +42,8 @@ def find(text: str, what: str) -> Any:
     return found
 
 
-def hold_there(text: str, what: str) -> None:
-    """Insist on what :func:`find` would find, as far as can be seen while no code runs.
+def check_reference(text: str, what: str) -> None:
+    """Check that :func:`find` would find it, as far as can be seen while no code runs.
 
     Names that a module makes for itself only when it runs are left for :func:`find`.
 

@@ -15,7 +15,7 @@ from enginesmith.pipeline.engines.tensorrt import TensorRT
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.measure.race import LatencySettings
 from enginesmith.pipeline.precision.kinds import KINDS
-from enginesmith.pipeline.precision_plan import lowered
+from enginesmith.pipeline.precision_plan import feeder, lowered
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.source import Source, resolve
 from enginesmith.pipeline.steps import LATENCY, LIMITS, LOAD, REFERENCE, Plan, Step, Variant, audited
@@ -31,6 +31,8 @@ from enginesmith.pipeline.tasks.sweep import SMALLEST, UNLIMITED, BuildWithin
 from enginesmith.pipeline.tasks.transform import Build, Transform
 from enginesmith.pipeline.variants import MAX, SWEPT, device_for, given_precision, variants_of
 
+_BATCH_OF_JUDGING = 32
+"""Samples that are judged together, where nothing says how large a batch may be."""
 _SHARE_TO_START = 0.25
 """Of a time limit, for sessions to be started in."""
 
@@ -164,6 +166,7 @@ def _sample(recipe: Recipe, source: Source) -> Task:
         batches=recipe.batch,
         data=recipe.data,
         data_options=recipe.data_options,
+        held_out=None if recipe.data or not recipe.calibration_data else feeder(recipe),
         seed=recipe.seed,
     )
 
@@ -310,12 +313,20 @@ def quality_step(recipe: Recipe, variant: Variant, baseline_id: str) -> Step | N
         samples=recipe.eval_samples,
         metric=recipe.metric,
         batch=max(recipe.batch),
+        largest_batch=_largest_batch(recipe, variant.engine),
         seed=recipe.seed,
     )
     if variant.id == baseline_id:  # nothing is lacking for it: what it answers is also what searches aim at
         return Step(f"quality-{variant.id}", task, {"model": variant.artifact})
     needs = {"model": variant.artifact, BASELINE: f"quality-{baseline_id}"}
     return Step(f"quality-{variant.id}", task, needs, unavailable=variant.unavailable)
+
+
+def _largest_batch(recipe: Recipe, engine: Engine) -> int:
+    """Return the largest batch that an engine is sure to take: of its range, or any where none limits it."""
+    if asked := recipe.ranges.get("batch"):
+        return asked.max
+    return max(recipe.batch) if isinstance(engine, TensorRT) else max(*recipe.batch, _BATCH_OF_JUDGING)
 
 
 def latency_step(recipe: Recipe, variants: list[Variant], device: Device, again: str = "") -> Step:

@@ -35,6 +35,7 @@ what_to_load = together(
     click.option("--shape", "shapes", multiple=True, metavar="DIM=MIN:OPT:MAX", help="batch=1:8:64"),
     click.option("--batch", "batch", metavar="N,N", help="Batch sizes to measure, or sweep; default 1,8."),
     click.option("--eval", "eval_data", metavar="DATA", help="Labelled data: embedded set, .npz, images, texts …"),
+    click.option("--labels", metavar="KEY", help="Its key of the labels; default labels, in texts label."),
     click.option("--resize", metavar="N|H,W", help="Images: the shorter side, or height and width."),
     click.option("--crop", metavar="N|H,W", help="Images: the centre that is cut out after that."),
     click.option("--mean", metavar="X,X,X", help="Images: subtracted, after scaling to 0…1."),

@@ -1,6 +1,10 @@
 """Whether the fields of a recipe fit together."""
 
-from enginesmith.calibration import user_code
+import os
+from pathlib import Path
+
+from enginesmith.calibration import forms, user_code
+from enginesmith.calibration.source import Request
 from enginesmith.pipeline.engines.trt.options import option_name
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.quality import METRICS
@@ -20,6 +24,7 @@ def hold_together(recipe: Recipe) -> None:
     _check_tensorrt(recipe)
     _check_run(recipe)
     _check_calibration(recipe)
+    _check_files(recipe)
 
 
 def _check_tensorrt(recipe: Recipe) -> None:
@@ -58,6 +63,21 @@ def _check_calibration(recipe: Recipe) -> None:
         )
 
 
+def _check_files(recipe: Recipe) -> None:
+    """Check that files which the recipe names are there and can be read, before any step waits for them.
+
+    Raises:
+        UsageError: one is not there, or its header cannot be read.
+    """
+    for data in dict.fromkeys(filter(None, (recipe.calibration, recipe.eval_data))):
+        forms.check_readable(data, Request(recipe.specs, options=recipe.data_options))
+    options = {"--tokenizer": (recipe.data_options.tokenizer,), "--plugins": recipe.tensorrt.plugins}
+    for option, names in options.items():
+        for name in filter(None, names):
+            if not os.access(Path(name).expanduser(), os.R_OK):
+                raise UsageError(f"{option} names {name}, which is not there or cannot be read", "check the path")
+
+
 def _check_smaller(recipe: Recipe) -> None:
     """What is pruned has to be a module, and what is learnt needs data."""
     for option, ids in (
@@ -82,7 +102,7 @@ def _check_smaller(recipe: Recipe) -> None:
     if recipe.recover and not recipe.prune:
         raise UsageError("--recover trains back what was pruned, and nothing is", "add --prune macs=0.5")
     if recipe.recover and user_code.is_reference(recipe.recovery.method):
-        user_code.hold_there(recipe.recovery.method, "loss")
+        user_code.check_reference(recipe.recovery.method, "loss")
     needing = [
         what
         for what, asked in (
@@ -106,7 +126,7 @@ def _check_metric(recipe: Recipe) -> None:
             f"there is no metric {metric!r}", f"use {', '.join(METRICS)}, module:function or file.py:function"
         )
     if metric and metric not in METRICS:
-        user_code.hold_there(metric, "metric")
+        user_code.check_reference(metric, "metric")
     if recipe.data is None and (metric or recipe.budgets.max_drop is not None):
         asked = f"the metric {metric}" if metric else "the budget max_drop"
         raise UsageError(f"{asked} needs labelled data, and there is none", "give some with --eval DATA")

@@ -48,7 +48,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "prune_steps": ("pruning", "steps"),
     "recover_time": ("recovery", "seconds"),
     "recover_memory": ("recovery", "memory_bytes"),
-    **{name: ("data_options", name) for name in ("tokenizer", "text_field", "max_length")},
+    **{name: ("data_options", name) for name in ("labels", "tokenizer", "text_field", "max_length")},
     **{name: ("tensorrt_run", name) for name in ("cuda_graphs", "share_activation_memory", "weight_streaming_budget")},
     **{
         name: (name,)

@@ -1,10 +1,11 @@
 """Ranges and channel statistics of a float graph, from one pass over calibration data."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from enginesmith.calibration.collector import Collector
@@ -27,6 +28,8 @@ from enginesmith.pipeline.watch import track_files
 _SYNTHETIC = "synthetic"
 """What the reference calls samples that were made up."""
 _MADE_UP = "the samples are made up: ranges are good for measuring speed, and not for accuracy"
+_ENOUGH_HELD_OUT = 8
+"""Samples that fidelity is judged on without a note."""
 _REPORTS = 10
 """How often progress is told."""
 
@@ -76,6 +79,25 @@ class Feeder(BaseModel):
             given, files = self._read(self.data, model.signature)
             data = hold_for_calibration(self._sampled(given, batch))
         return Feeding(data, data.provenance(self.seed, batch)), files
+
+    def held_out(self, signature: Signature) -> tuple[Dataset, tuple[Path, ...]]:
+        """Read the rows of the data that calibration does not take, for fidelity; all rows, where it takes them all.
+
+        Raises:
+            DataError: the data cannot be used.
+        """
+        assert self.data is not None
+        batch = 1 if samples.batch_symbol(signature) else samples.fixed_batch(signature)
+        given, files = self._read(self.data, signature)
+        rest = np.setdiff1d(np.arange(len(given)), self._sampled(given, batch).rows)
+        if not len(rest):
+            note = f"calibration takes all {len(given)} samples of {given.name}, so that fidelity is judged on the same"
+            return replace(given, notes=(*given.notes, f"{note}: give more, or other data with --eval")), files
+        found = given.take(rest, f"{given.name} (without what calibration takes)")
+        if len(rest) >= _ENOUGH_HELD_OUT:
+            return found, files
+        note = f"fidelity is judged on the {len(rest)} of {len(given)} samples that calibration leaves: give more"
+        return replace(found, notes=(*found.notes, note)), files
 
     def _read(self, data: str, signature: Signature) -> tuple[Dataset, tuple[Path, ...]]:
         with track_files(allow_pickle=False) as tracker:

@@ -18,6 +18,7 @@ from enginesmith.pipeline.measure.fidelity import Fidelity, Thresholds, compare,
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
+from enginesmith.pipeline.tasks.calibrate import Feeder
 from enginesmith.pipeline.tasks.shapes import example
 from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, TensorSpec
 from enginesmith.pipeline.watch import track_files
@@ -36,6 +37,8 @@ class Sample(Task):
     batches: tuple[int, ...]
     data: str | None
     data_options: DataOptions
+    held_out: Feeder | None = None
+    """Where no data is named: calibration, whose other samples stand in."""
     seed: int
 
     @property
@@ -50,9 +53,7 @@ class Sample(Task):
         given, sizes = example(model)
         ranges = samples.plan_ranges(signature, self.ranges, self.batches, sizes)
         cases = samples.plan_cases(signature, ranges, self.batches)
-        data, read = (
-            open_data(self.data, signature.inputs, None, self.seed, self.data_options) if self.data else (None, ())
-        )
+        data, read = self._open(signature)
         odd: dict[str, float] = {}
         with self.engine.load(model, Device()) as session:
             for index, case in enumerate(cases):
@@ -74,6 +75,11 @@ class Sample(Task):
         notes = (*(data.notes if data else ()), *strange)
         summary = "; ".join([f"{len(cases)} sets of feeds from {name} data", *notes])
         return Effect(file=samples.RECORD, summary=summary, notes=notes, reads=read)
+
+    def _open(self, signature: Signature) -> tuple[Dataset | None, tuple[Path, ...]]:
+        if self.data:
+            return open_data(self.data, signature.inputs, None, self.seed, self.data_options)
+        return self.held_out.held_out(signature) if self.held_out else (None, ())
 
 
 class Verify(Task):

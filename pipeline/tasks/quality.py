@@ -22,6 +22,7 @@ from enginesmith.pipeline.watch import track_files
 BASELINE = "baseline"
 _OUTPUTS = "outputs.npz"
 _DEFAULT_METRIC = "top1"
+_TOGETHER_BYTES = 32 << 20
 
 
 class Quality(Task):
@@ -38,6 +39,9 @@ class Quality(Task):
     metric: str | None
     """None where nobody asked for one: then data without labels is no error."""
     batch: int
+    """The largest batch that is measured: sessions take it."""
+    largest_batch: int
+    """What sessions may be given: at that most, and within 32 MiB of inputs, samples are judged together."""
     seed: int
 
     @property
@@ -66,7 +70,8 @@ class Quality(Task):
         data, reads = open_data(self.data, session.signature.inputs, self.samples, self.seed, self.data_options)
         if data.labels is None and self.metric:
             raise DataError(
-                f"{data.name} has no labels, and the metric {self.metric} needs them", "add an array named labels"
+                f"{data.name} has no labels, and the metric {self.metric} needs them",
+                "name the array that holds them with --labels KEY",
             )
         if data.labels is None:
             return None, {}, reads
@@ -83,8 +88,14 @@ class Quality(Task):
     def _answers(self, session: Session, data: Dataset, progress: Progress) -> dict[str, Array]:
         """Outputs for every sample, in batches of one size; the last one wraps round and is cut."""
         parts: list[dict[str, Array]] = []
-        size = self.batch if batch_symbol(session.signature) else fixed_batch(session.signature)
+        size = self._batch_size(data) if batch_symbol(session.signature) else fixed_batch(session.signature)
         for start in range(0, len(data), size):
             progress(f"{start} of {len(data)} samples")
             parts.append(session.run(data.batch(start, size)))
         return {name: np.concatenate([part[name] for part in parts])[: len(data)] for name in parts[0]}
+
+    def _batch_size(self, data: Dataset) -> int:
+        """Choose how many samples are judged together, for sessions that take any batch up to the largest."""
+        row_bytes = sum(array.nbytes for array in data.batch(0, 1).values())
+        fitting = min(self.largest_batch, _TOGETHER_BYTES // max(row_bytes, 1), len(data))
+        return max(self.batch, fitting)

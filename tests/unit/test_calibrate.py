@@ -206,3 +206,20 @@ def test_an_unnamed_batch_gets_made_up_samples_of_the_reference_alone(tmp_path: 
     found, _ = calibrated(tmp_path, network(tmp_path, batch=2), reference(tmp_path, batch=None), None)
     assert found.provenance.synthetic
     assert found.tensors["image"].count == 2 * 64
+
+
+@pytest.mark.parametrize(("rows", "count", "left", "noted"), [(40, 8, 32, False), (10, 8, 2, True), (8, 8, 8, True)])
+def test_fidelity_is_judged_on_samples_that_calibration_does_not_take(
+    tmp_path: Path, rows: int, count: int, left: int, noted: bool
+) -> None:
+    model = network(tmp_path)
+    assert model.signature is not None
+    images = np.random.default_rng(1).standard_normal((rows, 1, 8, 8)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", image=images)
+    feeder = Feeder(data=str(tmp_path / "data.npz"), samples=count, seed=0)
+    taken = feeder.open(model, reference(tmp_path))[0].data.rows
+    held_out, files = feeder.held_out(model.signature)
+    assert (len(held_out), bool(held_out.notes)) == (left, noted)
+    assert [path.name for path in files] == ["data.npz"]
+    assert np.array_equal(held_out.batch(0, left)["image"], images[list(held_out.rows)])
+    assert rows == count or not set(taken) & set(held_out.rows)

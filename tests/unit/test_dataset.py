@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from enginesmith.calibration.dataset import Dataset, embedded, open_dataset, synthetic
+from enginesmith.calibration.options import DataOptions
 from enginesmith.calibration.rows import Cast, Picked
 from enginesmith.pipeline.errors import DataError, SignatureError
 from enginesmith.pipeline.tensors import TensorSpec
@@ -248,8 +249,19 @@ class TestOpen:
         assert open_dataset(saved(image=rows()), IMAGE).labels is None
 
     def test_labels_of_another_name(self, saved):
-        data = open_dataset(saved(image=rows(), target=np.arange(5)), IMAGE, labels="target")
+        data = open_dataset(saved(image=rows(), target=np.arange(5)), IMAGE, options=DataOptions(labels="target"))
         assert data.labels.tolist() == [0, 1, 2, 3, 4]
+
+    @pytest.mark.parametrize("name", ["label", "y", "anything"])
+    def test_the_key_that_may_hold_the_labels_is_named(self, saved, name):
+        with pytest.raises(DataError, match=f"'{name}'.*\n.*did you mean --labels {name}"):
+            open_dataset(saved(**{"image": rows(), name: np.arange(5)}), IMAGE)
+
+    def test_labels_that_are_asked_for_and_not_there(self, saved):
+        place, options = saved(image=rows()), DataOptions(labels="y")
+        with pytest.raises(DataError, match=r"no labels 'y'; it holds 'image'"):
+            open_dataset(place, IMAGE, split="test", options=options)
+        assert open_dataset(place, IMAGE, options=options).labels is None  # calibration needs none
 
     def test_an_input_that_is_called_labels_is_an_input(self, saved):
         data = open_dataset(saved(labels=np.arange(3)), (TensorSpec.parse("labels:int64:batch"),))

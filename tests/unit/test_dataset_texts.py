@@ -178,7 +178,7 @@ class TestLines:
         assert ("labels are numbered in order: maybe, no" in data.notes) == isinstance(labels[0], str)
 
     def test_fields_of_other_names(self, write):
-        options = DataOptions(text_field="review", label_field="stars")
+        options = DataOptions(text_field="review", labels="stars")
         data = open_dataset(write({"review": "one", "stars": 4, "label": "x"}), IDS, options=options)
         assert data.labels.tolist() == [4]
 

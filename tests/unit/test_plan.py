@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
@@ -14,8 +15,10 @@ from enginesmith.pipeline.executors.local import LocalExecutor
 from enginesmith.pipeline.plan import Plan, plan
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.stage_plans import benchmark_plan, with_baseline
+from enginesmith.pipeline.steps import REFERENCE
 from enginesmith.pipeline.store import Store
-from enginesmith.pipeline.tasks.compare import Verify
+from enginesmith.pipeline.tasks.compare import Sample, Verify
+from enginesmith.pipeline.tasks.quality import Quality
 
 
 def planned(**values: Any) -> Plan:
@@ -177,3 +180,23 @@ def test_several_gpus_measure_at_the_same_time(tmp_path: Path) -> None:
     assert executor.fits(export, [one, other])
     assert executor.fits(build, [one])
     assert not executor.fits(build, [one, other])
+
+
+def test_without_labelled_data_fidelity_is_judged_on_data_that_calibration_leaves(tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", x=np.zeros((4, 3, 224, 224), np.float32))
+    tasks = [
+        next(step.task for step in planned(**{"model": "resnet18", **values}).steps if step.id == REFERENCE)
+        for values in ({}, {"calibration": str(tmp_path / "data.npz")}, {"model": "digits", "calibration": "digits"})
+    ]
+    assert all(isinstance(task, Sample) for task in tasks)
+    assert [task.held_out is not None for task in tasks if isinstance(task, Sample)] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("values", "largest"),
+    [({}, (32, 32, 1)), ({"shapes": {"batch": "1:8:16"}}, (16, 16, 16)), ({"batch": [1, 64]}, (64, 64, 64))],
+)
+def test_quality_is_judged_in_batches_that_engines_take(values: dict[str, Any], largest: tuple[int, ...]) -> None:
+    engines = {"engines": ["onnxruntime", "tensorrt_rtx"], "targets": ["sm86"]}
+    tasks = [step.task for step in planned(**{"batch": [1], **engines, **values}).steps]
+    assert tuple(task.largest_batch for task in tasks if isinstance(task, Quality)) == largest

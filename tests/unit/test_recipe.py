@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.recipe import Recipe, commented, make, read
+from enginesmith.pipeline.recipe import Recipe, commented, make, parsed, read
 
 
 def test_what_init_writes_is_the_recipe_with_all_its_defaults(tmp_path: Path) -> None:
@@ -57,7 +58,7 @@ def test_texts_are_read() -> None:
 def test_the_zoo_brings_its_own_data() -> None:
     assert make({"model": "digits"}).data == "digits"
     assert make({"model": "digits(weights=None)"}).data == "digits"
-    assert make({"model": "digits", "eval_data": "mine.npz"}).data == "mine.npz"
+    assert parsed({"model": "digits", "eval_data": "mine.npz"}).data == "mine.npz"
     assert make({"model": "resnet18"}).data is None
 
 
@@ -163,3 +164,39 @@ def test_what_is_asked_for_twice_is_made_once() -> None:
 def test_tensorrt_options_that_make_no_sense(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make({"model": "digits", "engines": ["tensorrt_rtx"], **values})
+
+
+@pytest.mark.parametrize("field", ["calibration", "eval_data"])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("gone.npz", None, "no data file .*gone.npz"),
+        ("data.npz", b"x,y", "cannot read .*data.npz"),
+        ("data.npy", b"x,y", "cannot read .*data.npy"),
+        ("data.safetensors", b"x,y", "cannot read .*data.safetensors"),
+        ("data.jsonl", b"x,y", "line 1 is no JSON"),
+        ("data.csv", b"x,y", "cannot tell what data"),
+        ("code.py:gone", b"x = 1", "no function 'gone'"),
+        ("images", None, "cannot tell what data"),
+    ],
+)
+def test_data_that_cannot_be_read_are_refused_before_any_step(
+    field: str, name: str, content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    if content:
+        (tmp_path / name.partition(":")[0]).write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        make({"model": "digits", field: str(tmp_path / name)})
+
+
+def test_arrays_of_a_file_are_held_against_inputs_that_the_recipe_names(tmp_path: Path) -> None:
+    values = {"model": "digits", "inputs": ["image:float32:batch,1,8,8"], "eval_data": str(tmp_path / "data.npz")}
+    np.savez(tmp_path / "data.npz", image=np.zeros((2, 1, 8, 8), np.float32), y=np.arange(2))
+    with pytest.raises(UsageError, match=r"holds 'image', 'y', and the model takes 'image'\n.*did you mean --labels y"):
+        make(values)
+    make({**values, "data_options": {"labels": "y"}})
+
+
+def test_a_tokenizer_that_is_not_there_is_refused_before_any_step() -> None:
+    with pytest.raises(UsageError, match=r"--tokenizer names gone\.json"):
+        make({"model": "digits", "data_options": {"tokenizer": "gone.json"}})

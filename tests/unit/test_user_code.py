@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from enginesmith.calibration.user_code import hold_there
+from enginesmith.calibration.user_code import check_reference
 from enginesmith.pipeline.errors import DataError, UsageError
 from enginesmith.pipeline.recipe import make
 
@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_what_is_there_or_cannot_be_known_is_let_through_and_not_run(name: str) -> None:
-    hold_there(name, "loss")
+    check_reference(name, "loss")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_is_there_or_cannot_be_known_is_let_through_and_not_run(name: str) 
 )
 def test_what_is_not_there_is_said(name: str, said: str, remedy: str) -> None:
     with pytest.raises(DataError, match=said) as caught:
-        hold_there(name, "loss")
+        check_reference(name, "loss")
     assert remedy in caught.value.remedy
 
 
