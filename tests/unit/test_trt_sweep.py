@@ -100,7 +100,7 @@ def test_no_limit_above_one_that_is_known_to_be_enough_is_tried(known: Capabilit
     assert build.limits[-1] == found
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_a_timed_flavour_is_searched_from_both_sides(seed: int) -> None:
     rng = random.Random(seed)
     need = rng.randrange(1, 4 << 30)
@@ -130,17 +130,17 @@ def counted(need: Callable[[int], int]) -> tuple[Callable[[int], int], set[int]]
     return ask, asked
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_the_largest_batch_is_the_one_that_trying_all_finds(seed: int) -> None:
-    rng = random.Random(seed)
-    most = rng.choice([1, 2, 3, 17, 300])
-    steps = [rng.choice([0, 0, 1, 5, rng.randrange(1000)]) for _ in range(most)]
-    needs = [sum(steps[: index + 1]) for index in range(most)]
-    limit = rng.randrange(-1, needs[-1] + 5)
-    expected = max((index + 1 for index, need in enumerate(needs) if need <= limit), default=None)
-    ask, asked = counted(lambda batch: needs[batch - 1])
-    assert largest(ask, limit, most) == expected
-    assert max(asked) <= most
+def test_the_largest_batch_is_the_one_that_trying_all_finds() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        most = rng.choice([1, 2, 3, 17, 300])
+        steps = [rng.choice([0, 0, 1, 5, rng.randrange(1000)]) for _ in range(most)]
+        needs = [sum(steps[: index + 1]) for index in range(most)]
+        limit = rng.randrange(-1, needs[-1] + 5)
+        expected = max((index + 1 for index, need in enumerate(needs) if need <= limit), default=None)
+        ask, asked = counted(lambda batch, needs=needs: needs[batch - 1])
+        assert largest(ask, limit, most) == expected
+        assert max(asked) <= most
 
 
 @pytest.mark.parametrize("fits", [1, 2, 63, 4097, 65535, 65536])
