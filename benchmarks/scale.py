@@ -34,11 +34,11 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "data" / "cluster"))
 import ray_processes
 
 from enginesmith.pipeline.artifact import Artifact, Effect
-from enginesmith.pipeline.executors.base import Executor, Job, Order, Result
+from enginesmith.pipeline.executors.base import Executor, Result, StepCache, StepRequest
 from enginesmith.pipeline.executors.local import LocalExecutor
 from enginesmith.pipeline.fleet.file import read
 from enginesmith.pipeline.job import optimize_all
-from enginesmith.pipeline.merging import merged
+from enginesmith.pipeline.merging import deduplicate_steps
 from enginesmith.pipeline.plan import plan
 from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.runner import Outcomes, Runner
@@ -78,7 +78,7 @@ def planned(count: int) -> dict[str, Any]:
     while steps < count:
         plans[f"run{len(plans)}"] = made = plan(recipe(len(plans)))
         steps += len(made.steps)
-    together = merged(plans)
+    together = deduplicate_steps(plans)
     return {"steps": len(together.steps), "runs": len(plans), "seconds": round(time.perf_counter() - begun, 3)}
 
 
@@ -126,18 +126,18 @@ class Filling(LocalExecutor):
 
     made: dict[str, Artifact]
 
-    def known(self, order: Order) -> Artifact | None:
-        found = super().known(order)
+    def lookup(self, request: StepRequest) -> Artifact | None:
+        found = super().lookup(request)
         if found is not None:
-            self.made.setdefault(order.step.name, found)
+            self.made.setdefault(request.step.name, found)
         return found
 
-    def do(self, order: Order) -> Result:
-        if order.step.name == LOAD or order.step.name not in self.made:
-            result = super().do(order)
-            self.made[order.step.name] = result.artifact
+    def execute(self, request: StepRequest) -> Result:
+        if request.step.name == LOAD or request.step.name not in self.made:
+            result = super().execute(request)
+            self.made[request.step.name] = result.artifact
             return result
-        job, known = Job(order.step, order.inputs, self._store), self.made[order.step.name]
+        cache, known = StepCache(request.step, request.inputs, self._store), self.made[request.step.name]
 
         def work(out: Path, begun: Path | None) -> Done:
             shutil.copytree(known.folder, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("artifact.json"))
@@ -147,7 +147,7 @@ class Filling(LocalExecutor):
             )
             return Done(effect=effect, seconds=last.seconds, host_peak_bytes=last.host_peak_bytes)
 
-        return Result(job.make(work), cached=False)
+        return Result(cache.make(work), cached=False)
 
 
 class FillingSettings(Settings):

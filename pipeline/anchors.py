@@ -17,7 +17,7 @@ OWN_FOLDERS = ("calibration", "models", "pipeline")
 """Of enginesmith's root, those that hold its code; a user's files may lie beside them, in a checkout."""
 
 
-def anchored(path: str) -> str:
+def to_portable_path(path: str) -> str:
     """An absolute path by the nearest of the anchors above it; anything else stays as it is."""
     if not path.startswith("/"):
         return path
@@ -28,8 +28,8 @@ def anchored(path: str) -> str:
     return label + path[length:]
 
 
-def resolved(name: str) -> str:
-    """The path on this machine that :func:`anchored` gave the name for on another one."""
+def from_portable_path(name: str) -> str:
+    """The path on this machine that :func:`to_portable_path` gave the name for on another one."""
     if not name.startswith("{"):
         return name
     label, closing, rest = name.partition("}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from enginesmith.pipeline import run as runs
 from enginesmith.pipeline import workers
 from enginesmith.pipeline.errors import EnginesmithError, SourceError
-from enginesmith.pipeline.merging import merged
+from enginesmith.pipeline.merging import deduplicate_steps
 from enginesmith.pipeline.plan import loading
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.run import Run
@@ -66,10 +66,10 @@ def load_digests(requests: Sequence[RunRequest], settings: Settings | None = Non
         with contextlib.suppress(EnginesmithError):
             plans[one.name] = loading(one.recipe)
             workers.also_preload(resolve(one.recipe.model).libraries)
-    together = merged(plans)
+    together = deduplicate_steps(plans)
     with settings.open_executor() as executor, tempfile.TemporaryDirectory(prefix="enginesmith-") as logs:
         outcomes = Runner(executor, lambda step: Path(logs, f"{step.id}.log")).run(together.steps)
-    artifacts = {name: found[LOAD].artifact for name, found in together.of_each(outcomes).items()}
+    artifacts = {name: found[LOAD].artifact for name, found in together.by_plan(outcomes).items()}
     return {name: artifact.sha256 for name, artifact in artifacts.items() if artifact}
 
 

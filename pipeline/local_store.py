@@ -22,7 +22,7 @@ from pathlib import Path
 from enginesmith.pipeline import stored_entry
 from enginesmith.pipeline.artifact import files_below
 from enginesmith.pipeline.storage import storage_errors
-from enginesmith.pipeline.stored_entry import MANIFEST, UNFINISHED, Entry, Manifest, entry_of, sealed, unsealed
+from enginesmith.pipeline.stored_entry import MANIFEST, UNFINISHED, Entry, Manifest, decode_checked, encode, entry_of
 from enginesmith.pipeline.stored_file import as_it_was
 
 
@@ -69,7 +69,7 @@ class LocalStore:
         """
         target = self.folder(key)
         with storage_errors(f"the store {self.root}"):
-            (folder / MANIFEST).write_bytes(sealed(manifest))
+            (folder / MANIFEST).write_bytes(encode(manifest))
             target.parent.mkdir(parents=True, exist_ok=True)
             self._move(folder, target, replace)
         return _read(target) or manifest
@@ -187,7 +187,7 @@ class LocalStore:
 
 def _read(folder: Path) -> Manifest | None:
     try:
-        return unsealed((folder / MANIFEST).read_bytes())
+        return decode_checked((folder / MANIFEST).read_bytes())
     except OSError:
         return None
 

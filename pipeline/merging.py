@@ -10,14 +10,14 @@ from enginesmith.pipeline.steps import Plan, Step
 
 
 @dataclass(frozen=True)
-class Merged:
+class DeduplicatedSteps:
     """One list of steps, and which of them each plan's own steps have become."""
 
     steps: tuple[Step, ...]
     takers: Mapping[str, tuple[tuple[str, str], ...]]
     """By step, the plans that have it, and what it is called there."""
 
-    def named(self, plan: str, step: str) -> Step:
+    def shared_step(self, plan: str, step: str) -> Step:
         """What a plan's step has become."""
         return next(one for one in self.steps if (plan, step) in self.takers[one.id])
 
@@ -25,7 +25,7 @@ class Merged:
         """Steps of a plan that are done for the first one that has them, and that is another one."""
         return frozenset(step for takers in self.takers.values() for name, step in takers[1:] if name == plan)
 
-    def of_each(self, outcomes: Outcomes) -> dict[str, dict[str, Outcome]]:
+    def by_plan(self, outcomes: Outcomes) -> dict[str, dict[str, Outcome]]:
         """Outcomes by plan, under the plan's own names."""
         found: dict[str, dict[str, Outcome]] = defaultdict(dict)
         for name, outcome in outcomes.items():
@@ -33,7 +33,7 @@ class Merged:
                 found[plan][step] = replace(outcome, step=step)
         return found
 
-    def together(self, outcomes: Mapping[str, Outcomes]) -> dict[str, Outcome]:
+    def combine(self, outcomes: Mapping[str, Outcomes]) -> dict[str, Outcome]:
         """The other way: outcomes of plans as those of the steps that they share."""
         return {
             name: replace(found, step=name)
@@ -42,7 +42,7 @@ class Merged:
         }
 
 
-def merged(plans: Mapping[str, Plan]) -> Merged:
+def deduplicate_steps(plans: Mapping[str, Plan]) -> DeduplicatedSteps:
     """Steps that do the same to the same in the same place become one, called after the first plan that has it.
 
     A single plan keeps the names of its steps; among several they are ``PLAN/STEP``, and no step is vital to all.
@@ -56,7 +56,7 @@ def merged(plans: Mapping[str, Plan]) -> Merged:
             if digest not in by_work:
                 by_work[digest] = step if len(plans) == 1 else _own(step, plan_name, work, by_work)
             takers[by_work[digest].id].append((plan_name, step.id))
-    return Merged(tuple(by_work.values()), {name: tuple(found) for name, found in takers.items()})
+    return DeduplicatedSteps(tuple(by_work.values()), {name: tuple(found) for name, found in takers.items()})
 
 
 def _work(step: Step, before: Mapping[str, str]) -> str:

@@ -6,9 +6,9 @@ from dataclasses import replace
 from enginesmith.pipeline.steps import Place, Plan, Step, Variant
 
 
-def placed(plan: Plan, place: Place, lacking: str) -> Plan:
+def assign_machines(plan: Plan, place: Place, lacking: str) -> Plan:
     """The plan with what depends on the target's machines put there; ``lacking`` says why there are none, if so."""
-    steps = placed_steps(plan.steps, place, lacking)
+    steps = assign_step_machines(plan.steps, place, lacking)
     if not lacking:
         return replace(plan, steps=tuple(steps))
     without = {step.id: step.unavailable for step in steps if step.unavailable}
@@ -22,7 +22,7 @@ def placed(plan: Plan, place: Place, lacking: str) -> Plan:
     return replace(plan, steps=tuple(steps), baseline=told(plan.baseline), variants=variants)
 
 
-def placed_steps(steps: Sequence[Step], place: Place, lacking: str) -> list[Step]:
+def assign_step_machines(steps: Sequence[Step], place: Place, lacking: str) -> list[Step]:
     """The same of steps: those that measure, take a GPU or build for the machine, and those that run what was built."""
     engines: set[str] = set()
     """Steps that make an engine which runs only there."""

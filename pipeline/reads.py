@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from enginesmith.pipeline import shared_reads
-from enginesmith.pipeline.anchors import anchor_of, anchored, resolved
+from enginesmith.pipeline.anchors import anchor_of, from_portable_path, to_portable_path
 from enginesmith.pipeline.artifact import json_digest, portable, write_whole
 from enginesmith.pipeline.shared_reads import MOST_CANDIDATES
 from enginesmith.pipeline.shared_store import SharedStore
@@ -27,7 +27,7 @@ from enginesmith.pipeline.stored_file import StoredFile, stored_file
 
 
 class _Candidate(BaseModel):
-    """What a step depended on outside of the store, by anchored paths."""
+    """What a step depended on outside of the store, by portable paths."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,7 +57,7 @@ class ReadRecord:
     path: str
     """Of the candidate, from the folder of reads."""
     files: Mapping[str, StoredFile]
-    """By anchored path."""
+    """By portable path."""
     packages: Mapping[str, str]
 
     @property
@@ -70,14 +70,14 @@ class ReadRecord:
         return {"files": files, "packages": dict(self.packages)}
 
 
-class Reads:
+class InputDependencies:
     """The user's files that a step depends on: found out while it runs, and looked at before it runs again."""
 
     def __init__(self, root: Path, name: str, shared: SharedStore | None = None) -> None:
         """``root`` is the folder of reads of this machine; ``shared`` is asked where that does not lead to an entry."""
         self._folder, self._name, self._shared = root / name, name, shared
 
-    def known(self) -> Iterator[ReadRecord]:
+    def candidates(self) -> Iterator[ReadRecord]:
         """What the step may depend on, as it is now, the likeliest first; nothing that is not here as a whole."""
         seen: set[str] = set()
         for path in self._newest_first():
@@ -87,9 +87,9 @@ class Reads:
                 _mark_used(path)
                 yield found
         if self._shared is not None:
-            yield from self._known_elsewhere(self._shared, seen)
+            yield from self._shared_candidates(self._shared, seen)
 
-    def remember(self, paths: Collection[Path], packages: Mapping[str, str]) -> ReadRecord:
+    def record(self, paths: Collection[Path], packages: Mapping[str, str]) -> ReadRecord:
         """Write down what was read: files, and folders of which every file was.
 
         Raises:
@@ -97,14 +97,14 @@ class Reads:
         """
         with storage_errors(f"the store {self._folder.parent}"):
             whole = {path for path in paths if path.is_dir()}
-            files = {anchored(str(path)): stored_file(path) for path in paths if path not in whole}
+            files = {to_portable_path(str(path)): stored_file(path) for path in paths if path not in whole}
             candidate = _Candidate(
                 files=tuple(sorted(files)),
                 folders={
-                    anchored(str(folder)): _listing(folder)
+                    to_portable_path(str(folder)): _listing(folder)
                     for folder in sorted({path.parent for path in paths if path not in whole} | whole)
                 },
-                subfolders={anchored(str(folder)): _subfolders(folder) for folder in sorted(whole)},
+                subfolders={to_portable_path(str(folder)): _subfolders(folder) for folder in sorted(whole)},
                 packages=tuple(sorted(packages)),
             )
             noted = _Noted(candidate=candidate, states=files)
@@ -114,7 +114,7 @@ class Reads:
                 old.unlink(missing_ok=True)
         return ReadRecord(f"{self._name}/{path.name}", files, dict(packages))
 
-    def _known_elsewhere(self, shared: SharedStore, seen: Collection[str]) -> Iterator[ReadRecord]:
+    def _shared_candidates(self, shared: SharedStore, seen: Collection[str]) -> Iterator[ReadRecord]:
         for content in shared_reads.candidates(shared, self._name):
             with contextlib.suppress(ValidationError):
                 noted = _Noted(candidate=_Candidate.model_validate(content))
@@ -128,12 +128,12 @@ class Reads:
         """
         wanted = noted.candidate
         try:
-            if any(_listing(Path(resolved(name))) != names for name, names in wanted.folders.items()):
+            if any(_listing(Path(from_portable_path(name))) != names for name, names in wanted.folders.items()):
                 return None
-            if any(_subfolders(Path(resolved(name))) != names for name, names in wanted.subfolders.items()):
+            if any(_subfolders(Path(from_portable_path(name))) != names for name, names in wanted.subfolders.items()):
                 return None
             packages = {name: _version(name) for name in wanted.packages}
-            files = {name: _regular(Path(resolved(name)), noted.states.get(name)) for name in wanted.files}
+            files = {name: _regular(Path(from_portable_path(name)), noted.states.get(name)) for name in wanted.files}
         except (OSError, LookupError, ValueError, importlib.metadata.PackageNotFoundError):
             return None
         path = f"{wanted.digest}.json"

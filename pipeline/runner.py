@@ -17,7 +17,7 @@ from typing import Literal, ParamSpec, TypeVar
 from enginesmith.pipeline import telling
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import EnginesmithError, StepTimeout
-from enginesmith.pipeline.executors.base import Executor, Order, Result
+from enginesmith.pipeline.executors.base import Executor, Result, StepRequest
 from enginesmith.pipeline.steps import Step
 
 P = ParamSpec("P")
@@ -106,14 +106,14 @@ class Runner:
             future = pool.submit(work, step, _inputs(step, outcomes))
             future.add_done_callback(lambda done: ended.put((step, done)))
 
-        look_ups = self.executor.look_ups
+        max_lookups = self.executor.max_lookups
         with (
-            ThreadPoolExecutor(look_ups) if look_ups > 1 else _ThisThread() as asking,
+            ThreadPoolExecutor(max_lookups) if max_lookups > 1 else _ThisThread() as asking,
             ThreadPoolExecutor(self.executor.slots) as doing,
         ):
             try:
                 while todo or running:
-                    for step in todo.ask(look_ups - len(asked)):
+                    for step in todo.ask(max_lookups - len(asked)):
                         asked.add(step.id)
                         submit(asking, self._known, step)
                     for step in todo.take(self._room(running, asked)):
@@ -148,9 +148,9 @@ class Runner:
         def room(step: Step) -> bool | None:
             if len(running) >= self.executor.slots:
                 return None
-            if not self.executor.fits(step, running.values()):
+            if not self.executor.can_start(step, running.values()):
                 return False
-            return True if not asked or self.executor.bears_look_ups(step) else None
+            return True if not asked or self.executor.allows_lookups(step) else None
 
         return room
 
@@ -164,41 +164,43 @@ class Runner:
         before = self._looked_up.pop(step.id)
         if time.monotonic() - before.at > _LOOK_AGAIN_SECONDS and (found := self._tried(self._look_up, step, inputs)):
             return found
-        return self._tried(lambda order: self.executor.do(replace(order, noted=before.notes)), step, inputs)
+        return self._tried(
+            lambda request: self.executor.execute(replace(request, earlier_notes=before.notes)), step, inputs
+        )
 
-    def _look_up(self, order: Order) -> Result | None:
+    def _look_up(self, request: StepRequest) -> Result | None:
         notes: list[str] = []
 
         def note(text: str) -> None:
             notes.append(text)
-            order.note(text)
+            request.on_note(text)
 
-        with telling.told_to(note):
-            found = self.executor.known(order)
+        with telling.notifications_to(note):
+            found = self.executor.lookup(request)
         if found is not None:
             return Result(found, cached=True)
-        self._looked_up[order.step.id] = _LookUp(time.monotonic(), tuple(notes))
+        self._looked_up[request.step.id] = _LookUp(time.monotonic(), tuple(notes))
         return None
 
-    def _tried(self, work: Callable[[Order], Result | None], step: Step, inputs: Outcomes) -> Outcome | None:
+    def _tried(self, work: Callable[[StepRequest], Result | None], step: Step, inputs: Outcomes) -> Outcome | None:
         try:
-            result = work(self._order(step, inputs))
+            result = work(self._request(step, inputs))
         except EnginesmithError as error:
             return Outcome(step.id, "failed", error=error, reason=str(error))
         return Outcome(step.id, "done", result.artifact, result.cached) if result is not None else None
 
-    def _order(self, step: Step, inputs: Outcomes) -> Order:
+    def _request(self, step: Step, inputs: Outcomes) -> StepRequest:
         left = None if self._deadline is None else self._deadline - time.monotonic()
         if left is not None and left <= 0:
             raise StepTimeout("the time limit was over before it started", "allow more: --time-limit; then resume")
-        return Order(
+        return StepRequest(
             step,
             {role: found.artifact for role, found in inputs.items() if found.artifact and found.good},
             log=self.log_of(step),
-            started=lambda: self.listener(Event("started", step)),
-            tell=lambda text: self.listener(Event("progress", step, text)),
+            on_start=lambda: self.listener(Event("started", step)),
+            on_progress=lambda text: self.listener(Event("progress", step, text)),
             timeout_seconds=left,
-            note=lambda text: self.listener(Event("note", step, text)),
+            on_note=lambda text: self.listener(Event("note", step, text)),
         )
 
 

@@ -28,8 +28,8 @@ from enginesmith.pipeline import file_systems
 from enginesmith.pipeline.errors import StoreError
 from enginesmith.pipeline.retries import Retries
 from enginesmith.pipeline.storage import storage_errors
-from enginesmith.pipeline.store_mark import Mark
-from enginesmith.pipeline.stored_entry import DAY_SECONDS, MANIFEST, Manifest, sealed, unsealed
+from enginesmith.pipeline.store_mark import StoreMarker
+from enginesmith.pipeline.stored_entry import DAY_SECONDS, MANIFEST, Manifest, decode_checked, encode
 from enginesmith.pipeline.stored_file import StoredFile, stored_file
 
 _AT_ONCE = 8
@@ -61,7 +61,7 @@ class SharedStore:
         self._has_folders = url.partition("://")[0] not in _WITHOUT_FOLDERS
         self._damaged: set[str] = set()
         """Keys whose entry was found damaged, and could perhaps not be removed."""
-        self.mark = Mark(self.retries.place, self._has_folders, self._read, self._write)
+        self.marker = StoreMarker(self.retries.place, self._has_folders, self._read, self._write)
 
     def fetch(self, key: str, folder: Path, *, touch: bool = True) -> Manifest | None:
         """Bring an entry's files into an empty folder; None where there is no entry that holds.
@@ -94,7 +94,7 @@ class SharedStore:
         content = self.read(self._place(key, MANIFEST))
         if content is None:
             return None
-        found = unsealed(content)
+        found = decode_checked(content)
         if found is not None and found.is_safe:
             return found
         if key not in self._damaged:
@@ -118,7 +118,7 @@ class SharedStore:
         Raises:
             StoreError: the service refuses it, or was away for too long.
         """
-        self.mark.make_sure()
+        self.marker.ensure_exists()
         upload, contents = uuid.uuid4().hex, {}
         if manifest.bytes <= _SMALL_BYTES:
             with storage_errors(f"the folder {folder}"):
@@ -127,12 +127,12 @@ class SharedStore:
             self.each(lambda name: self._put(folder / name, self._path(key, upload, name)), manifest.files)
         files = {name: StoredFile(sha256=file.sha256, bytes=file.bytes) for name, file in manifest.files.items()}
         told = {"files": files, "upload": upload, "contents": contents, "used": time.time()}
-        self.write(self._place(key, MANIFEST), sealed(manifest.model_copy(update=told)))
+        self.write(self._place(key, MANIFEST), encode(manifest.model_copy(update=told)))
         self._damaged.discard(key)
 
     def read(self, place: str) -> bytes | None:
         """A small file by its path below the root; None where there is none."""
-        self.mark.make_sure()
+        self.marker.ensure_exists()
         try:
             return self._read(place)
         except FileNotFoundError:
@@ -144,7 +144,7 @@ class SharedStore:
         Raises:
             StoreError: the service refuses it, or was away for too long; its place was removed at the same moment.
         """
-        self.mark.make_sure()
+        self.marker.ensure_exists()
         try:
             self._write(place, content)
         except FileNotFoundError as error:
@@ -223,7 +223,7 @@ class SharedStore:
         """Have an entry that is used count as used, once a day; that need not succeed."""
         if manifest.used < time.time() - DAY_SECONDS:
             with contextlib.suppress(StoreError):
-                self.write(self._place(key, MANIFEST), sealed(manifest.model_copy(update={"used": time.time()})))
+                self.write(self._place(key, MANIFEST), encode(manifest.model_copy(update={"used": time.time()})))
 
     def _put(self, file: Path, path: str) -> None:
         self._make_folder(path)

@@ -65,7 +65,7 @@ def prune(store: SharedStore, max_bytes: int | None, max_age_seconds: float | No
 
 
 def _folders(store: SharedStore) -> dict[str, _Folder]:
-    store.mark.hold_there()
+    store.marker.validate_exists()
     found: dict[str, _Folder] = {}
     for path, info in store.files("objects").items():
         parts = path.split("/", 3)

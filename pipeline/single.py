@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from enginesmith.pipeline import workers
-from enginesmith.pipeline.placing import placed_steps
+from enginesmith.pipeline.placing import assign_step_machines
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.runner import Outcome, Runner
 from enginesmith.pipeline.settings import Settings
@@ -30,9 +30,9 @@ def try_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapp
     outcomes: dict[str, Outcome] = {}
     try:
         with settings.open_executor() as executor:
-            if not executor.here:
+            if not executor.is_local:
                 place = Place(device=recipe.where.kind)
-                steps = placed_steps(steps, place, executor.lacking(place))
+                steps = assign_step_machines(steps, place, executor.why_unavailable(place))
             log_of = lambda step: logs / f"{step.id}.log"  # noqa: E731
             outcomes = Runner(executor, log_of, settings.time_limit_seconds, settings.listener).run(steps)
         return outcomes

@@ -17,7 +17,7 @@ from enginesmith.pipeline import shared_reads, shared_upkeep, store_address, tel
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, files_below, write_whole
 from enginesmith.pipeline.errors import MissingEntry
 from enginesmith.pipeline.local_store import LocalStore
-from enginesmith.pipeline.reads import ReadRecord, Reads, shareable
+from enginesmith.pipeline.reads import InputDependencies, ReadRecord, shareable
 from enginesmith.pipeline.shared_store import SharedStore
 from enginesmith.pipeline.storage import storage_errors
 from enginesmith.pipeline.stored_entry import Entry, Manifest
@@ -34,7 +34,7 @@ class Store:
         *,
         reuse: bool = True,
         make: bool = True,
-        tell: Callable[[str], None] = telling.tell,
+        tell: Callable[[str], None] = telling.notify,
     ) -> None:
         """Open a folder or URL, by default the one of :func:`default_root`; it is made if need be, and if ``make``.
 
@@ -52,7 +52,7 @@ class Store:
         """What opens the same store on another machine."""
         self._shared = SharedStore(found.url, tell) if found.url else None
         if self._shared is not None and make and not found.folder.exists():
-            self._shared.mark.make_sure()
+            self._shared.marker.ensure_exists()
         self._local = LocalStore(found.folder, make=make)
         self._reuse = reuse
         self._published: set[str] = set()
@@ -171,9 +171,9 @@ class Store:
         self._published.add(key)
         return there.artifact(self._local.folder(key), key)
 
-    def reads(self, name: str) -> Reads:
+    def dependencies(self, name: str) -> InputDependencies:
         """What the step of that name may depend on of the user's files."""
-        return Reads(self.root / "reads", name, self._shared if self._reuse else None)
+        return InputDependencies(self.root / "reads", name, self._shared if self._reuse else None)
 
     def entries(self) -> list[Entry]:
         """Everything published, the latest used first; of a folder, what was begun, too."""

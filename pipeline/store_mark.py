@@ -11,7 +11,7 @@ from enginesmith.pipeline.errors import StoreError, UsageError
 _FILE, _SCHEMA = "enginesmith-store.json", "enginesmith.store/1"
 
 
-class Mark:
+class StoreMarker:
     """The file of one store; seen once, it is not asked for again."""
 
     def __init__(
@@ -24,7 +24,7 @@ class Mark:
         """When the service could not be asked, and why."""
         self._lock = threading.Lock()
 
-    def make_sure(self) -> None:
+    def ensure_exists(self) -> None:
         """Before anything else: that this is a store, which a new one is made to be.
 
         Raises:
@@ -40,27 +40,27 @@ class Mark:
             if self._failed is not None and self._failed[0] > began:  # while this thread waited for the other one
                 raise self._failed[1]
             try:
-                self._see_or_make()
+                self._read_or_create()
             except StoreError as error:
                 self._failed = time.monotonic(), error
                 raise
             self._known = True
 
-    def hold_there(self) -> None:
+    def validate_exists(self) -> None:
         """Insist that there is a store already, which looking after it is not to make.
 
         Raises:
             UsageError: there is none.
         """
         try:
-            self._hold_schema(self._read(_FILE))
+            self._validate_schema(self._read(_FILE))
         except FileNotFoundError as error:
             raise UsageError(f"{self._place}: there is no store", "check the address") from error
 
-    def _see_or_make(self) -> None:
+    def _read_or_create(self) -> None:
         try:
             try:
-                self._hold_schema(self._read(_FILE))
+                self._validate_schema(self._read(_FILE))
             except FileNotFoundError:
                 self._write(_FILE, json.dumps({"schema": _SCHEMA}).encode() + b"\n")
         except FileNotFoundError as error:
@@ -72,7 +72,7 @@ class Mark:
                 f"{self._place}: there is no such bucket ({error})", "check the address, or make the bucket"
             ) from error
 
-    def _hold_schema(self, content: bytes) -> None:
+    def _validate_schema(self, content: bytes) -> None:
         with contextlib.suppress(ValueError, LookupError, TypeError):
             found = json.loads(content)["schema"]
             if found != _SCHEMA:

@@ -103,13 +103,13 @@ def entry_of(key: str, manifest: Manifest | None, used: float) -> Entry:
 _SEAL = re.compile(rb'\{"digest": "([0-9a-f]{64})",\n"manifest": (.*)\}', re.DOTALL)
 
 
-def sealed(manifest: Manifest) -> bytes:
+def encode(manifest: Manifest) -> bytes:
     """A manifest with the digest of its text, as it lies in a store."""
     text = json.dumps(manifest.model_dump(mode="json"), indent=1).encode()
     return b'{"digest": "%b",\n"manifest": %b}' % (hashlib.sha256(text).hexdigest().encode(), text)
 
 
-def unsealed(data: bytes) -> Manifest | None:
+def decode_checked(data: bytes) -> Manifest | None:
     """The manifest, or None where it is not as it was written."""
     found = _SEAL.fullmatch(data)
     if found is None or hashlib.sha256(found[2]).hexdigest().encode() != found[1]:

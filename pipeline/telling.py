@@ -9,13 +9,13 @@ _log = logging.getLogger(__name__)
 _listener: contextvars.ContextVar[Callable[[str], None]] = contextvars.ContextVar("listener", default=_log.warning)
 
 
-def tell(text: str) -> None:
+def notify(text: str) -> None:
     """One line, to the one who asked last in this thread."""
     _listener.get()(text)
 
 
 @contextlib.contextmanager
-def told_to(listener: Callable[[str], None]) -> Iterator[None]:
+def notifications_to(listener: Callable[[str], None]) -> Iterator[None]:
     """In this block and this thread, lines go to ``listener``."""
     token = _listener.set(listener)
     try:

@@ -11,8 +11,8 @@ from enginesmith.pipeline.errors import EnginesmithError, MissingCapability, Mod
 from enginesmith.pipeline.executors.base import Executor
 from enginesmith.pipeline.kept import has_handoff, load_handoff, save_handoff
 from enginesmith.pipeline.measure import device
-from enginesmith.pipeline.merging import Merged, merged
-from enginesmith.pipeline.placing import placed
+from enginesmith.pipeline.merging import DeduplicatedSteps, deduplicate_steps
+from enginesmith.pipeline.placing import assign_machines
 from enginesmith.pipeline.plan import in_time, plan
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.report import files
@@ -110,30 +110,28 @@ class OptimizeJob:
     def _activate(self, one: RunRequest, executor: Executor, stack: contextlib.ExitStack) -> _ActiveRun:
         stack.enter_context(claimed(one.out, one.recipe))
         made, place = self._plans[one.name], one.place
-        if place is None and not executor.here:
+        if place is None and not executor.is_local:
             place = Place(device=_device(one.recipe))
         if place is not None:
-            made = placed(made, place, executor.lacking(place))
+            made = assign_machines(made, place, executor.why_unavailable(place))
         directory = RunDirectory(one.out, one.recipe, made, self._environment, len(self._plans))
         directory.write()
         return _ActiveRun(one, made, directory)
 
     def _run_plans(self, executor: Executor) -> None:
         settings, runs = self._settings, self._active.values()
-        together = merged({name: one.plan for name, one in self._active.items()})
+        together = deduplicate_steps({name: one.plan for name, one in self._active.items()})
         for name, one in self._active.items():
             one.shared = together.done_for_others(name)
         runner = Runner(executor, self._log_of(together), settings.time_limit_seconds, settings.listener)
-        given = together.together(
-            {name: self._handed_over(one, together, runner) for name, one in self._active.items()}
-        )
+        given = together.combine({name: self._handed_over(one, together, runner) for name, one in self._active.items()})
         most = max((len(one.request.recipe.batch) for one in runs), default=1)
         steps = in_time(together.steps, settings.time_limit_seconds, most)
 
         with files.Writer(len(runs)) as reports:
 
             def update(new: Outcomes) -> None:
-                for name, found in together.of_each(new).items():
+                for name, found in together.by_plan(new).items():
                     one = self._active[name]
                     one.outcomes |= found
                     one.directory.update(one.outcomes)
@@ -157,7 +155,7 @@ class OptimizeJob:
         one.directory.write()
         reports.write(one.request.out)
 
-    def _log_of(self, together: Merged) -> Callable[[Step], Path]:
+    def _log_of(self, together: DeduplicatedSteps) -> Callable[[Step], Path]:
         """Choose log files: those of shared steps lie in the first run's folder."""
 
         def log_of(step: Step) -> Path:
@@ -166,12 +164,12 @@ class OptimizeJob:
 
         return log_of
 
-    def _handed_over(self, one: _ActiveRun, together: Merged, runner: Runner) -> Outcomes:
+    def _handed_over(self, one: _ActiveRun, together: DeduplicatedSteps, runner: Runner) -> Outcomes:
         """Load the outcomes of an earlier run of the same model, perhaps on another machine."""
         out = one.request.out
         if not has_handoff(out):
             return {}
-        load = together.named(one.request.name, LOAD)
+        load = together.shared_step(one.request.name, LOAD)
         loaded = runner.run([load])[load.id].artifact
         found = load_handoff(out, one.plan, loaded) if loaded else {}
         if not found:

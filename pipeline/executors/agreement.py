@@ -14,7 +14,7 @@ _COMPARED = tuple(name for name in device.PACKAGES if name != "enginesmith")
 
 
 @dataclass(frozen=True)
-class Facts:
+class NodeFingerprint:
     """One machine, as far as others have to be like it."""
 
     python: str
@@ -29,17 +29,17 @@ class Facts:
     """A digest of all that measurements depend on: those of one machine hold for others that share it."""
 
 
-def own_facts() -> Facts:
+def own_fingerprint() -> NodeFingerprint:
     """Those of this machine."""
     major, minor, _ = platform.python_version_tuple()
     gpus = [gpu.model_dump() for gpu in cuda.driver().devices]
     kind = json_digest([platform.machine(), cpu_state.model(), vector_units(), gpus])
-    return Facts(
+    return NodeFingerprint(
         f"{major}.{minor}", own_code(), installed.versions(_COMPARED), kind, device.fingerprint(device.environment())
     )
 
 
-def differences(here: Facts, nodes: Mapping[str, Facts]) -> list[str]:
+def mismatches(here: NodeFingerprint, nodes: Mapping[str, NodeFingerprint]) -> list[str]:
     """A line for each difference that would change keys, by the names of the nodes.
 
     A package that this machine lacks may be on nodes, as TensorRT is on those with a GPU: it is in no key that is made

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from enginesmith.pipeline import plugins, telling
-from enginesmith.pipeline.anchors import OWN_FOLDERS, anchored
+from enginesmith.pipeline.anchors import OWN_FOLDERS, to_portable_path
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, file_digest, files_below, json_digest
 from enginesmith.pipeline.reads import ReadRecord
 from enginesmith.pipeline.steps import Place, Step
@@ -22,7 +22,7 @@ from enginesmith.pipeline.tasks.base import Done, ResumableTask
 
 
 @dataclass(frozen=True)
-class Order:
+class StepRequest:
     """One step to carry out."""
 
     step: Step
@@ -30,14 +30,14 @@ class Order:
     """By role, in the store of the one who orders."""
     log: Path
     """The file that is to hold what the step's process wrote."""
-    started: Callable[[], None]
+    on_start: Callable[[], None]
     """Called when it turns out that it has to be done, and is not in the store."""
-    tell: Callable[[str], None]
+    on_progress: Callable[[str], None]
     """Takes what the step is at, a line that stands for the one before."""
     timeout_seconds: float | None = None
-    note: Callable[[str], None] = lambda text: None
+    on_note: Callable[[str], None] = lambda text: None
     """Takes what happened to it and people should know, as a node that was lost."""
-    noted: tuple[str, ...] = ()
+    earlier_notes: tuple[str, ...] = ()
     """What did so far, and is to stand in its log."""
 
     @contextlib.contextmanager
@@ -49,15 +49,15 @@ class Order:
         Raises:
             StoreError: the log cannot be written.
         """
-        notes = list(self.noted)
+        notes = list(self.earlier_notes)
 
         def note(text: str) -> None:
             notes.append(text)
-            self.note(text)
+            self.on_note(text)
 
         try:
-            with telling.told_to(note):
-                yield replace(self, note=note)
+            with telling.notifications_to(note):
+                yield replace(self, on_note=note)
         finally:
             if notes:
                 with storage_errors(f"the logs in {self.log.parent}"):
@@ -68,7 +68,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of an order."""
+    """What came of a request."""
 
     artifact: Artifact
     cached: bool
@@ -79,45 +79,45 @@ class Executor(ABC):
 
     slots: int
     """Orders that may be given at the same time, each from a thread of its own."""
-    look_ups: int = 16
+    max_lookups: int = 16
     """Steps that may be looked up at the same time, beside those: most of that is waiting for a store far away.
 
     Where it is one, the runner's own thread does it.
     """
-    here: bool
+    is_local: bool
     """Whether this machine is the only one that steps run on."""
 
     @abstractmethod
-    def lacking(self, place: Place) -> str:
+    def why_unavailable(self, place: Place) -> str:
         """Why nothing can run in such a place, as far as can be known before; empty where it can."""
 
     @abstractmethod
-    def fits(self, step: Step, running: Collection[Step]) -> bool:
+    def can_start(self, step: Step, running: Collection[Step]) -> bool:
         """Whether a step may be ordered now, beside those."""
 
-    def carry_out(self, order: Order) -> Result:
+    def run(self, request: StepRequest) -> Result:
         """Take a step from the store, or do it.
 
         Raises:
             EnginesmithError: it failed.
         """
-        found = self.known(order)
-        return self.do(order) if found is None else Result(found, cached=True)
+        found = self.lookup(request)
+        return self.execute(request) if found is None else Result(found, cached=True)
 
     @abstractmethod
-    def known(self, order: Order) -> Artifact | None:
+    def lookup(self, request: StepRequest) -> Artifact | None:
         """What the store has of a step.
 
         Raises:
             StoreError: it refuses to tell, or was away for too long.
         """
 
-    def bears_look_ups(self, step: Step) -> bool:
+    def allows_lookups(self, step: Step) -> bool:
         """Whether a step may begin while others are looked up."""
         return True
 
     @abstractmethod
-    def do(self, order: Order) -> Result:
+    def execute(self, request: StepRequest) -> Result:
         """Do a step that is not known; returns when it is done.
 
         Raises:
@@ -126,7 +126,7 @@ class Executor(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """End what is running now; threads in :meth:`known` and :meth:`do` come back with an error."""
+        """End what is running now; threads in :meth:`lookup` and :meth:`execute` come back with an error."""
 
     @abstractmethod
     def close(self) -> None:
@@ -144,7 +144,7 @@ class Executor(ABC):
 
 
 @dataclass(frozen=True)
-class Job:
+class StepCache:
     """A step with its inputs, held against a store: on the machine that it would be done on."""
 
     step: Step
@@ -173,11 +173,11 @@ class Job:
     @functools.cached_property
     def _name(self) -> str:
         """What it is known by before it has run, on any machine."""
-        return json_digest([self._identity, anchored(self.step.task.place)])
+        return json_digest([self._identity, to_portable_path(self.step.task.place)])
 
-    def found(self) -> Artifact | None:
+    def lookup(self) -> Artifact | None:
         """What the store has of it, with the history of these inputs: others may have come to the same another way."""
-        for known in self.store.reads(self._name).known():
+        for known in self.store.dependencies(self._name).candidates():
             found = self.store.get(self._key(known))
             if found is not None and not found.incomplete:
                 return found.model_copy(update={"history": (*self._before, found.history[-1])})
@@ -196,7 +196,7 @@ class Job:
             if isinstance(step.task, ResumableTask):
                 begun = stack.enter_context(self.store.begun(self._name))
             done = work(out, begun)
-            read = self.store.reads(self._name).remember(done.effect.reads, done.effect.packages)
+            read = self.store.dependencies(self._name).record(done.effect.reads, done.effect.packages)
             return self.store.publish(
                 self._key(read),
                 out,

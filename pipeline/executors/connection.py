@@ -55,7 +55,7 @@ def connect(address: str, modules: Sequence[str]) -> None:
     package = ray()
     if package.is_initialized():
         raise UsageError("this process is connected to a Ray cluster already", "call ray.shutdown() before")
-    _hold_reachable(address)
+    _validate_reachable(address)
     with _environment(), _own_signals(), _silent_listener():
         try:
             package.init(
@@ -69,7 +69,7 @@ def connect(address: str, modules: Sequence[str]) -> None:
             raise _refused(address, error) from error
 
 
-def _hold_reachable(address: str) -> None:
+def _validate_reachable(address: str) -> None:
     """See that somebody listens there who may be Ray, which itself tries for minutes, and takes no interrupt meanwhile.
 
     Raises:

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from enginesmith.pipeline.executors import node
-from enginesmith.pipeline.executors.agreement import Facts
-from enginesmith.pipeline.executors.base import Order
+from enginesmith.pipeline.executors.agreement import NodeFingerprint
+from enginesmith.pipeline.executors.base import StepRequest
 from enginesmith.pipeline.executors.cluster import Node
 from enginesmith.pipeline.executors.connection import ray
-from enginesmith.pipeline.executors.seats import Seat
+from enginesmith.pipeline.executors.seats import Reservation
 
 _NODE_ID = re.compile(r"node ID: ([0-9a-f]{40,})")
 
 
-class Lost(Exception):
+class NodeLost(Exception):
     """What was asked has no answer, and nobody's step is to blame; says what was lost."""
 
     def __init__(self, what: str, node_id: str = "") -> None:
@@ -27,11 +27,11 @@ class Lost(Exception):
 
 
 @dataclass
-class Errand:
+class RemoteStep:
     """A step that was sent to a node, or waits for one."""
 
-    order: Order
-    seat: Seat
+    request: StepRequest
+    seat: Reservation
     reference: Any
     """Ray's, to the answer."""
     node: str = ""
@@ -44,25 +44,25 @@ class Errand:
         with self._lock:
             begun, self._begun = self._begun, True
         if not begun:
-            self.order.started()
+            self.request.on_start()
 
 
-def lost(error: Exception, errand: Errand, nodes: Mapping[str, Node]) -> Lost:
+def lost(error: Exception, errand: RemoteStep, nodes: Mapping[str, Node]) -> NodeLost:
     """What an error of Ray's means for a step, in words."""
     kinds = ray().exceptions
     seats = [nodes[one].name for one in errand.seat.nodes if one in nodes]
     where = errand.node or (seats[0] if len(seats) == 1 else "a node")
     if isinstance(error, kinds.OutOfMemoryError):
-        return Lost(f"Ray ended its process on {where}, because memory ran out there")
+        return NodeLost(f"Ray ended its process on {where}, because memory ran out there")
     if isinstance(error, kinds.WorkerCrashedError):
-        return Lost(f"the Ray worker that did it on {where} was killed")
+        return NodeLost(f"the Ray worker that did it on {where} was killed")
     gone = (kinds.NodeDiedError, kinds.ObjectLostError, kinds.LocalRayletDiedError, kinds.TaskUnschedulableError)
     if isinstance(error, gone):
         found = _NODE_ID.search(str(error))
         node_id = found[1] if found else next(iter(errand.seat.nodes)) if len(errand.seat.nodes) == 1 else ""
-        return Lost(f"{nodes[node_id].name if node_id in nodes else where} was lost", node_id)
+        return NodeLost(f"{nodes[node_id].name if node_id in nodes else where} was lost", node_id)
     words = " ".join(str(error).split())
-    return Lost(f"{where} gave no answer ({type(error).__name__}: {words[:200]})")
+    return NodeLost(f"{where} gave no answer ({type(error).__name__}: {words[:200]})")
 
 
 def do(request: node.Request, news: Any) -> tuple[str, node.Answer]:
@@ -83,6 +83,6 @@ def look_up(request: node.Request) -> node.Answer | None:
     return node.look_up(request)
 
 
-def visit(what: node.Visit) -> tuple[Facts, str]:
+def visit(what: node.Visit) -> tuple[NodeFingerprint, str]:
     """On a node: see what it is."""
     return node.visit(what)

@@ -25,7 +25,7 @@ class Gpus:
         return self.count > 1
 
     @classmethod
-    def here(cls) -> "Gpus":
+    def detect(cls) -> "Gpus":
         """As the driver shows them."""
         devices = cuda.driver().devices
         alike = 0
@@ -36,7 +36,7 @@ class Gpus:
         return cls(alike)
 
     @contextmanager
-    def one(self, device: Device) -> Iterator[dict[str, str]]:
+    def reserve(self, device: Device) -> Iterator[dict[str, str]]:
         """Hold a GPU; yields the environment in which it is the first one.
 
         A device with an index was chosen by the user, and is that one.

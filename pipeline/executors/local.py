@@ -19,7 +19,7 @@ from enginesmith.pipeline import workers
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import cuda
 from enginesmith.pipeline.errors import BuilderFailed, StepError, StepKilled
-from enginesmith.pipeline.executors.base import Executor, Job, Order, Result
+from enginesmith.pipeline.executors.base import Executor, Result, StepCache, StepRequest
 from enginesmith.pipeline.executors.gpus import Gpus, show_only
 from enginesmith.pipeline.measure.used_memory import available_bytes
 from enginesmith.pipeline.steps import Place, Step
@@ -36,13 +36,13 @@ _LOOK_SECONDS = 0.1
 class LocalExecutor(Executor):
     """Runs ``jobs`` steps at a time, each in a fresh process; cheap ones share a process, one after the other."""
 
-    here = True
+    is_local = True
 
     def __init__(self, store: Store, jobs: int, gpus: Gpus | None = None) -> None:
-        self._store, self._jobs, self._gpus = store, jobs, gpus or Gpus.here()
+        self._store, self._jobs, self._gpus = store, jobs, gpus or Gpus.detect()
         self.slots = jobs + (self._gpus.count if self._gpus.several else 0)
         if "://" not in store.address:
-            self.look_ups = 1  # faster there: Python's threads would wait for each other at every turn
+            self.max_lookups = 1  # faster there: Python's threads would wait for each other at every turn
         cores = sorted(os.sched_getaffinity(0))
         self._shares: queue.SimpleQueue[frozenset[int]] = queue.SimpleQueue()
         """Cores for each of several steps: thread pools that share cores would spin against each other."""
@@ -56,7 +56,7 @@ class LocalExecutor(Executor):
         self._lock = threading.Lock()
         self._stopped = False
 
-    def lacking(self, place: Place) -> str:
+    def why_unavailable(self, place: Place) -> str:
         """Only the GPU is looked at: resources are what nodes of a cluster declare."""
         if place.device == "cpu":
             return ""
@@ -68,7 +68,7 @@ class LocalExecutor(Executor):
             return f"the GPU of this machine is {name}, and {place.accelerator} was asked for"
         return ""
 
-    def fits(self, step: Step, running: Collection[Step]) -> bool:
+    def can_start(self, step: Step, running: Collection[Step]) -> bool:
         """Whether there is a slot and memory left, and nothing disturbs a measurement."""
         if not running:
             return True
@@ -88,46 +88,46 @@ class LocalExecutor(Executor):
         on_their_own = all(task.gpus == "one" for task in measuring)
         return self._gpus.several and on_their_own and "all" not in gpus and len(gpus) <= self._gpus.count
 
-    def bears_look_ups(self, step: Step) -> bool:
+    def allows_lookups(self, step: Step) -> bool:
         """A measurement bears them only where it is done beside builds, too."""
         return self._gpus.several or not step.task.exclusive
 
-    def known(self, order: Order) -> Artifact | None:
+    def lookup(self, request: StepRequest) -> Artifact | None:
         """Only the store is asked: who made it does not matter."""
-        return Job(order.step, order.inputs, self._store).found()
+        return StepCache(request.step, request.inputs, self._store).lookup()
 
-    def do(self, order: Order) -> Result:
+    def execute(self, request: StepRequest) -> Result:
         """Do it in a worker; one that was killed from outside is started once more."""
-        with order.with_notes() as noted:
+        with request.with_notes() as noted:
             return self._carried_out(noted)
 
-    def _carried_out(self, order: Order) -> Result:
-        job = Job(order.step, order.inputs, self._store)
-        order.started()
+    def _carried_out(self, request: StepRequest) -> Result:
+        cache = StepCache(request.step, request.inputs, self._store)
+        request.on_start()
         try:
-            return Result(job.make(functools.partial(self._work, order)), cached=False)
+            return Result(cache.make(functools.partial(self._work, request)), cached=False)
         except StepKilled as killed:
             if self._stopped:
                 raise
-            order.note(f"{killed}; it is done once more")
-            return Result(job.make(functools.partial(self._work, order)), cached=False)
+            request.on_note(f"{killed}; it is done once more")
+            return Result(cache.make(functools.partial(self._work, request)), cached=False)
 
-    def _work(self, order: Order, out: Path, begun: Path | None) -> Done:
-        with storage_errors(f"the logs in {order.log.parent}"):
-            order.log.parent.mkdir(parents=True, exist_ok=True)
-            order.log.unlink(missing_ok=True)
+    def _work(self, request: StepRequest, out: Path, begun: Path | None) -> Done:
+        with storage_errors(f"the logs in {request.log.parent}"):
+            request.log.parent.mkdir(parents=True, exist_ok=True)
+            request.log.unlink(missing_ok=True)
         try:
-            if order.step.task.in_process:
-                return self._done_quickly(order, out)
-            return self._done(order, out, begun)
+            if request.step.task.in_process:
+                return self._done_quickly(request, out)
+            return self._done(request, out, begun)
         except (StepError, BuilderFailed) as error:
-            error.remedy += f"; its log: {order.log}"
+            error.remedy += f"; its log: {request.log}"
             raise
 
-    def _done(self, order: Order, out: Path, begun: Path | None) -> Done:
+    def _done(self, request: StepRequest, out: Path, begun: Path | None) -> Done:
         with contextlib.ExitStack() as stack:
             cores = stack.enter_context(self._cores())
-            prepare = stack.enter_context(self._gpu(order.step))
+            prepare = stack.enter_context(self._gpu(request.step))
             worker: list[workers.Worker] = []
             stack.callback(self._forget, worker)
 
@@ -137,29 +137,33 @@ class LocalExecutor(Executor):
 
             done: Done = workers.run(
                 execute if begun is None else execute_on,
-                order.step.task,
-                order.inputs,
+                request.step.task,
+                request.inputs,
                 out,
                 *([] if begun is None else [begun]),
-                log=order.log,
-                on_progress=order.tell,
+                log=request.log,
+                on_progress=request.on_progress,
                 on_start=started,
-                timeout_seconds=order.timeout_seconds,
+                timeout_seconds=request.timeout_seconds,
                 cores=cores,
                 prepare=prepare,
             )
             return done
 
-    def _done_quickly(self, order: Order, out: Path) -> Done:
+    def _done_quickly(self, request: StepRequest, out: Path) -> Done:
         """In a process that may have done others like it, and may do more."""
         with self._lock:
             worker = self._spare.pop() if self._spare else None
         if worker is None:
-            worker = workers.Worker(serve_steps, log=order.log)
+            worker = workers.Worker(serve_steps, log=request.log)
             self._remember(worker)
         try:
             done: Done = worker.request(
-                order.step.task, order.inputs, out, on_progress=order.tell, timeout_seconds=order.timeout_seconds
+                request.step.task,
+                request.inputs,
+                out,
+                on_progress=request.on_progress,
+                timeout_seconds=request.timeout_seconds,
             )
         except BaseException:
             worker.kill()
@@ -189,7 +193,7 @@ class LocalExecutor(Executor):
         if step.task.gpus != "one" or not self._gpus.several:
             yield None
             return
-        with self._gpus.one(step.task.runs_on) as variables:
+        with self._gpus.reserve(step.task.runs_on) as variables:
             yield functools.partial(show_only, variables)
 
     def _remember(self, worker: workers.Worker) -> None:

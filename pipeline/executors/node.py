@@ -16,8 +16,8 @@ from typing import Protocol
 from enginesmith.pipeline import telling, workers
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import EnginesmithError, SourceError, StoreError
-from enginesmith.pipeline.executors.agreement import Facts, own_facts
-from enginesmith.pipeline.executors.base import Job, Order
+from enginesmith.pipeline.executors.agreement import NodeFingerprint, own_fingerprint
+from enginesmith.pipeline.executors.base import StepCache, StepRequest
 from enginesmith.pipeline.executors.cores import claimed
 from enginesmith.pipeline.executors.gpus import Gpus, show_only
 from enginesmith.pipeline.executors.local import LocalExecutor
@@ -104,17 +104,17 @@ class News:
         return taken
 
 
-def visit(what: Visit) -> tuple[Facts, str]:
+def visit(what: Visit) -> tuple[NodeFingerprint, str]:
     """The facts of this node, and why it cannot use the store; empty where it can."""
     _as_started()
-    return own_facts(), _trouble_with_store(what)
+    return own_fingerprint(), _trouble_with_store(what)
 
 
 def look_up(request: Request) -> Answer | None:
     """What the store has of a step, as this machine would make it."""
     _as_started()
     store = _store(request.store, request.reuse)
-    found = Job(_at_home(request), request.inputs, store).found()
+    found = StepCache(_at_home(request), request.inputs, store).lookup()
     return None if found is None else Answer(platform.node(), store.share(found), cached=True)
 
 
@@ -126,14 +126,14 @@ def carry_out(request: Request, gpus: tuple[str, ...], report: Reporter) -> Answ
     workers.preload_only(instead)
     executor = _executor(request.store, request.reuse)
     started, note = functools.partial(report, "started"), functools.partial(report, "note")
-    with tempfile.TemporaryDirectory(prefix="enginesmith-log-") as folder, telling.told_to(note):
+    with tempfile.TemporaryDirectory(prefix="enginesmith-log-") as folder, telling.notifications_to(note):
         log = Path(folder, Path(request.log).name)
         try:
             step = _at_home(request)
             inputs = {role: _fetched(executor.store, one) for role, one in request.inputs.items()}
-            order = Order(step, inputs, log, started, _seldom(report), request.timeout_seconds, note)
+            here = StepRequest(step, inputs, log, started, _seldom(report), request.timeout_seconds, note)
             executor.cores, executor.gpus = request.cores, gpus
-            result = executor.carry_out(order)
+            result = executor.run(here)
             artifact = executor.store.share(result.artifact) if result.cached else result.artifact
         except EnginesmithError as error:
             error.remedy = error.remedy.replace(str(log), request.log)

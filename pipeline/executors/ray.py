@@ -20,12 +20,12 @@ from enginesmith.pipeline.errors import (
     StoreError,
 )
 from enginesmith.pipeline.executors import cluster, connection, node
-from enginesmith.pipeline.executors.base import Executor, Job, Order, Result
+from enginesmith.pipeline.executors.base import Executor, Result, StepCache, StepRequest
 from enginesmith.pipeline.executors.dispatch import LOOK_SECONDS, Dispatch
-from enginesmith.pipeline.executors.errands import Lost
-from enginesmith.pipeline.executors.seats import Seats
+from enginesmith.pipeline.executors.errands import NodeLost
+from enginesmith.pipeline.executors.seats import NodePool
 from enginesmith.pipeline.executors.shipping import staged
-from enginesmith.pipeline.executors.visits import Visits
+from enginesmith.pipeline.executors.visits import NodeRegistry
 from enginesmith.pipeline.steps import Place, Step
 from enginesmith.pipeline.storage import storage_errors
 from enginesmith.pipeline.store import Store
@@ -40,7 +40,7 @@ _ASKED_AT_ONCE = 8
 class RayExecutor(Executor):
     """Runs steps as Ray tasks; ``jobs`` is how many general ones a node of the usual size does at a time."""
 
-    here = False
+    is_local = False
     slots = 64
 
     def __init__(self, store: Store, jobs: int, address: str | None = None, project: Path | None = None) -> None:
@@ -50,7 +50,7 @@ class RayExecutor(Executor):
             MissingCapability: there is no cluster, its nodes differ in what keys are made of, or lack the store.
             UsageError: the folder is too large.
         """
-        self._store, self._seats = store, Seats(jobs)
+        self._store, self._pool = store, NodePool(jobs)
         self._full: set[str] = set()
         """Ids of nodes whose disk has no space left."""
         folder = (project or Path.cwd()).resolve()
@@ -58,33 +58,33 @@ class RayExecutor(Executor):
             modules = stack.enter_context(staged(folder, skip=store.root))
             connection.connect(address or connection.AUTO, modules)
             stack.callback(connection.disconnect)
-            self._visits = stack.enter_context(Visits(self._seats, store))
-            self._visits.all()
-            self._dispatch = stack.enter_context(Dispatch(store, folder, self._seats, self._visits))
+            self._registry = stack.enter_context(NodeRegistry(self._pool, store))
+            self._registry.all()
+            self._dispatch = stack.enter_context(Dispatch(store, folder, self._pool, self._registry))
             self._held = stack.pop_all()
 
-    def lacking(self, place: Place) -> str:
+    def why_unavailable(self, place: Place) -> str:
         """What no node of the cluster has now; nobody waits for nodes that were never there."""
-        return "" if self._seats.candidates(place) else cluster.lacking(place, self._seats.nodes.values())
+        return "" if self._pool.candidates(place) else cluster.lacking(place, self._pool.nodes.values())
 
-    def fits(self, step: Step, running: Collection[Step]) -> bool:
+    def can_start(self, step: Step, running: Collection[Step]) -> bool:
         """Whether there is work for the nodes to be had: where each runs what, and when, is Ray's matter."""
-        return self._seats.room(step, running)
+        return self._pool.room(step, running)
 
-    def do(self, order: Order) -> Result:
+    def execute(self, request: StepRequest) -> Result:
         """Have a node do it; again where Ray lost it, or the disk there was full."""
-        with order.with_notes() as noted:
-            return self._carried_out(order, noted.note)
+        with request.with_notes() as noted:
+            return self._carried_out(request, noted.on_note)
 
-    def _carried_out(self, order: Order, note: Callable[[str], None]) -> Result:
+    def _carried_out(self, request: StepRequest, note: Callable[[str], None]) -> Result:
         """What nodes note is in the log that comes back, and not for ``note``, which writes to the log here."""
         log = b""
-        with self._dispatch.under_way(order):
+        with self._dispatch.under_way(request):
             try:
-                answer = self._answer(order, note)
+                answer = self._answer(request, note)
                 log = answer.log
             finally:
-                _write_log(order, log)
+                _write_log(request, log)
         if answer.error is not None:
             if isinstance(answer.error, (StepError, BuilderFailed, StoreError, MissingCapability)):
                 answer.error.remedy += f"; it was on {answer.node}"
@@ -101,17 +101,17 @@ class RayExecutor(Executor):
         """Leave the cluster, which goes on."""
         self._held.close()
 
-    def known(self, order: Order) -> Artifact | None:
+    def lookup(self, request: StepRequest) -> Artifact | None:
         """What the store has of it; what depends on the machine is looked for as nodes of the place would make it."""
-        step, mine = order.step, Job(order.step, order.inputs, self._store)
+        step, mine = request.step, StepCache(request.step, request.inputs, self._store)
         if step.place is None and not step.task.machine_specific:
-            return mine.found()
+            return mine.lookup()
         if not self._store.reuse:
             return None
-        nodes = {self._visits.machine_of(one.id): one.id for one in self._seats.candidates(step.place)}
-        if nodes.pop(self._visits.own.machine, None) and (found := mine.found()) is not None:
+        nodes = {self._registry.machine_of(one.id): one.id for one in self._pool.candidates(step.place)}
+        if nodes.pop(self._registry.own.machine, None) and (found := mine.lookup()) is not None:
             return found
-        answer = self._dispatch.known(order, [*nodes.values()][:_ASKED_AT_ONCE])
+        answer = self._dispatch.known(request, [*nodes.values()][:_ASKED_AT_ONCE])
         return self._taken(answer.artifact) if answer is not None and answer.artifact is not None else None
 
     def _taken(self, made: Artifact) -> Artifact:
@@ -125,21 +125,21 @@ class RayExecutor(Executor):
             found = self._store.fetch(made.key)
             return found.model_copy(update={"history": (*made.history[:-1], found.history[-1])})
 
-    def _answer(self, order: Order, note: Callable[[str], None]) -> node.Answer:
-        deadline = None if order.timeout_seconds is None else time.monotonic() + order.timeout_seconds
+    def _answer(self, request: StepRequest, note: Callable[[str], None]) -> node.Answer:
+        deadline = None if request.timeout_seconds is None else time.monotonic() + request.timeout_seconds
         losses: list[str] = []
         shared = False
         while True:
-            self._wait_for_node(order, note)
-            avoided = self._full if self._left(order.step) else ()
-            with self._seats.seat(order.step, avoided) as seat:
+            self._wait_for_node(request, note)
+            avoided = self._full if self._left(request.step) else ()
+            with self._pool.reserve(request.step, avoided) as seat:
                 if seat is None:  # the last node was lost just now
                     continue
                 try:
-                    where, answer = self._dispatch.ask(order, seat, deadline)
-                except Lost as loss:
+                    where, answer = self._dispatch.ask(request, seat, deadline)
+                except NodeLost as loss:
                     losses.append(str(loss))
-                    self._visits.gone(loss.node_id)
+                    self._registry.gone(loss.node_id)
                     if len(losses) == _ATTEMPTS:
                         raise StepCrashed(
                             f"it was lost {_ATTEMPTS} times: {'; '.join(losses)}",
@@ -149,35 +149,37 @@ class RayExecutor(Executor):
                     continue
             if answer.full and where not in self._full:
                 self._full.add(where)
-                if self._left(order.step):
+                if self._left(request.step):
                     note(f"the disk of {answer.node} is full; it is done on another node")
                     continue
             if isinstance(answer.error, MissingEntry) and not shared:  # a node lacks what this machine has in its cache
                 shared = True
-                order = replace(order, inputs={role: self._store.share(one) for role, one in order.inputs.items()})
+                request = replace(
+                    request, inputs={role: self._store.share(one) for role, one in request.inputs.items()}
+                )
                 continue
             return answer
 
     def _left(self, step: Step) -> bool:
         """Whether there is a node whose disk is not full."""
-        return any(one.id not in self._full for one in self._seats.candidates(step.place))
+        return any(one.id not in self._full for one in self._pool.candidates(step.place))
 
-    def _wait_for_node(self, order: Order, note: Callable[[str], None]) -> None:
+    def _wait_for_node(self, request: StepRequest, note: Callable[[str], None]) -> None:
         """See that there is a node to be had, or may be again soon."""
-        place = order.step.place
-        if self._seats.candidates(place):
+        place = request.step.place
+        if self._pool.candidates(place):
             return
         told = False
-        until = time.monotonic() + (_GRACE_SECONDS if place is None or self._seats.had(place) else 0)
+        until = time.monotonic() + (_GRACE_SECONDS if place is None or self._pool.had(place) else 0)
         while time.monotonic() < until:
             if not told:
                 note(f"all nodes that it could run on are gone; waiting {_GRACE_SECONDS:.0f} s for one to come back")
             told = True
             if self._dispatch.stopped.wait(LOOK_SECONDS):
                 raise StepError("it was ended")
-            if self._seats.candidates(place):
+            if self._pool.candidates(place):
                 return
-        why = cluster.lacking(place or Place(), self._seats.nodes.values())
+        why = cluster.lacking(place or Place(), self._pool.nodes.values())
         if told:
             why = f"all nodes that it could run on were lost, and none came back within {_GRACE_SECONDS:.0f} s: " + (
                 why or "those that are left are of another kind than what was built for"
@@ -185,7 +187,7 @@ class RayExecutor(Executor):
         raise MissingCapability(why, "`enginesmith resume` goes on once there is one")
 
 
-def _write_log(order: Order, log: bytes) -> None:
-    with storage_errors(f"the logs in {order.log.parent}"):
-        order.log.parent.mkdir(parents=True, exist_ok=True)
-        order.log.write_bytes(log)
+def _write_log(request: StepRequest, log: bytes) -> None:
+    with storage_errors(f"the logs in {request.log.parent}"):
+        request.log.parent.mkdir(parents=True, exist_ok=True)
+        request.log.write_bytes(log)

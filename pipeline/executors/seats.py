@@ -20,7 +20,7 @@ _NODE_LABEL = "ray.io/node-id"
 
 
 @dataclass(frozen=True)
-class Seat:
+class Reservation:
     """What is asked of Ray for a step."""
 
     nodes: frozenset[str]
@@ -48,7 +48,7 @@ class Seat:
 
 
 @dataclass
-class Seats:
+class NodePool:
     """The nodes that may be used, and who waits for one to be alone on it."""
 
     jobs: int
@@ -73,7 +73,7 @@ class Seats:
         return place in self._chosen
 
     @contextmanager
-    def seat(self, step: Step, avoided: Collection[str] = ()) -> Iterator[Seat | None]:
+    def reserve(self, step: Step, avoided: Collection[str] = ()) -> Iterator[Reservation | None]:
         """Where to put a step now; None where no node is left. A node that it is to be alone on is kept for it."""
         with self._lock:
             candidates = [node for node in self._candidates(step.place) if node.id not in avoided]
@@ -108,20 +108,20 @@ class Seats:
             self._chosen[place] = min(counted, key=lambda kind: (-counted[kind], kind))
         return [node for node in fitting if self.kinds.get(node.id, "") == self._chosen[place]]
 
-    def _seat(self, step: Step, candidates: list[Node]) -> Seat:
+    def _seat(self, step: Step, candidates: list[Node]) -> Reservation:
         named = {name: amount for name, amount in asked_for(step.place or Place()).items() if name != "GPU"}
         if is_alone(step):
             node = min(candidates, key=lambda one: (self._taken[one.id], one.id))
             gpus = {"": 0, "one": 1, "all": node.gpus}[step.task.gpus]
             rooms = _rooms(step, node)
             cpus = node.cpus if rooms == 1 else max(1.0, math.floor(node.cpus / rooms))
-            return Seat(frozenset([node.id]), {"CPU": cpus, "GPU": gpus, **named}, alone=1 / rooms)
+            return Reservation(frozenset([node.id]), {"CPU": cpus, "GPU": gpus, **named}, alone=1 / rooms)
         open_ = [node for node in candidates if self._is_open(node)] or candidates
         gpus = 1 if step.task.gpus else 0
         share = self._share(open_)
-        return Seat(frozenset(node.id for node in open_), {"CPU": share, "GPU": gpus, **named})
+        return Reservation(frozenset(node.id for node in open_), {"CPU": share, "GPU": gpus, **named})
 
-    def _take(self, seat: Seat | None, sign: int = 1) -> None:
+    def _take(self, seat: Reservation | None, sign: int = 1) -> None:
         if seat is not None and seat.alone:
             for node in seat.nodes:
                 self._taken[node] += sign * seat.alone

@@ -11,10 +11,10 @@ from typing import Any, Self
 
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.executors import errands, node
-from enginesmith.pipeline.executors.agreement import Facts, differences, own_facts
+from enginesmith.pipeline.executors.agreement import NodeFingerprint, mismatches, own_fingerprint
 from enginesmith.pipeline.executors.cluster import Node, nodes_of
 from enginesmith.pipeline.executors.connection import ray
-from enginesmith.pipeline.executors.seats import Seat, Seats
+from enginesmith.pipeline.executors.seats import NodePool, Reservation
 from enginesmith.pipeline.storage import storage_errors
 from enginesmith.pipeline.store import Store
 
@@ -24,15 +24,15 @@ _ANSWER_SECONDS = 180.0
 """How long the first look at a node may take: what travels is unpacked there."""
 
 
-class Visits:
+class NodeRegistry:
     """Keeps the seats in step with the cluster; a context, in which the store has a file for nodes to find."""
 
-    def __init__(self, seats: Seats, store: Store) -> None:
-        self._seats, self._store = seats, store
+    def __init__(self, pool: NodePool, store: Store) -> None:
+        self._pool, self._store = pool, store
         self._task = ray().remote(max_retries=0, num_cpus=0)(errands.visit)
-        self.own = own_facts()
+        self.own = own_fingerprint()
         """Those of this machine, which need not be a node."""
-        self._known: dict[str, Facts] = {}
+        self._known: dict[str, NodeFingerprint] = {}
         """By id, nodes that may be used."""
         self._names: dict[str, str] = {}
         self._unfit: set[str] = set()
@@ -84,31 +84,31 @@ class Visits:
             except ray().exceptions.RayError as error:
                 self._unfit.add(one)
                 logger.warning("%s is left out, as it gives no answer (%s)", nodes[one].name, type(error).__name__)
-        _refuse_differences(differences(self.own, {nodes[one].name: facts for one, facts in found.items()}))
+        _refuse_differences(mismatches(self.own, {nodes[one].name: facts for one, facts in found.items()}))
         _refuse_store(self._store.address, {nodes[one].name: why for one, why in troubles.items() if why})
         self._known.update(found)
         self._update(nodes)
-        if not self._seats.nodes:
+        if not self._pool.nodes:
             raise MissingCapability("the Ray cluster has no node with a CPU that can be used", "see `ray status`")
 
     def again(self) -> list[str]:
         """See who left and who joined; news for people, a line each. New nodes are given steps once they are known."""
         with self._lock:
-            before = dict(self._seats.nodes)
+            before = dict(self._pool.nodes)
             nodes = self._send()
             ready = ray().wait([*self._open.values()], num_returns=len(self._open), timeout=0)[0] if self._open else []
             news = []
             for one in [one for one, answer in self._open.items() if answer in ready]:
                 news.append(self._joined(one, nodes))
             self._update(nodes)
-            news += [f"{old.name} has left the cluster" for one, old in before.items() if one not in self._seats.nodes]
+            news += [f"{old.name} has left the cluster" for one, old in before.items() if one not in self._pool.nodes]
             return [line for line in news if line]
 
     def gone(self, node_id: str) -> None:
         """A node was lost, whatever Ray lists."""
         with self._lock:
             self._gone.add(node_id)
-            self._update(self._seats.nodes)
+            self._update(self._pool.nodes)
 
     def machine_of(self, node_id: str) -> str:
         """What measurements made there depend on, as a digest."""
@@ -123,14 +123,14 @@ class Visits:
             return ""
         name = nodes[one].name
         if not trouble:
-            trouble = "; ".join(differences(self.own, {**self._named(nodes), name: facts}))
+            trouble = "; ".join(mismatches(self.own, {**self._named(nodes), name: facts}))
         if trouble:
             self._unfit.add(one)
             return f"{name} has joined the cluster and is left out: {trouble}"
         self._known[one] = facts
         return f"{name} has joined the cluster"
 
-    def _named(self, nodes: Mapping[str, Node]) -> dict[str, Facts]:
+    def _named(self, nodes: Mapping[str, Node]) -> dict[str, NodeFingerprint]:
         return {nodes[one].name: facts for one, facts in self._known.items() if one in nodes}
 
     def _send(self) -> dict[str, Node]:
@@ -138,14 +138,14 @@ class Visits:
         nodes = {one: found for one, found in nodes_of(ray().nodes()).items() if one not in self._gone}
         for one, found in nodes.items():
             if found.cpus and one not in self._known and one not in self._unfit and one not in self._open:
-                options = Seat(frozenset([one]), {"CPU": 0}).options
+                options = Reservation(frozenset([one]), {"CPU": 0}).options
                 self._open[one] = self._task.options(**options).remote(self._what)
         return nodes
 
     def _update(self, nodes: Mapping[str, Node]) -> None:
         usable = {one: found for one, found in nodes.items() if one in self._known and one not in self._gone}
-        self._seats.kinds.update({one: facts.kind for one, facts in self._known.items()})
-        self._seats.nodes = usable
+        self._pool.kinds.update({one: facts.kind for one, facts in self._known.items()})
+        self._pool.nodes = usable
 
 
 def _refuse_differences(lines: list[str]) -> None:

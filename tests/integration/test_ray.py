@@ -18,10 +18,10 @@ import pytest
 from enginesmith.pipeline import workers
 from enginesmith.pipeline.errors import MissingCapability, SourceError, StepError
 from enginesmith.pipeline.executors import connection, ray
-from enginesmith.pipeline.executors.base import Order, Result
+from enginesmith.pipeline.executors.base import Result, StepRequest
 from enginesmith.pipeline.executors.ray import RayExecutor
-from enginesmith.pipeline.executors.seats import Seats
-from enginesmith.pipeline.executors.visits import Visits
+from enginesmith.pipeline.executors.seats import NodePool
+from enginesmith.pipeline.executors.visits import NodeRegistry
 from enginesmith.pipeline.steps import Place, Step
 from enginesmith.pipeline.store import Store
 from enginesmith.pipeline.tasks.base import Task
@@ -84,15 +84,15 @@ class Teller:
         self.started: list[str] = []
 
     def __call__(self, name: str, task: Task, place: Place | None = None, **inputs: Result) -> Result:
-        order = Order(
+        request = StepRequest(
             Step(name, task, place=place),
             {role: found.artifact for role, found in inputs.items()},
             self.logs / f"{name}.log",
             lambda: self.started.append(name),
             self.lines.append,
-            note=self.lines.append,
+            on_note=self.lines.append,
         )
-        return self.executor.carry_out(order)
+        return self.executor.run(request)
 
     def log(self, name: str) -> str:
         return (self.logs / f"{name}.log").read_text()
@@ -161,15 +161,15 @@ def test_a_process_there_sees_what_one_here_would_see(order: Teller) -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
 def test_an_address_where_nobody_listens_is_told_at_once(address: str) -> None:
     with pytest.raises(MissingCapability, match=f"there is no Ray cluster at {address}"):
-        connection._hold_reachable(address)
+        connection._validate_reachable(address)
 
 
 def test_a_place_that_no_node_has_is_told_at_once(executor: RayExecutor) -> None:
-    assert executor.lacking(H100) == ""
-    why = executor.lacking(Place(resources=(("fake_h200", 1),)))
+    assert executor.why_unavailable(H100) == ""
+    why = executor.why_unavailable(Place(resources=(("fake_h200", 1),)))
     assert why.startswith("no node of the Ray cluster has fake_h200 (did you mean fake_h100?)")
     assert "1 × [CPU 2, either, fake_l4 2]" in why
-    assert "no node of the Ray cluster has a GPU of type B200" in executor.lacking(Place("cuda", "B200"))
+    assert "no node of the Ray cluster has a GPU of type B200" in executor.why_unavailable(Place("cuda", "B200"))
 
 
 @pytest.mark.thorough
@@ -244,10 +244,10 @@ sys.path.append({modules!r})
 import ray_tasks
 from enginesmith.pipeline import workers
 from enginesmith.pipeline.errors import StepError
-from enginesmith.pipeline.executors.base import Order
+from enginesmith.pipeline.executors.base import StepRequest
 from enginesmith.pipeline.executors.ray import RayExecutor
-from enginesmith.pipeline.executors.seats import Seats
-from enginesmith.pipeline.executors.visits import Visits
+from enginesmith.pipeline.executors.seats import NodePool
+from enginesmith.pipeline.executors.visits import NodeRegistry
 from enginesmith.pipeline.steps import Place, Step
 from enginesmith.pipeline.store import Store
 
@@ -255,8 +255,8 @@ workers.preload_only(["json"])
 here, started = Path({here!r}), threading.Event()
 
 def order(executor, name, task, place=None):
-    order = Order(Step(name, task, place=place), {{}}, here / name, started.set, lambda text: None)
-    return executor.carry_out(order).artifact.path.read_text()
+    request = StepRequest(Step(name, task, place=place), {{}}, here / name, started.set, lambda text: None)
+    return executor.run(request).artifact.path.read_text()
 
 with RayExecutor(Store({store!r}), 2, {address!r}, Path({project!r})) as executor:
 """
@@ -347,7 +347,7 @@ def test_a_node_that_is_lost_and_one_that_joins(
 def test_a_target_that_is_gone_for_good(executor: RayExecutor, order: Teller, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "_GRACE_SECONDS", 1.0)
     gone = Place(resources=(("fake_gone", 1),))
-    executor._seats._chosen[gone] = "the kind that was there"
+    executor._pool._chosen[gone] = "the kind that was there"
     with pytest.raises(MissingCapability, match="were lost, and none came back within 1 s: no node"):
         order("gone", ray_tasks.Write(number=1), gone)
 
@@ -361,9 +361,9 @@ def test_nodes_with_other_versions_are_refused(
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: safetensors\nVersion: 0.0.1\n")
     node = cluster.add("{}", PYTHONPATH=f"{other.parent}:{MODULES}")
     try:
-        wait_for(lambda: executor._visits._unfit)
+        wait_for(lambda: executor._registry._unfit)
         assert written(order("beside", ray_tasks.Write(number=9))) == "9\n"
-        others = Visits(Seats(2), Store(f"file://{place}/store"))
+        others = NodeRegistry(NodePool(2), Store(f"file://{place}/store"))
         with others, pytest.raises(MissingCapability, match=r"safetensors 0\.0\.1, and here") as caught:
             others.all()
         assert "install the same versions" in caught.value.remedy

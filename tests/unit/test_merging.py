@@ -3,8 +3,8 @@
 from typing import Any
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.merging import merged
-from enginesmith.pipeline.placing import placed
+from enginesmith.pipeline.merging import deduplicate_steps
+from enginesmith.pipeline.placing import assign_machines
 from enginesmith.pipeline.plan import plan
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.runner import Outcome
@@ -18,12 +18,12 @@ def planned(**values: Any) -> Plan:
 
 
 def names(plans: dict[str, Plan]) -> set[str]:
-    return {step.id for step in merged(plans).steps}
+    return {step.id for step in deduplicate_steps(plans).steps}
 
 
 def test_one_plan_stays_as_it_is() -> None:
     only = planned()
-    assert merged({"only": only}).steps == only.steps
+    assert deduplicate_steps({"only": only}).steps == only.steps
 
 
 def test_what_two_plans_share_is_one_step() -> None:
@@ -41,38 +41,41 @@ def test_what_differs_in_anything_before_it_is_not_shared() -> None:
 
 
 def test_steps_in_different_places_are_two() -> None:
-    plans = {"h100": placed(planned(device="cuda"), H100, ""), "l4": placed(planned(device="cuda"), L4, "")}
+    plans = {
+        "h100": assign_machines(planned(device="cuda"), H100, ""),
+        "l4": assign_machines(planned(device="cuda"), L4, ""),
+    }
     found = names(plans)
     assert "l4/export" not in found
     assert {"h100/build-onnxruntime-fp32", "l4/build-onnxruntime-fp32", "h100/latency", "l4/latency"} <= found
 
 
 def test_needs_lead_to_the_shared_steps() -> None:
-    together = merged({"first": planned(), "second": planned(precisions=["fp16"])})
+    together = deduplicate_steps({"first": planned(), "second": planned(precisions=["fp16"])})
     known = set()
     for step in together.steps:
         assert set(step.sources) <= known, step.id
         known.add(step.id)
-    assert together.named("second", LATENCY).inputs["reference"] == "first/reference"
+    assert together.shared_step("second", LATENCY).inputs["reference"] == "first/reference"
 
 
 def test_histories_and_logs_name_steps_as_their_own_plan_does() -> None:
-    together = merged({"first": planned(), "second": planned(seed=1)})
-    assert together.named("second", "export").name == "export"
+    together = deduplicate_steps({"first": planned(), "second": planned(seed=1)})
+    assert together.shared_step("second", "export").name == "export"
     assert not any(step.required for step in together.steps)
 
 
 def test_outcomes_come_back_under_each_plans_own_names(tmp_path: Any) -> None:
-    together = merged({"first": planned(), "second": planned(precisions=["fp16"])})
+    together = deduplicate_steps({"first": planned(), "second": planned(precisions=["fp16"])})
     made = Artifact(kind="torch", path=tmp_path / "model", sha256="0", bytes=1)
     outcome = Outcome("first/load", "done", made)
-    apart = together.of_each({"first/load": outcome})
+    apart = together.by_plan({"first/load": outcome})
     assert {name: found[LOAD].step for name, found in apart.items()} == {"first": LOAD, "second": LOAD}
-    assert together.together({"second": apart["second"]}) == {"first/load": outcome}
+    assert together.combine({"second": apart["second"]}) == {"first/load": outcome}
 
 
 def test_what_measures_or_runs_on_the_target_is_put_there() -> None:
-    steps = {step.id: step for step in placed(planned(device="cuda"), H100, "").steps}
+    steps = {step.id: step for step in assign_machines(planned(device="cuda"), H100, "").steps}
     anywhere = {name for name, step in steps.items() if step.place is None}
     assert {LOAD, REFERENCE, "export", "simplify", "verify-export", "verify-simplify"} <= anywhere
     there = {"build-onnxruntime-fp32", "verify-onnxruntime-fp32", "memory-onnxruntime-fp32", "memory-eager", LATENCY}
@@ -80,7 +83,7 @@ def test_what_measures_or_runs_on_the_target_is_put_there() -> None:
 
 
 def test_on_a_cpu_what_is_built_for_the_machine_stays_there() -> None:
-    steps = {step.id: step for step in placed(planned(), Place(), "").steps}
+    steps = {step.id: step for step in assign_machines(planned(), Place(), "").steps}
     there = {name for name, step in steps.items() if step.place}
     assert {"build-onnxruntime-fp32", "verify-onnxruntime-fp32", "quality-onnxruntime-fp32", LATENCY} <= there
     assert "export" not in there
@@ -90,14 +93,14 @@ def test_an_engine_built_ahead_of_time_is_built_anywhere() -> None:
     made = plan(
         make({"model": "digits", "engines": ["tensorrt_rtx"], "targets": ["sm86"], "device": "cuda"}), here=False
     )
-    steps = {step.id: step for step in placed(made, H100, "there is none").steps}
+    steps = {step.id: step for step in assign_machines(made, H100, "there is none").steps}
     assert steps["build-tensorrt_rtx-fp32-sm86"].place is None
     assert not steps["build-tensorrt_rtx-fp32-sm86"].unavailable
     assert steps["verify-tensorrt_rtx-fp32-sm86"].unavailable == "there is none"
 
 
 def test_a_target_that_nobody_has_is_said_of_steps_and_variants() -> None:
-    made = placed(planned(device="cuda"), H100, "no node has a GPU of type H100")
+    made = assign_machines(planned(device="cuda"), H100, "no node has a GPU of type H100")
     steps = {step.id: step for step in made.steps}
     assert steps["build-onnxruntime-fp32"].unavailable == "no node has a GPU of type H100"
     assert not steps["export"].unavailable

@@ -41,8 +41,8 @@ def test_a_port_of_another_service_is_noticed(answer: bytes, is_one: bool) -> No
         serving = pool.submit(serve)
         address = f"127.0.0.1:{server.getsockname()[1]}"
         if is_one:
-            connection._hold_reachable(address)
+            connection._validate_reachable(address)
         else:
             with pytest.raises(MissingCapability, match="another service"):
-                connection._hold_reachable(address)
+                connection._validate_reachable(address)
         serving.result()

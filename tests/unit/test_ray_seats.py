@@ -7,7 +7,7 @@ import pytest
 
 from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.executors.cluster import Node, lacking, nodes_of
-from enginesmith.pipeline.executors.seats import Seats
+from enginesmith.pipeline.executors.seats import NodePool
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.steps import Place, Step
 from enginesmith.pipeline.tasks.base import Inputs, Task
@@ -38,8 +38,8 @@ def node(name: str, cpus: float = 8, **resources: float) -> Node:
     return Node(name, "host", {"CPU": cpus, "memory": 1e9, "node:10.0.0.1": 1.0, **resources})
 
 
-def seats(*nodes: Node, jobs: int = 2, **kinds: str) -> Seats:
-    return Seats(jobs, {one.id: one for one in nodes}, {one.id: kinds.get(one.id, "same") for one in nodes})
+def seats(*nodes: Node, jobs: int = 2, **kinds: str) -> NodePool:
+    return NodePool(jobs, {one.id: one for one in nodes}, {one.id: kinds.get(one.id, "same") for one in nodes})
 
 
 def step(task: Task, place: Place | None = None) -> Step:
@@ -47,7 +47,7 @@ def step(task: Task, place: Place | None = None) -> Step:
 
 
 def test_a_general_step_takes_a_share_of_a_usual_node_and_may_go_anywhere() -> None:
-    with seats(node("a"), node("b"), node("c", cpus=64)).seat(step(General())) as seat:
+    with seats(node("a"), node("b"), node("c", cpus=64)).reserve(step(General())) as seat:
         assert seat is not None
         assert seat.nodes == {"a", "b", "c"}
         assert seat.resources == {"CPU": 4.0, "GPU": 0}
@@ -61,57 +61,57 @@ def test_a_general_step_takes_a_share_of_a_usual_node_and_may_go_anywhere() -> N
 
 
 def test_more_jobs_than_cpus_share_one() -> None:
-    with seats(node("a", cpus=1), jobs=4).seat(step(General())) as seat:
+    with seats(node("a", cpus=1), jobs=4).reserve(step(General())) as seat:
         assert seat is not None
         assert (seat.resources["CPU"], seat.cores) == (0.25, 1)
 
 
 def test_a_step_with_a_place_goes_where_that_is() -> None:
     there = seats(node("a"), node("b", GPU=1, **{"accelerator_type:L4": 1.0}), node("c", edge=1))
-    with there.seat(step(General(takes="one"), Place("cuda", "L4"))) as seat:
+    with there.reserve(step(General(takes="one"), Place("cuda", "L4"))) as seat:
         assert seat is not None
         assert seat.nodes == {"b"}
         assert seat.options["num_gpus"] == 1
         assert seat.options["resources"] == {"accelerator_type:L4": 0.001}
-    with there.seat(step(General(), Place(resources=(("edge", 0.5),)))) as seat:
+    with there.reserve(step(General(), Place(resources=(("edge", 0.5),)))) as seat:
         assert seat is not None
         assert seat.nodes == {"c"}
         assert seat.options["resources"] == {"edge": 0.5}
-    with there.seat(step(General(), Place("cuda", "H100"))) as seat:
+    with there.reserve(step(General(), Place("cuda", "H100"))) as seat:
         assert seat is None
 
 
 def test_a_measurement_takes_a_node_that_others_then_leave_to_it() -> None:
     there = seats(node("a"), node("b"))
-    with there.seat(step(Alone())) as first:
+    with there.reserve(step(Alone())) as first:
         assert first is not None
         assert first.resources["CPU"] == 8
         assert first.cores is None
         (taken,) = first.nodes
-        with there.seat(step(Alone())) as second, there.seat(step(General())) as general:
+        with there.reserve(step(Alone())) as second, there.reserve(step(General())) as general:
             assert second is not None
             assert general is not None
             assert second.nodes == {"a", "b"} - {taken}
             assert general.nodes == {"a", "b"}, "where all are taken, it waits at any"
-        with there.seat(step(General())) as general:
+        with there.reserve(step(General())) as general:
             assert general is not None
             assert general.nodes == {"a", "b"} - {taken}
-    with there.seat(step(General())) as general:
+    with there.reserve(step(General())) as general:
         assert general is not None
         assert general.nodes == {"a", "b"}
 
 
 def test_each_gpu_of_a_node_can_be_measured_on() -> None:
     there = seats(node("a", cpus=16, GPU=4))
-    with there.seat(step(Alone(takes="one"), CUDA)) as seat:
+    with there.reserve(step(Alone(takes="one"), CUDA)) as seat:
         assert seat is not None
         assert seat.resources == {"CPU": 4, "GPU": 1}
-        with there.seat(step(General(), CUDA)) as beside:
+        with there.reserve(step(General(), CUDA)) as beside:
             assert beside is not None
-    with there.seat(step(General(takes="all"), CUDA)) as seat:
+    with there.reserve(step(General(takes="all"), CUDA)) as seat:
         assert seat is not None
         assert seat.resources == {"CPU": 16, "GPU": 4}
-    with there.seat(step(Alone(), CUDA)) as seat:
+    with there.reserve(step(Alone(), CUDA)) as seat:
         assert seat is not None
         assert seat.resources == {"CPU": 16, "GPU": 0}
 
@@ -129,10 +129,10 @@ def test_a_place_is_one_kind_of_machine() -> None:
 
 def test_a_node_that_is_avoided_or_has_no_cpu_gets_nothing() -> None:
     there = seats(node("a"), node("b"), node("head", cpus=0))
-    with there.seat(step(General()), avoided={"b"}) as seat:
+    with there.reserve(step(General()), avoided={"b"}) as seat:
         assert seat is not None
         assert seat.nodes == {"a"}
-    with there.seat(step(General()), avoided={"a", "b"}) as seat:
+    with there.reserve(step(General()), avoided={"a", "b"}) as seat:
         assert seat is None
 
 
@@ -145,7 +145,7 @@ def test_there_is_room_for_somewhat_more_than_runs_at_a_time() -> None:
     assert there.room(alone, [general] * 8)
     assert there.room(alone, [alone] * 3)
     assert not there.room(alone, [alone] * 4)
-    with there.seat(alone), there.seat(alone):
+    with there.reserve(alone), there.reserve(alone):
         assert not there.room(general, [alone, alone]), "all nodes are kept for measurements"
 
 

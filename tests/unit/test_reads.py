@@ -9,24 +9,24 @@ import pytest
 
 from enginesmith.pipeline import anchors
 from enginesmith.pipeline.artifact import json_digest
-from enginesmith.pipeline.reads import MOST_CANDIDATES, ReadRecord, Reads
+from enginesmith.pipeline.reads import MOST_CANDIDATES, InputDependencies, ReadRecord
 
 
 @pytest.fixture
-def reads(tmp_path: Path) -> Reads:
-    return Reads(tmp_path / "reads", "x")
+def reads(tmp_path: Path) -> InputDependencies:
+    return InputDependencies(tmp_path / "reads", "x")
 
 
-def now(reads: Reads) -> ReadRecord | None:
-    return next(reads.known(), None)
+def now(reads: InputDependencies) -> ReadRecord | None:
+    return next(reads.candidates(), None)
 
 
-def test_reads_tell_whether_files_are_as_they_were(reads: Reads, tmp_path: Path) -> None:
+def test_reads_tell_whether_files_are_as_they_were(reads: InputDependencies, tmp_path: Path) -> None:
     code, weights = tmp_path / "net.py", tmp_path / "w.safetensors"
     code.write_text("a")
     weights.write_text("b")
     assert now(reads) is None
-    before = reads.remember([code, weights], {"numpy": numpy.__version__})
+    before = reads.record([code, weights], {"numpy": numpy.__version__})
     assert now(reads) == before
     weights.write_text("c")
     changed = now(reads)
@@ -40,10 +40,10 @@ def test_reads_tell_whether_files_are_as_they_were(reads: Reads, tmp_path: Path)
     assert now(reads) is None
 
 
-def test_a_folder_that_was_read_as_a_whole_is_looked_at_too(reads: Reads, tmp_path: Path) -> None:
+def test_a_folder_that_was_read_as_a_whole_is_looked_at_too(reads: InputDependencies, tmp_path: Path) -> None:
     (tmp_path / "set" / "cat").mkdir(parents=True)
     (tmp_path / "set" / "cat" / "1.png").write_text("a cat")
-    before = reads.remember([tmp_path / "set" / "cat" / "1.png", tmp_path / "set"], {})
+    before = reads.record([tmp_path / "set" / "cat" / "1.png", tmp_path / "set"], {})
     assert now(reads) == before
     assert [Path(name).name for name in before.files] == ["1.png"]
     (tmp_path / "set" / "dog").mkdir()
@@ -55,29 +55,29 @@ def test_a_folder_that_was_read_as_a_whole_is_looked_at_too(reads: Reads, tmp_pa
 
 
 def test_another_version_of_a_package_is_another_identity(tmp_path: Path) -> None:
-    before = Reads(tmp_path, "x").remember([], {"numpy": "0.1"})
-    found = now(Reads(tmp_path, "x"))
+    before = InputDependencies(tmp_path, "x").record([], {"numpy": "0.1"})
+    found = now(InputDependencies(tmp_path, "x"))
     assert found is not None
     assert found.packages == {"numpy": numpy.__version__}
     assert found.identity != before.identity
-    Reads(tmp_path, "y").remember([], {"not-installed": "1"})
-    assert now(Reads(tmp_path, "y")) is None
+    InputDependencies(tmp_path, "y").record([], {"not-installed": "1"})
+    assert now(InputDependencies(tmp_path, "y")) is None
 
 
-def test_the_same_files_elsewhere_give_the_same_names_and_digests(reads: Reads, tmp_path: Path) -> None:
+def test_the_same_files_elsewhere_give_the_same_names_and_digests(reads: InputDependencies, tmp_path: Path) -> None:
     for place in ("one", "two"):
         (tmp_path / place).mkdir()
         (tmp_path / place / "net.py").write_text("code")
-    one, two = (reads.remember([tmp_path / place / "net.py"], {}) for place in ("one", "two"))
+    one, two = (reads.record([tmp_path / place / "net.py"], {}) for place in ("one", "two"))
     assert one.identity == two.identity
 
 
-def test_files_of_one_name_are_told_apart_by_their_folders(reads: Reads, tmp_path: Path) -> None:
+def test_files_of_one_name_are_told_apart_by_their_folders(reads: InputDependencies, tmp_path: Path) -> None:
     paths = [tmp_path / place / "w" for place in ("encoder", "decoder")]
     for path, content in zip(paths, "ab", strict=True):
         path.parent.mkdir()
         path.write_text(content)
-    before = reads.remember(paths, {})
+    before = reads.record(paths, {})
     for path, content in zip(paths, "ba", strict=True):
         path.write_text(content)
     found = now(reads)
@@ -86,7 +86,7 @@ def test_files_of_one_name_are_told_apart_by_their_folders(reads: Reads, tmp_pat
 
 
 def test_files_of_one_name_are_told_apart_by_their_anchors(
-    reads: Reads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reads: InputDependencies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(_project(tmp_path / "project"))
     paths = [tmp_path / "project" / "w", tmp_path / "w"]
@@ -94,7 +94,7 @@ def test_files_of_one_name_are_told_apart_by_their_anchors(
     for contents in ("ab", "ba"):
         for path, content in zip(paths, contents, strict=True):
             path.write_text(content)
-        identities.append(reads.remember(paths, {}).identity)
+        identities.append(reads.record(paths, {}).identity)
     assert identities[0] != identities[1]
 
 
@@ -107,36 +107,36 @@ def _project(folder: Path, code: str = "code") -> Path:
 def test_a_list_is_of_use_to_the_same_project_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = _project(tmp_path / "alice" / "net"), _project(tmp_path / "work" / "copy")
     monkeypatch.chdir(here)
-    before = Reads(tmp_path / "reads", "x").remember([here / "net.py"], {})
+    before = InputDependencies(tmp_path / "reads", "x").record([here / "net.py"], {})
     assert list(before.files) == ["{project}/net.py"]
     monkeypatch.chdir(there)
-    found = now(Reads(tmp_path / "reads", "x"))
+    found = now(InputDependencies(tmp_path / "reads", "x"))
     assert found is not None
     assert found.identity == before.identity
     (there / "net.py").write_text("other code")
-    changed = now(Reads(tmp_path / "reads", "x"))
+    changed = now(InputDependencies(tmp_path / "reads", "x"))
     assert changed is not None
     assert changed.identity != before.identity
 
 
 def test_projects_that_read_other_files_under_one_name_keep_their_lists(
-    reads: Reads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reads: InputDependencies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     identities = []
     for name in ("one", "two"):
         folder = _project(tmp_path / name)
         (folder / f"{name}.bin").write_text(name)
         monkeypatch.chdir(folder)
-        identities.append(reads.remember([folder / "net.py", folder / f"{name}.bin"], {}).identity)
+        identities.append(reads.record([folder / "net.py", folder / f"{name}.bin"], {}).identity)
     for name, identity in zip(("one", "two"), identities, strict=True):
         monkeypatch.chdir(tmp_path / name)
-        assert [found.identity for found in reads.known()] == [identity]
+        assert [found.identity for found in reads.candidates()] == [identity]
 
 
-def test_of_many_lists_the_latest_used_are_kept(reads: Reads, tmp_path: Path) -> None:
+def test_of_many_lists_the_latest_used_are_kept(reads: InputDependencies, tmp_path: Path) -> None:
     for number in range(MOST_CANDIDATES + 3):
         (tmp_path / f"{number}.bin").touch()  # each time, a file more is in the folder
-        reads.remember([tmp_path / "0.bin"], {})
+        reads.record([tmp_path / "0.bin"], {})
         for path in (tmp_path / "reads" / "x").iterdir():
             stat = path.stat()
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns - 10**9))
@@ -144,13 +144,13 @@ def test_of_many_lists_the_latest_used_are_kept(reads: Reads, tmp_path: Path) ->
     assert now(reads) is not None
 
 
-def test_a_damaged_list_leads_nowhere(reads: Reads, tmp_path: Path) -> None:
+def test_a_damaged_list_leads_nowhere(reads: InputDependencies, tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     (tmp_path / "b").touch()
-    reads.remember([tmp_path / "a", tmp_path / "b"], {})
+    reads.record([tmp_path / "a", tmp_path / "b"], {})
     (path,) = (tmp_path / "reads" / "x").iterdir()
     whole = path.read_text()
-    name = anchors.anchored(str(tmp_path / "b"))
+    name = anchors.to_portable_path(str(tmp_path / "b"))
     path.write_text(whole.replace(f',"{name}"]', "]", 1))
     assert path.read_text() != whole
     assert now(reads) is None
@@ -158,12 +158,12 @@ def test_a_damaged_list_leads_nowhere(reads: Reads, tmp_path: Path) -> None:
     assert now(reads) is None
 
 
-def test_what_somebody_else_names_is_read_only_if_it_is_a_file(reads: Reads, tmp_path: Path) -> None:
+def test_what_somebody_else_names_is_read_only_if_it_is_a_file(reads: InputDependencies, tmp_path: Path) -> None:
     """A device may have no end; this one is chosen for having one."""
     (tmp_path / "folder").mkdir()
     queue = tmp_path / "folder" / "w"
     queue.write_text("w")
-    reads.remember([queue], {})
+    reads.record([queue], {})
     (path,) = (tmp_path / "reads" / "x").iterdir()
     noted = json.loads(path.read_text())["candidate"] | {"files": ["/dev/null"]}
     (path.parent / f"{json_digest(noted)}.json").write_text(json.dumps({"candidate": noted}))
@@ -172,11 +172,11 @@ def test_what_somebody_else_names_is_read_only_if_it_is_a_file(reads: Reads, tmp
 
 
 def test_what_was_hashed_once_is_not_hashed_again(
-    reads: Reads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reads: InputDependencies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = tmp_path / "w"
     weights.write_text("w")
-    before = reads.remember([weights], {})
+    before = reads.record([weights], {})
     os.utime(weights, ns=(0, 0))
     hashed: list[Path] = []
     monkeypatch.setattr(
@@ -201,17 +201,17 @@ def test_the_nearest_anchor_is_taken(folder: str, anchor: str, tmp_path: Path, m
     anchors._places.cache_clear()
     anchors._anchors.cache_clear()
     path = str(tmp_path / folder / "sub" / "w")
-    name = anchors.anchored(path)
+    name = anchors.to_portable_path(path)
     assert name == (f"{anchor}/sub/w" if anchor else path)
     assert anchors.anchor_of(name) == anchor
-    assert anchors.resolved(name) == path
+    assert anchors.from_portable_path(name) == path
     anchors._places.cache_clear()
     anchors._anchors.cache_clear()
 
 
 def test_what_comes_with_enginesmith_is_found_in_another_installation() -> None:
     own = Path(anchors.__file__).parent.parent
-    assert anchors.anchored(str(own / "models" / "weights" / "w")) == "{enginesmith}/models/weights/w"
-    assert anchors.resolved("{enginesmith}/models/weights/w") == str(own / "models" / "weights" / "w")
-    assert not anchors.anchored(str(own) + "-other/models/w").startswith("{enginesmith}")
-    assert anchors.anchored("timm:resnet18") == "timm:resnet18"
+    assert anchors.to_portable_path(str(own / "models" / "weights" / "w")) == "{enginesmith}/models/weights/w"
+    assert anchors.from_portable_path("{enginesmith}/models/weights/w") == str(own / "models" / "weights" / "w")
+    assert not anchors.to_portable_path(str(own) + "-other/models/w").startswith("{enginesmith}")
+    assert anchors.to_portable_path("timm:resnet18") == "timm:resnet18"

@@ -11,7 +11,7 @@ import pytest
 from enginesmith.pipeline import runner, telling
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import StepError
-from enginesmith.pipeline.executors.base import Executor, Order, Result
+from enginesmith.pipeline.executors.base import Executor, Result, StepRequest
 from enginesmith.pipeline.executors.gpus import Gpus
 from enginesmith.pipeline.executors.local import LocalExecutor
 from enginesmith.pipeline.passes.base import Progress
@@ -36,9 +36,9 @@ class Alone(Idle):
 class Desk(Executor):
     """Knows steps whose names begin with ``known``; notes what goes on at the same time."""
 
-    here = True
+    is_local = True
     slots = 1
-    look_ups = 4
+    max_lookups = 4
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -47,22 +47,22 @@ class Desk(Executor):
         self._now: list[str] = []
         self._lock = threading.Lock()
 
-    def lacking(self, place: Place) -> str:
+    def why_unavailable(self, place: Place) -> str:
         return ""
 
-    def fits(self, step: Step, running: Collection[Step]) -> bool:
+    def can_start(self, step: Step, running: Collection[Step]) -> bool:
         return True
 
-    def bears_look_ups(self, step: Step) -> bool:
+    def allows_lookups(self, step: Step) -> bool:
         return not step.task.exclusive
 
-    def known(self, order: Order) -> Artifact | None:
-        self._go_on(f"? {order.step.id}")
-        return artifact() if order.step.id.startswith("known") else None
+    def lookup(self, request: StepRequest) -> Artifact | None:
+        self._go_on(f"? {request.step.id}")
+        return artifact() if request.step.id.startswith("known") else None
 
-    def do(self, order: Order) -> Result:
-        self._go_on(order.step.id)
-        if order.step.id.startswith("bad"):
+    def execute(self, request: StepRequest) -> Result:
+        self._go_on(request.step.id)
+        if request.step.id.startswith("bad"):
             raise StepError("it is bad")
         return Result(artifact(), cached=False)
 
@@ -97,11 +97,11 @@ def run(desk: Desk, *steps: Step, events: list[Event] | None = None) -> dict[str
 
 
 def test_more_steps_are_looked_up_at_a_time_than_done(desk: Desk) -> None:
-    desk.together = threading.Barrier(desk.look_ups)
+    desk.together = threading.Barrier(desk.max_lookups)
     events: list[Event] = []
     outcomes = run(desk, *(Step(f"{word}{n}", Idle()) for word in ("known", "new") for n in range(4)), events=events)
     assert [outcomes[name].cached for name in ("known0", "known3", "new0", "new3")] == [True, True, False, False]
-    assert max(sum(name.startswith("?") for name in names) for names in desk.at_once) == desk.look_ups
+    assert max(sum(name.startswith("?") for name in names) for names in desk.at_once) == desk.max_lookups
     assert max(sum(name[0] != "?" for name in names) for names in desk.at_once) == desk.slots
     assert sorted(event.step.id for event in events if event.kind == "finished") == sorted(outcomes)
 
@@ -119,14 +119,14 @@ def test_a_measurement_is_not_disturbed_by_look_ups(desk: Desk) -> None:
 def test_where_one_gpu_measures_and_others_build_there_are_look_ups(tmp_path: Path) -> None:
     measuring = Step("measure", Alone())
     for gpus, bears in ((1, False), (2, True)):
-        assert LocalExecutor(Store(tmp_path), 2, Gpus(gpus)).bears_look_ups(measuring) == bears
-    assert LocalExecutor(Store(tmp_path), 2, Gpus(1)).bears_look_ups(Step("export", Idle()))
+        assert LocalExecutor(Store(tmp_path), 2, Gpus(gpus)).allows_lookups(measuring) == bears
+    assert LocalExecutor(Store(tmp_path), 2, Gpus(1)).allows_lookups(Step("export", Idle()))
 
 
 def test_a_store_far_away_is_asked_for_many_steps_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINESMITH_CACHE", str(tmp_path))
-    assert LocalExecutor(Store("memory://team"), 1).look_ups > 8
-    assert LocalExecutor(Store(tmp_path / "store"), 4).look_ups == 1
+    assert LocalExecutor(Store("memory://team"), 1).max_lookups > 8
+    assert LocalExecutor(Store(tmp_path / "store"), 4).max_lookups == 1
 
 
 def test_what_is_looked_up_when_all_is_given_up_is_skipped(desk: Desk) -> None:
@@ -146,22 +146,22 @@ def test_what_is_looked_up_when_all_is_given_up_is_skipped(desk: Desk) -> None:
 class Elsewhere(Desk):
     """Another one does the second step meanwhile; the first look-up has something to tell."""
 
-    look_ups = 2
+    max_lookups = 2
 
     def __init__(self) -> None:
         super().__init__()
         self.logs: dict[str, tuple[str, ...]] = {}
 
-    def known(self, order: Order) -> Artifact | None:
-        if order.step.id == "new":
-            telling.tell("the store is away")
-        again = f"? {order.step.id}" in self.asked
-        super().known(order)
+    def lookup(self, request: StepRequest) -> Artifact | None:
+        if request.step.id == "new":
+            telling.notify("the store is away")
+        again = f"? {request.step.id}" in self.asked
+        super().lookup(request)
         return artifact() if again else None
 
-    def do(self, order: Order) -> Result:
-        self.logs[order.step.id] = order.noted
-        return super().do(order)
+    def execute(self, request: StepRequest) -> Result:
+        self.logs[request.step.id] = request.earlier_notes
+        return super().execute(request)
 
 
 def test_what_waited_for_its_turn_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:

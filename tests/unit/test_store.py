@@ -173,7 +173,7 @@ def test_what_was_begun_long_ago_is_pruned(store: Store) -> None:
 
 def test_prune_by_age_forgets_what_old_steps_read(store: Store) -> None:
     for name in ("old", "new"):
-        store.reads(name).remember([], {})
+        store.dependencies(name).record([], {})
     (old,) = store.root.glob("reads/old/*.json")
     os.utime(old, (0, 0))
     store.prune(max_age_seconds=1000)

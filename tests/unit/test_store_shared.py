@@ -23,7 +23,7 @@ from enginesmith.pipeline.retries import Retries
 from enginesmith.pipeline.shared_reads import MOST_CANDIDATES
 from enginesmith.pipeline.shared_store import SharedStore
 from enginesmith.pipeline.store import Store
-from enginesmith.pipeline.stored_entry import MANIFEST, sealed, unsealed
+from enginesmith.pipeline.stored_entry import MANIFEST, decode_checked, encode
 
 HISTORY = (HistoryEntry(step="export", parameters={}, tools={}, seconds=1.0, host_peak_bytes=None, effect="made"),)
 KEY, OTHER = "ab" * 32, "cd" * 32
@@ -71,7 +71,7 @@ def below(url: str, pattern: str = "objects") -> list[str]:
 
 
 def put(store: Store, key: str = KEY, content: bytes = b"graph", **options: Any) -> Artifact:
-    read = store.reads("x").remember([], {})
+    read = store.dependencies("x").record([], {})
     with store.workspace() as folder:
         (folder / "model.onnx").write_bytes(content)
         (folder / "sub").mkdir()
@@ -85,7 +85,7 @@ def test_what_one_machine_published_another_has(machine: Machine, url: str) -> N
     made = put(machine("one"))
     two = machine("two")
     assert two.get(OTHER) is None
-    assert next(two.reads("x").known(), None) is not None
+    assert next(two.dependencies("x").candidates(), None) is not None
     found = two.get(KEY)
     assert found is not None
     assert found.path != made.path
@@ -96,7 +96,7 @@ def test_what_one_machine_published_another_has(machine: Machine, url: str) -> N
     system, root = remote(url)
     system.rm(root, recursive=True)
     assert two.get(KEY) == found  # from its cache
-    assert next(two.reads("x").known(), None) is not None
+    assert next(two.dependencies("x").candidates(), None) is not None
 
 
 def test_the_address_opens_the_same_store(machine: Machine, url: str) -> None:
@@ -113,7 +113,7 @@ def test_nothing_of_this_machine_is_told(machine: Machine, url: str, tmp_path: P
         content = system.cat_file(f"{root}/{path}").decode()
         assert str(tmp_path) not in content
         assert os.uname().nodename not in content
-    found = unsealed(system.cat_file(f"{root}/objects/ab/{KEY}/{MANIFEST}"))
+    found = decode_checked(system.cat_file(f"{root}/objects/ab/{KEY}/{MANIFEST}"))
     assert found is not None
     assert found.contents == {}
     assert {file.inode for file in found.files.values()} == {None}
@@ -129,7 +129,7 @@ def test_a_small_entry_is_its_manifest(machine: Machine, url: str) -> None:
     assert found.path.read_bytes() == b"\xff\0"
     assert (found.folder / "sub" / "weights[0]").read_bytes() == b"w"
     assert found.model_copy(update={"path": made.path}) == made
-    there = unsealed((found.folder / MANIFEST).read_bytes())
+    there = decode_checked((found.folder / MANIFEST).read_bytes())
     assert there is not None
     assert there.contents == {}
     system, root = remote(url)
@@ -137,10 +137,10 @@ def test_a_small_entry_is_its_manifest(machine: Machine, url: str) -> None:
     put(machine("three"), content=b"\xff\0")
     assert system.cat_file(f"{root}/{path}") == before
     assert machine("four").verify() == []
-    manifest = unsealed(before)
+    manifest = decode_checked(before)
     assert manifest is not None
     other = manifest.model_copy(update={"contents": {**manifest.contents, "model.onnx": b"other"}})
-    system.pipe_file(f"{root}/{path}", sealed(other))
+    system.pipe_file(f"{root}/{path}", encode(other))
     said: list[str] = []
     assert machine("five", tell=said.append).get(KEY) is None
     assert "damaged; it is made again" in said[0]
@@ -161,10 +161,10 @@ def test_a_known_step_takes_two_requests_and_an_unknown_one_takes_one(
         return work(*arguments, **options)
 
     monkeypatch.setattr(two._shared, "retries", counted)
-    assert next(two.reads("x").known(), None) is not None
+    assert next(two.dependencies("x").candidates(), None) is not None
     assert two.get(KEY) is not None
     assert asked == ["cat_file", "cat_file"]
-    assert next(two.reads("y").known(), None) is None
+    assert next(two.dependencies("y").candidates(), None) is None
     assert asked[2:] == ["cat_file"]
 
 
@@ -177,7 +177,7 @@ def test_lists_of_several_projects_are_kept_the_newest_first(
         (folder / f"{name}.bin").write_text(name)
         monkeypatch.chdir(folder)
         store = machine(machine_name)
-        found = store.reads("x").remember([folder / f"{name}.bin"], {})
+        found = store.dependencies("x").record([folder / f"{name}.bin"], {})
         with store.workspace() as work:
             (work / "a").write_text(name)
             key = json_digest(name)
@@ -194,11 +194,13 @@ def test_lists_of_several_projects_are_kept_the_newest_first(
     order = [names[-2], names[-1], *names[-3:1:-1]]
     assert [one["files"] for one in listed] == [[f"{{project}}/{name}.bin"] for name in order]
     monkeypatch.chdir(tmp_path / names[5])
-    assert [list(one.files) for one in machine("three").reads("x").known()] == [[f"{{project}}/{names[5]}.bin"]]
+    assert [list(one.files) for one in machine("three").dependencies("x").candidates()] == [
+        [f"{{project}}/{names[5]}.bin"]
+    ]
     system.pipe_file(f"{root}/{path}", b"{")
-    assert list(machine("four").reads("x").known()) == []
+    assert list(machine("four").dependencies("x").candidates()) == []
     read(names[0], "five")
-    assert next(machine("six").reads("x").known(), None) is not None
+    assert next(machine("six").dependencies("x").candidates(), None) is not None
 
 
 def test_what_is_there_is_not_uploaded_again(machine: Machine, url: str) -> None:
@@ -268,7 +270,7 @@ def test_a_killed_upload_leaves_nothing_visible(machine: Machine, url: str, monk
     found = machine("one").get(KEY)  # begun again, the first machine uploads what it has
     assert found is not None
     assert machine("two").get(KEY) is not None
-    assert next(machine("three").reads("x").known(), None) is not None
+    assert next(machine("three").dependencies("x").candidates(), None) is not None
     assert not list((machine("one").root / "unshared").iterdir())
 
 
@@ -327,13 +329,13 @@ def test_names_that_leave_the_folder_are_no_entry(name: str, machine: Machine, u
     put(machine("one"))
     system, root = remote(url)
     path = f"{root}/objects/ab/{KEY}/{MANIFEST}"
-    manifest = unsealed(system.cat_file(path))
+    manifest = decode_checked(system.cat_file(path))
     assert manifest is not None
     files = {**manifest.files, name: manifest.files["model.onnx"]}
     there = f"{root}/objects/ab/{KEY}/{manifest.upload}/{name}"
     system.makedirs(there.rpartition("/")[0], exist_ok=True)
     system.pipe_file(there, b"graph")
-    system.pipe_file(path, sealed(manifest.model_copy(update={"files": files})))
+    system.pipe_file(path, encode(manifest.model_copy(update={"files": files})))
     assert machine("two").get(KEY) is None
     assert not list((tmp_path / "two").rglob("escaped"))
     assert not (tmp_path / "outside").exists()
@@ -397,7 +399,7 @@ def test_without_reuse_nothing_of_others_is_found(machine: Machine, url: str) ->
     put(machine("one"))
     two = machine("two", reuse=False)
     assert two.get(KEY) is None
-    assert next(two.reads("x").known(), None) is None
+    assert next(two.dependencies("x").candidates(), None) is None
     put(two, content=b"own")
     assert two.get(KEY) is not None
 
@@ -452,10 +454,10 @@ def test_prune_by_age_goes_by_the_last_use(machine: Machine, url: str, monkeypat
     put(one, KEY)
     put(one, OTHER)
     system, root = remote(url)
-    manifest = unsealed(system.cat_file(f"{root}/objects/ab/{KEY}/{MANIFEST}"))
+    manifest = decode_checked(system.cat_file(f"{root}/objects/ab/{KEY}/{MANIFEST}"))
     assert manifest is not None
     assert abs(manifest.used - time.time()) < 60
-    old = sealed(manifest.model_copy(update={"used": manifest.used - 9 * DAY}))
+    old = encode(manifest.model_copy(update={"used": manifest.used - 9 * DAY}))
     system.pipe_file(f"{root}/objects/ab/{KEY}/{MANIFEST}", old)
     read = json.loads(system.cat_file(f"{root}/reads/x.json"))
     system.pipe_file(f"{root}/reads/x.json", json.dumps({**read, "used": read["used"] - 9 * DAY}).encode())
@@ -464,7 +466,7 @@ def test_prune_by_age_goes_by_the_last_use(machine: Machine, url: str, monkeypat
     write = SharedStore._write
     monkeypatch.setattr(SharedStore, "_write", lambda self, path, data: written.append(path) or write(self, path, data))
     two = machine("two")
-    assert next(two.reads("x").known(), None) is not None
+    assert next(two.dependencies("x").candidates(), None) is not None
     assert two.get(KEY) is not None
     assert two.get(OTHER) is not None
     assert [path.rpartition("/")[2] for path in written if KEY in path or OTHER in path] == [MANIFEST]  # the old one
@@ -519,7 +521,7 @@ def test_an_outage_is_survived_and_told(machine: Machine, url: str, monkeypatch:
         get_file(self, *arguments, **options)
 
     monkeypatch.setattr(system, "get_file", flaky)
-    with telling.told_to(said.append):
+    with telling.notifications_to(said.append):
         assert two.get(KEY) is not None
     assert re.search(r"cannot be reached \((timed out|reset by peer)\); trying again in", said[0])
     assert "is reachable again" in said[-1]
@@ -595,13 +597,13 @@ def test_who_waits_for_a_store_that_is_away_fails_with_the_first_one(
         raise StoreError("away", "wait")
 
     shared = two._shared
-    monkeypatch.setattr(shared.mark, "_read", functools.partial(away, shared))
-    monkeypatch.setattr(shared.mark, "_known", False)
+    monkeypatch.setattr(shared.marker, "_read", functools.partial(away, shared))
+    monkeypatch.setattr(shared.marker, "_known", False)
 
     def ask() -> None:
         begun.wait()
         with pytest.raises(StoreError, match="away"):
-            shared.mark.make_sure()
+            shared.marker.ensure_exists()
         others.append(1)
 
     threads = [threading.Thread(target=ask) for _ in range(3)]
@@ -611,7 +613,7 @@ def test_who_waits_for_a_store_that_is_away_fails_with_the_first_one(
         thread.join()
     assert (len(asked), len(others)) == (1, 3)
     with pytest.raises(StoreError, match="away"):
-        shared.mark.make_sure()  # one who comes later asks anew
+        shared.marker.ensure_exists()  # one who comes later asks anew
     assert len(asked) == 2
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from enginesmith.pipeline import telling
-from enginesmith.pipeline.executors.base import Order
+from enginesmith.pipeline.executors.base import StepRequest
 from enginesmith.pipeline.plan import plan
 from enginesmith.pipeline.recipe import make
 
@@ -15,14 +15,16 @@ def test_notes_and_what_the_store_tells_stand_at_the_top_of_the_log(tmp_path: Pa
     said: list[str] = []
     step = plan(make({"model": "digits"})).steps[0]
     log = tmp_path / "logs" / "load.log"
-    order = Order(step, {}, log, lambda: None, lambda text: None, note=said.append, noted=("its entry is damaged",))
+    request = StepRequest(
+        step, {}, log, lambda: None, lambda text: None, on_note=said.append, earlier_notes=("its entry is damaged",)
+    )
 
     def carry_out() -> None:
-        with order.with_notes() as noted:
-            noted.note("a node was lost")
+        with request.with_notes() as noted:
+            noted.on_note("a node was lost")
             log.parent.mkdir()
             log.write_text("what its process wrote\n")
-            telling.tell("the store cannot be reached")
+            telling.notify("the store cannot be reached")
             raise ValueError("it fails of its own")
 
     with pytest.raises(ValueError, match="of its own"):
@@ -34,13 +36,13 @@ def test_notes_and_what_the_store_tells_stand_at_the_top_of_the_log(tmp_path: Pa
 
 def test_where_nothing_happened_there_is_no_log(tmp_path: Path) -> None:
     step = plan(make({"model": "digits"})).steps[0]
-    with Order(step, {}, tmp_path / "load.log", lambda: None, lambda text: None).with_notes():
+    with StepRequest(step, {}, tmp_path / "load.log", lambda: None, lambda text: None).with_notes():
         pass
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_no_step_waits_for_is_on_standard_error(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), telling.told_to(pytest.fail):
+    with caplog.at_level(logging.WARNING), telling.notifications_to(pytest.fail):
         pass
-    telling.tell("the store cannot be reached")
+    telling.notify("the store cannot be reached")
     assert caplog.messages == ["the store cannot be reached"]
