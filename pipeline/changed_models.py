@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from enginesmith.pipeline.branches import Branch
-from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines import baseline, simulation
 from enginesmith.pipeline.engines.base import Device, Engine
-from enginesmith.pipeline.engines.tensorrt import TensorRT
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.passes.export import Export
 from enginesmith.pipeline.passes.sparsify import Sparsify
-from enginesmith.pipeline.precision_plan import feeder, simulation
+from enginesmith.pipeline.precision_plan import feeder
 from enginesmith.pipeline.pruning.options import PruneOptions
 from enginesmith.pipeline.pruning.target import Target
 from enginesmith.pipeline.recipe import Recipe
@@ -99,7 +98,7 @@ def _pruned(recipe: Recipe, target: Target, trunk: Trunk) -> Changed:
     suffix = f"-{target.slug}"
     steps = list(smaller(recipe, target))
     made = steps[-1].id
-    steps += _answered(made, suffix, engine_class("eager")())
+    steps += _answered(made, suffix, baseline("torch"))
     branch = Branch(suffix, {LOAD: made, REFERENCE: f"reference{suffix}"}, trunk.shared)
     again = (*trunk.to_graph, *trunk.to_engines)
     return Changed(tuple(steps), again, branch, steps[-1].id, prune=str(target))
@@ -131,7 +130,7 @@ def _cut(recipe: Recipe, name: str, target: Target, options: PruneOptions, last:
         yield Step(name, Prune.model_validate(asked), needs)
         return
     engine = _measured_on(recipe, target)
-    shapes = {SHAPES: SHAPES} if isinstance(engine, TensorRT) else {}
+    shapes = {SHAPES: SHAPES} if engine.needs_shapes else {}
     export = Export(**recipe.export.model_dump())
     way = ToEngine(engine=engine, device=device_for(recipe, engine), export=export, simplify=recipe.simplify)
     dense = Step(f"{name}-{DENSE}", DenseEngine(way=way), {"model": last, **shapes})

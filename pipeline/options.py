@@ -7,7 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from enginesmith.calibration.ranges import Method
 
 Objective = Literal["latency", "throughput", "memory", "size"]
-GraphOptimization = Literal["disabled", "basic", "extended", "all"]
 
 
 class Part(BaseModel):
@@ -45,19 +44,6 @@ class MeasureOptions(Part):
     memory_limit_bytes: int | None = Field(
         None, gt=0, description="what a measured session may take; a batch that needs more is out of memory"
     )
-
-
-class ModuleOptions(Part):
-    """How eager and compiled run the module, in variants of their own; the baseline is always plain float32."""
-
-    tf32: bool = Field(False, description="let fp32 products be rounded to TF32's 10 bits, on CUDA")
-    cuda_graphs: bool = Field(False, description="capture each set of inputs once as a CUDA graph, and replay it")
-
-
-class OnnxRuntimeOptions(Part):
-    """How ONNX Runtime runs a graph."""
-
-    tf32: bool = Field(False, description="let fp32 products be rounded to TF32's 10 bits, on CUDA")
 
 
 class Budgets(Part):

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from enginesmith.pipeline.changed_models import Trunk, changed
-from enginesmith.pipeline.engines import engine_class
-from enginesmith.pipeline.engines.base import Device, Engine
-from enginesmith.pipeline.engines.tensorrt import TensorRT
+from enginesmith.pipeline.engines import BASELINES, baseline, engine_class
+from enginesmith.pipeline.engines.base import MAX, SWEPT, Device, Engine, WorkspaceEngine
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.measure.race import LatencySettings
 from enginesmith.pipeline.precision.kinds import KINDS
@@ -29,7 +28,7 @@ from enginesmith.pipeline.tasks.quality import BASELINE, Quality
 from enginesmith.pipeline.tasks.shapes import SHAPES, Shapes
 from enginesmith.pipeline.tasks.sweep import SMALLEST, UNLIMITED, BuildWithin
 from enginesmith.pipeline.tasks.transform import Build, Transform
-from enginesmith.pipeline.variants import MAX, SWEPT, device_for, given_precision, variants_of
+from enginesmith.pipeline.variants import device_for, given_precision, variants_of
 
 _BATCH_OF_JUDGING = 32
 """Samples that are judged together, where nothing says how large a batch may be."""
@@ -45,7 +44,7 @@ def plan(recipe: Recipe, *, here: bool = True) -> Plan:
     """
     source = resolve(recipe.model)
     device = recipe.where
-    engines = [name for name in recipe.engines if name != "eager"]  # as it is, eager is the baseline, always there
+    engines = [name for name in recipe.engines if name != BASELINES["torch"]]  # as it is, the baseline is always there
     _hold(source, recipe.engines)
     steps = list(first_steps(recipe))
     graph: str = LOAD
@@ -54,28 +53,28 @@ def plan(recipe: Recipe, *, here: bool = True) -> Plan:
     if any(engine_class(name).consumes == "onnx" for name in engines):
         graph, verified, to_graph = graph_steps(recipe, source)
         steps += to_graph
-    if any(issubclass(engine_class(name), TensorRT) for name in engines):
+    if any(engine_class(name).needs_shapes for name in engines):
         steps.append(shapes_step(recipe))
     found = list(variants_of(recipe, recipe.engines, here=here))
     given = given_precision(source)
-    baseline = Variant("eager" if source.is_torch else "source", baseline_engine(source), given, LOAD)
-    if own := quality_step(recipe, baseline, baseline.id):
+    original = baseline_variant(source, given)
+    if own := quality_step(recipe, original, original.id):
         steps.append(own)  # what searches hold their trials against
-    dense, to_engines = _made(recipe, found, graph, verified, baseline.id)
+    dense, to_engines = _made(recipe, found, graph, verified, original.id)
     shared = frozenset((SHAPES, *([own.id] if own else ())))
     trunk = Trunk(graph, tuple(to_graph), tuple(to_engines), tuple(dense), shared)
     others, more = changed(recipe, trunk)
-    variants, steps = [baseline, *dense, *others], [*steps, *to_engines, *more]
+    variants, steps = [original, *dense, *others], [*steps, *to_engines, *more]
     if here:
         _hold_buildable(engines)
     lacking = [variant.unavailable for variant in variants[1:]]
     if lacking and all(lacking):
-        variants[0] = replace(baseline, unavailable=f"there is nothing to compare it with: {lacking[0]}")
+        variants[0] = replace(original, unavailable=f"there is nothing to compare it with: {lacking[0]}")
     stands_for_it = graph if graph != LOAD or not source.is_torch else None
     built_from = {step.id: step.inputs["model"] for step in steps if isinstance(step.task, (Build, BuildWithin))}
     for index, variant in enumerate(variants):
         its_graph = built_from.get(variant.artifact, stands_for_it)
-        variants[index], more = _own_measurements(recipe, variant, baseline.id, device, its_graph)
+        variants[index], more = _own_measurements(recipe, variant, original.id, device, its_graph)
         steps += more
     limits = limits_steps(recipe, device)
     latency = latency_step(recipe, variants, device) if recipe.measure.latency else None
@@ -100,8 +99,7 @@ def loading(recipe: Recipe) -> Plan:
     """
     source = resolve(recipe.model)
     load, _ = first_steps(recipe)
-    baseline = Variant("eager" if source.is_torch else "source", baseline_engine(source), given_precision(source), LOAD)
-    return Plan((load,), baseline, (), None)
+    return Plan((load,), baseline_variant(source, given_precision(source)), (), None)
 
 
 def _made(
@@ -133,7 +131,7 @@ def _hold(source: Source, engines: Sequence[str]) -> None:
 def _hold_buildable(engines: list[str]) -> None:
     """Say at once where none of the engines can be built here."""
     kinds = [engine_class(name) for name in engines]
-    found = [kind.buildable() for kind in kinds if issubclass(kind, TensorRT)]
+    found = [kind.buildable() for kind in kinds if kind.file_suffix]
     if len(found) == len(kinds) and found and not any(one.ok for one in found):
         raise MissingCapability(f"{engines[0]} cannot be built here: {found[0].reason}", found[0].remedy)
 
@@ -147,21 +145,19 @@ def load_task(recipe: Recipe, source: Source) -> Task:
     return Load(source=source, inputs=recipe.specs, seed=recipe.seed, allow_pickle=recipe.allow_pickle)
 
 
-def baseline_engine(source: Source) -> Engine:
-    """Eager for a module; an ONNX file is held against itself, run as it is."""
-    if source.is_torch:
-        return engine_class("eager")()
-    return unoptimised()
+def baseline_of(source: Source) -> Engine:
+    """Choose the engine that runs a model as it is given, for all others to be held against."""
+    return baseline("torch" if source.is_torch else "onnx")
 
 
-def unoptimised() -> Engine:
-    """ONNX Runtime on a graph as it stands."""
-    return engine_class("onnxruntime").model_validate({"graph_optimization": "disabled"})
+def baseline_variant(source: Source, precision: str) -> Variant:
+    """Describe the given model as it is: the variant that all others are compared with."""
+    return Variant(BASELINES["torch"] if source.is_torch else "source", baseline_of(source), precision, LOAD)
 
 
 def _sample(recipe: Recipe, source: Source) -> Task:
     return Sample(
-        engine=baseline_engine(source),
+        engine=baseline_of(source),
         ranges=recipe.ranges,
         batches=recipe.batch,
         data=recipe.data,
@@ -181,7 +177,7 @@ def graph_steps(recipe: Recipe, source: Source) -> tuple[str, tuple[str, ...], l
         stages["export"] = Transform(step=Export(**recipe.export.model_dump()))
     if recipe.simplify:
         stages["simplify"] = Transform(step=Simplify(external_data_bytes=recipe.export.external_data_bytes))
-    runtime = unoptimised()
+    runtime = baseline("onnx")
     steps, checks, parent = [], [], LOAD
     for name, task in stages.items():
         steps.append(Step(name, task, {"model": parent}))
@@ -236,10 +232,9 @@ def build_step(variant: Variant, device: Device, graph: str) -> Step:
     """Build a variant's engine from a step's graph."""
     engine = variant.engine
     needs = {"model": graph}
-    if not isinstance(engine, TensorRT):
-        return Step(variant.artifact, Build(engine=engine, device=device), needs)
-    needs[SHAPES] = SHAPES
-    if variant.workspace not in SWEPT:
+    if engine.needs_shapes:
+        needs[SHAPES] = SHAPES
+    if not isinstance(engine, WorkspaceEngine) or variant.workspace not in SWEPT:
         return Step(variant.artifact, Build(engine=engine, device=device), needs)
     point = SWEPT.index(variant.workspace)
     needs[UNLIMITED] = variant.artifact.replace(f"-ws{variant.workspace}", f"-ws{MAX}")
@@ -326,7 +321,7 @@ def _largest_batch(recipe: Recipe, engine: Engine) -> int:
     """Return the largest batch that an engine is sure to take: of its range, or any where none limits it."""
     if asked := recipe.ranges.get("batch"):
         return asked.max
-    return max(recipe.batch) if isinstance(engine, TensorRT) else max(*recipe.batch, _BATCH_OF_JUDGING)
+    return max(recipe.batch) if engine.needs_shapes else max(*recipe.batch, _BATCH_OF_JUDGING)
 
 
 def latency_step(recipe: Recipe, variants: list[Variant], device: Device, again: str = "") -> Step:

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from enginesmith.calibration.ranges import METHODS
+from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.engines.base import Device, Engine
-from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
-from enginesmith.pipeline.engines.processor import int8_weight_bits
 from enginesmith.pipeline.passes.base import Pass
 from enginesmith.pipeline.passes.equalise import Equalise
 from enginesmith.pipeline.passes.precision import Precision
 from enginesmith.pipeline.passes.smooth import Smooth
-from enginesmith.pipeline.precision.kinds import KINDS, Name, Placement
+from enginesmith.pipeline.precision.kinds import KINDS, Name
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.steps import REFERENCE, Step, Variant
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
@@ -53,11 +52,6 @@ class _Floating:
     ranges: str
     checks: tuple[str, ...]
     steps: tuple[Step, ...]
-
-
-def simulation() -> Engine:
-    """ONNX Runtime on a graph as it stands, also where it has no kernels for the types in it."""
-    return OnnxRuntime(graph_optimization="disabled", emulate=True)
 
 
 def lowered(recipe: Recipe, variant: Variant, device: Device, graph: str, quality: Step | None) -> Lowered:
@@ -100,21 +94,16 @@ def lowered(recipe: Recipe, variant: Variant, device: Device, graph: str, qualit
 
 def _precision(recipe: Recipe, name: Name, engine: Engine, device: Device) -> Precision:
     options = recipe.quantisation
-    placement = _placement(engine) if options.placement == "auto" else options.placement
-    here = int8_weight_bits() if engine.name == "onnxruntime" and device.kind == "cpu" else 8
+    placement = engine.placement if options.placement == "auto" else options.placement
     return Precision(
         precision=name,
         placement=placement,
         method="mse" if options.ranges == "auto" else options.ranges,
-        weight_bits=options.weight_bits or here,
+        weight_bits=options.weight_bits or engine.weight_bits(device),
         keep_io_types=not options.convert_io,
         bias_correction=options.bias_correction,
         external_data_bytes=recipe.export.external_data_bytes,
     )
-
-
-def _placement(engine: Engine) -> Placement:
-    return "onnxruntime" if engine.name == "onnxruntime" else "tensorrt"
 
 
 def feeder(recipe: Recipe) -> Feeder:
@@ -180,10 +169,10 @@ def _search(
     needs["sensitivity"] = sensitivity.id
     if goal.quality is not None and quality is not None:
         needs[BASELINE] = quality.inputs[BASELINE]
-    if not variant.unavailable and step.placement == _placement(engine):  # else its speed there says nothing
+    if not variant.unavailable and step.placement == engine.placement:  # else its speed there says nothing
         untouched = variant.artifact.replace(f"-{variant.precision}", "-fp32", 1)
         float_build = Step(untouched, Build(engine=engine, device=device), {"model": graph})
-        if engine.name != "onnxruntime":
+        if engine.needs_shapes:
             float_build = replace(float_build, inputs={**float_build.inputs, SHAPES: SHAPES})
             needs[SHAPES] = SHAPES
         yield float_build

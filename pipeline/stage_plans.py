@@ -5,16 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from enginesmith.pipeline.changed_models import smaller
-from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines import BASELINES, baseline, engine_class, simulation
 from enginesmith.pipeline.engines.base import Device, Engine
-from enginesmith.pipeline.engines.eager import DTYPES
-from enginesmith.pipeline.engines.tensorrt import TensorRT
 from enginesmith.pipeline.engines.trt import flavours, manifest
 from enginesmith.pipeline.engines.trt.options import BuildOptions
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.passes.sparsify import Sparsify
 from enginesmith.pipeline.plan import (
-    baseline_engine,
+    baseline_of,
     build_step,
     first_steps,
     graph_steps,
@@ -27,7 +25,7 @@ from enginesmith.pipeline.plan import (
     verify_step,
 )
 from enginesmith.pipeline.precision.kinds import AS_GIVEN
-from enginesmith.pipeline.precision_plan import Lowered, lowered, simulation
+from enginesmith.pipeline.precision_plan import Lowered, lowered
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.source import Source, resolve
 from enginesmith.pipeline.steps import LOAD, REFERENCE, Plan, Step, Variant
@@ -70,11 +68,11 @@ def precision_steps(recipe: Recipe) -> tuple[tuple[Step, ...], Lowered]:
     untouched = recipe if source.is_torch else recipe.model_copy(update={"simplify": False})
     graph, checks, steps = graph_steps(untouched, source)
     first = list(first_steps(recipe))
-    baseline = Variant("baseline", baseline_engine(source), "fp32", LOAD)
-    quality = quality_step(recipe, found[0], baseline.id)
-    if recipe.budgets.max_drop is not None and (own := quality_step(recipe, baseline, baseline.id)):
+    original = Variant("baseline", baseline_of(source), "fp32", LOAD)
+    quality = quality_step(recipe, found[0], original.id)
+    if recipe.budgets.max_drop is not None and (own := quality_step(recipe, original, original.id)):
         first.append(own)
-    if isinstance(found[0].engine, TensorRT):
+    if found[0].engine.needs_shapes:
         first.append(shapes_step(recipe))
     made = lowered(recipe, found[0], device_for(recipe, found[0].engine), graph, quality)
     return (*first, *steps, *made.steps), replace(made, checks=(*checks, *made.checks))
@@ -185,7 +183,7 @@ def memory_steps(recipe: Recipe, batch: int, limit_bytes: int) -> tuple[Step, ..
 
 def _tensorrt(recipe: Recipe) -> list[Variant]:
     _hold_onnx(recipe)
-    other = [name for name in recipe.engines if not issubclass(engine_class(name), TensorRT)]
+    other = [name for name in recipe.engines if not engine_class(name).file_suffix]
     if other:
         raise UsageError(f"{other[0]} has no engine file of its own", "build makes tensorrt and tensorrt_rtx engines")
     return list(variants_of(recipe, recipe.engines))
@@ -257,10 +255,11 @@ def _of_module(recipe: Recipe) -> Iterator[Variant]:
         UsageError: there is no module, or it cannot be cast to that.
     """
     engines = [name for name in recipe.engines if engine_class(name).consumes == "torch"]
-    graphs_only = [name for name in recipe.precisions if name not in DTYPES]
+    castable = type(baseline("torch")).precisions
+    graphs_only = [name for name in recipe.precisions if name not in castable]
     if graphs_only or (recipe.precisions != ("fp32",) and not engines):
         raise UsageError(
-            f"a benchmark takes files as they are, and modules in {', '.join(DTYPES)}: "
+            f"a benchmark takes files as they are, and modules in {', '.join(castable)}: "
             f"--precision {', '.join(graphs_only or recipe.precisions)} has no effect",
             "add --engine eager or compiled, or make a file first: enginesmith precision MODEL -o FILE.onnx",
         )
@@ -285,7 +284,7 @@ def _own_engine(source: Source) -> Engine:
         found = manifest.read(Path(source.target))
         options = BuildOptions(tf32=found.options.tf32)  # and nothing that a file could allow itself
         return engine_class(found.engine).model_validate({"options": options})
-    return engine_class("eager" if source.is_torch else "onnxruntime")()
+    return engine_class(BASELINES["torch" if source.is_torch else "onnx"])()
 
 
 def _label(text: str) -> str:

@@ -1,10 +1,14 @@
-"""Engines by name. An engine is one file in this folder and one line in this table; nothing is imported until used."""
+"""Look up engines by name. An engine is one file or folder here and one line in this table; or it is a plug-in.
+
+Nothing is imported until an engine is used. ``engines/base.py`` has the contract, docs/extending.md an example.
+"""
 
 import importlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline import plugins
+from enginesmith.pipeline.errors import MissingCapability, UsageError
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.engines.base import Engine
@@ -16,16 +20,52 @@ ENGINES: Mapping[str, str] = {
     "tensorrt": "enginesmith.pipeline.engines.tensorrt:TensorRT",
     "tensorrt_rtx": "enginesmith.pipeline.engines.tensorrt:TensorRTRTX",
 }
+BASELINES: Mapping[Literal["torch", "onnx"], str] = {"torch": "eager", "onnx": "onnxruntime"}
+"""Form of the given model → the engine that runs it as it is, which all others are held against."""
+DEFAULT = ("onnxruntime",)
+"""What a model is made into where no engine is named."""
+DEFAULT_BUILD = "tensorrt_rtx"
+"""The engine of commands that build and check files, where none is named."""
+
+
+def names() -> tuple[str, ...]:
+    """List the names of all engines: those of the table, and those of installed plug-ins."""
+    return tuple(dict.fromkeys((*ENGINES, *(one.name for one in plugins.installed(plugins.ENGINES)))))
 
 
 def engine_class(name: str) -> "type[Engine]":
-    """The class of an engine.
+    """Import an engine by name; only a name that the table lacks is looked up among the installed plug-ins.
 
     Raises:
         UsageError: no engine has that name.
+        MissingCapability: it is a plug-in that cannot be loaded, or that is no engine of that name.
     """
-    if name not in ENGINES:
-        raise UsageError(f"there is no engine {name!r}", f"use one of {', '.join(ENGINES)}")
-    module, _, attribute = ENGINES[name].partition(":")
-    found: type[Engine] = getattr(importlib.import_module(module), attribute)
+    if name in ENGINES:
+        module, _, attribute = ENGINES[name].partition(":")
+        own: type[Engine] = getattr(importlib.import_module(module), attribute)
+        return own
+    if not plugins.offered(plugins.ENGINES, name):
+        raise UsageError(f"there is no engine {name!r}", f"use one of {', '.join(names())}")
+    return _load_plugin(name)
+
+
+def _load_plugin(name: str) -> "type[Engine]":
+    from enginesmith.pipeline.engines.base import Engine
+
+    found = plugins.load(plugins.ENGINES, name)
+    if not isinstance(found, type) or not issubclass(found, Engine) or getattr(found, "name", None) != name:
+        raise MissingCapability(
+            f"the plug-in {name!r} gives {found!r}, which is no engine of that name",
+            f"its entry point has to name a subclass of {Engine.__module__}.Engine whose name is {name!r}",
+        )
     return found
+
+
+def baseline(form: Literal["torch", "onnx"]) -> "Engine":
+    """Make the engine that runs a given module or graph as it stands, which variants are held against."""
+    return engine_class(BASELINES[form]).as_given()
+
+
+def simulation() -> "Engine":
+    """Make the engine that runs a graph as it stands, also where it has no kernels for the types in it."""
+    return engine_class(BASELINES["onnx"]).simulating()

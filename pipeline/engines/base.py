@@ -2,17 +2,21 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
 from enginesmith.pipeline.errors import MissingCapability
+from enginesmith.pipeline.precision.kinds import Placement
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature
+
+if TYPE_CHECKING:
+    from enginesmith.pipeline.engines.options import EngineOptions
 
 DEVICE_KINDS = ("cpu", "cuda")
 
@@ -148,15 +152,45 @@ class EngineFacts(BaseModel):
     """Kernels by the precision that they run in."""
 
 
+@dataclass(frozen=True)
+class Configuration:
+    """One way to build and run an engine, which becomes one variant of a run."""
+
+    engine: "Engine"
+    label: str
+    """What the variant is called, after the engine's name: ``int8-ws64MiB-sm86``."""
+    workspace: str = ""
+    """The workspace limit as it is part of the label; empty where there is none."""
+    target: str | None = None
+
+
 class Engine(BaseModel, ABC):
-    """A kind of engine; its fields are the options it builds and loads with."""
+    """A kind of engine; its fields are the options it builds and loads with.
+
+    An engine has to say ``name``, ``title``, ``consumes`` and ``tools`` and to define :meth:`available`, :meth:`load`
+    and :meth:`prime`, and :meth:`build` where it is made from graphs. All else has defaults.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
+    """What it is called in recipes and in the table."""
+    title: ClassVar[str]
+    """What people call it, as in ``ONNX Runtime``."""
     consumes: ClassVar[Kind]
     """What it is made from: ``torch`` engines run the module itself and have no build step."""
     tools: ClassVar[tuple[str, ...]]
+    """Distributions whose versions decide what is built and how it runs; the first one installed is its own."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Fields of the recipe that concern only engines like this one: to give them without one is an error."""
+    precisions: ClassVar[tuple[str, ...]] = ()
+    """Precisions that it casts a module to by itself; engines of graphs take the precision of the graph."""
+    placement: ClassVar[Placement] = "tensorrt"
+    """Whose rules Q/DQ pairs are placed by in graphs for it."""
+    needs_shapes: ClassVar[bool] = False
+    """Whether it is built for ranges of shapes, given to it in :attr:`BuildRequest.ranges`."""
+    file_suffix: ClassVar[str] = ""
+    """Of the engine file that the ``build`` command writes and ``benchmark`` reads; empty where it has none."""
     kinds: ClassVar[tuple[str, ...]] = DEVICE_KINDS
     """Kinds of device that it can run on."""
     built_elsewhere: ClassVar[bool] = False
@@ -169,6 +203,38 @@ class Engine(BaseModel, ABC):
     """Whether it loads the graph that it builds from as well, which then runs on machines that the engine does not."""
     only_running: ClassVar[frozenset[str]] = frozenset()
     """Fields that change how it runs and not what is built."""
+
+    @classmethod
+    def as_given(cls) -> "Engine":
+        """Make the engine that changes nothing about what it is given: the baseline of its kind of model."""
+        return cls()
+
+    @classmethod
+    def simulating(cls) -> "Engine":
+        """Make the engine that computes a graph as it is written, whether or not it has kernels for its types."""
+        return cls.as_given()
+
+    @classmethod
+    def configurations(cls, asked: "EngineOptions", precision: str) -> "Iterator[Configuration]":
+        """Yield each way to build and run it that a recipe asks for, for a module or graph in this precision.
+
+        Raises:
+            UsageError: an option makes no sense for this engine.
+        """
+        yield Configuration(cls(), precision)
+
+    @classmethod
+    def check_options(cls, asked: "EngineOptions") -> None:
+        """Refuse options that do not go together.
+
+        Raises:
+            UsageError: what a recipe says of this engine makes no sense.
+        """
+
+    @classmethod
+    def weight_bits(cls, device: Device) -> int:
+        """Tell how many bits of an int8 weight its kernels on a device can use without saturating."""
+        return 8
 
     @classmethod
     @abstractmethod
@@ -251,3 +317,32 @@ class Engine(BaseModel, ABC):
         That is libraries, the code of the model's source and thread pools; what stays is the baseline that memory is
         measured from.
         """
+
+
+MAX = "max"
+SWEPT = ("min", "2of5", "3of5", "4of5", "5of5")
+"""Points of a workspace sweep as they are part of labels: the smallest that builds, four above it on a log scale."""
+
+
+class WorkspaceEngine(Engine):
+    """An engine whose builder takes a limit for intermediate buffers, which can be swept."""
+
+    workspace_bytes: int | None = None
+    """Limit of the memory pool for intermediate buffers; None is the builder's default, which the record says."""
+
+    def within(self, limit_bytes: int) -> Self:
+        """Give back the engine with this limit."""
+        return self.model_copy(update={"workspace_bytes": limit_bytes})
+
+    @classmethod
+    @abstractmethod
+    def smallest_workspace(cls, build: Callable[[int], object], unlimited: EngineFacts) -> int:
+        """Find the smallest limit in bytes that builds; the last successful ``build`` was with it.
+
+        ``unlimited`` are the figures of an engine built without a limit. ``build`` raises LimitTooSmall.
+        """
+
+    @classmethod
+    @abstractmethod
+    def workspace_points(cls, unlimited: EngineFacts, smallest: int, count: int) -> tuple[int, ...]:
+        """Give ``count`` limits in bytes worth measuring, from the smallest one that builds upwards."""

@@ -25,6 +25,7 @@ class Compiled(Eager):
     """Runs a torch artifact's module compiled by Inductor, once for each set of input shapes."""
 
     name: ClassVar[str] = "compiled"
+    title: ClassVar[str] = "torch.compile"
 
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
 

@@ -8,12 +8,12 @@ session says it. TF32, half types and CUDA graphs are options, each a variant of
 import functools
 import gc
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from enginesmith.pipeline.artifact import Artifact, Kind
 from enginesmith.pipeline.engines import cuda
-from enginesmith.pipeline.engines.base import Availability, Device, Engine
+from enginesmith.pipeline.engines.base import Availability, Configuration, Device, Engine
 from enginesmith.pipeline.engines.eager_session import EagerSession, GraphedSession
 from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
 from enginesmith.pipeline.errors import MissingCapability
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from enginesmith.pipeline.engines.eager_session import Forward
+    from enginesmith.pipeline.engines.options import EngineOptions
 
 _PRIMING_SIDE = 1024
 """Rows and columns of the matrix that starts torch's thread pool, and has MKL take the buffers of 1 MiB that each of
@@ -37,7 +38,10 @@ class Eager(Engine):
 
     name: ClassVar[str] = "eager"
     consumes: ClassVar[Kind] = "torch"
+    title: ClassVar[str] = "eager PyTorch"
     tools: ClassVar[tuple[str, ...]] = ("torch",)
+    reads: ClassVar[tuple[str, ...]] = ("eager",)
+    precisions: ClassVar[tuple[str, ...]] = tuple(DTYPES)
     memory_from_torch: ClassVar[bool] = True
 
     dtype: DType = "float32"
@@ -46,6 +50,13 @@ class Eager(Engine):
     """Let products of float32 be rounded to TF32's 10 bits, on CUDA; a setting of the process, made by ``load``."""
     cuda_graphs: bool = False
     """Replay each bound set of feeds as a CUDA graph: one launch instead of one for each operator."""
+
+    @classmethod
+    def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
+        """Yield the module cast to the precision, unless that is the baseline itself."""
+        chosen = cls(dtype=DTYPES[precision], tf32=asked.eager.tf32, cuda_graphs=asked.eager.cuda_graphs)
+        if chosen != Eager():
+            yield Configuration(chosen, chosen.arithmetic + ("-graphs" if chosen.cuda_graphs else ""))
 
     @classmethod
     def available(cls, device: Device) -> Availability:

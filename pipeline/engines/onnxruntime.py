@@ -14,9 +14,10 @@ import re
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -24,10 +25,15 @@ from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import cuda, cuda_ledger
 from enginesmith.pipeline.engines import onnxruntime_session as sessions
-from enginesmith.pipeline.engines.base import Availability, BuildRequest, Device, Engine
+from enginesmith.pipeline.engines.base import Availability, BuildRequest, Configuration, Device, Engine
 from enginesmith.pipeline.engines.onnxruntime_session import Level
+from enginesmith.pipeline.engines.processor import int8_weight_bits
 from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest, warm_up
 from enginesmith.pipeline.errors import MissingCapability, install_command
+from enginesmith.pipeline.precision.kinds import Placement
+
+if TYPE_CHECKING:
+    from enginesmith.pipeline.engines.options import EngineOptions
 
 _logger = logging.getLogger(__name__)
 _MODEL, _RECORD, _TRACE = "model.onnx", "engine.json", "trace"
@@ -49,7 +55,10 @@ class OnnxRuntime(Engine):
 
     name: ClassVar[str] = "onnxruntime"
     consumes: ClassVar[Kind] = "onnx"
+    title: ClassVar[str] = "ONNX Runtime"
     tools: ClassVar[tuple[str, ...]] = ("onnxruntime", "onnxruntime-gpu")
+    reads: ClassVar[tuple[str, ...]] = ("onnxruntime",)
+    placement: ClassVar[Placement] = "onnxruntime"
     shows_graph: ClassVar[bool] = True
     loads_graph: ClassVar[bool] = True
     only_running: ClassVar[frozenset[str]] = frozenset({"tf32"})
@@ -63,6 +72,28 @@ class OnnxRuntime(Engine):
     """Let products of float32 be rounded to TF32's 10 bits, on CUDA; by itself ONNX Runtime does, without a word."""
     emulate: bool = False
     """Compute float16 and bfloat16 in float32 and round each value: slower, and near to what other hardware answers."""
+
+    @classmethod
+    def as_given(cls) -> Engine:
+        """Run a graph without optimising it."""
+        return cls(graph_optimization="disabled")
+
+    @classmethod
+    def simulating(cls) -> Engine:
+        """Run a graph without optimising it, half types and float8 emulated."""
+        return cls(graph_optimization="disabled", emulate=True)
+
+    @classmethod
+    def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
+        """Yield one for each optimisation level."""
+        for level in asked.graph_optimization:
+            suffix = "" if level == "all" else f"-{level}"
+            yield Configuration(cls(graph_optimization=level, tf32=asked.onnxruntime.tf32), f"{precision}{suffix}")
+
+    @classmethod
+    def weight_bits(cls, device: Device) -> int:
+        """7 on x86 processors without VNNI, whose products of int8 saturate."""
+        return int8_weight_bits() if device.kind == "cpu" else 8
 
     @classmethod
     def available(cls, device: Device) -> Availability:

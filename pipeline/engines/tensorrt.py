@@ -4,16 +4,27 @@ Engines are strongly typed: precision is what the graph says. The engine file ha
 before the engine is loaded.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
 from enginesmith.pipeline.engines import cuda
-from enginesmith.pipeline.engines.base import Availability, BuildRequest, Device, Engine, EngineFacts
+from enginesmith.pipeline.engines.base import (
+    MAX,
+    SWEPT,
+    Availability,
+    BuildRequest,
+    Configuration,
+    Device,
+    EngineFacts,
+    WorkspaceEngine,
+)
 from enginesmith.pipeline.engines.profiling import Profiled, ProfileRequest
 from enginesmith.pipeline.engines.trt import audit as audits
-from enginesmith.pipeline.engines.trt import flavours, graph_check, manifest, profiles
+from enginesmith.pipeline.engines.trt import flavours, graph_check, manifest, profiles, sweep
 from enginesmith.pipeline.engines.trt.building import Built, Order, build, compute_capabilities
 from enginesmith.pipeline.engines.trt.flavours import Capabilities, FlavourName
 from enginesmith.pipeline.engines.trt.manifest import EngineManifest
@@ -25,6 +36,7 @@ from enginesmith.pipeline.units import format_bytes
 if TYPE_CHECKING:
     import onnx
 
+    from enginesmith.pipeline.engines.options import EngineOptions
     from enginesmith.pipeline.engines.trt.session import TensorRTSession
 
 ENGINE_FILE, LOG_FILE = "model.engine", "model.engine.log"
@@ -32,22 +44,53 @@ _PRIMING_BYTES = 1 << 20
 _SHOWN = 200  # characters of a line of the builder's log
 
 
-class TensorRT(Engine):
+class TensorRT(WorkspaceEngine):
     """The enterprise flavour: kernels are chosen by timing them on the device, so it builds only there."""
 
     name: ClassVar[str] = "tensorrt"
     flavour: ClassVar[FlavourName] = "tensorrt"
+    title: ClassVar[str] = "TensorRT"
     consumes: ClassVar[Kind] = "onnx"
+    reads: ClassVar[tuple[str, ...]] = ("targets", "workspace", "tensorrt")
+    needs_shapes: ClassVar[bool] = True
+    file_suffix: ClassVar[str] = ".engine"
     kinds: ClassVar[tuple[str, ...]] = ("cuda",)
     tools: ClassVar[tuple[str, ...]] = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
     memory_from_torch: ClassVar[bool] = True
     only_running: ClassVar[frozenset[str]] = frozenset({"run"})
 
-    workspace_bytes: int | None = None
-    """Limit of the memory pool for intermediate buffers; None is the builder's default, which the record says."""
     target: str | None = None
     options: BuildOptions = BuildOptions()
     run: RunOptions = RunOptions()
+
+    @classmethod
+    def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
+        """Yield one for each target and workspace limit; a sweep stands for several limits."""
+        ahead = bool(cls.known().targets)
+        for target in (asked.targets if ahead else ()) or (None,):
+            where = f"-{target}" if target else ""
+            for word, limit in _limits(asked):
+                chosen = cls(workspace_bytes=limit, target=target, options=asked.tensorrt, run=asked.tensorrt_run)
+                with contextlib.suppress(MissingCapability):  # this variant's own failure, once it is built
+                    chosen.targets(cuda.cuda_device(asked.where.index))
+                label = precision + (f"-ws{word}" if word else "") + where
+                yield Configuration(chosen, label, workspace=word, target=target)
+
+    @classmethod
+    def check_options(cls, asked: "EngineOptions") -> None:
+        """A budget for streamed weights needs an engine that streams them."""
+        if asked.tensorrt_run.weight_streaming_budget is not None and not asked.tensorrt.weight_streaming:
+            raise UsageError("--weight-streaming-budget needs an engine that streams weights", "add --weight-streaming")
+
+    @classmethod
+    def smallest_workspace(cls, build: Callable[[int], object], unlimited: EngineFacts) -> int:
+        """Search from the estimate of an unlimited build."""
+        return sweep.smallest(build, unlimited, cls.known())
+
+    @classmethod
+    def workspace_points(cls, unlimited: EngineFacts, smallest: int, count: int) -> tuple[int, ...]:
+        """Limits from the smallest to what the largest shape works in, evenly on a log scale."""
+        return sweep.points(unlimited, smallest, count)
 
     @classmethod
     def available(cls, device: Device) -> Availability:
@@ -282,9 +325,21 @@ class TensorRTRTX(TensorRT):
     """The RTX flavour: built ahead of time for named targets, on any machine; kernels are compiled at the first run."""
 
     name: ClassVar[str] = "tensorrt_rtx"
+    title: ClassVar[str] = "TensorRT-RTX"
     flavour: ClassVar[FlavourName] = "tensorrt_rtx"
     tools: ClassVar[tuple[str, ...]] = ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12")
     built_elsewhere: ClassVar[bool] = True
+
+
+def _limits(asked: "EngineOptions") -> list[tuple[str, int | None]]:
+    """Workspace limits as they are written in ids, and in bytes; those that only a build can tell are None."""
+    found: dict[str, int | None] = {}
+    for text, limit in zip(asked.workspace, asked.workspace_limits, strict=True):
+        if limit == "sweep":
+            found |= {MAX: None, **dict.fromkeys(SWEPT, None)}
+        elif limit is None or limit not in found.values():
+            found[text] = limit
+    return list(found.items()) or [("", None)]
 
 
 def _for_graph(options: BuildOptions, model: "onnx.ModelProto", path: Path) -> tuple[BuildOptions, tuple[str, ...]]:

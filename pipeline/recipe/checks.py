@@ -3,12 +3,15 @@
 import os
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from enginesmith.calibration import forms, user_code
 from enginesmith.calibration.source import Request
-from enginesmith.pipeline.engines.trt.options import option_name
+from enginesmith.pipeline.engines import ENGINES, engine_class
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.quality import METRICS
 from enginesmith.pipeline.precision.kinds import KINDS
+from enginesmith.pipeline.recipe.fields import option_for
 from enginesmith.pipeline.recipe.model import Recipe
 from enginesmith.pipeline.source import resolve
 
@@ -21,35 +24,38 @@ def hold_together(recipe: Recipe) -> None:
     """
     _check_smaller(recipe)
     _check_metric(recipe)
-    _check_tensorrt(recipe)
-    _check_run(recipe)
+    _check_engines(recipe)
     _check_calibration(recipe)
     _check_files(recipe)
 
 
-def _check_tensorrt(recipe: Recipe) -> None:
-    """Targets, limits and build options are for TensorRT engines, and have no effect on others."""
-    if recipe.tensorrt_run.weight_streaming_budget is not None and not recipe.tensorrt.weight_streaming:
-        raise UsageError("--weight-streaming-budget needs an engine that streams weights", "add --weight-streaming")
-    if any(name.startswith("tensorrt") for name in recipe.engines):
-        return
-    given = [option for option, value in (("--target", recipe.targets), ("--workspace", recipe.workspace)) if value]
-    given += [option_name(name) for name in recipe.tensorrt.asked]
-    if given:
-        raise UsageError(
-            f"{given[0]} has no effect on {', '.join(recipe.engines)}", "add --engine tensorrt_rtx, or leave it away"
-        )
+def _check_engines(recipe: Recipe) -> None:
+    """Options of engines that are not asked for have no effect; those that are may refuse what does not go together."""
+    asked = [engine_class(name) for name in recipe.engines]
+    for engine in asked:
+        engine.check_options(recipe)
+    heard = {field for engine in asked for field in engine.reads}
+    for name in ENGINES:
+        for field in engine_class(name).reads:
+            given = _given(recipe, field)
+            if given and field not in heard:
+                able = [other for other in map(engine_class, ENGINES) if field in other.reads]
+                best = next((other for other in able if other.built_elsewhere), able[0])
+                raise UsageError(
+                    f"{given} has no effect on {', '.join(recipe.engines)}",
+                    f"add --engine {best.name}, or leave it away",
+                )
 
 
-def _check_run(recipe: Recipe) -> None:
-    """Options of an engine that is not asked for have no effect."""
-    for part, engines in ((recipe.eager, ("eager", "compiled")), (recipe.onnxruntime, ("onnxruntime",))):
-        given = [name for name, value in part if value]
-        if given and not set(engines) & set(recipe.engines):
-            where = f"{engines[0]}.{given[0]}"
-            raise UsageError(
-                f"{where} has no effect on {', '.join(recipe.engines)}", f"add --engine {engines[0]}, or leave it away"
-            )
+def _given(recipe: Recipe, field: str) -> str:
+    """The first option of a field that is not as it is by default, as people write it; empty if all are."""
+    value, default = getattr(recipe, field), Recipe.model_fields[field].default
+    if value == default:
+        return ""
+    if not isinstance(value, BaseModel):
+        return option_for((field,))
+    changed = next(name for name in type(value).model_fields if getattr(value, name) != getattr(default, name))
+    return option_for((field, changed))
 
 
 def _check_calibration(recipe: Recipe) -> None:

@@ -71,6 +71,15 @@ _ENDS = ("", "s", "_data")
 """What a value's name has more than its option: ``--engine`` fills ``engines``, ``--eval`` ``eval_data``."""
 
 
+def option_for(place: tuple[str, ...]) -> str:
+    """Name the option that fills a field of the recipe, or the field itself where there is none for it."""
+    known = {value: name for name, value in {**OPTIONS, **_WITH_WORK}.items()}
+    name = known.get(place)
+    if name is None:
+        return ".".join(place)
+    return "--" + (name.removesuffix("s") if name == place[0] else name).replace("_", "-")
+
+
 def fields_for(text: str) -> list[str]:
     """The fields of a recipe that stand for the options which a text names, as they are written there."""
     return list(dict.fromkeys(_fields(text)))

@@ -1,24 +1,18 @@
 """What the user asks for, as one document; every default of the project stands here."""
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, field_validator
 
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.models import MODELS
-from enginesmith.pipeline.engines import ENGINES, engine_class
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.cuda import cuda_device
-from enginesmith.pipeline.engines.trt.options import BuildOptions, RunOptions
+from enginesmith.pipeline.engines.options import EngineOptions
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.options import (
     Budgets,
     ExportOptions,
-    GraphOptimization,
     MeasureOptions,
-    ModuleOptions,
     Objective,
-    OnnxRuntimeOptions,
     Part,
     QuantisationOptions,
 )
@@ -28,42 +22,25 @@ from enginesmith.pipeline.pruning.target import Target
 from enginesmith.pipeline.recovery.options import RecoverOptions
 from enginesmith.pipeline.sparsity.options import SparsifyOptions, Sparsity
 from enginesmith.pipeline.tensors import ShapeRange, TensorSpec
-from enginesmith.pipeline.units import parse_bytes
-
-_MOST_BYTES = 1 << 50
-
 
 _LARGEST_SWEPT = 1 << 16
 
 
-class Recipe(Part):
-    """The whole of what ``optimize`` is asked to do."""
+class ModelOptions(Part):
+    """What is optimised."""
 
     model: str = Field(description="zoo name, file.py:factory, package.module:factory, .onnx, .pt2, hf:…, timm:…")
     inputs: tuple[str, ...] = Field((), description="name:dtype:batch,3,224,224 for each input; words are dynamic")
     shapes: dict[str, str] = Field({}, description="min:opt:max for each dynamic dimension")
-    engines: tuple[str, ...] = Field(("onnxruntime",), min_length=1, description="what the model is made into")
+
+
+class Recipe(EngineOptions, ModelOptions):
+    """The whole of what ``optimize`` is asked to do."""
+
     precisions: tuple[Name, ...] = Field(
         ("fp32",), min_length=1, description=f"each one is a variant of each engine: {', '.join(KINDS)}"
     )
-    graph_optimization: tuple[GraphOptimization, ...] = Field(
-        ("all",), min_length=1, description="ONNX Runtime's optimisation levels; each one is a variant"
-    )
     batch: tuple[int, ...] = Field((1, 8), min_length=1, description="batch sizes that are measured")
-    device: str | None = Field(
-        None, description="cpu, cuda or cuda:1; without it cuda where an engine needs it and there is one, else cpu"
-    )
-    threads: int = Field(0, ge=0, description="CPU threads of a session; 0 means one a core")
-    targets: tuple[str, ...] = Field(
-        (), description="what TensorRT-RTX builds for: sm86, portable, …; the device that is here without it"
-    )
-    workspace: tuple[str, ...] = Field(
-        (), description="TensorRT's limits for intermediate buffers, each a variant: 64MiB, max; or sweep"
-    )
-    tensorrt: BuildOptions = BuildOptions()
-    tensorrt_run: RunOptions = RunOptions()
-    eager: ModuleOptions = ModuleOptions()
-    onnxruntime: OnnxRuntimeOptions = OnnxRuntimeOptions()
     simplify: bool = Field(True, description="clean the exported graph")
     export: ExportOptions = ExportOptions()
     calibration: str | None = Field(
@@ -97,30 +74,12 @@ class Recipe(Part):
     seed: int = Field(0, ge=0, description="seed of random weights, samples and the order of rounds")
     allow_pickle: bool = Field(False, description="let the model's own code read pickles, which can run any code")
 
-    @field_validator("engines")
-    @classmethod
-    def _known_engines(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for name in value:
-            if name not in ENGINES:
-                raise ValueError(f"there is no engine {name!r}; the engines are {', '.join(ENGINES)}")
-        return tuple(dict.fromkeys(value))
-
     @field_validator("batch")
     @classmethod
     def _positive_batches(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if min(value) < 1:
             raise ValueError(f"a batch size is at least 1, and {min(value)} was given")
         return tuple(dict.fromkeys(value))
-
-    @property
-    def workspace_limits(self) -> tuple[int | Literal["sweep"] | None, ...]:
-        """The limits, read: bytes, None for the builder's default, or a sweep.
-
-        Raises:
-            UsageError: one is no size.
-        """
-        words: dict[str, int | Literal["sweep"] | None] = {"max": None, "sweep": "sweep"}
-        return tuple(words[text] if text in words else _limit(text) for text in self.workspace)
 
     @field_validator("prune", "sparsity", mode="before")
     @classmethod
@@ -129,9 +88,9 @@ class Recipe(Part):
         parts = value if isinstance(value, (list, tuple)) else [value]
         return [str(part) if isinstance(part, float) else part for part in parts]
 
-    @field_validator("targets", "workspace", "precisions", "prune", "sparsity")
+    @field_validator("precisions", "prune", "sparsity")
     @classmethod
-    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _once_each(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(value))
 
     @property
@@ -187,27 +146,3 @@ class Recipe(Part):
     def ranges(self) -> dict[str, ShapeRange]:
         """The shape ranges, read."""
         return {name: ShapeRange.parse(text) for name, text in self.shapes.items()}
-
-    @property
-    def where(self) -> Device:
-        """The device, read; where none was named, cuda if an engine runs only there and this machine has it.
-
-        Raises:
-            UsageError: it is neither cpu nor cuda.
-        """
-        if self.device is None:
-            on_cuda = any(engine_class(name).kinds == ("cuda",) for name in self.engines)
-            return Device(kind="cuda" if on_cuda and cuda_device(0) else "cpu", threads=self.threads)
-        kind, _, index = self.device.partition(":")
-        if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
-            raise UsageError(f"there is no device {self.device!r}", "use cpu, cuda or cuda:1")
-        return Device(kind=kind, index=int(index or 0), threads=self.threads)
-
-
-def _limit(text: str) -> int:
-    found = parse_bytes(text)
-    if found > _MOST_BYTES:
-        raise UsageError(f"a workspace of {text!r} is more than any device has", "give max for no limit")
-    if found < 1:
-        raise UsageError(f"a workspace of {text!r} holds nothing", "give at least 1 byte, or max")
-    return found

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from enginesmith.pipeline import graph, onnx_file, samples
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.engines.base import Device, Engine
-from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
+from enginesmith.pipeline.engines import simulation
+from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.passes import assignment
 from enginesmith.pipeline.passes.base import Progress, run_pass
@@ -90,7 +90,7 @@ class Sensitivity(Task):
             file = both / graph.FILE
             artifact = Artifact(kind="onnx", path=file, sha256="", bytes=0, signature=onnx_file.signature(file))
             energies: Counter[str] = Counter()
-            engine: Engine = OnnxRuntime(graph_optimization="disabled", emulate=True)
+            engine = simulation()
             feeds, reads = self.feeder.open(model, inputs["reference"])
             with engine.load(artifact, Device()) as session:
                 for index, batch in enumerate(feeds):

@@ -6,8 +6,7 @@ from typing import ClassVar
 from pydantic import SerializeAsAny
 
 from enginesmith.pipeline.artifact import Effect
-from enginesmith.pipeline.engines.tensorrt import TensorRT
-from enginesmith.pipeline.engines.trt import sweep
+from enginesmith.pipeline.engines.base import WorkspaceEngine
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import Inputs
 from enginesmith.pipeline.tasks.transform import Build
@@ -24,7 +23,7 @@ class BuildWithin(Build):
 
     title: ClassVar[str] = "build"
 
-    engine: SerializeAsAny[TensorRT]
+    engine: SerializeAsAny[WorkspaceEngine]
     point: int
     points: int
 
@@ -33,13 +32,13 @@ class BuildWithin(Build):
 
         def build(limit: int) -> None:
             progress(f"building with a workspace of {format_bytes(limit)}")
-            engine = self.engine.model_copy(update={"workspace_bytes": limit})
+            engine = self.engine.within(limit)
             effects.append(engine.build(self.request(inputs, out, progress)))
 
         unlimited = self.engine.facts(inputs[UNLIMITED])
         if self.point == 0:
-            sweep.smallest(build, unlimited, self.engine.known())
+            self.engine.smallest_workspace(build, unlimited)
         else:
             smallest = self.engine.facts(inputs[SMALLEST]).workspace_limit_bytes or 1
-            build(sweep.points(unlimited, smallest, self.points)[self.point])
+            build(self.engine.workspace_points(unlimited, smallest, self.points)[self.point])
         return effects[-1]

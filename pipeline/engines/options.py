@@ -1,0 +1,103 @@
+"""Declare what a recipe can say about engines; each engine reads the fields that concern it."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from enginesmith.pipeline import engines as table
+from enginesmith.pipeline.engines.base import Device
+from enginesmith.pipeline.engines.cuda import cuda_device
+from enginesmith.pipeline.engines.trt.options import BuildOptions, RunOptions
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.units import parse_bytes
+
+GraphOptimization = Literal["disabled", "basic", "extended", "all"]
+_MOST_BYTES = 1 << 50
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModuleOptions(_Part):
+    """How eager and compiled run the module, in variants of their own; the baseline is always plain float32."""
+
+    tf32: bool = Field(False, description="let fp32 products be rounded to TF32's 10 bits, on CUDA")
+    cuda_graphs: bool = Field(False, description="capture each set of inputs once as a CUDA graph, and replay it")
+
+
+class OnnxRuntimeOptions(_Part):
+    """How ONNX Runtime runs a graph."""
+
+    tf32: bool = Field(False, description="let fp32 products be rounded to TF32's 10 bits, on CUDA")
+
+
+class EngineOptions(_Part):
+    """The fields of a recipe that engines read."""
+
+    engines: tuple[str, ...] = Field(table.DEFAULT, min_length=1, description="what the model is made into")
+    graph_optimization: tuple[GraphOptimization, ...] = Field(
+        ("all",), min_length=1, description="ONNX Runtime's optimisation levels; each one is a variant"
+    )
+    device: str | None = Field(
+        None, description="cpu, cuda or cuda:1; without it cuda where an engine needs it and there is one, else cpu"
+    )
+    threads: int = Field(0, ge=0, description="CPU threads of a session; 0 means one a core")
+    targets: tuple[str, ...] = Field(
+        (), description="what TensorRT-RTX builds for: sm86, portable, …; the device that is here without it"
+    )
+    workspace: tuple[str, ...] = Field(
+        (), description="TensorRT's limits for intermediate buffers, each a variant: 64MiB, max; or sweep"
+    )
+    tensorrt: BuildOptions = BuildOptions()
+    tensorrt_run: RunOptions = RunOptions()
+    eager: ModuleOptions = ModuleOptions()
+    onnxruntime: OnnxRuntimeOptions = OnnxRuntimeOptions()
+
+    @field_validator("engines")
+    @classmethod
+    def _known_engines(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        known = table.names()
+        for name in value:
+            if name not in known:
+                raise ValueError(f"there is no engine {name!r}; the engines are {', '.join(known)}")
+        return tuple(dict.fromkeys(value))
+
+    @field_validator("targets", "workspace")
+    @classmethod
+    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(value))
+
+    @property
+    def workspace_limits(self) -> tuple[int | Literal["sweep"] | None, ...]:
+        """The limits, read: bytes, None for the builder's default, or a sweep.
+
+        Raises:
+            UsageError: one is no size.
+        """
+        words: dict[str, int | Literal["sweep"] | None] = {"max": None, "sweep": "sweep"}
+        return tuple(words[text] if text in words else _limit(text) for text in self.workspace)
+
+    @property
+    def where(self) -> Device:
+        """The device, read; where none was named, cuda if an engine runs only there and this machine has it.
+
+        Raises:
+            UsageError: it is neither cpu nor cuda.
+        """
+        if self.device is None:
+            on_cuda = any(table.engine_class(name).kinds == ("cuda",) for name in self.engines)
+            return Device(kind="cuda" if on_cuda and cuda_device(0) else "cpu", threads=self.threads)
+        kind, _, index = self.device.partition(":")
+        if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+            raise UsageError(f"there is no device {self.device!r}", "use cpu, cuda or cuda:1")
+        return Device(kind=kind, index=int(index or 0), threads=self.threads)
+
+
+def _limit(text: str) -> int:
+    found = parse_bytes(text)
+    if found > _MOST_BYTES:
+        raise UsageError(f"a workspace of {text!r} is more than any device has", "give max for no limit")
+    if found < 1:
+        raise UsageError(f"a workspace of {text!r} holds nothing", "give at least 1 byte, or max")
+    return found
