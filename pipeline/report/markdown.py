@@ -24,7 +24,13 @@ def render(run: Run) -> str:
         *_budgets(run),
         *_section(
             "Cautions",
-            [*_unfinished(run), *_warnings(run), *measurements.disturbed(run), *measurements.out_of_memory(run)],
+            [
+                *_unfinished(run),
+                *_warnings(run),
+                *measurements.disturbed(run),
+                *measurements.explain_tails(run),
+                *measurements.out_of_memory(run),
+            ],
         ),
         *_failures(run),
         _fidelity(run),

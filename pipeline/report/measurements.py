@@ -9,6 +9,8 @@ from enginesmith.pipeline.report.tables import marked, ms, rate, speedup
 from enginesmith.pipeline.run import Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes, format_seconds
 
+LONG_TAIL = 20.0
+"""p99 over p50 from which the report explains the tail."""
 LATENCY = (
     *("variant", "batch", "p50 ms", "p90 ms", "p95 ms", "p99 ms", "p99.9 ms", "mean ms", "speed-up [95 %]", "samples"),
     *("rounds", "launches", "disturbed", "load ms", "first call ms", "stopped because"),
@@ -219,6 +221,25 @@ def disturbed(run: Run) -> Iterator[str]:
                 )
 
 
+def explain_tails(run: Run) -> tuple[str, ...]:
+    """Explain percentiles that are far above the median: one note for all rows, none where there are no such tails."""
+    tails = [
+        (row.p99_ms / row.p50_ms, f"{marked(record)} at batch {row.batch} is {ms(row.p99_ms)} ms", ms(row.p50_ms))
+        for record in _records(run)
+        for row in record.latency
+        if row.p50_ms and row.p99_ms and row.p99_ms > LONG_TAIL * row.p50_ms
+    ]
+    if not tails:
+        return ()
+    _, longest, median = max(tails)
+    others = f" (and {len(tails) - 1} more)" if len(tails) > 1 else ""
+    return (
+        f"p99 of {longest} beside a p50 of {median} ms{others}: in a few calls its threads waited while the scheduler "
+        "gave their cores to other work, so this tail is the machine's. Measure on a machine that is otherwise idle, "
+        "or with fewer --threads than it has cores",
+    )
+
+
 def notes(run: Run) -> tuple[str, ...]:
     """All that is to be said of these tables."""
-    return (*profiled(run), *out_of_memory(run), *disturbed(run))
+    return (*profiled(run), *out_of_memory(run), *disturbed(run), *explain_tails(run))

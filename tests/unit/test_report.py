@@ -287,3 +287,22 @@ def test_a_profile_says_whose_figures_it_has_and_what_it_cost(capsys: pytest.Cap
     assert tuple(measurements.profiled(shown)) == lines
     for line in lines:
         assert f"note: {line}" in said
+
+
+def test_a_tail_far_above_the_median_is_explained_once() -> None:
+    def with_p99(ms: float, p99_ms: float) -> VariantRecord:
+        return record("eager", ms, 1.0).model_copy(
+            update={
+                "latency": (
+                    LatencyRow(batch=1, p50_ms=ms, p99_ms=p99_ms),
+                    LatencyRow(batch=8, p50_ms=ms, p99_ms=p99_ms / 2),
+                )
+            }
+        )
+
+    some = run(baseline=with_p99(1.0, 398.0))
+    (note,) = measurements.explain_tails(some)
+    assert note.startswith("p99 of eager at batch 1 is 398 ms beside a p50 of 1 ms (and 1 more): ")
+    assert note in measurements.notes(some)
+    assert "beside a p50 of 1 ms" in markdown.render(some)
+    assert measurements.explain_tails(run(baseline=with_p99(1.0, 19.0))) == ()

@@ -1,10 +1,10 @@
-"""Sections of how right it is and why: fidelity by stage, sensitivity, precisions, and what was made smaller."""
+"""Render accuracy and what explains it: fidelity by stage, sensitivity, precisions, and what was made smaller."""
 
 from collections.abc import Iterator
 
 from enginesmith.pipeline.explain import claimed
 from enginesmith.pipeline.report import proof, smaller, tables
-from enginesmith.pipeline.report.html.blocks import Block, Folded, Section, Table, Words, filled, folded, points, table
+from enginesmith.pipeline.report.html.blocks import Block, Folded, Table, Words, filled, folded, points, table
 from enginesmith.pipeline.report.html.glance import calibration
 from enginesmith.pipeline.report.html.placing import Placed
 from enginesmith.pipeline.run import Run, VariantRecord
@@ -13,15 +13,8 @@ _NAMED = 3
 """Variants that are named where many have the same assignment."""
 
 
-def sections(run: Run, placed: Placed) -> Iterator[Section]:
-    """The sections, in the order of the page."""
-    yield Section("fidelity", "Fidelity along the stages", "Where was accuracy lost?", _fidelity(run, placed))
-    yield Section("sensitivity", "Sensitivity", "Which layers suffer most in low precision?", _sensitivity(run, placed))
-    yield Section("precision", "Precision", "What was quantised, what was not, and why?", _precision(run))
-    yield Section("smaller", "Pruning and recovery", "What was taken away, did it come back?", _smaller(run, placed))
-
-
-def _fidelity(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_fidelity(run: Run, placed: Placed) -> tuple[Block, ...]:
+    """List the distance to the baseline's outputs, and the metric."""
     data = run.model.data or "unknown"
     lost = f"Where each variant came furthest from {run.baseline.id}, stage by stage at the worst shape"
     judged = f"The metric on {run.recipe.data or 'labelled data'}; the drop is paired by sample"
@@ -37,7 +30,8 @@ def _fidelity(run: Run, placed: Placed) -> tuple[Block, ...]:
     )
 
 
-def _sensitivity(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_sensitivity(run: Run, placed: Placed) -> tuple[Block, ...]:
+    """List what each group costs in low precision."""
     trials = (_trials(index, record) for index, record in enumerate(run.variants) if record.search)
     return (*placed.under("sensitivity"), *trials)
 
@@ -48,7 +42,8 @@ def _trials(index: int, record: VariantRecord) -> Folded:
     return Folded(name, (table(f"trials-{index}", name, tables.SEARCH, tables.search(record)),))
 
 
-def _precision(run: Run) -> tuple[Block, ...]:
+def render_precision(run: Run, placed: Placed) -> tuple[Block, ...]:
+    """List what is computed in which precision, and why."""
     paid = [(tables.marked(one), tables.mark(run, text)) for one in run.variants for text in one.remarks]
     covered = tuple(tables.coverage(run))
     none = Words("No variant was quantised group by group: operators are in the precision of their variant's name.")
@@ -85,7 +80,8 @@ def _mixed(record: VariantRecord) -> bool:
     return len(low) > 1
 
 
-def _smaller(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_compression(run: Run, placed: Placed) -> tuple[Block, ...]:
+    """List what pruning took away, and what training brought back."""
     caption = "What pruning took away, and what training brought back"
     models = filled(table("pruned", caption, smaller.MODELS, smaller.models(run)))
     if not models:

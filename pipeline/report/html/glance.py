@@ -197,4 +197,8 @@ def disturbances(run: Run) -> tuple[str, ...]:
     """Measurements that others disturbed, and what ran out of memory."""
     found = tuple(measurements.disturbed(run))
     many = f"{len(found)} measurements were disturbed in more than half of their calls: see the column disturbed"
-    return (*(found if len(found) <= _NAMED else (many,)), *measurements.out_of_memory(run))
+    return (
+        *(found if len(found) <= _NAMED else (many,)),
+        *measurements.explain_tails(run),
+        *measurements.out_of_memory(run),
+    )

@@ -1,4 +1,4 @@
-"""Sections of where the numbers come from: steps, the machine, the method, doing it again."""
+"""Render what was left out and where the numbers come from: steps, the machine, doing it again."""
 
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -10,7 +10,6 @@ from enginesmith.pipeline.report.html.blocks import (
     Code,
     Fact,
     Facts,
-    Section,
     Words,
     filled,
     folded,
@@ -18,7 +17,7 @@ from enginesmith.pipeline.report.html.blocks import (
     table,
     without_empty,
 )
-from enginesmith.pipeline.report.html.method import method
+from enginesmith.pipeline.report.html.placing import Placed
 from enginesmith.pipeline.run import Run, VariantRecord
 from enginesmith.pipeline.units import format_seconds
 
@@ -27,15 +26,14 @@ _MOST_FACTS = 24
 OUT = ("variants", "what", "why")
 
 
-def out(run: Run) -> Section:
-    """Variants that are not to be used, and why."""
+def render_rejected(run: Run, placed: Placed) -> tuple[Block, ...]:
+    """List variants that cannot be used, and why."""
     rejected = [(tables.marked(one), "rejected", one.rejected) for one in run.variants if one.rejected]
     others = [(", ".join(map(tables.marked, found)), _how(found[0]), why) for found, why in tables.by_reason(run)]
     rows = [*rejected, *others]
     found = table("reasons", "Variants that failed, were rejected or are left, with the reason", OUT, rows)
     none = Words("None: every variant was built, held against the baseline and measured.")
-    title = "Failed, rejected or left"
-    return Section("out", title, "Why can this variant not be used?", (found,) if rows else (none,))
+    return (found,) if rows else (none,)
 
 
 def _how(record: VariantRecord) -> str:
@@ -45,17 +43,8 @@ def _how(record: VariantRecord) -> str:
     return f"{record.status}, with a shortfall" if record.shortfall else record.status
 
 
-def sections(run: Run) -> Iterator[Section]:
-    """The sections, in the order of the page."""
-    yield Section("provenance", "Provenance", "What was done, by what, with which result?", _provenance(run))
-    yield Section("environment", "Environment", "On what machine, and was it quiet?", _environment(run))
-    yield Section(
-        "method", "How things were measured", "Which clock, how many rounds, what counts as memory?", method(run)
-    )
-    yield Section("reproduce", "Do it again", "What do I install, and what do I run?", _reproduce(run))
-
-
-def _provenance(run: Run) -> tuple[Block, ...]:
+def render_provenance(run: Run, placed: Placed) -> tuple[Block, ...]:
+    """List the model, the files and every step."""
     steps = table("steps", "Every step of the plan", provenance.STEPS, provenance.steps(run), searched=True)
     files = table("files", "Engine files in the run directory", provenance.FILES, provenance.files(run))
     fields = table("fields", "Fields of each step", provenance.PARAMETERS, provenance.parameters(run))
@@ -80,7 +69,8 @@ def _about(run: Run) -> Iterator[Fact]:
     yield Fact("Took", format_seconds(run.seconds))
 
 
-def _environment(run: Run) -> tuple[Block, ...]:
+def render_environment(run: Run, placed: Placed) -> tuple[Block, ...]:
+    """List the machine, its warnings and its software."""
     warnings = tuple(f"{one}." for one in run.environment.get("warnings", ()))
     facts = provenance.machine(run.environment)
     known = [Fact(name, text) for name, text in facts if name in _TELLING or name.startswith("GPU")]
@@ -96,7 +86,8 @@ def _environment(run: Run) -> tuple[Block, ...]:
     )
 
 
-def _reproduce(run: Run) -> tuple[Block, ...]:
+def render_reproduction(run: Run, placed: Placed) -> tuple[Block, ...]:
+    """List what to install and what to run."""
     known = provenance.versions(run.environment)
     install, python = provenance.install(run.environment), run.environment.get("python")
     own = known.get("enginesmith") or version("enginesmith")

@@ -1,4 +1,4 @@
-"""Sections of what was measured: latency, memory, batch sizes, the machine's limits, and where time goes."""
+"""Render what was measured: latency, memory, batch sizes, the machine's limits, and where time goes."""
 
 import itertools
 from collections.abc import Iterator
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from enginesmith.pipeline.report import measurements, provenance
 from enginesmith.pipeline.report.html.blocks import (
     Block,
-    Section,
     Table,
     Words,
     filled,
@@ -23,22 +22,8 @@ _MOST_ROWS = 20_000
 _REASONS = 2
 
 
-def sections(run: Run, placed: Placed) -> Iterator[Section]:
-    """The sections, in the order of the page."""
-    question = "How are single calls distributed, and what is the tail?"
-    yield Section("latency", "Latency", question, _latency(run, placed))
-    yield Section("memory", "Memory", "Where does peak memory go?", _memory(run, placed))
-    yield Section("sweep", "Batch sizes and callers", "What does a larger batch give?", _sweep(run, placed))
-
-
-def hardware(run: Run, placed: Placed) -> Iterator[Section]:
-    """Those that hold it against the machine."""
-    question = "How far is it from what the machine can do?"
-    yield Section("limits", "Distance to the hardware's limit", question, _limits(run, placed))
-    yield Section("profile", "Where the time goes", "Which modules and operators take the time?", _profile(run, placed))
-
-
-def _latency(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_latency(run: Run, placed: Placed) -> tuple[Block, ...]:
+    """List the distributions and percentiles of single calls."""
     first, *others = placed.by_batch("ecdf", run.deciding_batch) or (None,)
     whys = "; ".join(measurements.percentiles_missing(run)[:_REASONS])
     missing = [f"Why some have no p99: {whys}."] if whys else []
@@ -71,7 +56,8 @@ def _timed(run: Run) -> Table:
     return Table("latencies", caption, measurements.LATENCY, rows, values, sortable=True)
 
 
-def _memory(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_memory(run: Run, placed: Placed) -> tuple[Block, ...]:
+    """List peak memory by part, and the figures of the engines."""
     caption = "What engines say of themselves, and how long building them took"
     built = table("engines", caption, measurements.ENGINES, measurements.engines(run), sortable=True)
     unsaid = [f"{said}." for said in measurements.unsaid(run)]
@@ -84,21 +70,24 @@ def _memory(run: Run, placed: Placed) -> tuple[Block, ...]:
     )
 
 
-def _sweep(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_batch_sweep(run: Run, placed: Placed) -> tuple[Block, ...]:
+    """List latency and throughput by batch size and callers."""
     caption = "Throughput with several callers at the same time"
     callers = table("callers", caption, measurements.THROUGHPUT, measurements.throughput(run), sortable=True)
     charts = placed.under("latency-by-batch", "throughput-by-batch", "concurrency")
     return (*charts, *folded(caption, *filled(callers)))
 
 
-def _limits(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_limits(run: Run, placed: Placed) -> tuple[Block, ...]:
+    """Compare each variant with the limits of the device."""
     caption = "What the machine can do at best, measured in this run"
     rates = table("rates", caption, provenance.RATES, provenance.rates(run.limits))
     warnings = run.limits.warnings if run.limits else ()
     return (*placed.under("limits"), *filled(rates), *points(f"{warning}." for warning in warnings))
 
 
-def _profile(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_profile(run: Run, placed: Placed) -> tuple[Block, ...]:
+    """List time by module and operator."""
     modules = _many(
         "modules", "Modules beside the baseline's", measurements.BY_MODULE, measurements.by_module(run), run
     )

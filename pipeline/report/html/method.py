@@ -1,6 +1,7 @@
 """How the run's numbers were taken, in short; docs/measurement.md has the whole of it."""
 
 from enginesmith.pipeline.report.html.blocks import Block, Points, Words
+from enginesmith.pipeline.report.html.placing import Placed
 from enginesmith.pipeline.run import Run
 
 _LATENCY = (
@@ -20,8 +21,8 @@ _REST = (
 )
 
 
-def method(run: Run) -> tuple[Block, ...]:
-    """The clock, the rounds, and what counts as memory."""
+def render_method(run: Run, placed: Placed) -> tuple[Block, ...]:
+    """Describe the clock, the rounds, and what counts as memory."""
     where, count = run.recipe.where, run.recipe.where.thread_count
     device = f"Measured on {where} with {count} thread{'s' if count != 1 else ''} a session."
     return (
