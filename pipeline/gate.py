@@ -15,7 +15,7 @@ from enginesmith.pipeline.budgets import verdicts
 from enginesmith.pipeline.errors import EnginesmithError, UsageError
 from enginesmith.pipeline.judgement import Gate, GateCheck
 from enginesmith.pipeline.latency_change import latency_change
-from enginesmith.pipeline.measure.statistics import Interval
+from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, TOO_NOISY, Interval
 from enginesmith.pipeline.options import Budgets
 from enginesmith.pipeline.quantities import MetricDelta, Quantity, quantities
 from enginesmith.pipeline.rematch import Limits, Stored
@@ -209,6 +209,8 @@ def _from_stored(before: Stored, after: Stored, demands: Demands, why: str) -> G
     if change.median is None:
         said = f"latency cannot be held against the baseline's: {change.note}"
         return GateCheck(name="latency_ms", against="baseline", passed=False, text=said, basis=basis)
+    if change.too_noisy:
+        return _too_noisy(before_ms, after_ms, basis)
     if change.low is None or change.high is None or change.significant is None:
         slower = change.median > 1 + demands.tolerance
         text = f"latency is {change.median - 1:+.1%} against the baseline's, {basis}"
@@ -226,6 +228,8 @@ def _from_stored(before: Stored, after: Stored, demands: Demands, why: str) -> G
 
 
 def _judged(ratio: Interval, before: float | None, after: float | None, tolerance: float, basis: str) -> GateCheck:
+    if ratio.too_noisy:
+        return _too_noisy(before, after, basis)
     broken = ratio.median > 1 + tolerance and ratio.low > 1
     ends = f"[{ratio.low - 1:+.1%}, {ratio.high - 1:+.1%}]"
     said = f"latency is {ratio.median - 1:+.1%} {ends} against the baseline's ({ms(after)} ms, {ms(before)} ms)"
@@ -239,6 +243,14 @@ def _judged(ratio: Interval, before: float | None, after: float | None, toleranc
         actual=after,
         change=ratio,
         basis=basis,
+    )
+
+
+def _too_noisy(before: float | None, after: float | None, basis: str) -> GateCheck:
+    """Fail the check: what cannot be judged is not let through."""
+    text = f"latency cannot be held against the baseline's: {TOO_NOISY}; {NOISE_REMEDY}; {basis}"
+    return GateCheck(
+        name="latency_ms", against="baseline", passed=False, text=text, before=before, actual=after, basis=basis
     )
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline import differences
 from enginesmith.pipeline.measure.rows import LatencyRow
-from enginesmith.pipeline.measure.statistics import LEAST_LAUNCHES, Interval
+from enginesmith.pipeline.measure.statistics import LEAST_LAUNCHES, NOISE_REMEDY, TOO_NOISY, Interval
 from enginesmith.pipeline.run import Run, VariantRecord
 
 Basis = Literal["speed-up over eager", "milliseconds"]
@@ -43,6 +43,13 @@ class Change(BaseModel):
     """Whether the interval leaves 1 out; None where there is none that can be judged by."""
     basis: Basis | None = None
     note: str = ""
+
+    @property
+    def too_noisy(self) -> bool:
+        """Tell whether the interval is too wide for the estimate to say anything."""
+        if self.median is None or self.low is None or self.high is None:
+            return False
+        return Interval(median=self.median, low=self.low, high=self.high).too_noisy
 
 
 def latency_change(before: Run, after: Run, variant: str, batch: int, successor: str = "") -> Change:
@@ -91,7 +98,8 @@ def _positive(found: Interval | None) -> TypeGuard[Interval]:
 
 def _judged(found: Interval, basis: Basis, rows: Rows, yardsticks: Rows, note: str) -> Change:
     """``yardsticks`` are the baselines' rows, where they are part of it."""
-    unjudged = next((why for why in (_few_launches(rows), _disturbed((*rows, *yardsticks))) if why), "")
+    noise = f"not judged: {TOO_NOISY}; {NOISE_REMEDY}" if found.too_noisy else ""
+    unjudged = next((why for why in (_few_launches(rows), noise, _disturbed((*rows, *yardsticks))) if why), "")
     return Change(
         median=found.median,
         low=found.low,

@@ -24,7 +24,14 @@ from enginesmith.pipeline.measure import device as devices
 from enginesmith.pipeline.measure.candidate import Candidate
 from enginesmith.pipeline.measure.latency import launches_of, measure_latency
 from enginesmith.pipeline.measure.race import LatencySettings
-from enginesmith.pipeline.measure.statistics import LEAST_LAUNCHES, Interval, Timed, median_interval, paired_ratio
+from enginesmith.pipeline.measure.statistics import (
+    LEAST_LAUNCHES,
+    TOO_NOISY,
+    Interval,
+    Timed,
+    median_interval,
+    paired_ratio,
+)
 from enginesmith.pipeline.run import Run, VariantRecord
 from enginesmith.pipeline.tensors import Feeds, ShapeRange, Signature
 
@@ -109,6 +116,7 @@ def remeasure(before: Stored, after: Stored, batch: int, limits: Limits) -> Reme
         time_limit_seconds=each,
         block_ms=_BLOCK_MS,
         min_rounds=15,
+        noisy_extension=1,
         warmup_limit_seconds=_WARM_SHARE * each,
     )
     feeds, found, iteration = {batch: _feeds(after, batch)}, _Launches(), 0
@@ -120,9 +128,8 @@ def remeasure(before: Stored, after: Stored, batch: int, limits: Limits) -> Reme
             _check_measured({name: rows[0].failure for name, rows in result.rows.items()}, before, after)
             found = found.with_more(result.samples, batch)
             ratio = paired_ratio(found.after, found.before, settings.seed)
-            limits.progress(
-                f"iteration {iteration}: {ratio.median:.3f} times the baseline's [{ratio.low:.3f}, {ratio.high:.3f}]"
-            )
+            times = f"{ratio.median:.3f} times the baseline's [{ratio.low:.3f}, {ratio.high:.3f}]"
+            limits.progress(f"iteration {iteration}: {TOO_NOISY if ratio.too_noisy else times}")
             if iteration == MOST_ITERATIONS or (len(found.before) >= LEAST_LAUNCHES and limits.decided(ratio)):
                 break
     medians = [median_interval(side, settings.seed).median * 1e3 for side in (found.before, found.after)]

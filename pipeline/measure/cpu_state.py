@@ -1,8 +1,11 @@
 """The processor as the kernel shows it in /sys and /proc: clocks, topology, what was lost to heat and to a host."""
 
+import contextlib
+import math
 import os
 import platform
 import re
+import time as clock
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +16,13 @@ _NODE_FOLDER = Path("/sys/devices/system/node")
 _CPUINFO, _STAT = Path("/proc/cpuinfo"), Path("/proc/stat")
 _TICKS_TOLD, _STOLEN = 8, 7
 """Columns of /proc/stat (proc(5)): those before the time of guests, which the user's holds already; the stolen one."""
+
+
+_PROCESSES = Path("/proc")
+_GROUP, _TIMES, _STARTED = 2, slice(11, 15), 19
+"""Columns of /proc/PID/stat after the name: group; ticks by the process and by children that have ended; start."""
+_LOAD_SECONDS = 60.0
+"""Time constant of the load average."""
 
 
 class Time(NamedTuple):
@@ -31,6 +41,24 @@ def first_core() -> Path:
 def model() -> str:
     """The processor's name."""
     return fields(_CPUINFO).get("model name") or platform.processor() or platform.machine()
+
+
+def own_load() -> float:
+    """Estimate the part of the load average that is of this program: of all processes in its group.
+
+    Each counts with its processor time a second, children that have ended included, as far as the average of a minute
+    has come to show it since the process started. Linux's proc(5) has the columns.
+    """
+    now, ticks, group = clock.clock_gettime(clock.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK"), str(os.getpgid(0))
+    load = 0.0
+    for entry in _PROCESSES.glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            columns = entry.read_text().rpartition(")")[2].split()
+            if columns[_GROUP] == group:
+                age = max(now - int(columns[_STARTED]) / ticks, 1.0)
+                seconds = sum(map(int, columns[_TIMES])) / ticks
+                load += seconds / age * (1 - math.exp(-age / _LOAD_SECONDS))
+    return load
 
 
 def is_virtual() -> bool | None:

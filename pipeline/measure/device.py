@@ -14,6 +14,7 @@ from enginesmith.pipeline.errors import MissingCapability
 from enginesmith.pipeline.measure import cgroup, cpu_state, installed, nvml
 from enginesmith.pipeline.measure.kernel_files import fields, text
 from enginesmith.pipeline.measure.nvml import GpuState
+from enginesmith.pipeline.measure.statistics import BUSY
 from enginesmith.pipeline.units import format_bytes
 
 PACKAGES = (
@@ -133,7 +134,7 @@ def environment() -> Environment:
     unset += ["memory_limit_left_bytes"] if limit is None else []
     reasons = {**dict.fromkeys(unset, _NO_LIMIT), "gpus": no_gpus}
     why = {name: reasons.get(name, _NOT_SHOWN) for name, value in found if value is None}
-    return found.model_copy(update={"warnings": tuple(warnings_of(found)), "reasons": why})
+    return found.model_copy(update={"warnings": tuple(warnings_of(found, cpu_state.own_load())), "reasons": why})
 
 
 def fingerprint(machine: Environment) -> str:
@@ -149,12 +150,13 @@ def fingerprint(machine: Environment) -> str:
     return json_digest({**facts, "gpus": gpus})
 
 
-def warnings_of(machine: Environment) -> list[str]:
-    """What about this machine spoils measurements."""
+def warnings_of(machine: Environment, own_load: float = 0.0) -> list[str]:
+    """List what about this machine spoils measurements; ``own_load`` is this program's part of the load."""
     found = []
-    if machine.load_average > machine.usable_cores / 2:
+    others = machine.load_average - own_load
+    if others > machine.usable_cores / 2:
         found.append(
-            f"the machine is busy: load {machine.load_average:.1f} on {machine.usable_cores} cores; "
+            f"{BUSY}: others load it by {others:.1f} on {machine.usable_cores} cores; "
             "times are longer than they need be, and those of multi-threaded eager most of all"
         )
     if machine.quota_cores is not None and machine.quota_cores < machine.usable_cores:

@@ -24,6 +24,7 @@ from enginesmith.pipeline.measure.statistics import (
     LEAST_LAUNCHES,
     LEAST_ROUNDS,
     MOST_LAUNCHES,
+    TOO_NOISY,
     Interval,
     Timed,
     median_interval,
@@ -63,6 +64,8 @@ class LatencySettings(BaseModel):
     min_rounds: int = Field(10, ge=2)
     launches: int = Field(MOST_LAUNCHES, ge=1, le=MOST_LAUNCHES)
     """How often the processes are started, at most."""
+    noisy_extension: float = Field(3.0, ge=1)
+    """Up to so many times the time limit is measured while launches disagree so much that medians say nothing."""
     warmup_limit_seconds: float = 3.0
     start_limit_seconds: float = Field(900.0, exclude=True)
     """For loading, and for the first call and warm-up; past it a session counts as hanging."""
@@ -241,14 +244,21 @@ def run_interleaved(sessions: Sequence[MeasuredSession], settings: LatencySettin
         width = max(median_interval(one.timed, settings.seed).relative_half_width for one in alive)
         if width <= settings.precision and (launch >= _LAUNCHES or not several):
             return f"every median's 95 % interval is within ±{settings.precision:.0%}"
-        over = time.monotonic() - begun + starting / 2 > settings.time_limit_seconds
+        noisy = any(median_interval(one.timed, settings.seed).too_noisy for one in alive)
+        limit = settings.time_limit_seconds * (settings.noisy_extension if noisy else 1)
+        over = time.monotonic() - begun + starting / 2 > limit
         if not several or (over and launch >= LEAST_LAUNCHES):
-            return f"the time limit of {settings.time_limit_seconds:g} s"
+            more = f", {settings.noisy_extension:g} times what was asked for" if noisy and several else ""
+            return f"the time limit of {limit if several else settings.time_limit_seconds:g} s{more}"
         if launch == settings.launches:
             return f"{launch} launches, the most that there are"
-        progress(f"launch {launch + 1}; so far every median within ±{width:.1%}")
+        progress(f"launch {launch + 1}; so far {_describe_width('median', width)}")
         for session in sessions:
             session.start_anew(settings)
+
+
+def _describe_width(what: str, width: float) -> str:
+    return f"every {what} within ±{width:.1%}" if width < 1 else f"one {what} or more is {TOO_NOISY}"
 
 
 def _launch_settings(settings: LatencySettings, starting_seconds: float, launch: int) -> LatencySettings:
@@ -319,7 +329,7 @@ def _run_rounds(
         rounds += 1
         if rounds >= next_check:
             width = widest([session for session in running if not session.failure])
-            progress(f"round {rounds}: every {what} within ±{width:.1%}")
+            progress(f"round {rounds}: {_describe_width(what, width)}")
             if width <= settings.precision:
                 return
             next_check = int(np.ceil(rounds * _CHECK_GROWTH))

@@ -36,6 +36,14 @@ UNDISTURBED = 0.02
 _LEAST_UNDISTURBED = 0.1
 """Of a block's calls, for the block to count."""
 
+BUSY = "the machine is busy"
+"""How the warning of a machine that others use begins."""
+TOO_NOISY = "too noisy to tell"
+NOISE_REMEDY = "measure on a quiet machine, for longer (--measure-time), or on pinned cores (taskset -c 0,1)"
+_NOISY_RATIO = 4.0
+"""Ends of an interval this far apart, high over low, leave a factor of two open on either side of the estimate: as much
+as engines and precisions differ by, so that it says nothing of which one is faster."""
+
 _RESAMPLES = 2_000
 _CONFIDENCE = 0.95
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -63,6 +71,15 @@ class Interval(BaseModel):
     def relative_half_width(self) -> float:
         """Compute the farther end's distance from the estimate, as a share of it."""
         return max(self.high - self.median, self.median - self.low) / self.median
+
+    @property
+    def too_noisy(self) -> bool:
+        """Tell whether the interval is too wide for its estimate to say anything."""
+        return not self.high <= _NOISY_RATIO * self.low
+
+    def times(self) -> str:
+        """Format a speed-up: ``3.10× [3.02, 3.18]``, or that it is too noisy to tell."""
+        return TOO_NOISY if self.too_noisy else f"{self.median:.2f}× [{self.low:.2f}, {self.high:.2f}]"
 
 
 def percentile(samples: Samples, rank: float) -> tuple[float | None, str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from enginesmith.pipeline.comparison import BatchComparison, Change, Comparison, MetricDelta, Pair, VariantComparison
 from enginesmith.pipeline.differences import Changed
-from enginesmith.pipeline.measure.statistics import Interval
+from enginesmith.pipeline.measure.statistics import TOO_NOISY
 from enginesmith.pipeline.report.markup import plain, table
 from enginesmith.pipeline.report.tables import ms
 from enginesmith.pipeline.units import format_bytes, format_seconds
@@ -100,7 +100,7 @@ def _rows(variant: VariantComparison) -> Iterator[tuple[str, ...]]:
     for row in variant.latency:
         yield latency_row(row)
         if row.before_speedup and row.after_speedup and row.before_speedup.high != row.before_speedup.low:
-            yield (f"speed-up at batch {row.batch}", _times(row.before_speedup), _times(row.after_speedup), "", "")
+            yield (f"speed-up at batch {row.batch}", row.before_speedup.times(), row.after_speedup.times(), "", "")
         yield (f"p99 at batch {row.batch}, ms", ms(row.before_p99_ms), ms(row.after_p99_ms), "", "")
     yield from map(number_row, variant.numbers)
 
@@ -127,10 +127,6 @@ def judged(change: Change) -> str:
     return _word(change) if change.significant else _UNCERTAIN
 
 
-def _times(found: Interval) -> str:
-    return f"{found.median:.2f}× [{found.low:.2f}, {found.high:.2f}]"
-
-
 def _word(change: Change) -> str:
     return "slower" if (change.median or 1.0) > 1.0 else "faster"
 
@@ -139,6 +135,8 @@ def percent(change: Change) -> str:
     """By how much the time changed: ``+8.0 % [+3.1, +12]``, large ones as ``×3.2``; a dash where it is not known."""
     if change.median is None:
         return "–"
+    if change.too_noisy:
+        return TOO_NOISY
     if change.median >= _LARGE:
         ends = [f"{end:.3g}" for end in (change.low, change.high) if end is not None]
         return f"×{change.median:.3g}" + (f" [{', '.join(ends)}]" if ends else "")

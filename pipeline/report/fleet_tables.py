@@ -76,7 +76,7 @@ def _marked(found: Winner) -> str:
 def _speedup(found: Winner) -> str:
     if found.speedup is None:
         return "–"
-    return f"{found.speedup.median:.2f}× [{found.speedup.low:.2f}, {found.speedup.high:.2f}]"
+    return found.speedup.times()
 
 
 def _budgets(entry: EntryRecord) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from enginesmith.pipeline.latency_change import MOSTLY_DISTURBED
 from enginesmith.pipeline.measure import profile_table
 from enginesmith.pipeline.measure.rows import LatencyRow, Throughput
+from enginesmith.pipeline.measure.statistics import BUSY, NOISE_REMEDY, TOO_NOISY
 from enginesmith.pipeline.report.tables import marked, ms, rate, speedup
 from enginesmith.pipeline.run import Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes, format_seconds
@@ -211,14 +212,15 @@ def out_of_memory(run: Run) -> Iterator[str]:
 
 
 def disturbed(run: Run) -> Iterator[str]:
-    """Measurements that others disturbed so much that even medians are of disturbed calls."""
-    for record in _records(run):
-        for row in record.latency:
-            if row.disturbed_share is not None and row.disturbed_share > MOSTLY_DISTURBED:
-                yield (
-                    f"{marked(record)} at batch {row.batch}: in {row.disturbed_share:.0%} of the calls its threads "
-                    "waited for a core that others had; measure again on a quieter machine"
-                )
+    """Say once what noise others made: speed-ups that tell nothing, or medians that are of disturbed calls."""
+    rows = [(record, row) for record in _records(run) for row in record.latency]
+    noisy = [f"{marked(record)} at batch {row.batch}" for record, row in rows if row.speedup and row.speedup.too_noisy]
+    shares = [row.disturbed_share for _, row in rows if (row.disturbed_share or 0.0) > MOSTLY_DISTURBED]
+    if noisy:
+        yield f"the speed-up is {TOO_NOISY} of {', '.join(noisy)}; {NOISE_REMEDY}"
+    elif shares and not any(str(one).startswith(BUSY) for one in run.environment.get("warnings", ())):
+        waited = f"in up to {max(filter(None, shares)):.0%} of their calls threads waited for a core that others had"
+        yield f"{len(shares)} of {len(rows)} measurements were disturbed: {waited}; {NOISE_REMEDY}"
 
 
 def explain_tails(run: Run) -> tuple[str, ...]:

@@ -56,11 +56,11 @@ def _record_rows(
 
 
 def speedup(record: VariantRecord, batch: int) -> str:
-    """``3.10× [3.02, 3.18]``; a dash where it is unknown."""
+    """Format a speed-up as ``3.10× [3.02, 3.18]``; a dash where it is unknown."""
     row = record.row(batch)
     if row is None or row.speedup is None:
         return "–"
-    return f"{row.speedup.median:.2f}× [{row.speedup.low:.2f}, {row.speedup.high:.2f}]"
+    return row.speedup.times()
 
 
 def ms(value: float | None) -> str:
@@ -161,6 +161,8 @@ def _against(record: VariantRecord, baseline: VariantRecord, batch: int) -> str:
 def _compared(record: VariantRecord, baseline: VariantRecord, found: Interval, batch: int) -> str:
     """``faster`` only where the interval leaves out that it is not."""
     times, beside = speedup(record, batch), f"{baseline.id} at batch {batch}"
+    if found.too_noisy:
+        return f"whether {record.id} is faster than {beside} is {times}"
     if found.low > 1:
         return f"{record.id} is {times} faster than {beside}"
     unsure = " (which may be no difference)" if found.high >= 1 else ""

@@ -197,6 +197,14 @@ def test_one_launch_is_not_judged_by() -> None:
     assert "takes 3 launches, and the second run has 1" in found.note
 
 
+def test_an_interval_that_says_nothing_is_not_shown() -> None:
+    wild = variant(row(1.0, 1.0, speedup=Interval(median=2.7, low=0.15, high=580.0)))
+    found = latency_change(FIRST, run(wild), ENGINE, 1)
+    assert found.significant is None
+    assert found.note.startswith("not judged: too noisy to tell; measure on a quiet machine")
+    assert rendering.percent(found) == "too noisy to tell"
+
+
 @pytest.mark.parametrize("side", ["engine", "baseline"])
 def test_what_others_disturbed_is_not_judged_by(side: str) -> None:
     shares = {"engine": 0.1, "baseline": 0.1, side: 0.9}

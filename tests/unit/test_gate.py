@@ -25,6 +25,10 @@ MACHINE = {"processor": "A", "usable_cores": 2, "architecture": "x86_64"}
 MODEL = ModelRecord(source="digits", sha256="0" * 64, signature=None, data="digits")
 
 
+WILD = Interval(median=1.0, low=0.1, high=9.0)
+"""Too wide to say anything: not judged, and so not let through."""
+
+
 def interval(median: float, half: float = 0.01) -> Interval:
     return Interval(median=median, low=median * (1 - half), high=median * (1 + half))
 
@@ -238,7 +242,7 @@ def test_engines_that_are_not_there_are_not_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "passed"), [(interval(1.0), True), (interval(1.1), False), (interval(1.1, 0.2), True)]
+    ("ratio", "passed"), [(interval(1.0), True), (interval(1.1), False), (interval(1.1, 0.2), True), (WILD, False)]
 )
 def test_what_was_measured_again_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: Interval, passed: bool

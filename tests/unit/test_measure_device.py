@@ -1,5 +1,7 @@
 """Facts of the machine."""
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,22 @@ def test_fingerprint_holds_what_lasts(here: Environment) -> None:
     assert fingerprint(on_gpu) != fingerprint(here.model_copy(update={"gpus": (busy(power_limit_watts=300.0),)}))
     assert fingerprint(here) != fingerprint(here.model_copy(update={"packages": {}}))
     assert fingerprint(here) != fingerprint(here.model_copy(update={"usable_cores": 99}))
+
+
+def test_own_load_does_not_make_the_machine_busy(here: Environment) -> None:
+    loaded = here.model_copy(update={**QUIET, "gpus": (GPU,), "load_average": 5.0, "usable_cores": 8})
+    assert not warnings_of(loaded, own_load=1.5)
+    assert warnings_of(loaded, own_load=0.5)[0].startswith("the machine is busy: others load it by 4.5 on 8 cores")
+
+
+def test_own_load_is_of_the_processes_of_this_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks, started = os.sysconf("SC_CLK_TCK"), time.clock_gettime(time.CLOCK_BOOTTIME) - 6000
+    for pid, group in ((1, os.getpgid(0)), (2, os.getpgid(0)), (3, 1)):
+        columns = ["S", "0", str(group), *["0"] * 8, *[str(750 * ticks)] * 4, *["0"] * 4, str(int(started * ticks))]
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) b) {' '.join(columns)}")
+    monkeypatch.setattr(cpu_state, "_PROCESSES", tmp_path)
+    assert cpu_state.own_load() == pytest.approx(1.0, rel=0.01)  # two of half a core each
 
 
 def test_nothing_spoils_a_quiet_measurement(here: Environment) -> None:

@@ -64,11 +64,16 @@ def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., La
     monkeypatch.setattr(race, "Worker", FakeWorker)
     FakeWorker.order, FakeWorker.open_now, FakeWorker.opened, FakeWorker.ends = [], [], [], {}
 
-    def call(scripts: dict[str, Script], batches: tuple[int, ...] = (1,), **settings: Any) -> LatencyResult:
+    def call(
+        scripts: dict[str, Script],
+        batches: tuple[int, ...] = (1,),
+        heard: Callable[[str], None] = lambda text: None,
+        **settings: Any,
+    ) -> LatencyResult:
         artifact = Artifact(kind="torch", path=tmp_path, sha256="", bytes=0)
         candidates = [Candidate(name, script, artifact, Device()) for name, script in scripts.items()]  # type: ignore[arg-type]
         feeds: dict[int, Any] = {batch: {} for batch in batches}
-        return measure_latency(candidates, feeds, LatencySettings(**settings), tmp_path, lambda text: None)
+        return measure_latency(candidates, feeds, LatencySettings(**settings), tmp_path, heard)
 
     return call
 
@@ -98,6 +103,18 @@ def test_stops_at_the_time_limit(measure: Callable[..., LatencyResult]) -> None:
     row = measure({"eager": lambda block: noise[len(FakeWorker.order)]}, time_limit_seconds=0.05).rows["eager"][0]
     assert row.stopped_because == "the time limit of 0.05 s"
     assert row.rounds
+
+
+def test_goes_on_within_a_bound_while_launches_disagree(measure: Callable[..., LatencyResult]) -> None:
+    """Each launch is a hundred times as fast or slow as the one before it."""
+    said: list[str] = []
+    slow = lambda block: 1e-4 * 100 ** (FakeWorker.opened.count("latency-eager") % 2)  # noqa: E731
+    row = measure({"eager": slow}, heard=said.append, time_limit_seconds=0.05, noisy_extension=2).rows["eager"][0]
+    assert row.stopped_because == "the time limit of 0.1 s, 2 times what was asked for"
+    assert row.median_ms
+    assert row.median_ms.too_noisy
+    assert any(text.endswith("so far one median or more is too noisy to tell") for text in said)
+    assert not any("±1" in text for text in said)
 
 
 def test_every_round_has_one_block_of_each_in_shuffled_order(measure: Callable[..., LatencyResult]) -> None:

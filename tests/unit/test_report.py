@@ -70,7 +70,8 @@ def test_the_verdict_is_one_sentence() -> None:
 @pytest.mark.parametrize(
     ("low", "high", "words"),
     [
-        (0.9, 9.0, "has 4.00× [0.90, 9.00] the speed of eager at batch 8 (which may be no difference)"),
+        (0.98, 3.9, "has 4.00× [0.98, 3.90] the speed of eager at batch 8 (which may be no difference)"),
+        (0.15, 580.88, "whether onnxruntime-fp32 is faster than eager at batch 8 is too noisy to tell,"),
         (0.3, 0.9, "has 4.00× [0.30, 0.90] the speed of eager at batch 8,"),
         (3.9, 4.1, "is 4.00× [3.90, 4.10] faster than eager at batch 8,"),
     ],
@@ -85,6 +86,19 @@ def test_the_verdict_is_of_the_batch_that_decides_and_claims_no_more_than_its_in
     one = fast.model_copy(update={"latency": (*fast.latency, deciding)})
     recipe = make({"model": "digits", "batch": [8, 1]})
     assert words in tables.verdict(run(baseline=both, variants=(one,), recipe=recipe))
+
+
+def test_noise_is_told_once_with_what_to_do() -> None:
+    wide = LatencyRow(batch=1, p50_ms=0.5, disturbed_share=0.9, speedup=Interval(median=2.7, low=0.15, high=581))
+    waited = wide.model_copy(update={"speedup": None, "disturbed_share": 0.7})
+    several = [record(name, 0.5, 4.0).model_copy(update={"latency": (wide,)}) for name in ("one", "two")]
+    slow = record("eager", 2.0, 1.0).model_copy(update={"latency": (waited,)})
+    (said,) = measurements.disturbed(run(baseline=slow, variants=tuple(several), environment={}))
+    assert said.startswith("the speed-up is too noisy to tell of one at batch 1, two at batch 1; measure on a quiet")
+    assert tables.speedup(several[0], 1) == "too noisy to tell"
+    (said,) = measurements.disturbed(run(baseline=slow, variants=(), environment={}))
+    assert said.startswith("1 of 1 measurements were disturbed: in up to 70% of their calls")
+    assert not list(measurements.disturbed(run(baseline=slow, variants=())))  # the machine's warning says it
 
 
 def test_a_run_that_is_not_complete_says_so_wherever_it_is_read() -> None:
