@@ -1,12 +1,15 @@
-"""Sessions on an engine that stands for TensorRT's: it computes y = 2x on the host, and minds what it is told.
+"""What TensorRT sessions hold, for how long, and what is left when something fails; with fakes that mind the rules.
 
-Only TensorRT and CUDA's streams and graphs are stood in for; buffers are torch's own.
+The fake engine doubles x into y, and lists where x is positive, at the addresses it is given. It fails a test that runs
+it with too little memory, captures it cold, or leaves it without an address.
 """
 
 import contextlib
 import ctypes
+import gc
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,380 +19,374 @@ import pytest
 import torch
 
 from enginesmith.pipeline.engines.base import Device
+from enginesmith.pipeline.engines.cuda_ledger import (
+    ACTIVATIONS,
+    OUTPUTS,
+    TRANSFERS,
+    WEIGHTS,
+    WORKSPACE,
+    active,
+    counting,
+)
 from enginesmith.pipeline.engines.trt import memory, opening, session
-from enginesmith.pipeline.engines.trt.memory import ActivationMemory, activation_memory
-from enginesmith.pipeline.engines.trt.opening import Opened, RuntimeLog
-from enginesmith.pipeline.engines.trt.options import RunOptions
+from enginesmith.pipeline.engines.trt.flavours import capabilities
+from enginesmith.pipeline.engines.trt.manifest import EngineManifest
+from enginesmith.pipeline.engines.trt.memory import ActivationMemory
+from enginesmith.pipeline.engines.trt.opening import Opened, RuntimeLog, _hold_allowed, open_engine
+from enginesmith.pipeline.engines.trt.options import BuildOptions, RunOptions
 from enginesmith.pipeline.engines.trt.session import TensorRTSession
-from enginesmith.pipeline.errors import ModelError, SignatureError, StepOutOfMemory, UsageError
+from enginesmith.pipeline.errors import MissingCapability, ModelError, SignatureError, StepOutOfMemory, UsageError
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
 
 SIGNATURE = Signature(inputs=(TensorSpec.parse("x:float32:batch,4"),), outputs=(TensorSpec.parse("y:float32:batch,4"),))
-HOST = "HOST"
-PROFILES = ((1, 1, 1), (2, 4, 8))
-BYTES_EACH = 256
+UNKNOWN = Signature(inputs=SIGNATURE.inputs, outputs=(*SIGNATURE.outputs, TensorSpec.parse("found:int64:n")))
+HERE = Device()  # fakes run on the host, where torch's tensors can be
 
 
-class FakeStream:
-    cuda_stream = 7
+def named(name: str) -> Any:
+    return SimpleNamespace(name=name)
+
+
+class Base:
+    """What TensorRT's callback interfaces are in Python."""
+
+
+TRT = SimpleNamespace(
+    IOutputAllocator=Base,
+    IGpuAsyncAllocator=Base,
+    ILogger=Base,
+    TensorLocation=SimpleNamespace(HOST="host", DEVICE="device"),
+    ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="user"),
+    DynamicShapesKernelSpecializationStrategy=SimpleNamespace(EAGER="eager"),
+    CudaGraphStrategy=SimpleNamespace(WHOLE_GRAPH_CAPTURE="whole", DISABLED="off"),
+)
+
+
+class Stream:
+    """Counts who waits for it."""
+
+    made = 0
 
     def __init__(self, device: str) -> None:
-        self.waited = 0
+        Stream.made += 1
+        self.cuda_stream = 0x1000 * Stream.made
+        self.waits = 0
 
     def synchronize(self) -> None:
-        self.waited += 1
+        self.waits += 1
 
 
-class FakeGraph:
-    """Replays what contexts ran while it was captured."""
+class Graph:
+    """What is captured runs again at the same addresses."""
 
-    current: "FakeGraph | None" = None
-    replays = 0
+    capturing: "Graph | None" = None
+    fails = False
 
     def __init__(self) -> None:
-        self.calls: list[Any] = []
+        self.work: list[Callable[[], None]] = []
+        self.replays = 0
 
     def capture_begin(self, capture_error_mode: str) -> None:
-        FakeGraph.current = self
+        Graph.capturing = self
 
     def capture_end(self) -> None:
-        FakeGraph.current = None
+        Graph.capturing = None
+        if Graph.fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     def replay(self) -> None:
-        FakeGraph.replays += 1
-        for call in self.calls:
-            call()
+        self.replays += 1
+        for one in self.work:
+            one()
 
 
-@pytest.fixture(autouse=True)
-def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(FakeGraph, "replays", 0)
-    monkeypatch.setattr(memory, "_shared", {})
-
-
-class Native:
-    """An execution context that fails a run which was not set up as it should be."""
+class Context:
+    """An execution context that insists on what TensorRT's documents ask of its callers."""
 
     def __init__(self, engine: "Engine") -> None:
         self.engine = engine
-        self.profile = -1
-        self.batch = 0
-        self.memory = (0, 0)
-        self.moves = 0
+        self.shape: tuple[int, ...] = ()
+        self.memory = (0, -1)
         self.addresses: dict[str, int] = {}
         self.allocators: dict[str, Any] = {}
-        self.runs = 0
+        self.runs = self.placed = 0
 
-    def set_optimization_profile_async(self, index: int, stream: int) -> bool:
-        self.profile = index
-        return stream == FakeStream.cuda_stream
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        self.profile = profile
+        return True
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        self.batch = shape[0]
-        return name == "x"
+        self.shape = shape
+        return True
 
     def infer_shapes(self) -> list[str]:
         return []
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        return (-1, 4) if self.engine.unknown else (self.batch, 4)
+        return (-1,) if name == "found" else self.shape
 
     def update_device_memory_size_for_shapes(self) -> int:
-        return BYTES_EACH * self.batch
+        return self.engine.needs * self.shape[0]
 
     def set_device_memory(self, address: int, size: int) -> None:
-        self.memory, self.moves = (address, size), self.moves + 1
+        self.placed += 1
+        self.memory = (address, size)
+        if size < self.engine.insists:
+            self.engine.log.take("ERROR", "size must be at least that of the profile")
 
     def set_tensor_address(self, name: str, address: int) -> bool:
         self.addresses[name] = address
-        return bool(address)
+        return address != 0
 
-    def set_output_allocator(self, name: str, allocator: Any) -> bool:
-        self.allocators[name] = allocator
+    def set_output_allocator(self, name: str, one: Any) -> bool:
+        self.allocators[name] = one  # for good, as the bindings keep it alive
         return True
 
     def execute_async_v3(self, stream: int) -> bool:
-        if self.engine.broken or self.memory[1] < BYTES_EACH * self.batch or not self.memory[0]:
+        if self.engine.says:
+            self.engine.log.take("ERROR", self.engine.says)
             return False
-        run = self._run_at(dict(self.addresses))
-        if FakeGraph.current:
-            FakeGraph.current.calls.append(run)
+        assert self.memory[1] >= self.update_device_memory_size_for_shapes()
+        work = self._work(dict(self.addresses))
+        if Graph.capturing:
+            assert self.runs, "the first call loads kernels, which a capture cannot hold"
+            Graph.capturing.work.append(work)
         else:
-            run()
+            work()
+        self.runs += 1
         return True
 
-    def _run_at(self, addresses: dict[str, int]) -> Any:
-        def run() -> None:
-            self.runs += 1
-            count = 4 * self.batch
-            given = np.ctypeslib.as_array((ctypes.c_float * count).from_address(addresses["x"]))
-            target = addresses.get("y") or 0
-            if self.engine.unknown:
-                target = self.allocators["y"].reallocate_output_async("y", 0, 4 * count, 1, 0)
-                self.allocators["y"].notify_shape("y", (self.batch, 4))
-            np.ctypeslib.as_array((ctypes.c_float * count).from_address(target))[:] = 2 * given
+    def _work(self, addresses: dict[str, int]) -> Callable[[], None]:
+        shape, allocators = self.shape, self.allocators
 
-        return run
+        def work() -> None:
+            x = view(addresses["x"], shape)
+            view(addresses["y"], shape)[...] = 2 * x
+            if one := allocators.get("found"):
+                found = np.flatnonzero(x > 0)
+                at = one.reallocate_output_async("found", 0, max(1, found.nbytes), 256, 0x1000)
+                ctypes.memmove(at, found.ctypes.data, found.nbytes)
+                one.notify_shape("found", found.shape)
+
+        return work
+
+
+def view(address: int, shape: tuple[int, ...]) -> Array:
+    count = int(np.prod(shape))
+    if not count:
+        return np.zeros(shape, np.float32)
+    return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address)).reshape(shape)
 
 
 class Engine:
-    num_optimization_profiles = len(PROFILES)
+    """An engine for up to eight samples."""
 
-    def __init__(self, unknown: bool = False) -> None:
-        self.unknown, self.broken = unknown, False
-        self.contexts: list[Native] = []
+    profiles: tuple[tuple[int, int, int], ...] = ((0, 4, 8),)
+    needs, most, insists = 100, 1000, 0
+    """Bytes of activations: for a sample, for the profile, and what is asked for after all."""
+    says = ""
+    streamable_weights_size = weight_streaming_budget_v2 = 500
+    location, input_dtype = "device", "FLOAT"
 
-    def create_execution_context(self, config: Any) -> Native | None:
-        self.contexts.append(Native(self))
-        return self.contexts[-1]
+    def __init__(self, log: RuntimeLog) -> None:
+        self.log = log
+        self.made: list[weakref.ref[Context]] = []
 
-    def get_tensor_profile_shape(self, name: str, index: int) -> list[tuple[int, ...]]:
-        return [(batch, 4) for batch in PROFILES[index]]
+    @property
+    def num_optimization_profiles(self) -> int:
+        return len(self.profiles)
+
+    def get_tensor_profile_shape(self, name: str, index: int) -> Any:
+        return [(batch, 4) for batch in self.profiles[index]]
 
     def get_tensor_dtype(self, name: str) -> Any:
-        return SimpleNamespace(name="FLOAT")
+        return named({"x": self.input_dtype, "y": "FLOAT", "found": "INT64"}[name])
 
     def get_tensor_location(self, name: str) -> str:
-        return "DEVICE"
+        return self.location if name == "x" else "device"
 
-    def get_device_memory_size_for_profile_v2(self, index: int) -> int:
-        return BYTES_EACH * PROFILES[index][2]
+    def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
+        return self.most
+
+    def create_execution_context(self, config: Any) -> Any:
+        context = Context(self)
+        self.made.append(weakref.ref(context))
+        return context
+
+    def create_runtime_config(self) -> Any:
+        return Config()
+
+    @property
+    def contexts(self) -> list[Context]:
+        """Those that are still alive."""
+        return [context for one in self.made if (context := one()) is not None]
 
 
-class Base:
-    """Stands for the library's classes that ours derive from."""
+class Config:
+    """A runtime configuration, and the cache of kernels that it hands out."""
+
+    cuda_graph_strategy = ""
+
+    def __init__(self) -> None:
+        self.cache = SimpleNamespace(content=b"", taken=b"")
+
+    def set_execution_context_allocation_strategy(self, strategy: str) -> None:
+        assert strategy == "user"
+
+    def create_runtime_cache(self) -> Any:
+        def deserialize(data: bytes) -> bool:
+            self.cache.taken = self.cache.content = data
+            return not data.startswith(b"other")
+
+        self.cache.deserialize, self.cache.serialize = deserialize, lambda: self.cache.content
+        return self.cache
+
+    def set_runtime_cache(self, cache: Any) -> bool:
+        return True
 
 
-TRT = SimpleNamespace(IOutputAllocator=Base, IGpuAsyncAllocator=Base, TensorLocation=SimpleNamespace(HOST=HOST))
-
-
-def opened_on(engine: Engine) -> Opened:
-    return Opened(engine, object(), object(), object(), RuntimeLog(), captures_itself=False)
-
-
-def open_session(engine: Engine, **options: Any) -> TensorRTSession:
-    return TensorRTSession(TRT, opened_on(engine), SIGNATURE, Device(), RunOptions(**options))
+@pytest.fixture(autouse=True)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CUDA as far as sessions use it."""
+    Stream.made, Graph.capturing, Graph.fails = 0, None, False
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda one: contextlib.nullcontext())
+    for name in ("set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *one: None)
+    yield
+    assert not memory._shared, "the last session leaves shared memory"
 
 
 @pytest.fixture
 def engine() -> Engine:
-    return Engine()
+    return Engine(RuntimeLog())
 
 
-@pytest.fixture
-def plain(engine: Engine) -> Iterator[TensorRTSession]:
-    with open_session(engine) as found:
-        yield found
+def open_session(engine: Engine, signature: Signature = SIGNATURE, **options: Any) -> TensorRTSession:
+    opened = Opened(engine, object(), object(), Config(), engine.log, captures_itself=False)
+    return TensorRTSession(TRT, opened, signature, HERE, RunOptions(**options))
 
 
-@pytest.fixture
-def graphs(engine: Engine) -> Iterator[TensorRTSession]:
-    with open_session(engine, cuda_graphs=True) as found:
-        yield found
+def feeds(batch: int, value: float = 1.0) -> dict[str, Array]:
+    return {"x": np.full((batch, 4), value, np.float32)}
 
 
-def feeds(batch: int, seed: int = 0) -> dict[str, Array]:
-    return {"x": np.random.default_rng(seed).standard_normal((batch, 4)).astype(np.float32)}
+def out_of_memory(*given: Any, **named: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 800 bytes.\nmore")
 
 
-def right(found: TensorRTSession, batch: int, seed: int = 0) -> None:
-    np.testing.assert_array_equal(found.run(feeds(batch, seed))["y"], 2 * feeds(batch, seed)["x"])
+def right(found: TensorRTSession, batch: int, value: float = 1.0) -> None:
+    np.testing.assert_array_equal(found.run(feeds(batch, value))["y"], np.full((batch, 4), 2 * value))
 
 
-def test_outputs_are_the_engines(plain: TensorRTSession) -> None:
-    right(plain, 1)
-    right(plain, 8, seed=1)
-
-
-def test_the_first_profile_that_takes_the_shapes_is_chosen(plain: TensorRTSession, engine: Engine) -> None:
-    for batch in (1, 2, 8):
-        right(plain, batch)
-    assert [context.profile for context in engine.contexts] == [0, 1, 1]
-
-
-@pytest.mark.parametrize("batch", [0, 9])
-def test_shapes_that_no_profile_takes_are_refused(batch: int, plain: TensorRTSession) -> None:
-    with pytest.raises(SignatureError, match=rf"'x' of shape \[{batch}, 4\]; .* from \[2, 4\] to \[8, 4\]") as caught:
-        plain.bind(feeds(batch))
+def test_the_first_profile_that_takes_the_shapes_is_chosen(engine: Engine) -> None:
+    engine.profiles = ((1, 1, 1), (2, 4, 8))
+    with open_session(engine) as one:
+        for batch in (1, 2, 8, 2):
+            right(one, batch)
+        assert [context.profile for context in engine.contexts] == [0, 1, 1]
+        with pytest.raises(SignatureError, match=r"'x' of shape \[9, 4\]; .* from \[2, 4\] to \[8, 4\]") as caught:
+            one.bind(feeds(9))
     assert "--shape" in caught.value.remedy
 
 
-@pytest.mark.parametrize(
-    ("shape", "limits", "expected"),
-    [
-        ((2, 4), [(1, 4), (2, 4), (8, 4)], True),
-        ((8, 4), [(1, 4), (2, 4), (8, 4)], True),
-        ((9, 4), [(1, 4), (2, 4), (8, 4)], False),
-        ((2, 5), [(1, 4), (2, 4), (8, 4)], False),
-        ((2, 4, 1), [(1, 4), (2, 4), (8, 4)], False),
-        ((), [(), (), ()], True),
-    ],
-)
-def test_a_shape_is_within_a_profile_in_every_dimension(shape: Any, limits: Any, expected: bool) -> None:
-    assert opening._within(shape, limits) is expected
-
-
-def test_there_is_one_context_for_each_set_of_shapes(plain: TensorRTSession, engine: Engine) -> None:
-    for batch in (2, 5, 2, 5):
-        right(plain, batch, seed=batch)
-    assert len(engine.contexts) == 2
-
-
-def test_shapes_that_were_not_used_for_longest_are_forgotten(
-    plain: TensorRTSession, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shapes_that_were_not_used_for_longest_are_forgotten(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_MOST_CONTEXTS", 2)
-    kept = plain.bind(feeds(2))
-    for batch in (3, 2, 4, 2):
-        right(plain, batch)
-    assert len(engine.contexts) == 3
-    right(plain, 3)
-    assert len(engine.contexts) == 4
-    plain.enqueue(kept)
-    np.testing.assert_array_equal(plain.fetch()["y"], 2 * feeds(2)["x"])
+    with open_session(engine) as one:
+        for batch in (2, 3, 2, 4, 2):
+            right(one, batch)
+        assert len(engine.made) == 3
+        right(one, 3)
+        assert len(engine.made) == 4
 
 
-def test_memory_is_what_the_shapes_need(plain: TensorRTSession) -> None:
-    plain.bind(feeds(2))
-    assert plain.activation_memory.bytes == 2 * BYTES_EACH
+def test_every_context_works_in_the_memory_of_the_moment(engine: Engine) -> None:
+    with open_session(engine) as one:
+        small = one.bind(feeds(2, 3.0))
+        one.enqueue(small)
+        right(one, 8)
+        one.enqueue(small)
+        np.testing.assert_array_equal(one.fetch()["y"], np.full((2, 4), 6.0))
+        held = (one.activation_memory.address, one.activation_memory.bytes)
+        assert [context.memory for context in engine.contexts] == [held, held]
+        assert [context.placed for context in engine.contexts] == [2, 1]
 
 
-def test_every_context_works_in_the_memory_of_the_moment(plain: TensorRTSession, engine: Engine) -> None:
-    small = plain.bind(feeds(2))
-    plain.enqueue(small)
-    right(plain, 8)
-    plain.enqueue(small)
-    np.testing.assert_array_equal(plain.fetch()["y"], 2 * feeds(2)["x"])
-    held = (plain.activation_memory.address, plain.activation_memory.bytes)
-    assert [context.memory for context in engine.contexts] == [held, held]
-    assert [context.moves for context in engine.contexts] == [2, 1]
+def test_outputs_stay_as_they_were_fetched(engine: Engine) -> None:
+    with open_session(engine) as one:
+        bound = one.bind(feeds(2))
+        one.enqueue(bound)
+        first = one.fetch()["y"]
+        bound.inputs["x"].zero_()
+        one.enqueue(bound)
+        np.testing.assert_array_equal(first, np.full((2, 4), 2.0))
 
 
-def test_memory_that_stays_is_set_once(plain: TensorRTSession, engine: Engine) -> None:
-    bound = plain.bind(feeds(8))
-    for _ in range(3):
-        plain.enqueue(bound)
-    right(plain, 8, seed=1)
-    assert engine.contexts[0].moves == 1
+def test_a_graph_is_captured_after_a_first_call_and_void_once_the_activations_moved(engine: Engine) -> None:
+    with open_session(engine, cuda_graphs=True) as one:
+        bound = one.bind(feeds(2))
+        one.enqueue(bound)
+        assert bound.graph is None
+        for expected in (1, 2, 3):
+            one.enqueue(bound)
+            assert bound.graph.replays == expected
+        assert engine.contexts[0].runs == 2  # the first call, and the capture
+        old = bound.graph
+        right(one, 8)
+        one.enqueue(bound)
+        assert old.replays == 3
+        one.enqueue(bound)
+        assert bound.graph is not old
+        np.testing.assert_array_equal(one.fetch()["y"], np.full((2, 4), 2.0))
 
 
-def test_inputs_of_each_bound_are_its_own(plain: TensorRTSession) -> None:
-    first, second = plain.bind(feeds(2, 1)), plain.bind(feeds(2, 2))
-    for bound, seed in ((first, 1), (second, 2), (first, 1)):
-        plain.enqueue(bound)
-        np.testing.assert_array_equal(plain.fetch()["y"], 2 * feeds(2, seed)["x"])
-
-
-def test_outputs_stay_as_they_were_fetched(plain: TensorRTSession) -> None:
-    bound = plain.bind(feeds(2))
-    plain.enqueue(bound)
-    first = plain.fetch()["y"]
-    bound.inputs["x"].zero_()
-    plain.enqueue(bound)
-    np.testing.assert_array_equal(first, 2 * feeds(2)["x"])
-
-
-def test_a_graph_is_captured_after_a_first_call_and_then_replayed(graphs: TensorRTSession, engine: Engine) -> None:
-    bound = graphs.bind(feeds(2))
-    graphs.enqueue(bound)
-    assert bound.graph is None
-    for expected in (1, 2, 3):
-        graphs.enqueue(bound)
-        assert FakeGraph.replays == expected
-    assert engine.contexts[0].runs == 4
-    np.testing.assert_array_equal(graphs.fetch()["y"], 2 * feeds(2)["x"])
-
-
-def test_a_graph_is_void_once_the_activations_moved(graphs: TensorRTSession) -> None:
-    bound = graphs.bind(feeds(2))
-    for _ in range(3):
-        graphs.enqueue(bound)
-    old = bound.graph
-    right(graphs, 8)
-    replays = FakeGraph.replays
-    graphs.enqueue(bound)
-    assert FakeGraph.replays == replays
-    graphs.enqueue(bound)
-    assert bound.graph is not old
-    np.testing.assert_array_equal(graphs.fetch()["y"], 2 * feeds(2)["x"])
-
-
-def test_a_graph_belongs_to_what_it_was_captured_with(graphs: TensorRTSession) -> None:
-    first, second = graphs.bind(feeds(2, 1)), graphs.bind(feeds(2, 2))
-    for bound, seed in [(first, 1), (second, 2)] * 4:
-        graphs.enqueue(bound)
-        np.testing.assert_array_equal(graphs.fetch()["y"], 2 * feeds(2, seed)["x"])
-    assert first.graph is not second.graph
-
-
-def test_nothing_is_captured_unless_that_was_asked_for(plain: TensorRTSession) -> None:
-    bound = plain.bind(feeds(2))
-    for _ in range(4):
-        plain.enqueue(bound)
-    assert FakeGraph.replays == 0
-
-
-def test_an_engine_that_captures_by_itself_is_left_to_it(engine: Engine) -> None:
-    opened = opened_on(engine)
-    opened.captures_itself = True
-    with TensorRTSession(TRT, opened, SIGNATURE, Device(), RunOptions(cuda_graphs=True)) as found:
-        bound = found.bind(feeds(2))
+@pytest.mark.parametrize(("asked", "by_itself"), [(False, False), (True, True)])
+def test_nothing_is_captured_unless_that_was_asked_for(engine: Engine, asked: bool, by_itself: bool) -> None:
+    """Nor of an engine that captures by itself."""
+    opened = Opened(engine, object(), object(), Config(), engine.log, captures_itself=by_itself)
+    with TensorRTSession(TRT, opened, SIGNATURE, HERE, RunOptions(cuda_graphs=asked)) as one:
+        bound = one.bind(feeds(2))
         for _ in range(4):
-            found.enqueue(bound)
-    assert FakeGraph.replays == 0
+            one.enqueue(bound)
+        assert bound.graph is None
 
 
-def test_outputs_of_unknown_shape_are_fetched_in_the_shape_of_the_run() -> None:
-    with open_session(Engine(unknown=True)) as found:
-        for batch in (3, 8, 3):
-            right(found, batch, seed=batch)
-
-
-def test_outputs_of_unknown_shape_are_no_part_of_a_graph() -> None:
-    with (
-        open_session(Engine(unknown=True), cuda_graphs=True) as found,
-        pytest.raises(ModelError, match="'y'") as caught,
-    ):
-        found.bind(feeds(2))
+def test_outputs_of_unknown_shape_are_no_part_of_a_graph(engine: Engine) -> None:
+    with open_session(engine, UNKNOWN, cuda_graphs=True) as one, pytest.raises(ModelError, match="'found'") as caught:
+        one.bind(feeds(2))
     assert "--cuda-graphs" in caught.value.remedy
 
 
-def test_a_run_that_tensorrt_does_not_take_is_an_error(plain: TensorRTSession, engine: Engine) -> None:
-    bound = plain.bind(feeds(2))
-    engine.broken = True
-    with pytest.raises(ModelError, match="did not run this input"):
-        plain.enqueue(bound)
+@pytest.mark.parametrize(
+    ("says", "error", "message"),
+    [
+        ("Error Code 3: no such tactic", ModelError, "did not run this input"),
+        ("Error Code 1: Cuda Runtime (out of memory)", StepOutOfMemory, "out of memory"),
+    ],
+)
+def test_a_run_that_tensorrt_does_not_take(engine: Engine, says: str, error: type[Exception], message: str) -> None:
+    with open_session(engine) as one:
+        bound = one.bind(feeds(2))
+        engine.says = says
+        with pytest.raises(error, match=message):
+            one.enqueue(bound)
 
 
-def test_a_lack_of_memory_is_told_by_what_tensorrt_said(plain: TensorRTSession, engine: Engine) -> None:
-    def execute(stream: int) -> bool:
-        log = plain._opened.log
-        log.take("ERROR", "Error Code 1: Cuda Runtime (out of memory)")
-        return False
-
-    bound = plain.bind(feeds(2))
-    engine.contexts[0].execute_async_v3 = execute  # type: ignore[method-assign]
-    with pytest.raises(StepOutOfMemory, match="out of memory"):
-        plain.enqueue(bound)
-
-
-def test_a_sibling_has_contexts_and_activations_of_its_own(plain: TensorRTSession, engine: Engine) -> None:
-    with plain.sibling() as other:
-        right(plain, 2)
-        right(other, 8)
-        assert other.activation_memory is not plain.activation_memory
-        assert plain.activation_memory.bytes == 2 * BYTES_EACH
-    assert len(engine.contexts) == 2
-    right(plain, 4)
+def test_a_sibling_has_contexts_and_activations_of_its_own(engine: Engine) -> None:
+    with open_session(engine) as one:
+        with one.sibling() as other:
+            right(one, 2)
+            right(other, 8)
+            assert (one.activation_memory.bytes, other.activation_memory.bytes) == (200, 800)
+            assert len(engine.contexts) == 2
+        right(one, 4)
 
 
 def test_the_engine_goes_with_its_last_session(engine: Engine) -> None:
-    opened = opened_on(engine)
-    first = TensorRTSession(TRT, opened, SIGNATURE, Device(), RunOptions())
+    opened = Opened(engine, object(), object(), Config(), engine.log, captures_itself=False)
+    first = TensorRTSession(TRT, opened, SIGNATURE, HERE, RunOptions())
     second = first.sibling()
     first.close()
     first.close()
@@ -399,36 +396,141 @@ def test_the_engine_goes_with_its_last_session(engine: Engine) -> None:
     assert opened.runtime is None
 
 
-def test_a_closed_session_is_not_used(plain: TensorRTSession) -> None:
-    bound = plain.bind(feeds(2))
-    plain.close()
-    for call in (lambda: plain.bind(feeds(2)), lambda: plain.enqueue(bound), plain.fetch):
+def test_what_a_session_cannot_do_before_and_after(engine: Engine) -> None:
+    with open_session(engine) as one:
+        bound = one.bind(feeds(2))
+        with pytest.raises(UsageError, match="nothing was run"):
+            one.fetch()
+    for call in (lambda: one.bind(feeds(2)), lambda: one.enqueue(bound), one.fetch):
         with pytest.raises(UsageError, match="closed"):
             call()
 
 
-def test_nothing_can_be_fetched_before_a_run(plain: TensorRTSession) -> None:
-    plain.bind(feeds(2))
-    with pytest.raises(UsageError, match="nothing was run"):
-        plain.fetch()
+def test_enqueue_neither_waits_nor_moves_memory(engine: Engine) -> None:
+    with open_session(engine, cuda_graphs=True) as one:
+        bound = one.bind(feeds(3))
+        before = (one._stream.waits, one.activation_memory.generation, one.activation_memory.bytes)
+        for _ in range(4):
+            one.enqueue(bound)
+        assert (one._stream.waits, one.activation_memory.generation, one.activation_memory.bytes) == before
 
 
-def test_sessions_that_share_activations_share_one_buffer_and_stream() -> None:
-    one, two = (
-        open_session(Engine(), share_activation_memory=True),
-        open_session(Engine(), share_activation_memory=True),
-    )
-    assert one.activation_memory is two.activation_memory
-    small, large = one.bind(feeds(2)), two.bind(feeds(8))
-    for _ in range(2):
-        one.enqueue(small)
-        np.testing.assert_array_equal(one.fetch()["y"], 2 * feeds(2)["x"])
-        two.enqueue(large)
-        np.testing.assert_array_equal(two.fetch()["y"], 2 * feeds(8)["x"])
+def test_size_that_is_not_taken_is_the_profiles(engine: Engine) -> None:
+    engine.insists = 1000
+    with open_session(engine) as one:
+        bound = one.bind(feeds(2))
+        assert one.activation_memory.bytes == 1000
+        placed = engine.contexts[0].placed
+        one.enqueue(bound)
+        assert engine.contexts[0].placed == placed
+
+
+@pytest.mark.parametrize(("most", "held"), [(1000, 1000), (0, 0)])
+def test_size_that_is_not_known_for_shapes_is_the_profiles(engine: Engine, most: int, held: int) -> None:
+    engine.needs, engine.most = 0, most
+    with open_session(engine) as one:
+        one.run(feeds(2))
+        assert one.activation_memory.bytes == held
+        assert engine.contexts[0].memory[1] == held
+
+
+def test_forgotten_context_lives_as_long_as_something_is_bound(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_MOST_CONTEXTS", 2)
+    with open_session(engine) as one:
+        kept = one.bind(feeds(1, 7.0))
+        for batch in (2, 3, 4):
+            one.run(feeds(batch))
+        gc.collect()
+        assert sorted(context.shape[0] for context in engine.contexts) == [1, 3, 4]
+        one.enqueue(kept)
+        np.testing.assert_array_equal(one.fetch()["y"], np.full((1, 4), 14.0))
+
+
+def test_contexts_go_when_the_session_closes(engine: Engine) -> None:
+    one = open_session(engine)
+    bound = one.bind(feeds(2))
+    one.enqueue(bound)
+    waits = one._stream.waits
     one.close()
-    assert two.activation_memory.bytes == 8 * BYTES_EACH
-    two.close()
-    assert memory._shared == {}
+    assert one._stream.waits == waits + 1  # not while they run
+    assert bound.context.native is None
+    assert engine.contexts == []
+    assert one.activation_memory.bytes == 0
+
+
+def test_capture_that_fails_leaves_the_session_usable(engine: Engine) -> None:
+    with open_session(engine, cuda_graphs=True) as one:
+        bound = one.bind(feeds(2))
+        one.enqueue(bound)
+        Graph.fails = True
+        with pytest.raises(ModelError, match="during capture") as caught:
+            one.enqueue(bound)
+        assert "--cuda-graphs" in caught.value.remedy
+        np.testing.assert_array_equal(one.run(feeds(2, 4.0))["y"], np.full((2, 4), 8.0))
+        Graph.fails = False
+        one.enqueue(bound)
+        assert bound.graph.replays == 1
+
+
+def test_call_that_is_refused_while_captured(engine: Engine) -> None:
+    with open_session(engine, cuda_graphs=True) as one:
+        bound = one.bind(feeds(2))
+        one.enqueue(bound)
+        engine.says = "this layer synchronises"
+        with pytest.raises(ModelError, match="synchronises"):
+            one.enqueue(bound)
+        assert bound.graph is None
+        assert Graph.capturing is None
+
+
+def test_graphs_of_two_bounds_of_one_shape(engine: Engine) -> None:
+    with open_session(engine, cuda_graphs=True) as one:
+        bounds = [one.bind(feeds(2, value)) for value in (1.0, 2.0)]
+        for _ in range(3):
+            for value, bound in enumerate(bounds, 1):
+                one.enqueue(bound)
+                np.testing.assert_array_equal(one.fetch()["y"], np.full((2, 4), 2.0 * value))
+        assert [bound.graph.replays for bound in bounds] == [2, 2]
+
+
+def test_memory_of_an_output_of_unknown_shape_is_freed_with_what_was_bound(engine: Engine) -> None:
+    with open_session(engine, UNKNOWN) as one:
+        rooms = []
+        for _ in range(3):
+            bound = one.bind(feeds(1))
+            one.enqueue(bound)
+            rooms.append(weakref.ref(bound.outputs["found"]))
+        del bound
+        gc.collect()
+        assert [room() is None for room in rooms] == [True, True, False]
+
+
+def test_output_of_unknown_shape_without_elements(engine: Engine) -> None:
+    with open_session(engine, UNKNOWN) as one:
+        empty = one.run(feeds(1, -1.0))["found"]
+        assert (empty.shape, empty.dtype) == ((0,), np.int64)
+        np.testing.assert_array_equal(one.run(feeds(1))["found"], [0, 1, 2, 3])
+
+
+def test_tensor_without_elements_has_an_address(engine: Engine) -> None:
+    with open_session(engine) as one:
+        assert one.run(feeds(0))["y"].shape == (0, 4)
+
+
+def test_engines_that_share_activations(engine: Engine) -> None:
+    other = Engine(engine.log)
+    with open_session(engine, share_activation_memory=True, cuda_graphs=True) as first:
+        bound = first.bind(feeds(2, 3.0))
+        for _ in range(2):
+            first.enqueue(bound)
+        with open_session(other, share_activation_memory=True) as second:
+            second.run(feeds(8))
+            first.enqueue(bound)  # its graph is of memory that moved
+            assert bound.graph is None
+            assert engine.contexts[0].memory == other.contexts[0].memory
+        assert first.activation_memory.bytes == 800  # still in use
+        np.testing.assert_array_equal(first.fetch()["y"], np.full((2, 4), 6.0))
+    assert first.activation_memory.bytes == 0
 
 
 def test_activation_memory_grows_and_does_not_shrink() -> None:
@@ -443,20 +545,6 @@ def test_activation_memory_grows_and_does_not_shrink() -> None:
     held.hold(101)
     assert held.bytes == 101
     assert held.generation > first[0]
-
-
-def test_activation_memory_is_freed_by_the_last_to_leave() -> None:
-    held = activation_memory("cpu", shared=True)
-    assert activation_memory("cpu", shared=True) is held
-    assert activation_memory("cpu", shared=False) is not held
-    held.hold(100)
-    held.leave()
-    assert held.bytes == 100
-    before = held.generation
-    held.leave()
-    assert held.bytes == 0
-    assert held.generation > before
-    assert activation_memory("cpu", shared=True) is not held
 
 
 def test_the_allocator_takes_and_gives_back_torchs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,33 +607,27 @@ def test_streaming_budgets_that_do_not_go(engine: Streaming, options: dict[str, 
         opening._stream_weights(engine, RunOptions(weight_streaming_budget=40, **options))
 
 
-class Cache:
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-    def serialize(self) -> bytes:
-        return self.data
-
-
-@pytest.mark.parametrize(
-    ("before", "data", "written"), [(0, b"kernels", True), (7, b"kernels", False), (0, b"", False)]
-)
-def test_kernels_are_kept_by_the_last_session_if_any_are_new(
-    before: int, data: bytes, written: bool, tmp_path: Path, engine: Engine
-) -> None:
-    opened = opened_on(engine)
-    opened.cache, opened.cache_file, opened.cached_bytes = Cache(data), tmp_path / "k" / "one.cache", before
-    TensorRTSession(TRT, opened, SIGNATURE, Device(), RunOptions()).close()
-    assert (tmp_path / "k" / "one.cache").is_file() == written
-    assert not written or [path.name for path in (tmp_path / "k").iterdir()] == ["one.cache"]
+def test_memory_that_runs_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_session(engine) as one:
+        bound = one.bind(feeds(2, 3.0))
+        one.enqueue(bound)
+        generation = one.activation_memory.generation
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", out_of_memory)
+            with pytest.raises(StepOutOfMemory, match=r"Tried to allocate 800 bytes\."):
+                one.bind(feeds(8))
+        assert one.activation_memory.generation > generation  # graphs of before are void
+        one.enqueue(bound)
+        np.testing.assert_array_equal(one.fetch()["y"], np.full((2, 4), 6.0))
 
 
-def test_kernels_that_cannot_be_kept_are_no_error(tmp_path: Path, engine: Engine) -> None:
-    (tmp_path / "k").touch()
-    opened = opened_on(engine)
-    opened.cache, opened.cache_file = Cache(b"kernels"), tmp_path / "k" / "one.cache"
-    TensorRTSession(TRT, opened, SIGNATURE, Device(), RunOptions()).close()
-    assert opened.engine is None
+def test_errors_of_before_are_not_quoted(engine: Engine) -> None:
+    with open_session(engine) as one:
+        bound = one.bind(feeds(2))
+        engine.log.take("ERROR", "Error Code 2: OutOfMemory (of long ago)")
+        engine.says = "Cuda Runtime (an illegal memory access was encountered)"
+        with pytest.raises(ModelError, match="illegal memory access"):
+            one.enqueue(bound)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "int32", "bool", "int8", "uint8"])
@@ -567,3 +649,168 @@ def test_bfloat16_goes_by_its_bits() -> None:
 def test_an_output_that_no_array_can_hold_is_refused() -> None:
     with pytest.raises(ModelError, match="INT4"):
         session.torch_dtype("INT4")
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_strided_read_only_and_scalar_feeds(shape: tuple[int, ...]) -> None:
+    array = np.broadcast_to(np.array(1.5, np.float32), shape)
+    tensor = session.to_torch(array[..., ::-1] if shape else array)
+    assert (tuple(tensor.shape), tensor.is_contiguous()) == (shape, True)
+    np.testing.assert_array_equal(session.to_numpy(tensor), array)
+
+
+def opened_from(
+    engine: Engine | None, tmp_path: Path, flavour: Any = "tensorrt", says: str = "", **options: Any
+) -> Opened:
+    """Open a file that the fake runtime takes for ``engine``."""
+
+    class Runtime:
+        def __init__(self, logger: Any) -> None:
+            self.logger = logger
+            self.gpu_allocator = None
+
+        def deserialize_cuda_engine(self, plan: Any) -> Engine | None:
+            assert self.gpu_allocator is not None, "weights would not be counted"
+            assert bytes(plan) == b"plan"
+            if active(0):
+                self.gpu_allocator.allocate_async(500, 256, 0x7F0000000000, 0)
+            if says:
+                self.logger.log(named("ERROR"), says)
+            return engine
+
+    path = tmp_path / "model.engine"
+    path.write_bytes(b"plan")
+    manifest = EngineManifest.model_construct(signature=SIGNATURE, options=BuildOptions(), sha256="0" * 64)
+    plugins = staticmethod(lambda log, namespace: True)
+    trt = type("Trt", (), {**vars(TRT), "Runtime": Runtime, "init_libnvinfer_plugins": plugins})
+    return open_engine(trt, path, manifest, capabilities(flavour), HERE, BuildOptions(), RunOptions(**options))
+
+
+def test_engine_that_is_not_taken(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.engine, and said: generated on an incompatible device"):
+        opened_from(None, tmp_path, says="generated on an incompatible device")
+    with pytest.raises(StepOutOfMemory):
+        opened_from(None, tmp_path, says="Requested amount of GPU memory (9 bytes) could not be allocated.")
+
+
+class Heap:
+    """Memory that is nowhere; has so many bytes in all."""
+
+    def __init__(self, left: int = 1 << 20) -> None:
+        self.left, self.taken = left, 0
+
+    def take(self, size: int, stream: int) -> int:
+        self.taken += 1
+        return 0x1000 * self.taken if size <= self.left else 0
+
+    def give(self, address: int) -> None:
+        pass
+
+
+def test_what_a_session_takes_is_counted_by_tag(engine: Engine) -> None:
+    with counting(0, Heap()) as ledger:
+        with open_session(engine, UNKNOWN) as one:
+            bound = one.bind(feeds(2))
+            assert ledger.account().by_tag == {TRANSFERS: 32, ACTIVATIONS: 200, OUTPUTS: 32}
+            one.enqueue(bound)
+            assert ledger.account().by_tag[OUTPUTS] == 32 + 64  # eight positions, which only the run tells of
+            one.run(feeds(8))
+            assert ledger.account().by_tag[ACTIVATIONS] == 800
+            del bound
+        gc.collect()
+        assert ledger.leaks() == {}
+        assert ledger.account().unknown_frees == ledger.account().double_frees == 0
+
+
+def test_memory_that_tensorrt_asks_for_has_the_tag_of_its_time(engine: Engine, tmp_path: Path) -> None:
+    with counting(0, Heap()) as ledger:
+        found = opened_from(engine, tmp_path)
+        assert ledger.account().by_tag == {WEIGHTS: 500}
+        with TensorRTSession(TRT, found, SIGNATURE, HERE, RunOptions()) as one:
+            one.bind(feeds(2))
+            found.allocator.allocate_async(70, 256, 0, 0)
+            scratch = engine.contexts[0].temporary_allocator.allocate_async(9, 256, 0, 0)
+            assert ledger.account().by_tag[WORKSPACE] == 79
+            assert engine.contexts[0].temporary_allocator.deallocate_async(scratch, 0) is True
+            assert engine.contexts[0].temporary_allocator.deallocate_async(scratch, 0) is False
+        assert (ledger.account().double_frees, ledger.account().unknown_frees) == (1, 0)
+
+
+def test_nothing_is_counted_unless_that_was_asked_for(engine: Engine) -> None:
+    with open_session(engine) as one:
+        bound = one.bind(feeds(2))
+        with counting(0, Heap()) as ledger:
+            one.enqueue(bound)
+        assert ledger.account().taken == 0
+
+
+def test_inputs_that_no_feeds_can_be(engine: Engine, tmp_path: Path) -> None:
+    engine.input_dtype = "HALF"
+    with pytest.raises(ModelError, match="'x' is HALF, not float32"):
+        opened_from(engine, tmp_path)
+    engine.input_dtype, engine.location = "FLOAT", "host"
+    with pytest.raises(ModelError, match="decide shapes"):
+        opened_from(engine, tmp_path)
+
+
+def test_streaming_has_scratch_and_no_graphs(engine: Engine, tmp_path: Path) -> None:
+    found = opened_from(engine, tmp_path, weight_streaming_budget=100)
+    with TensorRTSession(TRT, found, SIGNATURE, HERE, RunOptions()) as one:
+        one.bind(feeds(2))
+        assert one.activation_memory.bytes == 1000
+    with pytest.raises(UsageError, match="CUDA graph"):
+        opened_from(engine, tmp_path, weight_streaming_budget=100, cuda_graphs=True)
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ENGINESMITH_STORE", str(tmp_path / "store"))
+    return tmp_path / "store" / "kernels"
+
+
+@pytest.mark.parametrize(
+    ("contents", "warm"),
+    [((b"one", b"one"), True), ((b"one", b"one and two"), True), ((b"other", b"ours"), False)],
+    ids=["the same", "more", "of another device"],
+)
+def test_compiled_kernels_from_one_run_to_the_next(
+    engine: Engine, tmp_path: Path, kernels: Path, contents: tuple[bytes, bytes], warm: bool
+) -> None:
+    for expected_warm, content in zip((False, warm), contents, strict=True):
+        found = opened_from(engine, tmp_path, "tensorrt_rtx")
+        assert found.warm == expected_warm
+        found.users, found.cache.content = 1, content
+        found.leave()
+        assert [path.read_bytes() for path in kernels.iterdir()] == [content]
+
+
+def test_kernels_that_cannot_be_kept_are_no_error(engine: Engine, tmp_path: Path, kernels: Path) -> None:
+    kernels.parent.mkdir()
+    kernels.touch()
+    found = opened_from(engine, tmp_path, "tensorrt_rtx")
+    found.users, found.cache.content = 1, b"kernels"
+    found.leave()
+    assert found.engine is None
+
+
+@pytest.mark.parametrize(("wanted", "strategy"), [(True, "whole"), (False, "off")])
+def test_rtx_is_told_before_there_are_contexts(
+    engine: Engine, tmp_path: Path, kernels: Path, wanted: bool, strategy: str
+) -> None:
+    found = opened_from(engine, tmp_path, "tensorrt_rtx", cuda_graphs=wanted)
+    assert found.config.cuda_graph_strategy == strategy
+    assert found.config.dynamic_shapes_kernel_specialization_strategy == "eager"
+
+
+def test_one_logger_for_all_runtimes() -> None:
+    trt = type("Trt", (), {"ILogger": Base})
+    assert opening._logger(trt) is opening._logger(trt)
+
+
+def test_host_code_and_plugins_are_the_user_s_to_allow() -> None:
+    asked = EngineManifest.model_construct(options=BuildOptions(host_code=True, plugins=("/elsewhere/nms.so",)))
+    with pytest.raises(MissingCapability, match="host code"):
+        _hold_allowed(asked, BuildOptions(plugins=("nms.so",)))
+    with pytest.raises(MissingCapability, match="nms"):
+        _hold_allowed(asked, BuildOptions(host_code=True))
+    _hold_allowed(asked, BuildOptions(host_code=True, plugins=("here/nms.so",)))
