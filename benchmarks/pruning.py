@@ -86,7 +86,7 @@ def resnet50(work: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _optimised(*words: str, folder: Path, store: Path | None = None) -> Answer:
     return call(
-        *("optimize", *words, "--prune", "macs=0.5", "--batch", "1", "--threads", "1"),
+        *("optimize", *words, "--prune", "macs=-50%", "--batch", "1", "--threads", "1"),
         *("--out", str(folder / "run"), "--store", str(store or folder / "store")),
     )
 

@@ -79,7 +79,7 @@ def _row(model: str, scope: str, everywhere: bool, folder: Path, seconds: float,
 
 def _commands(model: str, scope: str, left: float) -> tuple[tuple[str, ...], ...]:
     return (
-        ("prune", model, "-o", "pruned", "--prune", f"macs={left:.3f}", "--prune-scope", scope),
+        ("prune", model, "-o", "pruned", "--prune", f"macs=-{1 - left:.1%}", "--prune-scope", scope),
         ("export", "pruned", "-o", "pruned.onnx"),
     )
 

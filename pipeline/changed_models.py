@@ -159,7 +159,7 @@ def _measured_on(recipe: Recipe, target: Target) -> Engine:
         told = f"{len(names)} such are asked for: {', '.join(names)}" if names else "none such is asked for"
         raise UsageError(
             f"--prune {target} is measured on one engine that takes graphs and runs here, and {told}",
-            "give --engine onnxruntime, or --prune macs=0.5",
+            "give --engine onnxruntime, or --prune macs=-50%",
         )
     return able[0]
 

@@ -100,7 +100,7 @@ class VariantRecord(_Part):
     engine: str
     precision: str
     prune: str | None = None
-    """What was asked for, as ``macs=0.5``."""
+    """What was asked for, as ``macs=-50%``."""
     sparsity: str | None = None
     dense: str | None = None
     """The variant that it differs from in nothing but being pruned or sparse."""

@@ -30,7 +30,9 @@ from enginesmith.pipeline.commands.request import recipe_of, resumable, settings
 @click.option("--graph-optimization", multiple=True, help="ONNX Runtime's level: disabled, basic, extended, all.")
 @click.option("--no-simplify", is_flag=True, default=None, help="Leave the exported graph as it is.")
 @click.option("--precision", "precisions", multiple=True, help="fp32, fp16, bf16, int8, int8+fp16, int8-dynamic …")
-@click.option("--prune", multiple=True, metavar="TARGET", help="0.3 of channels go; macs=0.5, latency=0.6 are left.")
+@click.option(
+    "--prune", multiple=True, metavar="TARGET", help="What is removed: 30% of channels, macs=-50%, latency=-40%."
+)
 @click.option("--sparsity", multiple=True, metavar="PATTERN", help="Zeros in weights: 2:4, or unstructured=0.5.")
 @with_budgets
 @click.option("--objective", type=click.Choice(["latency", "throughput", "memory", "size"]), help="What wins.")

@@ -81,7 +81,12 @@ def precision(model: str, output: Path, as_json: bool, quiet: bool, **options: A
 @click.command()
 @model_argument
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write; it is a MODEL.")
-@click.option("--prune", required=True, metavar="TARGET", help="0.3, macs=0.5, params=0.5, latency=0.6.")
+@click.option(
+    "--prune",
+    required=True,
+    metavar="TARGET",
+    help="What is removed: 30% of the channels, macs=-50%, params=-50%, latency=-40%.",
+)
 @click.option("--engine", "engines", multiple=True, help="What latency=… is measured on; default onnxruntime.")
 @click.option("--measure-time", metavar="TIME", help="Of a trial for latency=…; 6s at most.")
 @click.option("--data", "calibration", metavar="DATA", help="For taylor and recovery: embedded set, .npz, images …")
@@ -92,7 +97,7 @@ def precision(model: str, output: Path, as_json: bool, quiet: bool, **options: A
 def prune(model: str, output: Path, prune: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Take channels, hidden units and attention heads out of MODEL; the result is a smaller model.
 
-    Example: enginesmith prune net.py:build -o pruned --prune macs=0.5 --recover distil --data data.npz
+    Example: enginesmith prune net.py:build -o pruned --prune macs=-50% --recover distil --data data.npz
     """
     from enginesmith.pipeline import stages
 

@@ -39,7 +39,7 @@ class Precision(Pass):
     name: ClassVar[str] = "precision"
     consumes: ClassVar[Kind] = "onnx"
     produces: ClassVar[Kind] = "onnx"
-    tools: ClassVar[tuple[str, ...]] = ("ml-dtypes", "numpy", "onnx", "onnx-ir", "onnxscript")
+    tools: ClassVar[tuple[str, ...]] = ("ml-dtypes", "networkx", "numpy", "onnx", "onnx-ir", "onnxscript")
 
     precision: Literal["fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights"]
     placement: Placement = "tensorrt"

@@ -10,7 +10,7 @@ from enginesmith.pipeline.pruning import selection
 from enginesmith.pipeline.pruning.counting import Cost, Counter
 from enginesmith.pipeline.pruning.cutting import Removal, cut_for_now
 from enginesmith.pipeline.pruning.structure import Group
-from enginesmith.pipeline.pruning.target import Target
+from enginesmith.pipeline.pruning.target import Target, spell
 
 TOLERANCE = 0.02
 """How far what is left may be from the target."""
@@ -104,13 +104,11 @@ class Goal:
         root = min(self._groups, key=lambda one: last.get(one, -1))
         group = self._groups[root]
         stay = min((cut.left for cut in cuts if cut.root == root), default=group.units)
-        if self._target.kind == "ratio":
-            limit = f"{math.floor((1 - least) * 1000) / 1000:g} is the largest share that can go"
-        else:
-            limit = f"{self._target.kind}={math.ceil(least * 1000) / 1000:g} is the least that can be left"
+        most = spell(self._target.kind, math.floor((1 - least) * 1000) / 1000)
         return EmptyLayer(
             f"--prune {self._target} would empty a layer, {root} first, of whose {group.units} {group.unit}s "
-            f"{stay} at least {'stays' if stay == 1 else 'stay'}: {limit} of the {_WHAT[self._target.kind]}",
+            f"{stay} at least {'stays' if stay == 1 else 'stay'}: {most} of the {_WHAT[self._target.kind]} "
+            "is the most that can be removed",
             "ask for less, or protect fewer layers",
         )
 

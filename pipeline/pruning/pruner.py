@@ -66,7 +66,7 @@ def prune(
     if target.kind == "latency":
         raise UsageError(
             f"--prune {target} needs an engine to be measured on, and there is none here",
-            "give macs=, params= or a share of channels",
+            "give 30% of the channels, macs=-50% or params=-50%",
         )
     found = find(model, run, options, progress)
     before, history = Before(model), list[Kept]()

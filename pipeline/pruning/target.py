@@ -1,4 +1,4 @@
-"""How far a model is to be pruned."""
+"""Read and write how far a model is to be pruned: always the share that is removed."""
 
 import math
 from itertools import pairwise
@@ -10,15 +10,15 @@ from enginesmith.pipeline.errors import UsageError
 
 Kind = Literal["ratio", "macs", "params", "latency"]
 
-_QUANTITIES = {"macs": "MACs", "params": "parameters", "latency": "latency"}
-_FORMS = "give a share of the channels as in 0.3, or what is to be left: macs=0.5, params=0.5 or latency=0.6"
+_QUANTITIES = {"ratio": "channels", "macs": "MACs", "params": "parameters", "latency": "latency"}
+_FORMS = "say what is removed: 30% of the channels, macs=-50%, params=-50% or latency=-40%"
 
 
 class Target(BaseModel):
-    """How far to prune.
+    """The share of a quantity that is removed from the model that is pruned; ``ratio`` is of its channels.
 
-    ``ratio`` is the share of channels that go; ``macs``, ``params`` and ``latency`` are what is left, as shares of what
-    the model that is pruned has.
+    A pruning ratio is the share that is removed in torch-pruning and in the literature (Blalock et al., "What is the
+    State of Neural Network Pruning?", MLSys 2020, section 3).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -28,54 +28,65 @@ class Target(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> "Target":
-        """Read ``0.3``, ``macs=0.5``, ``params=0.5`` or ``latency=0.6``.
+        """Read ``30%`` (or ``0.3``), ``macs=-50%``, ``params=-50%`` or ``latency=-40%``.
 
         Raises:
             UsageError: it is none of these, or no share between 0 and 1.
         """
         kind, _, number = text.partition("=") if "=" in text else ("ratio", "", text)
         name = kind.strip().lower()
-        if name not in ("ratio", "macs", "params", "latency"):
+        if name not in _QUANTITIES:
             raise UsageError(f"{kind!r} is nothing that pruning can aim at", _FORMS)
+        number = number.strip()
         try:
-            value = float(number)
+            value = float(number[:-1]) / 100 if number.endswith("%") else float(number)
         except ValueError as error:
             raise UsageError(f"{text!r} is no pruning target: {number!r} is no number", _FORMS) from error
+        if name != "ratio":
+            if 0 < value < 1 and not number.startswith("-"):
+                raise _unsigned(name, value, text)
+            value = -value
         if not (math.isfinite(value) and 0 < value < 1):
             raise UsageError(f"--prune {text}: {_out_of_range(name, value)}", _FORMS)
-        return cls.model_validate({"kind": name, "value": value})
+        return cls.model_validate({"kind": name, "value": round(value, 12)})
 
     @property
     def slug(self) -> str:
-        """For names of variants: ``prune30``, ``prune-macs50``, ``prune-latency60``."""
+        """Part of the names of variants, in percent removed: ``prune30``, ``prune-macs50``, ``prune-latency40``."""
         percent = f"{100 * self.value:.4g}".replace(".", "_")
         return f"prune{percent}" if self.kind == "ratio" else f"prune-{self.kind}{percent}"
 
     @property
     def left(self) -> float:
-        """What is left of the target's quantity, as a share."""
-        return 1 - self.value if self.kind == "ratio" else self.value
+        """The share of the quantity that is left."""
+        return 1 - self.value
 
     def stages(self, count: int) -> tuple["Target", ...]:
-        """The same target in ``count`` stages of equal size, each relative to what the one before leaves."""
-        lefts = [1 - (1 - self.left) * index / count for index in range(count + 1)]
-        shares = [after / before for before, after in pairwise(lefts)]
-        return tuple(Target(kind=self.kind, value=1 - one if self.kind == "ratio" else one) for one in shares)
+        """Divide the target into ``count`` stages of equal size, each relative to what the one before leaves."""
+        lefts = [1 - self.value * index / count for index in range(count + 1)]
+        return tuple(Target(kind=self.kind, value=1 - after / before) for before, after in pairwise(lefts))
 
     def __str__(self) -> str:
-        """As it is given."""
-        return f"{self.value:g}" if self.kind == "ratio" else f"{self.kind}={self.value:g}"
+        return spell(self.kind, self.value)
+
+
+def spell(kind: Kind, removed: float) -> str:
+    """Write the share that is removed as :meth:`Target.parse` reads it."""
+    percent = f"{100 * removed:.6g}%"
+    return percent if kind == "ratio" else f"{kind}=-{percent}"
+
+
+def _unsigned(kind: Literal["macs", "params", "latency"], value: float, text: str) -> UsageError:
+    """Explain a share without a sign, which meant what is left in earlier versions."""
+    return UsageError(
+        f"--prune {text} does not say whether {value:.4g} of the {_QUANTITIES[kind]} is removed or left",
+        f"write {spell(kind, value)} to remove {100 * value:.4g} %, or {spell(kind, 1 - value)} to leave that much",
+    )
 
 
 def _out_of_range(kind: str, value: float) -> str:
-    """Why no model can be pruned to ``value``."""
-    if kind == "ratio":
-        if value == 0:
-            return "none of the channels would go; leave --prune away for the dense model"
-        range_is = "it is the share of the channels that goes, in [0, 1)"
-        return f"{range_is}, and 1 would leave none" if value == 1 else range_is
     what = _QUANTITIES[kind]
-    if value == 1:
-        return f"all of the {what} would be left; leave --prune away for the dense model"
-    range_is = f"it is the share of the {what} that is left, in (0, 1]"
-    return f"{range_is}, and 0 would leave none" if value == 0 else range_is
+    if value == 0:
+        return f"none of the {what} would be removed; leave --prune away for the dense model"
+    range_is = f"it is the share of the {what} that is removed, above 0 % and below 100 %"
+    return f"{range_is}, and 100 % would leave none" if value == 1 else range_is

@@ -93,7 +93,7 @@ def _check_smaller(recipe: Recipe) -> None:
         if twice := next((one for one in ids if ids.count(one) > 1), None):
             raise UsageError(f"{option} is given twice as {twice}", "give each one once")
     for what, part, empty, missing in (
-        ("pruning", recipe.pruning, not recipe.prune, "--prune macs=0.5"),
+        ("pruning", recipe.pruning, not recipe.prune, "--prune macs=-50%"),
         ("recovery", recipe.recovery, not recipe.recover, "--recover distil"),
         ("sparsifying", recipe.sparsifying, not recipe.sparsity, "--sparsity 2:4"),
     ):
@@ -106,7 +106,7 @@ def _check_smaller(recipe: Recipe) -> None:
             "give the model as file.py:factory; --sparsity 2:4 works on graphs",
         )
     if recipe.recover and not recipe.prune:
-        raise UsageError("--recover trains back what was pruned, and nothing is", "add --prune macs=0.5")
+        raise UsageError("--recover trains back what was pruned, and nothing is", "add --prune macs=-50%")
     if recipe.recover and user_code.is_reference(recipe.recovery.method):
         user_code.check_reference(recipe.recovery.method, "loss")
     needing = [

@@ -53,7 +53,8 @@ class Recipe(EngineOptions, ModelOptions):
     data_options: DataOptions = AS_FOUND
     quantisation: QuantisationOptions = QuantisationOptions()
     prune: tuple[str, ...] = Field(
-        (), description="how far to prune, each one more variant: 0.3 of the channels, or what is left: macs=0.5 …"
+        (),
+        description="what pruning removes, each one more variant: 30% of the channels, macs=-50%, latency=-40%",
     )
     pruning: PruneOptions = PruneOptions()
     recover: bool = Field(False, description="train what was pruned back, with the calibration data")

@@ -89,7 +89,7 @@ class TryLatency(Task):
     exclusive: ClassVar[bool] = True
 
     prune: Prune
-    """How, and the share of the dense engine's latency that is wanted."""
+    """Options, and the share of the dense engine's latency that is to be removed."""
     way: ToEngine
     seconds: float = _LONGEST_SECONDS
     """The most that is measured for."""
@@ -110,7 +110,7 @@ class TryLatency(Task):
             ModelError: it cannot be built or measured.
         """
         trials = _trials(inputs)
-        share = propose(trials, self.prune.target.value)
+        share = propose(trials, self.prune.target.left)
         if share is None:
             summary = "the search is over"
         else:
@@ -167,7 +167,7 @@ class PruneToLatency(Prune):
             UsageError: no model that can be had is fast enough; the message names the fastest.
         """
         trials = _trials(inputs)
-        best = chosen(trials, self.target.value)
+        best = chosen(trials, self.target.left)
         if best is None:
             raise UsageError(f"--prune {self.target} is not reached: {told(trials)}", "ask for less")
         effect = _to_macs(self, best.macs_left).run(inputs, out, progress)
@@ -178,7 +178,7 @@ class PruneToLatency(Prune):
 
 
 def _to_macs(task: Prune, share: float) -> Prune:
-    target = Target(kind="macs", value=share)
+    target = Target(kind="macs", value=1 - share)
     return Prune(target=target, options=task.options, feeder=task.feeder, seed=task.seed)
 
 

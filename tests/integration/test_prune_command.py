@@ -20,7 +20,7 @@ def test_what_is_written_is_a_model(cli: Cli, tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert (found["pruning"]["channels_before"], found["pruning"]["channels_after"]) == (16, 8)
     assert {Path(name).name for name in found["files"]} >= {"model.json", "state.safetensors", "pruning.json"}
-    again = cli("prune", tmp_path / "small", "-o", tmp_path / "smaller", "--prune", "macs=0.5", "--json")
+    again = cli("prune", tmp_path / "small", "-o", tmp_path / "smaller", "--prune", "macs=-50%", "--json")
     assert again.code == 0, again.text
     assert json.loads(again.stdout)["pruning"]["channels_after"] == 4
 
@@ -30,7 +30,7 @@ def test_a_latency_is_searched_for_on_the_engine_and_no_trial_is_done_twice(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(changed_models, "_TRIALS", 2)  # of which one leaves half of the MACs, if the other is too slow
-    prune = ("prune", f"{NETS}:wide", "--prune", "latency=0.9", "--engine", "onnxruntime", "--measure-time", "0.3s")
+    prune = ("prune", f"{NETS}:wide", "--prune", "latency=-10%", "--engine", "onnxruntime", "--measure-time", "0.3s")
     done = cli(*prune, "-o", tmp_path / "small", "--json")
     assert done.code == 0, done.text
     found = json.loads(done.stdout)
@@ -54,7 +54,7 @@ def test_a_latency_is_searched_for_on_the_engine_and_no_trial_is_done_twice(
         ("prune digits -o small --prune 0.3 --recover loss.py:los", "did you mean loss.py:loss?"),
         ("prune digits -o small --prune 0.3 --recover distil --recover-time 0", "recovery.seconds: "),
         ("optimize digits --prune 0.3 --metric loss:metric", "loss has no function 'metric'"),
-        ("prune digits -o small --prune latency=0.6 --engine compiled", "give --engine onnxruntime"),
+        ("prune digits -o small --prune latency=-40% --engine compiled", "give --engine onnxruntime"),
         ("sparsify given.onnx -o given.onnx", "given.onnx is the model itself, and would be overwritten"),
         ("simplify given.onnx -o ./given.onnx", "is the model itself"),
         ("precision given.onnx -o given.onnx --precision fp16", "is the model itself"),

@@ -17,7 +17,7 @@ FULL = {
     "engines": ["onnxruntime", "compiled", "tensorrt_rtx"],
     "targets": ["sm86"],
     "precisions": ["fp32", "fp16"],
-    "prune": ["macs=0.5", "0.3"],
+    "prune": ["macs=-50%", "0.3"],
     "sparsity": ["2:4"],
 }
 
@@ -43,7 +43,7 @@ def test_every_variant_has_a_sibling_for_each_change() -> None:
     dense = [variant for variant in found.values() if variant.dense is None]
     for one in dense:
         pruned = found[f"{one.id}-prune-macs50"]
-        assert (pruned.dense, pruned.prune, pruned.sparsity) == (one.id, "macs=0.5", None)
+        assert (pruned.dense, pruned.prune, pruned.sparsity) == (one.id, "macs=-50%", None)
         assert (f"{one.id}-sparse24" in found) == (one.engine.consumes == "onnx")
     both = found["onnxruntime-fp16-sparse24-prune30"]
     assert (both.dense, both.prune, both.sparsity) == ("onnxruntime-fp16", "0.3", "2:4")
@@ -73,7 +73,7 @@ def test_siblings_are_paired_in_the_measurement() -> None:
 
 
 def test_pruning_in_steps_recovers_after_each() -> None:
-    steps = by_id(planned(prune=["macs=0.5"], pruning={"steps": 2}, recover=True, recovery={"seconds": 60}))
+    steps = by_id(planned(prune=["macs=-50%"], pruning={"steps": 2}, recover=True, recovery={"seconds": 60}))
     first, second = (steps[f"prune-macs50-{turn}of2"] for turn in (1, 2))
     assert isinstance(first.task, Prune)
     assert isinstance(second.task, Prune)
@@ -86,21 +86,21 @@ def test_pruning_in_steps_recovers_after_each() -> None:
 
 
 def test_a_latency_is_searched_for_in_a_chain_of_trials() -> None:
-    steps = by_id(planned(prune=["latency=0.6"], engines=["onnxruntime", "compiled"], measure={"seconds": 2.0}))
-    name = "prune-latency60"
+    steps = by_id(planned(prune=["latency=-40%"], engines=["onnxruntime", "compiled"], measure={"seconds": 2.0}))
+    name = "prune-latency40"
     chain = [step for key, step in steps.items() if key.startswith(f"{name}-trial-")]
     assert all(isinstance(step.task, TryLatency) and step.task.seconds == 2.0 for step in chain)
     assert all(step.inputs["dense"] == f"{name}-dense" for step in chain)
     assert [step.inputs.get("before") for step in chain] == [None, *(step.id for step in chain[:-1])]
     assert steps[name].inputs == {"model": "load", "reference": "reference", "before": chain[-1].id}
     assert steps[f"export-{name}"].inputs == {"model": name}
-    variant = next(one for one in planned(prune=["latency=0.6"]).variants if one.prune)
-    assert (variant.prune, variant.pruned) == ("latency=0.6", (name,))
+    variant = next(one for one in planned(prune=["latency=-40%"]).variants if one.prune)
+    assert (variant.prune, variant.pruned) == ("latency=-40%", (name,))
 
 
 def test_a_latency_needs_an_engine_that_takes_graphs() -> None:
     with pytest.raises(UsageError, match="none such is asked for") as caught:
-        planned(prune=["latency=0.6"], engines=["compiled"])
+        planned(prune=["latency=-40%"], engines=["compiled"])
     assert "give --engine onnxruntime" in caught.value.remedy
 
 

@@ -119,10 +119,10 @@ def pruned(name: str, ms: float) -> VariantRecord:
         curve=curve,
     )  # fmt: skip
     facts = Facts(
-        target="macs=0.5", importance="l2", scope="global", macs_before=10, macs_after=5, parameters_before=10,
+        target="macs=-50%", importance="l2", scope="global", macs_before=10, macs_after=5, parameters_before=10,
         parameters_after=5, channels_before=16, channels_after=8, groups=(), whole={},
     )  # fmt: skip
-    return record(name, ms, 30, 0.011, prune="macs=0.5", pruning=(facts,), recovery=(back,))
+    return record(name, ms, 30, 0.011, prune="macs=-50%", pruning=(facts,), recovery=(back,))
 
 
 def assigned(groups: int) -> tuple[Assignment, ...]:
@@ -413,7 +413,7 @@ def test_summaries_say_what_is_seen() -> None:
         "onnxruntime-int8-prune-macs50 answers most, 22400 samples/s at batch 32"
         in found["throughput-by-batch"].summary
     )
-    assert found["recovery"].summary.startswith("macs=0.5 went from top1 0.5000 to 0.9760 in 20 steps")
+    assert found["recovery"].summary.startswith("macs=-50% went from top1 0.5000 to 0.9760 in 20 steps")
     assert found["memory"].summary.endswith("3 of 4 hold the budget of 50 MiB.")
 
 

@@ -18,8 +18,8 @@ from enginesmith.pipeline import graph, onnx_file
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.measure.fidelity import THRESHOLDS, compare
 from enginesmith.pipeline.precision.half import lowering as half
-from enginesmith.pipeline.precision.half.cut import SINK, SOURCE, Cut
 from enginesmith.pipeline.precision.half.lowering import Lowered
+from enginesmith.pipeline.precision.half.placement import SINK, SOURCE, CastNetwork
 
 RNG = np.random.default_rng(0)
 FLOAT, FLOAT16, BFLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16
@@ -558,11 +558,11 @@ def _networks() -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
 def test_cuts_cost_least() -> None:
     """Against every division there is."""
     for count, charges in _networks():
-        network = Cut()
+        network = CastNetwork()
         for _ in range(count - 2):
-            network.vertex()
+            network.add_vertex()
         for before, after, cost in charges:
-            network.charge(before, after, cost)
+            network.add_edge(before, after, cost)
         divisions = (
             {SOURCE, *(i + 2 for i, bit in enumerate(bits) if bit)} for bits in product((0, 1), repeat=count - 2)
         )

@@ -46,10 +46,10 @@ def pruned(parent: Artifact, out: Path, target: str = "0.3", feeder: Feeder | No
 @pytest.mark.parametrize(
     ("text", "kind", "value", "slug"),
     [
-        ("0.3", "ratio", 0.3, "prune30"),
-        ("macs=0.5", "macs", 0.5, "prune-macs50"),
-        ("params=0.125", "params", 0.125, "prune-params12_5"),
-        ("latency=0.6", "latency", 0.6, "prune-latency60"),
+        ("30%", "ratio", 0.3, "prune30"),
+        ("macs=-50%", "macs", 0.5, "prune-macs50"),
+        ("params=-12.5%", "params", 0.125, "prune-params12_5"),
+        ("latency=-40%", "latency", 0.4, "prune-latency40"),
     ],
 )
 def test_targets_are_read(text: str, kind: str, value: float, slug: str) -> None:
@@ -57,26 +57,41 @@ def test_targets_are_read(text: str, kind: str, value: float, slug: str) -> None
     assert (found.kind, found.value, found.slug, str(found)) == (kind, value, slug, text)
 
 
-@pytest.mark.parametrize("text", ["0", "1", "-0.1", "1.5", "nan", "half", "flops=0.5", "macs=0", "macs=1", "macs=", ""])
+@pytest.mark.parametrize(
+    "text", ["0", "1", "-0.1", "1.5", "nan", "half", "flops=0.5", "macs=-0%", "macs=-1", "macs=-100%", "macs=", ""]
+)
 def test_targets_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         Target.parse(text)
-    assert "macs=0.5" in caught.value.remedy
+    assert "macs=-50%" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("1", r"in \[0, 1\), and 1 would leave none"), ("1.5", r"in \[0, 1\)"), ("0", "none of the channels would go")]
-    + [("macs=0", r"in \(0, 1\], and 0 would leave none"), ("macs=1", "all of the MACs would be left")],
+    [("100%", "below 100 %, and 100 % would leave none"), ("1.5", "above 0 % and below 100 %")]
+    + [("0", "none of the channels would be removed"), ("macs=-0%", "none of the MACs would be removed")],
 )
 def test_a_target_out_of_range_is_told_its_range(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Target.parse(text)
 
 
+def test_a_share_is_read_with_and_without_percent() -> None:
+    assert Target.parse("0.3") == Target.parse("30%")
+    assert Target.parse("macs=-0.5") == Target.parse("macs=-50%")
+
+
+def test_a_quantity_without_a_sign_is_refused_with_both_readings() -> None:
+    with pytest.raises(
+        UsageError, match=r"macs=0\.4 does not say whether 0\.4 of the MACs is removed or left"
+    ) as caught:
+        Target.parse("macs=0.4")
+    assert caught.value.remedy == "write macs=-40% to remove 40 %, or macs=-60% to leave that much"
+
+
 def test_stages_lead_to_the_target() -> None:
     left = 1.0
-    for stage in Target.parse("macs=0.5").stages(3):
+    for stage in Target.parse("macs=-50%").stages(3):
         left *= stage.left
     assert left == pytest.approx(0.5)
     assert Target.parse("0.3").stages(1)[0].value == pytest.approx(0.3)
@@ -89,8 +104,8 @@ def test_options_that_are_not_allowed_are_named() -> None:
 
 
 def test_a_pruned_model_comes_back_bit_by_bit_and_can_be_pruned_again(tmp_path: Path) -> None:
-    first = pruned(loaded(tmp_path), tmp_path / "first", "macs=0.6")
-    second = pruned(first, tmp_path / "second", "macs=0.6")
+    first = pruned(loaded(tmp_path), tmp_path / "first", "macs=-40%")
+    second = pruned(first, tmp_path / "second", "macs=-40%")
     once, twice = (saved_module.load_artifact(one) for one in (first, second))
     image = torch.rand(3, 1, 8, 8)
     assert torch.equal(twice.module(image)[0], saved_module.load_artifact(second).module(image)[0])
@@ -141,7 +156,7 @@ def test_taylor_needs_data_and_takes_labels(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="taylor needs samples"):
         pruned(parent, tmp_path / "none", importance="taylor")
     feeder = Feeder(data="digits", samples=16, seed=0)
-    found = pruned(parent, tmp_path / "some", "macs=0.5", feeder, importance="taylor")
+    found = pruned(parent, tmp_path / "some", "macs=-50%", feeder, importance="taylor")
     assert read_facts(found).importance == "taylor"
     with pytest.raises(DataError):
         pruned(parent, tmp_path / "bad", feeder=Feeder(data="nowhere.npz", samples=4, seed=0), importance="taylor")

@@ -302,7 +302,7 @@ def test_a_second_pruning_keeps_the_multiples() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3), nn.Conv2d(32, 64, 1), head(64))
     for _ in range(3):
-        done = prune(model, target="macs=0.6", scope="global")
+        done = prune(model, target="macs=-40%", scope="global")
         assert [layer.out_channels % 8 for layer in model[:3]] == [0, 0, 0]
         assert done.notes == () or "multiples" in done.notes[0]
     assert model[1].out_channels < 32
@@ -311,9 +311,9 @@ def test_a_second_pruning_keeps_the_multiples() -> None:
 def test_narrow_layers_are_cut_below_the_multiple_only_where_the_target_needs_it() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 64, 3), nn.Conv2d(64, 64, 3), head(64))
-    prune(model, target="macs=0.5")
+    prune(model, target="macs=-50%")
     assert model[0].out_channels == 8
-    done = prune(model, target="macs=0.03")
+    done = prune(model, target="macs=-97%")
     assert any("no multiples of 8" in note for note in done.notes)
 
 
@@ -377,7 +377,7 @@ def test_surgery_composes() -> None:
 
 
 @pytest.mark.parametrize("scope", ["global", "uniform"])
-@pytest.mark.parametrize("target", ["macs=0.5", "params=0.5"])
+@pytest.mark.parametrize("target", ["macs=-50%", "params=-50%"])
 def test_a_target_is_met_within_two_points(target: str, scope: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.Conv2d(32, 64, 3), nn.Conv2d(64, 64, 3), head(64))
@@ -389,7 +389,7 @@ def test_a_target_is_met_within_two_points(target: str, scope: str) -> None:
 
 def test_several_steps_end_where_one_does() -> None:
     torch.manual_seed(0)
-    done = prune(nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3), head(64)), target="macs=0.5", steps=3)
+    done = prune(nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 64, 3), head(64)), target="macs=-50%", steps=3)
     assert abs(done.after.macs / done.before.macs - 0.5) <= 0.02
     assert {one.step for one in done.surgery.history} == {1, 2, 3}
 
@@ -408,13 +408,13 @@ def test_named_layers_stay_whole() -> None:
 
 def test_what_would_empty_a_layer_is_refused_by_name_and_the_limit_holds() -> None:
     with pytest.raises(
-        UsageError, match=r"would empty a layer, 0 first, of whose 8 channels 1 at least stays: 0\.916"
+        UsageError, match=r"would empty a layer, 0 first, of whose 8 channels 1 at least stays: 91\.6%"
     ) as caught:
         prune(flattened(), target="0.99")
-    assert caught.value.message.endswith("is the largest share that can go of the channels")
+    assert caught.value.message.endswith("of the channels is the most that can be removed")
     prune(flattened(), target="0.916")
-    with pytest.raises(UsageError, match=r"macs=0\.\d+ is the least that can be left of the MACs"):
-        prune(flattened(), target="macs=0.01")
+    with pytest.raises(UsageError, match=r"macs=-\d+\.\d% of the MACs is the most that can be removed"):
+        prune(flattened(), target="macs=-99%")
 
 
 def test_channels_that_leave_the_model_stay() -> None:

@@ -10,7 +10,7 @@ from enginesmith.pipeline.run import Run, VariantRecord
 
 GROUP = Kept(step=1, root="conv1", members=("conv1",), unit="channel", before=16, after=8, kept=(0,), importance="l2")
 FACTS = Facts(
-    target="macs=0.5",
+    target="macs=-50%",
     importance="l2",
     scope="global",
     macs_before=1000,
@@ -57,14 +57,14 @@ def run(*records: VariantRecord) -> Run:
 
 
 def variant(name: str, **more: object) -> VariantRecord:
-    found = {"id": name, "engine": "onnxruntime", "precision": "fp32", "status": "measured", "prune": "macs=0.5"}
+    found = {"id": name, "engine": "onnxruntime", "precision": "fp32", "status": "measured", "prune": "macs=-50%"}
     return VariantRecord.model_validate({**found, "pruning": (FACTS,), **more})
 
 
 def test_a_pruned_model_has_one_row_whatever_is_made_of_it() -> None:
     (row,) = smaller.models(run(variant("a", recovery=(BACK,)), variant("b", recovery=(BACK,))))
     assert row == (
-        "macs=0.5",
+        "macs=-50%",
         "l2, global",
         "16 → 8",
         "49.7%",
@@ -76,7 +76,7 @@ def test_a_pruned_model_has_one_row_whatever_is_made_of_it() -> None:
 
 def test_each_turn_of_pruning_has_its_row() -> None:
     rows = smaller.models(run(variant("a", pruning=(FACTS, FACTS), recovery=(BACK,))))
-    assert [row[0] for row in rows] == ["macs=0.5, step 1", "macs=0.5, step 2"]
+    assert [row[0] for row in rows] == ["macs=-50%, step 1", "macs=-50%, step 2"]
     assert [row[5] for row in rows][1] == "no"
 
 
