@@ -339,6 +339,7 @@ def latency_step(recipe: Recipe, variants: list[Variant], device: Device, again:
         engines={variant.id: variant.engine for variant in variants},
         device=device,
         settings=settings,
+        batches=len(recipe.batch),
         dense={variant.id: variant.dense for variant in variants if variant.dense},
         most=recipe.largest_batch if asked.sweep else None,
         again=again,

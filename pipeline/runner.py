@@ -48,7 +48,7 @@ class Outcome:
 class Event:
     """Something for people to see."""
 
-    kind: Literal["started", "progress", "note", "finished"]
+    kind: Literal["planned", "started", "progress", "note", "finished"]
     step: Step
     text: str = ""
     outcome: Outcome | None = None
@@ -97,7 +97,10 @@ class Runner:
         if self.time_limit_seconds is not None:
             self._deadline = time.monotonic() + self.time_limit_seconds
         outcomes = dict(given or {})
-        todo = _ToDo([step for step in steps if step.id not in outcomes], outcomes)
+        left = [step for step in steps if step.id not in outcomes]
+        for step in left:
+            self.listener(Event("planned", step))
+        todo = _ToDo(left, outcomes)
         ended: queue.SimpleQueue[tuple[Step, Future[Outcome | None]]] = queue.SimpleQueue()
         asked: set[str] = set()
         running: dict[str, Step] = {}

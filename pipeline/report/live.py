@@ -1,4 +1,4 @@
-"""What people see while a plan runs: a tree on a terminal, plain lines anywhere else. Always on standard error."""
+"""Show how a plan runs: as a tree on a terminal, as plain lines anywhere else. Always on standard error."""
 
 import contextlib
 import sys
@@ -18,7 +18,7 @@ _ENDED_SHOWN = 100
 
 @dataclass
 class _Line:
-    """A step's state."""
+    """Keep a step's state."""
 
     step: Step
     started: float | None = None
@@ -29,12 +29,26 @@ class _Line:
 
 @dataclass
 class _Board:
-    """All steps that were heard of, in order."""
+    """Keep the lines of all steps that have begun, in order, and what is left to do."""
 
     lines: dict[str, _Line] = field(default_factory=dict)
+    left: dict[str, Step] = field(default_factory=dict)
+    """Planned steps that have not ended, by id."""
+    planned: int = 0
+    _seconds: dict[str, list[float]] = field(default_factory=dict)
+    """By task, how long steps of this run took."""
 
     def take(self, event: Event) -> _Line | None:
-        """The step's line; None for a trial that came after the end of its search, which is no news."""
+        """Update the step's line; None where there is none: for a plan, or a trial after the end of its search."""
+        if event.kind == "planned":
+            self.planned += event.step.id not in self.left
+            self.left[event.step.id] = event.step
+            return None
+        if event.kind == "finished":
+            self.left.pop(event.step.id, None)
+            if event.outcome and event.outcome.artifact and not event.outcome.cached:
+                seconds = self._seconds.setdefault(event.step.task.title, [])
+                seconds.append(event.outcome.artifact.history[-1].seconds)
         if self._is_idle(event):
             self.lines.pop(event.step.id, None)
             return None
@@ -46,6 +60,26 @@ class _Board:
         else:
             line.ended, line.outcome = time.monotonic(), event.outcome
         return line
+
+    def overall(self) -> str:
+        """Describe the progress of the whole: ``18 of 27 steps, about 40 s left``, without the time if unknown."""
+        seconds = self._seconds_left()
+        time_left = f", about {format_seconds(seconds)} left" if seconds else ""
+        return f"{self.planned - len(self.left)} of {self.planned} steps{time_left}"
+
+    def _seconds_left(self) -> float | None:
+        """Add up the limits of the steps left, or how long others of their task took; None where one has neither."""
+        at_once = sum(line.started is not None and line.ended is None for line in self.lines.values())
+        total = 0.0
+        for step in self.left.values():
+            known = self._seconds.get(step.task.title)
+            expected = sum(known) / len(known) if known else step.task.expected_seconds
+            if expected is None:
+                return None
+            line = self.lines.get(step.id)
+            spent = time.monotonic() - line.started if line and line.started is not None else 0.0
+            total += max(0.0, expected - spent) / (1 if step.task.exclusive else max(1, at_once))
+        return total
 
     def _is_idle(self, event: Event) -> bool:
         found = event.outcome.artifact if event.outcome else None
@@ -101,6 +135,8 @@ def _plain_lines() -> Iterator[Listener]:
                 for line in board.lines.values():
                     if line.started is not None and line.ended is None:
                         _say(f"{line.step.id}: still at work after {_elapsed(line)} {line.text}".rstrip())
+                if board.left:
+                    _say(board.overall())
 
     threading.Thread(target=beat, daemon=True).start()
     try:
@@ -120,7 +156,7 @@ def _tree() -> Iterator[Listener]:
 
     def draw() -> Tree:
         with lock:
-            root = Tree("[bold]enginesmith")
+            root = Tree(f"[bold]enginesmith[/]  {board.overall()}" if board.planned else "[bold]enginesmith")
             groups: dict[str, Tree] = {}
             ended = [line for line in board.lines.values() if line.outcome is not None]
             hidden = {line.step.id for line in ended[:-_ENDED_SHOWN]}

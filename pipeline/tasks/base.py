@@ -66,6 +66,11 @@ class Task(BaseModel, ABC):
         return self.exclusive or bool(self.gpus)
 
     @property
+    def expected_seconds(self) -> float | None:
+        """Return the time that the task is given; None where no limit tells it."""
+        return None
+
+    @property
     def tools(self) -> tuple[str, ...]:
         """Distributions whose versions decide what comes out."""
         return ()

@@ -48,6 +48,8 @@ class Latency(Task):
     settings: LatencySettings
     dense: dict[str, str]
     """By pruned or sparse variant, the one that differs from it in nothing else."""
+    batches: int = Field(1, exclude=True)
+    """Batch sizes that are measured, which the reference brings; no part of what is measured."""
     most: int | None = None
     """The largest batch size of a sweep; None is no sweep."""
     again: str = ""
@@ -57,6 +59,10 @@ class Latency(Task):
     def identity(self) -> dict[str, Any]:
         engines = {name: {"engine": engine.name, **engine.model_dump()} for name, engine in self.engines.items()}
         return {**super().identity, "engines": engines}
+
+    @property
+    def expected_seconds(self) -> float | None:
+        return self.batches * self.settings.time_limit_seconds if self.most is None else None
 
     @property
     def tools(self) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Tables and report.md: numbers as run.json has them, and nothing in a name can break out of a cell."""
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -125,8 +126,6 @@ def test_names_cannot_break_out(name: str) -> None:
 
 
 def test_a_damaged_or_foreign_document_is_refused(tmp_path: object) -> None:
-    from pathlib import Path
-
     from enginesmith.pipeline.errors import UsageError
 
     folder = Path(str(tmp_path))
@@ -320,3 +319,23 @@ def test_a_tail_far_above_the_median_is_explained_once() -> None:
     assert note in measurements.notes(some)
     assert "beside a p50 of 1 ms" in markdown.render(some)
     assert measurements.explain_tails(run(baseline=with_p99(1.0, 19.0))) == ()
+
+
+def test_overall_progress_has_the_time_left_where_every_step_left_is_known() -> None:
+    from enginesmith.pipeline.artifact import Artifact, HistoryEntry
+    from enginesmith.pipeline.plan import plan
+    from enginesmith.pipeline.report.live import _Board
+    from enginesmith.pipeline.runner import Event, Outcome
+
+    board = _Board()
+    steps = plan(make({"model": "digits", "batch": [1, 8], "measure": {"seconds": 20}})).steps
+    latency = next(step for step in steps if step.task.title == "latency")
+    memory = [step for step in steps if step.task.title == "memory"]
+    took = HistoryEntry(step="memory", parameters={}, tools={}, seconds=3.0, host_peak_bytes=None, effect="")
+    made = Artifact(kind="record", path=Path("r.json"), sha256="", bytes=0, history=(took,))
+    for step in (latency, *memory[:2]):
+        assert board.take(Event("planned", step)) is None
+    assert board.overall() == "0 of 3 steps"  # nobody knows how long memory takes
+    board.take(Event("started", memory[0]))
+    board.take(Event("finished", memory[0], outcome=Outcome(memory[0].id, "done", made)))
+    assert board.overall() == "1 of 3 steps, about 43 s left"
