@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from enginesmith.pipeline.commands.options import (
+    Command,
     how_to_build,
     how_to_run_tensorrt,
     how_to_work,
@@ -15,7 +16,7 @@ from enginesmith.pipeline.commands.options import (
 from enginesmith.pipeline.commands.request import recipe_of, settings_of, shown
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Engine file to write.")
 @click.option("--refit-engine", metavar="ENGINE", help="Put FILE's weights into this engine instead of building one.")
@@ -63,7 +64,7 @@ def _checked_row(row: dict[str, Any], as_json: bool) -> dict[str, Any]:
     }
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("models", nargs=-1, required=True)
 @click.option("--memory", metavar="SIZE", help="Device memory that all models together may take.")
 @click.option(

@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from enginesmith.pipeline.commands.announcing import announce_fleet
-from enginesmith.pipeline.commands.options import together
+from enginesmith.pipeline.commands.options import WORK, option, under
 from enginesmith.pipeline.commands.request import changed, resumable, settings_of, shown
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.fleet.record import FleetRecord
 
-which_entries = together(
-    click.option("--only", multiple=True, metavar="PATTERN", help="Fleets: these entries; digits, *@h100; repeatable."),
-    click.option(
+which_entries = under(
+    WORK,
+    option("--only", multiple=True, metavar="PATTERN", help="Fleets: these entries; digits, *@h100; repeatable."),
+    option(
         "--changed-since",
         type=click.Path(path_type=Path),
         metavar="FLEET",

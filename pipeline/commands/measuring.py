@@ -5,11 +5,11 @@ from typing import Any
 
 import click
 
-from enginesmith.pipeline.commands.options import how_to_measure, how_to_work, what_to_load, where_to_run
+from enginesmith.pipeline.commands.options import Command, how_to_measure, how_to_work, what_to_load, where_to_run
 from enginesmith.pipeline.commands.request import recipe_of, settings_of, shown
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("models", nargs=-1, required=True)
 @what_to_load
 @where_to_run

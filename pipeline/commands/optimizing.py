@@ -8,6 +8,11 @@ import click
 from enginesmith.pipeline.commands import fleets
 from enginesmith.pipeline.commands.announcing import announce_run
 from enginesmith.pipeline.commands.options import (
+    BUDGETS,
+    INPUTS,
+    VARIANTS,
+    WORK,
+    Command,
     how_to_build,
     how_to_calibrate,
     how_to_export,
@@ -16,6 +21,8 @@ from enginesmith.pipeline.commands.options import (
     how_to_run_tensorrt,
     how_to_work,
     model_argument,
+    option,
+    under,
     what_to_load,
     where_to_run,
     with_budgets,
@@ -23,20 +30,27 @@ from enginesmith.pipeline.commands.options import (
 from enginesmith.pipeline.commands.request import recipe_of, resumable, settings_of, shown
 
 
-@click.command()
+@click.command(cls=Command)
 @model_argument
-@click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe; options change it.")
-@click.option("--engine", "engines", multiple=True, help="onnxruntime, compiled, tensorrt_rtx …; may be repeated.")
-@click.option("--graph-optimization", multiple=True, help="ONNX Runtime's level: disabled, basic, extended, all.")
-@click.option("--no-simplify", is_flag=True, default=None, help="Leave the exported graph as it is.")
-@click.option("--precision", "precisions", multiple=True, help="fp32, fp16, bf16, int8, int8+fp16, int8-dynamic …")
-@click.option(
-    "--prune", multiple=True, metavar="TARGET", help="What is removed: 30% of channels, macs=-50%, latency=-40%."
+@under(INPUTS, option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe; options change it."))
+@under(
+    VARIANTS,
+    option("--engine", "engines", multiple=True, help="onnxruntime, compiled, tensorrt_rtx …; may be repeated."),
+    option("--precision", "precisions", multiple=True, help="fp32, fp16, bf16, int8, int8+fp16, int8-dynamic …"),
+    option("--prune", multiple=True, metavar="TARGET", help="What is removed: 30% of channels, macs=-50% …"),
+    option("--sparsity", multiple=True, metavar="PATTERN", help="Zeros in weights: 2:4, or unstructured=0.5."),
 )
-@click.option("--sparsity", multiple=True, metavar="PATTERN", help="Zeros in weights: 2:4, or unstructured=0.5.")
+@under(
+    VARIANTS,
+    option("--graph-optimization", multiple=True, help="ONNX Runtime's level: disabled, basic, extended, all."),
+    option("--no-simplify", is_flag=True, default=None, help="Leave the exported graph as it is."),
+    advanced=True,
+)
 @with_budgets
-@click.option("--objective", type=click.Choice(["latency", "throughput", "memory", "size"]), help="What wins.")
-@click.option("--out", type=click.Path(path_type=Path), help="Run directory; default runs/MODEL-TIME.")
+@under(
+    BUDGETS, option("--objective", type=click.Choice(["latency", "throughput", "memory", "size"]), help="What wins.")
+)
+@under(WORK, option("--out", type=click.Path(path_type=Path), help="Run directory; default runs/MODEL-TIME."))
 @what_to_load
 @how_to_export
 @how_to_calibrate
@@ -83,7 +97,7 @@ def optimize(
     return code
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("run", type=click.Path(path_type=Path))
 @how_to_work
 def resume(run: Path, as_json: bool, quiet: bool, **options: Any) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from enginesmith.pipeline.commands.options import (
+    Command,
     how_to_calibrate,
     how_to_export,
     how_to_prune,
@@ -18,7 +19,7 @@ from enginesmith.pipeline.commands.options import (
 from enginesmith.pipeline.commands.request import recipe_of, settings_of, shown
 
 
-@click.command()
+@click.command(cls=Command)
 @model_argument
 @output_option
 @what_to_load
@@ -36,7 +37,7 @@ def export(model: str, output: Path, as_json: bool, quiet: bool, **options: Any)
     shown().show_stage(result, as_json)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("file", type=click.Path(path_type=Path))
 @output_option
 @what_to_load
@@ -53,7 +54,7 @@ def simplify(file: Path, output: Path, as_json: bool, quiet: bool, **options: An
     shown().show_stage(result, as_json)
 
 
-@click.command()
+@click.command(cls=Command)
 @model_argument
 @output_option
 @click.option("--precision", "precisions", multiple=True, required=True, help="fp16, bf16, int8, int8+fp16 …")
@@ -78,7 +79,7 @@ def precision(model: str, output: Path, as_json: bool, quiet: bool, **options: A
     shown().show_stage(result, as_json)
 
 
-@click.command()
+@click.command(cls=Command)
 @model_argument
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write; it is a MODEL.")
 @click.option(
@@ -107,7 +108,7 @@ def prune(model: str, output: Path, prune: str, as_json: bool, quiet: bool, **op
     shown().show_pruned(result, as_json)
 
 
-@click.command()
+@click.command(cls=Command)
 @model_argument
 @output_option
 @click.option("--sparsity", default="2:4", show_default=True, metavar="PATTERN", help="2:4, or unstructured=0.5.")
@@ -142,7 +143,7 @@ def sparsify(
     shown().show_stage(result, as_json)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--against", "model", metavar="MODEL", help="What the outputs have to equal; not for a bundle.")
 @click.option("--min-sqnr", type=float, metavar="DB", help="Fidelity threshold.")

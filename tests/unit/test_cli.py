@@ -119,5 +119,17 @@ def test_what_options_are_called_in_a_recipe_is_known() -> None:
         unknown += [] if fields else [option]
     assert set(unknown) == {
         *("--recipe", "--out", "--only", "--changed-since", "--jobs", "--no-cache", "--time-limit", "--store"),
-        *("--executor", "--ray-address", "--quiet", "--json"),
+        *("--executor", "--ray-address", "--quiet", "--json", "--help-all"),
     }
+
+
+def test_help_lists_everyday_options_under_headings_and_help_all_lists_every_one() -> None:
+    command = cli.main.commands["optimize"]
+    brief, whole = (CliRunner().invoke(cli.main, ["optimize", flag]).output for flag in ("--help", "--help-all"))
+    headings = [line for line in brief.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings[:4] == ["Model and inputs:", "Variants:", "Data and accuracy:", "Budgets:"]
+    options = [param.opts[0] for param in command.params if isinstance(param, click.Option)]
+    assert [name for name in options if f"  {name}" not in whole] == []
+    assert len(brief.splitlines()) < 80
+    assert "--precision-target" in whole
+    assert "--precision-target" not in brief
