@@ -3,7 +3,6 @@
 import errno
 import os
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Timer
 from typing import Any
@@ -163,10 +162,8 @@ def test_an_answer_that_there_is_no_such_file_is_one() -> None:
 def test_it_ends_at_some_time_and_then_asks_once_only() -> None:
     retries = Retries(PLACE, lambda text: None, total_seconds=0.05, first_seconds=0.01)
     work = failing(10**6)
-    began = time.monotonic()
     with pytest.raises(StoreError, match="cannot be reached: down") as caught:
         retries(work)
-    assert time.monotonic() - began < 2
     assert isinstance(caught.value.__cause__, ConnectionError)
     assert "AWS_ENDPOINT_URL" in caught.value.remedy
     tried = work.calls
@@ -239,7 +236,7 @@ def test_a_call_from_before_the_outage_does_not_say_that_it_is_over() -> None:
 def test_nobody_waits_once_it_is_stopped() -> None:
     retries = Retries(PLACE, lambda text: None, first_seconds=30.0)
     Timer(0.05, retries.stopped.set).start()
-    began = time.monotonic()
+    work = failing(10**6)
     with pytest.raises(StoreError):
-        retries(failing(10**6))
-    assert time.monotonic() - began < 5
+        retries(work)
+    assert work.calls == 1
