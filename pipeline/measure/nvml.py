@@ -1,4 +1,4 @@
-"""The state of GPUs, from NVIDIA's management library (NVML), which comes with the driver.
+"""Read the state of GPUs from NVIDIA's management library (NVML), by the package nvidia-ml-py (``pynvml``).
 
 NVML counts all devices in the order of the bus; CUDA hides and renumbers them (CUDA_VISIBLE_DEVICES), so a device is
 found by its address on the PCI bus. A slice of a device (MIG) has a handle of its own, which tells its memory and its
@@ -9,7 +9,7 @@ import ctypes
 import functools
 import uuid
 from collections.abc import Callable
-from ctypes import byref, c_int, c_void_p, create_string_buffer
+from ctypes import byref, c_int, create_string_buffer
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.engines import cuda
 from enginesmith.pipeline.errors import MissingCapability
-from enginesmith.pipeline.measure.nvml_calls import ERRORS, NOT_AVAILABLE, Calls, RefusedError
 
 _PROC = Path("/proc")
 _HOST_NAMESPACE = "pid:[4026531836]"
@@ -41,6 +40,10 @@ CLOCK_LIMITS = {
     0x100: "display clocks",
 }
 """nvmlClocksEventReasons…, which were nvmlClocksThrottleReasons…: what keeps clocks from being higher."""
+
+
+class _UnknownError(Exception):
+    """Say why a question has no answer though NVML gave one."""
 
 
 class GpuProcess(BaseModel):
@@ -91,42 +94,41 @@ class GpuState(BaseModel):
 
 
 class Nvml:
-    """NVML, with devices as CUDA counts them here. ``library`` is libnvidia-ml, ``driver`` is libcuda."""
+    """Answer questions about devices as CUDA counts them; ``calls`` is the module pynvml, ``driver`` is libcuda."""
 
-    def __init__(self, library: Any, driver: Any) -> None:
-        self._calls = Calls(library)
-        self._driver = driver
+    def __init__(self, calls: Any, driver: Any) -> None:
+        self._calls, self._driver = calls, driver
 
     def state(self, index: int) -> GpuState:
-        """Everything about a device; takes about a millisecond.
+        """Read everything about a device; takes about a millisecond.
 
         Raises:
             MissingCapability: CUDA or NVML does not know the device.
         """
         address, whole, part = self._find(index)
-        found: dict[str, Any] = {}
+        answers: dict[str, Any] = {}
         reasons = {}
-        for name, ask in {**self._about(whole), **self._about_part(part)}.items():
+        for name, ask in self._questions(whole, part).items():
             try:
-                found[name] = ask()
-            except RefusedError as refusal:
+                answers[name] = ask()
+            except (self._calls.NVMLError, _UnknownError) as refusal:
                 reasons[name] = str(refusal)
-        return GpuState(pci_bus_id=address, **found, reasons=reasons)
+        return GpuState(pci_bus_id=address, **answers, reasons=reasons)
 
     def used_bytes(self, index: int) -> int:
-        """Bytes in use, by whomever, on the device or on the slice of it that this process has.
+        """Read the bytes in use, by whomever, on the device or on the slice of it that this process has.
 
         Raises:
             MissingCapability: NVML does not tell.
         """
         _, _, part = self._find(index)
         try:
-            return int(self._calls.memory(part).used)
-        except RefusedError as refusal:
+            return int(self._calls.nvmlDeviceGetMemoryInfo(part).used)
+        except self._calls.NVMLError as refusal:
             raise MissingCapability(f"NVML does not tell the memory of cuda:{index}: {refusal}") from refusal
 
     def process_bytes(self, index: int, pid: int) -> tuple[int | None, str]:
-        """Bytes that one process has on a device; or None, and why.
+        """Read the bytes that one process has on a device; or None, and why.
 
         Raises:
             MissingCapability: CUDA or NVML does not know the device.
@@ -134,18 +136,18 @@ class Nvml:
         _, _, part = self._find(index)
         try:
             processes = self._processes(part)
-        except RefusedError as refusal:
+        except self._calls.NVMLError as refusal:
             return None, f"NVML does not list processes: {refusal}"
         if strange := _strange(processes):
             return None, f"the driver numbers processes as the host does ({strange}, say), and this container otherwise"
-        found = [process for process in processes if process.pid == pid]
-        if not found:
+        own = next((process for process in processes if process.pid == pid), None)
+        if own is None:
             return None, f"the driver lists no process {pid} on the device; in a container it may list none at all"
-        if found[0].used_bytes is None:
+        if own.used_bytes is None:
             return None, "the driver does not tell the memory of single processes here"
-        return found[0].used_bytes, ""
+        return own.used_bytes, ""
 
-    def _find(self, index: int) -> tuple[str, c_void_p, c_void_p]:
+    def _find(self, index: int) -> tuple[str, Any, Any]:
         """A device's address, and NVML's handles of the device and of the part that this process may use."""
         ordinal, address = c_int(), create_string_buffer(_ADDRESS_BYTES)
         if self._driver.cuDeviceGet(byref(ordinal), c_int(index)):
@@ -154,67 +156,65 @@ class Nvml:
             raise MissingCapability(f"CUDA does not tell where cuda:{index} is on the bus")
         name = address.value.decode()
         try:
-            whole = self._calls.handle("nvmlDeviceGetHandleByPciBusId_v2", name)
+            whole = self._calls.nvmlDeviceGetHandleByPciBusId(name)
             return name, whole, self._slice(ordinal) if self._divided(whole) else whole
-        except RefusedError as refusal:
+        except (self._calls.NVMLError, _UnknownError) as refusal:
             raise MissingCapability(f"NVML does not show cuda:{index} ({name}): {refusal}") from refusal
 
-    def _slice(self, ordinal: c_int) -> c_void_p:
+    def _slice(self, ordinal: c_int) -> Any:
         identity = (ctypes.c_ubyte * _IDENTITY_BYTES)()
         if not hasattr(self._driver, "cuDeviceGetUuid_v2") or self._driver.cuDeviceGetUuid_v2(byref(identity), ordinal):
-            raise RefusedError("the device is divided (MIG), and CUDA does not tell which slice this is")
-        return self._calls.handle("nvmlDeviceGetHandleByUUID", f"MIG-{uuid.UUID(bytes=bytes(identity))}")
+            raise _UnknownError("the device is divided (MIG), and CUDA does not tell which slice this is")
+        return self._calls.nvmlDeviceGetHandleByUUID(f"MIG-{uuid.UUID(bytes=bytes(identity))}")
 
-    def _divided(self, handle: c_void_p) -> bool:
+    def _divided(self, handle: Any) -> bool:
         try:
-            return self._mig(handle)
-        except RefusedError:  # most devices cannot be divided
+            return bool(self._calls.nvmlDeviceGetMigMode(handle)[0])
+        except self._calls.NVMLError:  # most devices cannot be divided
             return False
 
-    def _mig(self, handle: c_void_p) -> bool:
-        return bool(self._calls.two("nvmlDeviceGetMigMode", handle)[0])
-
-    def _about(self, handle: c_void_p) -> dict[str, Callable[[], Any]]:
+    def _questions(self, whole: Any, part: Any) -> dict[str, Callable[[], Any]]:
         """Questions about a device, by the field that the answer goes to."""
-        calls = self._calls
-
-        def number(function: str, *arguments: int) -> int:
-            return calls.number(function, handle, *arguments)
-
+        nvml = self._calls
         return {
-            "name": lambda: calls.text("nvmlDeviceGetName", handle),
-            "compute_capability": lambda: "{}.{}".format(*calls.two("nvmlDeviceGetCudaComputeCapability", handle)),
-            "driver": lambda: calls.text("nvmlSystemGetDriverVersion"),
-            "temperature_celsius": lambda: number("nvmlDeviceGetTemperature", 0),
-            "power_watts": lambda: number("nvmlDeviceGetPowerUsage") / 1e3,
-            "power_limit_watts": lambda: number("nvmlDeviceGetEnforcedPowerLimit") / 1e3,
-            "sm_clock_mhz": lambda: number("nvmlDeviceGetClockInfo", _SM),
-            "sm_clock_max_mhz": lambda: number("nvmlDeviceGetMaxClockInfo", _SM),
-            "memory_clock_mhz": lambda: number("nvmlDeviceGetClockInfo", _MEMORY),
-            "memory_clock_max_mhz": lambda: number("nvmlDeviceGetMaxClockInfo", _MEMORY),
-            "clock_limits": lambda: _words(calls.clock_limits(handle)),
-            "held_back_by_power_seconds": lambda: calls.held_back(handle, _BY_POWER),
-            "held_back_by_heat_seconds": lambda: calls.held_back(handle, _BY_HEAT),
-            "performance_state": lambda: _performance_state(number("nvmlDeviceGetPerformanceState")),
-            "utilisation_percent": lambda: calls.utilisation(handle),
-            "compute_mode": lambda: _compute_mode(number("nvmlDeviceGetComputeMode")),
-            "persistence": lambda: bool(number("nvmlDeviceGetPersistenceMode")),
-            "ecc": lambda: bool(calls.two("nvmlDeviceGetEccMode", handle)[0]),
-            "mig": lambda: self._mig(handle),
+            "name": lambda: nvml.nvmlDeviceGetName(whole),
+            "compute_capability": lambda: "{}.{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(whole)),
+            "driver": nvml.nvmlSystemGetDriverVersion,
+            "temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(whole, 0),
+            "power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(whole) / 1e3,
+            "power_limit_watts": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(whole) / 1e3,
+            "sm_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(whole, _SM),
+            "sm_clock_max_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(whole, _SM),
+            "memory_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(whole, _MEMORY),
+            "memory_clock_max_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(whole, _MEMORY),
+            "clock_limits": lambda: _words(self._clock_limits(whole)),
+            "held_back_by_power_seconds": lambda: self._held_back(whole, _BY_POWER),
+            "held_back_by_heat_seconds": lambda: self._held_back(whole, _BY_HEAT),
+            "performance_state": lambda: _performance_state(nvml.nvmlDeviceGetPerformanceState(whole)),
+            "utilisation_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(whole).gpu,
+            "compute_mode": lambda: _compute_mode(nvml.nvmlDeviceGetComputeMode(whole)),
+            "persistence": lambda: bool(nvml.nvmlDeviceGetPersistenceMode(whole)),
+            "ecc": lambda: bool(nvml.nvmlDeviceGetEccMode(whole)[0]),
+            "mig": lambda: bool(nvml.nvmlDeviceGetMigMode(whole)[0]),
+            "memory_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(part).total,
+            "used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(part).used,
+            "processes": lambda: self._processes(part),
         }
 
-    def _about_part(self, handle: c_void_p) -> dict[str, Callable[[], Any]]:
-        return {
-            "memory_bytes": lambda: int(self._calls.memory(handle).total),
-            "used_bytes": lambda: int(self._calls.memory(handle).used),
-            "processes": lambda: self._processes(handle),
-        }
+    def _clock_limits(self, handle: Any) -> int:
+        """Bits of what keeps clocks down; drivers before 535 only have the second name."""
+        try:
+            return int(self._calls.nvmlDeviceGetCurrentClocksEventReasons(handle))
+        except self._calls.NVMLError_FunctionNotFound:
+            return int(self._calls.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
 
-    def _processes(self, handle: c_void_p) -> tuple[GpuProcess, ...]:
-        return tuple(
-            GpuProcess(pid=one.pid, used_bytes=None if one.used == NOT_AVAILABLE else one.used)
-            for one in self._calls.processes(handle)
-        )
+    def _held_back(self, handle: Any, policy: int) -> float:
+        """Seconds, since the driver was loaded, that a policy kept clocks below what was asked for."""
+        return float(self._calls.nvmlDeviceGetViolationStatus(handle, policy).violationTime) / 1e9
+
+    def _processes(self, handle: Any) -> tuple[GpuProcess, ...]:
+        listed = self._calls.nvmlDeviceGetComputeRunningProcesses(handle)
+        return tuple(GpuProcess(pid=one.pid, used_bytes=one.usedGpuMemory) for one in listed)
 
 
 def _words(bits: int) -> tuple[str, ...]:
@@ -225,7 +225,7 @@ def _words(bits: int) -> tuple[str, ...]:
 
 def _performance_state(number: int) -> str:
     if number == _UNKNOWN_STATE:
-        raise RefusedError("the driver does not know it")
+        raise _UnknownError("the driver does not know it")
     return f"P{number}"
 
 
@@ -242,7 +242,7 @@ def _strange(processes: tuple[GpuProcess, ...]) -> int | None:
 
 @functools.cache
 def library() -> Nvml:
-    """NVML, started once in each process.
+    """Start NVML, once in each process.
 
     Raises:
         MissingCapability: there is no CUDA device, or no NVML; says why.
@@ -251,10 +251,13 @@ def library() -> Nvml:
     if not found.devices:
         raise MissingCapability(f"no CUDA device here: {found.reason}", "install NVIDIA's driver")
     try:
-        nvml, driver = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
+        import pynvml
+    except ImportError as error:
+        remedy = "install it: pip install nvidia-ml-py"
+        raise MissingCapability("the state of GPUs is unknown: nvidia-ml-py is not installed", remedy) from error
+    try:
+        pynvml.nvmlInit()
+        return Nvml(pynvml, ctypes.CDLL("libcuda.so.1"))
+    except (pynvml.NVMLError, OSError) as error:
         remedy = "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
-        raise MissingCapability("there is no NVML (libnvidia-ml.so.1)", remedy) from error
-    if code := nvml.nvmlInit_v2():
-        raise MissingCapability(f"NVML does not start: {ERRORS.get(code, f'error {code}')}")
-    return Nvml(nvml, driver)
+        raise MissingCapability(f"NVML does not start: {error}", remedy) from error

@@ -15,8 +15,8 @@ from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import BuildRequest, Device, Engine
 from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
+from enginesmith.pipeline.measure.candidate import Candidate as TimedCandidate
 from enginesmith.pipeline.measure.latency import measure_latency
-from enginesmith.pipeline.measure.race import Candidate as TimedCandidate
 from enginesmith.pipeline.measure.race import LatencySettings
 from enginesmith.pipeline.passes.base import Progress, run_pass
 from enginesmith.pipeline.passes.precision import Precision
