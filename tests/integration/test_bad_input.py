@@ -569,7 +569,13 @@ TABLE = {
     "storage": STORAGE,
     "machine": MACHINE,
 }
-CASES = [pytest.param(case, id=f"{group}: {case.name}") for group, cases in TABLE.items() for case in cases]
+LONG = ("no translation", "branch on values")
+"""Exported by torch.export, which takes ten seconds of a processor; ``test_passes.py`` has the same in this process."""
+CASES = [
+    pytest.param(case, id=f"{group}: {case.name}", marks=[pytest.mark.thorough] * (case.name in LONG))
+    for group, cases in TABLE.items()
+    for case in cases
+]
 
 
 def completed(command: str) -> list[str]:
