@@ -64,7 +64,6 @@ def test_what_is_said_to_fit_does_and_twice_as_much_does_not(cli: Callable[..., 
         (("--memory", "1GiB", "--engine", "onnxruntime", "--engine", "tensorrt"), 2, "onnxruntime, tensorrt"),
         (("--memory", "1KiB", "--engine", "onnxruntime"), 3, "even batch 1 needs"),
         ((), 2, "give --memory SIZE"),
-        (("--memory", "1GiB", "--engine", "onnxruntime", "--input", "x:float32:2,4,64,64"), 2, "no dynamic batch"),
     ],
 )
 def test_what_cannot_be_answered_says_why(
@@ -73,3 +72,14 @@ def test_what_cannot_be_answered_says_why(
     answer = cli("fit", net, "--quiet", *arguments)
     assert answer.code == code
     assert said in answer.text
+
+
+@pytest.mark.slow
+def test_a_fixed_batch_leaves_nothing_to_find(cli: Callable[..., Any], net: Path) -> None:
+    model = onnx.load(net)
+    for value in (model.graph.input[0], model.graph.output[0]):
+        value.type.tensor_type.shape.dim[0].dim_value = 2
+    onnx.save(model, net)
+    answer = cli("fit", net, "--memory", "1GiB", "--engine", "onnxruntime", "--quiet")
+    assert answer.code == 2
+    assert "no dynamic batch" in answer.text
