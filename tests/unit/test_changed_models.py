@@ -17,7 +17,7 @@ FULL = {
     "engines": ["onnxruntime", "compiled", "tensorrt_rtx"],
     "targets": ["sm86"],
     "precisions": ["fp32", "fp16"],
-    "prune": ["macs=-50%", "0.3"],
+    "prune": ["macs=-50%", "30%"],
     "sparsity": ["2:4"],
 }
 
@@ -46,7 +46,7 @@ def test_every_variant_has_a_sibling_for_each_change() -> None:
         assert (pruned.dense, pruned.prune, pruned.sparsity) == (one.id, "macs=-50%", None)
         assert (f"{one.id}-sparse24" in found) == (one.engine.consumes == "onnx")
     both = found["onnxruntime-fp16-sparse24-prune30"]
-    assert (both.dense, both.prune, both.sparsity) == ("onnxruntime-fp16", "0.3", "2:4")
+    assert (both.dense, both.prune, both.sparsity) == ("onnxruntime-fp16", "30%", "2:4")
 
 
 def test_pruned_engines_are_held_against_the_pruned_model() -> None:
