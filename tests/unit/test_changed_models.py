@@ -121,7 +121,7 @@ def test_a_graph_can_be_sparse_and_not_pruned(tmp_path_factory: pytest.TempPathF
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"prune": ["1.5"]}, "the share of the channels that goes"),
+        ({"prune": ["1.5"]}, "the share of the channels that is removed"),
         ({"prune": ["speed=0.5"]}, "nothing that pruning can aim at"),
         ({"sparsity": ["1:2"]}, "cannot read the sparsity"),
         ({"recover": True}, "nothing is"),
