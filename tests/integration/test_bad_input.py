@@ -556,8 +556,8 @@ STORAGE = (
 )
 MACHINE = (
     Case("no CUDA", "optimize net.py:build --device cuda", 4, "cuda|pip install 'onnxruntime-gpu>="),
-    Case("no timm", "export timm:resnet18", 4, "timm|not installed|pip install 'timm>=", patch=hide_packages),
-    Case("no transformers", "export hf:org/name", 4, "transformers|pip install 'transformers>=", patch=hide_packages),
+    Case("no timm", "export timm:resnet18", 4, "timm|not installed|pip install", patch=hide_packages),
+    Case("no transformers", "export hf:org/name", 4, "transformers|pip install", patch=hide_packages),
     Case("broken timm", "export timm:resnet18", 4, "timm|torchvision::nms|--force-reinstall 'timm>=", patch=break_timm),
 )
 TABLE = {
