@@ -74,7 +74,6 @@ def test_what_cannot_be_answered_says_why(
     assert said in answer.text
 
 
-@pytest.mark.slow
 def test_a_fixed_batch_leaves_nothing_to_find(cli: Callable[..., Any], net: Path) -> None:
     model = onnx.load(net)
     for value in (model.graph.input[0], model.graph.output[0]):
