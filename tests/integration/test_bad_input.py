@@ -412,7 +412,7 @@ DATA = (
         "no labels for the metric",
         "optimize net.py:build --eval data.npz --metric top5",
         2,
-        "no labels|top5|named labels",
+        "no labels|top5|--labels KEY",
         arrays(x=X),
     ),
     Case("no data for the metric", "optimize net.py:build --metric top5", 2, "top5|--eval"),

@@ -1,8 +1,10 @@
 """The fleet file: which pairs of models and targets it asks for, with which recipes, and what is refused."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from enginesmith.pipeline import recipe
@@ -14,6 +16,15 @@ from enginesmith.pipeline.steps import Place
 
 FILE = Path(__file__).parents[1] / "data/fleet/fleet.yaml"
 SMALL: dict[str, Any] = {"models": {"digits": {}, "lenet": {}}, "targets": {"cpu": {}, "gpu": {"accelerator": "H100"}}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The data that the fleet's recipes name, in the current folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("fleet"))
+        np.savez("data.npz", x=np.zeros((2, 4), np.float32))
+        yield
 
 
 @pytest.fixture(scope="module")
