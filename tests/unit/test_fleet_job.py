@@ -15,7 +15,7 @@ from enginesmith.pipeline.errors import EnginesmithError, UsageError
 from enginesmith.pipeline.fleet import Entry, named_files
 from enginesmith.pipeline.fleet import record as records
 from enginesmith.pipeline.fleet_job import Choice
-from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.recipe import parsed
 from enginesmith.pipeline.run import Run
 from enginesmith.pipeline.run_directory import held
 from enginesmith.pipeline.steps import Place
@@ -289,8 +289,8 @@ def test_named_files_are_part_of_what_may_change(tmp_path: Path, monkeypatch: py
     Path("images/a.png").write_bytes(b"a")
     Path("metric.py").write_text("def mine(): pass\n")
     recipes = [
-        make({"model": "digits", "calibration": "data.npz", "eval_data": "images", "metric": "metric.py:mine"}),
-        make({"model": "digits", "calibration": "digits/test", "eval_data": "package:function"}),
+        parsed({"model": "digits", "calibration": "data.npz", "eval_data": "images", "metric": "metric.py:mine"}),
+        parsed({"model": "digits", "calibration": "digits/test", "eval_data": "package:function"}),
     ]
     first = named_files.digests(recipes)
     assert [sorted(one) for one in first] == [["data.npz", "images", "metric.py:mine"], []]
