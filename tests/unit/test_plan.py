@@ -164,10 +164,10 @@ def test_measurements_have_the_machine_to_themselves(tmp_path: Path) -> None:
     measuring, build, other = (
         steps[name] for name in ("memory-eager", "build-onnxruntime-fp32", "build-onnxruntime-fp32-basic")
     )
-    assert executor.fits(measuring, [])
-    assert executor.fits(build, [other])
-    assert not executor.fits(measuring, [build])
-    assert not executor.fits(build, [measuring])
+    assert executor.can_start(measuring, [])
+    assert executor.can_start(build, [other])
+    assert not executor.can_start(measuring, [build])
+    assert not executor.can_start(build, [measuring])
 
 
 def test_several_gpus_measure_at_the_same_time(tmp_path: Path) -> None:
@@ -175,11 +175,11 @@ def test_several_gpus_measure_at_the_same_time(tmp_path: Path) -> None:
     executor = LocalExecutor(Store(tmp_path / "store"), 2, Gpus(2))
     one, other, third = (steps[f"memory-{name}"] for name in ("eager", "onnxruntime-fp32", "compiled-fp32"))
     export, build = steps["export"], steps["build-onnxruntime-fp32"]
-    assert executor.fits(one, [other])
-    assert not executor.fits(third, [one, other])
-    assert executor.fits(export, [one, other])
-    assert executor.fits(build, [one])
-    assert not executor.fits(build, [one, other])
+    assert executor.can_start(one, [other])
+    assert not executor.can_start(third, [one, other])
+    assert executor.can_start(export, [one, other])
+    assert executor.can_start(build, [one])
+    assert not executor.can_start(build, [one, other])
 
 
 def test_without_labelled_data_fidelity_is_judged_on_data_that_calibration_leaves(tmp_path: Path) -> None:
