@@ -97,16 +97,6 @@ def test_the_same_inputs_give_the_same_bytes(tmp_path: Path) -> None:
     json.loads(first)
 
 
-def test_percentile_and_channels_are_parameters(tmp_path: Path) -> None:
-    model, beside = network(tmp_path), reference(tmp_path)
-    usual, _ = calibrated(tmp_path, model, beside)
-    low, _ = calibrated(tmp_path, model, beside, percentile=60)
-    none, _ = calibrated(tmp_path, model, beside, channels=False)
-    assert low.tensors["product"].amax["percentile"] < 0.9 * usual.tensors["product"].amax["percentile"]
-    assert usual.channels
-    assert not none.channels
-
-
 def test_files_that_were_read_are_told(tmp_path: Path) -> None:
     path = tmp_path / "images.npy"
     np.save(path, np.random.default_rng(0).random((20, 1, 8, 8), np.float32))

@@ -30,14 +30,6 @@ def by_id(made: Plan) -> dict[str, Step]:
     return {step.id: step for step in made.steps}
 
 
-def test_every_step_comes_after_what_it_takes() -> None:
-    known: set[str] = set()
-    for step in planned(**FULL, recover=True, recovery={"seconds": 20}).steps:
-        assert set(step.sources) <= known, step.id
-        assert step.id not in known
-        known.add(step.id)
-
-
 def test_every_variant_has_a_sibling_for_each_change() -> None:
     found = {variant.id: variant for variant in planned(**FULL).variants}
     dense = [variant for variant in found.values() if variant.dense is None]

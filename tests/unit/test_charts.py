@@ -25,7 +25,7 @@ from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recovery.record import Point, Recovery, TrainingPlan
 from enginesmith.pipeline.report.charts import Chart, charts
 from enginesmith.pipeline.report.charts.styles import COLOURS, MOST_NAMED, NEUTRAL, Cast
-from enginesmith.pipeline.report.charts.text import escaped, shortened
+from enginesmith.pipeline.report.charts.text import shortened
 from enginesmith.pipeline.run import Assignment, ModelRecord, Run, VariantRecord
 
 IDS = {
@@ -383,13 +383,6 @@ def test_names_are_shown_as_they_stand() -> None:
     assert "&lt;b&gt;net&lt;/b&gt;" in names
 
 
-def test_escaping_can_be_undone() -> None:
-    import html
-
-    assert html.unescape(escaped(MARKUP)) == MARKUP
-    assert escaped("two\n lines\t") == "two lines"
-
-
 def test_long_names_lose_their_middle_in_legends_and_nothing_in_hover_texts() -> None:
     name = "x" * 250 + "y" * 250
     assert shortened(name) == "x" * 16 + "…" + "y" * 15
@@ -427,34 +420,12 @@ def test_what_is_missing_is_told_in_the_runs_own_words() -> None:
     assert "no <b>" in found["profile"].empty
 
 
-def test_a_peak_that_could_not_be_had_has_its_own_reason() -> None:
-    memory = MemoryRow(device="cuda:0", batch=1, reasons={"peak_bytes": "no ledger of the driver"})
-    of = run(baseline=record("eager", 1, 1, None, memory=memory))
-    assert by_id(of)["memory"].empty == "No peak memory is known: no ledger of the driver."
-    assert "no ledger of the driver" in by_id(of)["pareto"].empty
-
-
-def test_a_run_without_samples_has_no_distributions() -> None:
-    chart = by_id(full(), {})["ecdf-1"]
-    assert chart.figure is None
-    assert "samples.npz" in chart.empty
-
-
 def test_one_batch_size_makes_no_sweep_but_a_table() -> None:
     single = record("a", 1, 1, None, latency=(latency(1, 0.5),))
     chart = by_id(run(single, baseline=record("eager", 1, 1, None, latency=(latency(1, 1.0),))))["latency-by-batch"]
     assert chart.figure is None
     assert chart.empty.startswith("Only batch 1 was measured")
     assert len(chart.rows) == 2
-
-
-def test_without_tails_callers_are_shown_by_the_median() -> None:
-    level = Throughput(callers=2, samples_per_s=around(50), p50_ms=20.0, p99_ms=None, n=10)
-    slow = latency(1, 20.0).model_copy(update={"concurrency": (level,)})
-    few = run(baseline=record("eager", 1, 1, None, latency=(slow,)))
-    chart = by_id(few)["concurrency"]
-    assert "p50 latency" in chart.title
-    assert named(chart, "eager")["x"] == [20.0]
 
 
 def test_four_decades_take_a_logarithmic_axis_and_equal_values_do_not() -> None:
@@ -477,13 +448,6 @@ def test_stages_that_change_the_model_are_no_loss() -> None:
     assert marker["mode"] == "markers"
     assert marker["y"] == [3.0]
     assert "simplify, from 120.0 dB to 119.0 dB" in chart.summary
-
-
-def test_a_failed_stage_is_marked_and_told() -> None:
-    chart = by_id(odd())["fidelity"]
-    crosses = [symbol for trace in traces(chart) for symbol in trace["marker"]["symbol"] if symbol == "x-open"]
-    assert crosses
-    assert "1 of 3 variants failed a stage" in chart.summary
 
 
 def test_groups_that_stayed_in_float_have_open_markers() -> None:
@@ -511,11 +475,6 @@ def test_200_variants_stay_small_and_readable() -> None:
     profile = next(one for one in found if one.id == "profile")
     assert len(profile.rows) <= 21
     assert profile.summary.startswith("onnxruntime-int8-large's operators take")
-
-
-def test_the_same_run_gives_the_same_bytes() -> None:
-    first, second = (json.dumps([vars(one) for one in charts(full(), sampled(full()))]) for _ in range(2))
-    assert first == second
 
 
 def test_modules_beyond_the_largest_are_added_up() -> None:

@@ -1,6 +1,5 @@
 """Limits of the hardware: how rates come about, what a graph's work is, and what the floor says of a measured time."""
 
-import math
 import os
 import threading
 import time
@@ -27,7 +26,6 @@ from enginesmith.pipeline.measure.roofline import floor
 from enginesmith.pipeline.measure.rows import DeviceLimits, Rate, Work
 from enginesmith.pipeline.measure.work import count_work
 from enginesmith.pipeline.tasks.limits import CountWork, DeviceRates, read_limits, read_work
-from enginesmith.pipeline.units import format_si
 
 MIB = 1 << 20
 BOTH = 2
@@ -45,10 +43,6 @@ def test_touching_is_not_enough_where_threads_share_a_limit() -> None:
     apart = [[(0.0, 0.010)], [(0.009, 0.010)]]
     assert max(together(apart, 1.0)) == pytest.approx(200.0)
     assert max(together(apart, 1.0, seconds=0.010)) == pytest.approx(110.0)
-
-
-def test_a_repetition_without_length_is_no_infinite_rate() -> None:
-    assert all(map(math.isfinite, together([[(0.0, 0.0)]], 1.0)))
 
 
 # Repeating
@@ -145,10 +139,6 @@ def test_threads_each_have_a_piece_and_a_core_of_their_own() -> None:
     assert sorted(os.sched_getaffinity(0)) == own
 
 
-def test_no_pieces_at_all() -> None:
-    assert run().products == {}
-
-
 # Which type a product may be computed in
 
 
@@ -211,10 +201,6 @@ def test_what_the_caches_hold_does_not_come_from_memory() -> None:
     assert large.bound_by == "memory"
 
 
-def test_caches_are_no_slower_than_memory() -> None:
-    assert floor(work(least_bytes=1_000_000), device(cache_bandwidth=rate(5e9)), 1.0).memory_ms == pytest.approx(0.05)
-
-
 def test_a_result_beyond_the_caches_is_written_and_read() -> None:
     row = floor(work(large_intermediates=(11_000_000, 500_000)), device(), 2.0)
     assert row.memory_ms == pytest.approx(1.0)
@@ -255,25 +241,12 @@ def test_without_knowing_the_caches_memory_bounds_nothing() -> None:
     assert row.reasons["memory_ms"] == "not shown"
 
 
-def test_nothing_known() -> None:
-    nothing = device(products={}, operators=None, cache_bytes=None, reasons={"fp32": "no torch"})
-    row = floor(work(), nothing, 2.0)
-    assert (row.bound_by, row.floor_ms, row.measured_over_floor) == ("nothing known", None, None)
-    assert row.reasons.keys() >= {"arithmetic_ms", "memory_ms", "launch_ms", "floor_ms", "measured_over_floor"}
-    assert "no torch" in row.reasons["arithmetic_ms"]
-
-
 def test_a_floor_without_a_measured_time() -> None:
     row = floor(work(), device(), None)
     assert row.floor_ms is not None
     assert row.measured_over_floor is None
     assert row.reasons["measured_over_floor"] == "it was not measured"
     assert row.summary.startswith("its floor is 0.01 ms; bound by arithmetic")
-
-
-@pytest.mark.parametrize(("value", "text"), [(0.5, "0.5 B"), (999, "999 B"), (95.04e9, "95 GB"), (2.5e18, "2500 PB")])
-def test_told(value: float, text: str) -> None:
-    assert format_si(value, "B") == text
 
 
 # The work of a graph
@@ -507,12 +480,6 @@ def test_memory_is_gone_through_piece_by_piece(probe: Callable[..., Probe], monk
     once()
     assert len(set(seen)) == 3
     assert seen[0] == seen[3]
-
-
-def test_the_side_grows_with_the_speed() -> None:
-    fast = probes._side(lambda side: lambda: None, "cuda:0", lambda call: 1e-6)
-    slow = probes._side(lambda side: lambda: None, "cuda:0", lambda call: 1.0)
-    assert (fast, slow) == (max(probes._SIDES["cuda"]), min(probes._SIDES["cuda"]))
 
 
 # As tasks

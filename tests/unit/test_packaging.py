@@ -138,12 +138,6 @@ def test_the_same_run_gives_the_same_bytes(made: Made, tmp_path: Path) -> None:
         assert one.manifest_sha256 == two.manifest_sha256
 
 
-def test_data_options_are_noted(made: Made, tmp_path: Path) -> None:
-    recipe = make({"model": "net.py:build", "data_options": {"resize": 256, "mean": [0.5], "std": [0.2]}})
-    package(made.write(recipe=recipe), "bundle", tmp_path / "b")
-    assert manifest.read(tmp_path / "b").preprocessing.options == {"resize": 256, "mean": [0.5], "std": [0.2]}
-
-
 @pytest.mark.parametrize(
     ("changes", "variant", "said"),
     [
@@ -159,14 +153,6 @@ def test_what_cannot_be_chosen_is_said(
     with pytest.raises(UsageError, match=said):
         package(made.write(**changes), "bundle", tmp_path / "b", variant)
     assert not (tmp_path / "b").exists()
-
-
-def test_what_failed_is_not_proposed(made: Made, tmp_path: Path) -> None:
-    failed = made.record("onnxruntime-fp32", graph=made.graph, artifact=made.graph, status="failed", reason="wrong")
-    with pytest.raises(UsageError) as caught:
-        package(made.write(winner="eager", variants=(failed,)), "bundle", tmp_path / "b")
-    assert "--variant onnxruntime-fp32" not in caught.value.remedy
-    assert "--engine onnxruntime" in caught.value.remedy
 
 
 @pytest.mark.parametrize("form", ["bundle", "triton"])
@@ -201,12 +187,6 @@ def test_files_that_the_run_did_not_make_are_refused(
     with pytest.raises(ModelError, match=r"missing|not what the run made"):
         package(made.folder, "bundle", tmp_path / "b")
     assert not (tmp_path / "b").exists()
-
-
-def test_a_folder_that_is_there_stays_as_it_is(made: Made, tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    with pytest.raises(UsageError, match="is there already"):
-        package(made.write(), "bundle", tmp_path / "b")
 
 
 def test_a_full_disk_leaves_nothing(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,12 +260,6 @@ def test_batching_needs_an_engine_that_takes_a_single_row(found: manifest.Manife
     assert config(found, **measured).max_batch_size == 8
     assert config(found, **measured, origin=asked).max_batch_size == 0
     assert config(found, **measured, engine=built).max_batch_size == 0
-
-
-def test_a_tensor_without_dimensions_is_reshaped(found: manifest.Manifest) -> None:
-    specs = Signature(inputs=(TensorSpec.parse("x:float32:batch"),), outputs=(TensorSpec.parse("y:float32:batch"),))
-    (one,) = config(found, signature=specs).input
-    assert (list(one.dims), one.HasField("reshape"), list(one.reshape.shape)) == ([1], True, [])
 
 
 @pytest.mark.parametrize(("rates", "preferred"), [((10, 5, 40), [64]), ((10, 9, 8), None), ((None, None, None), [])])

@@ -158,12 +158,6 @@ def test_tensorrt_gets_pairs_in_front_of_products_and_nowhere_else() -> None:
     assert len(zeros) == 1, "what is the same is stored once"
 
 
-def test_tensorrt_takes_the_sum_into_the_convolution_that_is_farther_from_the_fork() -> None:
-    model, _ = done(residual, GPU)
-    assert reads(model, "a", 0) == "Conv"
-    assert reads(model, "a", 1) == "DequantizeLinear"
-
-
 def test_tensorrt_rounds_a_shortcut_without_a_convolution_once_for_all() -> None:
     def make() -> ir.Model:
         return parsed(
@@ -489,15 +483,6 @@ def test_scales_fit_what_the_rest_becomes() -> None:
     assert model.graph.opset_imports[""] >= 19
 
 
-def test_methods_give_their_own_ranges() -> None:
-    known = ranges(residual())
-    amax = {"minmax": 4.0, "percentile": 3.0, "entropy": 2.0, "mse": 1.0}
-    tensors = {**known.tensors, "x": known.tensors["x"].model_copy(update={"amax": amax})}
-    model = residual()
-    quantise(model, known.model_copy(update={"tensors": tensors}), replace(GPU, method="entropy"))
-    np.testing.assert_allclose(grid(model, "x")[0], 2 / 127, rtol=1e-6)
-
-
 def test_inputs_only() -> None:
     model, found = done(residual, replace(CPU, inputs_only=True))
     assert found.pairs == 4
@@ -542,20 +527,3 @@ def test_graphs_as_exporters_leave_them() -> None:
     assert [group.weight for group in found.done] == ["w", "v", "w"]
     assert [value.name for value in model.graph.inputs] == ["x"]
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
-
-
-def test_a_shared_weight_is_stored_once() -> None:
-    def make() -> ir.Model:
-        return parsed(
-            "net (float[1, 4] x) => (float[1, 4] y) { a = MatMul(x, w) b = Relu(a) y = MatMul(b, w) }", w=random(4, 4)
-        )
-
-    model, _ = done(make, GPU)
-    assert sum(v.dtype == ir.DataType.INT8 and len(v.shape or ()) == 2 for v in model.graph.initializers.values()) == 1
-    assert "w" not in model.graph.initializers
-
-
-@pytest.mark.parametrize("settings", [CPU, GPU], ids=["onnxruntime", "tensorrt"])
-def test_the_same_graph_gives_the_same_bytes(settings: Settings) -> None:
-    first, second = (ir.to_proto(done(residual, settings)[0]).SerializeToString(deterministic=True) for _ in range(2))
-    assert first == second
