@@ -143,12 +143,6 @@ def test_casts_split_islands(tmp_path: Path) -> None:
     assert graph.covered(tmp_path).islands == 2
 
 
-def test_what_a_pair_connects_is_one_island(tmp_path: Path) -> None:
-    graph = Graph().pair().product(INT8).add("Relu").pair().product(INT8).pair()
-    assert graph.covered(tmp_path).islands == 1
-    assert graph.add("Softmax").pair().product(INT8).covered(tmp_path).islands == 2
-
-
 def test_a_float_operator_between_products_splits_islands(tmp_path: Path) -> None:
     """Its result is not quantised at once, so it runs in floating point."""
     graph = Graph().pair().product(INT8).pair().add("Sigmoid").add("Exp").pair().product(INT8)
@@ -163,24 +157,10 @@ def test_floats_between_integer_kernels_connect_nothing(tmp_path: Path) -> None:
     assert graph.covered(tmp_path, executed=True).islands == 2
 
 
-def test_what_is_made_of_nothing_is_no_island(tmp_path: Path) -> None:
-    graph = Graph().add("Cast", to=HALF).product(HALF).add("Cast", to=FLOAT)
-    graph.nodes.append(helper.make_node("Shape", ["x"], ["shape"], name="shape"))
-    fill = helper.make_tensor("fill", HALF, [1], [1.0])
-    graph.nodes.append(helper.make_node("ConstantOfShape", ["shape"], ["ones"], name="ones", value=fill))
-    graph.nodes.append(helper.make_node("Cast", ["ones"], ["floats"], name="floats", to=FLOAT))
-    assert graph.add("Add", "floats").covered(tmp_path).islands == 1
-
-
 def test_a_cast_behind_a_pair_keeps_it_from_being_fused(tmp_path: Path) -> None:
     found = Graph().pair().add("Cast", to=HALF).product(HALF).add("Cast", to=FLOAT).covered(tmp_path, executed=True)
     assert found.macs == {"fp16": 1.0}
     assert found.unfused == 1
-
-
-def test_changes_of_layout_are_seen_through(tmp_path: Path) -> None:
-    graph = Graph().pair().add("Transpose", perm=[1, 0]).add("Transpose", perm=[1, 0]).product(INT8)
-    assert graph.covered(tmp_path).macs == {"int8": 1.0}
 
 
 def test_products_of_unknown_size_are_told_and_in_no_share(tmp_path: Path) -> None:

@@ -128,17 +128,11 @@ class TestRows:
         monkeypatch.chdir(tmp_path / "elsewhere")
         assert len(open_dataset(f"{module}:samples", INPUTS)) == 6
 
-    def test_a_buffer_that_is_used_again(self):
-        assert np.array_equal(opened("reused").arrays["x"], np.arange(12).reshape(6, 2))
-
     def test_lists_are_cast_as_arrays_are(self):
         assert opened("doubles").arrays["x"].dtype == np.float32
 
     def test_what_can_be_walked_through_without_a_call(self):
         assert len(opened("READY")) == 6
-
-    def test_rows_are_not_in_memory(self):
-        assert isinstance(opened("samples").arrays["x"], np.memmap)
 
     def test_the_digest_is_of_the_numbers(self):
         assert opened("reused").digest == opened("READY").digest == opened("doubles").digest
@@ -164,14 +158,6 @@ class TestEndless:
     def test_stopped_after_so_many_bytes(self, monkeypatch):
         monkeypatch.setattr(feeds, "MOST_BYTES", 100)
         assert len(opened("endless")) == 16
-
-    def test_is_closed(self):
-        opened("Reader", most_rows=4)
-        assert user_code.find("my_data.py:Reader.closed", "data") == [True]
-
-    def test_batches_without_rows(self):
-        with pytest.raises(DataError, match=r"yield 0 has the shapes x \[0, 2\]"):
-            opened("no_rows")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from enginesmith.calibration.dataset import DataOptions, hold_for_calibration, open_dataset
+from enginesmith.calibration.dataset import DataOptions, open_dataset
 from enginesmith.calibration.images import listing
 from enginesmith.pipeline.errors import DataError, MissingCapability
 from enginesmith.pipeline.tensors import TensorSpec
@@ -65,10 +65,6 @@ class TestFiles:
             put(tmp_path / name / "0.png", pixels())
         (tmp_path / "3").mkdir()
         assert open_dataset(str(tmp_path), (RAW,)).labels.tolist() == [2, 9, 10]
-
-    def test_one_sub_folder_is_no_class(self, tmp_path):
-        put(tmp_path / "images" / "0.png", pixels())
-        assert open_dataset(str(tmp_path), (RAW,)).labels is None
 
     def test_what_would_change_the_rows_is_named(self, tmp_path):
         for name in ("cat", "dog/young"):
@@ -144,9 +140,6 @@ class TestRows:
         put(folder / "2.png", pixels(seed=9))
         assert open_dataset(str(folder), (RGB,)).digest != before
 
-    def test_a_sample_is_as_varied_as_the_set(self, folder):
-        assert hold_for_calibration(open_dataset(str(folder), (RGB,)).sample(4, seed=0)).rows
-
 
 class TestDefaults:
     def test_pixels_from_0_to_1_and_it_is_said(self, folder):
@@ -192,11 +185,6 @@ class TestDefaults:
         image.save(tmp_path / "p.png", transparency=bytes(range(8)))
         assert np.array_equal(one(tmp_path, RAW).transpose(1, 2, 0), np.asarray(image.convert("RGB")))
 
-    def test_floating_point_pixels(self, tmp_path):
-        Image.fromarray(np.ones((8, 8), np.float32)).save(tmp_path / "f.tiff")
-        with pytest.raises(DataError, match=r"f\.tiff: its pixels are floating-point"):
-            one(tmp_path)
-
     @pytest.mark.parametrize(
         ("spec", "said"),
         [
@@ -210,10 +198,6 @@ class TestDefaults:
         with pytest.raises(DataError, match=said) as caught:
             open_dataset(str(folder), (TensorSpec.parse(spec),))
         assert caught.value.remedy
-
-    def test_two_inputs(self, folder):
-        with pytest.raises(DataError, match="holds images, and the model takes x, y"):
-            open_dataset(str(folder), (RGB, TensorSpec.parse("y:float32:batch,1")))
 
 
 class TestGiven:
@@ -314,16 +298,6 @@ class TestConfiguration:
             image_mean=[9.0],
         )
         assert np.array_equal(one(folder), pixels().transpose(2, 0, 1))
-
-    def test_what_is_given_goes_before(self, folder):
-        configure(folder, **{**VIT, "size": {"height": 4, "width": 4}})
-        made = one(folder, resize=(8, 8), std=(1.0,))
-        assert np.allclose(made, pixels().transpose(2, 0, 1) / 255 - 0.5, atol=1e-6)
-
-    def test_what_is_not_done_is_said(self, folder):
-        configure(folder, do_flip_channel_order=True, do_pad=False)
-        (note,) = open_dataset(str(folder), (RGB,)).notes
-        assert note.endswith("(from preprocessor_config.json; not done: do_flip_channel_order)")
 
     @pytest.mark.parametrize(
         ("text", "said"),

@@ -57,10 +57,6 @@ class TestTokens:
         assert data.arrays["input_ids"].tolist() == [[CLS, ONE, TWO, SEP, THREE, SEP]]
         assert data.arrays["token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1]]
 
-    def test_a_pair_that_is_null_is_one_text(self, write):
-        data = open_dataset(write({"text": "one", "text_pair": None}), IDS)
-        assert data.arrays["input_ids"].tolist() == [[CLS, ONE, SEP]]
-
     def test_only_what_the_model_takes_in_its_order_and_dtype(self, write):
         specs = tuple(TensorSpec.parse(f"{name}:int32:batch,sequence") for name in ("attention_mask", "input_ids"))
         data = open_dataset(write({"text": "one"}), specs)
@@ -99,17 +95,6 @@ class TestTokens:
         assert open_dataset(write(*lines), IDS).arrays["input_ids"].tolist()[0] == [FOUR, CLS, ONE, SEP]
         right = open_dataset(write(*lines), IDS, options=DataOptions(padding="right"))
         assert right.arrays["input_ids"].tolist()[0] == [CLS, ONE, SEP, FOUR]
-
-    def test_what_the_tokenizer_was_saved_with_does_not_decide_the_length(self, write, tmp_path):
-        saved = tokenizer()
-        saved.enable_padding(length=32)
-        saved.save(str(tmp_path / "tokenizer.json"))
-        assert open_dataset(write({"text": "one"}), IDS).arrays["input_ids"].shape == (1, 3)
-
-    def test_more_than_are_encoded_at_once(self, write, monkeypatch):
-        monkeypatch.setattr("enginesmith.calibration.tokens._AT_ONCE", 2)
-        data = open_dataset(write(*({"text": word} for word in WORDS[4:])), IDS)
-        assert data.arrays["input_ids"][:, 1].tolist() == [ONE, TWO, THREE, FOUR]
 
     def test_no_room_beside_the_special_tokens(self, write):
         with pytest.raises(DataError, match="2 tokens a row have no room beside 2 special ones"):
@@ -205,14 +190,6 @@ class TestLines:
         (tmp_path / "texts.jsonl").write_bytes(b'{"text": "\xff"}\n')
         with pytest.raises(DataError, match="line 1 is no JSON"):
             open_dataset(reference, IDS)
-
-    def test_empty(self, write):
-        with pytest.raises(DataError, match=r"texts\.jsonl is empty"):
-            open_dataset(write(""), IDS)
-
-    def test_that_are_not_there(self):
-        with pytest.raises(DataError, match=r"no data file nowhere\.jsonl"):
-            open_dataset("nowhere.jsonl", IDS)
 
     @pytest.mark.parametrize(
         "spec",

@@ -141,13 +141,6 @@ def test_what_is_left_and_why(body: str, reason: str) -> None:
     assert len(done.done) == 1
 
 
-def test_groups_stay_on_request() -> None:
-    model = parsed(ENCODER, **WEIGHTS)
-    done = quantise(model, Settings(keep=frozenset(["MatMul_0"])))
-    assert dict(done.left) == {"MatMul_0": "the assignment keeps it in floating point"}
-    assert sum(node.op_type == "MatMul" for node in model.graph) == 1
-
-
 def test_a_graph_of_convolutions_is_refused() -> None:
     model = parsed("net (float[1, 4, 8, 8] x) => (float[1, 4, 8, 8] y) { y = Conv(x, w) }", w=random(4, 4, 1, 1))
     with pytest.raises(InvalidGraph, match="no product that can be in int8-dynamic"):

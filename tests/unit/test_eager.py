@@ -77,11 +77,6 @@ def test_a_cast_module_answers_in_the_models_own_types(artifact: Artifact, dtype
     np.testing.assert_allclose(found, wanted, rtol=0.05, atol=0.05)
 
 
-def test_a_sibling_casts_too(artifact: Artifact) -> None:
-    with Eager(dtype="float16").load(artifact, CPU) as cast, cast.sibling() as other:
-        np.testing.assert_array_equal(other.run(feeds())["y"], cast.run(feeds())["y"])
-
-
 @pytest.mark.parametrize(
     ("options", "row"),
     [
@@ -149,12 +144,6 @@ def test_tf32_is_as_asked_for_products_and_convolutions(allowed: bool) -> None:
         assert (torch.get_float32_matmul_precision() == "high") == allowed
         precisions = [backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision]
         assert [one == "tf32" for one in precisions] == [allowed, allowed]
-
-
-@pytest.mark.usefixtures("tf32_as_it_was")
-def test_on_the_cpu_tf32_is_left_alone(artifact: Artifact) -> None:
-    Eager().load(artifact, CPU).close()
-    assert torch.backends.cudnn.allow_tf32
 
 
 class FakeStream:
@@ -255,16 +244,6 @@ def test_the_third_call_is_captured_and_replayed(current: list[FakeStream]) -> N
     assert module.calls == 3
     assert len(bound.graph.calls) == 1
     assert len(current) >= 6
-
-
-def test_each_set_of_feeds_has_a_graph_of_its_own(current: list[FakeStream]) -> None:
-    session = opened(GraphedSession, Doubling())
-    bounds = [session.bind(feeds(seed)) for seed in (1, 2)]
-    for _ in range(4):
-        for seed, bound in zip((1, 2), bounds, strict=True):
-            session.enqueue(bound)
-            np.testing.assert_array_equal(session.fetch()["y"], doubled(seed))
-    assert bounds[0].graph is not bounds[1].graph
 
 
 @pytest.mark.usefixtures("current")

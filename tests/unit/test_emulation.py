@@ -14,7 +14,7 @@ import pytest
 
 from enginesmith.pipeline import graph, onnx_file
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import BuildRequest, Device
+from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
 from enginesmith.pipeline.errors import InvalidGraph
 from enginesmith.pipeline.precision import emulation
@@ -80,13 +80,6 @@ def test_only_what_computes_is_rounded() -> None:
     names = [node.name for node in model.graph if node.op_type == "Cast"]
     rounded = ["a_rounded", "a_rounded_float32", "c_rounded"]
     assert sorted(name or "" for name in names) == sorted([*rounded, "h", "h_float32", "v_float32", "w_float32", "y"])
-
-
-def test_a_float_graph_is_left_alone(tmp_path: Path) -> None:
-    model = parsed("(float[N,8] x) => (float[N,4] y) { y = MatMul(x, w) }", w=normal(8, 4))
-    before = saved(model, tmp_path / "before").path.read_bytes()
-    assert not emulation.emulate(model)
-    assert saved(model, tmp_path / "after").path.read_bytes() == before
 
 
 def test_overflow_of_float16_shows(tmp_path: Path) -> None:
@@ -187,15 +180,6 @@ def test_the_engine_emulates_only_when_it_is_asked_to(tmp_path: Path, caplog: py
     with caplog.at_level(logging.INFO):
         answers(artifact, x=normal(5, 8))
     assert "model.onnx is emulated" in caplog.text
-
-
-def test_what_an_emulating_engine_builds_is_the_graph_itself(tmp_path: Path) -> None:
-    artifact = saved(parsed(MIXED, **WEIGHTS), tmp_path / "given")
-    (tmp_path / "built").mkdir()
-    engine = OnnxRuntime(emulate=True)
-    effect = engine.build(BuildRequest(artifact=artifact, out=tmp_path / "built", device=Device()))
-    assert (tmp_path / "built" / effect.file).read_bytes() == artifact.path.read_bytes()
-    assert not engine.environment_key(Device())
 
 
 RUN = """

@@ -97,16 +97,6 @@ def test_a_winner_after_eager_is_compared_in_milliseconds(
     assert "the baseline itself" in change.note
 
 
-def test_eager_after_a_winner_is_compared_in_milliseconds(
-    made_fleets: ModuleType, before: Earlier, asked: Entry, tmp_path: Path
-) -> None:
-    found = beside(made_fleets, before, asked, tmp_path / "now", made_fleets.run(asked, winner="eager"))
-    assert found.winners is not None
-    change = found.winners.latency[0].change
-    assert (change.basis, change.median) == ("milliseconds", pytest.approx(4.0))
-    assert "the baseline itself" in change.note
-
-
 def test_what_is_missing_then_or_now_is_said(
     made_fleets: ModuleType, before: Earlier, asked: Entry, tmp_path: Path
 ) -> None:
@@ -143,12 +133,6 @@ def test_the_last_fleet_is_the_newest_of_its_name(made_fleets: ModuleType, asked
     assert part is not None
     assert part.folder.name == "part"
     assert earlier.last_beside(tmp_path / "now", now.model_copy(update={"file": "none.yaml"})) is None
-
-
-def test_what_has_not_changed_stands(before: Earlier, asked: Entry) -> None:
-    found = earlier.unchanged(before, asked, STATE)
-    assert isinstance(found, Run)
-    assert found.winner is not None
 
 
 @pytest.mark.parametrize(

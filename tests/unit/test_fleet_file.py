@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginesmith.pipeline import recipe
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.fleet import Entry, Fleet, read
 from enginesmith.pipeline.fleet.file import make
@@ -172,15 +171,3 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, text: str, words: str) -> No
     (tmp_path / "fleet.yaml").write_text(text)
     with pytest.raises(UsageError, match=words):
         read(tmp_path / "fleet.yaml")
-
-
-def test_what_is_merged_in_yaml_is_no_name_twice(tmp_path: Path) -> None:
-    text = "a: {b: &one {x: 1, y: 2}, c: &two {<<: *one, x: 3}}\nd: {<<: *two, <<: *one, y: 4}\n"
-    (tmp_path / "recipe.yaml").write_text(text)
-    assert recipe.read(tmp_path / "recipe.yaml")["d"]["y"] == 4
-
-
-def test_layers_do_not_change_each_other() -> None:
-    first, second = {"a": {"b": [1], "c": 2}, "d": 3}, {"a": {"b": [2], "c": None}, "d": None, "e": {"f": None}}
-    assert merged(first, second) == {"a": {"b": [2]}, "e": {}}
-    assert first == {"a": {"b": [1], "c": 2}, "d": 3}

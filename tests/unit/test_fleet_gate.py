@@ -143,14 +143,6 @@ def test_two_fleets_are_compared(make: Make) -> None:
     assert records.read(Path("after")).last is None, "what is in the folder stays as it is"
 
 
-def test_other_machines_are_compared_where_that_is_asked_for(make: Make, made_fleets: ModuleType) -> None:
-    (entry, *_) = made_fleets.fleet().entries()
-    make("before")
-    make("after", {entry.name: made_fleets.run(entry, ms=0.6, environment={"processor": "Another CPU"})})
-    assert "other machine: processor was Some CPU" in said("compare", "before", "after")[1]
-    assert "slower +20 %" in said("compare", "before", "after", "--any-device")[1]
-
-
 def test_a_fleet_is_inspected(make: Make, made_fleets: ModuleType) -> None:
     make("fleet", {"lenet@cpu": made_fleets.ERRORS[2]})
     code, text = said("inspect", "fleet")

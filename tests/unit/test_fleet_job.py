@@ -10,14 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 from enginesmith import cli
-from enginesmith.pipeline import fleet_job, job
-from enginesmith.pipeline.errors import EnginesmithError, UsageError
+from enginesmith.pipeline import job
+from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.fleet import Entry, named_files
 from enginesmith.pipeline.fleet import record as records
-from enginesmith.pipeline.fleet_job import Choice
 from enginesmith.pipeline.recipe import parsed
 from enginesmith.pipeline.run import Run
-from enginesmith.pipeline.run_directory import held
 from enginesmith.pipeline.steps import Place
 from enginesmith.pipeline.undertaking import RunRequest, RunResult
 
@@ -235,14 +233,6 @@ def test_the_same_again_goes_on_and_another_fleet_is_refused(jobs: Jobs) -> None
     assert "holds another fleet: it was made with another content of the file" in fleet("--out", "runs/a")[1]
 
 
-def test_one_process_at_a_time(jobs: Jobs) -> None:
-    fleet("--out", "runs/a")
-    with held(Path("runs/a")):
-        for words in (["optimize", "fleet.yaml", "--out", "runs/a"], ["resume", "runs/a"]):
-            done = CliRunner().invoke(cli.main, words)
-            assert (done.exit_code, "another run is at work in" in done.output) == (2, True)
-
-
 def test_what_could_not_be_begun_at_all_is_raised_and_recorded(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere(asked: Sequence[RunRequest], settings: Any = None) -> dict[str, RunResult]:
         raise jobs.made.ERRORS[0]
@@ -263,23 +253,6 @@ def test_reports_are_written_anew(jobs: Jobs) -> None:
     Path("runs/a/junit.xml").unlink()
     done = CliRunner().invoke(cli.main, ["report", "runs/a/fleet.json", "-f", "junit"])
     assert (done.exit_code, Path("runs/a/junit.xml").read_bytes()) == (0, before)
-
-
-def test_github_is_told(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
-    jobs.kinds = {"digits@cpu": lambda entry: jobs.made.ERRORS[2], "lenet@cpu": lambda entry: jobs.made.ERRORS[0]}
-    _, text = fleet("--out", "runs/a")
-    assert "::error title=a::digits@cpu: aten%3A%3Aodd" in text or "::error title=a::digits@cpu: aten::odd" in text
-    assert "::warning title=a::lenet@cpu: no node has the accelerator" in text
-    assert "# a" in Path("summary.md").read_text()
-
-
-def test_settings_do_not_matter_where_the_file_makes_no_sense(jobs: Jobs) -> None:
-    Path("fleet.yaml").write_text("models: {digits: {recipe: {precisons: [fp32]}}}")
-    with pytest.raises(UsageError, match="did you mean precisions"):
-        fleet_job.optimize(Path("fleet.yaml"), Path("runs/a"), None, Choice())
-    assert not Path("runs").exists()
 
 
 def test_named_files_are_part_of_what_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from enginesmith.pipeline.errors import ExportError
 from enginesmith.pipeline.fleet import Fleet, earlier
 from enginesmith.pipeline.fleet import record as records
 from enginesmith.pipeline.fleet.record import RUNS, EntryRecord, Failure, FleetRecord, Last
-from enginesmith.pipeline.report import fleet as files
 from enginesmith.pipeline.report import fleet_markdown, fleet_page, fleet_tables, terminal
 from enginesmith.pipeline.report.html import scripts
 
@@ -93,17 +92,6 @@ def test_certain_changes_are_told_from_others(some: FleetRecord) -> None:
     assert not set(certain) & set(rest)
     assert [one.name for one in fleet_tables.slower(some)] == ["digits@cpu", "lenet@cpu"]
     assert [one.name for one in fleet_tables.faster(some)] == ["digits@h100"]
-
-
-def test_the_head_counts(some: FleetRecord) -> None:
-    assert fleet_tables.headline(some) == (
-        "6 of 8 entries have a winner; 1 over budget; 1 lacking what the target asks for."
-    )
-    facts = fleet_tables.facts(some)
-    assert facts["entries"] == "8"
-    assert (facts["slower"], facts["faster"]) == ("2", "1")
-    assert facts["steps"] == "7, of which 6 shared or from the store"
-    assert facts["time"] == "1 m 15 s"
 
 
 def test_what_cannot_be_compared_is_said(some: FleetRecord) -> None:
@@ -188,14 +176,6 @@ def test_the_page_needs_no_network_and_no_more_than_its_own_script(pages: Module
     assert policy == scripts.policy((scripts.own(),))
 
 
-def test_ids_are_unique_and_tables_have_heads(pages: ModuleType, some: FleetRecord) -> None:
-    elements = pages.Elements(fleet_page.render(some))
-    ids = [attributes["id"] for _, attributes in elements.all if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    assert len(elements.named("table")) == len(elements.named("caption")) == 5
-    assert all("scope" in one for one in elements.named("th"))
-
-
 def evil(made_fleets: ModuleType, made_runs: ModuleType, folder: Path) -> FleetRecord:
     """Every free text is one that would like to be markup."""
     values = made_runs.filled(FleetRecord, EVIL)
@@ -257,15 +237,6 @@ def test_nothing_begun_is_a_page_too(made_fleets: ModuleType, tmp_path: Path) ->
     assert "This fleet is not complete: 4 of 4 entries have not ended" in text
     assert "enginesmith resume nightly" in text
     assert "Nothing failed" in text
-
-
-def test_the_files_are_written_whole(some: FleetRecord, tmp_path: Path) -> None:
-    names = ["fleet.json", "fleet.html", "fleet.md", "junit.xml"]
-    assert [path.name for path in files.write(some, tmp_path, {})] == names
-    assert not list(tmp_path.glob(".*"))
-    assert records.read(tmp_path) == some
-    assert [path.name for path in files.write(some, tmp_path / "other", {}, ("md",))] == ["fleet.md"]
-    assert (tmp_path / "other/fleet.md").read_text() == (tmp_path / "fleet.md").read_text()
 
 
 def test_the_terminal_says_the_same(some: FleetRecord, capsys: pytest.CaptureFixture[str]) -> None:

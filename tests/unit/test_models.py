@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from enginesmith.calibration.dataset import embedded
 from enginesmith.models import MODELS, bert, vit
-from enginesmith.models.digits import WEIGHTS, Digits, digits
+from enginesmith.models.digits import Digits, digits
 from enginesmith.models.lstm import lstm
 from enginesmith.models.train_digits import jitter
 from enginesmith.pipeline.errors import SourceError
@@ -181,13 +181,6 @@ def test_weights_load(tmp_path, suffix):
     assert torch.equal(module.state_dict()["fc.weight"], state["fc.weight"])
 
 
-def test_weights_without_batch_counters_load(tmp_path):
-    state = {key: value for key, value in load_file(WEIGHTS).items() if not key.endswith("num_batches_tracked")}
-    save_file(state, tmp_path / "old.safetensors")
-    module, _ = digits(weights=str(tmp_path / "old.safetensors"))
-    assert torch.equal(module.state_dict()["conv1.weight"], state["conv1.weight"])
-
-
 def test_missing_weights_are_named(tmp_path):
     with pytest.raises(SourceError, match=r"nowhere\.safetensors"):
         lstm(weights=str(tmp_path / "nowhere.safetensors"))
@@ -234,9 +227,3 @@ def test_broken_weights_are_named(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SourceError, match="cannot read weights"):
         digits(weights=str(tmp_path / name))
-
-
-def test_a_pt_file_of_something_else_is_refused(tmp_path):
-    torch.save([torch.zeros(1)], tmp_path / "list.pt")
-    with pytest.raises(SourceError, match="list that is not a state dict"):
-        digits(weights=str(tmp_path / "list.pt"))

@@ -57,11 +57,6 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -
         onnx_file.check(path)
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidGraph, match="cannot read"):
-        onnx_file.signature(tmp_path / "none.onnx")
-
-
 def no_outputs(model: onnx.ModelProto) -> None:
     del model.graph.output[:]
 

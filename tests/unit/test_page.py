@@ -11,7 +11,7 @@ import pytest
 
 from enginesmith.pipeline import run as runs
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.report import files, proof, provenance, tables
+from enginesmith.pipeline.report import files, proof, tables
 from enginesmith.pipeline.report.html import data, glance, page, scripts
 from enginesmith.pipeline.report.html.blocks import Folded, Section, Table, tables_in
 from enginesmith.pipeline.run import Run
@@ -83,12 +83,6 @@ def test_texts_of_the_run_bring_no_markup(pages: ModuleType, made_runs: ModuleTy
     assert {tag for tag, _ in evil.all} == {tag for tag, _ in elements.all}
     assert len(evil.named("script")) == len(elements.named("script"))
     assert not any(name.startswith("on") for _, attributes in evil.all for name in attributes)
-
-
-def test_every_free_text_of_a_run_is_replaced(made_runs: ModuleType) -> None:
-    """The test above is worth what it reaches."""
-    document = made_runs.run(EVIL).model_dump_json()
-    assert document.count("<img src=x") > 150
 
 
 def test_numbers_stand_with_their_full_precision(pages: ModuleType, some: Run) -> None:
@@ -170,13 +164,6 @@ def test_p99_is_held_against_a_budget_of_p50_when_there_is_no_other(some: Run) -
     assert found.text == f"The budget is on p50, 1 ms; p99 of {some.winner} at batch 3 is 1.5 ms, above it."
 
 
-def test_the_install_line_has_the_versions_of_the_run() -> None:
-    environment = {"packages": {"enginesmith": "0.1.0", "torch": "2.13.0+cpu", "numpy": "2.4.6", "evil; rm": "1"}}
-    assert provenance.install(environment) == "pip install -e . torch==2.13.0 numpy==2.4.6 'evil; rm==1'"
-    assert provenance.builds(environment) == ["torch 2.13.0+cpu"]
-    assert provenance.install({}) == ""
-
-
 def test_the_largest_fall_is_found_and_changes_on_purpose_are_none(some: Run) -> None:
     entry = some.variants[0].fidelity[0]
 
@@ -200,10 +187,6 @@ def test_long_tables_are_data_within_a_limit() -> None:
     stored = data.long_tables([cut])
     assert [stored["texts"][place] for place in stored["rows"]["t"][7]] == list(rows[7])
     assert len(str(data.script_data(stored)).encode()) < data.MOST_BYTES * 1.2
-
-
-def test_data_cannot_end_its_element() -> None:
-    assert "<" not in data.script_data({"a": "</script><!--"})
 
 
 def test_equal_assignments_are_shared(made_runs: ModuleType) -> None:
@@ -239,12 +222,6 @@ def contrast(one: str, other: str) -> float:
     """Contrast ratio of two colours, by WCAG 2.2."""
     high, low = sorted((_luminance(one), _luminance(other)), reverse=True)
     return (high + 0.05) / (low + 0.05)
-
-
-def test_headings_are_blocks_in_print_so_that_they_stay_with_what_follows() -> None:
-    printed = scripts.style().partition("@media print")[2]
-    assert re.search(r"h2, \.question \{ display: block; \}", printed)
-    assert re.search(r"h2, \.question, figcaption[^{]*\{ break-after: avoid; break-inside: avoid; \}", printed)
 
 
 def test_contrast_is_that_of_wcag_aa_in_both_schemes_and_in_print() -> None:

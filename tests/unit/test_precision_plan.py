@@ -94,8 +94,3 @@ def test_a_plan_with_a_hole_is_an_error_and_no_endless_wait(tmp_path: Any) -> No
     runner = Runner(LocalExecutor(Store(tmp_path / "store"), 1), lambda step: tmp_path / f"{step.id}.log")
     with pytest.raises(ValueError, match="nowhere"):
         runner.run([step])
-
-
-def test_groups_are_ranked_by_few_samples() -> None:
-    tasks = {step.id: step.task for step in planned(precisions=["int8"], samples=100).steps}
-    assert [tasks[name].feeder.samples for name in ("calibrate", "sensitivity-int8-onnxruntime")] == [100, 16]  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from enginesmith.pipeline.errors import MissingCapability, StepCrashed
 from enginesmith.pipeline.measure import profile as profiles
 from enginesmith.pipeline.measure.candidate import Candidate
 from enginesmith.pipeline.measure.profile import measure_profile, of
-from enginesmith.pipeline.measure.profile_table import cells, columns, groups, joined, label, repeated
+from enginesmith.pipeline.measure.profile_table import cells, columns, joined, label, repeated
 from enginesmith.pipeline.measure.rows import Profile
 
 
@@ -146,11 +146,6 @@ def test_reasons_of_several_variants_stand_under_their_names() -> None:
     assert cells([base, *others])[0][-1] == "a, b: mostly Skip"
 
 
-def test_groups_of_modules_that_touch_are_one() -> None:
-    assert groups([("a",), ("b", "c"), ("d",), ("c", "d")])["b"] == ("b", "c", "d")
-    assert groups([("a",), ("b", "c")])["a"] == ("a",)
-
-
 @pytest.mark.parametrize(
     ("modules", "expected"),
     [
@@ -173,11 +168,6 @@ def test_medians_are_of_inferences_and_absence_counts() -> None:
         for one in seconds:
             tally.add("a", one)
     assert tally.medians() == {"a": (3.0, 1)}
-
-
-def test_what_lies_between_operators_is_noted() -> None:
-    assert profile("x", operator("a", 5.0, "m"), call_ms=10.0).notes[0].startswith("operators add up to 5 ms of 10 ms")
-    assert profile("x", operator("a", 9.5, "m"), call_ms=10.0).notes == ()
 
 
 def test_overhead_is_told_against_the_unprofiled_latency() -> None:

@@ -10,9 +10,8 @@ from enginesmith.pipeline import saved_module, torch_model
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import DataError, ModelError, SourceError, UsageError
 from enginesmith.pipeline.pruning.options import PruneOptions
-from enginesmith.pipeline.pruning.record import Before, Surgery, named_tensors
+from enginesmith.pipeline.pruning.record import Before, named_tensors
 from enginesmith.pipeline.pruning.target import Target
-from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.source import rebased, resolve
 from enginesmith.pipeline.tasks.calibrate import Feeder
 from enginesmith.pipeline.tasks.load import Load
@@ -95,12 +94,6 @@ def test_stages_lead_to_the_target() -> None:
         left *= stage.left
     assert left == pytest.approx(0.5)
     assert Target.parse("0.3").stages(1)[0].value == pytest.approx(0.3)
-
-
-def test_options_that_are_not_allowed_are_named() -> None:
-    for given, limit in ((0, "1"), (300, "256")):
-        with pytest.raises(UsageError, match=rf"pruning.multiple_of: .* equal to {limit} \(given: {given}\)"):
-            make({"model": "digits", "prune": ["0.3"], "pruning": {"multiple_of": given}})
 
 
 def test_a_pruned_model_comes_back_bit_by_bit_and_can_be_pruned_again(tmp_path: Path) -> None:
@@ -208,8 +201,3 @@ def test_paths_are_taken_along() -> None:
     assert rebased("net.pt2", here, there) == "../net.pt2"
     for kept in ("digits", "resnet50(num_classes=3)", "package.module:name", "hf:org/name", "/x/net.py:build"):
         assert rebased(kept, here, there) == kept
-
-
-def test_an_empty_surgery_changes_nothing() -> None:
-    model = torch.nn.Linear(2, 2)
-    assert Before(model).difference(model) == Surgery()

@@ -85,19 +85,6 @@ def test_files_of_one_name_are_told_apart_by_their_folders(reads: InputDependenc
     assert found.identity != before.identity
 
 
-def test_files_of_one_name_are_told_apart_by_their_anchors(
-    reads: InputDependencies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(_project(tmp_path / "project"))
-    paths = [tmp_path / "project" / "w", tmp_path / "w"]
-    identities = []
-    for contents in ("ab", "ba"):
-        for path, content in zip(paths, contents, strict=True):
-            path.write_text(content)
-        identities.append(reads.record(paths, {}).identity)
-    assert identities[0] != identities[1]
-
-
 def _project(folder: Path, code: str = "code") -> Path:
     folder.mkdir(parents=True)
     (folder / "net.py").write_text(code)

@@ -1,10 +1,8 @@
 """Tables and report.md: numbers as run.json has them, and nothing in a name can break out of a cell."""
 
-import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from enginesmith.pipeline import run as runs
 from enginesmith.pipeline.measure.quality import Quality
@@ -13,7 +11,7 @@ from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.precision.audit.shares import Coverage
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import markdown, measurements, tables, terminal
-from enginesmith.pipeline.report.live import _Board, _markup
+from enginesmith.pipeline.report.live import _Board
 from enginesmith.pipeline.run import Assignment, ModelRecord, Run, SearchStep, VariantRecord, Verdict
 
 
@@ -155,17 +153,6 @@ def test_what_happened_to_a_step_is_a_line_of_its_own(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.splitlines() == [lost]
 
 
-def test_the_tree_shows_text_as_it_is() -> None:
-    from enginesmith.pipeline.plan import plan
-    from enginesmith.pipeline.runner import Event
-
-    step = plan(make({"model": "digits"})).steps[0]
-    line = _Board().take(Event("progress", step, "[red]not markup"))
-    console = Console(record=True, width=80, file=io.StringIO())
-    console.print(_markup(line))
-    assert "[red]not markup" in console.export_text()
-
-
 INT8 = "onnxruntime-int8"
 
 
@@ -212,15 +199,6 @@ def printed(shown: Run, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_shares_by_precision_are_in_the_table() -> None:
-    graph, engine = tables.coverage(run(variants=(quantised(),), winner=INT8))
-    shares = "int8 90 %, fp32 10 %"
-    assert graph == ("onnxruntime-int8", "graph", shares, shares, "21", "0", "2", "0", "0")
-    shares = "int8 60 %, fp32 40 %"
-    assert engine == ("", "engine", shares, shares, "5", "3", "4", "12", "0")
-    assert tables.coverage(run()) == []
-
-
 def test_the_tables_hold_every_group_and_trial() -> None:
     assert tables.kept(quantised()) == "onnxruntime-int8: 20 of 21 groups in int8"
     rows = tables.assignment(quantised())
@@ -265,14 +243,6 @@ def test_made_up_calibration_data_shows_wherever_a_number_does(capsys: pytest.Ca
         assert all(line.count(INT8) == line.count(f"{INT8}*") for line in named), named
     clean = run(variants=(quantised(),), winner=INT8)
     assert tables.MADE_UP not in printed(clean, capsys) + markdown.render(clean)
-
-
-def test_the_mark_is_put_on_whole_names_only() -> None:
-    longer = record("onnxruntime-int8-basic", 1.0, 2.0)
-    shown = run(variants=(quantised(synthetic_calibration=True), longer))
-    said = tables.mark(shown, f"{INT8}, not onnxruntime-int8-basic nor my-{INT8}; {INT8}.")
-    assert said == f"{INT8}*, not onnxruntime-int8-basic nor my-{INT8}; {INT8}*."
-    assert tables.mark(shown, said) == said
 
 
 def test_a_variant_is_not_shown_as_what_it_is_not(capsys: pytest.CaptureFixture[str]) -> None:
@@ -324,7 +294,6 @@ def test_a_tail_far_above_the_median_is_explained_once() -> None:
 def test_overall_progress_has_the_time_left_where_every_step_left_is_known() -> None:
     from enginesmith.pipeline.artifact import Artifact, HistoryEntry
     from enginesmith.pipeline.plan import plan
-    from enginesmith.pipeline.report.live import _Board
     from enginesmith.pipeline.runner import Event, Outcome
 
     board = _Board()

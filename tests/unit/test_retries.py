@@ -207,15 +207,6 @@ def test_what_trying_again_does_not_mend_fails_at_once() -> None:
         Retries(PLACE, pytest.fail)(failing(1, FileNotFoundError("no such key")))
 
 
-def test_nothing_is_called_once_it_is_stopped() -> None:
-    retries = Retries(PLACE, pytest.fail)
-    retries.stopped.set()
-    work = failing(0)
-    with pytest.raises(StoreError, match="nobody waits for it any more"):
-        retries(work)
-    assert work.calls == 0
-
-
 def test_a_call_from_before_the_outage_does_not_say_that_it_is_over() -> None:
     said: list[str] = []
     retries = Retries(PLACE, said.append, first_seconds=0.001)

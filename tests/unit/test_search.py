@@ -126,11 +126,6 @@ def test_nothing_passes() -> None:
     assert set(trials[-1].kept) == {"g0", "g1", "g2"}
 
 
-def test_without_groups_there_is_one_trial_a_method() -> None:
-    trials = run([], lambda candidate: (False, 1.0, None))
-    assert len(trials) == len(METHODS)
-
-
 @pytest.mark.parametrize(("placement", "rest"), [("tensorrt", "fp16"), ("onnxruntime", "fp32")])
 def test_what_has_no_form_goes_with_the_rest(placement: Placement, rest: str) -> None:
     facts = [GroupFact(name="attention", module="", kind="Attention", macs=1, sqnr_db=None, reason="stays whole")]

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any, ClassVar
 
-import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -19,10 +18,9 @@ from enginesmith.pipeline.engines.trt.options import BuildOptions
 from enginesmith.pipeline.errors import InvalidGraph
 from enginesmith.pipeline.passes.base import Pass, Progress, Records, run_pass
 from enginesmith.pipeline.passes.precision import Precision
-from enginesmith.pipeline.passes.simplify import Simplify
 from enginesmith.pipeline.passes.sparsify import Sparsify
 from enginesmith.pipeline.precision.kinds import KINDS
-from enginesmith.pipeline.sparsity import check, marks, masks
+from enginesmith.pipeline.sparsity import check, masks
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
 from enginesmith.pipeline.tasks.compare import Sample
 
@@ -126,10 +124,6 @@ def test_every_precision_keeps_the_pattern(
         assert check.follow(sparse.path, graph_file).held == WEIGHTS
         assert len(check.follow(made.path, graph_file).held) == len(WEIGHTS)
         assert any("2:4 held in 6 of 6 weights" in note for note in effect.notes)
-
-
-def test_simplify_keeps_it(sparse: Artifact, tmp_path: Path) -> None:
-    assert run_pass(Simplify(), sparse, tmp_path, lambda _: None).summary.endswith("2:4 held in 6 of 6 weights")
 
 
 def test_the_graph_that_onnx_runtime_saves_is_read_in_its_own_layout(sparse: Artifact, tmp_path: Path) -> None:
@@ -256,20 +250,6 @@ def test_packed_nibbles_are_unpacked(tmp_path: Path) -> None:
     assert not check.sparse_weights(path)[0].two_of_four
 
 
-def test_types_that_numpy_does_not_have(tmp_path: Path) -> None:
-    kept = masks.two_of_four(normal(16, 8), 0)
-    for dtype in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4):
-        weight = np.where(kept, 2, 0).astype(np.float32).astype(dtype)
-        tensor = numpy_helper.from_array(weight, "w")
-        nodes = [node("DequantizeLinear", "w s", "d"), node("MatMul", "x d", "y")]
-        if dtype is ml_dtypes.bfloat16:
-            nodes = [node("Cast", "w", "d", to=TensorProto.FLOAT), nodes[1]]
-        x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xy")
-        scale = numpy_helper.from_array(np.float32(1), "s")
-        onnx.save(helper.make_model(helper.make_graph(nodes, "g", [x], [y], [tensor, scale])), tmp_path / "t.onnx")
-        assert check.sparse_weights(tmp_path / "t.onnx")[0].two_of_four
-
-
 class _Careless(Pass):
     """A pass that adds a little to every weight, or only takes the mark off."""
 
@@ -323,8 +303,3 @@ def test_inspect_shows_zeros_and_the_pattern(sparse: Artifact, tmp_path: Path) -
         "zeros": f"0.0% of {elements:,} weights of products",
         "2:4": "0 of 6 weights",
     }
-
-
-def test_the_mark_is_read_from_metadata(sparse: Artifact) -> None:
-    assert marks.of(onnx_file.skeleton(sparse.path)) == "2:4"
-    assert marks.of(onnx.ModelProto()) == ""

@@ -15,7 +15,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from enginesmith.pipeline import shared_store, shared_upkeep, telling
+from enginesmith.pipeline import shared_store, telling
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, json_digest
 from enginesmith.pipeline.errors import MissingCapability, StoreError, UsageError
 from enginesmith.pipeline.executors.ray import RayExecutor
@@ -210,15 +210,6 @@ def test_what_is_there_is_not_uploaded_again(machine: Machine, url: str) -> None
     assert below(url) == before
 
 
-def test_what_lost_a_file_is_uploaded_again(machine: Machine, url: str) -> None:
-    put(machine("one"))
-    system, root = remote(url)
-    (file,) = (f"{root}/{path}" for path in below(url) if path.endswith("model.onnx"))
-    system.rm_file(file)
-    put(machine("two"))
-    assert machine("three", tell=pytest.fail).get(KEY) is not None
-
-
 def test_what_another_machine_published_stays_and_is_given_back(machine: Machine, url: str) -> None:
     put(machine("one"), content=b"graph")
     before = below(url)
@@ -361,24 +352,6 @@ def test_an_entry_that_is_replaced_meanwhile_is_taken_as_it_is_then(
     found = machine("two", tell=pytest.fail).get(KEY)
     assert found is not None
     assert found.path.read_bytes() == b"newer"
-
-
-def test_many_writers_of_one_key_are_harmless(machine: Machine, url: str) -> None:
-    stores = [machine(f"m{number}") for number in range(4)]
-    found: list[bytes] = []
-
-    def publish(store: Store, number: int) -> None:
-        found.append(put(store, content=b"%d" % number).path.read_bytes())
-
-    threads = [threading.Thread(target=publish, args=(store, number)) for number, store in enumerate(stores)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    last = machine("last").get(KEY)
-    assert last is not None
-    assert last.path.read_bytes() in found
 
 
 def test_an_entry_of_a_digest_is_fetched_whoever_has_it(machine: Machine) -> None:
@@ -615,26 +588,3 @@ def test_who_waits_for_a_store_that_is_away_fails_with_the_first_one(
     with pytest.raises(StoreError, match="away"):
         shared.marker.ensure_exists()  # one who comes later asks anew
     assert len(asked) == 2
-
-
-def test_a_list_keeps_no_files_in_memory(machine: Machine, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_store, "_SMALL_BYTES", 1 << 20)
-    put(machine("one"))
-    shared = machine("two")._shared
-    assert shared is not None
-    there = shared.manifest(KEY)
-    assert there is not None
-    assert there.contents
-    (listed,) = shared_upkeep._manifests(shared, [KEY]).values()
-    assert listed is not None
-    assert (listed.contents, listed.sha256) == ({}, there.sha256)
-
-
-def test_what_is_written_where_somebody_removes_is_told(
-    machine: Machine, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared = machine("one")._shared
-    assert shared is not None
-    monkeypatch.setattr(SharedStore, "_write", _raising(FileNotFoundError("no such folder")))
-    with pytest.raises(StoreError, match="cannot be uploaded: no such folder"):
-        shared.write("reads/x.json", b"{}")

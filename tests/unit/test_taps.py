@@ -58,14 +58,6 @@ def test_values_inputs_and_outputs_are_read_out_in_the_order_they_were_named(tmp
     assert found["x"] is X
 
 
-def test_the_same_value_twice_and_no_value_at_all(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    with open_tapped(path, ["y", "y"]) as tapped:
-        assert list(tapped.run({"x": X})) == ["y"]
-    with open_tapped(path, []) as tapped:
-        assert tapped.run({"x": X}) == {}
-
-
 def test_the_file_stays_as_it_is(tmp_path: Path) -> None:
     path = saved(tmp_path)
     before = path.read_bytes()

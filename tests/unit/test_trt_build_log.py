@@ -1,6 +1,5 @@
 """What the builder says: figures, a log that is the same each time, and errors by class. Texts are TensorRT's own."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,10 +67,6 @@ def test_what_the_builder_did_not_say_is_unknown() -> None:
 def test_the_builders_own_peak_is_read_in_bytes() -> None:
     line = "[MemUsageStats] Peak memory usage of TRT CPU/GPU memory allocators: CPU 3 MiB, GPU 17 MiB"
     assert infos(line).figures == Figures(build_device_peak_bytes=17 << 20)
-
-
-def test_figures_are_read_where_other_messages_would_be_left_out() -> None:
-    assert infos("Total Weights Memory: 0 bytes").figures == Figures(weights_bytes=0)
 
 
 def test_times_and_the_machine_are_left_out_of_the_log() -> None:
@@ -166,14 +161,6 @@ def test_other_failures_are_the_builders_own(said: list[str], words: str, graph:
     assert words in found.message
 
 
-def test_failures_have_classes_of_their_own() -> None:
-    assert [one.failure for one in (UnsupportedGraph, LimitTooSmall, BuilderFailed)] == [
-        "unsupported",
-        "does not fit the limit",
-        "internal",
-    ]
-
-
 def refused(node: int, operator: str, name: str, code: str, text: str) -> _Refused:
     return _Refused(
         SimpleNamespace(
@@ -227,10 +214,6 @@ def test_an_operator_of_ones_own_is_a_plugin_s(graph: Path) -> None:
     assert "--plugins FILE.so" in found.remedy
 
 
-def test_what_is_said_twice_is_said_once(graph: Path) -> None:
-    assert "more" not in _refusal([refused(0, "MatMul", "one", "X", "odd")] * 9, graph).message
-
-
 def test_an_error_that_names_a_node_comes_first_and_long_lists_are_cut(graph: Path) -> None:
     errors = [refused(-1, "", "", "INVALID_GRAPH", f"odd {index}") for index in range(6)]
     found = _refusal([*errors, refused(0, "MatMul", "one", "INVALID_NODE", "Non-zero zero point")], graph)
@@ -251,17 +234,3 @@ def test_a_node_is_found_by_its_name_where_its_index_is_anothers(graph: Path) ->
 def test_source_lines_are_no_part_of_a_message() -> None:
     text = "ITensor::getDims: Error Code 4: API Usage Error (add: odd types. In validateTypes at /_src/a/node.cpp:40)"
     assert plain(text) == "ITensor::getDims: (add: odd types"
-
-
-def test_standard_error_is_the_one_of_the_moment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with (tmp_path / "log").open("w") as stream:
-        monkeypatch.setattr(sys, "stderr", stream)
-        taken(("INFO", "to the file"))
-    assert (tmp_path / "log").read_text() == "[INFO] to the file\n"
-
-
-def test_a_message_has_no_source_lines(graph: Path) -> None:
-    message = error(graph, [TURING]).message
-    assert "FP32 GEMM is not supported" in message
-    for debris in ("compileGraph", "]", "IBuilder::", ".cpp"):
-        assert debris not in message

@@ -109,14 +109,6 @@ def test_the_lean_runtime_comes_along_only_with_host_code() -> None:
     assert "EXCLUDE_LEAN_RUNTIME" not in configured(Config(), version_compatible=True, host_code=True).flags
 
 
-def test_a_locked_build_fails_where_a_timing_is_missing() -> None:
-    assert "ERROR_ON_TIMING_CACHE_MISS" in configured(Config(), locked=True).flags
-
-
-def test_the_rtx_flavour_has_no_timing_cache_to_edit() -> None:
-    assert "EDITABLE_TIMING_CACHE" not in configured(Config(), "tensorrt_rtx", targets=("sm86",)).flags
-
-
 def test_a_flag_that_tensorrt_does_not_take_is_an_error() -> None:
     with pytest.raises(MissingCapability, match="REFIT"):
         configured(Config("REFIT"), refit=True)
