@@ -236,9 +236,9 @@ def explain_tails(run: Run) -> tuple[str, ...]:
     _, longest, median = max(tails)
     others = f" (and {len(tails) - 1} more)" if len(tails) > 1 else ""
     return (
-        f"p99 of {longest} beside a p50 of {median} ms{others}: in a few calls its threads waited while the scheduler "
-        "gave their cores to other work, so this tail is the machine's. Measure on a machine that is otherwise idle, "
-        "or with fewer --threads than it has cores",
+        f"p99 of {longest} beside a p50 of {median} ms{others}: on a busy machine that is usually time in which the "
+        "scheduler gave its cores to other work, and says little of the engine. Measure on a machine that is otherwise "
+        "idle, or with fewer --threads than it has cores",
     )
 
 
