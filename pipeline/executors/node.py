@@ -5,13 +5,10 @@ import functools
 import os
 import platform
 import tempfile
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from enginesmith.pipeline import telling, workers
 from enginesmith.pipeline.artifact import Artifact
@@ -26,7 +23,6 @@ from enginesmith.pipeline.steps import Step
 from enginesmith.pipeline.store import Store
 
 _LOG_BYTES = 4 << 20
-_NEWS_SECONDS = 0.25
 _CHANGED_BY_RAY = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 """Variables that Ray sets for each task; a step's process sees them as whoever started the node did."""
 
@@ -39,7 +35,6 @@ _FULL = ("no space left", os.strerror(errno.EDQUOT).lower())
 class Request:
     """A step, as it is sent to a node."""
 
-    number: int
     step: Step
     inputs: Mapping[str, Artifact]
     store: str
@@ -67,6 +62,8 @@ class Answer:
     error: EnginesmithError | None = None
     full: bool = False
     """Whether the error is a disk of the node that has no space left."""
+    notes: tuple[str, ...] = ()
+    """Events on the node that people should know, such as a store that was away."""
     log: bytes = b""
     """The end of what the step's process wrote."""
 
@@ -79,29 +76,6 @@ class Visit:
     token: str
     token_file: str
     """A file in the folder of the store that holds the token; empty where the store is no folder."""
-
-
-class Reporter(Protocol):
-    """Takes what there is to tell of a request: ``started``, or ``progress`` or a ``note`` with a line."""
-
-    def __call__(self, kind: str, text: str = "") -> None: ...
-
-
-class News:
-    """An actor: what nodes have to tell, until the one who asked takes it."""
-
-    def __init__(self) -> None:
-        self._lines: deque[tuple[int, str, str, str]] = deque(maxlen=10_000)
-
-    def put(self, number: int, node: str, kind: str, text: str) -> None:
-        """One line about a request."""
-        self._lines.append((number, node, kind, text))
-
-    def take(self) -> list[tuple[int, str, str, str]]:
-        """What came since the last time."""
-        taken = list(self._lines)
-        self._lines.clear()
-        return taken
 
 
 def visit(what: Visit) -> tuple[NodeFingerprint, str]:
@@ -118,28 +92,28 @@ def look_up(request: Request) -> Answer | None:
     return None if found is None else Answer(platform.node(), store.share(found), cached=True)
 
 
-def carry_out(request: Request, gpus: tuple[str, ...], report: Reporter) -> Answer:
+def carry_out(request: Request, gpus: tuple[str, ...]) -> Answer:
     """Do a step, or take it from the store; errors are part of the answer."""
     _as_started()
     besides, instead = request.preloaded
     workers.also_preload(besides)
     workers.preload_only(instead)
     executor = _executor(request.store, request.reuse)
-    started, note = functools.partial(report, "started"), functools.partial(report, "note")
-    with tempfile.TemporaryDirectory(prefix="enginesmith-log-") as folder, telling.notifications_to(note):
+    notes: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="enginesmith-log-") as folder, telling.notifications_to(notes.append):
         log = Path(folder, Path(request.log).name)
         try:
             step = _at_home(request)
             inputs = {role: _fetched(executor.store, one) for role, one in request.inputs.items()}
-            here = StepRequest(step, inputs, log, started, _seldom(report), request.timeout_seconds, note)
+            here = StepRequest(step, inputs, log, _ignore, _ignore, request.timeout_seconds, notes.append)
             executor.cores, executor.gpus = request.cores, gpus
             result = executor.run(here)
             artifact = executor.store.share(result.artifact) if result.cached else result.artifact
         except EnginesmithError as error:
             error.remedy = error.remedy.replace(str(log), request.log)
             full = isinstance(error, StoreError) and any(words in error.message for words in _FULL)
-            return Answer(platform.node(), error=error, full=full, log=_end_of(log))
-        return Answer(platform.node(), artifact, result.cached, log=_end_of(log))
+            return Answer(platform.node(), error=error, full=full, notes=tuple(notes), log=_end_of(log))
+        return Answer(platform.node(), artifact, result.cached, notes=tuple(notes), log=_end_of(log))
 
 
 class _NodeExecutor(LocalExecutor):
@@ -226,16 +200,8 @@ def _trouble_with_store(what: Visit) -> str:
     return ""
 
 
-def _seldom(report: Reporter) -> Callable[[str], None]:
-    """Passes on a line now and then: only the last one is shown anyway."""
-    last = [0.0]
-
-    def tell(text: str) -> None:
-        if time.monotonic() - last[0] >= _NEWS_SECONDS:
-            last[0] = time.monotonic()
-            report("progress", text)
-
-    return tell
+def _ignore(*_: object) -> None:
+    """Drop progress: the log and the notes come back with the result."""
 
 
 def _end_of(log: Path) -> bytes:

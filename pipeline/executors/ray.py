@@ -111,7 +111,7 @@ class RayExecutor(Executor):
         nodes = {self._registry.machine_of(one.id): one.id for one in self._pool.candidates(step.place)}
         if nodes.pop(self._registry.own.machine, None) and (found := mine.lookup()) is not None:
             return found
-        answer = self._dispatch.known(request, [*nodes.values()][:_ASKED_AT_ONCE])
+        answer = self._dispatch.lookup(request, [*nodes.values()][:_ASKED_AT_ONCE])
         return self._taken(answer.artifact) if answer is not None and answer.artifact is not None else None
 
     def _taken(self, made: Artifact) -> Artifact:
@@ -132,11 +132,11 @@ class RayExecutor(Executor):
         while True:
             self._wait_for_node(request, note)
             avoided = self._full if self._left(request.step) else ()
-            with self._pool.reserve(request.step, avoided) as seat:
-                if seat is None:  # the last node was lost just now
+            with self._pool.reserve(request.step, avoided) as reservation:
+                if reservation is None:  # the last node was lost just now
                     continue
                 try:
-                    where, answer = self._dispatch.ask(request, seat, deadline)
+                    where, answer = self._dispatch.execute(request, reservation, deadline)
                 except NodeLost as loss:
                     losses.append(str(loss))
                     self._registry.gone(loss.node_id)

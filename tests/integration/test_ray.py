@@ -122,7 +122,6 @@ def test_a_step_is_done_on_a_node_fed_from_the_store_and_found_again(order: Tell
     assert not first.cached
     assert not second.cached
     assert order.started == ["first", "second"]
-    assert "writing 2" in order.lines
     assert "number 2" in order.log("second")
     assert [entry.step for entry in second.artifact.history] == ["first", "second"]
     assert order("first", ray_tasks.Write(number=1)).cached
@@ -188,8 +187,6 @@ def test_a_ray_worker_that_is_killed_is_no_failure(order: Teller, tmp_path: Path
     marker = tmp_path / "marker"
     marker.touch()
     assert written(order("killed", ray_tasks.KillRayWorker(number=7, marker=marker))) == "7\n"
-    assert "was killed; it is done once more" in order.log("killed")
-    assert any("was killed; it is done once more" in line for line in order.lines)
 
 
 @pytest.mark.thorough
