@@ -34,8 +34,8 @@ format: $(VENV)/.dev
 
 # What is made from the code: the JSON Schemas of run.json and fleet.json, and the reference of recipes.
 documents: $(VENV)/.dev
-	$(BIN)/python -c 'import json; from enginesmith.pipeline.run import json_schema; print(json.dumps(json_schema(), indent=1))' > pipeline/report/run.schema.json
-	$(BIN)/python -c 'import json; from enginesmith.pipeline.fleet.record import json_schema; print(json.dumps(json_schema(), indent=1))' > pipeline/report/fleet.schema.json
+	$(BIN)/python -c 'import json; from enginesmith.pipeline.results.run import json_schema; print(json.dumps(json_schema(), indent=1))' > pipeline/report/run.schema.json
+	$(BIN)/python -c 'import json; from enginesmith.pipeline.results.fleet import json_schema; print(json.dumps(json_schema(), indent=1))' > pipeline/report/fleet.schema.json
 	$(BIN)/python -c 'from enginesmith.pipeline.report.reference import recipe_reference; print(recipe_reference(), end="")' > docs/recipe.md
 
 clean:

@@ -9,15 +9,15 @@ from typing import Any, NoReturn
 import click
 
 from enginesmith.pipeline.commands import (
-    building,
-    caching,
-    comparing,
-    gating,
-    looking,
-    measuring,
-    optimizing,
-    packaging,
-    reporting,
+    benchmark,
+    build,
+    cache,
+    compare,
+    gate,
+    inspect,
+    optimize,
+    package,
+    report,
     stages,
 )
 
@@ -73,27 +73,27 @@ def _as_interrupt(*_: object) -> NoReturn:
 
 
 for command in (
-    optimizing.optimize,
-    optimizing.resume,
+    optimize.optimize,
+    optimize.resume,
     stages.export,
     stages.simplify,
     stages.precision,
     stages.prune,
     stages.sparsify,
     stages.verify,
-    measuring.benchmark,
-    comparing.compare,
-    gating.gate,
-    packaging.package,
-    reporting.report,
-    building.build,
-    building.fit,
-    looking.inspect_file,
-    looking.init,
-    looking.doctor,
-    looking.models,
-    looking.engines,
-    caching.cache,
+    benchmark.benchmark,
+    compare.compare,
+    gate.gate,
+    package.package,
+    report.report,
+    build.build,
+    build.fit,
+    inspect.inspect_file,
+    inspect.init,
+    inspect.doctor,
+    inspect.models,
+    inspect.engines,
+    cache.cache,
 ):
     main.add_command(command)
 

@@ -9,8 +9,8 @@ import torch
 import torch_pruning as tp
 from torch import Tensor, nn
 
-from enginesmith.pipeline.factories import build
-from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.frameworks.torch.factories import build
 
 
 def prune(model: nn.Module, example: Tensor, classes: int, ratio: float, everywhere: bool) -> None:

@@ -17,7 +17,7 @@ MEASURED = """
 import json, re, sys, tempfile
 from pathlib import Path
 from enginesmith.pipeline import source, torch_model
-from enginesmith.pipeline.passes.export import Export, export_module
+from enginesmith.pipeline.passes.export.export import Export, export_module
 import onnx, onnxscript, onnx_ir, torch.onnx
 
 def status(name):

@@ -20,9 +20,9 @@ from typing import Any
 from command import call
 from noise import load
 
-from enginesmith.pipeline.gate import DEFAULT_SECONDS, stored_in
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.rematch import Limits, remeasure
+from enginesmith.pipeline.results.gate import DEFAULT_SECONDS, stored_in
+from enginesmith.pipeline.results.remeasure import Limits, remeasure
 
 RESULTS = Path(__file__).parent / "results"
 WIDTHS = (4, 8, 16)

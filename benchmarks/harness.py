@@ -26,8 +26,9 @@ import numpy as np
 from command import call
 
 from enginesmith.pipeline.artifact import Artifact, Kind
-from enginesmith.pipeline.engines.base import Availability, Device, Engine, Session
-from enginesmith.pipeline.measure.clock import SessionTimer
+from enginesmith.pipeline.engines.base import Engine, Session
+from enginesmith.pipeline.measure.latency.timer import SessionTimer
+from enginesmith.pipeline.system.device import Availability, Device
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
 RESULTS = Path(__file__).parent / "results"

@@ -13,8 +13,8 @@ from command import Answer
 from numpy.typing import NDArray
 from racing import Race, race
 
-from enginesmith.pipeline.factories import Built, build
-from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.frameworks.torch.factories import Built, build
 
 EAGER = "eager"
 _ROWS = 40

@@ -24,15 +24,15 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import BuildRequest, Device
-from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
-from enginesmith.pipeline.measure.clock import SessionTimer
-from enginesmith.pipeline.measure.limits import measure_limits
-from enginesmith.pipeline.measure.roofline import floor
+from enginesmith.pipeline.engines.base import BuildRequest
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.measure.device_rates import measure_limits
+from enginesmith.pipeline.measure.latency.timer import SessionTimer
+from enginesmith.pipeline.measure.roofline import count_work, floor
 from enginesmith.pipeline.measure.rows import DeviceLimits, LimitRow
-from enginesmith.pipeline.measure.work import count_work
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.units import format_si
 
@@ -82,7 +82,7 @@ def made(folder: Path) -> Iterator[tuple[str, Path, str]]:
 
 def feeds_of(path: Path) -> Feeds:
     """Normal floats; integers that every vocabulary has."""
-    inputs = onnx_file.signature(path).inputs
+    inputs = model_file.signature(path).inputs
     rng = np.random.default_rng(0)
     shapes = {spec.name: spec.resolve(SIZES) for spec in inputs}
     return {
@@ -97,7 +97,7 @@ def held(path: Path, limits: DeviceLimits, device: Device, seconds: float) -> tu
     """Build a graph, time it, and hold its least time against the limits; its median in ms, too."""
     engine = OnnxRuntime()
     with tempfile.TemporaryDirectory() as folder:
-        source = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=onnx_file.signature(path))
+        source = Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
         effect = engine.build(BuildRequest(source, Path(folder), device))
         built = source.model_copy(update={"kind": "engine", "path": Path(folder, effect.file)})
         timer = SessionTimer(engine, built, device)

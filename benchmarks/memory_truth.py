@@ -22,18 +22,20 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.pipeline import onnx_file, workers
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Device, Engine
-from enginesmith.pipeline.engines.eager import Eager
-from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
-from enginesmith.pipeline.measure.candidate import Candidate
-from enginesmith.pipeline.measure.memory import measure_memory
+from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.engines.torch.eager import Eager
+from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.measure.latency.candidate import Candidate
+from enginesmith.pipeline.measure.memory.peak import measure_memory
 from enginesmith.pipeline.measure.rows import MemoryRow
-from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.system import worker
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import execute
+from enginesmith.pipeline.tasks.build import Build
 from enginesmith.pipeline.tasks.load import Load
-from enginesmith.pipeline.tasks.transform import Build
 
 HERE = Path(__file__).parent
 _FLOAT_BYTES = 4
@@ -96,7 +98,7 @@ class Way:
 def module(net: Net, folder: Path) -> Artifact:
     """The torch artifact."""
     source = f"{HERE / 'nets' / 'products.py'}:{net.form}(width={net.width},depth={net.depth})"
-    done = workers.run(execute, Load(source=resolve(source)), {}, folder, log=folder.with_suffix(".log"))
+    done = worker.run(execute, Load(source=resolve(source)), {}, folder, log=folder.with_suffix(".log"))
     path = folder / done.effect.file
     return Artifact(kind="torch", path=path, sha256="", bytes=0, signature=done.effect.signature)
 
@@ -128,7 +130,7 @@ def graph(net: Net, folder: Path, *, mapped: bool) -> Artifact:
     )
     path = folder / "model.onnx"
     onnx.save(model, path, save_as_external_data=mapped, location="weights", size_threshold=0)
-    return Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=onnx_file.signature(path))
+    return Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
 
 
 def read_graph(net: Net, folder: Path) -> Artifact:
@@ -146,7 +148,7 @@ def built(net: Net, folder: Path) -> Artifact:
     (folder / "source").mkdir()
     source = graph(net, folder / "source", mapped=True)
     task = Build(engine=_PLAIN, device=Device())
-    done = workers.run(execute, task, {"model": source}, folder, log=folder.with_suffix(".log"))
+    done = worker.run(execute, task, {"model": source}, folder, log=folder.with_suffix(".log"))
     return Artifact(kind="engine", path=folder / done.effect.file, sha256="", bytes=0, signature=done.effect.signature)
 
 

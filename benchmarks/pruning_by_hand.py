@@ -18,13 +18,13 @@ from command import Answer, call
 from racing import race
 
 from enginesmith.calibration.dataset import embedded
-from enginesmith.pipeline import saved_module
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.recovery import record
-from enginesmith.pipeline.recovery.options import RecoverOptions
-from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.frameworks.torch import saved
+from enginesmith.pipeline.passes.finetune import options
+from enginesmith.pipeline.passes.finetune.options import RecoverOptions
+from enginesmith.pipeline.tasks.finetune import MODEL, TEACHER, Recover
 from enginesmith.pipeline.tasks.load import Load
-from enginesmith.pipeline.tasks.recover import MODEL, TEACHER, Recover
 
 MODELS = ("digits", "resnet18", "resnet50", "mobilenet_v2")
 RATIO = 0.3
@@ -59,7 +59,7 @@ def _row(model: str, scope: str, everywhere: bool, folder: Path, seconds: float,
     if refused := next((each.message for each in answers if each.exit_code), None):
         row["refused"] = {OURS: refused}
         return row
-    ours = saved_module.load_artifact(_loaded(str(folder / "pruned"), folder / "student-ours")).module.model
+    ours = saved.load_artifact(_loaded(str(folder / "pruned"), folder / "student-ours")).module.model
     modules = {DENSE: judging.built(model).module, HAND: judging.built(source).module, OURS: ours}
     row["macs_left"][OURS] = by_hand.macs(ours, example) / dense_macs
     row["parameters"] = {name: sum(each.numel() for each in one.parameters()) for name, one in modules.items()}
@@ -111,7 +111,7 @@ def _accuracies(model: str, source: str, folder: Path, seconds: float) -> dict[s
         task = Recover(options=RecoverOptions(seconds=seconds), data=model)
         effect = task.run({MODEL: student, TEACHER: teacher}, out, _quiet)
         found[f"{name}, recovered"] = _top1(_artifact(out / effect.file, effect.signature))
-        found[f"{name}, steps"] = record.read(out).steps
+        found[f"{name}, steps"] = options.read(out).steps
     return found
 
 
@@ -134,7 +134,7 @@ def _fresh(folder: Path) -> Path:
 def _top1(artifact: Artifact) -> float:
     data = embedded("digits", "test")
     assert data.labels is not None
-    module = saved_module.load_artifact(artifact).module
+    module = saved.load_artifact(artifact).module
     with torch.inference_mode():
         (logits,) = module(torch.from_numpy(np.array(data.arrays["image"])))
     return float(np.mean(logits.argmax(1).numpy() == data.labels))

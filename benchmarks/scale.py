@@ -34,19 +34,18 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "data" / "cluster"))
 import ray_processes
 
 from enginesmith.pipeline.artifact import Artifact, Effect
-from enginesmith.pipeline.executors.base import Executor, Result, StepCache, StepRequest
-from enginesmith.pipeline.executors.local import LocalExecutor
-from enginesmith.pipeline.fleet.file import read
-from enginesmith.pipeline.job import optimize_all
-from enginesmith.pipeline.merging import deduplicate_steps
-from enginesmith.pipeline.plan import plan
+from enginesmith.pipeline.execution.executor import Executor, Result, StepCache, StepRequest
+from enginesmith.pipeline.execution.local import LocalExecutor
+from enginesmith.pipeline.execution.merge import deduplicate_steps
+from enginesmith.pipeline.execution.scheduler import Outcomes, Runner
+from enginesmith.pipeline.execution.settings import Settings
+from enginesmith.pipeline.planning.plan import LOAD, Step
+from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.recipe import Recipe, make
-from enginesmith.pipeline.runner import Outcomes, Runner
-from enginesmith.pipeline.settings import Settings
-from enginesmith.pipeline.steps import LOAD, Step
-from enginesmith.pipeline.store import Store
+from enginesmith.pipeline.recipe.fleet import read
+from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.tasks.base import Done
-from enginesmith.pipeline.undertaking import RunRequest
+from enginesmith.pipeline.workflows.optimize import RunRequest, optimize_all
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
 _WIDTH = 100
@@ -188,7 +187,7 @@ def warm(variants: int, work: Path) -> dict[str, Any]:
 
 def on_ray(count: int, work: Path) -> dict[str, Any]:
     """Steps that do nothing, on two nodes that are processes of this machine."""
-    from enginesmith.pipeline.executors.ray import RayExecutor
+    from enginesmith.pipeline.execution.ray.executor import RayExecutor
 
     project, path = work / "project", str(Path(__file__).parent)
     project.mkdir()

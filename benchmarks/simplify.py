@@ -17,11 +17,11 @@ import numpy as np
 import onnxruntime
 
 from enginesmith.models import MODELS
-from enginesmith.pipeline import onnx_file
-from enginesmith.pipeline.passes.export import Export, export_module
+from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, load
+from enginesmith.pipeline.passes.export.export import Export, export_module
 from enginesmith.pipeline.passes.simplify import Simplify, simplify_file
-from enginesmith.pipeline.source import resolve
-from enginesmith.pipeline.torch_model import LoadedModel, LoadOptions, load
 
 ZOO = ("resnet50", "mobilenet_v2", "vit_b16", "bert_base", "unet", "lstm")
 RESULTS = Path(__file__).parent / "results" / "simplify.json"
@@ -50,7 +50,7 @@ def _measure(name: str, seconds: float) -> dict[str, Any]:
         effect, simplify_seconds = _timed(lambda: simplify_file(plain / exported.file, simple, limit, _quiet))
         paths = (plain / exported.file, simple / effect.file)
         same = paths[0].read_bytes() == paths[1].read_bytes()
-        nodes = [onnx_file.summary(path).nodes for path in paths]
+        nodes = [model_file.summary(path).nodes for path in paths]
         ratio, low, high, pairs, milliseconds = _paired(paths, _feeds(loaded), seconds)
     print(f"{name:14} {nodes[0]:4} → {nodes[1]:4} nodes   {ratio:.3f} [{low:.3f}, {high:.3f}] of {milliseconds:.2f} ms")
     return {

@@ -21,21 +21,22 @@ import onnxruntime
 
 from enginesmith.calibration.dataset import embedded
 from enginesmith.models import MODELS
-from enginesmith.pipeline import graph, onnx_file
 from enginesmith.pipeline.artifact import Artifact, Effect, file_digest
-from enginesmith.pipeline.engines.base import BuildRequest, Device
-from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
+from enginesmith.pipeline.engines.base import BuildRequest
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, load
 from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
-from enginesmith.pipeline.passes import equivalence
-from enginesmith.pipeline.passes.base import run_pass
-from enginesmith.pipeline.passes.export import Export, export_module
-from enginesmith.pipeline.passes.precision import Precision
+from enginesmith.pipeline.passes import base
+from enginesmith.pipeline.passes.export.export import Export, export_module
+from enginesmith.pipeline.passes.quantize.precision import Precision
+from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.passes.simplify import Simplify, simplify_file
-from enginesmith.pipeline.passes.sparsify import Sparsify
-from enginesmith.pipeline.source import resolve
-from enginesmith.pipeline.sparsity import check
+from enginesmith.pipeline.passes.sparsify import check
+from enginesmith.pipeline.passes.sparsify.sparsify import Sparsify
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds
-from enginesmith.pipeline.torch_model import LoadedModel, LoadOptions, load
 
 ZOO = ("digits", "resnet18", "resnet50", "vit_b16", "bert_base")
 RESULTS = Path(__file__).parent / "results"
@@ -65,8 +66,8 @@ def _measure(name: str, folder: Path) -> dict[str, Any]:
     dense = folder / "simple" / effect.file
     feeds = _feeds(loaded)
     row = _sparsify(dense, folder / "sparse", feeds, name)
-    facts = check.sparse_weights(folder / "sparse" / graph.FILE)
-    sparse = _artifact(folder / "sparse" / graph.FILE)
+    facts = check.sparse_weights(folder / "sparse" / edit.FILE)
+    sparse = _artifact(folder / "sparse" / edit.FILE)
     lower = run_pass(Precision(precision="fp16"), sparse, folder / "fp16", _quiet)
     built = OnnxRuntime().build(BuildRequest(sparse, folder / "engine", Device(), {}, _quiet))
     return {
@@ -85,8 +86,8 @@ def _measure(name: str, folder: Path) -> dict[str, Any]:
 def _sparsify(dense: Path, out: Path, feeds: Feeds, name: str) -> dict[str, Any]:
     effect, seconds = _timed(lambda: run_pass(Sparsify(), _artifact(dense), out, _quiet))
     made = out / effect.file
-    names = [spec.name for spec in onnx_file.signature(dense).outputs]
-    outputs = [dict(zip(names, equivalence.run(path, feeds), strict=True)) for path in (dense, made)]
+    names = [spec.name for spec in model_file.signature(dense).outputs]
+    outputs = [dict(zip(names, base.run(path, feeds), strict=True)) for path in (dense, made)]
     found = compare(outputs[0], outputs[1], thresholds_for("fp32"))
     return {
         "summary": effect.summary,
@@ -101,8 +102,8 @@ def _top1(path: Path, name: str) -> float | None:
     if name != "digits":
         return None
     data = embedded("digits", "test")
-    inputs = {spec.name: data.arrays[spec.name] for spec in onnx_file.signature(path).inputs}
-    (scores,) = equivalence.run(path, inputs)
+    inputs = {spec.name: data.arrays[spec.name] for spec in model_file.signature(path).inputs}
+    (scores,) = base.run(path, inputs)
     assert data.labels is not None
     return float((scores.argmax(axis=1) == data.labels).mean())
 
@@ -113,7 +114,7 @@ def _counts(found: check.Followed) -> dict[str, int]:
 
 def _artifact(path: Path) -> Artifact:
     sha = file_digest(path)
-    return Artifact(kind="onnx", path=path, sha256=sha, bytes=0, signature=onnx_file.signature(path))
+    return Artifact(kind="onnx", path=path, sha256=sha, bytes=0, signature=model_file.signature(path))
 
 
 def _feeds(loaded: LoadedModel) -> Feeds:

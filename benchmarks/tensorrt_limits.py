@@ -29,8 +29,8 @@ import numpy as np
 from command import Answer, call
 
 from enginesmith.pipeline.engines.base import EngineFacts
-from enginesmith.pipeline.engines.tensorrt import TensorRTRTX
-from enginesmith.pipeline.engines.trt import sweep
+from enginesmith.pipeline.engines.tensorrt import builder
+from enginesmith.pipeline.engines.tensorrt.engine import TensorRTRTX
 from enginesmith.pipeline.errors import LimitTooSmall
 from enginesmith.pipeline.tensors import Signature, total_bytes
 
@@ -104,7 +104,7 @@ def _smallest(graph: Path, batch: int) -> dict[str, Any]:
         if not _holds(graph, batch, limit):
             raise LimitTooSmall(f"{limit} bytes")
 
-    limit = sweep.smallest(attempt, facts, TensorRTRTX.known())
+    limit = builder.smallest(attempt, facts, TensorRTRTX.known())
     builds = 1 + len(tried)
     below = limit - _STEP_BYTES
     return {

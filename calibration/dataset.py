@@ -7,12 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-from enginesmith.calibration.checks import LABELS, check_labels, checked, notes_on, notes_on_variety
-from enginesmith.calibration.forms import read, read_embedded
+from enginesmith.calibration.file_formats import (
+    LABELS,
+    check_labels,
+    checked,
+    notes_on,
+    notes_on_variety,
+    read,
+    read_embedded,
+)
+from enginesmith.calibration.lazy_arrays import Rows, digest, pick
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.calibration.ranges import Provenance
-from enginesmith.calibration.rows import Rows, digest, pick
-from enginesmith.calibration.source import Request, Split
+from enginesmith.calibration.sources import Request, Split
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec
 

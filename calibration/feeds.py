@@ -7,7 +7,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from enginesmith.calibration.source import Found, Request
+from enginesmith.calibration.sources import Found, Request
 from enginesmith.calibration.user_code import blamed, find
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec

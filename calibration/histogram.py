@@ -7,9 +7,11 @@ beforehand and nothing is ever rescaled.
 """
 
 import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from enginesmith.calibration.ranges import Method
 from enginesmith.pipeline.tensors import Array
 
 _MANTISSA_BITS, _BIAS = 23, 127  # of float32, IEEE 754
@@ -104,3 +106,116 @@ class Histogram:
 
 def _ends(values: Array) -> tuple[float, float]:
     return (float(values.min()), float(values.max())) if values.size else (math.inf, -math.inf)
+
+
+# Which magnitude int8 should reach to, by several methods, all from one histogram.
+#
+# Zeros are in none of them but ``percentile``: int8 holds them exactly whatever it reaches to, and after a ReLU they
+# would outweigh everything else.
+
+PERCENTILE = 99.99
+_LEVELS = 127
+"""Steps of symmetric int8 between zero and the end of its range."""
+_KL_BINS, _KL_LEVELS, _KL_STRIDE = 2048, 128, 16
+_KL_NOTHING = 1e-4
+"""Values in a bin that has none, where the last bin is empty but for what lies beyond; as ONNX Runtime takes it."""
+_KL_SAME = 1e-9
+"""Divergences this close are the same; values on a grid, as pixels are, have none at several ends."""
+_MSE_OCTAVES, _MSE_PER_OCTAVE, _MSE_REFINED = 10, 8, 8
+
+
+def amax(histogram: Histogram, percentile: float = PERCENTILE) -> dict[Method, float]:
+    """The end of the range by every method: more than zero, except where all values are zero."""
+    edges, counts = histogram.magnitudes()
+    largest = histogram.extent.largest
+    if not counts.size:  # nothing that is told from zero
+        return {"minmax": largest, "percentile": largest, "entropy": largest, "mse": largest}
+    methods: Mapping[Method, Callable[[], float]] = {
+        "minmax": lambda: largest,
+        "percentile": lambda: _percentile(edges, counts, histogram.zeros, percentile),
+        "entropy": lambda: _entropy(edges, counts),
+        "mse": lambda: _mse(edges, counts),
+    }
+    return {name: min(method(), largest) for name, method in methods.items()}
+
+
+def _percentile(edges: Array, counts: Array, zeros: int, percentile: float) -> float:
+    """The magnitude that so many percent of all values, zeros included, do not exceed.
+
+    Where so many are zero, it is the largest: a range of nothing would serve nobody.
+    """
+    below = zeros + np.append(0, np.cumsum(counts))
+    rank = percentile / 100 * float(below[-1])
+    return float(np.interp(rank, below, edges)) if rank > zeros else float(edges[-1])
+
+
+def _entropy(edges: Array, counts: Array) -> float:
+    """The end at which clipping and rounding together lose the least information.
+
+    S. Migacz, 8-bit Inference with TensorRT, GPU Technology Conference 2017: of the first i of 2048 linear bins, the
+    i whose distribution P, with everything beyond in its last bin, is nearest by Kullback-Leibler divergence to that
+    of the same bins in 128 levels; the largest such i. The smallest there is 128, a sixteenth of the largest value.
+    Where that comes out, the search goes on with the bins over that sixteenth. An end has to hold half of the values:
+    where all are in the last bin, nothing diverges.
+    """
+    end = float(edges[-1])
+    centres = (edges[:-1] + edges[1:]) / 2
+    ends = np.arange(_KL_LEVELS, _KL_BINS + 1, _KL_STRIDE)
+    while True:
+        place = np.minimum(centres * (_KL_BINS / end), _KL_BINS).astype(np.int64)
+        grid = np.bincount(place, counts, _KL_BINS + 1)
+        inside = np.cumsum(grid)[ends - 1]
+        likely = inside >= counts.sum() / 2
+        found = [
+            _divergence(grid[:i], float(grid[i:].sum())) if some else np.inf
+            for i, some in zip(ends, likely, strict=True)
+        ]
+        best = int(ends[np.flatnonzero(np.array(found) <= min(found) + _KL_SAME)[-1]])
+        end *= best / _KL_BINS
+        if best > _KL_LEVELS:
+            return end
+
+
+def _divergence(inside: Array, beyond: float) -> float:
+    """KL(P‖Q) in nats of bins against themselves in 128 levels."""
+    level = np.arange(inside.size) * _KL_LEVELS // inside.size
+    reference = inside.copy()
+    reference[-1] += beyond
+    occupied = reference > 0
+    in_level = np.bincount(level, inside, _KL_LEVELS)
+    share = in_level / np.maximum(np.bincount(level, occupied, _KL_LEVELS), 1)
+    p, q = reference[occupied], np.maximum(share[level[occupied]], _KL_NOTHING)
+    p, q = p / p.sum(), q / q.sum()
+    return float(np.sum(p * np.log(p / q)))
+
+
+def _mse(edges: Array, counts: Array) -> float:
+    """The end whose quantisation has the least mean squared error; values are taken as spread evenly in their bins.
+
+    Tried are the largest value and its fractions in equal ratios, then finer ones next to the best.
+    """
+    end = float(edges[-1])
+    first = int(np.searchsorted(edges, end * 2.0 ** -(_MSE_OCTAVES + 9)))  # what is below rounds to zero at every end
+    edges = edges[max(first - 1, 0) :]
+    density = counts[-(edges.size - 1) :] / np.diff(edges)
+
+    def best(exponents: Array) -> float:
+        errors = [_squared_error(edges, density, end * 2.0**exponent) for exponent in exponents]
+        return float(exponents[int(np.argmin(errors))])
+
+    coarse = best(-np.arange(_MSE_OCTAVES * _MSE_PER_OCTAVE + 1) / _MSE_PER_OCTAVE)
+    step = np.arange(-_MSE_REFINED, _MSE_REFINED + 1) / (_MSE_REFINED * _MSE_PER_OCTAVE)
+    return end * float(2.0 ** best(np.minimum(coarse + step, 0.0)))
+
+
+def _squared_error(edges: Array, density: Array, end: float) -> float:
+    """Σ over the values of (x − Q(x))², with Q rounding to 127 levels up to ``end``.
+
+    With u = x/step and k = min(round(u), 127), the integral of (u − k)² from 0 to u is k/12 + (u − k)³/3.
+    """
+    step = end / _LEVELS
+    scaled = edges / step
+    nearest = np.minimum(np.rint(scaled), _LEVELS)
+    scaled -= nearest
+    integral = nearest / 12 + scaled * scaled * scaled / 3
+    return float(np.dot(np.diff(integral), density)) * step**3

@@ -10,22 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.errors import EnginesmithError
-    from enginesmith.pipeline.job import optimize, resume
+    from enginesmith.pipeline.execution.settings import Settings
     from enginesmith.pipeline.recipe import Recipe
-    from enginesmith.pipeline.run import Run
-    from enginesmith.pipeline.run import read as load_run
-    from enginesmith.pipeline.settings import Settings
+    from enginesmith.pipeline.results.run import Run
+    from enginesmith.pipeline.results.run import read as load_run
+    from enginesmith.pipeline.workflows.optimize import optimize, resume
+
 
 __all__ = ["EnginesmithError", "Recipe", "Run", "Settings", "load_run", "optimize", "resume"]
 
 _HOMES = {
     "EnginesmithError": ("errors", "EnginesmithError"),
     "Recipe": ("recipe", "Recipe"),
-    "Run": ("run", "Run"),
-    "Settings": ("settings", "Settings"),
-    "load_run": ("run", "read"),
-    "optimize": ("job", "optimize"),
-    "resume": ("job", "resume"),
+    "Run": ("results.run", "Run"),
+    "Settings": ("execution.settings", "Settings"),
+    "load_run": ("results.run", "read"),
+    "optimize": ("workflows.optimize", "optimize"),
+    "resume": ("workflows.optimize", "resume"),
 }
 
 

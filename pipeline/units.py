@@ -69,3 +69,10 @@ def format_si(value: float, unit: str) -> str:
     """Write a number with three significant digits and an SI prefix: ``95 GFLOP/s``."""
     power = min(5, max(0, int(math.log10(value) // 3))) if value >= 1 else 0
     return f"{float(f'{value / 1000**power:.3g}'):g} {('', 'k', 'M', 'G', 'T', 'P')[power]}{unit}"
+
+
+def ms(value: float | None) -> str:
+    """Milliseconds with three digits that count."""
+    if value is None:
+        return "–"
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"

@@ -21,20 +21,20 @@ from record import Record
 from variants import Field, field, why_not
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines import cuda
-from enginesmith.pipeline.measure.candidate import Candidate
-from enginesmith.pipeline.measure.latency import measure_latency
-from enginesmith.pipeline.measure.memory import measure_memory
-from enginesmith.pipeline.measure.race import LatencySettings
+from enginesmith.pipeline.execution.scheduler import Event, Outcome
+from enginesmith.pipeline.execution.settings import Settings
+from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
+from enginesmith.pipeline.measure.latency.candidate import Candidate
+from enginesmith.pipeline.measure.latency.rows import measure_latency
+from enginesmith.pipeline.measure.memory.peak import measure_memory
 from enginesmith.pipeline.measure.rows import LatencyRow
-from enginesmith.pipeline.runner import Event, Outcome
-from enginesmith.pipeline.settings import Settings
-from enginesmith.pipeline.single import try_steps
-from enginesmith.pipeline.steps import REFERENCE, Variant
+from enginesmith.pipeline.planning.plan import REFERENCE, Variant
+from enginesmith.pipeline.planning.variants import device_for
+from enginesmith.pipeline.system import cuda
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.measure import measured_feeds
 from enginesmith.pipeline.tensors import Feeds
-from enginesmith.pipeline.variants import device_for
+from enginesmith.pipeline.workflows.stages import try_steps
 
 _START_LIMIT_SECONDS = 240.0
 """For loading, compiling and warming up one variant at one batch size."""

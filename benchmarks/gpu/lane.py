@@ -18,9 +18,10 @@ from typing import Any
 
 from record import Record
 
-from enginesmith.pipeline.engines import cuda, engine_class
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.tensorrt import TensorRT
+from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
+from enginesmith.pipeline.system import cuda
+from enginesmith.pipeline.system.device import Device
 
 FLAVOURS = ("tensorrt", "tensorrt_rtx")
 LEDGER = Path(__file__).with_name("ledger.py")

@@ -18,17 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.artifact import Artifact, file_digest
 from enginesmith.pipeline.engines import engine_class
-from enginesmith.pipeline.engines.base import Device, Engine, Session
-from enginesmith.pipeline.engines.cuda_ledger import ACTIVATIONS, TRANSFERS, WEIGHTS, CudaAllocationTracker, counting
-from enginesmith.pipeline.engines.tensorrt import TensorRT
-from enginesmith.pipeline.engines.trt import manifest
-from enginesmith.pipeline.engines.trt.options import RunOptions
-from enginesmith.pipeline.engines.trt.session import TensorRTSession
+from enginesmith.pipeline.engines.base import Engine, Session
+from enginesmith.pipeline.engines.cuda_allocator import ACTIVATIONS, TRANSFERS, WEIGHTS, CudaAllocationTracker, counting
+from enginesmith.pipeline.engines.tensorrt import manifest
+from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
+from enginesmith.pipeline.engines.tensorrt.options import RunOptions
+from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
 from enginesmith.pipeline.errors import EnginesmithError
-from enginesmith.pipeline.measure.cuda_memory import moment, peaks
+from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.measure.memory.cuda import moment, peaks
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds, TensorSpec
 
 CUDA = Device(kind="cuda")
@@ -110,7 +111,7 @@ def _opened_by(file: Path, options: RunOptions) -> tuple[Artifact, Engine]:
     """The file, and the engine that opens it: the one that built it, or ONNX Runtime."""
     digest, size = file_digest(file), file.stat().st_size
     if file.suffix == ".onnx":
-        signature = onnx_file.signature(file)
+        signature = model_file.signature(file)
         plain = Artifact(kind="onnx", path=file, sha256=digest, bytes=size, signature=signature)
         return plain, engine_class("onnxruntime")()
     found = manifest.read(file)

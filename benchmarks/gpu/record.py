@@ -43,7 +43,7 @@ class Record:
 
 def machine() -> dict[str, Any]:
     """The device, its driver, and the versions of what is measured."""
-    from enginesmith.pipeline.engines import cuda
+    from enginesmith.pipeline.system import cuda
 
     device, driver = cuda.cuda_device(0), cuda.driver()
     versions = {"python": platform.python_version()}

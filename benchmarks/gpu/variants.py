@@ -6,17 +6,16 @@ from typing import Any
 
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Engine
-from enginesmith.pipeline.engines.compiled import Compiled
-from enginesmith.pipeline.engines.eager import Eager
-from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
-from enginesmith.pipeline.engines.tensorrt import TensorRT
-from enginesmith.pipeline.engines.trt.options import RunOptions
-from enginesmith.pipeline.plan import plan, verify_step
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
+from enginesmith.pipeline.engines.tensorrt.options import RunOptions
+from enginesmith.pipeline.engines.torch.eager import Compiled, Eager
+from enginesmith.pipeline.execution.scheduler import Outcome
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, Variant
+from enginesmith.pipeline.planning.planner import plan, verify_step
+from enginesmith.pipeline.planning.variants import device_for
 from enginesmith.pipeline.recipe import Recipe, make
-from enginesmith.pipeline.runner import Outcome
-from enginesmith.pipeline.steps import LOAD, REFERENCE, Step, Variant
-from enginesmith.pipeline.tasks.compare import Verify
-from enginesmith.pipeline.variants import device_for
+from enginesmith.pipeline.tasks.verify import Verify
 
 OF_MODULES: Mapping[str, Engine] = {
     "eager-tf32": Eager(tf32=True),

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
 from enginesmith.pipeline.commands.options import (
     Command,
     how_to_calibrate,
@@ -16,7 +17,6 @@ from enginesmith.pipeline.commands.options import (
     what_to_load,
     where_to_run,
 )
-from enginesmith.pipeline.commands.request import recipe_of, settings_of, shown
 
 
 @click.command(cls=Command)
@@ -30,7 +30,7 @@ def export(model: str, output: Path, as_json: bool, quiet: bool, **options: Any)
 
     Example: enginesmith export net.py:build -o net.onnx --input image:float32:batch,3,224,224
     """
-    from enginesmith.pipeline import stages
+    from enginesmith.pipeline.workflows import stages
 
     with settings_of(options, quiet) as settings:
         result = stages.export(recipe_of(model, None, options), output, settings)
@@ -47,7 +47,7 @@ def simplify(file: Path, output: Path, as_json: bool, quiet: bool, **options: An
 
     Example: enginesmith simplify net.onnx -o net-clean.onnx
     """
-    from enginesmith.pipeline import stages
+    from enginesmith.pipeline.workflows import stages
 
     with settings_of(options, quiet) as settings:
         result = stages.simplify(recipe_of(str(file), None, options), output, settings)
@@ -70,7 +70,7 @@ def precision(model: str, output: Path, as_json: bool, quiet: bool, **options: A
 
     Example: enginesmith precision net.onnx -o net-int8.onnx --precision int8 --calibration data.npz
     """
-    from enginesmith.pipeline import stages
+    from enginesmith.pipeline.workflows import stages
 
     if not options["engines"] and not options["placement"]:
         options["placement"] = "tensorrt"  # the strictest rules: what they make runs in every engine
@@ -100,7 +100,7 @@ def prune(model: str, output: Path, prune: str, as_json: bool, quiet: bool, **op
 
     Example: enginesmith prune net.py:build -o pruned --prune macs=-50% --recover distil --data data.npz
     """
-    from enginesmith.pipeline import stages
+    from enginesmith.pipeline.workflows import stages
 
     options["prune"] = (prune,)
     with settings_of(options, quiet) as settings:
@@ -134,8 +134,8 @@ def sparsify(
 
     Example: enginesmith sparsify net.onnx -o net-24.onnx --sparsity 2:4
     """
-    from enginesmith.pipeline import stages
-    from enginesmith.pipeline.sparsity.options import SparsifyOptions
+    from enginesmith.pipeline.passes.sparsify.options import SparsifyOptions
+    from enginesmith.pipeline.workflows import stages
 
     chosen = SparsifyOptions(scope="layer" if per_layer else "global", protect=protect)
     with settings_of(options, quiet) as settings:
@@ -157,7 +157,7 @@ def verify(file: Path, model: str | None, as_json: bool, quiet: bool, **options:
 
     Example: enginesmith verify net.onnx --against net.py:build; enginesmith verify net-bundle
     """
-    from enginesmith.pipeline import stages
+    from enginesmith.pipeline.workflows import stages
 
     with settings_of(options, quiet) as settings:
         result = (

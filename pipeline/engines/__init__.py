@@ -7,18 +7,19 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from enginesmith.pipeline import plugins
 from enginesmith.pipeline.errors import MissingCapability, UsageError
+from enginesmith.pipeline.system import plugins
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.engines.base import Engine
 
+
 ENGINES: Mapping[str, str] = {
-    "eager": "enginesmith.pipeline.engines.eager:Eager",
-    "compiled": "enginesmith.pipeline.engines.compiled:Compiled",
-    "onnxruntime": "enginesmith.pipeline.engines.onnxruntime:OnnxRuntime",
-    "tensorrt": "enginesmith.pipeline.engines.tensorrt:TensorRT",
-    "tensorrt_rtx": "enginesmith.pipeline.engines.tensorrt:TensorRTRTX",
+    "eager": "enginesmith.pipeline.engines.torch.eager:Eager",
+    "compiled": "enginesmith.pipeline.engines.torch.eager:Compiled",
+    "onnxruntime": "enginesmith.pipeline.engines.onnxruntime.engine:OnnxRuntime",
+    "tensorrt": "enginesmith.pipeline.engines.tensorrt.engine:TensorRT",
+    "tensorrt_rtx": "enginesmith.pipeline.engines.tensorrt.engine:TensorRTRTX",
 }
 BASELINES: Mapping[Literal["torch", "onnx"], str] = {"torch": "eager", "onnx": "onnxruntime"}
 """Form of the given model → the engine that runs it as it is, which all others are held against."""

@@ -5,10 +5,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from enginesmith.pipeline import engines as table
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.cuda import cuda_device
-from enginesmith.pipeline.engines.trt.options import BuildOptions, RunOptions
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions
 from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.system.cuda import cuda_device
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.units import parse_bytes
 
 GraphOptimization = Literal["disabled", "basic", "extended", "all"]

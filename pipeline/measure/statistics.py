@@ -36,7 +36,6 @@ UNDISTURBED = 0.02
 _LEAST_UNDISTURBED = 0.1
 """Of a block's calls, for the block to count."""
 
-BUSY = "the machine is busy"
 """How the warning of a machine that others use begins."""
 TOO_NOISY = "too noisy to tell"
 NOISE_REMEDY = "measure on a quiet machine, for longer (--measure-time), or on pinned cores (taskset -c 0,1)"

@@ -6,13 +6,21 @@ against what went in; if it is not provably as good, the graph is passed on as i
 """
 
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from enginesmith.pipeline import graph
+import numpy as np
+
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
+from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.passes.base import Pass, Progress, Records
+from enginesmith.pipeline.passes.export.attention import absorb_heads
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
 
 # What the libraries raise on graphs they were not made for.
 _FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, NotImplementedError)
@@ -26,7 +34,7 @@ class Simplify(Pass):
     produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("onnx", "onnx-ir", "onnxscript")
 
-    external_data_bytes: int = graph.EXTERNAL_DATA_BYTES
+    external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Simplify, check, and keep the better of both graphs."""
@@ -35,21 +43,21 @@ class Simplify(Pass):
 
 def simplify_file(path: Path, out: Path, external_data_bytes: int, progress: Progress) -> Effect:
     """Write a simplified ``model.onnx``, or the same graph with a note that says why."""
-    from enginesmith.pipeline import onnx_file
+    from enginesmith.pipeline.frameworks.onnx import model_file
 
     with tempfile.TemporaryDirectory(dir=out) as scratch:
         try:
             progress("rewriting the graph")
             given, left = _rewrite(path, Path(scratch), external_data_bytes)
             if left == given:
-                return graph.pass_on(path, out, "there was nothing to simplify")
+                return edit.pass_on(path, out, "there was nothing to simplify")
             progress("checking the result")
-            _hold_against(path, Path(scratch, graph.FILE))
+            _hold_against(path, Path(scratch, edit.FILE))
         except (EnginesmithError, *_FAILURES) as error:
-            return graph.pass_on(path, out, f"passed on unchanged: {error}")
+            return edit.pass_on(path, out, f"passed on unchanged: {error}")
         for file in list(Path(scratch).iterdir()):
             file.rename(out / file.name)
-    return Effect(file=graph.FILE, summary=f"{given} → {left} nodes", signature=onnx_file.signature(out / graph.FILE))
+    return Effect(file=edit.FILE, summary=f"{given} → {left} nodes", signature=model_file.signature(out / edit.FILE))
 
 
 def _rewrite(path: Path, out: Path, external_data_bytes: int) -> tuple[int, int]:
@@ -58,17 +66,16 @@ def _rewrite(path: Path, out: Path, external_data_bytes: int) -> tuple[int, int]
     Raises:
         ModelError: there are more.
     """
-    from enginesmith.pipeline.passes.rewriting import rewrite
 
-    model = graph.load(path)
-    given = graph.node_count(model)
+    model = edit.load(path)
+    given = edit.node_count(model)
     rewrite(model)
-    left = graph.node_count(model)
+    left = edit.node_count(model)
     if left > given:
         raise ModelError(f"rewriting gave {left} nodes instead of {given}")
     if left < given:
-        graph.tidy(model)
-        graph.save(model, out, external_data_bytes)
+        edit.tidy(model)
+        edit.save(model, out, external_data_bytes)
     return given, left
 
 
@@ -78,10 +85,264 @@ def _hold_against(before: Path, after: Path) -> None:
     Raises:
         ModelError: it is not.
     """
-    from enginesmith.pipeline import onnx_file
-    from enginesmith.pipeline.passes.equivalence import compare
+    from enginesmith.pipeline.frameworks.onnx import model_file
+    from enginesmith.pipeline.passes.base import compare
 
-    onnx_file.check(after)
-    if onnx_file.signature(before) != onnx_file.signature(after):
+    model_file.check(after)
+    if model_file.signature(before) != model_file.signature(after):
         raise ModelError("the signature changed")
     compare(before, after)
+
+
+# Shape arithmetic that the dynamic dimensions do not need.
+#
+# Exporters compute target shapes with Shape, Slice, Mul and Concat nodes even where every number is known, or
+# is simply
+# that of the input. Here such values are followed symbolically: an element is a number, or the name of a dimension.
+
+Dim = int | str | None
+_MOST_ELEMENTS = 64
+_RECURRENT = ("LSTM", "GRU", "RNN")
+_KEEPS_ZEROS = ("Expand", "Slice", "Reshape", "Unsqueeze", "Squeeze", "Transpose", "Identity", "Cast")
+
+
+def simplify_shapes(model: "ir.Model") -> None:
+    """Replace computed shapes by constants, in place; what is unused afterwards is left to the next pass."""
+    import onnx_ir as ir
+
+    known: dict[ir.Value, list[Dim]] = {}
+    for node in model.graph:
+        if node.domain not in ("", "ai.onnx"):
+            continue
+        if node.op_type in _EVALUATE and (dims := _EVALUATE[node.op_type](node, known)) is not None:
+            known[node.outputs[0]] = dims
+        elif node.op_type == "Reshape":
+            _settle_reshape(node, known)
+        elif node.op_type in _RECURRENT:
+            _drop_zero_states(node)
+
+
+def _settle_reshape(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> None:
+    """Write the target as a constant: 0 copies the input's dimension, -1 stands for one that follows from the rest."""
+    data, target = node.inputs[:2]
+    if data is None or target is None or target.const_value is not None or target not in known:
+        return
+    if data.shape is None or node.attributes.get_int("allowzero", 0) != 0:
+        return
+    given = [_name(dim) for dim in data.shape]
+    numbers: list[int] = []
+    for axis, dim in enumerate(known[target]):
+        if isinstance(dim, int) and dim != 0:
+            numbers.append(dim)
+        elif axis < len(given) and dim is not None and given[axis] == dim:
+            numbers.append(0)
+        else:
+            numbers.append(-1)
+    if numbers.count(-1) <= 1:
+        node.replace_input_with(1, _constant(node, numbers))
+
+
+def _drop_zero_states(node: "ir.Node") -> None:
+    """Initial states of zeros are what a recurrent operator takes by itself."""
+    for position in (5, 6):
+        if position < len(node.inputs) and _is_zero(node.inputs[position]):
+            node.replace_input_with(position, None)
+
+
+def _is_zero(value: "ir.Value | None") -> bool:
+    while value is not None and value.const_value is None:
+        node = value.producer()
+        if node is None or node.op_type not in _KEEPS_ZEROS:
+            return False
+        value = node.inputs[0]
+    return value is not None and _small(value) is not None and not np.any(_small(value))
+
+
+def _constant(node: "ir.Node", numbers: Sequence[int]) -> "ir.Value":
+    import onnx_ir as ir
+
+    name = f"{node.outputs[0].name}_shape"
+    value = ir.Value(name=name, shape=ir.Shape([len(numbers)]), type=ir.TensorType(ir.DataType.INT64))
+    value.const_value = ir.tensor(np.array(numbers, np.int64), name=name)
+    assert node.graph is not None
+    node.graph.register_initializer(value)
+    return value
+
+
+def _name(dim: object) -> Dim:
+    """A dimension's number or name; None if it has neither."""
+    if isinstance(dim, int):
+        return dim
+    value = getattr(dim, "value", None)
+    return value if isinstance(value, str) else None
+
+
+def _small(value: "ir.Value | None") -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]] | None":
+    if value is None or value.const_value is None or value.const_value.size > _MOST_ELEMENTS:
+        return None
+    return value.const_value.numpy()
+
+
+def _elements(value: "ir.Value | None", known: "dict[ir.Value, list[Dim]]") -> list[Dim] | None:
+    if value in known:
+        return known[value]
+    array = _small(value)
+    if array is None or array.ndim > 1 or array.dtype != np.int64:
+        return None
+    return [int(number) for number in array.reshape(-1)]
+
+
+def _shape(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> list[Dim] | None:
+    del known
+    value = node.inputs[0]
+    if value is None or value.shape is None:
+        return None
+    dims = [_name(dim) for dim in value.shape]
+    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", len(dims))
+    return dims[start:end]
+
+
+def _slice(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> list[Dim] | None:
+    parts = [_elements(value, known) for value in node.inputs]
+    if len(parts) < 3 or any(part is None or len(part) != 1 for part in parts[1:]):
+        return None
+    data = parts[0]
+    start, end, *rest = (part[0] for part in parts[1:] if part is not None)
+    if data is None or not isinstance(start, int) or not isinstance(end, int) or rest not in ([], [0], [0, 1]):
+        return None
+    return data[start:end]
+
+
+def _gather(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> list[Dim] | None:
+    data, places = (_elements(value, known) for value in node.inputs)
+    if data is None or places is None or node.attributes.get_int("axis", 0) != 0:
+        return None
+    chosen = [place for place in places if isinstance(place, int) and -len(data) <= place < len(data)]
+    return [data[place] for place in chosen] if len(chosen) == len(places) else None
+
+
+def _concat(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> list[Dim] | None:
+    parts = [_elements(value, known) for value in node.inputs]
+    return None if None in parts else [dim for part in parts if part is not None for dim in part]
+
+
+def _same(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> list[Dim] | None:
+    dims = _elements(node.inputs[0], known)
+    return dims if (dims is not None and len(dims) == 1) or node.op_type == "Identity" else None
+
+
+def _multiply(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> list[Dim] | None:
+    left, right = (_elements(value, known) for value in node.inputs)
+    if left is None or right is None or len(left) != len(right):
+        return None
+    return [a * b if isinstance(a, int) and isinstance(b, int) else None for a, b in zip(left, right, strict=True)]
+
+
+_EVALUATE: "dict[str, Callable[[ir.Node, dict[ir.Value, list[Dim]]], list[Dim] | None]]" = {
+    "Shape": _shape,
+    "Slice": _slice,
+    "Gather": _gather,
+    "Concat": _concat,
+    "Squeeze": _same,
+    "Unsqueeze": _same,
+    "Reshape": _same,
+    "Identity": _same,
+    "Mul": _multiply,
+}
+
+
+# Which rewrites make up the simplification, and in which order.
+
+_ROUNDS = 4
+_SMALL = 8192  # elements; anything this small may be folded
+_LARGEST_NEW = 512 * 512  # elements of a constant that folding may create where nothing disappears for it
+_NO_LIMIT = 1 << 40
+_INITIALISERS_ARE_NO_INPUTS = 4  # IR version from which weights need not be listed as inputs
+# Operators that are applied to weights: exporters write them where they repack what PyTorch stores differently.
+_ON_WEIGHTS = frozenset(
+    {
+        *("Add", "Cast", "Concat", "Div", "Flatten", "Gather", "Identity", "Mul", "Neg", "Pow", "Reciprocal"),
+        *("Reshape", "Slice", "Sqrt", "Squeeze", "Sub", "Transpose", "Unsqueeze"),
+    }
+)
+_NEVER = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "ConstantOfShape", "Expand", "Tile"})
+
+
+def rewrite(model: "ir.Model") -> None:
+    """Simplify a graph in place."""
+    import onnx_ir as ir
+    from onnx_ir.passes import common
+
+    model.ir_version = max(model.ir_version, _INITIALISERS_ARE_NO_INPUTS)
+    declared = [(value.name, value.shape) for value in model.graph.outputs]
+    ir.passes.Sequential(
+        common.InlinePass(),
+        common.RemoveInitializersFromInputsPass(),
+        common.ShapeInferencePass(strict_mode=False),
+    )(model)
+    _fold_and_rewrite(model)
+    ir.passes.Sequential(
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.LiftSubgraphInitializersToMainGraphPass(),
+        common.DeduplicateInitializersPass(),
+        common.CommonSubexpressionEliminationPass(),
+        common.IdentityEliminationPass(),
+        common.RemoveUnusedNodesPass(),
+        common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
+        common.RemoveUnusedOpsetsPass(),
+        common.OutputFixPass(),
+    )(model)
+    for value, (name, shape) in zip(model.graph.outputs, declared, strict=True):
+        value.name, value.shape = name, shape  # inference may know more, callers rely on what was declared
+    common.NameFixPass()(model)
+
+
+def _fold_and_rewrite(model: "ir.Model") -> None:
+    """Both in turns, as each opens ways for the other, until nothing disappears any more."""
+    from onnx_ir.passes import common
+    from onnxscript import optimizer, rewriter
+
+    left = edit.node_count(model)
+    for _ in range(_ROUNDS):
+        optimizer.fold_constants(model, input_size_limit=_SMALL, output_size_limit=_NO_LIMIT, should_fold=_should_fold)
+        rewriter.rewrite(model)
+        absorb_heads(model)
+        simplify_shapes(model)
+        common.RemoveUnusedNodesPass()(model)
+        before, left = left, edit.node_count(model)
+        if left == before:
+            return
+
+
+def _should_fold(node: "ir.Node") -> bool | None:
+    """Whether a node whose inputs are all constant is to be computed now; None leaves it to the library."""
+    if node.op_type in _NEVER or len(node.outputs) != 1:
+        return False if node.op_type in _NEVER and _output_size(node) > _SMALL else None
+    if _output_size(node) <= _SMALL and all(_size(value) <= _SMALL for value in node.inputs):
+        return None
+    inputs = [value for value in node.inputs if _size(value) > _SMALL]
+    return (
+        node.op_type in _ON_WEIGHTS
+        and _output_size(node) <= sum(map(_size, node.inputs))  # parts of a weight may be small, and their sum is not
+        and all(map(_vanishes, inputs))
+    )
+
+
+def _vanishes(value: "ir.Value | None") -> bool:
+    """Whether a weight is read only by operators that will be folded too, so that nothing is kept twice."""
+    return value is not None and all(
+        node.op_type in _ON_WEIGHTS and all(v is None or v.const_value is not None for v in node.inputs)
+        for node in value.consumers()
+    )
+
+
+def _size(value: "ir.Value | None") -> int:
+    return 0 if value is None or value.const_value is None else value.const_value.size
+
+
+def _output_size(node: "ir.Node") -> int:
+    dims = node.outputs[0].shape or (None,)
+    size = 1
+    for dim in dims:
+        size *= dim if isinstance(dim, int) else _NO_LIMIT
+    return size

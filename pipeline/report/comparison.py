@@ -4,12 +4,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from enginesmith.pipeline.comparison import BatchComparison, Change, Comparison, MetricDelta, Pair, VariantComparison
-from enginesmith.pipeline.differences import Changed
 from enginesmith.pipeline.measure.statistics import TOO_NOISY
-from enginesmith.pipeline.report.markup import plain, table
-from enginesmith.pipeline.report.tables import ms
-from enginesmith.pipeline.units import format_bytes, format_seconds
+from enginesmith.pipeline.report.markdown import plain, table
+from enginesmith.pipeline.results.comparison import (
+    BatchComparison,
+    Change,
+    Comparison,
+    MetricDelta,
+    Pair,
+    VariantComparison,
+)
+from enginesmith.pipeline.results.differences import Changed
+from enginesmith.pipeline.units import format_bytes, format_seconds, ms
 
 NUMBERS = ("", "reference", "other", "change [95 %]", "")
 CHANGED = ("", "field", "reference", "other")

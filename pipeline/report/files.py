@@ -12,13 +12,12 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from enginesmith.pipeline import run as runs
-from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.errors import UsageError, storage_errors
 from enginesmith.pipeline.measure.rows import SAMPLES
 from enginesmith.pipeline.report import junit, markdown
-from enginesmith.pipeline.run import Run
-from enginesmith.pipeline.storage import storage_errors
-from enginesmith.pipeline.workers import main_module_hidden
+from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results.run import Run
+from enginesmith.pipeline.system.worker import main_module_hidden
 
 Format = Literal["html", "md", "junit", "json"]
 Samples = Mapping[str, NDArray[Any]]

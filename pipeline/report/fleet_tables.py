@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from enginesmith.pipeline import budgets
-from enginesmith.pipeline.fleet.record import EntryChange, EntryRecord, EntryStatus, Failure, FleetRecord, Winner
 from enginesmith.pipeline.report.comparison import judged, latency_row, number_row, percent
-from enginesmith.pipeline.report.tables import MADE_UP, ms
-from enginesmith.pipeline.units import format_bytes, format_seconds
+from enginesmith.pipeline.report.tables import MADE_UP
+from enginesmith.pipeline.results import budgets
+from enginesmith.pipeline.results.fleet import EntryChange, EntryRecord, EntryStatus, Failure, FleetRecord, Winner
+from enginesmith.pipeline.units import format_bytes, format_seconds, ms
 
 ENTRIES = (
     *("entry", "status", "winner", "batch", "speed-up [95 %]", "p50 ms", "since the last fleet"),

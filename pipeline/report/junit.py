@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 from xml.etree import ElementTree
 
-from enginesmith.pipeline import budgets
-from enginesmith.pipeline.fleet.record import EntryRecord, FleetRecord
 from enginesmith.pipeline.measure.rows import StageFidelity
-from enginesmith.pipeline.run import Run, VariantRecord
+from enginesmith.pipeline.results import budgets
+from enginesmith.pipeline.results.fleet import EntryRecord, FleetRecord
+from enginesmith.pipeline.results.run import Run, VariantRecord
 
 _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 has no way to write (section 2.2, "Characters")."""

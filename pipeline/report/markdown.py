@@ -1,11 +1,46 @@
 """``report.md``: what a run comes to, short enough for a comment on a pull request; report.html has all of it."""
 
+import re
 from collections.abc import Iterator, Sequence
+from urllib.parse import quote
 
-from enginesmith.pipeline import budgets
-from enginesmith.pipeline.report import measurements, tables
-from enginesmith.pipeline.report.markup import plain, table
-from enginesmith.pipeline.run import Run, VariantRecord
+from enginesmith.pipeline.report import sections, tables
+from enginesmith.pipeline.results import budgets
+from enginesmith.pipeline.results.run import Run, VariantRecord
+
+# Markdown that no name or text can break out of.
+
+_STAR = re.compile(r"(?<!\*)\*(?!\*)")
+"""A star that marks a name, and no emphasis."""
+
+_REFERENCE = re.compile(r"(?<![\w])@(?=\w)|#(?=\d)")
+"""What GitHub makes a mention of somebody, or of an issue, wherever it stands; nothing that is seen goes in between."""
+
+
+def table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], links: Sequence[str] = ()) -> str:
+    """A table whose cells are text; ``links`` are the files that rows' first cells lead to, an empty one to none."""
+    lines = [tuple(map(plain, line)) for line in (columns, tuple("---" for _ in columns), *rows)]
+    for index, target in enumerate(links, start=2):
+        lines[index] = (link(lines[index][0], target), *lines[index][1:])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def link(text: str, target: str) -> str:
+    """Markdown as a link to a file beside the document; without a target as it is."""
+    return f"[{text.replace('[', chr(92) + '[').replace(']', chr(92) + ']')}]({quote(target)})" if target else text
+
+
+def plain(text: str) -> str:
+    """Text on one line that cannot break out of a table cell or bring markup along."""
+    text = " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("&", "&amp;").replace("<", "&lt;")
+    text = text.replace("`", "\\`").replace("](", "]\\(")
+    return stars(_REFERENCE.sub("\\g<0>\u200b", text))
+
+
+def stars(text: str) -> str:
+    """The same for stars alone."""
+    return _STAR.sub(r"\\*", text)
+
 
 MOST_CHARACTERS = 60_000
 """A comment on GitHub holds 65 536."""
@@ -27,9 +62,9 @@ def render(run: Run) -> str:
             [
                 *_unfinished(run),
                 *_warnings(run),
-                *measurements.disturbed(run),
-                *measurements.explain_tails(run),
-                *measurements.out_of_memory(run),
+                *sections.disturbed(run),
+                *sections.explain_tails(run),
+                *sections.out_of_memory(run),
             ],
         ),
         *_failures(run),

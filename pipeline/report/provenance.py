@@ -8,7 +8,7 @@ from typing import Any
 from enginesmith.pipeline.artifact import HistoryEntry
 from enginesmith.pipeline.measure.rows import DeviceLimits
 from enginesmith.pipeline.report.tables import marked
-from enginesmith.pipeline.run import Run
+from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.units import format_bytes, format_seconds, format_si
 
 STEPS = ("step", "ended", "time", "host peak", "effect", "with", "notes")

@@ -3,14 +3,14 @@
 import re
 from collections.abc import Callable, Iterator
 
-from enginesmith.pipeline import budgets
-from enginesmith.pipeline.explain import claimed
+from enginesmith.pipeline.frameworks.onnx.shares import Coverage, percent, words
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.precision.audit.shares import Coverage, percent, words
-from enginesmith.pipeline.run import Assignment, Run, VariantRecord
-from enginesmith.pipeline.units import format_bytes
+from enginesmith.pipeline.results import budgets
+from enginesmith.pipeline.results.explain import claimed
+from enginesmith.pipeline.results.run import Assignment, Run, VariantRecord
+from enginesmith.pipeline.units import format_bytes, ms
 
 COVERAGE = ("variant", "of", "multiply-adds", "weights", "Q/DQ pairs", "not fused", "islands", "conversions", "casts")
 ASSIGNMENT = ("group", "module", "operator", "precision", "SQNR dB", "multiply-adds", "why")
@@ -61,13 +61,6 @@ def speedup(record: VariantRecord, batch: int) -> str:
     if row is None or row.speedup is None:
         return "–"
     return row.speedup.times()
-
-
-def ms(value: float | None) -> str:
-    """Milliseconds with three digits that count."""
-    if value is None:
-        return "–"
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def rate(value: float | None) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from enginesmith.pipeline.comparison import Comparison
-from enginesmith.pipeline.fleet.record import FleetRecord
-from enginesmith.pipeline.report import comparison, fleet_tables, measurements, proof, smaller, tables
-from enginesmith.pipeline.run import Run
+from enginesmith.pipeline.report import comparison, fleet_tables, sections, tables
+from enginesmith.pipeline.results.comparison import Comparison
+from enginesmith.pipeline.results.fleet import FleetRecord
+from enginesmith.pipeline.results.run import Run
 
 _WIDE = 200
 """Columns of a table that goes to a file or a pipe."""
@@ -39,7 +39,7 @@ def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
             click.echo(f"{name}: {text}")
         _assignments(run)
         _measurements(run)
-        for caution in (*tables.cautions(run), *measurements.notes(run)):
+        for caution in (*tables.cautions(run), *sections.notes(run)):
             click.echo(f"note: {caution}")
         if folder is not None:
             click.echo(f"report: {folder / 'report.html'}")
@@ -113,11 +113,11 @@ def _assignments(run: Run) -> None:
 
 
 def _measurements(run: Run) -> None:
-    columns, rows = measurements.profile(run)
+    columns, rows = sections.profile(run)
     for heads, lines in (
-        (smaller.MODELS, smaller.models(run)),
-        (measurements.THROUGHPUT, measurements.throughput(run)),
-        (measurements.LIMITS, measurements.limits(run)),
+        (sections.MODELS, sections.models(run)),
+        (sections.THROUGHPUT, sections.throughput(run)),
+        (sections.LIMITS, sections.limits(run)),
         (columns, rows),
     ):
         if lines:
@@ -131,8 +131,8 @@ def show_stage(result: Any, as_json: bool) -> None:
         return
     click.echo(result.summary)
     rows = [
-        (one.stage, f"{one.point} (batch {one.batch})", proof.decimal(one.sqnr_db, 1))
-        + (proof.decimal(one.max_abs_error, 3, "g"), proof.passed(one))
+        (one.stage, f"{one.point} (batch {one.batch})", sections.decimal(one.sqnr_db, 1))
+        + (sections.decimal(one.max_abs_error, 3, "g"), sections.passed(one))
         for one in result.fidelity
     ]
     if rows:
@@ -145,7 +145,7 @@ def show_pruned(result: Any, as_json: bool) -> None:
     if as_json:
         return
     facts = result.pruning
-    _table(smaller.GROUPS, smaller.groups(facts))
+    _table(sections.GROUPS, sections.groups(facts))
     for name, why in facts.whole.items():
         click.echo(f"whole: {name}: {why}")
     _table(

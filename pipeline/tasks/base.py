@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.passes.base import Progress
+from enginesmith.pipeline.system.device import Device
 
 Inputs = Mapping[str, Artifact]
 

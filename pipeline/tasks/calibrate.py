@@ -10,20 +10,20 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from enginesmith.calibration.collector import Collector
 from enginesmith.calibration.dataset import Dataset, hold_for_calibration, open_dataset
-from enginesmith.calibration.made_up import made_up
-from enginesmith.calibration.methods import PERCENTILE
+from enginesmith.calibration.histogram import PERCENTILE
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.calibration.ranges import FILE, Provenance, Ranges, TensorRange
+from enginesmith.calibration.synthetic import made_up
 from enginesmith.calibration.user_code import is_reference
-from enginesmith.pipeline import graph, onnx_file, samples
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.passes.base import Progress
-from enginesmith.pipeline.precision.taps import open_tapped
-from enginesmith.pipeline.precision.watched import Watched, watched
+from enginesmith.pipeline.passes.quantize.statistics import Watched, open_tapped, watched
 from enginesmith.pipeline.tasks.base import Inputs, Task
 from enginesmith.pipeline.tensors import Array, Signature
-from enginesmith.pipeline.watch import track_files
 
 _SYNTHETIC = "synthetic"
 """What the reference calls samples that were made up."""
@@ -144,7 +144,7 @@ class Calibrate(Task):
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         model = inputs["model"]
         feeding, read = self.feeder.open(model, inputs["reference"])
-        chosen = watched(graph.load(model.path))
+        chosen = watched(edit.load(model.path))
         collector = Collector(chosen.histograms, chosen.channels if self.channels else {})
         _collect(model, feeding, chosen, collector, progress)
         progress("choosing ranges")
@@ -182,7 +182,7 @@ def _hold_finite(model: Artifact, chosen: Watched, collector: Collector, positio
     if all(map(collector.finite, chosen.products)):
         return
     first = next(name for name in chosen.taps if not collector.finite(name))
-    maker = next((node for node in onnx_file.skeleton(model.path).graph.node if first in node.output), None)
+    maker = next((node for node in model_file.skeleton(model.path).graph.node if first in node.output), None)
     made = f", made by the {maker.op_type} node {maker.name!r}," if maker else ""
     raise ModelError(
         f"the value {first!r}{made} is NaN or infinite on row {feeding.provenance.rows[position]} of "

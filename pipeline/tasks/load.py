@@ -1,15 +1,20 @@
 """From MODEL to the first artifact of a run."""
 
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from enginesmith.pipeline.artifact import Effect, Kind
-from enginesmith.pipeline.errors import SignatureError
+import numpy as np
+
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.errors import SignatureError, UsageError
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.passes.base import Progress
-from enginesmith.pipeline.source import Source
 from enginesmith.pipeline.tasks.base import Inputs, Task
-from enginesmith.pipeline.tensors import TensorSpec
+from enginesmith.pipeline.tensors import Array, ShapeRange, Signature, TensorSpec
 
 
 class _FromSource(Task):
@@ -44,18 +49,18 @@ class Load(_FromSource):
         return ("torch", *libraries.get(self.source.form, ()))
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        from enginesmith.pipeline import saved_module, torch_model
+        from enginesmith.pipeline.frameworks.torch import module, saved
 
-        options = torch_model.LoadOptions(inputs=self.inputs, seed=self.seed, allow_pickle=self.allow_pickle)
+        options = module.LoadOptions(inputs=self.inputs, seed=self.seed, allow_pickle=self.allow_pickle)
         progress(f"building {self.source.text}")
         if self.source.form == "saved":
-            loaded = saved_module.read_saved(Path(self.source.target), options, out)
+            loaded = saved.read_saved(Path(self.source.target), options, out)
         else:
-            loaded = torch_model.load(self.source, options)
-            saved_module.save(loaded, self.source, options, out)
+            loaded = module.load(self.source, options)
+            saved.save(loaded, self.source, options, out)
         weights = sum(value.numel() for value in loaded.module.model.parameters())
         return Effect(
-            file=saved_module.RECORD,
+            file=saved.RECORD,
             summary=f"{weights:,} parameters; {', '.join(map(str, loaded.signature.inputs))}",
             notes=loaded.notes,
             signature=loaded.signature,
@@ -70,7 +75,7 @@ class LoadEngine(_FromSource):
     produces: ClassVar[Kind] = "engine"
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        from enginesmith.pipeline.engines.trt import manifest
+        from enginesmith.pipeline.engines.tensorrt import manifest
 
         path = Path(self.source.target)
         found = manifest.read(path)
@@ -87,27 +92,100 @@ class LoadOnnx(_FromSource):
     produces: ClassVar[Kind] = "onnx"
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        from enginesmith.pipeline import onnx_file
+        from enginesmith.pipeline.frameworks.onnx import model_file
 
         path = Path(self.source.target)
         progress(f"checking {path.name}")
-        onnx_file.check(path)
-        signature = onnx_file.signature(path)
+        model_file.check(path)
+        signature = model_file.signature(path)
         if self.inputs and self.inputs != signature.inputs:
             raise SignatureError(
                 f"--input says {', '.join(map(str, self.inputs))}, and the file has "
                 f"{', '.join(map(str, signature.inputs))}",
                 "leave --input away: an ONNX file names its own inputs",
             )
-        external = onnx_file.external_files(path)
+        external = model_file.external_files(path)
         shutil.copyfile(path, out / "model.onnx")
         for name in external:
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path.parent / name, out / name)
-        facts = onnx_file.summary(path)
+        facts = model_file.summary(path)
         return Effect(
             file="model.onnx",
             summary=f"{facts.nodes} nodes, opset {facts.opset}, {facts.parameters:,} parameters",
             signature=signature,
             reads=(path, *(path.parent / name for name in external)),
         )
+
+
+# The sizes that a model's dynamic dimensions may take, as a record of their own: engines are built for them.
+
+SHAPES = "shapes"
+"""Role of the record in a task that takes it."""
+_FILE = "shapes.json"
+_EXAMPLE_SIZE = 8
+"""Along a dynamic dimension of an ONNX file, which brings no example."""
+
+
+class Shapes(Task):
+    """Ranges as given; from the batches and the example's sizes where they are not."""
+
+    title: ClassVar[str] = "shapes"
+    produces: ClassVar[Kind] = "record"
+    in_process: ClassVar[bool] = True
+
+    ranges: dict[str, ShapeRange]
+    batches: tuple[int, ...]
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        model = inputs["model"]
+        assert model.signature is not None
+        if model.kind == "onnx":
+            _hold_given(model.signature, self.ranges)
+        found = samples.plan_ranges(model.signature, self.ranges, self.batches, example(model)[1])
+        (out / _FILE).write_text(json.dumps({name: str(one) for name, one in found.items()}, indent=1) + "\n")
+        summary = ", ".join(f"{name} {one}" for name, one in found.items()) or "every dimension is fixed"
+        return Effect(file=_FILE, summary=summary)
+
+
+def _hold_given(signature: Signature, given: Mapping[str, ShapeRange]) -> None:
+    """An ONNX file brings no example that a range could be taken from, and none is made up."""
+    missing = [name for name in signature.symbols if name not in given and name != samples.batch_symbol(signature)]
+    if missing:
+        raise UsageError(
+            f"the dynamic dimension {missing[0]!r} has no range, and an ONNX file brings no example of its size",
+            f"give one: --shape {missing[0]}=MIN:OPT:MAX",
+        )
+
+
+def read_ranges(record: Artifact) -> dict[str, ShapeRange]:
+    """What :class:`Shapes` wrote."""
+    return {name: ShapeRange.parse(text) for name, text in json.loads(record.path.read_bytes()).items()}
+
+
+def example(model: Artifact) -> tuple[dict[str, Array], dict[str, int]]:
+    """A feed for each input, and the size it has along each dynamic dimension."""
+    assert model.signature is not None
+    specs = model.signature.inputs
+    if model.kind == "torch":
+        from enginesmith.pipeline.frameworks.torch.saved import read_example
+
+        found = read_example(model)
+        sizes = {
+            dim: size
+            for spec in specs
+            for dim, size in zip(spec.shape, found[spec.name].shape, strict=True)
+            if isinstance(dim, str)
+        }
+        return found, sizes
+    sizes = dict.fromkeys(model.signature.symbols, _EXAMPLE_SIZE)
+    rng = np.random.default_rng(0)
+    return {spec.name: _made_up(spec, sizes, rng) for spec in specs}, sizes
+
+
+def _made_up(spec: TensorSpec, sizes: Mapping[str, int], rng: np.random.Generator) -> Array:
+    """Normal floats; zeros and ones for integers, which every vocabulary has."""
+    shape = spec.resolve(sizes)
+    if spec.dtype.startswith("float"):
+        return rng.standard_normal(shape).astype(spec.dtype)
+    return rng.integers(0, 2, shape).astype(spec.dtype)

@@ -12,21 +12,31 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field, SerializeAsAny
 
-from enginesmith.pipeline import samples
+from enginesmith.calibration.dataset import Dataset
+from enginesmith.calibration.options import DataOptions
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.engines.base import Device, Engine
-from enginesmith.pipeline.measure import device as devices
-from enginesmith.pipeline.measure.batches import BatchSweep, FeedsAt
-from enginesmith.pipeline.measure.candidate import Candidate
-from enginesmith.pipeline.measure.latency import LatencyBenchmark
-from enginesmith.pipeline.measure.memory import measure_memory
-from enginesmith.pipeline.measure.race import LatencySettings
-from enginesmith.pipeline.measure.rows import SAMPLES
-from enginesmith.pipeline.measure.used_memory import available_bytes
+from enginesmith.pipeline.engines.base import Engine, Session
+from enginesmith.pipeline.errors import DataError, UsageError
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.samples import batch_symbol, fixed_batch
+from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
+from enginesmith.pipeline.measure import quality
+from enginesmith.pipeline.measure.device_rates import measure_limits
+from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
+from enginesmith.pipeline.measure.latency.candidate import Candidate
+from enginesmith.pipeline.measure.latency.rows import BatchSweep, FeedsAt, LatencyBenchmark
+from enginesmith.pipeline.measure.memory.peak import measure_memory
+from enginesmith.pipeline.measure.memory.usage import available_bytes
+from enginesmith.pipeline.measure.profile import measure_profile
+from enginesmith.pipeline.measure.roofline import count_work
+from enginesmith.pipeline.measure.rows import SAMPLES, DeviceLimits, Work
 from enginesmith.pipeline.passes.base import Progress
-from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
+from enginesmith.pipeline.system import machine as devices
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_records, write_records
+from enginesmith.pipeline.tasks.verify import open_data
 from enginesmith.pipeline.tensors import Array, Feeds
-from enginesmith.pipeline.units import format_bytes
+from enginesmith.pipeline.units import format_bytes, format_si
 
 _SHARE_OF_FREE = 0.8
 ENVIRONMENT = "environment.json"
@@ -198,3 +208,222 @@ def logs_in_own_log() -> Iterator[Path]:
         finally:
             for log in sorted(Path(folder).iterdir()):
                 sys.stderr.write(f"--- {log.stem}\n{log.read_text(errors='replace')}")
+
+
+# The task's metric as a task: one variant on labelled data, against the baseline on the same samples.
+
+BASELINE = "baseline"
+_OUTPUTS = "outputs.npz"
+_DEFAULT_METRIC = "top1"
+_TOGETHER_BYTES = 32 << 20
+
+
+class Quality(Task):
+    """The task's metric of one variant on labelled data, against the baseline on the same samples."""
+
+    title: ClassVar[str] = "quality"
+    produces: ClassVar[Kind] = "record"
+
+    engine: SerializeAsAny[Engine]
+    device: Device
+    data: str
+    data_options: DataOptions
+    samples: int | None
+    metric: str | None
+    """None where nobody asked for one: then data without labels is no error."""
+    batch: int
+    """The largest batch that is measured: sessions take it."""
+    largest_batch: int
+    """What sessions may be given: at that most, and within 32 MiB of inputs, samples are judged together."""
+    seed: int
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return (*self.engine.tools, "numpy")
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        with self.engine.load(inputs["model"], self.device) as session:
+            found, outputs, reads = self.judge(session, inputs.get(BASELINE), progress)
+        if found is None:
+            write_records(out, [])
+            return Effect(file=RECORDS, summary="the data has no labels, so there is no quality", reads=reads)
+        np.savez(out / _OUTPUTS, **outputs)  # type: ignore[arg-type]
+        write_records(out, [found])
+        summary = f"{found.metric} {found.value:.4f} on {found.samples} samples"
+        return Effect(file=RECORDS, summary=summary, reads=reads)
+
+    def judge(
+        self, session: Session, baseline: Artifact | None, progress: Progress
+    ) -> tuple[quality.Quality | None, dict[str, Array], tuple[Path, ...]]:
+        """The metric of a session against an artifact of this task, or against itself; its answers; the files read.
+
+        Raises:
+            DataError: a metric was asked for, and the data has no labels.
+        """
+        data, reads = open_data(self.data, session.signature.inputs, self.samples, self.seed, self.data_options)
+        if data.labels is None and self.metric:
+            raise DataError(
+                f"{data.name} has no labels, and the metric {self.metric} needs them",
+                "name the array that holds them with --labels KEY",
+            )
+        if data.labels is None:
+            return None, {}, reads
+        outputs = self._answers(session, data, progress)
+        theirs = outputs
+        if baseline is not None:
+            with np.load(baseline.folder / _OUTPUTS, allow_pickle=False) as stored:
+                theirs = dict(stored.items())
+        metric = self.metric or _DEFAULT_METRIC
+        with track_files(allow_pickle=False) as tracker:
+            found = quality.evaluate(metric, outputs, theirs, data.labels, self.seed)
+        return found, outputs, reads if metric in quality.METRICS else (*reads, *sorted(tracker.files))
+
+    def _answers(self, session: Session, data: Dataset, progress: Progress) -> dict[str, Array]:
+        """Outputs for every sample, in batches of one size; the last one wraps round and is cut."""
+        parts: list[dict[str, Array]] = []
+        size = self._batch_size(data) if batch_symbol(session.signature) else fixed_batch(session.signature)
+        for start in range(0, len(data), size):
+            progress(f"{start} of {len(data)} samples")
+            parts.append(session.run(data.batch(start, size)))
+        return {name: np.concatenate([part[name] for part in parts])[: len(data)] for name in parts[0]}
+
+    def _batch_size(self, data: Dataset) -> int:
+        """Choose how many samples are judged together, for sessions that take any batch up to the largest."""
+        row_bytes = sum(array.nbytes for array in data.batch(0, 1).values())
+        fitting = min(self.largest_batch, _TOGETHER_BYTES // max(row_bytes, 1), len(data))
+        return max(self.batch, fitting)
+
+
+# Limits of the hardware as tasks: what the device can do at best, and what a model asks of it.
+
+
+class DeviceRates(Task):
+    """What a device can do at best; measured once on a machine, with nothing beside it."""
+
+    title: ClassVar[str] = "limits"
+    produces: ClassVar[Kind] = "record"
+    exclusive: ClassVar[bool] = True
+
+    device: Device
+    again: str = ""
+    """Something new each time, for a measurement that must not be taken from the store."""
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return ("torch", "onnxruntime", "onnxruntime-gpu")
+
+    @property
+    def environment_key(self) -> dict[str, Any]:
+        return {"machine": devices.fingerprint(devices.environment())}
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        found = measure_limits(self.device, progress)
+        write_records(out, [found])
+        notes = (*found.warnings, *(f"{name}: {why}" for name, why in found.reasons.items()))
+        return Effect(file=RECORDS, summary=_told(found), notes=notes)
+
+
+class CountWork(Task):
+    """What one inference has to do, at each measured batch size.
+
+    Of an engine that shows the graph that it runs, that one is counted; for another engine, "model" is an ONNX graph
+    of the same model that stands in for what it makes of it.
+    """
+
+    title: ClassVar[str] = "work"
+    produces: ClassVar[Kind] = "record"
+
+    engine: SerializeAsAny[Engine]
+    device: Device
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity, "engine": {"engine": self.engine.name, **self.engine.model_dump()}}
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return ("onnx", *self.engine.tools)
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        model, shown = inputs["model"], self.engine.shows_graph
+        cases = [case for case in samples.read(inputs["reference"].folder).cases if case.measured]
+        with tempfile.TemporaryDirectory(prefix="enginesmith-work-") as scratch:
+            path = self.engine.executed(model, self.device, Path(scratch)) if shown else model.path
+            found = [
+                count_work(path, case.sizes, case.batch, executed=shown, arithmetic=self.engine.arithmetic)
+                for case in cases
+            ]
+        write_records(out, found)
+        return Effect(file=RECORDS, summary="; ".join(_told_work(work) for work in found))
+
+
+def read_limits(record: Artifact) -> DeviceLimits:
+    """What :class:`DeviceRates` wrote."""
+    return DeviceLimits.model_validate(read_records(record)[0])
+
+
+def read_work(record: Artifact) -> dict[int, Work]:
+    """What :class:`CountWork` wrote, by batch size."""
+    return {work.batch: work for work in map(Work.model_validate, read_records(record))}
+
+
+def _told(found: DeviceLimits) -> str:
+    bandwidth = found.memory_bandwidth
+    parts = [f"memory {format_si(bandwidth.per_second, 'B/s')}"] if bandwidth else []
+    parts += [f"{name} {format_si(rate.per_second, 'FLOP/s')}" for name, rate in found.products.items()]
+    return ", ".join(parts) or "nothing could be measured"
+
+
+def _told_work(work: Work) -> str:
+    flops = " + ".join(f"{format_si(count, 'FLOP')} in {name}" for name, count in work.flops.items()) or "no products"
+    return f"batch {work.batch}: {flops}, at least {format_bytes(work.least_bytes)}"
+
+
+# Profiling as a task: where one variant's time goes, at one batch size.
+
+GRAPH = "graph"
+"""Role of the ONNX graph that the engine was built from, whose nodes say which module they came from."""
+
+
+class ProfileVariant(Task):
+    """Time by module of one variant; takes its ``model``, the ``reference``, and the ``graph`` where there is one."""
+
+    title: ClassVar[str] = "profile"
+    produces: ClassVar[Kind] = "record"
+    exclusive: ClassVar[bool] = True
+
+    variant: str
+    engine: SerializeAsAny[Engine]
+    device: Device
+    batch: int | None = None
+    """One of the measured batch sizes; None for the smallest."""
+    calls: int = Field(20, ge=1)
+    """Inferences that are profiled."""
+    again: str = ""
+    """Something new each time, for a measurement that must not be taken from the store."""
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return ("onnx", *self.engine.tools)
+
+    @property
+    def environment_key(self) -> dict[str, Any]:
+        return this_machine()
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        feeds = measured_feeds(inputs["reference"])
+        batch = min(feeds) if self.batch is None else self.batch
+        if batch not in feeds:
+            raise UsageError(f"batch {batch} is not measured", f"take one of {', '.join(map(str, feeds))}")
+        model = inputs["model"]
+        graph = inputs.get(GRAPH) or (model if model.kind == "onnx" else None)
+        candidate = Candidate(self.variant, self.engine, model, self.device)
+        with logs_in_own_log() as logs:
+            found = measure_profile(
+                candidate, batch, feeds[batch], graph.path if graph else None, self.calls, logs, progress
+            )
+        write_records(out, [found])
+        if found.total_ms is None or found.unattributed_share is None:
+            return Effect(file=RECORDS, summary=found.reasons["total_ms"], incomplete=found.failure is not None)
+        known = f"{1 - found.unattributed_share:.0%} of it on modules"
+        return Effect(file=RECORDS, summary=f"{found.total_ms:.3g} ms in operators at batch {batch}, {known}")

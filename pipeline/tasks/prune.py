@@ -1,28 +1,43 @@
 """Structured pruning of a torch module, as a task: it may look at calibration data."""
 
+import json
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from enginesmith.pipeline import samples
+from pydantic import BaseModel, ConfigDict, SerializeAsAny
+
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.errors import ModelError, UsageError
-from enginesmith.pipeline.passes.base import Progress
-from enginesmith.pipeline.pruning.facts import Facts, Kept
-from enginesmith.pipeline.pruning.options import PruneOptions
-from enginesmith.pipeline.pruning.target import Target
-from enginesmith.pipeline.tasks.base import Inputs, Task
+from enginesmith.pipeline.engines.base import BuildRequest, Engine
+from enginesmith.pipeline.errors import EmptyLayer, ModelError, UsageError
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.torch.pruning_facts import Facts, Kept
+from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
+from enginesmith.pipeline.measure.latency.candidate import Candidate
+from enginesmith.pipeline.measure.latency.rows import measure_latency
+from enginesmith.pipeline.passes.base import Pass, Progress
+from enginesmith.pipeline.passes.export.export import Export
+from enginesmith.pipeline.passes.prune.budget import LatencyTrial, chosen, propose, told
+from enginesmith.pipeline.passes.prune.options import PruneOptions, Target
+from enginesmith.pipeline.passes.run import run_pass
+from enginesmith.pipeline.passes.simplify import Simplify
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_records, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, Feeding
+from enginesmith.pipeline.tasks.load import SHAPES, read_ranges
+from enginesmith.pipeline.tasks.measure import logs_in_own_log, measured_feeds, this_machine
 
 if TYPE_CHECKING:
-    from enginesmith.pipeline.pruning.gradients import Sample
-    from enginesmith.pipeline.pruning.pruner import Pruned
-    from enginesmith.pipeline.torch_model import LoadedModel
+    from enginesmith.pipeline.frameworks.torch.module import LoadedModel
+    from enginesmith.pipeline.passes.prune.importance import Sample
+    from enginesmith.pipeline.passes.prune.prune import Pruned
+
 
 MODEL = "model"
 FACTS = "pruning.json"
-"""Beside the pruned model: what was done, as :class:`~enginesmith.pipeline.pruning.facts.Facts`."""
+"""Beside the pruned model: what was done, as :class:`~enginesmith.pipeline.frameworks.torch.pruning_facts.Facts`."""
 TOOLS = ("torch", "torch-pruning", "numpy")
 
 
@@ -50,17 +65,17 @@ class Prune(Task):
             UsageError: the target cannot be met, a protected layer is not there, or ``taylor`` has no data.
             ModelError: the module's values cannot be followed, or the pruned module does not run.
         """
-        from enginesmith.pipeline import saved_module
+        from enginesmith.pipeline.frameworks.torch import saved
 
-        loaded = saved_module.load_artifact(inputs[MODEL])
+        loaded = saved.load_artifact(inputs[MODEL])
         done, notes, reads = pruned(self, inputs, loaded, progress)
         hold_runs(loaded)
         progress("writing")
-        saved_module.save_changed(inputs[MODEL], loaded, out, done.surgery)
+        saved.save_changed(inputs[MODEL], loaded, out, done.surgery)
         facts = _facts(self, loaded, done)
         (out / FACTS).write_text(facts.model_dump_json(indent=1) + "\n")
         return Effect(
-            file=saved_module.RECORD,
+            file=saved.RECORD,
             summary=summary(facts),
             notes=notes,
             signature=loaded.signature,
@@ -77,7 +92,7 @@ def pruned(
     task: Prune, inputs: Inputs, loaded: "LoadedModel", progress: Progress
 ) -> "tuple[Pruned, tuple[str, ...], tuple[Path, ...]]":
     """Prune a loaded module in place; notes on the data, and the files that it was read from."""
-    from enginesmith.pipeline.pruning import pruner
+    from enginesmith.pipeline.passes.prune import prune
 
     feeding: Feeding | None = None
     reads: tuple[Path, ...] = ()
@@ -86,7 +101,7 @@ def pruned(
         feeding, reads = _feeding(task, inputs)
         gradients = gradients_over(loaded, feeding)
     feeds = tuple(value.clone() for value in loaded.example.values())
-    done = pruner.prune(
+    done = prune.prune(
         loaded.module.model,
         lambda: loaded.module(*feeds),
         task.target,
@@ -109,9 +124,9 @@ def _feeding(task: Prune, inputs: Inputs) -> tuple[Feeding, tuple[Path, ...]]:
 
 
 def gradients_over(loaded: "LoadedModel", feeding: Feeding) -> Callable[[], None]:
-    from enginesmith.pipeline.pruning import gradients
+    from enginesmith.pipeline.passes.prune import importance
 
-    return lambda: gradients.collect(loaded.module.model, loaded.module, _samples(loaded, feeding))
+    return lambda: importance.collect(loaded.module.model, loaded.module, _samples(loaded, feeding))
 
 
 def _samples(loaded: "LoadedModel", feeding: Feeding) -> "Iterator[Sample]":
@@ -132,14 +147,14 @@ def hold_runs(loaded: "LoadedModel") -> None:
     """
     import torch
 
-    from enginesmith.pipeline.pruning import tracing
+    from enginesmith.pipeline.passes.prune import dependency_graph
 
     symbol, sizes = samples.batch_symbol(loaded.signature), loaded.dynamic_sizes
     tried = [sizes, *([{**sizes, symbol: sizes[symbol] + 1}] if symbol in sizes else [])]
     example = {name: value.numpy() for name, value in loaded.example.items()}
     for one in tried:
         feeds = [torch.from_numpy(value) for value in samples.resized(example, loaded.signature, one).values()]
-        _, why = tracing.failure(loaded.module.model, partial(loaded.module, *feeds))
+        _, why = dependency_graph.failure(loaded.module.model, partial(loaded.module, *feeds))
         if why:
             at = f" at batch size {one[symbol]}" if symbol in one else ""
             raise ModelError(
@@ -181,3 +196,177 @@ def summary(facts: Facts) -> str:
     numbers = f"{1 - facts.parameters_after / max(facts.parameters_before, 1):.1%} of parameters"
     width = f"channels {facts.channels_before:,} → {facts.channels_after:,} in {len(facts.groups)} groups"
     return f"{width}; {macs} and {numbers} gone"
+
+
+# Pruning to a share of the latency on an engine: one task is one trial, and knows those before it.
+
+TRIALS = "latency-trials.json"
+"""Beside the pruned model: what was tried, as :class:`~enginesmith.pipeline.passes.prune.budget.LatencyTrial`."""
+DENSE, BEFORE, REFERENCE = "dense", "before", "reference"
+_LONGEST_SECONDS = 6.0
+_UNSURE = "its latency was measured in too few rounds to know how exact it is; a longer --measure-time gives more"
+
+
+class ToEngine(BaseModel):
+    """The way from a module to the engine that its latency is measured on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine: SerializeAsAny[Engine]
+    device: Device
+    export: Export = Export()
+    simplify: bool = True
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """Distributions whose versions decide what comes out."""
+        return (*self.export.tools, *self.engine.tools)
+
+    def build(self, inputs: Inputs, model: Artifact, out: Path, progress: Progress) -> Effect:
+        """The engine of a module in the folder ``out``; graphs on the way are thrown away."""
+        passes: list[Pass] = [self.export]
+        passes += [Simplify(external_data_bytes=self.export.external_data_bytes)] if self.simplify else []
+        ranges = read_ranges(inputs[SHAPES]) if SHAPES in inputs else {}
+        with tempfile.TemporaryDirectory(prefix="enginesmith-prune-") as scratch:
+            graph = model
+            for step in passes:
+                place = Path(scratch, step.name)
+                place.mkdir()
+                effect = run_pass(step, graph, place, progress)
+                graph = _artifact("onnx", place / effect.file, model)
+            progress(f"building the {self.engine.name} engine")
+            return self.engine.build(BuildRequest(graph, out, self.device, ranges, progress))
+
+
+class DenseEngine(Task):
+    """The engine of the module as it is, beside which those of the trials are measured."""
+
+    title: ClassVar[str] = "build"
+    produces: ClassVar[Kind] = "engine"
+
+    way: ToEngine
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return self.way.tools
+
+    @property
+    def environment_key(self) -> dict[str, Any]:
+        return self.way.engine.environment_key(self.way.device)
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        return self.way.build(inputs, inputs[MODEL], out, progress)
+
+
+class TryLatency(Task):
+    """One more trial, unless the search is over; the record holds all trials so far."""
+
+    title: ClassVar[str] = "search"
+    produces: ClassVar[Kind] = "record"
+    exclusive: ClassVar[bool] = True
+
+    prune: Prune
+    """Options, and the share of the dense engine's latency that is to be removed."""
+    way: ToEngine
+    seconds: float = _LONGEST_SECONDS
+    """The most that is measured for."""
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.prune.tools, *self.way.tools)))
+
+    @property
+    def environment_key(self) -> dict[str, Any]:
+        return this_machine()
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        """Try, if there is anything left to try.
+
+        Raises:
+            UsageError: the model cannot be pruned like that, however little.
+            ModelError: it cannot be built or measured.
+        """
+        trials = _trials(inputs)
+        share = propose(trials, self.prune.target.left)
+        if share is None:
+            summary = "the search is over"
+        else:
+            progress(f"{share:.1%} of MACs")
+            trials.append(self._try(share, inputs, not trials, progress))
+            summary = _told(trials[-1])
+        write_records(out, trials)
+        return Effect(file=RECORDS, summary=summary)
+
+    def _try(self, share: float, inputs: Inputs, first: bool, progress: Progress) -> LatencyTrial:
+        with tempfile.TemporaryDirectory(prefix="enginesmith-prune-") as scratch:
+            small, engine = Path(scratch, "small"), Path(scratch, "engine")
+            small.mkdir()
+            engine.mkdir()
+            try:
+                effect = _to_macs(self.prune, share).run(inputs, small, progress)
+            except UsageError as error:
+                if first and not isinstance(error, EmptyLayer):
+                    raise
+                return LatencyTrial(macs_left=share, latency_left=None, reason=error.message)
+            model = _artifact("torch", small / effect.file, inputs[MODEL])
+            built = self.way.build(inputs, model, engine, progress)
+            made = _artifact("engine", engine / built.file, model)
+            return self._measured(share, made, inputs, progress)
+
+    def _measured(self, share: float, made: Artifact, inputs: Inputs, progress: Progress) -> LatencyTrial:
+        """Median latency at the first batch size, as a share of the dense engine's measured beside it."""
+        batch, feeds = next(iter(measured_feeds(inputs[REFERENCE]).items()))
+        candidates = [
+            Candidate(name, self.way.engine, artifact, self.way.device)
+            for name, artifact in ((DENSE, inputs[DENSE]), ("pruned", made))
+        ]
+        settings = LatencySettings(precision=0.02, time_limit_seconds=self.seconds, launches=1)
+        with logs_in_own_log() as logs:
+            rows = measure_latency(candidates, {batch: feeds}, settings, logs, progress).rows
+        dense, pruned = rows[DENSE][0], rows["pruned"][0]
+        if (faster := pruned.speedup) is not None:
+            return LatencyTrial(
+                macs_left=share, latency_left=1 / faster.median, low=1 / faster.high, high=1 / faster.low
+            )
+        if dense.p50_ms and pruned.p50_ms:  # in too few rounds for an interval
+            return LatencyTrial(macs_left=share, latency_left=pruned.p50_ms / dense.p50_ms)
+        why = dense.failure or pruned.failure or pruned.reasons.get("p50_ms", "")
+        raise ModelError(f"the pruned model was not measured in {self.way.engine.name}: {why}", "allow more time")
+
+
+class PruneToLatency(Prune):
+    """The module of the trial that keeps the most among those that are fast enough."""
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        """Prune as in that trial, and write the trials down beside it.
+
+        Raises:
+            UsageError: no model that can be had is fast enough; the message names the fastest.
+        """
+        trials = _trials(inputs)
+        best = chosen(trials, self.target.left)
+        if best is None:
+            raise UsageError(f"--prune {self.target} is not reached: {told(trials)}", "ask for less")
+        effect = _to_macs(self, best.macs_left).run(inputs, out, progress)
+        (out / TRIALS).write_text(json.dumps([one.model_dump(mode="json") for one in trials], indent=1) + "\n")
+        summary = f"{effect.summary}; {best.latency_left:.1%} of the dense latency, in {len(trials)} trials"
+        notes = (*effect.notes, *([] if best.high is not None else [_UNSURE]))
+        return effect.model_copy(update={"summary": summary, "notes": notes})
+
+
+def _to_macs(task: Prune, share: float) -> Prune:
+    target = Target(kind="macs", value=1 - share)
+    return Prune(target=target, options=task.options, feeder=task.feeder, seed=task.seed)
+
+
+def _trials(inputs: Inputs) -> list[LatencyTrial]:
+    return [LatencyTrial.model_validate(entry) for entry in read_records(inputs[BEFORE])] if BEFORE in inputs else []
+
+
+def _told(trial: LatencyTrial) -> str:
+    macs = f"{trial.macs_left:.1%} of MACs"
+    return f"{macs}: {trial.reason or f'{trial.latency_left:.1%} of the dense latency'}"
+
+
+def _artifact(kind: Kind, path: Path, like: Artifact) -> Artifact:
+    return Artifact(kind=kind, path=path, sha256="", bytes=0, signature=like.signature)

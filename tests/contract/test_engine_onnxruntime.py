@@ -7,12 +7,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import BuildRequest, Device
-from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
-from enginesmith.pipeline.engines.onnxruntime_session import Level
+from enginesmith.pipeline.engines.base import BuildRequest
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.engines.onnxruntime.session import Level
 from enginesmith.pipeline.errors import EnginesmithError, InvalidGraph, MissingCapability, ModelError
+from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.system.device import Device
 
 CPU = Device(threads=1)
 FEEDS = {"x": np.ones((2, 64), np.float32)}
@@ -42,7 +43,7 @@ def build(engine: OnnxRuntime, artifact: Artifact, out: Path) -> Artifact:
 
 def test_engine_is_the_optimised_graph(tmp_path: Path) -> None:
     built = build(OnnxRuntime(), model(tmp_path), tmp_path / "out")
-    assert onnx_file.summary(built.path).nodes < 3
+    assert model_file.summary(built.path).nodes < 3
     assert sorted(path.name for path in built.folder.iterdir()) == ["engine.json", "model.onnx", "model.onnx.data"]
     with OnnxRuntime().load(built, CPU) as session:
         np.testing.assert_array_equal(session.run(FEEDS)["y"], FEEDS["x"])
@@ -68,7 +69,7 @@ def test_portable_engine_is_the_same_graph(engine: OnnxRuntime, tmp_path: Path) 
 def test_engine_made_for_something_else_is_refused(tmp_path: Path, field: str, was: str) -> None:
     built = build(OnnxRuntime(), model(tmp_path), tmp_path / "out")
     record = built.folder / "engine.json"
-    from enginesmith.pipeline.engines.onnxruntime import _Record
+    from enginesmith.pipeline.engines.onnxruntime.engine import _Record
 
     changed = _Record.model_validate_json(record.read_text()).model_copy(update={field: was})
     record.write_text(changed.model_dump_json())
@@ -146,9 +147,9 @@ def test_scales_of_float16_are_not_multiplied(level: Level, tmp_path: Path) -> N
 @pytest.mark.parametrize(("tf32", "option", "row"), [(False, "0", "fp32"), (True, "1", "tf32")])
 def test_float32_is_float32_on_cuda_too(tf32: bool, option: str, row: str) -> None:
     """By itself the CUDA provider rounds to TF32."""
-    from enginesmith.pipeline.engines import onnxruntime_session
+    from enginesmith.pipeline.engines.onnxruntime import session
 
-    name, options = onnxruntime_session._providers(Device(kind="cuda"), 7, tf32)[0]
+    name, options = session._providers(Device(kind="cuda"), 7, tf32)[0]
     assert (name, options["use_tf32"]) == ("CUDAExecutionProvider", option)
     engine = OnnxRuntime(tf32=tf32)
     assert engine.arithmetic == row

@@ -14,17 +14,19 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.pipeline import saved_module, torch_model
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import ENGINES, engine_class
-from enginesmith.pipeline.engines.base import BuildRequest, Device, Engine, Session
-from enginesmith.pipeline.engines.tensorrt import TensorRT
-from enginesmith.pipeline.engines.trt.options import BuildOptions
+from enginesmith.pipeline.engines.base import BuildRequest, Engine, Session
+from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.errors import MissingCapability, SignatureError, UsageError
-from enginesmith.pipeline.measure.clock import serve_session
-from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.frameworks.torch import module as torch_model
+from enginesmith.pipeline.frameworks.torch import saved
+from enginesmith.pipeline.measure.latency.timer import serve_session
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.system.worker import Worker
 from enginesmith.pipeline.tensors import Array, ShapeRange, Signature, TensorSpec
-from enginesmith.pipeline.workers import Worker
 
 CPU = Device(threads=1)
 RANGES = {"batch": ShapeRange(min=1, opt=2, max=5)}
@@ -69,14 +71,14 @@ def torch_artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     source = resolve(f"{folder}/contract_net.py:build")
     options = torch_model.LoadOptions(inputs=SIGNATURE.inputs)
     loaded = torch_model.load(source, options)
-    saved_module.save(loaded, source, options, folder)
-    path = folder / saved_module.RECORD
+    saved.save(loaded, source, options, folder)
+    path = folder / saved.RECORD
     return Artifact(kind="torch", path=path, sha256="", bytes=0, signature=loaded.signature)
 
 
 @pytest.fixture(scope="module")
 def module(torch_artifact: Artifact) -> torch.nn.Module:
-    return saved_module.load_artifact(torch_artifact).module
+    return saved.load_artifact(torch_artifact).module
 
 
 @pytest.fixture(scope="module")

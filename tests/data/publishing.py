@@ -9,7 +9,7 @@ import os
 import sys
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
-from enginesmith.pipeline.store import Store
+from enginesmith.pipeline.store.store import Store
 
 KEY = "ab" * 32
 _HISTORY = (HistoryEntry(step="export", parameters={}, tools={}, seconds=1.0, host_peak_bytes=None, effect="made"),)

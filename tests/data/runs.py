@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from enginesmith.pipeline.recipe import Recipe, make
-from enginesmith.pipeline.run import ModelRecord, Run, VariantRecord
+from enginesmith.pipeline.results.run import ModelRecord, Run, VariantRecord
 
 TEXT = "text"
 

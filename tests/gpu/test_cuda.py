@@ -10,19 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from enginesmith.pipeline import Settings, optimize, saved_module, torch_model
+from enginesmith.pipeline import Settings, optimize
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines import engine_class
-from enginesmith.pipeline.engines.base import Device, Engine, Session
-from enginesmith.pipeline.engines.compiled import Compiled
-from enginesmith.pipeline.engines.eager import Eager
+from enginesmith.pipeline.engines.base import Engine, Session
+from enginesmith.pipeline.engines.torch.eager import Compiled, Eager
 from enginesmith.pipeline.errors import ModelError, UsageError
-from enginesmith.pipeline.measure.clock import serve_session
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.frameworks.torch import module
+from enginesmith.pipeline.frameworks.torch import saved as saved_module
 from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
+from enginesmith.pipeline.measure.latency.timer import serve_session
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.system.worker import Worker
 from enginesmith.pipeline.tensors import Array, Feeds
-from enginesmith.pipeline.workers import Worker
 
 CUDA = Device(kind="cuda")
 FACTORY = """
@@ -69,9 +71,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saved(folder: Path, factory: str) -> Artifact:
-    source, options, out = resolve(f"{folder}/cuda_net.py:{factory}"), torch_model.LoadOptions(), folder / factory
+    source, options, out = resolve(f"{folder}/cuda_net.py:{factory}"), module.LoadOptions(), folder / factory
     out.mkdir()
-    loaded = torch_model.load(source, options)
+    loaded = module.load(source, options)
     saved_module.save(loaded, source, options, out)
     path = out / saved_module.RECORD
     return Artifact(kind="torch", path=path, sha256="", bytes=0, signature=loaded.signature)

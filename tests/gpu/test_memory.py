@@ -11,13 +11,14 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.artifact import Artifact, file_digest
-from enginesmith.pipeline.engines import cuda_ledger, engine_class
-from enginesmith.pipeline.engines.base import BuildRequest, Device, Engine
-from enginesmith.pipeline.engines.cuda_ledger import ACTIVATIONS, TRANSFERS, UNTAGGED, WEIGHTS, counting
-from enginesmith.pipeline.engines.eager import Eager
+from enginesmith.pipeline.engines import cuda_allocator, engine_class
+from enginesmith.pipeline.engines.base import BuildRequest, Engine
+from enginesmith.pipeline.engines.cuda_allocator import ACTIVATIONS, TRANSFERS, UNTAGGED, WEIGHTS, counting
+from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.errors import MissingCapability, UnsupportedGraph
-from enginesmith.pipeline.measure import cuda_lenses
-from enginesmith.pipeline.measure.cuda_memory import CudaPhases, device_used, measure_on_cuda, moment
+from enginesmith.pipeline.measure.memory import cuda
+from enginesmith.pipeline.measure.memory.cuda import CudaPhases, device_used, measure_on_cuda, moment
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
 
 CUDA = Device(kind="cuda")
@@ -49,7 +50,7 @@ class Plain(Eager):
     """Eager on a module that is at hand."""
 
     def load(self, artifact: Artifact, device: Device) -> Any:
-        from enginesmith.pipeline.engines.eager_session import EagerSession
+        from enginesmith.pipeline.engines.torch.session import EagerSession
 
         self.enter_thread(device)
         module = Scaled().eval().to(str(device))
@@ -93,7 +94,7 @@ def clean() -> Iterator[None]:
     before = torch.cuda.memory_allocated()
     yield
     assert torch.cuda.memory_allocated() <= before
-    assert cuda_ledger.active(0) is None
+    assert cuda_allocator.active(0) is None
 
 
 @pytest.fixture
@@ -109,28 +110,28 @@ def sound(seen: CudaPhases) -> None:
     assert seen.counted
     assert (seen.leaked, seen.account.unknown_frees, seen.account.double_frees) == (0, 0, 0)
     assert seen.closed.allocated == seen.start.allocated
-    found = cuda_lenses.figures(seen)
+    found = cuda.figures(seen)
     assert found["allocator_reserved"].bytes >= found["allocator"].bytes
     assert found["device_peak"].bytes >= found["allocator_reserved"].bytes - 2 * MIB
-    assert cuda_lenses.split(seen) is not None
+    assert cuda.split(seen) is not None
 
 
 def test_eager_takes_what_it_is_made_of(feeds: dict[str, Any]) -> None:
     seen = measure_on_cuda(Plain(), Artifact.model_construct(kind="torch"), CUDA, feeds)
     sound(seen)
-    parts = cuda_lenses.split(seen)
+    parts = cuda.split(seen)
     assert parts is not None
     assert parts.weights == WEIGHTS_BYTES
     assert parts.activations == 3 * INPUT_BYTES  # first, second and the sum
     assert parts.peak == WEIGHTS_BYTES + 3 * INPUT_BYTES
-    assert cuda_lenses.inputs(seen) == INPUT_BYTES
+    assert cuda.inputs(seen) == INPUT_BYTES
     assert seen.run.requested - seen.start.requested == parts.peak + INPUT_BYTES
 
 
 def test_onnxruntime_is_counted_to_the_byte(onnxruntime: Engine, graph: Artifact, feeds: dict[str, Any]) -> None:
     seen = measure_on_cuda(onnxruntime, graph, CUDA, feeds)
     sound(seen)
-    parts = cuda_lenses.split(seen)
+    parts = cuda.split(seen)
     assert parts is not None
     assert seen.account.peak == seen.run.requested - seen.start.requested  # all that torch gave went through the ledger
     assert WEIGHTS_BYTES <= parts.weights < WEIGHTS_BYTES + MIB
@@ -202,7 +203,7 @@ def test_the_devices_use_returns(feeds: dict[str, Any]) -> None:
     seen = measure_on_cuda(Plain(), Artifact.model_construct(kind="torch"), CUDA, feeds)
     torch.cuda.empty_cache()
     assert abs(device_used(CUDA) - before) <= 2 * MIB
-    assert cuda_lenses.figures(seen)["device_closed"].bytes <= 2 * MIB
+    assert cuda.figures(seen)["device_closed"].bytes <= 2 * MIB
 
 
 def _built(kind: type[Engine], graph: Artifact, out: Path) -> Artifact:

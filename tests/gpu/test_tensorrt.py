@@ -17,13 +17,14 @@ from onnx import TensorProto, helper, numpy_helper
 from enginesmith.pipeline import Settings, optimize
 from enginesmith.pipeline.artifact import Artifact, file_digest
 from enginesmith.pipeline.engines import engine_class
-from enginesmith.pipeline.engines.base import BuildRequest, Device
-from enginesmith.pipeline.engines.tensorrt import TensorRT
-from enginesmith.pipeline.engines.trt import manifest
-from enginesmith.pipeline.engines.trt.options import BuildOptions, RunOptions
-from enginesmith.pipeline.engines.trt.session import TensorRTSession
+from enginesmith.pipeline.engines.base import BuildRequest
+from enginesmith.pipeline.engines.tensorrt import manifest
+from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions
+from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
 from enginesmith.pipeline.errors import MissingCapability, SignatureError, UnsupportedGraph, UsageError
 from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Array, ShapeRange, Signature, TensorSpec
 
 CUDA = Device(kind="cuda")

@@ -20,7 +20,7 @@ from onnx import TensorProto, helper
 
 from enginesmith.pipeline.artifact import file_digest, files_below, folder_digest
 from enginesmith.pipeline.errors import SourceError
-from enginesmith.pipeline.store import Store
+from enginesmith.pipeline.store.store import Store
 
 Make = Callable[[Path], object]
 Patch = Callable[[Path, pytest.MonkeyPatch], object]
@@ -415,7 +415,9 @@ DATA = (
 
 def hide_packages(folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Workers look modules up on this process's path."""
-    importlib.import_module("enginesmith.pipeline.stages")  # what the command line itself needs is not to be missing
+    importlib.import_module(
+        "enginesmith.pipeline.workflows.stages"
+    )  # what the command line itself needs is not to be missing
     patch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
 
 

@@ -9,7 +9,7 @@ from PIL import Image
 
 from enginesmith.pipeline import Settings, optimize
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.run import Run
+from enginesmith.pipeline.results.run import Run
 
 NET = """
 import numpy as np

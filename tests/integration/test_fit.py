@@ -11,12 +11,12 @@ import onnx
 import pytest
 from onnx import numpy_helper, parser
 
-from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
-from enginesmith.pipeline.measure.candidate import Candidate
-from enginesmith.pipeline.measure.memory import measure_memory
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.measure.latency.candidate import Candidate
+from enginesmith.pipeline.measure.memory.peak import measure_memory
+from enginesmith.pipeline.system.device import Device
 
 MEMORY = 64 << 20
 NODES = "a = Conv<pads=[1,1,1,1]>(x, w) b = Relu(a) c = Conv<pads=[1,1,1,1]>(b, v) d = Relu(c) y = GlobalMaxPool(d)"
@@ -36,7 +36,7 @@ def net(tmp_path: Path) -> Path:
 
 def taken(file: Path, batch: int, logs: Path) -> int:
     """The peak of a session, and its inputs."""
-    given = Artifact(kind="onnx", path=file, sha256="", bytes=0, signature=onnx_file.signature(file))
+    given = Artifact(kind="onnx", path=file, sha256="", bytes=0, signature=model_file.signature(file))
     feeds = {"x": np.ones((batch, 4, 64, 64), np.float32)}
     row = measure_memory(
         Candidate("net", OnnxRuntime(), given, Device(threads=1)), batch, feeds, logs, lambda text: None

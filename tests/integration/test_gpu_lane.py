@@ -58,7 +58,7 @@ def test_each_variant_is_measured_or_refused_in_words(bench: Bench) -> None:
 
 
 def test_a_lane_without_a_device_says_so(bench: Bench) -> None:
-    from enginesmith.pipeline.engines import cuda
+    from enginesmith.pipeline.system import cuda
 
     if cuda.driver().devices:
         pytest.skip("this machine has a CUDA device")

@@ -19,9 +19,9 @@ import pytest
 
 from enginesmith.pipeline import Recipe, Run, Settings, load_run, optimize, resume
 from enginesmith.pipeline.errors import EnginesmithError, SourceError, UsageError
+from enginesmith.pipeline.execution.scheduler import Event
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.run import json_schema
-from enginesmith.pipeline.runner import Event
+from enginesmith.pipeline.results.run import json_schema
 
 NETS = Path(__file__).parent.parent / "data" / "nets.py"
 QUICK = {"seconds": 0.3, "precision": 0.5}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from enginesmith.pipeline import job
+from enginesmith.pipeline.execution.scheduler import Event
+from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.runner import Event
-from enginesmith.pipeline.settings import Settings
+from enginesmith.pipeline.workflows import optimize
 
 pytest.importorskip("tensorrt_rtx")
 
@@ -58,7 +58,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "inputs": ["x:float32:batch,8"],
         }
     )
-    run = job.optimize(recipe, home / "run", Settings(store=home / "store"))
+    run = optimize.optimize(recipe, home / "run", Settings(store=home / "store"))
     assert [record.status for record in run.variants] == ["built"]
     assert run.winner is None
     assert not run.complete
@@ -68,7 +68,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def resumed(home: Path, tmp_path: Path) -> tuple[Any, dict[str, str]]:
     there = Elsewhere(tmp_path / "store")
     shutil.copytree(home / "run", tmp_path / "run")
-    return job.resume(tmp_path / "run", there.settings), there.steps
+    return optimize.resume(tmp_path / "run", there.settings), there.steps
 
 
 def test_nothing_is_built_again(first: Path, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_damaged_engine_is_built_again_with_what_it_needs(first: Path, tmp_pat
     shutil.copytree(first / "run", tmp_path / "run")
     (engine,) = (tmp_path / "run/variants").glob("*/model.engine")
     engine.write_bytes(engine.read_bytes()[:-1])
-    run = job.resume(tmp_path / "run", there.settings)
+    run = optimize.resume(tmp_path / "run", there.settings)
     assert {"export", "simplify", BUILD} <= set(there.steps)
     assert "reference" not in there.steps
     assert run.variants[0].status == "built"
@@ -118,9 +118,9 @@ def test_what_is_made_anew_is_held_against_eager_anew(tmp_path: Path) -> None:
             "measure": {"latency": False, "memory": False},
         }
     )
-    job.optimize(recipe, tmp_path / "run", Settings(store=tmp_path / "store"))
+    optimize.optimize(recipe, tmp_path / "run", Settings(store=tmp_path / "store"))
     there = Elsewhere(tmp_path / "other")
-    job.resume(tmp_path / "run", there.settings)
+    optimize.resume(tmp_path / "run", there.settings)
     assert BUILD not in there.steps
     made = {"export", "simplify", "build-onnxruntime-fp32"}
     assert made <= set(there.steps)

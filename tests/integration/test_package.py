@@ -78,7 +78,7 @@ def test_a_manifest_of_another_schema_is_not_followed(bundle: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_model_that_answers_otherwise_fails(bundle: Path, cli: Cli) -> None:
-    from enginesmith.pipeline.packaging import manifest
+    from enginesmith.pipeline.results.package import manifest
 
     vector = dict(np.load(bundle / "test_vector.npz"))
     np.savez(bundle / "test_vector.npz", **{**vector, "output:logits": -vector["output:logits"]})

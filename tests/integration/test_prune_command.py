@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from enginesmith.pipeline import changed_models
-from enginesmith.pipeline.tasks.prune_latency import TRIALS
+from enginesmith.pipeline.planning import compression
+from enginesmith.pipeline.tasks.prune import TRIALS
 
 Cli = Any
 
@@ -29,7 +29,7 @@ def test_what_is_written_is_a_model(cli: Cli, tmp_path: Path) -> None:
 def test_a_latency_is_searched_for_on_the_engine_and_no_trial_is_done_twice(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changed_models, "_TRIALS", 2)  # of which one leaves half of the MACs, if the other is too slow
+    monkeypatch.setattr(compression, "_TRIALS", 2)  # of which one leaves half of the MACs, if the other is too slow
     prune = ("prune", f"{NETS}:wide", "--prune", "latency=-10%", "--engine", "onnxruntime", "--measure-time", "0.3s")
     done = cli(*prune, "-o", tmp_path / "small", "--json")
     assert done.code == 0, done.text

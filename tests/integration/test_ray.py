@@ -15,15 +15,17 @@ from typing import Any
 
 import pytest
 
-from enginesmith.pipeline import workers
 from enginesmith.pipeline.errors import MissingCapability, SourceError, StepError
-from enginesmith.pipeline.executors import connection, ray
-from enginesmith.pipeline.executors.base import Result, StepRequest
-from enginesmith.pipeline.executors.ray import RayExecutor
-from enginesmith.pipeline.executors.seats import NodePool
-from enginesmith.pipeline.executors.visits import NodeRegistry
-from enginesmith.pipeline.steps import Place, Step
-from enginesmith.pipeline.store import Store
+from enginesmith.pipeline.execution.executor import Result, StepRequest
+from enginesmith.pipeline.execution.ray import connection
+from enginesmith.pipeline.execution.ray import executor as ray
+from enginesmith.pipeline.execution.ray.executor import RayExecutor
+from enginesmith.pipeline.execution.ray.nodes import NodeRegistry
+from enginesmith.pipeline.execution.ray.placement import NodePool
+from enginesmith.pipeline.planning.plan import Step
+from enginesmith.pipeline.recipe.fleet import Place
+from enginesmith.pipeline.store.store import Store
+from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.tasks.base import Task
 
 if importlib.util.find_spec("ray") is None:
@@ -66,13 +68,13 @@ def executor(cluster: Any, place: Path) -> Iterator[RayExecutor]:
     project.mkdir()
     (project / "net.py").write_text("")
     (project / ".hidden").write_text("")
-    before = list(workers._only)
-    workers.preload_only(["json"])  # these tasks need no framework
+    before = list(worker._only)
+    worker.preload_only(["json"])  # these tasks need no framework
     try:
         with RayExecutor(Store(f"file://{place}/store"), 2, cluster.address, project) as made:
             yield made
     finally:
-        workers.preload_only(before)
+        worker.preload_only(before)
 
 
 class Teller:
@@ -241,12 +243,12 @@ sys.path.append({modules!r})
 import ray_tasks
 from enginesmith.pipeline import workers
 from enginesmith.pipeline.errors import StepError
-from enginesmith.pipeline.executors.base import StepRequest
-from enginesmith.pipeline.executors.ray import RayExecutor
-from enginesmith.pipeline.executors.seats import NodePool
-from enginesmith.pipeline.executors.visits import NodeRegistry
-from enginesmith.pipeline.steps import Place, Step
-from enginesmith.pipeline.store import Store
+from enginesmith.pipeline.execution.executor import StepRequest
+from enginesmith.pipeline.execution.ray.executor import RayExecutor
+from enginesmith.pipeline.execution.ray.placement import NodePool
+from enginesmith.pipeline.execution.ray.nodes import NodeRegistry
+from enginesmith.pipeline.planning.plan import Place, Step
+from enginesmith.pipeline.store.store import Store
 
 workers.preload_only(["json"])
 here, started = Path({here!r}), threading.Event()

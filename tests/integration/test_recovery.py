@@ -11,20 +11,20 @@ import torch
 from safetensors.numpy import load_file
 
 from enginesmith.calibration.dataset import embedded
-from enginesmith.pipeline import saved_module, workers
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import DataError, StepKilled, StepOutOfMemory
-from enginesmith.pipeline.executors.local import LocalExecutor
-from enginesmith.pipeline.recovery.options import RecoverOptions
-from enginesmith.pipeline.recovery.record import Recovery, read
-from enginesmith.pipeline.runner import Outcome, Runner
-from enginesmith.pipeline.source import resolve
-from enginesmith.pipeline.steps import Step
-from enginesmith.pipeline.store import Store
+from enginesmith.pipeline.execution.local import LocalExecutor
+from enginesmith.pipeline.execution.scheduler import Outcome, Runner
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.frameworks.torch import saved
+from enginesmith.pipeline.passes.finetune.options import RecoverOptions, Recovery, read
+from enginesmith.pipeline.planning.plan import Step
+from enginesmith.pipeline.store.store import Store
+from enginesmith.pipeline.system import worker
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import execute
+from enginesmith.pipeline.tasks.finetune import MODEL, TEACHER, Recover
 from enginesmith.pipeline.tasks.load import Load
-from enginesmith.pipeline.tasks.recover import MODEL, TEACHER, Recover
 
 NETS = Path(__file__).parent.parent / "data" / "nets.py"
 Pair = dict[str, Artifact]
@@ -40,14 +40,14 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("digits")
     teacher, thinned = loaded("digits", folder / "dense", 0), folder / "thinned"
     thinned.mkdir()
-    model = saved_module.load_artifact(teacher)
+    model = saved.load_artifact(teacher)
     with torch.no_grad():
         for module in model.module.modules():
             if isinstance(module, torch.nn.Conv2d):
                 norms = module.weight.abs().sum((1, 2, 3))
                 module.weight[norms < norms.median()] = 0
-    saved_module.save_changed(teacher, model, thinned)
-    student = teacher.model_copy(update={"path": thinned / saved_module.RECORD, "sha256": "thinned"})
+    saved.save_changed(teacher, model, thinned)
+    student = teacher.model_copy(update={"path": thinned / saved.RECORD, "sha256": "thinned"})
     return {MODEL: student, TEACHER: teacher}
 
 
@@ -65,7 +65,7 @@ def task(samples: int = 600, **options: Any) -> Recover:
 def recovered(task: Recover, pair: Pair, folder: Path) -> tuple[dict[str, Any], Recovery]:
     out = folder / "out"
     out.mkdir()
-    workers.run(execute, task, pair, out, log=folder / "log")
+    worker.run(execute, task, pair, out, log=folder / "log")
     return load_file(out / "state.safetensors"), read(out)
 
 
@@ -73,7 +73,7 @@ def top1(artifact: Artifact) -> float:
     data = embedded("digits", "test")
     image = torch.from_numpy(data.batch(0, len(data))["image"])
     with torch.inference_mode():
-        (logits,) = saved_module.load_artifact(artifact).module(image)
+        (logits,) = saved.load_artifact(artifact).module(image)
     return float(np.mean(logits.argmax(1).numpy() == data.labels))
 
 
@@ -111,10 +111,10 @@ def _keep_killing(executor: LocalExecutor, begun: Path, over: threading.Event) -
     killed: set[object] = set()
     while not over.wait(0.001):
         reached = max((int(path.name.removeprefix("state-")) for path in begun.glob("*/state-*")), default=0)
-        for worker in set(executor._active) - killed:
+        for active in set(executor._active) - killed:
             if reached >= 5 * (len(killed) + 1):
-                killed.add(worker)
-                worker.kill()
+                killed.add(active)
+                active.kill()
 
 
 @pytest.fixture(scope="module")
@@ -217,5 +217,5 @@ def test_a_network_that_lost_half_of_its_filters_is_recovered(digits: Pair, tmp_
     _, record = recovered(task(epochs=10, method=method), digits, tmp_path)
     assert top1(digits[MODEL]) < 0.8
     assert record.before < 0.8
-    after = digits[MODEL].model_copy(update={"path": tmp_path / "out" / saved_module.RECORD})
+    after = digits[MODEL].model_copy(update={"path": tmp_path / "out" / saved.RECORD})
     assert top1(after) > 0.97

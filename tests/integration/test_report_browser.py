@@ -11,10 +11,10 @@ from types import ModuleType
 
 import pytest
 
-from enginesmith.pipeline import run as runs
-from enginesmith.pipeline.fleet.record import FleetRecord
-from enginesmith.pipeline.report import fleet_page
+from enginesmith.pipeline.report import fleet
 from enginesmith.pipeline.report.html import page
+from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results.fleet import FleetRecord
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
@@ -124,7 +124,7 @@ def test_texts_of_a_fleet_stay_texts_likewise(
     values = made_runs.filled(FleetRecord, EVIL)
     entries = [{**values["entries"][0], "model": f"{number}{EVIL}", "target": EVIL} for number in range(60)]
     record = FleetRecord.model_validate({**values, "fleet": made_fleets.fleet(), "entries": entries})
-    found = touched(fleet_page.render(record), browser, tmp_path)
+    found = touched(fleet.render(record), browser, tmp_path)
     assert found["buttons"] > 10
     assert found["inputs"] > 0
 

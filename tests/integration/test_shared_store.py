@@ -18,7 +18,7 @@ pytest.importorskip("s3fs", reason="s3fs is not installed: pip install s3fs")
 pytest.importorskip("moto", reason="moto is not installed: pip install 'moto[s3]'")
 
 from enginesmith.pipeline.errors import StoreError, UsageError
-from enginesmith.pipeline.store import Store
+from enginesmith.pipeline.store.store import Store
 
 sys.path.append(str(Path(__file__).parents[1] / "data"))
 
@@ -205,7 +205,7 @@ def _made(done: Any) -> list[str]:
 def test_another_machine_reuses_everything_and_makes_again_what_is_damaged(
     url: str, cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("enginesmith.pipeline.shared_store._SMALL_BYTES", 1000)  # the graph has a file of its own
+    monkeypatch.setattr("enginesmith.pipeline.store.remote._SMALL_BYTES", 1000)  # the graph has a file of its own
 
     def project(name: str) -> Path:
         folder = tmp_path / name / "deep" / "project"

@@ -9,8 +9,8 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from enginesmith.pipeline.engines.trt import flavours
-from enginesmith.pipeline.sparsity import check
+from enginesmith.pipeline.engines.tensorrt import versions
+from enginesmith.pipeline.passes.sparsify import check
 
 Cli = Any
 
@@ -77,7 +77,7 @@ def test_what_makes_no_sense_is_said(options: tuple[str, ...], words: str, cli: 
     assert not (tmp_path / "m.onnx").exists()
 
 
-@pytest.mark.skipif(not flavours.importable("tensorrt_rtx").ok, reason="tensorrt-rtx is not installed")
+@pytest.mark.skipif(not versions.importable("tensorrt_rtx").ok, reason="tensorrt-rtx is not installed")
 @pytest.mark.parametrize(
     ("precision", "stored"), [("fp16", np.float16), pytest.param("int8", np.int8, marks=pytest.mark.thorough)]
 )

@@ -10,17 +10,18 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.pipeline import load_run, onnx_file
+from enginesmith.pipeline import load_run
 from enginesmith.pipeline.artifact import file_digest
-from enginesmith.pipeline.engines.trt import building, flavours, manifest
-from enginesmith.pipeline.engines.trt.building import Built, Order, Profile
-from enginesmith.pipeline.engines.trt.options import BuildOptions
+from enginesmith.pipeline.engines.tensorrt import builder, manifest, versions
+from enginesmith.pipeline.engines.tensorrt.builder import Built, Order, Profile
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
+from enginesmith.pipeline.frameworks.onnx import model_file
 
 pytestmark = pytest.mark.skipif(
-    flavours.installed_version("tensorrt_rtx") is None, reason="tensorrt_rtx is not installed: pip install tensorrt-rtx"
+    versions.installed_version("tensorrt_rtx") is None, reason="tensorrt_rtx is not installed: pip install tensorrt-rtx"
 )
 T = TensorProto
-RTX = flavours.capabilities("tensorrt_rtx")
+RTX = versions.capabilities("tensorrt_rtx")
 RANGE = ("--shape", "batch=1:8:64")
 SM86 = ("--target", "sm86")
 
@@ -35,7 +36,7 @@ def node(operator: str, inputs: str, outputs: str, module: str = "", domain: str
         operator, inputs.split(), outputs.split(), name=outputs.split()[0] + "_op", domain=domain, **attributes
     )
     if module:
-        made.metadata_props.add(key=onnx_file.MODULE_KEY, value=module)
+        made.metadata_props.add(key=model_file.MODULE_KEY, value=module)
     return made
 
 
@@ -97,7 +98,7 @@ def test_build_writes_engine_manifest_and_log(cli, here: Path) -> None:
     record = manifest.read(engine)
     assert record.sha256 == file_digest(engine)
     assert (record.engine, record.target, record.compute_capabilities) == ("tensorrt_rtx", "sm86", ("sm86",))
-    assert record.version == flavours.installed_version("tensorrt_rtx")
+    assert record.version == versions.installed_version("tensorrt_rtx")
     assert record.profiles == ({"x": ((1, 64), (8, 64), (64, 64))},)
     assert [str(spec) for spec in record.signature.inputs] == ["x:float32:batch,64"]
     assert record.workspace_asked_bytes is None
@@ -165,7 +166,7 @@ def in_process(folder: Path, *profiles: Profile, **options: Any) -> tuple[bytes,
     """The engine of the MLP, built in this process."""
     onnx.save(MLP, folder / "direct.onnx")
     order = Order("tensorrt_rtx", RTX, BuildOptions(**options), None, ("sm86",), profiles or (WHOLE,))
-    built = building.build(order, folder / "direct.onnx", folder / "direct.engine", lambda text: None)
+    built = builder.build(order, folder / "direct.onnx", folder / "direct.engine", lambda text: None)
     return (folder / "direct.engine").read_bytes(), built
 
 
@@ -340,7 +341,7 @@ CASES = (
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 def test_bad_builds_end_in_one_message_and_write_nothing(case: Case, cli, here: Path) -> None:
-    if "--engine tensorrt" in case.command and flavours.installed_version("tensorrt"):
+    if "--engine tensorrt" in case.command and versions.installed_version("tensorrt"):
         pytest.skip("tensorrt is installed")
     onnx.save(case.given, "m.onnx")
     before = set(here.iterdir())
@@ -399,7 +400,7 @@ def test_a_damaged_engine_is_not_opened(command: str, cli, here: Path) -> None:
 
 
 def without_a_device() -> bool:
-    from enginesmith.pipeline.engines.cuda import cuda_device
+    from enginesmith.pipeline.system.cuda import cuda_device
 
     return cuda_device(0) is None
 
@@ -551,7 +552,7 @@ def test_the_header_of_a_fresh_engine_is_where_it_is_read(cli, here: Path) -> No
     assert answer.code == 0, answer.text
     header = manifest.read_header(here / "m.engine")
     assert header is not None
-    assert header.version == flavours.installed_version("tensorrt_rtx")
+    assert header.version == versions.installed_version("tensorrt_rtx")
     assert header.compute_capabilities == manifest.read(here / "m.engine").compute_capabilities
     assert struct.unpack_from("<I", (here / "m.engine").read_bytes(), 0x20)[0] & 1 == 0
 

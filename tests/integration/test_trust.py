@@ -15,9 +15,9 @@ import torch
 
 from enginesmith.pipeline import Settings, load_run, optimize, resume
 from enginesmith.pipeline.errors import FidelityError, SourceError
+from enginesmith.pipeline.execution.scheduler import Event
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.runner import Event
-from enginesmith.pipeline.stages import export
+from enginesmith.pipeline.workflows.stages import export
 
 HEAD = """
 import torch

@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from enginesmith.pipeline import workers
 from enginesmith.pipeline.errors import SourceError, StepCrashed, StepKilled, StepOutOfMemory, StepTimeout
-from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.tasks.base import Done, execute
 from enginesmith.pipeline.tasks.load import Load
 
@@ -25,7 +25,7 @@ def load(factory: str, tmp_path: Path, **how: Any) -> Done:
     task = Load(source=resolve(f"{NETS}:{factory}"))
     out = tmp_path / "out"
     out.mkdir()
-    done: Done = workers.run(execute, task, {}, out, log=tmp_path / "step.log", **how)
+    done: Done = worker.run(execute, task, {}, out, log=tmp_path / "step.log", **how)
     return done
 
 
@@ -71,7 +71,7 @@ def test_who_kills_a_worker_does_not_take_its_exit_code_from_who_waits(
             time.sleep(0.4 if threading.current_thread() is threading.main_thread() else 0.2)
         return found
 
-    def started(worker: workers.Worker) -> None:
+    def started(worker: worker.Worker) -> None:
         monkeypatch.setattr(multiprocessing.connection, "wait", both_see_its_end)
         threading.Thread(target=worker.kill).start()
 
@@ -80,7 +80,7 @@ def test_who_kills_a_worker_does_not_take_its_exit_code_from_who_waits(
 
 
 def test_a_time_limit_ends_the_worker(tmp_path: Path) -> None:
-    started: list[workers.Worker] = []
+    started: list[worker.Worker] = []
     with pytest.raises(StepTimeout, match=r"0\.2 s"):
         load("slow", tmp_path, timeout_seconds=0.2, on_start=started.append)
     assert not psutil.pid_exists(started[0].pid)
@@ -97,7 +97,7 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
 from enginesmith.pipeline import workers
-from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.tasks.base import execute
 from enginesmith.pipeline.tasks.load import Load
 task = Load(source=resolve({str(NETS)!r} + ":slow"))

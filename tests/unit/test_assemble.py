@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
-from enginesmith.pipeline.assemble import Header, assemble
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.eager import Eager
-from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
-from enginesmith.pipeline.engines.tensorrt import TensorRT
-from enginesmith.pipeline.precision.audit.shares import Coverage
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
+from enginesmith.pipeline.engines.torch.eager import Eager
+from enginesmith.pipeline.execution.scheduler import Outcome
+from enginesmith.pipeline.frameworks.onnx.shares import Coverage
+from enginesmith.pipeline.planning.plan import LATENCY, LOAD, Plan, Step, Variant, audited
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.run import Run, VariantRecord
-from enginesmith.pipeline.runner import Outcome
-from enginesmith.pipeline.steps import LATENCY, LOAD, Plan, Step, Variant, audited
-from enginesmith.pipeline.tasks.audit import Audit
+from enginesmith.pipeline.results.assemble import Header, assemble
+from enginesmith.pipeline.results.run import Run, VariantRecord
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.verify import Audit
 
 HEADER = Header("demo", "2026-01-01T00:00:00+00:00", 1.0, {"vector_units": ["avx2"]})
 BASELINE = Variant("eager", Eager(), "fp32", LOAD)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import ModelError
-from enginesmith.pipeline.measure import batches
-from enginesmith.pipeline.measure.candidate import Candidate
-from enginesmith.pipeline.measure.race import LatencySettings
+from enginesmith.pipeline.measure.latency import rows
+from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
+from enginesmith.pipeline.measure.latency.candidate import Candidate
 from enginesmith.pipeline.measure.rows import LatencyRow, OutOfMemory
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds
 
 FULL = OutOfMemory(message="no memory")
@@ -46,11 +46,11 @@ def swept(
             raise ModelError("nothing that is 13")
         return None if size <= room[candidate.id] else FULL
 
-    monkeypatch.setattr(batches, "try_batch", attempt)
+    monkeypatch.setattr(rows, "try_batch", attempt)
     nothing = Artifact(kind="torch", path=Path("none"), sha256="", bytes=0)
     candidates = [Candidate(name, None, nothing, Device()) for name in room]  # type: ignore[arg-type]
     settings = LatencySettings()
-    sweep = batches.BatchSweep(
+    sweep = rows.BatchSweep(
         benchmark,  # type: ignore[arg-type]
         candidates,
         lambda batch: {"size": batch},  # type: ignore[dict-item]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from enginesmith.pipeline.pruning.bisection import LatencyTrial, chosen, propose, told
+from enginesmith.pipeline.passes.prune.budget import LatencyTrial, chosen, propose, told
 
 MOST = 12
 """More than any search takes."""

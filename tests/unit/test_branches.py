@@ -1,10 +1,10 @@
 """A branch: the same steps under other names, on another model."""
 
-from enginesmith.pipeline.branches import Branch
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
-from enginesmith.pipeline.steps import LOAD, REFERENCE, Step, Variant
-from enginesmith.pipeline.tasks.transform import Build
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.planning.compression import Branch
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, Variant
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.build import Build
 
 TASK = Build(engine=OnnxRuntime(), device=Device())
 EXPORT = Step("export", TASK, {"model": LOAD}, {"shape": "shapes"})

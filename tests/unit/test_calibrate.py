@@ -9,9 +9,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.calibration.ranges import FILE, Ranges, load
-from enginesmith.pipeline import onnx_file, samples
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError, ModelError
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
 from enginesmith.pipeline.tensors import Array, ShapeRange
 
@@ -37,7 +38,7 @@ def network(folder: Path, *middle: onnx.NodeProto, batch: int | str = "batch") -
     body = helper.make_graph(nodes, "g", *ends, [numpy_helper.from_array(one, name) for name, one in weights.items()])
     path = folder / "model.onnx"
     onnx.save(helper.make_model(body, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
-    return Artifact(kind="onnx", path=path, sha256="model", bytes=0, signature=onnx_file.signature(path))
+    return Artifact(kind="onnx", path=path, sha256="model", bytes=0, signature=model_file.signature(path))
 
 
 def reference(folder: Path, data: str = "synthetic", batch: str | None = "batch") -> Artifact:

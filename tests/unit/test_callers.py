@@ -12,8 +12,8 @@ import pytest
 
 from enginesmith.pipeline.engines.base import Session
 from enginesmith.pipeline.errors import ModelError
-from enginesmith.pipeline.measure.callers import ConcurrentClients
-from enginesmith.pipeline.measure.run_queue import RunQueue
+from enginesmith.pipeline.measure.latency.throughput import ConcurrentClients
+from enginesmith.pipeline.system.cpu import RunQueue
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
 CALL_SECONDS = 0.02
@@ -90,7 +90,7 @@ def test_waiting_for_a_core_is_seen() -> None:
 
 
 def test_without_the_kernels_account_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr("enginesmith.pipeline.measure.run_queue._ENABLED", tmp_path / "none")
+    monkeypatch.setattr("enginesmith.pipeline.system.cpu._ENABLED", tmp_path / "none")
     with RunQueue() as queue:
         assert not queue.known
         assert queue.waited_ns() == 0

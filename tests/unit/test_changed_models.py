@@ -5,13 +5,12 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.plan import Plan, plan
+from enginesmith.pipeline.planning.plan import Step
+from enginesmith.pipeline.planning.planner import Plan, plan
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.steps import Step
+from enginesmith.pipeline.tasks.finetune import Recover
 from enginesmith.pipeline.tasks.measure import Latency
-from enginesmith.pipeline.tasks.prune import Prune
-from enginesmith.pipeline.tasks.prune_latency import TryLatency
-from enginesmith.pipeline.tasks.recover import Recover
+from enginesmith.pipeline.tasks.prune import Prune, TryLatency
 
 FULL = {
     "engines": ["onnxruntime", "compiled", "tensorrt_rtx"],

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from enginesmith.pipeline.frameworks.torch.pruning_facts import Facts
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import (
     LatencyRow,
@@ -20,13 +21,11 @@ from enginesmith.pipeline.measure.rows import (
     Work,
 )
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.pruning.facts import Facts
+from enginesmith.pipeline.passes.finetune.options import Point, Recovery, TrainingPlan
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.recovery.record import Point, Recovery, TrainingPlan
 from enginesmith.pipeline.report.charts import Chart, charts
-from enginesmith.pipeline.report.charts.styles import COLOURS, MOST_NAMED, NEUTRAL, Cast
-from enginesmith.pipeline.report.charts.text import shortened
-from enginesmith.pipeline.run import Assignment, ModelRecord, Run, VariantRecord
+from enginesmith.pipeline.report.charts.plotly import COLOURS, MOST_NAMED, NEUTRAL, Cast, shortened
+from enginesmith.pipeline.results.run import Assignment, ModelRecord, Run, VariantRecord
 
 IDS = {
     *("pareto", "memory", "latency-by-batch", "throughput-by-batch", "concurrency", "fidelity", "sensitivity"),

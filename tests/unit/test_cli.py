@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from enginesmith import cli
-from enginesmith.pipeline.commands import request
+from enginesmith.pipeline.commands import context
 
 HEAVY = ("torch", "onnx", "onnxruntime", "tensorrt", "numpy", "pydantic", "rich")
 
@@ -62,7 +62,7 @@ def test_the_zoo_is_listed_as_json() -> None:
 
 def test_options_change_the_recipe_file(tmp_path: object) -> None:
     values = {"opset": 21, "batch": "2,4", "shapes": ("sequence=8:16:32",), "max_memory": "2GiB", "inputs": ()}
-    recipe = request.recipe_of("digits", None, values)
+    recipe = context.recipe_of("digits", None, values)
     assert recipe.export.opset == 21
     assert recipe.batch == (2, 4)
     assert recipe.shapes == {"sequence": "8:16:32"}
@@ -77,7 +77,7 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
 
 
 def test_what_goes_on_is_the_same_command_with_the_same_machines() -> None:
-    from enginesmith.pipeline.settings import Settings
+    from enginesmith.pipeline.execution.settings import Settings
 
     far = Settings(store="s3://a/b c", executor="ray", ray_address="ray://HEAD:10001")
     said = "enginesmith resume run --store 's3://a/b c' --executor ray --ray-address ray://HEAD:10001"
@@ -90,14 +90,14 @@ def test_what_goes_on_is_the_same_command_with_the_same_machines() -> None:
 def test_an_interrupt_says_how_to_go_on(
     command: str, begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from enginesmith.pipeline import job
+    from enginesmith.pipeline.workflows import optimize
 
     def interrupted(*_: object) -> NoReturn:
         if begun:
             (tmp_path / "run.json").touch()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(job, command.partition(" ")[0], interrupted)
+    monkeypatch.setattr(optimize, command.partition(" ")[0], interrupted)
     result = CliRunner().invoke(cli.main, [*command.split(), str(tmp_path)])
     hint = f"; `enginesmith resume {tmp_path}` goes on from here" if begun else ""
     assert (result.exit_code, result.stderr.strip()) == (130, f"interrupted{hint}")
@@ -106,7 +106,7 @@ def test_an_interrupt_says_how_to_go_on(
 def test_what_options_are_called_in_a_recipe_is_known() -> None:
     """Errors name options; those who have a fleet file are told the field, which is there."""
     from enginesmith.pipeline.recipe import make
-    from enginesmith.pipeline.recipe.fields import fields_for
+    from enginesmith.pipeline.recipe.cli_options import fields_for
 
     whole = make({"model": "digits"}).model_dump()
     unknown = []

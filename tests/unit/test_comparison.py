@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginesmith.pipeline import comparison, differences
-from enginesmith.pipeline.comparison import compare, latency_change
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.latency_change import ratio
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow
 from enginesmith.pipeline.measure.statistics import Interval, Timed, paired_ratio
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import comparison as rendering
-from enginesmith.pipeline.run import BuildRecord, ModelRecord, Run, StoredArtifact, VariantRecord
+from enginesmith.pipeline.results import comparison, differences
+from enginesmith.pipeline.results.comparison import compare, latency_change, ratio
+from enginesmith.pipeline.results.run import BuildRecord, ModelRecord, Run, StoredArtifact, VariantRecord
 
 ENGINE = "onnxruntime-fp32"
 

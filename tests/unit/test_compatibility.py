@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from enginesmith.pipeline.measure import installed, stack
-from enginesmith.pipeline.measure.compatibility import Check, checks
-from enginesmith.pipeline.measure.installed import Requirement, meets, numbers
-from enginesmith.pipeline.measure.nvml import GpuState
-from enginesmith.pipeline.measure.stack import Formats, Stack
+from enginesmith.pipeline.system import software, stack
+from enginesmith.pipeline.system.nvml import GpuState
+from enginesmith.pipeline.system.software import Requirement, meets, numbers
+from enginesmith.pipeline.system.stack import Formats, Stack
+from enginesmith.pipeline.workflows.doctor import Check, checks
 
 H100 = GpuState(
     name="NVIDIA H100", compute_capability="9.0", driver="580.65.06", compute_mode="default", pci_bus_id="0000:17:00.0"
@@ -166,11 +166,11 @@ def test_builds_are_read_from_files(tmp_path: Any, monkeypatch: pytest.MonkeyPat
     (tmp_path / "version.py").write_text("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip = None\n")
     (tmp_path / "capi").mkdir()
     (tmp_path / "capi/build_and_package_info.py").write_text("package_name = 'x'\ncuda_version = '13.0.1'\n")
-    monkeypatch.setattr(installed, "find", lambda package: tmp_path)
-    assert (installed.torch_cuda(), installed.onnxruntime_cuda()) == ("13.0", "13.0.1")
+    monkeypatch.setattr(software, "find", lambda package: tmp_path)
+    assert (software.torch_cuda(), software.onnxruntime_cuda()) == ("13.0", "13.0.1")
     (tmp_path / "version.py").write_text("cuda: Optional[str] = None\n")
     (tmp_path / "capi/build_and_package_info.py").write_text("package_name = 'x'\n")
-    assert (installed.torch_cuda(), installed.onnxruntime_cuda()) == (None, None)
+    assert (software.torch_cuda(), software.onnxruntime_cuda()) == (None, None)
 
 
 def test_requirements_with_extras(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,12 +179,12 @@ def test_requirements_with_extras(monkeypatch: pytest.MonkeyPatch) -> None:
         'nvidia-cudnn-cu13~=9.0; extra == "cudnn"',
         "nvidia-nccl-cu13==2.28.9; platform_system == 'Linux'",
     ]
-    monkeypatch.setattr(installed.importlib.metadata, "requires", lambda name: listed)
-    assert installed.requirements("torch") == [
+    monkeypatch.setattr(software.importlib.metadata, "requires", lambda name: listed)
+    assert software.requirements("torch") == [
         ("nvidia-cudnn-cu13", "~=9.0", "cudnn"),
         ("nvidia-nccl-cu13", "==2.28.9", ""),
     ]
-    assert installed.requirements("a-package-that-is-not-here") == []
+    assert software.requirements("a-package-that-is-not-here") == []
 
 
 def test_this_stack_fits() -> None:

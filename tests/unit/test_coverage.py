@@ -8,16 +8,16 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from enginesmith.pipeline import samples
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
-from enginesmith.pipeline.inspection import inspect
-from enginesmith.pipeline.precision.audit import coverage
-from enginesmith.pipeline.precision.audit.shares import Coverage, percent
-from enginesmith.pipeline.tasks.audit import Audit
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.onnx import coverage
+from enginesmith.pipeline.frameworks.onnx.shares import Coverage, percent
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_records
+from enginesmith.pipeline.tasks.verify import Audit
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
+from enginesmith.pipeline.workflows.inspect import inspect
 
 FLOAT, HALF, INT8, FP8 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT8, TensorProto.FLOAT8E4M3FN
 MICROSOFT = "com.microsoft"

@@ -12,16 +12,19 @@ import pytest
 import torch
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines import cuda_ledger, onnxruntime_memory
-from enginesmith.pipeline.engines.base import Device, EngineFacts
-from enginesmith.pipeline.engines.cuda_ledger import ACTIVATIONS, OUTPUTS, TRANSFERS, WEIGHTS, WORKSPACE
-from enginesmith.pipeline.engines.trt.memory import allocator, ledger_of
+from enginesmith.pipeline.engines import cuda_allocator
+from enginesmith.pipeline.engines.base import EngineFacts
+from enginesmith.pipeline.engines.cuda_allocator import ACTIVATIONS, OUTPUTS, TRANSFERS, WEIGHTS, WORKSPACE
+from enginesmith.pipeline.engines.onnxruntime import session
+from enginesmith.pipeline.engines.tensorrt.memory import allocator, ledger_of
 from enginesmith.pipeline.errors import MissingCapability, StepOutOfMemory
-from enginesmith.pipeline.measure import cuda_memory, nvml, used_memory
-from enginesmith.pipeline.measure.cuda_memory import CudaPhases, measure_on_cuda
-from enginesmith.pipeline.measure.memory import _cuda_row
+from enginesmith.pipeline.measure.memory import cuda, usage
+from enginesmith.pipeline.measure.memory.cuda import CudaPhases, measure_on_cuda
+from enginesmith.pipeline.measure.memory.peak import _cuda_row
+from enginesmith.pipeline.measure.memory.usage import Sampler
 from enginesmith.pipeline.measure.rows import MemoryRow
-from enginesmith.pipeline.measure.sampling import Sampler
+from enginesmith.pipeline.system import nvml
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds
 
 CUDA = Device(kind="cuda")
@@ -94,7 +97,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     }
     for name, function in functions.items():
         monkeypatch.setattr(torch.cuda, name, function)
-    monkeypatch.setattr(cuda_memory, "used_bytes", lambda one: (device.used(), ""))
+    monkeypatch.setattr(cuda, "used_bytes", lambda one: (device.used(), ""))
     answers = SimpleNamespace(process_bytes=lambda index, pid: (device.used() - OTHERS, ""))
     monkeypatch.setattr(nvml, "library", lambda: answers)
     return device
@@ -159,7 +162,7 @@ class OrtLike(Eager):
     fails = ""
 
     def load(self, artifact: Artifact, device: Device) -> Any:
-        options = onnxruntime_memory.counted_options(device.index)
+        options = session.counted_options(device.index)
         if options:
             self.take = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(int(options["gpu_external_alloc"]))
             self.give = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(int(options["gpu_external_free"]))
@@ -188,7 +191,7 @@ class TrtSession(Session):
         taken = {TRANSFERS: FEEDS["x"].nbytes, ACTIVATIONS: ACTIVATION_BYTES, OUTPUTS: 800}
         self.tensors = [SimpleTensor(self.engine.gpu, size) for size in taken.values()]
         for tag, tensor in zip(taken, self.tensors, strict=True):
-            cuda_ledger.follow(tensor, tag, 0)
+            cuda_allocator.follow(tensor, tag, 0)
         return []
 
     def enqueue(self, bound: list[int]) -> None:
@@ -226,7 +229,7 @@ class Trt(Eager):
 @pytest.fixture(autouse=True)
 def own_callbacks() -> Iterator[None]:
     yield
-    onnxruntime_memory._callbacks.cache_clear()  # those of the next test are for another device
+    session._callbacks.cache_clear()  # those of the next test are for another device
 
 
 def measured(engine: Any, kind: Any = "onnx") -> CudaPhases:
@@ -392,7 +395,7 @@ def test_lenses_that_cannot_work_say_why(gpu: Gpu, monkeypatch: pytest.MonkeyPat
         raise MissingCapability("there is no NVML (libnvidia-ml.so.1)")
 
     monkeypatch.setattr(nvml, "library", missing)
-    monkeypatch.setattr(cuda_memory, "used_bytes", used_memory.used_bytes)
+    monkeypatch.setattr(cuda, "used_bytes", usage.used_bytes)
     found = row(measured(Eager(gpu)))
     assert {"process", "context"}.isdisjoint(found.lenses)
     assert "no NVML" in found.reasons["process"]

@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from enginesmith.calibration.dataset import Dataset, embedded, open_dataset, synthetic
+from enginesmith.calibration.lazy_arrays import Cast, Picked
 from enginesmith.calibration.options import DataOptions
-from enginesmith.calibration.rows import Cast, Picked
 from enginesmith.pipeline.errors import DataError, SignatureError
 from enginesmith.pipeline.tensors import TensorSpec
 
@@ -77,7 +77,7 @@ class TestDataset:
 
     def test_digest_in_pieces_is_that_of_the_whole(self, monkeypatch):
         data = Dataset("a", {"x": rows(7)})
-        monkeypatch.setattr("enginesmith.calibration.rows.AT_ONCE_BYTES", 50)
+        monkeypatch.setattr("enginesmith.calibration.lazy_arrays.AT_ONCE_BYTES", 50)
         whole = hashlib.sha256(b"input x\0float32\0(7, 2, 3)\0" + rows(7).tobytes()).hexdigest()
         assert data.digest == whole
         assert Dataset("a", {"x": Picked(rows(9), np.arange(7))}).digest == whole
@@ -162,11 +162,11 @@ class TestEmbedded:
 
     @pytest.mark.thorough
     def test_is_scikit_learns_copy_split_by_the_script(self, tmp_path, monkeypatch):
-        from enginesmith.calibration import split_digits
+        from enginesmith.calibration import make_digits
 
-        committed = split_digits.FILE
-        monkeypatch.setattr(split_digits, "FILE", tmp_path / "digits.npz")
-        split_digits.main()
+        committed = make_digits.FILE
+        monkeypatch.setattr(make_digits, "FILE", tmp_path / "digits.npz")
+        make_digits.main()
         with np.load(committed) as ours, np.load(tmp_path / "digits.npz") as again:
             assert ours.files == again.files
             assert all(np.array_equal(ours[name], again[name]) for name in ours.files)
@@ -216,7 +216,7 @@ class TestOpen:
     @pytest.mark.parametrize("dtype", [np.float32, np.float64])
     @pytest.mark.parametrize("name", ["large.npy", "large.npz"])
     def test_large_data_are_never_in_memory_as_a_whole(self, tmp_path, monkeypatch, name, dtype):
-        monkeypatch.setattr("enginesmith.calibration.rows.AT_ONCE_BYTES", 1 << 16)
+        monkeypatch.setattr("enginesmith.calibration.lazy_arrays.AT_ONCE_BYTES", 1 << 16)
         array = np.ones((4096, 256), dtype)
         array[-1] = 2
         (np.save if name.endswith("npy") else lambda path, x: np.savez(path, x=x))(tmp_path / name, array)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from enginesmith.calibration.dataset import Dataset, hold_for_calibration, open_dataset
-from enginesmith.calibration.rows import LazyRows
+from enginesmith.calibration.lazy_arrays import LazyRows
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.tensors import TensorSpec
 
@@ -57,7 +57,7 @@ class TestZeros:
         assert opened(tmp_path, ids=IDS, token_type_ids=np.zeros((3, 4), np.int64)).notes == ()
 
     def test_a_few_rows_are_enough_to_see_that_there_is_something(self):
-        from enginesmith.calibration.checks import notes_on, notes_on_variety
+        from enginesmith.calibration.file_formats import notes_on, notes_on_variety
 
         rows = Counted(1)
         assert notes_on("x", {"x": rows}) == notes_on_variety("x", {"x": rows}) == ()

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from enginesmith.pipeline.errors import DataError, UsageError
-from enginesmith.pipeline.inspection import inspect
+from enginesmith.pipeline.workflows.inspect import inspect
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])

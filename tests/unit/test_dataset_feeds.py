@@ -139,7 +139,7 @@ class TestRows:
         assert opened("samples").digest != opened("batches").digest  # their labels differ
 
     def test_the_file_is_known_to_have_been_read(self, module):
-        from enginesmith.pipeline.watch import track_files
+        from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 
         for _ in range(2):  # the second time Python reads no more than the compiled file
             with track_files(allow_pickle=False) as tracker:

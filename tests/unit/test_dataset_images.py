@@ -93,13 +93,13 @@ class TestFiles:
         assert caught.value.remedy
 
     def test_what_is_no_image_is_told_when_the_set_is_opened(self, folder, monkeypatch):
-        monkeypatch.setattr("enginesmith.calibration.checks._FIRST_LOOK_BYTES", 1)
+        monkeypatch.setattr("enginesmith.calibration.file_formats._FIRST_LOOK_BYTES", 1)
         (folder / "3.png").write_bytes(b"not an image")
         with pytest.raises(DataError, match=r"cannot read the image .*3\.png"):
             open_dataset(str(folder), (RGB,))
 
     def test_a_truncated_image_is_told_when_it_is_needed(self, folder, monkeypatch):
-        monkeypatch.setattr("enginesmith.calibration.checks._FIRST_LOOK_BYTES", 1)
+        monkeypatch.setattr("enginesmith.calibration.file_formats._FIRST_LOOK_BYTES", 1)
         whole = (folder / "3.png").read_bytes()
         (folder / "3.png").write_bytes(whole[: len(whole) // 2])
         data = open_dataset(str(folder), (RGB,))

@@ -4,14 +4,13 @@ from typing import Any
 
 import pytest
 
-from enginesmith.pipeline.decision import decide
 from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.measure.roofline import Work
 from enginesmith.pipeline.measure.rows import LatencyRow, LimitRow
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.measure.work import Work
-from enginesmith.pipeline.options import Budgets
-from enginesmith.pipeline.run import VariantRecord
-from enginesmith.pipeline.select import select
+from enginesmith.pipeline.recipe.options import Budgets
+from enginesmith.pipeline.results.run import VariantRecord
+from enginesmith.pipeline.results.select import decide, select
 
 ALLOWED = Budgets(max_drop=0.01)
 DENSE = "onnxruntime-fp32"

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from enginesmith.pipeline import workers
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines import cuda
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.cuda import CudaDevice, Driver
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability
-from enginesmith.pipeline.measure import device, nvml, race, used_memory
-from enginesmith.pipeline.measure.clock import SessionTimer
-from enginesmith.pipeline.measure.latency import Candidate, LatencyResult, LatencySettings, measure_latency
-from enginesmith.pipeline.measure.nvml import GpuState
+from enginesmith.pipeline.measure.latency import benchmark
+from enginesmith.pipeline.measure.latency.rows import Candidate, LatencyResult, LatencySettings, measure_latency
+from enginesmith.pipeline.measure.latency.timer import SessionTimer
+from enginesmith.pipeline.measure.memory import usage
+from enginesmith.pipeline.system import cuda, machine, nvml, worker
+from enginesmith.pipeline.system.cuda import CudaDevice, Driver
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.system.nvml import GpuState
 
 LOST = (
     "CUDA error: unspecified launch failure\n"
@@ -66,8 +66,8 @@ class InThisProcess:
         self.timer = SessionTimer(*what)
 
     def request(self, name: str, *arguments: Any, timeout_seconds: float) -> Any:
-        kind, answer = workers._attempt(getattr(self.timer, name), arguments)
-        if kind == workers._FAILED:
+        kind, answer = worker._attempt(getattr(self.timer, name), arguments)
+        if kind == worker._FAILED:
             assert isinstance(answer, EnginesmithError)
             raise answer
         return answer
@@ -78,7 +78,7 @@ class InThisProcess:
 
 @pytest.fixture
 def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., LatencyResult]:
-    monkeypatch.setattr(race, "Worker", InThisProcess)
+    monkeypatch.setattr(benchmark, "Worker", InThisProcess)
 
     def call(**engines: Engine) -> LatencyResult:
         nothing = Artifact(kind="torch", path=tmp_path, sha256="", bytes=0)
@@ -124,7 +124,7 @@ def test_nvml_that_fails_midway_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
     shown = Driver(version=13020, devices=(CudaDevice(name="NVIDIA H100", compute_capability=(9, 0)),))
     monkeypatch.setattr(cuda, "driver", lambda: shown)
     monkeypatch.setattr(nvml, "library", Lost)
-    (state,) = device.gpu_states()
+    (state,) = machine.gpu_states()
     assert (state.name, state.sm_clock_mhz) == ("NVIDIA H100", None)
     assert "the GPU is lost" in state.reasons["sm_clock_mhz"]
-    assert used_memory.used_bytes(Device(kind="cuda")) == (None, "NVML does not show cuda:0: the GPU is lost")
+    assert usage.used_bytes(Device(kind="cuda")) == (None, "NVML does not show cuda:0: the GPU is lost")

@@ -2,12 +2,11 @@
 
 import pytest
 
-from enginesmith.pipeline import doctor, inspection
-from enginesmith.pipeline.doctor import Diagnosis
-from enginesmith.pipeline.measure import compatibility, device, stack
-from enginesmith.pipeline.measure.compatibility import Check
-from enginesmith.pipeline.measure.nvml import GpuProcess, GpuState
-from enginesmith.pipeline.measure.stack import Stack
+from enginesmith.pipeline.system import machine, stack
+from enginesmith.pipeline.system.nvml import GpuProcess, GpuState
+from enginesmith.pipeline.system.stack import Stack
+from enginesmith.pipeline.workflows import doctor, inspect
+from enginesmith.pipeline.workflows.doctor import Check, Diagnosis
 
 FITS = Check(name="C library", found="glibc 2.36", needed="2.28, by torch", ok=True)
 BROKEN = Check(name="cuDNN", found="8.9.7", needed="9.x", ok=False, fix="pip install 'nvidia-cudnn-cu13==9.*'")
@@ -21,8 +20,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Diagnosis:
         {"engine": "tensorrt_rtx", "usable": "no", "builds here": "yes", "reason": "no GPU", "remedy": "get one"},
     ]
     monkeypatch.setattr(stack, "look", Stack)
-    monkeypatch.setattr(compatibility, "checks", lambda *stack: [FITS, BROKEN, MEANINGLESS])
-    monkeypatch.setattr(inspection, "engines", lambda where: rows)
+    monkeypatch.setattr(doctor, "checks", lambda *stack: [FITS, BROKEN, MEANINGLESS])
+    monkeypatch.setattr(inspect, "engines", lambda where: rows)
     return doctor.examine()
 
 
@@ -81,7 +80,7 @@ def test_a_machine_that_shows_everything(found: Diagnosis) -> None:
         "frequency_max_mhz": 3600.0,
         "frequency_min_mhz": None,
     }
-    facts = doctor.readable(found.model_copy(update={"environment": device.environment().model_copy(update=shown)}))
+    facts = doctor.readable(found.model_copy(update={"environment": machine.environment().model_copy(update=shown)}))
     processor = facts["processor"]
     assert processor["container's limit"] == "1.5 cores"
     assert (processor["turbo"], processor["governor"]) == ("no", "performance")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report.reference import recipe_reference
-from enginesmith.pipeline.run import json_schema
+from enginesmith.pipeline.results.run import json_schema
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 
 from enginesmith.pipeline.errors import InvalidGraph
-from enginesmith.pipeline.precision.quantise.dynamic import Settings, quantise
+from enginesmith.pipeline.passes.quantize.dynamic import Settings, quantise
 from enginesmith.pipeline.tensors import Array
 
 _RNG = np.random.default_rng(0)

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines import eager
-from enginesmith.pipeline.engines.base import Availability, Device
-from enginesmith.pipeline.engines.cuda import CudaDevice
-from enginesmith.pipeline.engines.eager import Eager
-from enginesmith.pipeline.engines.eager_session import EagerSession, GraphedSession
+from enginesmith.pipeline.engines.torch import eager
+from enginesmith.pipeline.engines.torch.eager import Eager
+from enginesmith.pipeline.engines.torch.session import EagerSession, GraphedSession
 from enginesmith.pipeline.errors import MissingCapability, ModelError, StepOutOfMemory, UsageError
+from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.measure.fidelity import thresholds_for
-from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.system.cuda import CudaDevice
+from enginesmith.pipeline.system.device import Availability, Device
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
 
 CPU = Device(threads=1)
@@ -52,15 +52,15 @@ def feeds(seed: int = 0) -> Feeds:
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    from enginesmith.pipeline import saved_module, torch_model
+    from enginesmith.pipeline.frameworks.torch import module, saved
 
     folder = tmp_path_factory.mktemp("eager")
     (folder / "eager_net.py").write_text(FACTORY)
     source = resolve(f"{folder}/eager_net.py:build")
-    options = torch_model.LoadOptions(inputs=SIGNATURE.inputs)
-    loaded = torch_model.load(source, options)
-    saved_module.save(loaded, source, options, folder)
-    path = folder / saved_module.RECORD
+    options = module.LoadOptions(inputs=SIGNATURE.inputs)
+    loaded = module.load(source, options)
+    saved.save(loaded, source, options, folder)
+    path = folder / saved.RECORD
     return Artifact(kind="torch", path=path, sha256="", bytes=0, signature=loaded.signature)
 
 

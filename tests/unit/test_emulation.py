@@ -12,12 +12,12 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from enginesmith.pipeline import graph, onnx_file
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import InvalidGraph
-from enginesmith.pipeline.precision import emulation
+from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.passes.quantize import emulation
+from enginesmith.pipeline.system.device import Device
 
 RNG = np.random.default_rng(0)
 BFLOAT16: Any = ml_dtypes.bfloat16
@@ -36,9 +36,9 @@ def parsed(text: str, **constants: Any) -> ir.Model:
 
 def saved(model: ir.Model, folder: Path, **options: Any) -> Artifact:
     folder.mkdir(exist_ok=True)
-    graph.save(model, folder, **options)
-    onnx_file.check(folder / graph.FILE)
-    return Artifact(kind="onnx", path=folder / graph.FILE, sha256="", bytes=0)
+    edit.save(model, folder, **options)
+    model_file.check(folder / edit.FILE)
+    return Artifact(kind="onnx", path=folder / edit.FILE, sha256="", bytes=0)
 
 
 def answers(artifact: Artifact, level: Any = "disabled", **feeds: Any) -> dict[str, Any]:
@@ -98,8 +98,8 @@ def test_weights_stay_on_disk(tmp_path: Path) -> None:
     large = MIXED.replace("[N,4]", "[N,400]")
     wide = {"w": normal(8, 400, dtype=BFLOAT16), "v": normal(400, dtype=BFLOAT16)}
     artifact = saved(parsed(large, **wide), tmp_path / "large", external_data_bytes=0)
-    assert onnx_file.external_files(artifact.path) == ["model.onnx.data"]
-    model = graph.load(artifact.path)
+    assert model_file.external_files(artifact.path) == ["model.onnx.data"]
+    model = edit.load(artifact.path)
     assert emulation.emulate(model)
     assert len(ir.to_proto(model).SerializeToString()) < 8 * 400
     assert answers(artifact, x=normal(5, 8))["y"].shape == (5, 400)
@@ -188,7 +188,7 @@ from pathlib import Path
 import numpy as np
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 artifact = Artifact(kind="onnx", path=Path(sys.argv[1]), sha256="", bytes=0)
 for level in ("disabled", "basic", "extended", "all"):
     with OnnxRuntime(graph_optimization=level).load(artifact, Device()) as session:

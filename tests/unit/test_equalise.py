@@ -10,14 +10,13 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.calibration.ranges import ChannelStatistics, Provenance, Ranges, TensorRange
-from enginesmith.pipeline import graph, onnx_file
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError
-from enginesmith.pipeline.passes import equivalence
-from enginesmith.pipeline.passes.base import run_pass
-from enginesmith.pipeline.passes.equalise import Equalise
-from enginesmith.pipeline.precision.scaling import products
-from enginesmith.pipeline.precision.scaling.equalise import Equalised, equalise
+from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.passes import base
+from enginesmith.pipeline.passes.rescale import channels
+from enginesmith.pipeline.passes.rescale.equalize import Equalise, Equalised, equalise
+from enginesmith.pipeline.passes.run import run_pass
 
 Weights = dict[str, Any]
 SIDE, WIDTH = 8, 6
@@ -84,7 +83,7 @@ def measured(path: Path, x: Any, *names: str) -> Ranges:
             model.graph.output.add().name = name
     tapped = path.with_name("tapped.onnx")
     onnx.save(model, tapped)
-    values = dict(zip([value.name for value in model.graph.output], equivalence.run(tapped, {"x": x}), strict=True))
+    values = dict(zip([value.name for value in model.graph.output], base.run(tapped, {"x": x}), strict=True))
     axes = {name: tuple(axis for axis in range(values[name].ndim) if axis != 1) for name in names}
     tensors = {
         name: TensorRange(minimum=float(v.min()), maximum=float(v.max()), count=v.size) for name, v in values.items()
@@ -107,18 +106,18 @@ def statistics(value: Any, axes: tuple[int, ...]) -> ChannelStatistics:
 
 
 def written(path: Path, ranges: Ranges | None = None) -> tuple[Path, Equalised]:
-    model = graph.load(path)
+    model = edit.load(path)
     done = equalise(model, ranges)
     out = path.parent / "out"
     out.mkdir(exist_ok=True)
-    graph.save(model, out)
-    onnx_file.check(out / graph.FILE)
-    return out / graph.FILE, done
+    edit.save(model, out)
+    model_file.check(out / edit.FILE)
+    return out / edit.FILE, done
 
 
 def difference(before: Path, after: Path, x: Any) -> float:
     """Greatest difference of any output, as a share of its range."""
-    return equivalence.worst(equivalence.run(before, {"x": x}), equivalence.run(after, {"x": x}))
+    return base.worst(base.run(before, {"x": x}), base.run(after, {"x": x}))
 
 
 def naive_int8(path: Path, x: Any) -> Path:
@@ -159,8 +158,8 @@ def test_a_badly_scaled_depthwise_net_survives_int8_afterwards(tmp_path: Path) -
     assert done.ratio_before > 500
     assert done.ratio_after < 30
     assert difference(before, after, x) < 1e-6
-    (expected,) = equivalence.run(before, {"x": x})
-    lost, kept = (sqnr_db(expected, equivalence.run(naive_int8(path, x), {"x": x})[0]) for path in (before, after))
+    (expected,) = base.run(before, {"x": x})
+    lost, kept = (sqnr_db(expected, base.run(naive_int8(path, x), {"x": x})[0]) for path in (before, after))
     assert lost < 15
     assert kept > lost + 15
 
@@ -168,7 +167,7 @@ def test_a_badly_scaled_depthwise_net_survives_int8_afterwards(tmp_path: Path) -
 def test_ranges_agree_in_both_weights_of_a_pair(tmp_path: Path) -> None:
     """The paper's fixed point, equation 10: the range of a channel is the same before and behind it."""
     after, _ = written(depthwise(tmp_path, uneven=1.5))
-    first, second, third = (np.abs(one.weights()) for one in products.find(graph.load(after)))
+    first, second, third = (np.abs(one.weights()) for one in channels.find(edit.load(after)))
     inner = second.max(axis=(1, 2))
     np.testing.assert_allclose(first.max(axis=(1, 2)), inner, rtol=1e-2)
     np.testing.assert_allclose(third.max(axis=(0, 2)), inner, rtol=1e-2)

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from enginesmith.pipeline import explain
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.explain import Circumstances, claimed, hold, remarks
+from enginesmith.pipeline.frameworks.onnx.shares import Coverage
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.precision.audit.shares import Coverage
-from enginesmith.pipeline.run import Assignment, BuildRecord, VariantRecord
+from enginesmith.pipeline.results import explain
+from enginesmith.pipeline.results.explain import Circumstances, claimed, hold, remarks
+from enginesmith.pipeline.results.run import Assignment, BuildRecord, VariantRecord
+from enginesmith.pipeline.system.device import Device
 
 CPU, GPU = Device(), Device(kind="cuda")
 ORT, RTX = "onnxruntime", "tensorrt_rtx"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from enginesmith.pipeline.errors import SignatureError
-from enginesmith.pipeline.samples import check_feeds
+from enginesmith.pipeline.frameworks.samples import check_feeds
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 
 

@@ -9,14 +9,13 @@ from onnx import parser
 
 from enginesmith.pipeline.engines.base import EngineFacts
 from enginesmith.pipeline.errors import LimitTooSmall, ModelError, UnsupportedGraph, UsageError
-from enginesmith.pipeline.fitting import Fits, fit, keeping
-from enginesmith.pipeline.footprints import BuiltSizes, MeasuredSizes
+from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, OutOfMemory
 from enginesmith.pipeline.recipe import Recipe, make
-from enginesmith.pipeline.run import Run, VariantRecord
-from enginesmith.pipeline.settings import Settings
-from enginesmith.pipeline.tasks.trial import TrialResult
+from enginesmith.pipeline.results.run import Run, VariantRecord
+from enginesmith.pipeline.tasks.build import TrialResult
 from enginesmith.pipeline.tensors import Signature
+from enginesmith.pipeline.workflows.fit import BuiltSizes, Fits, MeasuredSizes, fit, keeping
 
 MIB = 1 << 20
 

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.fleet import Entry, Fleet, read
-from enginesmith.pipeline.fleet.file import make
-from enginesmith.pipeline.fleet.layers import merged
-from enginesmith.pipeline.steps import Place
+from enginesmith.pipeline.recipe.fleet import Entry, Fleet, Place, make, merged, read
 
 FILE = Path(__file__).parents[1] / "data/fleet/fleet.yaml"
 SMALL: dict[str, Any] = {"models": {"digits": {}, "lenet": {}}, "targets": {"cpu": {}, "gpu": {"accelerator": "H100"}}}

@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from enginesmith import cli
-from enginesmith.pipeline import fleet_gate
-from enginesmith.pipeline import gate as gates
 from enginesmith.pipeline.errors import EnginesmithError
-from enginesmith.pipeline.fleet import record as records
-from enginesmith.pipeline.run import Run
+from enginesmith.pipeline.results import fleet as records
+from enginesmith.pipeline.results import gate as gates
+from enginesmith.pipeline.results.run import Run
+from enginesmith.pipeline.workflows import fleet
 
 Make = Callable[..., None]
 NAMES = ("digits@cpu", "digits@edge", "lenet@cpu", "lenet@edge")
@@ -126,7 +126,7 @@ def test_whose_measurement_it_is_is_told(make: Make, monkeypatch: pytest.MonkeyP
         return real(folder, demands, **rest)
 
     monkeypatch.setattr(gates, "gate", speaking)
-    fleet_gate.gate(Path("fleet"), lambda recipe: demands)
+    fleet.gate(Path("fleet"), lambda recipe: demands)
     assert heard == [f"{name}: look 1" for name in NAMES]
 
 

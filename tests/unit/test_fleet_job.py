@@ -10,14 +10,14 @@ import pytest
 from click.testing import CliRunner
 
 from enginesmith import cli
-from enginesmith.pipeline import job
 from enginesmith.pipeline.errors import EnginesmithError
-from enginesmith.pipeline.fleet import Entry, named_files
-from enginesmith.pipeline.fleet import record as records
 from enginesmith.pipeline.recipe import parsed
-from enginesmith.pipeline.run import Run
-from enginesmith.pipeline.steps import Place
-from enginesmith.pipeline.undertaking import RunRequest, RunResult
+from enginesmith.pipeline.recipe.fleet import Entry, Place
+from enginesmith.pipeline.results import fleet as records
+from enginesmith.pipeline.results import fleet_history
+from enginesmith.pipeline.results.run import Run
+from enginesmith.pipeline.workflows import optimize
+from enginesmith.pipeline.workflows.optimize import RunRequest, RunResult
 
 FLEET = "models: {digits: {}, lenet: {}}\ntargets: {cpu: {}, edge: {resources: {edge: 1}}}\n"
 Kind = Callable[[Any], Run | EnginesmithError]
@@ -63,8 +63,8 @@ class Jobs:
 @pytest.fixture
 def jobs(made_fleets: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Jobs:
     found = Jobs(made_fleets)
-    monkeypatch.setattr(job, "optimize_all", found.optimize_all)
-    monkeypatch.setattr(job, "load_digests", found.load_digests)
+    monkeypatch.setattr(optimize, "optimize_all", found.optimize_all)
+    monkeypatch.setattr(optimize, "load_digests", found.load_digests)
     monkeypatch.chdir(tmp_path)
     Path("fleet.yaml").write_text(FLEET)
     return found
@@ -237,7 +237,7 @@ def test_what_could_not_be_begun_at_all_is_raised_and_recorded(jobs: Jobs, monke
     def nowhere(asked: Sequence[RunRequest], settings: Any = None) -> dict[str, RunResult]:
         raise jobs.made.ERRORS[0]
 
-    monkeypatch.setattr(job, "optimize_all", nowhere)
+    monkeypatch.setattr(optimize, "optimize_all", nowhere)
     assert fleet("--out", "runs/a")[0] == 4
     assert not records.read(Path("runs/a")).complete
 
@@ -265,9 +265,9 @@ def test_named_files_are_part_of_what_may_change(tmp_path: Path, monkeypatch: py
         parsed({"model": "digits", "calibration": "data.npz", "eval_data": "images", "metric": "metric.py:mine"}),
         parsed({"model": "digits", "calibration": "digits/test", "eval_data": "package:function"}),
     ]
-    first = named_files.digests(recipes)
+    first = fleet_history.digests(recipes)
     assert [sorted(one) for one in first] == [["data.npz", "images", "metric.py:mine"], []]
     for name in ("data.npz", "images/b.png", "metric.py"):
         Path(name).write_bytes(b"two")
-        assert named_files.digests(recipes) != first
-        first = named_files.digests(recipes)
+        assert fleet_history.digests(recipes) != first
+        first = fleet_history.digests(recipes)

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.errors import DataError, EnginesmithError, UsageError
-from enginesmith.pipeline.fleet import record as records
-from enginesmith.pipeline.fleet.building import Found, entry_record
-from enginesmith.pipeline.fleet.record import EntryRecord
-from enginesmith.pipeline.run import Run
+from enginesmith.pipeline.results import fleet as records
+from enginesmith.pipeline.results.fleet import EntryRecord, Found, entry_record
+from enginesmith.pipeline.results.run import Run
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.errors import ExportError
-from enginesmith.pipeline.fleet import Fleet, earlier
-from enginesmith.pipeline.fleet import record as records
-from enginesmith.pipeline.fleet.record import RUNS, EntryRecord, Failure, FleetRecord, Last
-from enginesmith.pipeline.report import fleet_markdown, fleet_page, fleet_tables, terminal
-from enginesmith.pipeline.report.html import scripts
+from enginesmith.pipeline.recipe.fleet import Fleet
+from enginesmith.pipeline.report import fleet as fleet_markdown
+from enginesmith.pipeline.report import fleet as fleet_page
+from enginesmith.pipeline.report import fleet_tables, terminal
+from enginesmith.pipeline.report.html import page
+from enginesmith.pipeline.results import fleet as records
+from enginesmith.pipeline.results import fleet_history
+from enginesmith.pipeline.results.fleet import RUNS, EntryRecord, Failure, FleetRecord, Last
 
 EVIL = """<img src=x onerror="document.title='a'"></script><script>x()</script>">'${d}&amp;|`](http://e)"""
 
@@ -33,7 +36,7 @@ def fleet(made_fleets: ModuleType, folder: Path) -> FleetRecord:
     entries = asked.entries()
     before = [made_fleets.entry(one, folder / "before", made_fleets.run(one)) for one in entries[:-1]]
     records.write(made_fleets.record(asked, *before, created="2026-01-01"), folder / "before")
-    last = earlier.opened(folder / "before")
+    last = fleet_history.opened(folder / "before")
     other = {**made_fleets.MACHINE, "processor": "Another CPU"}
     synthetic = made_fleets.variant(made_fleets.INT8, 0.5, 4.0, synthetic_calibration=True)
     kinds = [
@@ -51,7 +54,7 @@ def fleet(made_fleets: ModuleType, folder: Path) -> FleetRecord:
     for entry, kind in zip(entries, kinds, strict=True):
         one = made_fleets.entry(entry, now, kind)
         run = None if one.run is None else kind
-        since = earlier.change(last, entry.name, now / RUNS / entry.name, run)
+        since = fleet_history.change(last, entry.name, now / RUNS / entry.name, run)
         made.append(one.model_copy(update={"since_last": since}))
     beside = Last(path="../before", created="2026-01-01", without=("gone@cpu",))
     found = made_fleets.record(asked, *made, last=beside)
@@ -171,9 +174,9 @@ def test_the_page_needs_no_network_and_no_more_than_its_own_script(pages: Module
     elements = pages.Elements(text)
     assert len(text) < 200_000
     assert not any("src" in attributes for _, attributes in elements.all)
-    assert re.findall(r"<script>(.*?)</script>", text, re.S) == [scripts.own()]
+    assert re.findall(r"<script>(.*?)</script>", text, re.S) == [page.own()]
     policy = next(one["content"] for one in elements.named("meta") if one.get("http-equiv"))
-    assert policy == scripts.policy((scripts.own(),))
+    assert policy == page.policy((page.own(),))
 
 
 def evil(made_fleets: ModuleType, made_runs: ModuleType, folder: Path) -> FleetRecord:
@@ -194,7 +197,7 @@ def test_texts_bring_no_markup(
     assert {tag for tag, _ in elements.all} <= {tag for tag, _ in pages.Elements(fleet_page.render(some)).all}
     assert not any(name.startswith("on") for _, attributes in elements.all for name in attributes)
     assert all((one.get("href") or "").startswith(("#", "runs/", "%3Cimg")) for one in elements.named("a"))
-    text = fleet_markdown.render(found)
+    text = fleet_markdown.fleet_markdown_render(found)
     assert "<img" not in text
     assert not re.search(r"(?<!\\)\]\(http", text)
     lines = [line for line in text.splitlines() if line.startswith("| ")]
@@ -205,7 +208,7 @@ def test_texts_bring_no_markup(
 
 
 def test_markdown_has_it_in_short(some: FleetRecord) -> None:
-    text = fleet_markdown.render(some)
+    text = fleet_markdown.fleet_markdown_render(some)
     assert text.startswith("# nightly\n\n6 of 8 entries have a winner")
     assert "| [digits@cpu](runs/digits%40cpu/report.html) | done | onnxruntime-int8 |" in text
     assert "| lenet@edge | lacking |" in text
@@ -215,7 +218,7 @@ def test_markdown_has_it_in_short(some: FleetRecord) -> None:
 
 def test_a_comment_holds_a_large_fleet(some: FleetRecord) -> None:
     many = some.model_copy(update={"entries": some.entries * 100})
-    text = fleet_markdown.render(many)
+    text = fleet_markdown.fleet_markdown_render(many)
     assert len(text) < 65_536
     assert "and 740 more rows, in fleet.html" in text
 

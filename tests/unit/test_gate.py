@@ -5,21 +5,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from enginesmith.pipeline import baseline, gate, rematch
-from enginesmith.pipeline import run as runs
 from enginesmith.pipeline.artifact import HistoryEntry
-from enginesmith.pipeline.commands.request import budgets_of
+from enginesmith.pipeline.commands.context import budgets_of
 from enginesmith.pipeline.errors import ModelError, UsageError
-from enginesmith.pipeline.gate import Demands, parse_tolerance
-from enginesmith.pipeline.judgement import Gate, GateCheck
-from enginesmith.pipeline.measure.latency import LatencyResult, launches_of
+from enginesmith.pipeline.measure.latency.rows import LatencyResult, launches_of
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.options import Budgets
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.report import gating
-from enginesmith.pipeline.run import ModelRecord, Run, StoredArtifact, VariantRecord
+from enginesmith.pipeline.recipe.options import Budgets
+from enginesmith.pipeline.report import gate as gating
+from enginesmith.pipeline.results import baseline, gate, remeasure
+from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results.gate import Demands, parse_tolerance
+from enginesmith.pipeline.results.run import ModelRecord, Run, StoredArtifact, VariantRecord
+from enginesmith.pipeline.results.verdicts import Gate, GateCheck
 
 MACHINE = {"processor": "A", "usable_cores": 2, "architecture": "x86_64"}
 MODEL = ModelRecord(source="digits", sha256="0" * 64, signature=None, data="digits")
@@ -240,9 +240,9 @@ def test_what_was_measured_again_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: Interval, passed: bool
 ) -> None:
     before, run = write(tmp_path / "before", record()), write(tmp_path / "run", record("a", 3.0))
-    again = rematch.Remeasurement(ratio=ratio, before_ms=1.0, after_ms=1.0, batch=1, iterations=1, launches=5)
-    monkeypatch.setattr(rematch, "why_not", lambda *sides, any_machine: "")
-    monkeypatch.setattr(rematch, "remeasure", lambda *sides: again)
+    again = remeasure.Remeasurement(ratio=ratio, before_ms=1.0, after_ms=1.0, batch=1, iterations=1, launches=5)
+    monkeypatch.setattr(remeasure, "why_not", lambda *sides, any_machine: "")
+    monkeypatch.setattr(remeasure, "remeasure", lambda *sides: again)
     found = gate.gate(run, Demands(budgets=Budgets()), baseline=before)
     assert judged(found)["latency_ms"] is passed
     assert "measured side by side now, 5 launches" in found.verdicts[0].text
@@ -255,8 +255,8 @@ def test_an_engine_that_does_not_run_here_leaves_what_was_stored(
         raise ModelError("it was built for another processor")
 
     before, run = write(tmp_path / "before", record()), write(tmp_path / "run", record("a", 3.0))
-    monkeypatch.setattr(rematch, "why_not", lambda *sides, any_machine: "")
-    monkeypatch.setattr(rematch, "remeasure", refuse)
+    monkeypatch.setattr(remeasure, "why_not", lambda *sides, any_machine: "")
+    monkeypatch.setattr(remeasure, "remeasure", refuse)
     found = gate.gate(run, Demands(budgets=Budgets()), baseline=before)
     assert "from what both runs stored" in found.breaches[0].text
     assert "another processor" in found.breaches[0].text
@@ -355,10 +355,10 @@ def test_it_is_measured_until_it_is_clear(
         return LatencyResult({name: (LatencyRow(batch=1),) for name in ("baseline", "candidate")}, found)
 
     run = runs.read(write(tmp_path / "run", record()))
-    stored = rematch.Stored(tmp_path, run, run.variants[0])
-    monkeypatch.setattr(rematch, "measure_latency", measured)
-    monkeypatch.setattr(rematch, "_feeds", lambda *_: {})
-    limits = rematch.Limits(1.0, lambda ratio: ratio.high < 1.05 or ratio.low > 1.05, lambda text: None)
-    found = rematch.remeasure(stored, stored, 1, limits)
+    stored = remeasure.Stored(tmp_path, run, run.variants[0])
+    monkeypatch.setattr(remeasure, "measure_latency", measured)
+    monkeypatch.setattr(remeasure, "_feeds", lambda *_: {})
+    limits = remeasure.Limits(1.0, lambda ratio: ratio.high < 1.05 or ratio.low > 1.05, lambda text: None)
+    found = remeasure.remeasure(stored, stored, 1, limits)
     assert (found.iterations, found.launches) == (looks, 5 * looks)
     assert found.ratio.median == pytest.approx(ratios[0], rel=0.05)

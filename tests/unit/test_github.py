@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from enginesmith.pipeline.commands.announcing import announce
-from enginesmith.pipeline.report import github
+from enginesmith.pipeline.commands.context import announce
+from enginesmith.pipeline.report import gate
 
 
 def test_annotations_are_one_line_each() -> None:
-    found = github.annotations("gate: a, b", ["too slow\n::error::made up\r100 %"], ["busy"])
+    found = gate.annotations("gate: a, b", ["too slow\n::error::made up\r100 %"], ["busy"])
     assert found == [
         "::error title=gate%3A a%2C b::too slow%0A::error::made up%0D100 %25",
         "::warning title=gate%3A a%2C b::busy",
@@ -17,7 +17,7 @@ def test_annotations_are_one_line_each() -> None:
 
 
 def test_long_texts_are_cut() -> None:
-    (line,) = github.annotations("t", ["x" * 10_000], [])
+    (line,) = gate.annotations("t", ["x" * 10_000], [])
     assert len(line) < 4_100
 
 
@@ -25,17 +25,17 @@ def test_the_summary_is_appended_to(tmp_path: Path) -> None:
     file = tmp_path / "summary"
     file.write_text("before\n")
     environment = {"GITHUB_STEP_SUMMARY": str(file)}
-    github.append_summary(environment, "# one\n")
-    github.append_summary(environment, "# two \ud800")
+    gate.append_summary(environment, "# one\n")
+    gate.append_summary(environment, "# two \ud800")
     assert file.read_text() == "before\n# one\n\n# two ?\n\n"
-    github.append_summary({}, "nowhere")
-    github.append_summary({"GITHUB_STEP_SUMMARY": ""}, "nowhere")
+    gate.append_summary({}, "nowhere")
+    gate.append_summary({"GITHUB_STEP_SUMMARY": ""}, "nowhere")
 
 
 def test_only_their_runner_is_told() -> None:
-    assert github.is_here({"GITHUB_ACTIONS": "true"})
-    assert not github.is_here({})
-    assert not github.is_here({"GITHUB_ACTIONS": "false"})
+    assert gate.is_here({"GITHUB_ACTIONS": "true"})
+    assert not gate.is_here({})
+    assert not gate.is_here({"GITHUB_ACTIONS": "false"})
 
 
 def test_a_summary_that_cannot_be_written_changes_no_exit_code(

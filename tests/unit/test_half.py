@@ -14,12 +14,12 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from enginesmith.pipeline import graph, onnx_file
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
+from enginesmith.pipeline.frameworks.onnx import edit, model_file
 from enginesmith.pipeline.measure.fidelity import THRESHOLDS, compare
-from enginesmith.pipeline.precision.half import lowering as half
-from enginesmith.pipeline.precision.half.lowering import Lowered
-from enginesmith.pipeline.precision.half.placement import SINK, SOURCE, CastNetwork
+from enginesmith.pipeline.passes.float16 import convert as half
+from enginesmith.pipeline.passes.float16.convert import Lowered
+from enginesmith.pipeline.passes.float16.placement import SINK, SOURCE, CastNetwork
 
 RNG = np.random.default_rng(0)
 FLOAT, FLOAT16, BFLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16
@@ -43,9 +43,9 @@ def parsed(text: str, opset: int = 23, **constants: Any) -> ir.Model:
 def saved(model: ir.Model, folder: Path) -> Path:
     """Where the valid file is."""
     folder.mkdir(exist_ok=True)
-    graph.save(model, folder)
-    onnx_file.check(folder / graph.FILE)
-    return folder / graph.FILE
+    edit.save(model, folder)
+    model_file.check(folder / edit.FILE)
+    return folder / edit.FILE
 
 
 def run(path: Path, **feeds: Any) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def hold(folder: Path, model: ir.Model, feeds: dict[str, Any], **options: Any) -
     before = saved(model, folder / "before")
     low = half.lower(model, "fp16", **options)
     after = saved(model, folder / "after")
-    assert onnx_file.signature(after) == onnx_file.signature(before)
+    assert model_file.signature(after) == model_file.signature(before)
     assert compare(run(before, **feeds), run(after, **feeds), THRESHOLDS["fp16"]).passed
     return low, after
 
@@ -340,7 +340,7 @@ def test_inputs_and_outputs_can_go_low_too(tmp_path: Path) -> None:
     low = half.lower(model, "fp16", keep_io=False)
     path = saved(model, tmp_path)
     assert low.casts == ("d_fp32", "e_fp16")
-    signature = onnx_file.signature(path)
+    signature = model_file.signature(path)
     assert [(spec.name, spec.dtype) for spec in (*signature.inputs, *signature.outputs)] == [
         ("x", "float16"),
         ("y", "float16"),

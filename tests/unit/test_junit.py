@@ -11,7 +11,7 @@ import pytest
 from enginesmith.pipeline.measure.rows import LatencyRow, StageFidelity
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import junit
-from enginesmith.pipeline.run import Run, VariantRecord, Verdict
+from enginesmith.pipeline.results.run import Run, VariantRecord, Verdict
 
 MakeRun = Callable[..., Run]
 HOSTILE = "]]></failure><script>&\x00\x1b\ud800\ufffe\"'\n中"

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from enginesmith.pipeline.engines import cuda_ledger, onnxruntime_memory, onnxruntime_session
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.cuda_ledger import (
+from enginesmith.pipeline.engines import cuda_allocator
+from enginesmith.pipeline.engines.cuda_allocator import (
     ACTIVATIONS,
     TRANSFERS,
     UNTAGGED,
@@ -19,6 +18,8 @@ from enginesmith.pipeline.engines.cuda_ledger import (
     CudaAllocationTracker,
     counting,
 )
+from enginesmith.pipeline.engines.onnxruntime import session
+from enginesmith.pipeline.system.device import Device
 
 
 class Heap:
@@ -151,15 +152,15 @@ def test_threads_share_one_account(ledger: CudaAllocationTracker) -> None:
 def test_a_device_is_counted_while_that_is_asked_for(heap: Heap) -> None:
     tensor = torch.empty(4)
     with counting(0, heap) as outer:
-        assert cuda_ledger.active(0) is outer
-        assert cuda_ledger.active(1) is None
+        assert cuda_allocator.active(0) is outer
+        assert cuda_allocator.active(1) is None
         with counting(0, heap) as inner:
-            assert cuda_ledger.active(0) is inner
-        assert cuda_ledger.active(0) is outer
-        cuda_ledger.follow(tensor, WEIGHTS, 0)
-        cuda_ledger.follow(tensor, WEIGHTS, 1)
+            assert cuda_allocator.active(0) is inner
+        assert cuda_allocator.active(0) is outer
+        cuda_allocator.follow(tensor, WEIGHTS, 0)
+        cuda_allocator.follow(tensor, WEIGHTS, 1)
         assert outer.account().current == 16
-    assert cuda_ledger.active(0) is None
+    assert cuda_allocator.active(0) is None
 
 
 def functions(options: dict[str, str]) -> tuple[Any, Any]:
@@ -171,7 +172,7 @@ def functions(options: dict[str, str]) -> tuple[Any, Any]:
 
 def test_a_counted_provider_takes_memory_through_the_ledger(heap: Heap) -> None:
     with counting(0, heap) as ledger:
-        (cuda, options), _ = onnxruntime_session._providers(Device(kind="cuda"), 7, tf32=False)
+        (cuda, options), _ = session._providers(Device(kind="cuda"), 7, tf32=False)
         assert cuda == "CUDAExecutionProvider"
         assert "user_compute_stream" not in options  # which the provider refuses beside an allocator
         take, give = functions(options)
@@ -191,10 +192,10 @@ def test_a_counted_provider_takes_memory_through_the_ledger(heap: Heap) -> None:
 
 
 def test_a_provider_that_is_not_counted_is_as_in_production() -> None:
-    (_, options), _ = onnxruntime_session._providers(Device(kind="cuda", index=1), 7, tf32=False)
+    (_, options), _ = session._providers(Device(kind="cuda", index=1), 7, tf32=False)
     assert (options["device_id"], options["user_compute_stream"]) == ("1", "7")
     assert not any("external" in name for name in options)
-    assert onnxruntime_memory.counted_options(0) == {}
+    assert session.counted_options(0) == {}
 
 
 def test_errors_of_cuda_stay_out_of_c(heap: Heap, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +204,7 @@ def test_errors_of_cuda_stay_out_of_c(heap: Heap, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(heap, "take", fail)
     with counting(0, heap):
-        take, _ = functions(onnxruntime_memory.counted_options(0))
+        take, _ = functions(session.counted_options(0))
         assert take(8) is None
 
 
@@ -212,4 +213,4 @@ def test_torch_gives_zero_where_memory_ran_out(monkeypatch: pytest.MonkeyPatch) 
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch.cuda, "caching_allocator_alloc", refuse)
-    assert cuda_ledger.TorchMemory(0).take(8, 0) == 0
+    assert cuda_allocator.TorchMemory(0).take(8, 0) == 0

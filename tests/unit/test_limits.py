@@ -15,17 +15,17 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.pipeline import onnx_file, samples
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.eager import Eager
-from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
-from enginesmith.pipeline.measure import bench, limits, probes
-from enginesmith.pipeline.measure.limits import Bench, Candidate, Probe, measured, together
-from enginesmith.pipeline.measure.roofline import floor
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.engines.torch.eager import Eager
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.measure import device_rates
+from enginesmith.pipeline.measure.device_rates import Bench, Candidate, Probe, measured, together
+from enginesmith.pipeline.measure.roofline import count_work, floor
 from enginesmith.pipeline.measure.rows import DeviceLimits, Rate, Work
-from enginesmith.pipeline.measure.work import count_work
-from enginesmith.pipeline.tasks.limits import CountWork, DeviceRates, read_limits, read_work
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.measure import CountWork, DeviceRates, read_limits, read_work
 
 MIB = 1 << 20
 BOTH = 2
@@ -74,7 +74,7 @@ def refused(error: Exception) -> Candidate:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_BURST_SECONDS", 0.002)
+    monkeypatch.setattr(device_rates, "_BURST_SECONDS", 0.002)
 
 
 def run(*candidates: Candidate, **more: Any) -> DeviceLimits:
@@ -342,25 +342,25 @@ def test_each_cache_counts_once(tmp_path: Path) -> None:
             ("2", "Unified", "1024K", str(core)),
             ("3", "Unified", "32M", "0-2"),
         )
-    assert bench.cpu_cache_bytes(tmp_path, {0, 1}) == 2 * MIB + 32 * MIB
-    assert bench.cpu_cache_bytes(tmp_path / "nothing", {0, 1}) is None
+    assert device_rates.cpu_cache_bytes(tmp_path, {0, 1}) == 2 * MIB + 32 * MIB
+    assert device_rates.cpu_cache_bytes(tmp_path / "nothing", {0, 1}) is None
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probes of next to no size, and no more rounds than there must be."""
-    monkeypatch.setattr(bench, "_LEAST_BYTES", 4 * MIB)
-    monkeypatch.setattr(bench, "_BEYOND_CACHE", 0)
-    monkeypatch.setattr(bench, "_PIECE", {"cpu": MIB, "cuda": MIB})
-    monkeypatch.setattr(bench, "_OPERATORS", 3)
-    monkeypatch.setattr(probes, "_SIDES", {"cpu": (64, 128), "cuda": (64,)})
-    monkeypatch.setattr(limits, "_BUDGET_SECONDS", 0.0)
+    monkeypatch.setattr(device_rates, "_LEAST_BYTES", 4 * MIB)
+    monkeypatch.setattr(device_rates, "_BEYOND_CACHE", 0)
+    monkeypatch.setattr(device_rates, "_PIECE", {"cpu": MIB, "cuda": MIB})
+    monkeypatch.setattr(device_rates, "_OPERATORS", 3)
+    monkeypatch.setattr(device_rates, "_SIDES", {"cpu": (64, 128), "cuda": (64,)})
+    monkeypatch.setattr(device_rates, "_BUDGET_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("small")
 def test_all_figures_of_this_processor() -> None:
     threads = torch.get_num_threads()
-    found = limits.measure_limits(Device(threads=2))
+    found = device_rates.measure_limits(Device(threads=2))
     assert torch.get_num_threads() == threads
     assert found.products.keys() == {"fp32", "fp16", "bf16", "int8"}
     assert all((found.copy_bandwidth, found.read_bandwidth, found.operators, found.calls))
@@ -399,7 +399,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_a_figure_that_a_gpu_is_too_old_for_has_its_reason(gpu: SimpleNamespace) -> None:
-    found = bench.cuda_bench(Device(kind="cuda"))
+    found = device_rates.cuda_bench(Device(kind="cuda"))
     figures = [one.figure for one in found.candidates]
     assert figures.count("fp16") == 2  # with sums in float16, too
     assert {"copy", "read", "cache", "fp32", "tf32", "bf16", "int8", "operator", "call"} <= set(figures)
@@ -407,9 +407,9 @@ def test_a_figure_that_a_gpu_is_too_old_for_has_its_reason(gpu: SimpleNamespace)
     assert found.reasons == {"fp8": "needs compute capability 8.9, and Some GPU has 8.6"}
     assert (found.device, found.cache_bytes) == ("cuda:0, Some GPU", 8 * MIB)
     gpu.major, gpu.minor = 7, 5
-    assert bench.cuda_bench(Device(kind="cuda")).reasons.keys() == {"fp8", "tf32", "bf16"}
+    assert device_rates.cuda_bench(Device(kind="cuda")).reasons.keys() == {"fp8", "tf32", "bf16"}
     gpu.major, gpu.minor = 9, 0
-    assert "fp8" in [one.figure for one in bench.cuda_bench(Device(kind="cuda")).candidates]
+    assert "fp8" in [one.figure for one in device_rates.cuda_bench(Device(kind="cuda")).candidates]
 
 
 def test_events_are_around_several_calls_that_are_queued_while_the_device_spins(gpu: SimpleNamespace) -> None:
@@ -417,8 +417,8 @@ def test_events_are_around_several_calls_that_are_queued_while_the_device_spins(
         gpu.done.append("call")
         time.sleep(0.002)
 
-    assert bench.by_events(call) == pytest.approx(0.001, rel=0.5)
-    assert gpu.done == ["spin", "event", *["call"] * bench._QUEUED, "event"]
+    assert device_rates.by_events(call) == pytest.approx(0.001, rel=0.5)
+    assert gpu.done == ["spin", "event", *["call"] * device_rates._QUEUED, "event"]
 
 
 @pytest.mark.parametrize(
@@ -430,8 +430,8 @@ def test_settings_are_made_for_the_product_and_given_back(
     before = SimpleNamespace(allow_tf32=True, allow_fp16_accumulation=True)
     monkeypatch.setattr(torch.backends.cuda, "matmul", before)
     seen: list[SimpleNamespace] = []
-    bench.set_for(figure)(lambda: seen.append(SimpleNamespace(**vars(before))))
-    assert seen == [SimpleNamespace(allow_tf32=tf32, allow_fp16_accumulation=sums)] * bench._QUEUED
+    device_rates.set_for(figure)(lambda: seen.append(SimpleNamespace(**vars(before))))
+    assert seen == [SimpleNamespace(allow_tf32=tf32, allow_fp16_accumulation=sums)] * device_rates._QUEUED
     assert before == SimpleNamespace(allow_tf32=True, allow_fp16_accumulation=True)
 
 
@@ -439,11 +439,11 @@ def test_kernels_and_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("kernel"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
-    many = probes.empty_kernels(bench.by_host)
+    many = device_rates.empty_kernels(device_rates.by_host)
     assert many.make()() > 0
     assert done == ["kernel"] * int(many.amount) + ["wait"]
     done.clear()
-    probes.empty_call(bench.by_host).make()()
+    device_rates.empty_call(device_rates.by_host).make()()
     assert done == ["kernel", "wait"]
 
 
@@ -454,7 +454,7 @@ def test_eight_bit_floats_are_given_by_columns(monkeypatch: pytest.MonkeyPatch) 
         seen.append((left, right, how))
 
     monkeypatch.setattr(torch, "_scaled_mm", multiplied)
-    probe = probes.products("cpu", "float8_e4m3fn", 1, bench.by_host)
+    probe = device_rates.products("cpu", "float8_e4m3fn", 1, device_rates.by_host)
     probe.make()()
     left, right, how = seen[-1]
     side = left.shape[0]
@@ -464,7 +464,7 @@ def test_eight_bit_floats_are_given_by_columns(monkeypatch: pytest.MonkeyPatch) 
     assert how["scale_a"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("probe", [probes.copies, probes.reads])
+@pytest.mark.parametrize("probe", [device_rates.copies, device_rates.reads])
 def test_memory_is_gone_through_piece_by_piece(probe: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
@@ -498,7 +498,7 @@ def test_the_rates_of_a_device_as_a_task(tmp_path: Path) -> None:
 
 @pytest.fixture
 def inputs(product: Path, tmp_path: Path) -> dict[str, Artifact]:
-    signature = onnx_file.signature(product)
+    signature = model_file.signature(product)
     folder = tmp_path / "reference"
     folder.mkdir()
     sizes = [samples.Case(sizes={"batch": n}, batch=n, measured=n > 1) for n in (1, 2, 3)]

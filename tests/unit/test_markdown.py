@@ -10,7 +10,7 @@ from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, StageFideli
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import markdown
-from enginesmith.pipeline.run import Run, VariantRecord, Verdict
+from enginesmith.pipeline.results.run import Run, VariantRecord, Verdict
 
 MakeRun = Callable[..., Run]
 EVIL = "<script>alert(1)</script> [x](javascript:y) ![i](http://h) @someone #12 `code` a|b\n# head"

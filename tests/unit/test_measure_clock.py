@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Device, Session
+from enginesmith.pipeline.engines.base import Session
 from enginesmith.pipeline.errors import SignatureError
-from enginesmith.pipeline.measure import clock
-from enginesmith.pipeline.measure.clock import SessionTimer
+from enginesmith.pipeline.measure.latency import timer as clock
+from enginesmith.pipeline.measure.latency.timer import SessionTimer
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
 
 SIGNATURE = Signature(inputs=(TensorSpec.parse("x:float32:2"),), outputs=())

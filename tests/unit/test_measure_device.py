@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from enginesmith.pipeline.engines.cuda import CudaDevice, Driver
 from enginesmith.pipeline.errors import MissingCapability
-from enginesmith.pipeline.measure import cgroup, cpu_state, device
-from enginesmith.pipeline.measure.device import Environment, environment, fingerprint, interference, warnings_of
-from enginesmith.pipeline.measure.nvml import GpuProcess, GpuState
+from enginesmith.pipeline.system import cpu
+from enginesmith.pipeline.system import machine as device
+from enginesmith.pipeline.system.cuda import CudaDevice, Driver
+from enginesmith.pipeline.system.machine import Environment, environment, fingerprint, interference, warnings_of
+from enginesmith.pipeline.system.nvml import GpuProcess, GpuState
 
 QUIET = {
     "load_average": 0.1,
@@ -93,8 +94,8 @@ def test_own_load_is_of_the_processes_of_this_group(tmp_path: Path, monkeypatch:
         columns = ["S", "0", str(group), *["0"] * 8, *[str(750 * ticks)] * 4, *["0"] * 4, str(int(started * ticks))]
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) b) {' '.join(columns)}")
-    monkeypatch.setattr(cpu_state, "_PROCESSES", tmp_path)
-    assert cpu_state.own_load() == pytest.approx(1.0, rel=0.01)  # two of half a core each
+    monkeypatch.setattr(cpu, "_PROCESSES", tmp_path)
+    assert cpu.own_load() == pytest.approx(1.0, rel=0.01)  # two of half a core each
 
 
 def test_nothing_spoils_a_quiet_measurement(here: Environment) -> None:
@@ -169,13 +170,13 @@ def write(path: Path, text: str) -> None:
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(cgroup, "_CGROUP", tmp_path)
-    monkeypatch.setattr(cgroup, "_own_group", lambda controller: "/box/inner")
+    monkeypatch.setattr(cpu, "_CGROUP", tmp_path)
+    monkeypatch.setattr(cpu, "_own_group", lambda controller: "/box/inner")
     return tmp_path
 
 
 def test_no_limits(groups: Path) -> None:
-    assert (cgroup.quota_cores(), cgroup.memory_limit(), cgroup.throttling()) == (None, None, None)
+    assert (cpu.quota_cores(), cpu.memory_limit(), cpu.throttling()) == (None, None, None)
 
 
 def test_limits_of_both_cgroup_versions(groups: Path) -> None:
@@ -183,45 +184,45 @@ def test_limits_of_both_cgroup_versions(groups: Path) -> None:
     write(groups / "box/cpu.max", "150000 100000\n")
     write(groups / "memory.max", "max\n")
     write(groups / "box/memory.max", "1073741824\n")
-    assert cgroup.quota_cores() == 1.5
-    assert cgroup.memory_limit() == (1 << 30, None)
+    assert cpu.quota_cores() == 1.5
+    assert cpu.memory_limit() == (1 << 30, None)
     write(groups / "box/memory.current", "1000000000\n")
     write(groups / "box/memory.stat", "anon 1\ninactive_file 500000000\n")
-    assert cgroup.memory_limit() == (1 << 30, (1 << 30) - 500_000_000)
+    assert cpu.memory_limit() == (1 << 30, (1 << 30) - 500_000_000)
     write(groups / "cpu/cpu.cfs_quota_us", "-1")
     write(groups / "cpu/cpu.cfs_period_us", "100000")
     write(groups / "cpu/box/cpu.cfs_quota_us", "50000")
     write(groups / "cpu/box/cpu.cfs_period_us", "100000")
     write(groups / "memory/memory.limit_in_bytes", str((1 << 63) - 4096))
-    assert cgroup.quota_cores() == 0.5
-    assert cgroup.memory_limit() == (1 << 30, (1 << 30) - 500_000_000)
+    assert cpu.quota_cores() == 0.5
+    assert cpu.memory_limit() == (1 << 30, (1 << 30) - 500_000_000)
 
 
 def test_throttling_of_both_cgroup_versions(groups: Path) -> None:
     write(groups / "cpu.stat", "usage_usec 5\n")
     write(groups / "box/cpu.stat", "usage_usec 5\nnr_periods 40\nnr_throttled 4\nthrottled_usec 250000\n")
-    assert cgroup.throttling() == (40, 4, 0.25)
+    assert cpu.throttling() == (40, 4, 0.25)
     write(groups / "cpu/box/cpu.stat", "nr_periods 9\nnr_throttled 8\nthrottled_time 7000000000\n")
-    assert cgroup.throttling() == (9, 8, 7.0)
+    assert cpu.throttling() == (9, 8, 7.0)
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of four cores, of which this process may use the last two."""
-    monkeypatch.setattr(cpu_state, "_CPU_FOLDER", tmp_path / "cpu")
-    monkeypatch.setattr(cpu_state, "_NODE_FOLDER", tmp_path / "node")
-    monkeypatch.setattr(cpu_state, "_CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(cpu_state, "_STAT", tmp_path / "stat")
-    monkeypatch.setattr(cpu_state.os, "sched_getaffinity", lambda pid: {2, 3})
+    monkeypatch.setattr(cpu, "_CPU_FOLDER", tmp_path / "cpu")
+    monkeypatch.setattr(cpu, "_NODE_FOLDER", tmp_path / "node")
+    monkeypatch.setattr(cpu, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(cpu, "_STAT", tmp_path / "stat")
+    monkeypatch.setattr(cpu.os, "sched_getaffinity", lambda pid: {2, 3})
     return tmp_path
 
 
 def test_a_machine_that_shows_nothing(machine: Path) -> None:
-    told = (cpu_state.governor(), cpu_state.turbo(), cpu_state.threads_per_core(), cpu_state.numa_nodes())
+    told = (cpu.governor(), cpu.turbo(), cpu.threads_per_core(), cpu.numa_nodes())
     assert told == (None, None, None, None)
-    told = (cpu_state.frequency_mhz(), cpu_state.thermal_throttles(), cpu_state.time(), cpu_state.is_virtual())
+    told = (cpu.frequency_mhz(), cpu.thermal_throttles(), cpu.time(), cpu.is_virtual())
     assert told == (None, None, None, None)
-    assert cpu_state.frequency_limits_mhz() == (None, None)
+    assert cpu.frequency_limits_mhz() == (None, None)
 
 
 def test_clocks_of_the_cores_that_may_be_used(machine: Path) -> None:
@@ -229,16 +230,16 @@ def test_clocks_of_the_cores_that_may_be_used(machine: Path) -> None:
         write(machine / f"cpu/cpu{core}/cpufreq/scaling_governor", f"{governor}\n")
     for name, kilohertz in (("cur", 2400000), ("min", 800000), ("max", 3600000)):
         write(machine / f"cpu/cpu2/cpufreq/scaling_{name}_freq", f"{kilohertz}\n")
-    assert cpu_state.governor() == "performance, powersave"
-    assert cpu_state.frequency_mhz() == 2400.0
-    assert cpu_state.frequency_limits_mhz() == (800.0, 3600.0)
+    assert cpu.governor() == "performance, powersave"
+    assert cpu.frequency_mhz() == 2400.0
+    assert cpu.frequency_limits_mhz() == (800.0, 3600.0)
 
 
 def test_turbo_of_intel_and_of_others(machine: Path) -> None:
     write(machine / "cpu/cpufreq/boost", "0\n")
-    assert cpu_state.turbo() is False
+    assert cpu.turbo() is False
     write(machine / "cpu/intel_pstate/no_turbo", "0\n")
-    assert cpu_state.turbo() is True
+    assert cpu.turbo() is True
 
 
 def test_topology_and_heat(machine: Path) -> None:
@@ -247,13 +248,13 @@ def test_topology_and_heat(machine: Path) -> None:
         write(machine / "node" / node / "cpulist", "0\n")
     for core in range(4):
         write(machine / f"cpu/cpu{core}/thermal_throttle/core_throttle_count", f"{core}\n")
-    assert (cpu_state.threads_per_core(), cpu_state.numa_nodes(), cpu_state.thermal_throttles()) == (3, 2, 6)
+    assert (cpu.threads_per_core(), cpu.numa_nodes(), cpu.thermal_throttles()) == (3, 2, 6)
 
 
 def test_time_is_the_kernels(machine: Path) -> None:
     second = device.os.sysconf("SC_CLK_TCK")
     ticks = " ".join(str(second * part) for part in (1, 2, 3, 4, 5, 6, 7, 8, 1, 2))
     write(machine / "stat", f"cpu  {ticks}\ncpu0 {ticks}\n")
-    assert cpu_state.time() == (36.0, 8.0)
+    assert cpu.time() == (36.0, 8.0)
     write(machine / "cpuinfo", "processor : 0\nflags : fpu hypervisor\n")
-    assert cpu_state.is_virtual()
+    assert cpu.is_virtual()

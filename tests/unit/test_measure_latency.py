@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import StepCrashed, StepTimeout
-from enginesmith.pipeline.measure import race
-from enginesmith.pipeline.measure.callers import ConcurrentCalls
-from enginesmith.pipeline.measure.clock import Block, Ready
-from enginesmith.pipeline.measure.latency import Candidate, LatencyResult, LatencySettings, measure_latency
+from enginesmith.pipeline.measure.latency import benchmark
+from enginesmith.pipeline.measure.latency.rows import Candidate, LatencyResult, LatencySettings, measure_latency
+from enginesmith.pipeline.measure.latency.throughput import ConcurrentCalls
+from enginesmith.pipeline.measure.latency.timer import Block, Ready
+from enginesmith.pipeline.system.device import Device
 
 Script = Callable[[int], float]
 """Number of the block → seconds of its calls."""
@@ -61,7 +61,7 @@ class FakeWorker:
 
 @pytest.fixture
 def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., LatencyResult]:
-    monkeypatch.setattr(race, "Worker", FakeWorker)
+    monkeypatch.setattr(benchmark, "Worker", FakeWorker)
     FakeWorker.order, FakeWorker.open_now, FakeWorker.opened, FakeWorker.ends = [], [], [], {}
 
     def call(

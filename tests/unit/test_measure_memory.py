@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import MissingCapability, StepCrashed
-from enginesmith.pipeline.measure import memory, resident
-from enginesmith.pipeline.measure.candidate import Candidate
-from enginesmith.pipeline.measure.memory import measure_memory
-from enginesmith.pipeline.measure.resident import Phase, Resident, parse_smaps, phase, trimmed
+from enginesmith.pipeline.measure.latency.candidate import Candidate
+from enginesmith.pipeline.measure.memory import peak, rss
+from enginesmith.pipeline.measure.memory.peak import measure_memory
+from enginesmith.pipeline.measure.memory.rss import Phase, Resident, parse_smaps, phase, trimmed
+from enginesmith.pipeline.system.device import Device
 
 MIB = 1 << 20
 SMAPS = """\
@@ -69,19 +69,19 @@ def test_kernel_that_does_not_reset_the_mark(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(path: Path, text: str) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(resident.Path, "write_text", refuse)
+    monkeypatch.setattr(rss.Path, "write_text", refuse)
     with pytest.raises(MissingCapability, match="Permission denied"), phase():
         pass
 
 
-def phases() -> memory._Phases:
+def phases() -> peak._Phases:
     """Weights: 10 written and 90 mapped at the first call; 40 of activations; loading peaks at 30."""
     base = Resident(200 * MIB, 0, 30 * MIB)
     load = Phase(Resident(215 * MIB, 0, 31 * MIB), peak=230 * MIB, process_peak=261 * MIB)
     held = Resident(210 * MIB, 0, 31 * MIB)
     first = Phase(Resident(240 * MIB, 90 * MIB, 40 * MIB), peak=330 * MIB, process_peak=370 * MIB)
     steady = Phase(Resident(250 * MIB, 90 * MIB, 40 * MIB), peak=340 * MIB, process_peak=380 * MIB)
-    return memory._Phases(base, load, held, first, steady)
+    return peak._Phases(base, load, held, first, steady)
 
 
 def test_weights_that_are_mapped_later_are_weights() -> None:
@@ -106,7 +106,7 @@ def test_what_cannot_be_measured_has_a_reason(
     def fail(*arguments: Any, **options: Any) -> None:
         raise error
 
-    monkeypatch.setattr(memory, "run_held", fail)
+    monkeypatch.setattr(peak, "run_held", fail)
     row = measure_memory(candidate, 4, {}, tmp_path, lambda text: None)
     assert row.peak_bytes is None
     assert str(error) in row.reasons["peak_bytes"]

@@ -3,12 +3,12 @@
 from typing import Any
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.merging import deduplicate_steps
-from enginesmith.pipeline.placing import assign_machines
-from enginesmith.pipeline.plan import plan
+from enginesmith.pipeline.execution.merge import assign_machines, deduplicate_steps
+from enginesmith.pipeline.execution.scheduler import Outcome
+from enginesmith.pipeline.planning.plan import LATENCY, LOAD, REFERENCE, Plan
+from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.runner import Outcome
-from enginesmith.pipeline.steps import LATENCY, LOAD, REFERENCE, Place, Plan
+from enginesmith.pipeline.recipe.fleet import Place
 
 H100, L4 = Place("cuda", "H100"), Place("cuda", "L4")
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from enginesmith.pipeline.engines import cuda
-from enginesmith.pipeline.engines.cuda import CudaDevice, Driver
 from enginesmith.pipeline.errors import MissingCapability
-from enginesmith.pipeline.measure import nvml
-from enginesmith.pipeline.measure.nvml import GpuState, Nvml
+from enginesmith.pipeline.system import cuda, nvml
+from enginesmith.pipeline.system.cuda import CudaDevice, Driver
+from enginesmith.pipeline.system.nvml import GpuState, Nvml
 
 ADDRESSES = ("0000:17:00.0", "0000:65:00.0")
 SLICE = uuid.UUID("11111111-2222-3333-4444-555555555555")

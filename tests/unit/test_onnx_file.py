@@ -9,8 +9,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.errors import InvalidGraph, SignatureError
+from enginesmith.pipeline.frameworks.onnx import model_file
 
 Edit = Callable[[onnx.ModelProto], Any]
 
@@ -32,13 +32,13 @@ def saved(folder: Path, model: onnx.ModelProto, external: bool = False) -> Path:
 
 
 def test_a_sound_file_passes(tmp_path: Path) -> None:
-    onnx_file.check(saved(tmp_path, linear()))
+    model_file.check(saved(tmp_path, linear()))
 
 
 def test_a_sound_file_with_external_data_passes(tmp_path: Path) -> None:
     path = saved(tmp_path, linear(), external=True)
-    onnx_file.check(path)
-    assert onnx_file.external_files(path) == ["model.onnx.data"]
+    model_file.check(path)
+    assert model_file.external_files(path) == ["model.onnx.data"]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -
     path = tmp_path / "model.onnx"
     path.write_bytes(content)
     with pytest.raises(InvalidGraph, match=message):
-        onnx_file.check(path)
+        model_file.check(path)
 
 
 def no_outputs(model: onnx.ModelProto) -> None:
@@ -91,7 +91,7 @@ def test_broken_graphs_are_refused(tmp_path: Path, edit: Edit, message: str) -> 
     model = linear()
     edit(model)
     with pytest.raises(InvalidGraph, match=message):
-        onnx_file.check(saved(tmp_path, model))
+        model_file.check(saved(tmp_path, model))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
@@ -102,26 +102,26 @@ def test_nan_is_refused_and_infinity_is_not(tmp_path: Path, dtype: Any, external
     model = linear(weight)
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.elem_type = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    onnx_file.check(saved(tmp_path, model, external))
+    model_file.check(saved(tmp_path, model, external))
     weight[3, 1] = np.nan
     model.graph.initializer[0].CopyFrom(numpy_helper.from_array(weight, "w"))
     (tmp_path / "model.onnx.data").unlink(missing_ok=True)
     with pytest.raises(InvalidGraph, match=r"weight 'w' .* NaN"):
-        onnx_file.check(saved(tmp_path, model, external))
+        model_file.check(saved(tmp_path, model, external))
 
 
 def test_missing_external_data_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path, linear(), external=True)
     (tmp_path / "model.onnx.data").unlink()
     with pytest.raises(InvalidGraph, match="there is no such file"):
-        onnx_file.check(path)
+        model_file.check(path)
 
 
 def test_short_external_data_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path, linear(), external=True)
     (tmp_path / "model.onnx.data").write_bytes(bytes(7))
     with pytest.raises(InvalidGraph, match="too short: 32 bytes"):
-        onnx_file.check(path)
+        model_file.check(path)
 
 
 def test_symlinked_external_data_is_refused(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_symlinked_external_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.onnx.data").rename(tmp_path / "elsewhere")
     (tmp_path / "model.onnx.data").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(InvalidGraph, match="symbolic link"):
-        onnx_file.check(path)
+        model_file.check(path)
 
 
 @pytest.mark.parametrize("location", ["../secret", "/etc/passwd", "a/../../secret"])
@@ -142,13 +142,13 @@ def test_external_data_outside_of_the_folder_is_refused(tmp_path: Path, location
     model.graph.initializer[0].external_data[0].value = location
     path.write_bytes(model.SerializeToString())
     with pytest.raises(InvalidGraph, match="outside of the model's folder"):
-        onnx_file.check(path)
+        model_file.check(path)
 
 
 def test_signature_reads_no_weights(tmp_path: Path) -> None:
     path = saved(tmp_path, linear(), external=True)
     (tmp_path / "model.onnx.data").unlink()
-    signature = onnx_file.signature(path)
+    signature = model_file.signature(path)
     assert [str(spec) for spec in (*signature.inputs, *signature.outputs)] == ["x:float32:batch,4", "y:float32:batch,2"]
 
 
@@ -157,7 +157,7 @@ def test_initialisers_are_no_inputs_and_open_dimensions_get_names(tmp_path: Path
     model.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, [4, 2]))
     model.graph.output[0].type.tensor_type.shape.dim[0].Clear()
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "my.batch"
-    signature = onnx_file.signature(saved(tmp_path, model))
+    signature = model_file.signature(saved(tmp_path, model))
     assert [spec.name for spec in signature.inputs] == ["x"]
     assert signature.inputs[0].shape == ("my_batch", 4)
     assert signature.outputs[0].shape == ("output_0_dim_0", 2)
@@ -166,7 +166,7 @@ def test_initialisers_are_no_inputs_and_open_dimensions_get_names(tmp_path: Path
 def test_computed_dimensions_get_names_of_their_own(tmp_path: Path) -> None:
     model = linear()
     model.graph.output[0].type.tensor_type.shape.dim[0].dim_param = "2*batch"
-    assert onnx_file.signature(saved(tmp_path, model)).outputs[0].shape == ("output_0_dim_0", 2)
+    assert model_file.signature(saved(tmp_path, model)).outputs[0].shape == ("output_0_dim_0", 2)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_what_cannot_be_fed_is_refused(tmp_path: Path, kind: onnx.TypeProto, mes
     model = linear()
     model.graph.input[0].type.CopyFrom(kind)
     with pytest.raises(SignatureError, match=message):
-        onnx_file.signature(saved(tmp_path, model))
+        model_file.signature(saved(tmp_path, model))
 
 
 def test_summary_counts_subgraphs(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_summary_counts_subgraphs(tmp_path: Path) -> None:
         [helper.make_tensor_value_info("c", TensorProto.FLOAT16, [3])],
     )
     model.graph.node.append(helper.make_node("If", ["flag"], ["c_out"], then_branch=branch, else_branch=branch))
-    summary = onnx_file.summary(saved(tmp_path, model))
+    summary = model_file.summary(saved(tmp_path, model))
     assert (summary.opset, summary.ir_version, summary.nodes) == (20, 10, 4)
     assert summary.operators == {"Constant": 2, "If": 1, "MatMul": 1}
     assert summary.weight_dtypes == {"float32": 32, "float16": 12}
@@ -220,4 +220,4 @@ def test_precision_is_that_of_most_weights_and_of_quantisation(
     nodes = [helper.make_node(name, ["x", "s"], [f"y{index}"]) for index, name in enumerate(operators)]
     stored = [numpy_helper.from_array(array, f"w{index}") for index, array in enumerate(weights)]
     onnx.save(helper.make_model(helper.make_graph(nodes, "g", [value], [value], stored)), tmp_path / "m.onnx")
-    assert onnx_file.precision(tmp_path / "m.onnx") == expected
+    assert model_file.precision(tmp_path / "m.onnx") == expected

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import ModelError, StepCrashed, StepError, StepOutOfMemory
-from enginesmith.pipeline.measure import holding, out_of_memory, used_memory
-from enginesmith.pipeline.measure.candidate import Candidate
-from enginesmith.pipeline.measure.out_of_memory import explaining, largest_fit, outcome, run_held, try_batch
+from enginesmith.pipeline.measure.latency.candidate import Candidate
+from enginesmith.pipeline.measure.memory import limits, out_of_memory, usage
+from enginesmith.pipeline.measure.memory.out_of_memory import explaining, largest_fit, outcome, run_held, try_batch
 from enginesmith.pipeline.measure.rows import OutOfMemory
+from enginesmith.pipeline.system.device import Device
 
 CPU, CUDA = Device(), Device(kind="cuda")
 MEBIBYTE = 1 << 20
@@ -29,7 +29,7 @@ def in_a_process(code: str) -> str:
         "import mmap\n"
         "from enginesmith.pipeline.engines.base import Device\n"
         "from enginesmith.pipeline.errors import *\n"
-        "from enginesmith.pipeline.measure.holding import *\n"
+        "from enginesmith.pipeline.measure.memory.limits import *\n"
     )
     done = subprocess.run([sys.executable, "-c", before + code], capture_output=True, text=True, timeout=60, check=True)
     return done.stdout.strip()
@@ -75,8 +75,8 @@ def test_other_errors_pass_as_they_are() -> None:
 @pytest.mark.parametrize(("left", "told"), [(100, 100), (5000, None)])
 def test_what_was_free_is_told_where_it_can_be_believed(left: int, told: int | None, monkeypatch: Any) -> None:
     """More free than was asked for: the libraries had let go of some before it could be read."""
-    monkeypatch.setattr(holding, "_left", lambda device: left)
-    monkeypatch.setattr(holding, "release", lambda: None)
+    monkeypatch.setattr(limits, "_left", lambda device: left)
+    monkeypatch.setattr(limits, "release", lambda: None)
     with pytest.raises(StepOutOfMemory) as caught, explaining(CPU):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")
     assert (caught.value.asked_bytes, caught.value.free_bytes) == (4096, told)
@@ -89,13 +89,16 @@ def test_the_bytes_come_through_a_pipe() -> None:
 
 def test_how_near_a_process_comes_to_its_limit_is_seen_from_outside() -> None:
     code = f"set_memory_limit({LIMIT}, Device())\nkept = bytearray({LIMIT // 2})\nprint('took', flush=True)\ninput()"
-    start = "from enginesmith.pipeline.engines.base import Device\nfrom enginesmith.pipeline.measure.holding import *\n"
+    start = (
+        "from enginesmith.pipeline.engines.base import Device\n"
+        "from enginesmith.pipeline.measure.memory.limits import *\n"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", start + code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout
         assert process.stdout.readline().strip() == "took"
-        monitor = holding.HeadroomMonitor()
+        monitor = limits.HeadroomMonitor()
         monitor.start(process)  # type: ignore[arg-type]
         deadline = time.monotonic() + 10
         while monitor.gap is None and time.monotonic() < deadline:
@@ -172,7 +175,7 @@ class TestRunHeld:
             def run(function: Callable[..., Any], *args: Any, on_start: Any = None, **options: Any) -> Any:
                 if function is out_of_memory._nothing:
                     return None
-                monkeypatch.setattr(holding.HeadroomMonitor, "gap", gap, raising=False)
+                monkeypatch.setattr(limits.HeadroomMonitor, "gap", gap, raising=False)
                 with log.open("a") as stream:
                     stream.write(said)
                 if isinstance(ends, Exception):
@@ -180,8 +183,8 @@ class TestRunHeld:
                 return ends
 
             monkeypatch.setattr(out_of_memory, "run", run)
-            monkeypatch.setattr(holding.HeadroomMonitor, "__init__", lambda self: None)
-            monkeypatch.setattr(holding.HeadroomMonitor, "stop", lambda self: None)
+            monkeypatch.setattr(limits.HeadroomMonitor, "__init__", lambda self: None)
+            monkeypatch.setattr(limits.HeadroomMonitor, "stop", lambda self: None)
             return run_held(print, device=CPU, log=log, limit_bytes=limit)
 
         return call
@@ -286,19 +289,19 @@ def test_what_one_process_alone_has_is_not_counted_besides() -> None:
     ) as process:
         assert process.stdout
         process.stdout.readline()
-        own, why = used_memory._own_bytes(CPU, process.pid)
+        own, why = usage._own_bytes(CPU, process.pid)
         process.communicate("\n")
     assert own is not None
     assert LIMIT <= own < 2 * LIMIT
     assert why == ""
-    assert used_memory._own_bytes(CPU, process.pid) == (0, "")
+    assert usage._own_bytes(CPU, process.pid) == (0, "")
 
 
 def test_what_is_in_use_besides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(used_memory, "used_bytes", used(100, 100, None, 5))
+    monkeypatch.setattr(usage, "used_bytes", used(100, 100, None, 5))
     own = iter([(30, ""), (None, "no such process listed"), (1, ""), (9, "")])
-    monkeypatch.setattr(used_memory, "_own_bytes", lambda device, process: next(own))
-    assert used_memory.used_besides(CUDA, 1) == (70, "")
-    assert used_memory.used_besides(CUDA, 1) == (None, "no such process listed")
-    assert used_memory.used_besides(CUDA, 1) == (None, "NVML is not there")
-    assert used_memory.used_besides(CUDA, 1) == (0, "")
+    monkeypatch.setattr(usage, "_own_bytes", lambda device, process: next(own))
+    assert usage.used_besides(CUDA, 1) == (70, "")
+    assert usage.used_besides(CUDA, 1) == (None, "no such process listed")
+    assert usage.used_besides(CUDA, 1) == (None, "NVML is not there")
+    assert usage.used_besides(CUDA, 1) == (0, "")

@@ -15,16 +15,17 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from onnx import TensorProto, helper
 
-from enginesmith.pipeline import run as runs
 from enginesmith.pipeline.artifact import file_digest, folder_digest
-from enginesmith.pipeline.engines.trt.build_log import Figures
-from enginesmith.pipeline.engines.trt.manifest import EngineManifest, path_beside
-from enginesmith.pipeline.engines.trt.options import BuildOptions
+from enginesmith.pipeline.engines.tensorrt.build_log import Figures
+from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest, path_beside
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability, ModelError, StoreError, UsageError
-from enginesmith.pipeline.packaging import bundle, manifest, triton, verification
-from enginesmith.pipeline.packaging.package import package
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.run import ModelRecord, Run, StepRecord, StoredArtifact, VariantRecord
+from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results.package import manifest, triton, verify
+from enginesmith.pipeline.results.package import package as bundle
+from enginesmith.pipeline.results.package.package import package
+from enginesmith.pipeline.results.run import ModelRecord, Run, StepRecord, StoredArtifact, VariantRecord
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 
 SIGNATURE = Signature(inputs=(TensorSpec.parse("x:float32:batch,4"),), outputs=(TensorSpec.parse("y:float32:batch,4"),))
@@ -328,10 +329,10 @@ def test_digests_are_checked_where_the_engine_cannot_run(
     package(made.write(), "bundle", tmp_path / "b", "tensorrt_rtx-fp16")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(MissingCapability, match="4 files are what was packaged; the test vector was not run"):
-        verification.verify(tmp_path / "b")
+        verify.verify(tmp_path / "b")
     (tmp_path / "b/model.engine").write_bytes(b"angine")
     with pytest.raises(ModelError, match="nothing was loaded"):
-        verification.verify(tmp_path / "b")
+        verify.verify(tmp_path / "b")
 
 
 def _spoil(name: str, data: bytes) -> Callable[[Path], object]:
@@ -365,16 +366,16 @@ def _rewrite(**changes: Any) -> Callable[[Path], object]:
 def test_a_bundle_that_is_not_what_was_packaged_is_not_loaded(
     harm: Callable[[Path], object], said: str, found: manifest.Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verification.workers, "run", None)  # nothing gets as far as a process
+    monkeypatch.setattr(verify.workers, "run", None)  # nothing gets as far as a process
     harm(tmp_path / "b")
     with pytest.raises(EnginesmithError, match=said):
-        verification.verify(tmp_path / "b")
+        verify.verify(tmp_path / "b")
 
 
 def test_only_bundles_can_be_verified(made: Made, tmp_path: Path) -> None:
     package(made.write(), "triton", tmp_path / "t")
     with pytest.raises(UsageError, match="no test vector"):
-        verification.verify(tmp_path / "t/net_py_build")
+        verify.verify(tmp_path / "t/net_py_build")
 
 
 def _model_config() -> Any:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginesmith.pipeline import run as runs
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.report import files, proof, tables
-from enginesmith.pipeline.report.html import data, glance, page, scripts
+from enginesmith.pipeline.report import files, sections, tables
+from enginesmith.pipeline.report.html import blocks, page, summary
 from enginesmith.pipeline.report.html.blocks import Folded, Section, Table, tables_in
-from enginesmith.pipeline.run import Run
+from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results.run import Run
 
 EVIL = (
     """<img src=x onerror="document.title='a'"></script><script>document.title='b'</script>"><svg onload=c>'${d}&amp;"""
@@ -57,7 +57,7 @@ def test_nothing_comes_from_the_network(pages: ModuleType, some: Run) -> None:
 
 def test_the_policy_names_exactly_the_scripts_that_run(some: Run) -> None:
     bodies = re.findall(r"<script>(.*?)</script>", page.render(some), re.S)
-    assert bodies == [scripts.library(), scripts.own()]
+    assert bodies == [page.library(), page.own()]
 
 
 def test_ids_are_unique_and_labels_point_to_some(elements: Any) -> None:
@@ -130,7 +130,7 @@ def test_nothing_measured_says_so_everywhere() -> None:
 
 
 def test_the_ten_questions_have_an_answer_each(some: Run) -> None:
-    found = glance.facts(some)
+    found = summary.facts(some)
     assert len(found) == 10
     assert all(fact.text.strip() and fact.target in SECTIONS for fact in found)
 
@@ -139,7 +139,7 @@ def test_fields_that_are_not_known_do_not_make_a_machine_busy(some: Run) -> None
     said = {}
     for warnings in ([], [f"{runs.NOT_KNOWN} and leaves out: future"], ["the machine is busy"]):
         changed = some.model_copy(update={"environment": {**some.environment, "warnings": warnings}})
-        said[str(warnings)] = next(one.text for one in glance.facts(changed) if one.term == "Was the machine quiet?")
+        said[str(warnings)] = next(one.text for one in summary.facts(changed) if one.term == "Was the machine quiet?")
     assert said[str([f"{runs.NOT_KNOWN} and leaves out: future"])] == said["[]"]
     assert said[str(["the machine is busy"])].startswith("No: the machine is busy")
 
@@ -152,7 +152,7 @@ def test_what_stayed_in_float_is_told_by_reason(some: Run) -> None:
     record = some.variants[0].model_copy(update={"precision": "int8", "synthetic_calibration": False})
     record = record.model_validate({**record.model_dump(), "assignment": groups})
     kept = next(
-        fact for fact in glance.facts(some.model_copy(update={"variants": (record,)})) if "floating" in fact.term
+        fact for fact in summary.facts(some.model_copy(update={"variants": (record,)})) if "floating" in fact.term
     )
     assert kept.text == f"{record.id}: 2 of 3: b, c (too sensitive)."
 
@@ -160,7 +160,7 @@ def test_what_stayed_in_float_is_told_by_reason(some: Run) -> None:
 def test_p99_is_held_against_a_budget_of_p50_when_there_is_no_other(some: Run) -> None:
     budgets = some.recipe.budgets.model_copy(update={"max_latency_ms": 1.0})
     recipe = some.recipe.model_copy(update={"budgets": budgets})
-    found = glance.facts(some.model_copy(update={"recipe": recipe, "verdicts": ()}))[0]
+    found = summary.facts(some.model_copy(update={"recipe": recipe, "verdicts": ()}))[0]
     assert found.text == f"The budget is on p50, 1 ms; p99 of {some.winner} at batch 3 is 1.5 ms, above it."
 
 
@@ -172,7 +172,7 @@ def test_the_largest_fall_is_found_and_changes_on_purpose_are_none(some: Run) ->
 
     stages = (at("prune", 15.0, "changed on purpose"), at("export", 130.0), at("precision", 40.0), at("engine", 39.0))
     record = some.variants[0].model_copy(update={"fidelity": stages, "quality": None})
-    rows = proof.lost(some.model_copy(update={"variants": (record,)}))
+    rows = sections.lost(some.model_copy(update={"variants": (record,)}))
     assert rows == [(tables.marked(record), "precision", "130.0 → 40.0", "39.0", "–")]
 
 
@@ -180,13 +180,13 @@ def test_long_tables_are_data_within_a_limit() -> None:
     rows = tuple((f"node_{number}", "x" * 300 + str(number)) for number in range(30_000))
     table = Table("t", "caption", ("a", "b"), rows)
     section = Section("s", "S", "?", (Folded("f", (table,)),))
-    (cut,) = data.within_limits([section])
+    (cut,) = blocks.within_limits([section])
     (found,) = tables_in(cut.blocks)
     assert 100 < len(found.rows) < len(rows)
     assert found.count == len(rows)
-    stored = data.long_tables([cut])
+    stored = blocks.long_tables([cut])
     assert [stored["texts"][place] for place in stored["rows"]["t"][7]] == list(rows[7])
-    assert len(str(data.script_data(stored)).encode()) < data.MOST_BYTES * 1.2
+    assert len(str(blocks.script_data(stored)).encode()) < blocks.MOST_BYTES * 1.2
 
 
 def test_equal_assignments_are_shared(made_runs: ModuleType) -> None:
@@ -225,7 +225,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_contrast_is_that_of_wcag_aa_in_both_schemes_and_in_print() -> None:
-    blocks = re.findall(r":root \{(.*?)\}", scripts.style(), re.S)
+    blocks = re.findall(r":root \{(.*?)\}", page.style(), re.S)
     schemes = [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in blocks]
     assert len(schemes) == 3
     texts = [(text, ground) for text in ("text", "muted", "accent") for ground in ("ground", "raised")]

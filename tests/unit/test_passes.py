@@ -9,10 +9,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.pipeline import graph, onnx_file
 from enginesmith.pipeline.errors import ExportError
-from enginesmith.pipeline.passes import decompose, equivalence, rewriting
-from enginesmith.pipeline.passes.export import Export, export_module
+from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.passes import base, simplify
+from enginesmith.pipeline.passes.export import attention
+from enginesmith.pipeline.passes.export.export import Export, export_module
 from enginesmith.pipeline.passes.simplify import simplify_file
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 
@@ -50,8 +51,8 @@ def simplified(path: Path) -> tuple[onnx.ModelProto, tuple[str, ...]]:
     out = path.parent / "out"
     out.mkdir()
     effect = simplify_file(path, out, LIMIT, quiet)
-    onnx_file.check(out / effect.file)
-    assert onnx_file.signature(path) == onnx_file.signature(out / effect.file)
+    model_file.check(out / effect.file)
+    assert model_file.signature(path) == model_file.signature(out / effect.file)
     return onnx.load(out / effect.file), effect.notes
 
 
@@ -84,7 +85,7 @@ def test_shape_arithmetic_disappears_and_dimensions_stay_dynamic(tmp_path: Path)
     assert operators(model) == ["Reshape", "Relu"]
     assert not notes
     feeds = {"x": np.ones((5, 7, 12), np.float32)}
-    assert equivalence.run(tmp_path / "out" / graph.FILE, feeds)[0].shape == (5, 7, 3, 4)
+    assert base.run(tmp_path / "out" / edit.FILE, feeds)[0].shape == (5, 7, 3, 4)
 
 
 def recurrent(states: list[float]) -> tuple[list[onnx.NodeProto], dict[str, Any]]:
@@ -120,13 +121,13 @@ def attention_block(width: int = 8) -> tuple[list[onnx.NodeProto], dict[str, Any
 
 def test_attention_absorbs_the_heads_and_keeps_its_module(tmp_path: Path) -> None:
     nodes, weights = attention_block()
-    nodes[4].metadata_props.add(key=onnx_file.MODULE_KEY, value="encoder.attention")
+    nodes[4].metadata_props.add(key=model_file.MODULE_KEY, value="encoder.attention")
     shape = ["batch", "length", 8]
     model, _ = simplified(saved(tmp_path, nodes, [tensor("x", shape)], [tensor("y", shape)], weights))
     assert operators(model) == ["Attention"]
     assert {a.name: a.i for a in model.graph.node[0].attribute} == {"q_num_heads": 2, "kv_num_heads": 2}
     assert [(p.key, p.value) for p in model.graph.node[0].metadata_props] == [
-        (onnx_file.MODULE_KEY, "encoder.attention")
+        (model_file.MODULE_KEY, "encoder.attention")
     ]
 
 
@@ -193,7 +194,7 @@ def test_subgraphs_survive(tmp_path: Path) -> None:
     inputs = [tensor("x", ["b", 4]), tensor("flag", [], BOOL)]
     path = saved(tmp_path, [choose], inputs, [tensor("y", ["b", 4])])
     simplified(path)
-    assert onnx_file.summary(tmp_path / "out" / graph.FILE).operators == {"If": 1, "Neg": 1, "Relu": 1}
+    assert model_file.summary(tmp_path / "out" / edit.FILE).operators == {"If": 1, "Neg": 1, "Relu": 1}
 
 
 def test_a_wrong_result_is_thrown_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +204,7 @@ def test_a_wrong_result_is_thrown_away(tmp_path: Path, monkeypatch: pytest.Monke
         model.graph.node(0).op_type = "Neg"
         common.IdentityEliminationPass()(model)
 
-    monkeypatch.setattr(rewriting, "rewrite", spoil)
+    monkeypatch.setattr(simplify, "rewrite", spoil)
     nodes = [helper.make_node("Relu", ["x"], ["r"]), helper.make_node("Identity", ["r"], ["y"])]
     path = saved(tmp_path, nodes, [tensor("x", ["b", 4])], [tensor("y", ["b", 4])])
     model, notes = simplified(path)
@@ -230,9 +231,9 @@ def test_external_weights_come_along(tmp_path: Path, operator: str, limit: int, 
     onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin")
     (tmp_path / "out").mkdir()
     effect = simplify_file(path, tmp_path / "out", limit, quiet)
-    onnx_file.check(tmp_path / "out" / effect.file)
-    assert onnx_file.external_files(tmp_path / "out" / effect.file) == files
-    assert onnx_file.summary(tmp_path / "out" / effect.file).nodes == (2 if operator == "Relu" else 1)
+    model_file.check(tmp_path / "out" / effect.file)
+    assert model_file.external_files(tmp_path / "out" / effect.file) == files
+    assert model_file.summary(tmp_path / "out" / effect.file).nodes == (2 if operator == "Relu" else 1)
 
 
 # --- decompose
@@ -268,25 +269,25 @@ def test_attention_written_out_is_the_formula(tmp_path: Path, mask: str, key_hea
         names.append("mask")
     node = helper.make_node("Attention", names, ["y"], **attributes)
     path = saved(tmp_path, [node], inputs, [tensor("y", [None] * rank)])
-    model = graph.load(path)
-    assert decompose.decompose_attention(model) == 1
-    graph.save(model, tmp_path, LIMIT)
-    onnx_file.check(tmp_path / graph.FILE)
-    assert "Attention" not in onnx_file.summary(tmp_path / graph.FILE).operators
-    assert onnx_file.summary(tmp_path / graph.FILE).nodes < 32
-    found = equivalence.run(tmp_path / graph.FILE, feeds)
-    assert equivalence.worst([expected.astype(np.float32)], found) < 1e-5
+    model = edit.load(path)
+    assert attention.decompose_attention(model) == 1
+    edit.save(model, tmp_path, LIMIT)
+    model_file.check(tmp_path / edit.FILE)
+    assert "Attention" not in model_file.summary(tmp_path / edit.FILE).operators
+    assert model_file.summary(tmp_path / edit.FILE).nodes < 32
+    found = base.run(tmp_path / edit.FILE, feeds)
+    assert base.worst([expected.astype(np.float32)], found) < 1e-5
 
 
 def test_rare_features_fall_back_to_the_body_of_the_specification(tmp_path: Path) -> None:
     shape = ["b", 2, "s", 4]
     node = helper.make_node("Attention", ["q", "k", "v"], ["y"], softcap=2.0)
     path = saved(tmp_path, [node], [tensor(name, shape) for name in "qkv"], [tensor("y", shape)])
-    model = graph.load(path)
-    assert decompose.decompose_attention(model) == 1
-    graph.save(model, tmp_path, LIMIT)
-    assert "Attention" not in onnx_file.summary(tmp_path / graph.FILE).operators
-    equivalence.compare(path, tmp_path / graph.FILE)
+    model = edit.load(path)
+    assert attention.decompose_attention(model) == 1
+    edit.save(model, tmp_path, LIMIT)
+    assert "Attention" not in model_file.summary(tmp_path / edit.FILE).operators
+    base.compare(path, tmp_path / edit.FILE)
 
 
 # --- export
@@ -294,7 +295,7 @@ def test_rare_features_fall_back_to_the_body_of_the_specification(tmp_path: Path
 
 def loaded(module: Any, example: dict[str, Any], shapes: dict[str, tuple[Any, ...]], outputs: list[str]) -> Any:
     """A loaded model; outputs are written as ``name:dtype:dims``."""
-    from enginesmith.pipeline.torch_model import LoadedModel, NamedForward
+    from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
 
     specs = tuple(
         TensorSpec(name=name, dtype=str(value.dtype).removeprefix("torch."), shape=shapes[name])
@@ -324,17 +325,17 @@ def test_export_keeps_names_dimensions_and_module_paths(tmp_path: Path, exporter
 
     model = affine()
     effect = exported(tmp_path, model, exporter=exporter)
-    onnx_file.check(tmp_path / effect.file)
+    model_file.check(tmp_path / effect.file)
     assert effect.signature == model.signature
     data = (tmp_path / effect.file).read_bytes()
     assert str(Path(torch.__file__).parent).encode() not in data
     assert Path(__file__).name.encode() not in data
     nodes = onnx.load(tmp_path / effect.file).graph.node
-    assert {p.value for node in nodes for p in node.metadata_props if p.key == onnx_file.MODULE_KEY} == {"0", "1"}
+    assert {p.value for node in nodes for p in node.metadata_props if p.key == model_file.MODULE_KEY} == {"0", "1"}
     for batch in (1, 5):  # the example's batch is 1: it must not be taken for a constant
         value = torch.randn(batch, 4)
-        found = equivalence.run(tmp_path / effect.file, {"input": value.numpy()})
-        assert equivalence.worst([model.module(value)[0].detach().numpy()], found) < 1e-5
+        found = base.run(tmp_path / effect.file, {"input": value.numpy()})
+        assert base.worst([model.module(value)[0].detach().numpy()], found) < 1e-5
 
 
 def test_a_fixed_dimension_is_named(tmp_path: Path) -> None:
@@ -389,17 +390,17 @@ def test_unused_inputs_and_repeated_outputs(tmp_path: Path, exporter: str) -> No
     shapes = {"x": ("batch", 4), "unused": ("batch", 1), "flag": ("batch", 4)}
     outputs = ["a:float32:batch,4", "b:float32:batch,4", "c:float32:"]
     effect = exported(tmp_path, model := loaded(Odd(), example, shapes, outputs), exporter=exporter)
-    onnx_file.check(tmp_path / effect.file)
+    model_file.check(tmp_path / effect.file)
     assert effect.signature == model.signature
 
 
 def test_the_other_exporter_takes_over_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from enginesmith.pipeline.passes import torch_exporters
+    from enginesmith.pipeline.passes.export import exporters
 
     def fail(*args: Any) -> Any:
         raise ExportError("it broke")
 
-    monkeypatch.setattr(torch_exporters, "dynamo", fail)
+    monkeypatch.setattr(exporters, "dynamo", fail)
     effect = exported(tmp_path, affine())
     assert "TorchScript" in effect.summary
     assert "it broke" in effect.notes[0]
@@ -428,10 +429,10 @@ def test_a_padding_mask_has_one_row_for_all_queries(tmp_path: Path, attention: s
     dims = {"x": ("batch", "length", 8), "keep": ("batch", "length")}
     model = loaded(Encoder(), {"x": x, "keep": keep}, dims, ["out:float32:batch,length,8"])
     exported(tmp_path, model, attention=attention)
-    found = onnx_file.summary(tmp_path / graph.FILE).operators
+    found = model_file.summary(tmp_path / edit.FILE).operators
     assert found.get("Attention", 0) == (2 if attention == "fused" else 0)
     assert found.get("Expand", 0) == (1 if attention == "fused" else 0)
-    session = onnxruntime.InferenceSession(tmp_path / graph.FILE, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(tmp_path / edit.FILE, providers=["CPUExecutionProvider"])
     expected = Encoder()(x[:1, :4], keep[:1, :4]).numpy()
     answer = session.run(None, {"x": x[:1, :4].numpy(), "keep": keep[:1, :4].numpy()})[0]
     np.testing.assert_allclose(answer, expected, atol=1e-5)
@@ -449,6 +450,6 @@ def test_attention_is_one_operator_or_none(tmp_path: Path) -> None:
     model = loaded(Attend(), {"x": torch.randn(2, 2, 5, 8)}, {"x": shape}, ["y:float32:batch,2,length,8"])
     fused = exported(tmp_path / "fused", model)
     written = exported(tmp_path / "written", model, attention="decomposed")
-    assert onnx_file.summary(tmp_path / "fused" / fused.file).operators == {"Attention": 1}
-    assert "Softmax" in onnx_file.summary(tmp_path / "written" / written.file).operators
-    equivalence.compare(tmp_path / "fused" / fused.file, tmp_path / "written" / written.file)
+    assert model_file.summary(tmp_path / "fused" / fused.file).operators == {"Attention": 1}
+    assert "Softmax" in model_file.summary(tmp_path / "written" / written.file).operators
+    base.compare(tmp_path / "fused" / fused.file, tmp_path / "written" / written.file)

@@ -8,17 +8,16 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from enginesmith.pipeline.engines.eager import Eager
+from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.executors.gpus import Gpus
-from enginesmith.pipeline.executors.local import LocalExecutor
-from enginesmith.pipeline.plan import Plan, plan
+from enginesmith.pipeline.execution.local import Gpus, LocalExecutor
+from enginesmith.pipeline.planning.plan import REFERENCE
+from enginesmith.pipeline.planning.planner import Plan, plan
+from enginesmith.pipeline.planning.stages import benchmark_plan, with_baseline
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.stage_plans import benchmark_plan, with_baseline
-from enginesmith.pipeline.steps import REFERENCE
-from enginesmith.pipeline.store import Store
-from enginesmith.pipeline.tasks.compare import Sample, Verify
-from enginesmith.pipeline.tasks.quality import Quality
+from enginesmith.pipeline.store.store import Store
+from enginesmith.pipeline.tasks.measure import Quality
+from enginesmith.pipeline.tasks.verify import Sample, Verify
 
 
 def planned(**values: Any) -> Plan:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from enginesmith.pipeline import plugins
 from enginesmith.pipeline.errors import MissingCapability
+from enginesmith.pipeline.system import plugins
 
 GROUP = "enginesmith.test"
 

@@ -9,11 +9,11 @@ import onnx
 import pytest
 
 from enginesmith.calibration.ranges import METHODS, ChannelStatistics, Provenance, Ranges, TensorRange
-from enginesmith.pipeline import onnx_file
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError, InvalidGraph, ModelError, UsageError
-from enginesmith.pipeline.passes.base import run_pass
-from enginesmith.pipeline.passes.precision import Precision
+from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.passes.quantize.precision import Precision
+from enginesmith.pipeline.passes.run import run_pass
 
 PRECISIONS = ("fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights")
 NET = """net (float[n, 4, 8, 8] x) => (float[n, 5] y) {
@@ -53,7 +53,7 @@ def written(folder: Path, text: str, digest: str = "this") -> Artifact:
         )
     path = folder / "float.onnx"
     onnx.save(proto, path)
-    return Artifact(kind="onnx", path=path, sha256=digest, bytes=0, signature=onnx_file.signature(path))
+    return Artifact(kind="onnx", path=path, sha256=digest, bytes=0, signature=model_file.signature(path))
 
 
 def ranges(folder: Path, digest: str = "this", *, channels: bool = True, **given: float) -> Artifact:

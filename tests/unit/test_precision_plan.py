@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.executors.local import LocalExecutor
-from enginesmith.pipeline.plan import plan
+from enginesmith.pipeline.execution.local import LocalExecutor
+from enginesmith.pipeline.execution.scheduler import Runner
+from enginesmith.pipeline.planning.plan import Plan, Step
+from enginesmith.pipeline.planning.planner import plan
+from enginesmith.pipeline.planning.stages import precision_steps
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.runner import Runner
-from enginesmith.pipeline.stage_plans import precision_steps
-from enginesmith.pipeline.steps import Plan, Step
-from enginesmith.pipeline.store import Store
-from enginesmith.pipeline.tasks.shapes import Shapes
+from enginesmith.pipeline.store.store import Store
+from enginesmith.pipeline.tasks.load import Shapes
 
 
 def planned(**values: Any) -> Plan:

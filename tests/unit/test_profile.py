@@ -4,15 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.eager import Eager
-from enginesmith.pipeline.engines.profiling import BETWEEN, OperatorTime, Origin, Profiled, Tally
+from enginesmith.pipeline.engines.base import BETWEEN, OperatorTime, Origin, Profiled, Tally
+from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.errors import MissingCapability, StepCrashed
 from enginesmith.pipeline.measure import profile as profiles
-from enginesmith.pipeline.measure.candidate import Candidate
-from enginesmith.pipeline.measure.profile import measure_profile, of
-from enginesmith.pipeline.measure.profile_table import cells, columns, joined, label, repeated
+from enginesmith.pipeline.measure.latency.candidate import Candidate
+from enginesmith.pipeline.measure.profile import cells, columns, joined, label, measure_profile, of, repeated
 from enginesmith.pipeline.measure.rows import Profile
+from enginesmith.pipeline.system.device import Device
 
 
 def operator(

@@ -9,13 +9,12 @@ import pytest
 from onnx import helper, numpy_helper
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import BuildRequest, Device
-from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
-from enginesmith.pipeline.engines.profile_onnxruntime import profiled, read_trace
-from enginesmith.pipeline.engines.profiling import WARM_CALLS, OperatorTime, Profiled, ProfileRequest
-from enginesmith.pipeline.engines.provenance import Provenance
+from enginesmith.pipeline.engines.base import WARM_CALLS, BuildRequest, OperatorTime, Profiled, ProfileRequest
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.engines.onnxruntime.profiler import Provenance, profiled, read_trace
 from enginesmith.pipeline.errors import MissingCapability, ModelError
-from enginesmith.pipeline.onnx_file import MODULE_KEY
+from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
+from enginesmith.pipeline.system.device import Device
 
 CPU = Device(threads=1)
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>'

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.eager import Eager
+from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.rows import Profile
-from enginesmith.pipeline.tasks import profile as tasks
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks import measure as tasks
 from enginesmith.pipeline.tasks.base import RECORDS
-from enginesmith.pipeline.tasks.profile import GRAPH, ProfileVariant
+from enginesmith.pipeline.tasks.measure import GRAPH, ProfileVariant
 
 FEEDS = {batch: {"x": np.ones((batch, 4), np.float32)} for batch in (8, 1)}
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from enginesmith.pipeline import saved_module, torch_model
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.eager import Eager
-from enginesmith.pipeline.engines.profile_torch import named_ranges, profiled
-from enginesmith.pipeline.engines.profiling import BETWEEN, Profiled, ProfileRequest
-from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.engines.base import BETWEEN, Profiled, ProfileRequest
+from enginesmith.pipeline.engines.torch.eager import Eager
+from enginesmith.pipeline.engines.torch.profiler import named_ranges, profiled
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.frameworks.torch import module, saved
+from enginesmith.pipeline.system.device import Device
 
 NETS = Path(__file__).parent.parent / "data" / "nets.py"
 
@@ -22,11 +22,11 @@ NETS = Path(__file__).parent.parent / "data" / "nets.py"
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Profiled:
     folder = tmp_path_factory.mktemp("mlp")
-    source, options = resolve(f"{NETS}:mlp"), torch_model.LoadOptions()
-    loaded = torch_model.load(source, options)
-    saved_module.save(loaded, source, options, folder)
-    artifact = Artifact(kind="torch", path=folder / saved_module.RECORD, sha256="", bytes=0, signature=loaded.signature)
-    feeds = saved_module.read_example(artifact)
+    source, options = resolve(f"{NETS}:mlp"), module.LoadOptions()
+    loaded = module.load(source, options)
+    saved.save(loaded, source, options, folder)
+    artifact = Artifact(kind="torch", path=folder / saved.RECORD, sha256="", bytes=0, signature=loaded.signature)
+    feeds = saved.read_example(artifact)
     return Eager().profile(ProfileRequest(artifact, Device(threads=1), feeds, 5, folder))
 
 

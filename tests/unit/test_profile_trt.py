@@ -10,12 +10,12 @@ import pytest
 from onnx import helper
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.profiling import WARM_CALLS, OperatorTime, ProfileRequest
-from enginesmith.pipeline.engines.trt import profile as trt_profile
-from enginesmith.pipeline.engines.trt.audit import read_layers
+from enginesmith.pipeline.engines.base import WARM_CALLS, OperatorTime, ProfileRequest
+from enginesmith.pipeline.engines.tensorrt import session as trt_profile
+from enginesmith.pipeline.engines.tensorrt.layers import read_layers
 from enginesmith.pipeline.errors import MissingCapability
-from enginesmith.pipeline.onnx_file import MODULE_KEY
+from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 
 DATA = Path(__file__).parent.parent / "data" / "trt"

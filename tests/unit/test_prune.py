@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from enginesmith.pipeline import saved_module, torch_model
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import DataError, ModelError, SourceError, UsageError
-from enginesmith.pipeline.pruning.options import PruneOptions
-from enginesmith.pipeline.pruning.record import Before, named_tensors
-from enginesmith.pipeline.pruning.target import Target
-from enginesmith.pipeline.source import rebased, resolve
+from enginesmith.pipeline.frameworks.source import rebased, resolve
+from enginesmith.pipeline.frameworks.torch import module, saved
+from enginesmith.pipeline.frameworks.torch.surgery import Before, named_tensors
+from enginesmith.pipeline.passes.prune.options import PruneOptions, Target
 from enginesmith.pipeline.tasks.calibrate import Feeder
 from enginesmith.pipeline.tasks.load import Load
 from enginesmith.pipeline.tasks.prune import Prune, hold_runs, read_facts
@@ -99,9 +98,9 @@ def test_stages_lead_to_the_target() -> None:
 def test_a_pruned_model_comes_back_bit_by_bit_and_can_be_pruned_again(tmp_path: Path) -> None:
     first = pruned(loaded(tmp_path), tmp_path / "first", "macs=-40%")
     second = pruned(first, tmp_path / "second", "macs=-40%")
-    once, twice = (saved_module.load_artifact(one) for one in (first, second))
+    once, twice = (saved.load_artifact(one) for one in (first, second))
     image = torch.rand(3, 1, 8, 8)
-    assert torch.equal(twice.module(image)[0], saved_module.load_artifact(second).module(image)[0])
+    assert torch.equal(twice.module(image)[0], saved.load_artifact(second).module(image)[0])
     assert read_facts(second).macs_before == read_facts(first).macs_after
     assert abs(read_facts(first).macs_after / read_facts(first).macs_before - 0.6) <= 0.02
     assert sum(one.numel() for one in twice.module.model.parameters()) < sum(
@@ -122,26 +121,26 @@ def test_the_same_pruning_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_weights_alone_can_change(tmp_path: Path) -> None:
     parent = pruned(loaded(tmp_path, NETS), tmp_path / "pruned")
-    model = saved_module.load_artifact(parent)
+    model = saved.load_artifact(parent)
     with torch.no_grad():
         model.module.model.layers[2].bias.add_(1)
     out = tmp_path / "trained"
     out.mkdir()
-    saved_module.save_changed(parent, model, out)
-    again = saved_module.load_artifact(_artifact(out / "model.json"))
+    saved.save_changed(parent, model, out)
+    again = saved.load_artifact(_artifact(out / "model.json"))
     before, after = named_tensors(model.module.model), named_tensors(again.module.model)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_what_a_surgery_does_not_tell_of_is_refused(tmp_path: Path) -> None:
     parent = loaded(tmp_path)
-    model = saved_module.load_artifact(parent)
+    model = saved.load_artifact(parent)
     before = Before(model.module.model)
     model.module.model.bn1.eps = 10.0
     out = tmp_path / "out"
     out.mkdir()
     with pytest.raises(ModelError, match="cannot be built again as it was changed"):
-        saved_module.save_changed(parent, model, out, before.difference(model.module.model))
+        saved.save_changed(parent, model, out, before.difference(model.module.model))
 
 
 def test_taylor_needs_data_and_takes_labels(tmp_path: Path) -> None:
@@ -156,7 +155,7 @@ def test_taylor_needs_data_and_takes_labels(tmp_path: Path) -> None:
 
 
 def test_a_model_that_runs_at_one_batch_size_only_is_named(tmp_path: Path) -> None:
-    model = saved_module.load_artifact(loaded(tmp_path))
+    model = saved.load_artifact(loaded(tmp_path))
 
     class Once(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -174,7 +173,7 @@ def test_a_saved_model_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (project / "nets_saved.py").write_text(source.read_text())
     monkeypatch.chdir(project)
     made = pruned(loaded(tmp_path, "nets_saved.py:mlp"), tmp_path / "made", "0.5")
-    saved_module.write_saved(made, project / "small", project / "small")
+    saved.write_saved(made, project / "small", project / "small")
     assert json.loads((project / "small" / "model.json").read_text())["model"] == "../nets_saved.py:mlp"
     inner = project / "elsewhere"
     inner.mkdir()
@@ -184,14 +183,14 @@ def test_a_saved_model_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     out = tmp_path / "again"
     out.mkdir()
     effect = Load(source=found).run({}, out, quiet)
-    again = saved_module.load_artifact(_artifact(out / effect.file))
+    again = saved.load_artifact(_artifact(out / effect.file))
     x = torch.randn(3, 4)
     monkeypatch.chdir(project)
-    assert torch.equal(again.module(x)[0], saved_module.load_artifact(made).module(x)[0])
+    assert torch.equal(again.module(x)[0], saved.load_artifact(made).module(x)[0])
     (project / "nets_saved.py").write_text(source.read_text() + "\n# changed\n")
     (project / "small" / "model.json").write_text("{}")
     with pytest.raises(SourceError, match="is no record of a saved model"):
-        saved_module.read_saved(project / "small", torch_model.LoadOptions(), out)
+        saved.read_saved(project / "small", module.LoadOptions(), out)
 
 
 def test_paths_are_taken_along() -> None:

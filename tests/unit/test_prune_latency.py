@@ -7,17 +7,15 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.pruning.bisection import LatencyTrial
-from enginesmith.pipeline.pruning.options import PruneOptions
-from enginesmith.pipeline.pruning.target import Target
-from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.passes.prune.budget import LatencyTrial
+from enginesmith.pipeline.passes.prune.options import PruneOptions, Target
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_records, write_records
 from enginesmith.pipeline.tasks.load import Load
-from enginesmith.pipeline.tasks.prune import Prune, read_facts
-from enginesmith.pipeline.tasks.prune_latency import TRIALS, PruneToLatency, ToEngine, TryLatency
+from enginesmith.pipeline.tasks.prune import TRIALS, Prune, PruneToLatency, ToEngine, TryLatency, read_facts
 
 NETS = f"{Path(__file__).parents[1] / 'data' / 'nets.py'}:mlp"
 Steps = list[tuple[float, float | None]]

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from enginesmith.pipeline.errors import ModelError, UsageError
-from enginesmith.pipeline.pruning import multihead, pruner
-from enginesmith.pipeline.pruning.options import PruneOptions
-from enginesmith.pipeline.pruning.pruner import Pruned
-from enginesmith.pipeline.pruning.record import Before, Surgery, apply, named_tensors
-from enginesmith.pipeline.pruning.target import Target
+from enginesmith.pipeline.frameworks.torch import surgery
+from enginesmith.pipeline.frameworks.torch.surgery import Before, Surgery, apply, named_tensors
+from enginesmith.pipeline.passes.prune import prune as pruner
+from enginesmith.pipeline.passes.prune.options import PruneOptions, Target
+from enginesmith.pipeline.passes.prune.prune import Pruned
 
 IMAGE = (2, 3, 8, 8)
 
@@ -209,7 +209,7 @@ def test_replaced_attention_answers_as_that_of_torch(first: bool, weights: bool)
     torch.manual_seed(0)
     whole = nn.MultiheadAttention(16, 4, batch_first=first, kdim=6, vdim=10).eval()
     model = nn.ModuleDict({"one": whole})
-    multihead.replace(model, multihead.replaceable(model))
+    surgery.replace(model, surgery.replaceable(model))
     padding = torch.zeros(2 if first else 5, 5 if first else 2, dtype=torch.bool)
     padding[:, -1] = True
     causal = torch.ones(5 if first else 2, 5 if first else 2, dtype=torch.bool).triu(1)
@@ -237,7 +237,7 @@ def test_a_padding_mask_has_a_row_for_each_query() -> None:
 
     x, y = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
     padding = torch.zeros(2, 7, dtype=torch.bool)
-    module = multihead.Attention(nn.MultiheadAttention(16, 4, batch_first=True).eval())
+    module = surgery.Attention(nn.MultiheadAttention(16, 4, batch_first=True).eval())
     with Watched():
         module(x, y, y, key_padding_mask=padding, need_weights=False)
     assert masks[0].shape == (2, 1, 5, 7)

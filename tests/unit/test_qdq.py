@@ -15,8 +15,8 @@ import pytest
 
 from enginesmith.calibration.ranges import METHODS, Provenance, Ranges, TensorRange
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
-from enginesmith.pipeline.precision.quantise.cpu_kernels import keep_clamps_apart
-from enginesmith.pipeline.precision.quantise.qdq import Quantised, Settings, quantise
+from enginesmith.pipeline.passes.quantize.precision import keep_clamps_apart
+from enginesmith.pipeline.passes.quantize.qdq import Quantised, Settings, quantise
 from enginesmith.pipeline.tensors import Array
 
 CPU, GPU = Settings(placement="onnxruntime"), Settings(placement="tensorrt")

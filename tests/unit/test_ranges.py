@@ -6,10 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from enginesmith.calibration.channels import ChannelSums
-from enginesmith.calibration.collector import Collector
-from enginesmith.calibration.histogram import Histogram
-from enginesmith.calibration.methods import amax
+from enginesmith.calibration.collector import ChannelSums, Collector
+from enginesmith.calibration.histogram import Histogram, amax
 from enginesmith.calibration.ranges import FILE, METHODS, Provenance, Ranges, load
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.tensors import Array

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from enginesmith.pipeline.errors import MissingCapability, UsageError
-from enginesmith.pipeline.executors import connection
+from enginesmith.pipeline.execution.ray import connection
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from enginesmith.pipeline.executors.agreement import NodeFingerprint, mismatches, own_fingerprint
+from enginesmith.pipeline.execution.ray.fingerprint import NodeFingerprint, mismatches, own_fingerprint
 
 HERE = NodeFingerprint("3.11", "c0de" * 16, {"torch": "2.13.0", "onnx": "1.19.1"})
 

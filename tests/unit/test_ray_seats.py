@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 import pytest
 
 from enginesmith.pipeline.artifact import Effect, Kind
-from enginesmith.pipeline.executors.cluster import Node, lacking, nodes_of
-from enginesmith.pipeline.executors.seats import NodePool
+from enginesmith.pipeline.execution.ray.placement import Node, NodePool, lacking, nodes_of
 from enginesmith.pipeline.passes.base import Progress
-from enginesmith.pipeline.steps import Place, Step
+from enginesmith.pipeline.planning.plan import Step
+from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.tasks.base import Inputs, Task
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.executors import shipping
-from enginesmith.pipeline.executors.cores import claimed
-from enginesmith.pipeline.executors.shipping import PROJECT, files_named, staged
-from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.execution.ray import runtime_env
+from enginesmith.pipeline.execution.ray.remote import claimed
+from enginesmith.pipeline.execution.ray.runtime_env import PROJECT, files_named, staged
+from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.tasks.load import Load
 
 
@@ -32,7 +32,7 @@ def test_code_and_project_travel_and_what_is_no_part_of_them_stays(tmp_path: Pat
         assert found == wanted
         assert (Path(files).name, Path(code).name) == (PROJECT, "enginesmith")
         assert (Path(files) / "data/train.npz").read_text() == "x"
-        assert (Path(code) / "pipeline/executors/node.py").is_file()
+        assert (Path(code) / "pipeline/execution/ray/remote.py").is_file()
         assert (Path(code) / "models/weights").is_dir()
         assert not [*Path(code).rglob("__pycache__")]
     assert not Path(files).exists()
@@ -42,14 +42,14 @@ def test_code_and_project_travel_and_what_is_no_part_of_them_stays(tmp_path: Pat
 def test_too_much_is_refused_with_the_largest_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     touch(tmp_path / "small.py")
     touch(tmp_path / "weights/large.npz", "x" * 100)
-    monkeypatch.setattr(shipping, "_LARGEST_BYTES", 50)
+    monkeypatch.setattr(runtime_env, "_LARGEST_BYTES", 50)
     with (
         pytest.raises(UsageError, match="holds 101 B in 2 files: more than Ray takes") as caught,
         staged(tmp_path, tmp_path / "s"),
     ):
         pass
     assert "the largest files are weights/large.npz (100 B), small.py" in caught.value.remedy
-    monkeypatch.setattr(shipping, "_MOST_FILES", 1)
+    monkeypatch.setattr(runtime_env, "_MOST_FILES", 1)
     with pytest.raises(UsageError, match="holds more than 1 files"), staged(tmp_path, tmp_path / "s"):
         pass
 

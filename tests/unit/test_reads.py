@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy
 import pytest
 
-from enginesmith.pipeline import anchors
 from enginesmith.pipeline.artifact import json_digest
-from enginesmith.pipeline.reads import MOST_CANDIDATES, InputDependencies, ReadRecord
+from enginesmith.pipeline.store import inputs
+from enginesmith.pipeline.store.inputs import MOST_CANDIDATES, InputDependencies, ReadRecord
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_a_damaged_list_leads_nowhere(reads: InputDependencies, tmp_path: Path) 
     reads.record([tmp_path / "a", tmp_path / "b"], {})
     (path,) = (tmp_path / "reads" / "x").iterdir()
     whole = path.read_text()
-    name = anchors.to_portable_path(str(tmp_path / "b"))
+    name = inputs.to_portable_path(str(tmp_path / "b"))
     path.write_text(whole.replace(f',"{name}"]', "]", 1))
     assert path.read_text() != whole
     assert now(reads) is None
@@ -167,7 +167,7 @@ def test_what_was_hashed_once_is_not_hashed_again(
     os.utime(weights, ns=(0, 0))
     hashed: list[Path] = []
     monkeypatch.setattr(
-        "enginesmith.pipeline.stored_file.file_digest",
+        "enginesmith.pipeline.store.manifest.file_digest",
         lambda path: hashed.append(path) or before.files[str(path)].sha256,
     )
     for _ in range(2):
@@ -185,20 +185,20 @@ def test_the_nearest_anchor_is_taken(folder: str, anchor: str, tmp_path: Path, m
     project.mkdir(parents=True)
     monkeypatch.chdir(project)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    anchors._places.cache_clear()
-    anchors._anchors.cache_clear()
+    inputs._places.cache_clear()
+    inputs._anchors.cache_clear()
     path = str(tmp_path / folder / "sub" / "w")
-    name = anchors.to_portable_path(path)
+    name = inputs.to_portable_path(path)
     assert name == (f"{anchor}/sub/w" if anchor else path)
-    assert anchors.anchor_of(name) == anchor
-    assert anchors.from_portable_path(name) == path
-    anchors._places.cache_clear()
-    anchors._anchors.cache_clear()
+    assert inputs.anchor_of(name) == anchor
+    assert inputs.from_portable_path(name) == path
+    inputs._places.cache_clear()
+    inputs._anchors.cache_clear()
 
 
 def test_what_comes_with_enginesmith_is_found_in_another_installation() -> None:
-    own = Path(anchors.__file__).parent.parent
-    assert anchors.to_portable_path(str(own / "models" / "weights" / "w")) == "{enginesmith}/models/weights/w"
-    assert anchors.from_portable_path("{enginesmith}/models/weights/w") == str(own / "models" / "weights" / "w")
-    assert not anchors.to_portable_path(str(own) + "-other/models/w").startswith("{enginesmith}")
-    assert anchors.to_portable_path("timm:resnet18") == "timm:resnet18"
+    own = Path(inputs.__file__).parent.parent
+    assert inputs.to_portable_path(str(own / "models" / "weights" / "w")) == "{enginesmith}/models/weights/w"
+    assert inputs.from_portable_path("{enginesmith}/models/weights/w") == str(own / "models" / "weights" / "w")
+    assert not inputs.to_portable_path(str(own) + "-other/models/w").startswith("{enginesmith}")
+    assert inputs.to_portable_path("timm:resnet18") == "timm:resnet18"

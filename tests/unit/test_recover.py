@@ -10,16 +10,15 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from enginesmith.pipeline import saved_module
 from enginesmith.pipeline.artifact import Artifact, Effect
-from enginesmith.pipeline.engines.base import Device
 from enginesmith.pipeline.errors import DataError, ModelError
-from enginesmith.pipeline.recovery import training
-from enginesmith.pipeline.recovery.options import RecoverOptions
-from enginesmith.pipeline.recovery.record import FILE, Recovery, read
-from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.frameworks.torch import saved
+from enginesmith.pipeline.passes.finetune import trainer
+from enginesmith.pipeline.passes.finetune.options import FILE, RecoverOptions, Recovery, read
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.finetune import MODEL, TEACHER, Recover
 from enginesmith.pipeline.tasks.load import Load
-from enginesmith.pipeline.tasks.recover import MODEL, TEACHER, Recover
 
 NETS = Path(__file__).parent.parent / "data" / "nets.py"
 Pair = dict[str, Artifact]
@@ -80,7 +79,7 @@ def test_without_labels_it_comes_to_agree_with_the_dense_model(pair: Pair, unlab
     assert (record.samples, record.held_back) == (100, 20)
     assert "agreement" in effect.summary
     made = Artifact(kind="torch", path=tmp_path / "out" / effect.file, sha256="", bytes=0, signature=effect.signature)
-    own, theirs = (saved_module.load_artifact(one).module for one in (made, pair[TEACHER]))
+    own, theirs = (saved.load_artifact(one).module for one in (made, pair[TEACHER]))
     rows = torch.from_numpy(np.load(unlabelled))
     with torch.inference_mode():
         agreed = (own(rows)[0].argmax(1) == theirs(rows)[0].argmax(1)).float().mean()
@@ -90,7 +89,7 @@ def test_without_labels_it_comes_to_agree_with_the_dense_model(pair: Pair, unlab
 def test_the_same_steps_leave_the_same_files(pair: Pair, data: Path, tmp_path: Path) -> None:
     for name in "ab":
         done(task(data, checkpoint_seconds=0 if name == "a" else 600), pair, tmp_path / name)
-    for file in (FILE, "state.safetensors", saved_module.RECORD):
+    for file in (FILE, "state.safetensors", saved.RECORD):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
 
@@ -263,10 +262,10 @@ def test_what_cannot_be_recovered_from_is_refused(pair: Pair, unlabelled: Path, 
 
 
 def test_weights_of_half_precision_are_refused(pair: Pair) -> None:
-    loaded = saved_module.load_artifact(pair[TEACHER])
+    loaded = saved.load_artifact(pair[TEACHER])
     loaded.module.half()
     with pytest.raises(ModelError, match="is float16, whose steps are too coarse"):
-        training.Models(loaded, loaded, loaded).ready(torch.device("cpu"))
+        trainer.Models(loaded, loaded, loaded).ready(torch.device("cpu"))
 
 
 def test_another_checkpoint_than_of_this_data_is_not_gone_on_from(pair: Pair, data: Path, tmp_path: Path) -> None:

@@ -13,16 +13,15 @@ from torch.nn import functional as F
 
 from enginesmith.calibration.dataset import Dataset
 from enginesmith.pipeline.errors import DataError, ModelError, StepOutOfMemory
-from enginesmith.pipeline.recovery import averaging, judging, losses, memory, schedule
-from enginesmith.pipeline.recovery.features import feature_targets, output_targets
-from enginesmith.pipeline.recovery.material import Batch, divided
-from enginesmith.pipeline.recovery.options import RecoverOptions
-from enginesmith.pipeline.recovery.pacing import Timekeeper
-from enginesmith.pipeline.recovery.record import TrainingPlan
-from enginesmith.pipeline.recovery.team import Team
-from enginesmith.pipeline.recovery.training import Models, Trainer, shrunk
+from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
+from enginesmith.pipeline.passes.finetune import data, evaluate, losses, micro_batching
+from enginesmith.pipeline.passes.finetune import trainer as averaging
+from enginesmith.pipeline.passes.finetune.data import Batch, divided
+from enginesmith.pipeline.passes.finetune.data_parallel import Team
+from enginesmith.pipeline.passes.finetune.losses import feature_targets, output_targets
+from enginesmith.pipeline.passes.finetune.options import RecoverOptions, TrainingPlan
+from enginesmith.pipeline.passes.finetune.trainer import Models, Timekeeper, Trainer, shrunk
 from enginesmith.pipeline.tensors import Signature, TensorSpec
-from enginesmith.pipeline.torch_model import LoadedModel, NamedForward
 
 CPU = torch.device("cpu")
 
@@ -54,16 +53,16 @@ def batch(count: int = 6, labels: torch.Tensor | None = None) -> Batch:
 
 
 def test_an_epoch_takes_every_row_once_and_each_epoch_in_another_order() -> None:
-    order = schedule.Order(tuple(range(100, 120)), 5, seed=3)
+    order = data.Order(tuple(range(100, 120)), 5, seed=3)
     epochs = [np.concatenate([order.at(4 * epoch + step) for step in range(4)]) for epoch in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(100, 120))
     assert epochs[0].tolist() != epochs[1].tolist()
-    assert order.at(6).tolist() == schedule.Order(tuple(range(100, 120)), 5, seed=3).at(6).tolist()
-    assert order.at(6).tolist() != schedule.Order(tuple(range(100, 120)), 5, seed=4).at(6).tolist()
+    assert order.at(6).tolist() == data.Order(tuple(range(100, 120)), 5, seed=3).at(6).tolist()
+    assert order.at(6).tolist() != data.Order(tuple(range(100, 120)), 5, seed=4).at(6).tolist()
 
 
 def test_the_rate_rises_and_falls_to_nothing() -> None:
-    rates = [schedule.learning_rate(step, 100, 1.0, 0.1) for step in range(101)]
+    rates = [data.learning_rate(step, 100, 1.0, 0.1) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[10] == 1.0
     assert rates[55] == pytest.approx(0.5)
@@ -72,14 +71,14 @@ def test_the_rate_rises_and_falls_to_nothing() -> None:
 
 def test_a_schedule_that_is_cut_goes_on_without_a_jump() -> None:
     plan = PLAN.model_copy(update={"steps": 100})
-    cut = schedule.shorten(plan, 40, 70)
-    twice = schedule.shorten(cut, 50, 55)
+    cut = data.shorten(plan, 40, 70)
+    twice = data.shorten(cut, 50, 55)
     assert (cut.steps, twice.steps) == (70, 55)
-    assert schedule.rate(plan, 40, 1.0, 0.1) == schedule.learning_rate(40, 100, 1.0, 0.1)
-    assert schedule.rate(cut, 40, 1.0, 0.1) == schedule.rate(plan, 40, 1.0, 0.1)
-    assert schedule.rate(cut, 55, 1.0, 0.1) == pytest.approx(schedule.rate(plan, 70, 1.0, 0.1))
-    assert schedule.rate(twice, 50, 1.0, 0.1) == schedule.rate(cut, 50, 1.0, 0.1)
-    assert schedule.rate(twice, 55, 1.0, 0.1) == pytest.approx(0.0)
+    assert data.rate(plan, 40, 1.0, 0.1) == data.learning_rate(40, 100, 1.0, 0.1)
+    assert data.rate(cut, 40, 1.0, 0.1) == data.rate(plan, 40, 1.0, 0.1)
+    assert data.rate(cut, 55, 1.0, 0.1) == pytest.approx(data.rate(plan, 70, 1.0, 0.1))
+    assert data.rate(twice, 50, 1.0, 0.1) == data.rate(cut, 50, 1.0, 0.1)
+    assert data.rate(twice, 55, 1.0, 0.1) == pytest.approx(0.0)
 
 
 def test_a_plan_that_ends_too_late_is_cut_to_what_there_is_time_for() -> None:
@@ -287,24 +286,24 @@ class Limited:
 
 def test_the_largest_part_below_a_limit_is_found_without_going_far_above() -> None:
     step = Limited()
-    assert memory.largest_part(memory.sizes(64, None), step.attempt, step.meter, 100) == (16, False)
+    assert micro_batching.largest_part(micro_batching.sizes(64, None), step.attempt, step.meter, 100) == (16, False)
     assert max(size for size, _ in step.tried) == 16
-    assert memory.largest_part(memory.sizes(64, None), step.attempt, step.meter, 10**6) == (64, False)
+    assert micro_batching.largest_part(micro_batching.sizes(64, None), step.attempt, step.meter, 10**6) == (64, False)
 
 
 def test_activations_are_computed_again_where_one_sample_is_too_much() -> None:
     step = Limited()
-    assert memory.largest_part(memory.sizes(64, None), step.attempt, step.meter, 13) == (1, True)
+    assert micro_batching.largest_part(micro_batching.sizes(64, None), step.attempt, step.meter, 13) == (1, True)
     with pytest.raises(StepOutOfMemory, match="even one sample at a time: it takes 12 B"):
-        memory.largest_part(memory.sizes(64, None), step.attempt, step.meter, 11)
+        micro_batching.largest_part(micro_batching.sizes(64, None), step.attempt, step.meter, 11)
 
 
 def test_without_a_limit_the_device_says_what_fits() -> None:
     step = Limited(device_bytes=100)
-    assert memory.largest_part(memory.sizes(64, None), step.attempt, step.meter, None) == (16, False)
+    assert micro_batching.largest_part(micro_batching.sizes(64, None), step.attempt, step.meter, None) == (16, False)
     assert [size for size, _ in step.tried] == [64, 32, 16]
-    assert memory.sizes(48, None) == (1, 2, 4, 8, 16, 32, 48)
-    assert memory.sizes(48, 4) == (4,)
+    assert micro_batching.sizes(48, None) == (1, 2, 4, 8, 16, 32, 48)
+    assert micro_batching.sizes(48, 4) == (4,)
 
 
 def test_other_errors_are_not_taken_for_lack_of_memory() -> None:
@@ -312,7 +311,7 @@ def test_other_errors_are_not_taken_for_lack_of_memory() -> None:
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        memory.largest_part((1, 2), broken, Limited().meter, None)
+        micro_batching.largest_part((1, 2), broken, Limited().meter, None)
 
 
 PLAN = TrainingPlan(steps=1, batch=32, micro_batch=32, evaluate_every=1, judged=1, statistics=1, processes=1, threads=1)
@@ -335,10 +334,10 @@ def test_computing_activations_again_changes_no_gradient() -> None:
     for again in (False, True):
         student = model().module
         if again:
-            assert memory.compute_again(student.model) == 5
+            assert micro_batching.compute_again(student.model) == 5
         student(batch().inputs["image"])[0].sum().backward()
         gradients.append(student.model.one[0].weight.grad.clone())
-        memory.keep_all(student.model)
+        micro_batching.keep_all(student.model)
         assert not any("forward" in vars(one) for one in student.modules())
     assert torch.equal(*gradients)
 
@@ -349,11 +348,11 @@ def test_a_forward_that_a_module_was_given_is_there_again_after_computing_again(
     net[0].forward = given = lambda x: 2 * plain(x)
     x = torch.ones(1, 4)
     expected = net(x)
-    memory.keep_all(net)
+    micro_batching.keep_all(net)
     assert vars(net[0])["forward"] is given
-    memory.compute_again(net)
+    micro_batching.compute_again(net)
     assert torch.equal(net(x), expected)
-    memory.keep_all(net)
+    micro_batching.keep_all(net)
     assert [vars(one).get("forward") for one in net] == [given, None]
 
 
@@ -380,8 +379,8 @@ def test_statistics_are_those_of_the_samples() -> None:
 
 
 def test_a_verdict_is_by_the_metric_and_then_by_the_loss() -> None:
-    good = judging.Verdict(0.9, 0.5, 1.0)
-    assert judging.Verdict(0.9, 0.4, 1.0).better_than(good)
-    assert not judging.Verdict(0.8, 0.1, 1.0).better_than(good)
-    assert not judging.Verdict(float("nan"), 0.1, 1.0).better_than(good)
-    assert judging.Verdict(0.8, 0.9, -1.0).better_than(judging.Verdict(0.9, 0.5, -1.0))
+    good = evaluate.Verdict(0.9, 0.5, 1.0)
+    assert evaluate.Verdict(0.9, 0.4, 1.0).better_than(good)
+    assert not evaluate.Verdict(0.8, 0.1, 1.0).better_than(good)
+    assert not evaluate.Verdict(float("nan"), 0.1, 1.0).better_than(good)
+    assert evaluate.Verdict(0.8, 0.9, -1.0).better_than(evaluate.Verdict(0.9, 0.5, -1.0))

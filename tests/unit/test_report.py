@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from enginesmith.pipeline import run as runs
+from enginesmith.pipeline.frameworks.onnx.shares import Coverage
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, Profile, StageFidelity
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.precision.audit.shares import Coverage
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.report import markdown, measurements, tables, terminal
-from enginesmith.pipeline.report.live import _Board
-from enginesmith.pipeline.run import Assignment, ModelRecord, Run, SearchStep, VariantRecord, Verdict
+from enginesmith.pipeline.report import markdown, sections, tables, terminal
+from enginesmith.pipeline.report.progress import _Board
+from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results.run import Assignment, ModelRecord, Run, SearchStep, VariantRecord, Verdict
 
 
 def record(name: str, ms: float, speedup: float) -> VariantRecord:
@@ -92,12 +92,12 @@ def test_noise_is_told_once_with_what_to_do() -> None:
     waited = wide.model_copy(update={"speedup": None, "disturbed_share": 0.7})
     several = [record(name, 0.5, 4.0).model_copy(update={"latency": (wide,)}) for name in ("one", "two")]
     slow = record("eager", 2.0, 1.0).model_copy(update={"latency": (waited,)})
-    (said,) = measurements.disturbed(run(baseline=slow, variants=tuple(several), environment={}))
+    (said,) = sections.disturbed(run(baseline=slow, variants=tuple(several), environment={}))
     assert said.startswith("the speed-up is too noisy to tell of one at batch 1, two at batch 1; measure on a quiet")
     assert tables.speedup(several[0], 1) == "too noisy to tell"
-    (said,) = measurements.disturbed(run(baseline=slow, variants=(), environment={}))
+    (said,) = sections.disturbed(run(baseline=slow, variants=(), environment={}))
     assert said.startswith("1 of 1 measurements were disturbed: in up to 70% of their calls")
-    assert not list(measurements.disturbed(run(baseline=slow, variants=())))  # the machine's warning says it
+    assert not list(sections.disturbed(run(baseline=slow, variants=())))  # the machine's warning says it
 
 
 def test_a_run_that_is_not_complete_says_so_wherever_it_is_read() -> None:
@@ -136,18 +136,18 @@ def test_a_damaged_or_foreign_document_is_refused(tmp_path: object) -> None:
 
 
 def test_what_happened_to_a_step_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    from enginesmith.pipeline.plan import plan
-    from enginesmith.pipeline.report import live
-    from enginesmith.pipeline.runner import Event
+    from enginesmith.pipeline.execution.scheduler import Event
+    from enginesmith.pipeline.planning.planner import plan
+    from enginesmith.pipeline.report import progress
 
     step = plan(make({"model": "digits"})).steps[0]
-    with live.watching() as listener:
+    with progress.watching() as listener:
         listener(Event("started", step))
         listener(Event("progress", step, "half of it"))
         listener(Event("note", step, "a node was lost; it is done once more"))
     lost = "load: a node was lost; it is done once more"
     assert capsys.readouterr().err.splitlines() == ["load: started", lost]
-    with live.watching(quiet=True) as listener:
+    with progress.watching(quiet=True) as listener:
         listener(Event("started", step))
         listener(Event("note", step, "a node was lost; it is done once more"))
     assert capsys.readouterr().err.splitlines() == [lost]
@@ -267,7 +267,7 @@ def test_a_profile_says_whose_figures_it_has_and_what_it_cost(capsys: pytest.Cap
         "profile of x at batch 1: there is no profiler",
     )
     said = " ".join(printed(shown, capsys).split())
-    assert tuple(measurements.profiled(shown)) == lines
+    assert tuple(sections.profiled(shown)) == lines
     for line in lines:
         assert f"note: {line}" in said
 
@@ -284,17 +284,17 @@ def test_a_tail_far_above_the_median_is_explained_once() -> None:
         )
 
     some = run(baseline=with_p99(1.0, 398.0))
-    (note,) = measurements.explain_tails(some)
+    (note,) = sections.explain_tails(some)
     assert note.startswith("p99 of eager at batch 1 is 398 ms beside a p50 of 1 ms (and 1 more): ")
-    assert note in measurements.notes(some)
+    assert note in sections.notes(some)
     assert "beside a p50 of 1 ms" in markdown.render(some)
-    assert measurements.explain_tails(run(baseline=with_p99(1.0, 19.0))) == ()
+    assert sections.explain_tails(run(baseline=with_p99(1.0, 19.0))) == ()
 
 
 def test_overall_progress_has_the_time_left_where_every_step_left_is_known() -> None:
     from enginesmith.pipeline.artifact import Artifact, HistoryEntry
-    from enginesmith.pipeline.plan import plan
-    from enginesmith.pipeline.runner import Event, Outcome
+    from enginesmith.pipeline.execution.scheduler import Event, Outcome
+    from enginesmith.pipeline.planning.planner import plan
 
     board = _Board()
     steps = plan(make({"model": "digits", "batch": [1, 8], "measure": {"seconds": 20}})).steps

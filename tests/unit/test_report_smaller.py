@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
-from enginesmith.pipeline.pruning.facts import Facts, Kept
-from enginesmith.pipeline.recovery.record import Point, Recovery, TrainingPlan
-from enginesmith.pipeline.report import smaller
-from enginesmith.pipeline.run import Run, VariantRecord
+from enginesmith.pipeline.frameworks.torch.pruning_facts import Facts, Kept
+from enginesmith.pipeline.passes.finetune.options import Point, Recovery, TrainingPlan
+from enginesmith.pipeline.report import sections
+from enginesmith.pipeline.results.run import Run, VariantRecord
 
 GROUP = Kept(step=1, root="conv1", members=("conv1",), unit="channel", before=16, after=8, kept=(0,), importance="l2")
 FACTS = Facts(
@@ -62,7 +62,7 @@ def variant(name: str, **more: object) -> VariantRecord:
 
 
 def test_a_pruned_model_has_one_row_whatever_is_made_of_it() -> None:
-    (row,) = smaller.models(run(variant("a", recovery=(BACK,)), variant("b", recovery=(BACK,))))
+    (row,) = sections.models(run(variant("a", recovery=(BACK,)), variant("b", recovery=(BACK,))))
     assert row == (
         "macs=-50%",
         "l2, global",
@@ -75,18 +75,18 @@ def test_a_pruned_model_has_one_row_whatever_is_made_of_it() -> None:
 
 
 def test_each_turn_of_pruning_has_its_row() -> None:
-    rows = smaller.models(run(variant("a", pruning=(FACTS, FACTS), recovery=(BACK,))))
+    rows = sections.models(run(variant("a", pruning=(FACTS, FACTS), recovery=(BACK,))))
     assert [row[0] for row in rows] == ["macs=-50%, step 1", "macs=-50%, step 2"]
     assert [row[5] for row in rows][1] == "no"
 
 
 def test_groups_and_curve() -> None:
-    assert smaller.groups(FACTS) == [("conv1", "channel", "16", "8")]
-    assert smaller.curve(BACK)[0] == ("0", "–", "0.4700", "0.001")
+    assert sections.groups(FACTS) == [("conv1", "channel", "16", "8")]
+    assert sections.curve(BACK)[0] == ("0", "–", "0.4700", "0.001")
 
 
 def test_a_run_with_it_can_be_read_again(tmp_path: Path) -> None:
-    from enginesmith.pipeline import run as runs
+    from enginesmith.pipeline.results import run as runs
 
     made = run(variant("a", recovery=(BACK,)))
     runs.write(made, tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.errors import StoreError
-from enginesmith.pipeline.retries import Retries, is_transient, refusal
+from enginesmith.pipeline.store.retry import Retries, is_transient, refusal
 
 PLACE = "the store s3://team/x"
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from enginesmith.pipeline import run as runs
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.run import ModelRecord, Run, VariantRecord
+from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results.run import ModelRecord, Run, VariantRecord
 
 Values = dict[str, Any]
 

@@ -8,16 +8,17 @@ from typing import ClassVar
 
 import pytest
 
-from enginesmith.pipeline import runner, telling
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import StepError
-from enginesmith.pipeline.executors.base import Executor, Result, StepRequest
-from enginesmith.pipeline.executors.gpus import Gpus
-from enginesmith.pipeline.executors.local import LocalExecutor
+from enginesmith.pipeline.execution import scheduler
+from enginesmith.pipeline.execution.executor import Executor, Result, StepRequest
+from enginesmith.pipeline.execution.local import Gpus, LocalExecutor
+from enginesmith.pipeline.execution.scheduler import Event, Outcome, Runner
 from enginesmith.pipeline.passes.base import Progress
-from enginesmith.pipeline.runner import Event, Outcome, Runner
-from enginesmith.pipeline.steps import Place, Step
-from enginesmith.pipeline.store import Store
+from enginesmith.pipeline.planning.plan import Step
+from enginesmith.pipeline.recipe.fleet import Place
+from enginesmith.pipeline.store import retry
+from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.tasks.base import Inputs, Task
 
 
@@ -154,7 +155,7 @@ class Elsewhere(Desk):
 
     def lookup(self, request: StepRequest) -> Artifact | None:
         if request.step.id == "new":
-            telling.notify("the store is away")
+            retry.notify("the store is away")
         again = f"? {request.step.id}" in self.asked
         super().lookup(request)
         return artifact() if again else None
@@ -165,7 +166,7 @@ class Elsewhere(Desk):
 
 
 def test_what_waited_for_its_turn_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_LOOK_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(scheduler, "_LOOK_AGAIN_SECONDS", 0.1)
     desk = Elsewhere()
     outcomes = run(desk, Step("slow", Idle()), Step("later", Idle()))
     assert {name: outcome.cached for name, outcome in outcomes.items()} == {"slow": False, "later": True}

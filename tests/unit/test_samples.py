@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from enginesmith.calibration.dataset import Dataset
-from enginesmith.pipeline import samples
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.samples import Case, Samples, plan_cases, plan_ranges
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.samples import Case, Samples, plan_cases, plan_ranges
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
 
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from enginesmith.pipeline.passes.precision import Precision
-from enginesmith.pipeline.precision.kinds import Placement
-from enginesmith.pipeline.precision.search import Candidate, GroupFact, Trial, best, propose
-from enginesmith.pipeline.tasks.search import assignment
+from enginesmith.pipeline.passes.quantize.precision import Precision
+from enginesmith.pipeline.passes.quantize.precisions import Placement
+from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact, Trial, best, propose
+from enginesmith.pipeline.tasks.mixed_precision import assignment
 
 Judge = Callable[[Candidate], tuple[bool, float, float | None]]
 METHODS = ("mse", "minmax")

@@ -2,11 +2,11 @@
 
 import pytest
 
-from enginesmith.pipeline.budgets import verdicts
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, StageFidelity
-from enginesmith.pipeline.options import Budgets
-from enginesmith.pipeline.run import BuildRecord, StoredArtifact, VariantRecord
-from enginesmith.pipeline.select import select
+from enginesmith.pipeline.recipe.options import Budgets
+from enginesmith.pipeline.results.budgets import verdicts
+from enginesmith.pipeline.results.run import BuildRecord, StoredArtifact, VariantRecord
+from enginesmith.pipeline.results.select import select
 
 
 def record(name: str, ms: float | None, memory: int | None = 100, size: int = 10, **more: object) -> VariantRecord:

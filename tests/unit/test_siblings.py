@@ -10,11 +10,10 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.compiled import Compiled
-from enginesmith.pipeline.engines.eager import Eager
-from enginesmith.pipeline.engines.eager_session import EagerSession
-from enginesmith.pipeline.engines.onnxruntime_session import OnnxRuntimeSession
+from enginesmith.pipeline.engines.onnxruntime.session import OnnxRuntimeSession
+from enginesmith.pipeline.engines.torch.eager import Compiled, Eager
+from enginesmith.pipeline.engines.torch.session import EagerSession
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 
 CPU = Device(threads=1)

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from enginesmith.pipeline import saved_module, torch_model
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.skip_init import parameters_left_empty
-from enginesmith.pipeline.source import resolve
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.frameworks.torch import module, saved
+from enginesmith.pipeline.frameworks.torch.saved import parameters_left_empty
 
 NET = """
 import torch
@@ -37,11 +37,11 @@ def round_trip(tmp_path: Path, extra: str = "pass", use: str = "") -> tuple[torc
     """Outputs of a module as it was loaded, and as it comes back from its artifact."""
     file = tmp_path / f"net_{tmp_path.name}.py"
     file.write_text(NET.format(extra=extra, use=use))
-    source, options = resolve(f"{file}:build"), torch_model.LoadOptions(seed=3)
-    loaded = torch_model.load(source, options)
-    saved_module.save(loaded, source, options, tmp_path)
-    artifact = Artifact(kind="torch", path=tmp_path / saved_module.RECORD, sha256="", bytes=0)
-    again = saved_module.load_artifact(artifact)
+    source, options = resolve(f"{file}:build"), module.LoadOptions(seed=3)
+    loaded = module.load(source, options)
+    saved.save(loaded, source, options, tmp_path)
+    artifact = Artifact(kind="torch", path=tmp_path / saved.RECORD, sha256="", bytes=0)
+    again = saved.load_artifact(artifact)
     x = torch.randn(5, 4)
     return loaded.module(x)[0], again.module(x)[0]
 

@@ -10,14 +10,13 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.calibration.ranges import ChannelStatistics, Provenance, Ranges, TensorRange
-from enginesmith.pipeline import graph, onnx_file
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError, UsageError
-from enginesmith.pipeline.passes import equivalence
-from enginesmith.pipeline.passes.base import run_pass
-from enginesmith.pipeline.passes.smooth import Smooth
-from enginesmith.pipeline.precision.scaling import factors
-from enginesmith.pipeline.precision.scaling.smooth import Settings, Smoothed, smooth
+from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.passes import base
+from enginesmith.pipeline.passes.rescale import smooth_quant
+from enginesmith.pipeline.passes.rescale.smooth_quant import Settings, Smooth, Smoothed, smooth
+from enginesmith.pipeline.passes.run import run_pass
 
 Weights = dict[str, Any]
 Case = tuple[list[onnx.NodeProto], Weights, str]
@@ -68,7 +67,7 @@ def values_of(path: Path, x: Any, names: tuple[str, ...]) -> dict[str, Any]:
     tapped = path.with_name("tapped.onnx")
     onnx.save(model, tapped)
     outputs = [value.name for value in model.graph.output]
-    return dict(zip(outputs, equivalence.run(tapped, {"x": x}), strict=True))
+    return dict(zip(outputs, base.run(tapped, {"x": x}), strict=True))
 
 
 def measured(path: Path, *names: str, axis: int = -1, x: Any = None) -> Ranges:
@@ -91,18 +90,18 @@ def measured(path: Path, *names: str, axis: int = -1, x: Any = None) -> Ranges:
 
 
 def written(path: Path, ranges: Ranges, **settings: Any) -> tuple[Path, Smoothed]:
-    model = graph.load(path)
+    model = edit.load(path)
     done = smooth(model, ranges, Settings(**{"alpha": 0.5, **settings}))
     out = path.parent / "out"
     out.mkdir(exist_ok=True)
-    graph.save(model, out)
-    onnx_file.check(out / graph.FILE)
-    return out / graph.FILE, done
+    edit.save(model, out)
+    model_file.check(out / edit.FILE)
+    return out / edit.FILE, done
 
 
 def difference(before: Path, after: Path, x: Any = None) -> float:
     feeds = {"x": feed() if x is None else x}
-    return equivalence.worst(equivalence.run(before, feeds), equivalence.run(after, feeds))
+    return base.worst(base.run(before, feeds), base.run(after, feeds))
 
 
 def weight(path: Path, name: str) -> Any:
@@ -385,7 +384,7 @@ def test_the_estimated_error_is_the_error(kind: str) -> None:
         mean_absolute=tuple(absolute.mean((0, 2))),
         mean_square=tuple((x**2).mean((0, 2))),
     )
-    choice = factors.smooth([w], found, [0.5])
+    choice = smooth_quant.factors_smooth([w], found, [0.5])
     for scale, expected in ((np.ones(WIDTH), choice.before), (choice.factors, choice.after)):
         activation, matrix = x / scale[:, None], w[0] * scale[:, None]
         steps = np.abs(activation).max() / 127, np.abs(matrix).max((1, 2), keepdims=True) / 127
@@ -397,8 +396,8 @@ def test_the_estimated_error_is_the_error(kind: str) -> None:
 
 
 def test_fewer_exponents_are_tried_on_few_data(tmp_path: Path) -> None:
-    assert max(factors.smooth_exponents(few=True)) == 0.5
-    assert max(factors.smooth_exponents(few=False)) == 0.7
+    assert max(smooth_quant.smooth_exponents(few=True)) == 0.5
+    assert max(smooth_quant.smooth_exponents(few=False)) == 0.7
     before = saved(tmp_path, *normalised()[:2])
     ranges = measured(before, "v")  # 40 rows
     many = ranges.tensors["v"].model_copy(update={"count": 1 << 20})

@@ -6,7 +6,7 @@ import pytest
 
 from enginesmith.models import MODELS
 from enginesmith.pipeline.errors import SourceError
-from enginesmith.pipeline.source import Source, resolve
+from enginesmith.pipeline.frameworks.source import Source, resolve
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.passes.sparsify import Sparsify
-from enginesmith.pipeline.sparsity import masks
-from enginesmith.pipeline.sparsity.options import SparsifyOptions, Sparsity
+from enginesmith.pipeline.passes.sparsify import sparsify
+from enginesmith.pipeline.passes.sparsify.options import SparsifyOptions, Sparsity
+from enginesmith.pipeline.passes.sparsify.sparsify import Sparsify
 
 
 def normal(*shape: int, seed: int = 0) -> Any:
@@ -18,27 +18,27 @@ def normal(*shape: int, seed: int = 0) -> Any:
 @pytest.mark.parametrize(("shape", "axis"), [((6, 8), 1), ((8, 6), 0), ((5, 12, 3, 3), 1), ((2, 8, 3), -2)])
 def test_two_of_four_keeps_the_two_largest_along_the_axis(shape: tuple[int, ...], axis: int) -> None:
     weight = normal(*shape)
-    kept = masks.two_of_four(weight, axis)
+    kept = sparsify.two_of_four(weight, axis)
     fours = np.moveaxis(weight, axis, -1).reshape(-1, 4)
     for four, stays in zip(fours, np.moveaxis(kept, axis, -1).reshape(-1, 4), strict=True):
         assert set(np.flatnonzero(stays)) == set(np.argsort(-np.abs(four))[:2])
-    assert masks.holds(kept, axis)
-    assert not masks.holds(weight != 0, axis)
+    assert sparsify.holds(kept, axis)
+    assert not sparsify.holds(weight != 0, axis)
 
 
 def test_of_equal_magnitudes_the_first_stay() -> None:
-    assert masks.two_of_four(np.array([[1, -1, 1, 1], [0, 0, 0, 0]], np.float32), 1).tolist() == [[1, 1, 0, 0]] * 2
+    assert sparsify.two_of_four(np.array([[1, -1, 1, 1], [0, 0, 0, 0]], np.float32), 1).tolist() == [[1, 1, 0, 0]] * 2
 
 
 def test_a_length_that_is_no_multiple_of_four_is_no_pattern() -> None:
-    assert not masks.holds(np.zeros((2, 6), bool), 1)
-    assert masks.holds(np.zeros((2, 8), bool), 1)
+    assert not sparsify.holds(np.zeros((2, 6), bool), 1)
+    assert sparsify.holds(np.zeros((2, 8), bool), 1)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 0.77])
 def test_a_threshold_makes_exactly_the_share_zero(ratio: float) -> None:
     arrays = [normal(40, 30), np.round(normal(20, 10, 3, seed=1), 1)]  # the second one with many that are equal
-    bound = masks.threshold([lambda one=one: one for one in arrays], ratio)  # type: ignore[misc]
+    bound = sparsify.threshold([lambda one=one: one for one in arrays], ratio)  # type: ignore[misc]
     gone = []
     for one in arrays:
         kept, bound = bound.mask(one)

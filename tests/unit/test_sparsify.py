@@ -9,12 +9,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.pipeline import graph, onnx_file
 from enginesmith.pipeline.artifact import Artifact, Effect, file_digest
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
-from enginesmith.pipeline.passes.base import run_pass
-from enginesmith.pipeline.passes.sparsify import Sparsify
-from enginesmith.pipeline.sparsity import candidates, check, marks
+from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.passes.run import run_pass
+from enginesmith.pipeline.passes.sparsify import check, sparsify
+from enginesmith.pipeline.passes.sparsify.sparsify import Sparsify
 
 Weights = dict[str, Any]
 
@@ -43,7 +43,7 @@ def saved(
 
 def artifact(path: Path) -> Artifact:
     sha = file_digest(path)
-    return Artifact(kind="onnx", path=path, sha256=sha, bytes=0, signature=onnx_file.signature(path))
+    return Artifact(kind="onnx", path=path, sha256=sha, bytes=0, signature=model_file.signature(path))
 
 
 def sparsified(path: Path, folder: Path, **fields: Any) -> tuple[Path, Effect]:
@@ -115,7 +115,7 @@ def test_every_weight_is_sparse_along_what_is_summed_over(tmp_path: Path) -> Non
     )
     assert f"SQNR of the weights {10 * np.log10(signal / noise):.1f} dB" in effect.summary
     assert np.array_equal(found["bias"], given["bias"])
-    assert marks.of(onnx.load(path)) == "2:4"
+    assert sparsify.of(onnx.load(path)) == "2:4"
 
 
 def test_the_same_bytes_each_time_with_and_without_external_data(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_the_same_bytes_each_time_with_and_without_external_data(tmp_path: Path)
         for name, size in (("a", 1 << 20), ("b", 1 << 20), ("c", 0))
     )
     assert first.read_bytes() == second.read_bytes()
-    assert onnx_file.external_files(beside)
+    assert model_file.external_files(beside)
     assert all(np.array_equal(value, arrays(first)[name]) for name, value in arrays(beside).items())
     again, _ = sparsified(beside, tmp_path / "d")  # reads what lies beside the graph
     assert all(np.array_equal(value, arrays(first)[name]) for name, value in arrays(again).items())
@@ -169,7 +169,7 @@ def refusals(folder: Path) -> Path:
 
 
 def test_what_cannot_be_sparse_is_left_with_the_reason(tmp_path: Path) -> None:
-    found = {one.name: one for one in candidates.find(graph.load(refusals(tmp_path)))}
+    found = {one.name: one for one in sparsify.find(edit.load(refusals(tmp_path)))}
     why = {name: one.structured for name, one in found.items()}
     assert why == {
         "three": "its 3 input channels of a group are no multiple of 4",
@@ -215,14 +215,14 @@ def test_unstructured_takes_the_smallest_of_all_or_of_each(scope: str, tmp_path:
         assert all(share == pytest.approx(0.75, abs=1 / found[name].size) for name, share in shares.items())
     else:
         assert shares["conv"] < 0.2 < 0.75 < shares["gemm"]
-    assert marks.of(onnx.load(path)) == "unstructured=0.75"
+    assert sparsify.of(onnx.load(path)) == "unstructured=0.75"
     assert effect.summary.startswith("unstructured=0.75 in 6 of 6 weights, 75.0%")
 
 
 def test_a_second_pattern_leaves_a_2_4_graph_2_4(tmp_path: Path) -> None:
     first, _ = sparsified(mixed(tmp_path), tmp_path / "a")
     second, effect = sparsified(first, tmp_path / "b", pattern="unstructured", ratio=0.8)
-    assert marks.of(onnx.load(second)) == "2:4"
+    assert sparsify.of(onnx.load(second)) == "2:4"
     assert effect.summary.endswith("2:4 held in 6 of 6 weights")
 
 
@@ -239,7 +239,7 @@ def test_a_module_is_protected_with_all_below_it(tmp_path: Path) -> None:
     model = onnx.load(mixed(tmp_path))
     for one, module in zip(model.graph.node, ("body.0", "", "", "head.a", "head.b", *[""] * 6), strict=True):
         entry = one.metadata_props.add()
-        entry.key, entry.value = onnx_file.MODULE_KEY, module
+        entry.key, entry.value = model_file.MODULE_KEY, module
     onnx.save(model, tmp_path / "given.onnx")
     path, _ = sparsified(tmp_path / "given.onnx", tmp_path / "out", protect=("head",))
     assert {name for name, one in arrays(path).items() if (one != 0).all()} == {"gemm", "gemm_t", "bias"}

@@ -9,20 +9,23 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.calibration.options import DataOptions
-from enginesmith.pipeline import graph, inspection, onnx_file
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
-from enginesmith.pipeline.engines.base import BuildRequest, Device
-from enginesmith.pipeline.engines.onnxruntime import OnnxRuntime
-from enginesmith.pipeline.engines.tensorrt import _for_graph
-from enginesmith.pipeline.engines.trt.options import BuildOptions
+from enginesmith.pipeline.engines.base import BuildRequest
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.engines.tensorrt.engine import _for_graph
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.errors import InvalidGraph
-from enginesmith.pipeline.passes.base import Pass, Progress, Records, run_pass
-from enginesmith.pipeline.passes.precision import Precision
-from enginesmith.pipeline.passes.sparsify import Sparsify
-from enginesmith.pipeline.precision.kinds import KINDS
-from enginesmith.pipeline.sparsity import check, masks
+from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.passes.base import Pass, Progress, Records
+from enginesmith.pipeline.passes.quantize.precision import Precision
+from enginesmith.pipeline.passes.quantize.precisions import KINDS
+from enginesmith.pipeline.passes.run import run_pass
+from enginesmith.pipeline.passes.sparsify import check, sparsify
+from enginesmith.pipeline.passes.sparsify.sparsify import Sparsify
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
-from enginesmith.pipeline.tasks.compare import Sample
+from enginesmith.pipeline.tasks.verify import Sample
+from enginesmith.pipeline.workflows import inspect
 
 WIDE = 128
 
@@ -73,7 +76,7 @@ WEIGHTS = ("first", "second", "grouped", "across", "along", "matrix")
 
 def artifact(path: Path) -> Artifact:
     sha = file_digest(path)
-    return Artifact(kind="onnx", path=path, sha256=sha, bytes=0, signature=onnx_file.signature(path))
+    return Artifact(kind="onnx", path=path, sha256=sha, bytes=0, signature=model_file.signature(path))
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +203,7 @@ def test_weights_that_were_put_together_are_found_in_the_whole(tmp_path: Path) -
         return path
 
     weights = {name: normal(32, 16, seed=seed) for seed, name in enumerate("qkv")}
-    weights = {name: np.where(masks.two_of_four(one, 0), one, 0) for name, one in weights.items()}
+    weights = {name: np.where(sparsify.two_of_four(one, 0), one, 0) for name, one in weights.items()}
     apart = products(tmp_path / "apart.onnx", "q k v", weights)
     whole = products(tmp_path / "whole.onnx", "all", {"all": np.concatenate(list(weights.values()), axis=1)})
     assert check.follow(apart, whole).held == ("q", "k", "v")
@@ -222,7 +225,7 @@ def quantised(path: Path, operator: str, weight: Any, inputs: str, **attributes:
 
 
 def test_a_level_that_equals_its_zero_point_is_a_zero(tmp_path: Path) -> None:
-    kept = masks.two_of_four(normal(16, 8), 0)
+    kept = sparsify.two_of_four(normal(16, 8), 0)
     points = np.arange(120, 128, dtype=np.uint8)
     levels = np.where(kept, 200, points[None, :]).astype(np.uint8)
     for name, weight, form, others in (
@@ -240,7 +243,7 @@ def test_a_level_that_equals_its_zero_point_is_a_zero(tmp_path: Path) -> None:
 
 
 def test_packed_nibbles_are_unpacked(tmp_path: Path) -> None:
-    kept = masks.two_of_four(normal(6, 32), 1)
+    kept = sparsify.two_of_four(normal(6, 32), 1)
     levels = np.where(kept, 3, 8).astype(np.uint8)
     packed = (levels[:, ::2] | levels[:, 1::2] << 4).reshape(6, 2, 8)
     form = {"domain": "com.microsoft", "K": 32, "N": 6, "bits": 4, "block_size": 16}
@@ -267,8 +270,8 @@ class _Careless(Pass):
         for tensor in model.graph.initializer:
             weight = numpy_helper.to_array(tensor) + np.float32(self.added)
             tensor.CopyFrom(numpy_helper.from_array(weight, tensor.name))
-        onnx.save(model, out / graph.FILE)
-        return Effect(file=graph.FILE, summary="done")
+        onnx.save(model, out / edit.FILE)
+        return Effect(file=edit.FILE, summary="done")
 
 
 @pytest.mark.parametrize(
@@ -282,22 +285,22 @@ def test_a_pass_that_loses_the_pattern_fails(added: float, words: str, sparse: A
 
 
 def test_sparse_kernels_are_asked_for_where_the_graph_is_2_4(sparse: Artifact, tmp_path: Path) -> None:
-    model = onnx_file.skeleton(sparse.path)
+    model = model_file.skeleton(sparse.path)
     options, notes = _for_graph(BuildOptions(), model, sparse.path)
     assert options.sparse_weights
     assert notes == ("SPARSE_WEIGHTS is set: 6 of 6 weights of the graph are 2:4",)
     plain = dense(tmp_path / "dense.onnx")
-    assert _for_graph(BuildOptions(), onnx_file.skeleton(plain), plain) == (BuildOptions(), ())
+    assert _for_graph(BuildOptions(), model_file.skeleton(plain), plain) == (BuildOptions(), ())
     options, notes = _for_graph(BuildOptions(), model, plain)  # marked, and not so
     assert not options.sparse_weights
     assert "none of its weights is" in notes[0]
 
 
 def test_inspect_shows_zeros_and_the_pattern(sparse: Artifact, tmp_path: Path) -> None:
-    found = inspection.inspect(sparse.path)["sparsity"]
+    found = inspect.inspect(sparse.path)["sparsity"]
     elements = sum(one.elements for one in check.sparse_weights(sparse.path))
     assert found == {"marked as": "2:4", "zeros": f"50.0% of {elements:,} weights of products", "2:4": "6 of 6 weights"}
-    plain = inspection.inspect(dense(tmp_path / "dense.onnx"))["sparsity"]
+    plain = inspect.inspect(dense(tmp_path / "dense.onnx"))["sparsity"]
     assert plain == {
         "marked as": "dense",
         "zeros": f"0.0% of {elements:,} weights of products",

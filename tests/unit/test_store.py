@@ -10,7 +10,7 @@ import pytest
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.errors import StoreError
-from enginesmith.pipeline.store import Store, default_root
+from enginesmith.pipeline.store.store import Store, default_root
 
 HISTORY = (HistoryEntry(step="export", parameters={}, tools={}, seconds=1.0, host_peak_bytes=None, effect="made"),)
 
@@ -63,10 +63,10 @@ def test_a_damaged_entry_is_noticed_and_removed(store: Store, harm: str) -> None
 
 
 def test_a_large_file_is_hashed_again_once_its_inode_changed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("enginesmith.pipeline.stored_file._ALWAYS_HASH_BYTES", 0)
+    monkeypatch.setattr("enginesmith.pipeline.store.manifest._ALWAYS_HASH_BYTES", 0)
     path = put(store, "ab" * 32).path
     hashed: list[Path] = []
-    monkeypatch.setattr("enginesmith.pipeline.stored_file.file_digest", lambda path: hashed.append(path) or "x")
+    monkeypatch.setattr("enginesmith.pipeline.store.manifest.file_digest", lambda path: hashed.append(path) or "x")
     assert store.get("ab" * 32) is not None
     assert hashed == []
     path.write_bytes(b"grapH")

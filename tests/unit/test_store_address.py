@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.store_address import address, default_address
+from enginesmith.pipeline.store.address import address, default_address
 
 
 @pytest.fixture(autouse=True)

@@ -15,15 +15,16 @@ from typing import Any
 import fsspec
 import pytest
 
-from enginesmith.pipeline import shared_store, telling
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, json_digest
 from enginesmith.pipeline.errors import MissingCapability, StoreError, UsageError
-from enginesmith.pipeline.executors.ray import RayExecutor
-from enginesmith.pipeline.retries import Retries
-from enginesmith.pipeline.shared_reads import MOST_CANDIDATES
-from enginesmith.pipeline.shared_store import SharedStore
-from enginesmith.pipeline.store import Store
-from enginesmith.pipeline.stored_entry import MANIFEST, decode_checked, encode
+from enginesmith.pipeline.execution.ray.executor import RayExecutor
+from enginesmith.pipeline.store import remote as shared_store
+from enginesmith.pipeline.store import retry
+from enginesmith.pipeline.store.inputs import MOST_CANDIDATES
+from enginesmith.pipeline.store.manifest import MANIFEST, decode_checked, encode
+from enginesmith.pipeline.store.remote import SharedStore
+from enginesmith.pipeline.store.retry import Retries
+from enginesmith.pipeline.store.store import Store
 
 HISTORY = (HistoryEntry(step="export", parameters={}, tools={}, seconds=1.0, host_peak_bytes=None, effect="made"),)
 KEY, OTHER = "ab" * 32, "cd" * 32
@@ -57,7 +58,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> Machin
 @pytest.fixture(autouse=True)
 def hardly_anything_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of what is put here has its files beside the manifest, as large entries have."""
-    monkeypatch.setattr("enginesmith.pipeline.shared_store._SMALL_BYTES", 5)
+    monkeypatch.setattr("enginesmith.pipeline.store.remote._SMALL_BYTES", 5)
 
 
 def remote(url: str) -> Any:
@@ -494,7 +495,7 @@ def test_an_outage_is_survived_and_told(machine: Machine, url: str, monkeypatch:
         get_file(self, *arguments, **options)
 
     monkeypatch.setattr(system, "get_file", flaky)
-    with telling.notifications_to(said.append):
+    with retry.notifications_to(said.append):
         assert two.get(KEY) is not None
     assert re.search(r"cannot be reached \((timed out|reset by peer)\); trying again in", said[0])
     assert "is reachable again" in said[-1]

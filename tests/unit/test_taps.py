@@ -8,10 +8,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.pipeline import graph
 from enginesmith.pipeline.errors import InvalidGraph, ModelError
-from enginesmith.pipeline.precision.taps import open_tapped
-from enginesmith.pipeline.precision.watched import Watched, watched
+from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.passes.quantize.statistics import Watched, open_tapped, watched
 from enginesmith.pipeline.tensors import Array
 
 FLOAT, INT64, BFLOAT16 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BFLOAT16
@@ -45,7 +44,7 @@ def saved(
 
 
 def seen(folder: Path, *arguments: Any, **options: Any) -> Watched:
-    return watched(graph.load(saved(folder, *arguments, **options)))
+    return watched(edit.load(saved(folder, *arguments, **options)))
 
 
 def test_values_inputs_and_outputs_are_read_out_in_the_order_they_were_named(tmp_path: Path) -> None:
@@ -151,7 +150,7 @@ def test_only_floats_that_numpy_has_are_watched(tmp_path: Path) -> None:
     )
     assert seen(tmp_path, nodes).values == ("x", "y")
     path = saved(tmp_path, (helper.make_node("MatMul", ["x", "w"], ["y"]),), shape=("b", 4), kind=BFLOAT16)
-    assert watched(graph.load(path)) == Watched((), frozenset(), {}, frozenset(), {})
+    assert watched(edit.load(path)) == Watched((), frozenset(), {}, frozenset(), {})
 
 
 def test_operators_of_other_domains_are_watched_from_outside(tmp_path: Path) -> None:

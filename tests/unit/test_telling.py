@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from enginesmith.pipeline import telling
-from enginesmith.pipeline.executors.base import StepRequest
-from enginesmith.pipeline.plan import plan
+from enginesmith.pipeline.execution.executor import StepRequest
+from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.store import retry
 
 
 def test_notes_and_what_the_store_tells_stand_at_the_top_of_the_log(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_notes_and_what_the_store_tells_stand_at_the_top_of_the_log(tmp_path: Pa
             noted.on_note("a node was lost")
             log.parent.mkdir()
             log.write_text("what its process wrote\n")
-            telling.notify("the store cannot be reached")
+            retry.notify("the store cannot be reached")
             raise ValueError("it fails of its own")
 
     with pytest.raises(ValueError, match="of its own"):
@@ -42,7 +42,7 @@ def test_where_nothing_happened_there_is_no_log(tmp_path: Path) -> None:
 
 
 def test_what_no_step_waits_for_is_on_standard_error(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), telling.notifications_to(pytest.fail):
+    with caplog.at_level(logging.WARNING), retry.notifications_to(pytest.fail):
         pass
-    telling.notify("the store cannot be reached")
+    retry.notify("the store cannot be reached")
     assert caplog.messages == ["the store cannot be reached"]

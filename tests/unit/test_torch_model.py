@@ -11,13 +11,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from enginesmith.pipeline import factories, saved_module, torch_model
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import SignatureError, SourceError, StoreError
-from enginesmith.pipeline.factories import Built
-from enginesmith.pipeline.source import Source
+from enginesmith.pipeline.frameworks.source import Source
+from enginesmith.pipeline.frameworks.torch import factories, saved
+from enginesmith.pipeline.frameworks.torch import module as torch_model
+from enginesmith.pipeline.frameworks.torch.factories import Built
+from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, flatten
 from enginesmith.pipeline.tensors import TensorSpec
-from enginesmith.pipeline.torch_model import LoadedModel, LoadOptions, flatten
 
 SOURCE = Source(form="zoo", text="test", target="test")
 LABEL = namedtuple("LABEL", "best score")
@@ -176,30 +177,30 @@ class Tied(nn.Module):
 
 
 def stored(folder: Path) -> Artifact:
-    return Artifact(kind="torch", path=folder / saved_module.RECORD, sha256="", bytes=0)
+    return Artifact(kind="torch", path=folder / saved.RECORD, sha256="", bytes=0)
 
 
 def test_what_is_stored_comes_back_with_its_weights(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(Tied(), ONE)
-    saved_module.save(loaded, Source(form="zoo", text="digits", target="digits"), LoadOptions(), tmp_path)
+    saved.save(loaded, Source(form="zoo", text="digits", target="digits"), LoadOptions(), tmp_path)
     fresh = Tied()
     nn.init.zeros_(fresh.first.weight)
     monkeypatch.setattr(factories, "build", lambda source: Built(fresh.eval().requires_grad_(False)))
-    again = saved_module.load_artifact(stored(tmp_path))
+    again = saved.load_artifact(stored(tmp_path))
     assert again.signature == loaded.signature
     torch.testing.assert_close(again.module(ONE)[0], loaded.module(ONE)[0])
     assert fresh.second.weight is fresh.first.weight
     assert len(load_file(tmp_path / "state.safetensors")) == len(fresh.state_dict()) - 1  # the tied one once
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
-    assert saved_module.read_example(stored(tmp_path))["x"].tolist() == ONE.tolist()
+    assert saved.read_example(stored(tmp_path))["x"].tolist() == ONE.tolist()
 
     monkeypatch.setattr(factories, "build", lambda source: Built(nn.Linear(3, 3)))
     with pytest.raises(SourceError, match="no longer builds the module"):
-        saved_module.load_artifact(stored(tmp_path))
+        saved.load_artifact(stored(tmp_path))
 
 
 def test_files_of_the_same_name_are_told_apart(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_module, "_comes_back", lambda *_: True)
+    monkeypatch.setattr(saved, "_comes_back", lambda *_: True)
     records = []
     for content in ("a", "b"):
         for package, text in (("one", content), ("two", "same")):
@@ -207,8 +208,8 @@ def test_files_of_the_same_name_are_told_apart(load, tmp_path: Path, monkeypatch
             (tmp_path / package / "__init__.py").write_text(text)
         files = (tmp_path / "one" / "__init__.py", tmp_path / "two" / "__init__.py")
         loaded = dataclasses.replace(load(nn.Linear(3, 3), ONE), files=files)
-        saved_module.save(loaded, SOURCE, LoadOptions(), tmp_path)
-        records.append((tmp_path / saved_module.RECORD).read_text())
+        saved.save(loaded, SOURCE, LoadOptions(), tmp_path)
+        records.append((tmp_path / saved.RECORD).read_text())
     assert records[0] != records[1]
 
 
@@ -222,10 +223,10 @@ def test_a_full_disk_is_told_from_other_faults(load, tmp_path: Path, monkeypatch
     loaded = load(nn.Linear(3, 3), ONE)
     refuse("Error while serializing: I/O error: No space left on device (os error 28)")
     with pytest.raises(StoreError, match=r"no space left.*\n.*free some space"):
-        saved_module.save(loaded, SOURCE, LoadOptions(), tmp_path)
+        saved.save(loaded, SOURCE, LoadOptions(), tmp_path)
     refuse("something else")
     with pytest.raises(SafetensorError):
-        saved_module.save(loaded, SOURCE, LoadOptions(), tmp_path)
+        saved.save(loaded, SOURCE, LoadOptions(), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, get_args
 import pytest
 
 from enginesmith.pipeline import engines
-from enginesmith.pipeline.engines.trt import flavours
-from enginesmith.pipeline.engines.trt.flavours import Capabilities
-from enginesmith.pipeline.engines.trt.options import BuildOptions
+from enginesmith.pipeline.engines.tensorrt import versions
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
+from enginesmith.pipeline.engines.tensorrt.versions import Capabilities
 
 NAMES = json.loads((Path(__file__).parent.parent / "data" / "tensorrt_api_names.json").read_text())
 HERE = Path(engines.__file__).parent
@@ -86,14 +86,14 @@ ONLY_WHERE = {
 
 
 class Flavour(NamedTuple):
-    name: flavours.FlavourName
+    name: versions.FlavourName
     version: str
     functions: frozenset[str]
     classes: Mapping[str, frozenset[str]]
 
     @property
     def known(self) -> Capabilities:
-        return flavours.capabilities(self.name, self.version)
+        return versions.capabilities(self.name, self.version)
 
     def has(self, name: str) -> bool:
         first, _, member = name.partition(".")
@@ -101,7 +101,7 @@ class Flavour(NamedTuple):
 
     def uses(self, field: str) -> bool:
         if field == "attention_layers_since":
-            return flavours.numbers(self.version) >= self.known.attention_layers_since
+            return versions.numbers(self.version) >= self.known.attention_layers_since
         return bool(getattr(self.known, field))
 
 
@@ -201,8 +201,8 @@ def test_every_target_is_a_member_of_the_flavours_enumeration() -> None:
 
 
 def test_the_installed_module_has_the_names_too() -> None:
-    for name in get_args(flavours.FlavourName):
-        found = flavours.installed_version(name)
+    for name in get_args(versions.FlavourName):
+        found = versions.installed_version(name)
         if found is None:
             continue
         trt: Any = importlib.import_module(name)

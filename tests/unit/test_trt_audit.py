@@ -6,7 +6,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from enginesmith.pipeline.engines.trt.audit import Audit, audit, read_layers
+from enginesmith.pipeline.engines.tensorrt.layers import Audit, audit, read_layers
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 
 DATA = Path(__file__).parent.parent / "data" / "trt"

@@ -8,11 +8,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from enginesmith.pipeline import onnx_file
-from enginesmith.pipeline.engines.trt.build_errors import build_error
-from enginesmith.pipeline.engines.trt.build_log import BuildLog, Figures, logger
-from enginesmith.pipeline.engines.trt.parsing import _refusal, _Refused, plain
+from enginesmith.pipeline.engines.tensorrt.build_log import BuildLog, Figures, logger
+from enginesmith.pipeline.engines.tensorrt.builder import build_error
+from enginesmith.pipeline.engines.tensorrt.parser import _refusal, _Refused, plain
 from enginesmith.pipeline.errors import BuilderFailed, BuildError, LimitTooSmall, UnsupportedGraph
+from enginesmith.pipeline.frameworks.onnx import model_file
 
 TWO_PROFILES = """\
 Max Scratch Memory: 512 bytes
@@ -110,7 +110,7 @@ def graph(tmp_path: Path) -> Path:
     """Two products, the first from a module."""
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 4]) for name in "xy")
     first = helper.make_node("MatMul", ["x", "x"], ["h"], name="one")
-    first.metadata_props.add(key=onnx_file.MODULE_KEY, value="encoder.proj")
+    first.metadata_props.add(key=model_file.MODULE_KEY, value="encoder.proj")
     nodes = [first, helper.make_node("MatMul", ["h", "x"], ["y"], name="two")]
     path = tmp_path / "m.onnx"
     onnx.save(helper.make_model(helper.make_graph(nodes, "g", [x], [y])), path)

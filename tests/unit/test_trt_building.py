@@ -11,14 +11,16 @@ import pytest
 import torch
 
 from enginesmith.pipeline.artifact import file_digest
-from enginesmith.pipeline.engines.trt import building, flavours, parsing, timing
-from enginesmith.pipeline.engines.trt.build_log import BuildLog
-from enginesmith.pipeline.engines.trt.building import Order
-from enginesmith.pipeline.engines.trt.options import BuildOptions
+from enginesmith.pipeline.engines.tensorrt import builder as building
+from enginesmith.pipeline.engines.tensorrt import builder as timing
+from enginesmith.pipeline.engines.tensorrt import parser, versions
+from enginesmith.pipeline.engines.tensorrt.build_log import BuildLog
+from enginesmith.pipeline.engines.tensorrt.builder import Order
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 
-RTX = flavours.capabilities("tensorrt_rtx", "1.7.1")
-ENTERPRISE = flavours.capabilities("tensorrt", "11.4.0")
+RTX = versions.capabilities("tensorrt_rtx", "1.7.1")
+ENTERPRISE = versions.capabilities("tensorrt", "11.4.0")
 FLAGS = (
     *("TF32", "SPARSE_WEIGHTS", "WEIGHT_STREAMING", "STRIP_PLAN", "REFIT", "VERSION_COMPATIBLE"),
     *("EXCLUDE_LEAN_RUNTIME", "ERROR_ON_TIMING_CACHE_MISS", "EDITABLE_TIMING_CACHE", "MONITOR_MEMORY"),
@@ -74,7 +76,7 @@ class Config:
 
 def configured(
     config: Config,
-    flavour: flavours.FlavourName = "tensorrt",
+    flavour: versions.FlavourName = "tensorrt",
     workspace: int | None = None,
     targets: tuple[str, ...] = (),
     **options: Any,
@@ -316,7 +318,7 @@ def test_plugin_libraries_that_cannot_be_loaded(name: str, message: str, tmp_pat
     for one in ("good.so", "bad.so"):
         (tmp_path / one).touch()
     with pytest.raises(UsageError, match=message):
-        parsing.load_plugins(PLUGGED, (str(tmp_path / "good.so"), str(tmp_path / name)), None, ENTERPRISE)
+        parser.load_plugins(PLUGGED, (str(tmp_path / "good.so"), str(tmp_path / name)), None, ENTERPRISE)
 
 
 def test_a_plugin_library_in_the_working_folder_needs_no_more_than_its_name(
@@ -324,4 +326,4 @@ def test_a_plugin_library_in_the_working_folder_needs_no_more_than_its_name(
 ) -> None:
     (tmp_path / "good.so").touch()
     monkeypatch.chdir(tmp_path)
-    parsing.load_plugins(PLUGGED, ("good.so",), None, ENTERPRISE)  # the loader looks for bare names elsewhere
+    parser.load_plugins(PLUGGED, ("good.so",), None, ENTERPRISE)  # the loader looks for bare names elsewhere

@@ -7,10 +7,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.pipeline import onnx_file
-from enginesmith.pipeline.engines.trt import graph_check
-from enginesmith.pipeline.engines.trt.flavours import capabilities
+from enginesmith.pipeline.engines.tensorrt import parser
+from enginesmith.pipeline.engines.tensorrt.versions import capabilities
 from enginesmith.pipeline.errors import UnsupportedGraph
+from enginesmith.pipeline.frameworks.onnx import model_file
 
 T = TensorProto
 RTX = capabilities("tensorrt_rtx", "1.7.1")
@@ -39,7 +39,7 @@ RELU = node("Relu", "x", "y")
 
 def refusal(given: onnx.ModelProto, *targets: str) -> UnsupportedGraph:
     with pytest.raises(UnsupportedGraph) as caught:
-        graph_check.hold(given, targets, RTX)
+        parser.hold(given, targets, RTX)
     assert caught.value.remedy
     return caught.value
 
@@ -62,7 +62,7 @@ def refusal(given: onnx.ModelProto, *targets: str) -> UnsupportedGraph:
     ids=["relu", "bool", "image", "fp16", "cast", "int8", "typed", "weights", "topk", "scalar", "foreign"],
 )
 def test_a_sound_graph_passes(given: onnx.ModelProto) -> None:
-    graph_check.hold(given, ("sm75",), RTX)
+    parser.hold(given, ("sm75",), RTX)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_types_that_a_target_lacks(kind: int, name: str, least: str, below: str,
         "input": lambda: model(RELU, kind=kind),
     }
     given = make[place]()
-    graph_check.hold(given, (least,), RTX)
-    graph_check.hold(given, (), RTX)
+    parser.hold(given, (least,), RTX)
+    parser.hold(given, (), RTX)
     assert f"uses {name}, which needs {least} or later, and the target is {below}" in refusal(given, below).message
     both = refusal(given, least, below)
     assert f"the engine is to run on {below} too" in both.message
@@ -160,9 +160,9 @@ def test_long_lists_are_cut() -> None:
 
 def test_a_node_is_called_by_its_name_or_output_and_its_module() -> None:
     plain = helper.make_node("Relu", ["x"], ["y"])
-    assert graph_check.node_name(plain) == "Relu 'y'"
-    plain.metadata_props.add(key=onnx_file.MODULE_KEY, value="encoder.act")
-    assert graph_check.node_name(plain) == "Relu 'y' (of the module 'encoder.act')"
+    assert parser.node_name(plain) == "Relu 'y'"
+    plain.metadata_props.add(key=model_file.MODULE_KEY, value="encoder.act")
+    assert parser.node_name(plain) == "Relu 'y' (of the module 'encoder.act')"
 
 
 @pytest.mark.parametrize(("inputs", "refused"), [("x x x", True), ("x x w", True), ("x w x", False), ("x w w", False)])
@@ -171,5 +171,5 @@ def test_attention_whose_queries_are_its_keys_kills_the_builder(inputs: str, ref
     if refused:
         assert "Attention 'att'" in refusal(given, "sm86").message
     else:
-        graph_check.hold(given, ("sm86",), RTX)
-    graph_check.hold(given, ("sm86",), capabilities("tensorrt", "11.4.0"))
+        parser.hold(given, ("sm86",), RTX)
+    parser.hold(given, ("sm86",), capabilities("tensorrt", "11.4.0"))

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact, file_digest
-from enginesmith.pipeline.engines import cuda
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.cuda import CudaDevice, Driver
-from enginesmith.pipeline.engines.tensorrt import TensorRT, TensorRTRTX
-from enginesmith.pipeline.engines.trt import flavours, manifest
-from enginesmith.pipeline.engines.trt.build_log import Figures
-from enginesmith.pipeline.engines.trt.manifest import EngineManifest
-from enginesmith.pipeline.engines.trt.options import BuildOptions
+from enginesmith.pipeline.engines.tensorrt import manifest, versions
+from enginesmith.pipeline.engines.tensorrt.build_log import Figures
+from enginesmith.pipeline.engines.tensorrt.engine import TensorRT, TensorRTRTX
+from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.errors import MissingCapability, ModelError
+from enginesmith.pipeline.planning.stages import verify_steps
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.stage_plans import verify_steps
-from enginesmith.pipeline.tasks.compare import Verify
+from enginesmith.pipeline.system import cuda
+from enginesmith.pipeline.system.cuda import CudaDevice, Driver
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.verify import Verify
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 
 HEADER = bytes.fromhex(
@@ -205,7 +205,7 @@ def test_every_target_has_a_bit_of_its_own(engine: Path) -> None:
     engine.write_bytes(data)
     found = manifest.read_header(engine)
     assert found is not None
-    assert found.compute_capabilities == flavours.capabilities("tensorrt_rtx", "1.7").targets
+    assert found.compute_capabilities == versions.capabilities("tensorrt_rtx", "1.7").targets
 
 
 @pytest.mark.parametrize("data", [b"", HEADER[:-1], b"ftrt" + HEADER[4:], bytes(64)])

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from enginesmith.pipeline.engines.base import Availability
-from enginesmith.pipeline.engines.cuda import CudaDevice
-from enginesmith.pipeline.engines.tensorrt import TensorRT, TensorRTRTX
-from enginesmith.pipeline.engines.trt import flavours, profiles
-from enginesmith.pipeline.engines.trt.building import compute_capabilities
-from enginesmith.pipeline.engines.trt.flavours import NEEDS_DEVICE, capabilities
-from enginesmith.pipeline.engines.trt.options import BuildOptions, hold
+from enginesmith.pipeline.engines.tensorrt import engine, versions
+from enginesmith.pipeline.engines.tensorrt.builder import compute_capabilities
+from enginesmith.pipeline.engines.tensorrt.engine import TensorRT, TensorRTRTX
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, hold
+from enginesmith.pipeline.engines.tensorrt.versions import NEEDS_DEVICE, capabilities
 from enginesmith.pipeline.errors import MissingCapability, UsageError
+from enginesmith.pipeline.system.cuda import CudaDevice
+from enginesmith.pipeline.system.device import Availability
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
 
 RTX = capabilities("tensorrt_rtx", "1.7.1.116")
@@ -76,7 +76,7 @@ def test_the_enterprise_flavour_takes_every_option_on_a_device(name: str) -> Non
 
 
 @pytest.mark.parametrize("known", [RTX, ENTERPRISE])
-def test_defaults_are_taken_without_a_note(known: flavours.Capabilities) -> None:
+def test_defaults_are_taken_without_a_note(known: versions.Capabilities) -> None:
     assert hold(BuildOptions(), "tensorrt_rtx", known, device=False) == ()
 
 
@@ -95,11 +95,11 @@ WHOLE = {"ids": ((1, 16), (8, 128), (64, 512)), "scale": ((3,), (3,), (3,))}
 
 
 def test_the_whole_range_is_the_only_profile_unless_more_are_named() -> None:
-    assert profiles.plan(SIGNATURE, RANGES, ()) == (WHOLE,)
+    assert engine.plan(SIGNATURE, RANGES, ()) == (WHOLE,)
 
 
 def test_named_profiles_come_first_and_keep_the_other_dimensions() -> None:
-    first, second, last = profiles.plan(SIGNATURE, RANGES, ("batch=1:1:1", "batch=2:4:8,seq=64"))
+    first, second, last = engine.plan(SIGNATURE, RANGES, ("batch=1:1:1", "batch=2:4:8,seq=64"))
     assert first["ids"] == ((1, 16), (1, 128), (1, 512))
     assert second["ids"] == ((2, 64), (4, 64), (8, 64))
     assert last == WHOLE
@@ -117,12 +117,12 @@ def test_named_profiles_come_first_and_keep_the_other_dimensions() -> None:
 )
 def test_profiles_that_do_not_fit_are_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        profiles.plan(SIGNATURE, RANGES, (text,))
+        engine.plan(SIGNATURE, RANGES, (text,))
 
 
 def test_a_dimension_without_a_range_is_refused() -> None:
     with pytest.raises(UsageError, match="'seq' has no range") as caught:
-        profiles.plan(SIGNATURE, {"batch": RANGES["batch"]}, ())
+        engine.plan(SIGNATURE, {"batch": RANGES["batch"]}, ())
     assert "--shape seq=MIN:OPT:MAX" in caught.value.remedy
 
 
@@ -131,17 +131,17 @@ def test_a_dimension_without_a_range_is_refused() -> None:
     [("10.13.3.9", True), ("11.4.0.106", True), ("10.12.0", False), ("8.6.1", False), ("12.0.0", False)],
 )
 def test_versions_that_are_not_known_are_not_used(found: str, ok: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flavours, "installed_version", lambda flavour: found)
-    monkeypatch.setattr(flavours.importlib, "import_module", lambda name: None)
-    answer = flavours.importable("tensorrt")
+    monkeypatch.setattr(versions, "installed_version", lambda flavour: found)
+    monkeypatch.setattr(versions.importlib, "import_module", lambda name: None)
+    answer = versions.importable("tensorrt")
     assert answer.ok == ok
     assert ok or (found in answer.reason and "tensorrt>=10.13" in answer.remedy)
 
 
 def test_a_package_that_is_not_there_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flavours, "installed_version", lambda flavour: None)
+    monkeypatch.setattr(versions, "installed_version", lambda flavour: None)
     with pytest.raises(MissingCapability, match="tensorrt-rtx is not installed") as caught:
-        flavours.module("tensorrt_rtx")
+        versions.module("tensorrt_rtx")
     assert "pip install tensorrt-rtx" in caught.value.remedy
 
 
@@ -149,17 +149,17 @@ def test_a_package_whose_libraries_do_not_load_is_not_used(monkeypatch: pytest.M
     def fail(name: str) -> None:
         raise OSError("libnvinfer.so.11: cannot open shared object file")
 
-    monkeypatch.setattr(flavours, "installed_version", lambda flavour: "11.4.0")
-    monkeypatch.setattr(flavours.importlib, "import_module", fail)
-    answer = flavours.importable("tensorrt")
+    monkeypatch.setattr(versions, "installed_version", lambda flavour: "11.4.0")
+    monkeypatch.setattr(versions.importlib, "import_module", fail)
+    answer = versions.importable("tensorrt")
     assert not answer.ok
     assert "libnvinfer.so.11" in answer.reason
 
 
 def test_the_newest_row_stands_for_versions_that_are_not_known() -> None:
     assert capabilities("tensorrt", "13.0") == ENTERPRISE
-    assert flavours.numbers("1.7.1.116") == (1, 7, 1, 116)
-    assert flavours.numbers("10.14.1.48.post1") == (10, 14, 1, 48)
+    assert versions.numbers("1.7.1.116") == (1, 7, 1, 116)
+    assert versions.numbers("10.14.1.48.post1") == (10, 14, 1, 48)
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ def test_targets_that_cannot_be_had(
 
 @pytest.mark.parametrize(("target", "ok"), [("sm86", True), ("portable", True), ("sm89", False), (None, True)])
 def test_an_engine_runs_where_its_target_is(target: str | None, ok: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from enginesmith.pipeline.engines import cuda
-    from enginesmith.pipeline.engines.base import Device
+    from enginesmith.pipeline.system import cuda
+    from enginesmith.pipeline.system.device import Device
 
     monkeypatch.setattr(TensorRTRTX, "available", classmethod(lambda cls, device: Availability(ok=True)))
     monkeypatch.setattr(cuda, "cuda_device", lambda index: AMPERE)
@@ -220,8 +220,8 @@ def test_an_engine_runs_where_its_target_is(target: str | None, ok: bool, monkey
 
 
 def test_engines_of_a_named_target_are_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    from enginesmith.pipeline.engines import cuda
-    from enginesmith.pipeline.engines.base import Device
+    from enginesmith.pipeline.system import cuda
+    from enginesmith.pipeline.system.device import Device
 
     monkeypatch.setattr(cuda, "cuda_device", lambda index: AMPERE)
     where = Device(kind="cuda")
@@ -231,7 +231,7 @@ def test_engines_of_a_named_target_are_the_same_on_every_machine(monkeypatch: py
 
 
 def test_a_plugin_library_that_was_changed_changes_the_surroundings(tmp_path: Path) -> None:
-    from enginesmith.pipeline.engines.base import Device
+    from enginesmith.pipeline.system.device import Device
 
     library = tmp_path / "nms.so"
     engine = TensorRTRTX(target="sm86", options=BuildOptions(plugins=(str(library),)))

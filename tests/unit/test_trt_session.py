@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from enginesmith.pipeline.engines.base import Device
-from enginesmith.pipeline.engines.cuda_ledger import (
+from enginesmith.pipeline.engines.cuda_allocator import (
     ACTIVATIONS,
     OUTPUTS,
     TRANSFERS,
@@ -28,14 +27,15 @@ from enginesmith.pipeline.engines.cuda_ledger import (
     active,
     counting,
 )
-from enginesmith.pipeline.engines.trt import memory, opening, session
-from enginesmith.pipeline.engines.trt.flavours import capabilities
-from enginesmith.pipeline.engines.trt.manifest import EngineManifest
-from enginesmith.pipeline.engines.trt.memory import ActivationMemory
-from enginesmith.pipeline.engines.trt.opening import Opened, RuntimeLog, _hold_allowed, open_engine
-from enginesmith.pipeline.engines.trt.options import BuildOptions, RunOptions
-from enginesmith.pipeline.engines.trt.session import TensorRTSession
+from enginesmith.pipeline.engines.tensorrt import loader, memory, session
+from enginesmith.pipeline.engines.tensorrt.loader import Opened, RuntimeLog, _hold_allowed, open_engine
+from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
+from enginesmith.pipeline.engines.tensorrt.memory import ActivationMemory
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions
+from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
+from enginesmith.pipeline.engines.tensorrt.versions import capabilities
 from enginesmith.pipeline.errors import MissingCapability, ModelError, SignatureError, StepOutOfMemory, UsageError
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
 
 SIGNATURE = Signature(inputs=(TensorSpec.parse("x:float32:batch,4"),), outputs=(TensorSpec.parse("y:float32:batch,4"),))
@@ -590,7 +590,7 @@ class Streaming:
 @pytest.mark.parametrize(("budget", "streams", "held"), [(None, False, 100), (40, True, 40), (1000, False, 100)])
 def test_a_streaming_budget_is_set_up_to_what_there_is(budget: int | None, streams: bool, held: int) -> None:
     engine = Streaming(100)
-    assert opening._stream_weights(engine, RunOptions(weight_streaming_budget=budget)) is streams
+    assert loader._stream_weights(engine, RunOptions(weight_streaming_budget=budget)) is streams
     assert engine.weight_streaming_budget_v2 == held
 
 
@@ -604,7 +604,7 @@ def test_a_streaming_budget_is_set_up_to_what_there_is(budget: int | None, strea
 )
 def test_streaming_budgets_that_do_not_go(engine: Streaming, options: dict[str, bool], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        opening._stream_weights(engine, RunOptions(weight_streaming_budget=40, **options))
+        loader._stream_weights(engine, RunOptions(weight_streaming_budget=40, **options))
 
 
 def test_memory_that_runs_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -804,7 +804,7 @@ def test_rtx_is_told_before_there_are_contexts(
 
 def test_one_logger_for_all_runtimes() -> None:
     trt = type("Trt", (), {"ILogger": Base})
-    assert opening._logger(trt) is opening._logger(trt)
+    assert loader._logger(trt) is loader._logger(trt)
 
 
 def test_host_code_and_plugins_are_the_user_s_to_allow() -> None:

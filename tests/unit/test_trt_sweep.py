@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 
 from enginesmith.pipeline.engines.base import EngineFacts
-from enginesmith.pipeline.engines.trt import sweep
-from enginesmith.pipeline.engines.trt.flavours import Capabilities, capabilities
+from enginesmith.pipeline.engines.tensorrt import builder
+from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, capabilities
 from enginesmith.pipeline.errors import LimitTooSmall, ModelError
-from enginesmith.pipeline.fitting import largest
+from enginesmith.pipeline.workflows.fit import largest
 
 GATE = capabilities("tensorrt_rtx", "1.7.1")
 TIMED = capabilities("tensorrt", "11.4.0")
@@ -40,52 +40,52 @@ def facts(
 
 
 def test_the_estimate_is_the_activations_beyond_the_weights() -> None:
-    assert sweep.estimate(facts(74 * MIB, 51 * MIB)) == 23 * MIB + 32 * KIB
-    assert sweep.estimate(facts(5 * MIB, 9 * MIB)) == 1
-    assert sweep.estimate(facts(9 * MIB, 9 * MIB)) == 1
+    assert builder.estimate(facts(74 * MIB, 51 * MIB)) == 23 * MIB + 32 * KIB
+    assert builder.estimate(facts(5 * MIB, 9 * MIB)) == 1
+    assert builder.estimate(facts(9 * MIB, 9 * MIB)) == 1
 
 
 @pytest.mark.parametrize("given", [facts(activation=None), facts(weights=None)])
 def test_without_figures_there_is_nothing_to_sweep(given: EngineFacts) -> None:
     with pytest.raises(ModelError, match="no memory figures"):
-        sweep.estimate(given)
+        builder.estimate(given)
 
 
 def test_points_lie_evenly_on_a_log_scale_up_to_the_activations() -> None:
-    found = sweep.points(facts(64 * MIB), 4 * MIB, 5)
+    found = builder.points(facts(64 * MIB), 4 * MIB, 5)
     assert found == (4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB)
 
 
 def test_a_tiny_smallest_limit_does_not_stretch_the_scale() -> None:
-    first, second, *_, last = sweep.points(facts(16 * MIB), 1, 5)
+    first, second, *_, last = builder.points(facts(16 * MIB), 1, 5)
     assert (first, second, last) == (1, 2 * MIB, 16 * MIB)
 
 
 @pytest.mark.parametrize("activation", [None, 0, 4 * MIB])
 def test_points_are_in_order_where_there_is_no_room_above(activation: int | None) -> None:
-    found = sweep.points(facts(activation), 4 * MIB, 5)
+    found = builder.points(facts(activation), 4 * MIB, 5)
     assert found[0] == 4 * MIB
     assert list(found) == sorted(found)
-    assert sweep.points(facts(activation), 4 * MIB, 1) == (4 * MIB,)
+    assert builder.points(facts(activation), 4 * MIB, 1) == (4 * MIB,)
 
 
 @pytest.mark.parametrize("short", [0, 7 * KIB, 16 * KIB])
 def test_a_gate_is_found_with_one_build_where_the_estimate_holds(short: int) -> None:
     build = Builder(23 * MIB + short)
-    assert sweep.smallest(build, facts(), GATE) == 23 * MIB + 32 * KIB
+    assert builder.smallest(build, facts(), GATE) == 23 * MIB + 32 * KIB
     assert len(build.limits) == 1
 
 
 def test_a_gate_of_one_byte_is_found_with_one_build() -> None:
     build = Builder(1)
-    assert sweep.smallest(build, facts(5 * MIB, 9 * MIB), GATE) == 1
+    assert builder.smallest(build, facts(5 * MIB, 9 * MIB), GATE) == 1
     assert build.limits == [1]
 
 
 @pytest.mark.parametrize("need", [24 * MIB, 60 * MIB, 300 * MIB])
 def test_a_gate_is_searched_where_the_estimate_is_too_low(need: int) -> None:
     build = Builder(need)
-    found = sweep.smallest(build, facts(), GATE)
+    found = builder.smallest(build, facts(), GATE)
     assert need <= found <= need + 64 * KIB
     assert build.limits[-1] == found
 
@@ -94,7 +94,7 @@ def test_a_gate_is_searched_where_the_estimate_is_too_low(need: int) -> None:
 @pytest.mark.parametrize("need", [24 * MIB, 60 * MIB, 99 * MIB, 100 * MIB])
 def test_no_limit_above_one_that_is_known_to_be_enough_is_tried(known: Capabilities, need: int) -> None:
     build = Builder(need)
-    found = sweep.smallest(build, facts(scratch=23 * MIB, limit=100 * MIB), known)
+    found = builder.smallest(build, facts(scratch=23 * MIB, limit=100 * MIB), known)
     assert need <= found <= max(need + 64 * KIB, need / 0.95 + 1)
     assert max(build.limits) <= 100 * MIB
     assert build.limits[-1] == found
@@ -105,7 +105,7 @@ def test_a_timed_flavour_is_searched_from_both_sides(seed: int) -> None:
     rng = random.Random(seed)
     need = rng.randrange(1, 4 << 30)
     build = Builder(need)
-    found = sweep.smallest(build, facts(scratch=rng.choice([None, 1, need // 7 + 1, need, 3 * need])), TIMED)
+    found = builder.smallest(build, facts(scratch=rng.choice([None, 1, need // 7 + 1, need, 3 * need])), TIMED)
     assert need <= found <= max(need + 64 * KIB, need / 0.95 + 1)
     assert build.limits[-1] == found
     assert len(build.limits) < 60
@@ -116,7 +116,7 @@ def test_failures_of_another_kind_are_not_taken_for_a_limit() -> None:
         raise ModelError("the graph is broken")
 
     with pytest.raises(ModelError, match="broken"):
-        sweep.smallest(build, facts(), GATE)
+        builder.smallest(build, facts(), GATE)
 
 
 def counted(need: Callable[[int], int]) -> tuple[Callable[[int], int], set[int]]:

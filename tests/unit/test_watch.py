@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from enginesmith.pipeline import watch as watch_module
 from enginesmith.pipeline.errors import SourceError
-from enginesmith.pipeline.watch import track_files
+from enginesmith.pipeline.frameworks.torch import file_tracking as watch_module
+from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 
 
 def test_files_that_are_read_are_remembered(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_files_that_are_read_are_remembered(tmp_path: Path) -> None:
 
 
 def test_own_code_and_what_its_installation_left_are_not_remembered() -> None:
-    own = Path(watch_module.__file__).parents[1]
+    own = Path(watch_module.__file__).parents[3]
     ours = {own / "cli.py", own / "models" / "digits.py", own / "enginesmith.egg-info" / "PKG-INFO"}
     theirs = {own / "README.md", own / "tests" / "data" / "nets.py"}  # as the files of those who work in a checkout
     with track_files(allow_pickle=False) as seen:

@@ -12,8 +12,8 @@ import pytest
 
 from enginesmith.calibration.ranges import ChannelStatistics, Provenance, Ranges
 from enginesmith.pipeline.errors import InvalidGraph
-from enginesmith.pipeline.precision.quantise.cpu_kernels import keep_clamps_apart
-from enginesmith.pipeline.precision.quantise.weight_only import Settings, quantise
+from enginesmith.pipeline.passes.quantize.precision import keep_clamps_apart
+from enginesmith.pipeline.passes.quantize.weight_only import Settings, quantise
 from enginesmith.pipeline.tensors import Array
 
 _RNG = np.random.default_rng(0)

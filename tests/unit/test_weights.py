@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from enginesmith.pipeline.precision.quantise import weights
+from enginesmith.pipeline.passes.quantize import quantizers
 from enginesmith.pipeline.tensors import Array
 
 
@@ -16,7 +16,7 @@ def weight() -> Array:
 
 
 def test_each_channel_has_a_step_of_its_own(weight: Array) -> None:
-    narrow = weights.symmetric(weight, 0, "int8", "fp32")
+    narrow = quantizers.symmetric(weight, 0, "int8", "fp32")
     largest = np.abs(weight).max(axis=(1, 2, 3))
     assert narrow.levels.dtype == np.int8
     assert (np.abs(narrow.levels).max(axis=(1, 2, 3)) == 127).all()
@@ -25,17 +25,17 @@ def test_each_channel_has_a_step_of_its_own(weight: Array) -> None:
 
 
 def test_one_step_for_the_tensor(weight: Array) -> None:
-    narrow = weights.symmetric(weight, None, "int8", "fp32")
+    narrow = quantizers.symmetric(weight, None, "int8", "fp32")
     assert narrow.scale.shape == ()
     assert np.abs(narrow.wide() - weight).max() <= narrow.scale / 2 * 1.001
 
 
 def test_seven_bits_stay_within_63(weight: Array) -> None:
-    assert np.abs(weights.symmetric(weight, 0, "int8", "fp32", bits=7).levels).max() == 63
+    assert np.abs(quantizers.symmetric(weight, 0, "int8", "fp32", bits=7).levels).max() == 63
 
 
 def test_e4m3_takes_the_largest_number_to_448_and_never_beyond(weight: Array) -> None:
-    narrow = weights.symmetric(weight, 0, "fp8", "fp16")
+    narrow = quantizers.symmetric(weight, 0, "fp8", "fp16")
     assert narrow.levels.dtype == ml_dtypes.float8_e4m3fn
     levels = narrow.levels.astype(np.float32)
     assert np.isfinite(levels).all()
@@ -45,28 +45,28 @@ def test_e4m3_takes_the_largest_number_to_448_and_never_beyond(weight: Array) ->
 
 
 def test_scales_of_a_float16_graph_are_float16_numbers_and_none_is_subnormal(weight: Array) -> None:
-    scale = weights.symmetric(weight * 1e-4, 0, "int8", "fp16").scale
+    scale = quantizers.symmetric(weight * 1e-4, 0, "int8", "fp16").scale
     assert (scale == scale.astype(np.float16).astype(np.float32)).all()
     assert scale.min() == np.finfo(np.float16).tiny
 
 
 def test_a_dead_channel_has_a_scale_and_no_levels() -> None:
-    narrow = weights.symmetric(np.array([[0.0, 0.0], [1.0, -1.0]], np.float32), 0, "int8", "fp32")
+    narrow = quantizers.symmetric(np.array([[0.0, 0.0], [1.0, -1.0]], np.float32), 0, "int8", "fp32")
     assert narrow.scale[0] > 0
     assert narrow.levels.tolist() == [[0, 0], [127, -127]]
 
 
 def test_the_bias_of_a_nearly_dead_channel_fits_an_int32() -> None:
     weight, bias = np.array([[1e-12, 1.0]], np.float32), np.array([3.0, 3.0], np.float32)
-    least = weights.least_scale(bias, activation_scale=0.01)
-    narrow = weights.symmetric(weight, 1, "int8", "fp32", least=least)
-    levels = weights.integer_bias(bias, 0.01 * narrow.scale.astype(np.float64))
+    least = quantizers.least_scale(bias, activation_scale=0.01)
+    narrow = quantizers.symmetric(weight, 1, "int8", "fp32", least=least)
+    levels = quantizers.integer_bias(bias, 0.01 * narrow.scale.astype(np.float64))
     np.testing.assert_allclose(levels * narrow.scale.astype(np.float64) * 0.01, bias, rtol=1e-5)
     assert narrow.levels[0, 1] == 127
 
 
 def test_blocks_divide_what_they_are_of() -> None:
-    assert [weights.block_size(length) for length in (768, 320, 96, 100)] == [128, 64, 32, 0]
+    assert [quantizers.block_size(length) for length in (768, 320, 96, 100)] == [128, 64, 32, 0]
 
 
 def matrix() -> Array:
@@ -82,7 +82,7 @@ def plain(weight: Array, block: int) -> Array:
 
 def test_scales_of_blocks_are_chosen_for_the_least_error() -> None:
     weight = matrix()
-    narrow = weights.blocked(weight, 64, "fp32")
+    narrow = quantizers.blocked(weight, 64, "fp32")
     assert narrow.levels.dtype == ml_dtypes.int4
     assert narrow.scale.shape == (4, 40)
     levels = narrow.levels.astype(np.int8)
@@ -96,14 +96,14 @@ def test_important_inputs_are_kept_better() -> None:
     def error(rounded: Array) -> float:
         return float((importance[:, None] * (rounded - weight) ** 2).sum())
 
-    assert error(weights.blocked(weight, 64, "fp32", importance).wide()) < error(
-        weights.blocked(weight, 64, "fp32").wide()
+    assert error(quantizers.blocked(weight, 64, "fp32", importance).wide()) < error(
+        quantizers.blocked(weight, 64, "fp32").wide()
     )
 
 
 def test_large_matrices_are_done_in_pieces_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = weights.blocked(matrix(), 32, "fp16")
-    monkeypatch.setattr(weights, "_CHUNK_ELEMENTS", 1)
-    pieces = weights.blocked(matrix(), 32, "fp16")
+    whole = quantizers.blocked(matrix(), 32, "fp16")
+    monkeypatch.setattr(quantizers, "_CHUNK_ELEMENTS", 1)
+    pieces = quantizers.blocked(matrix(), 32, "fp16")
     assert (whole.levels == pieces.levels).all()
     assert (whole.scale == pieces.scale).all()

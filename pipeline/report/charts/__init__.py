@@ -5,18 +5,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from enginesmith.pipeline.report.charts import sensitivity
-from enginesmith.pipeline.report.charts.base import DARK, LIGHT, Chart
-from enginesmith.pipeline.report.charts.concurrency import concurrency
-from enginesmith.pipeline.report.charts.distribution import ecdf
-from enginesmith.pipeline.report.charts.fidelity import fidelity
-from enginesmith.pipeline.report.charts.limits import limits
+from enginesmith.pipeline.report.charts import accuracy
+from enginesmith.pipeline.report.charts.accuracy import fidelity, recovery
+from enginesmith.pipeline.report.charts.latency import concurrency, ecdf, latency_by_batch, throughput_by_batch
 from enginesmith.pipeline.report.charts.memory import memory
 from enginesmith.pipeline.report.charts.pareto import pareto
-from enginesmith.pipeline.report.charts.profile import profile
-from enginesmith.pipeline.report.charts.recovery import recovery
-from enginesmith.pipeline.report.charts.sweep import latency_by_batch, throughput_by_batch
-from enginesmith.pipeline.run import Run
+from enginesmith.pipeline.report.charts.plotly import DARK, LIGHT, Chart
+from enginesmith.pipeline.report.charts.profile import limits, profile
+from enginesmith.pipeline.results.run import Run
 
 __all__ = ["DARK", "LIGHT", "Chart", "charts"]
 
@@ -35,7 +31,7 @@ def charts(run: Run, samples: Mapping[str, NDArray[Any]] | None = None) -> tuple
         throughput_by_batch(run),
         concurrency(run),
         fidelity(run),
-        sensitivity.quantised(run),
+        accuracy.quantised(run),
         limits(run),
         profile(run),
         recovery(run),

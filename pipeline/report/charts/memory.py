@@ -3,14 +3,24 @@
 from collections.abc import Sequence
 
 from enginesmith.pipeline.measure.rows import MemoryRow
-from enginesmith.pipeline.report.charts.base import Chart, Figure, missing
-from enginesmith.pipeline.report.charts.parts import MEBIBYTE, axis, limit, listed, why_no_memory
-from enginesmith.pipeline.report.charts.styles import NEUTRAL, Cast, called
-from enginesmith.pipeline.report.charts.text import said
-from enginesmith.pipeline.report.measurements import MEMORY
-from enginesmith.pipeline.report.measurements import memory as cells
+from enginesmith.pipeline.report.charts.plotly import (
+    MEBIBYTE,
+    NEUTRAL,
+    Cast,
+    Chart,
+    Figure,
+    axis,
+    called,
+    limit,
+    listed,
+    missing,
+    said,
+    why_no_memory,
+)
+from enginesmith.pipeline.report.sections import MEMORY
+from enginesmith.pipeline.report.sections import memory as cells
 from enginesmith.pipeline.report.tables import marked
-from enginesmith.pipeline.run import Run, VariantRecord
+from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes
 
 _ID = "memory"

@@ -5,22 +5,28 @@ from dataclasses import dataclass
 from math import sqrt
 
 from enginesmith.pipeline.measure.rows import LatencyRow
-from enginesmith.pipeline.report.charts.base import Chart, Figure, missing
-from enginesmith.pipeline.report.charts.parts import (
+from enginesmith.pipeline.report.charts.plotly import (
     MEBIBYTE,
+    NEUTRAL,
+    REST,
+    Cast,
+    Chart,
+    Figure,
     axis,
+    called,
+    counted,
     interval,
     layout,
     limit,
     measured,
+    missing,
+    said,
     why_no_memory,
     why_none,
 )
-from enginesmith.pipeline.report.charts.styles import NEUTRAL, REST, Cast, called
-from enginesmith.pipeline.report.charts.text import counted, said
-from enginesmith.pipeline.report.tables import drop, marked, ms, points, speedup
-from enginesmith.pipeline.run import Run, VariantRecord
-from enginesmith.pipeline.units import format_bytes
+from enginesmith.pipeline.report.tables import drop, marked, points, speedup
+from enginesmith.pipeline.results.run import Run, VariantRecord
+from enginesmith.pipeline.units import format_bytes, ms
 
 _ID = "pareto"
 COLUMNS = ("variant", "p50 ms", "peak memory", "drop", "on the front")

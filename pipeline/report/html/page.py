@@ -1,37 +1,196 @@
 """A run as one HTML file."""
 
-from collections.abc import Callable, Mapping, Sequence
+import base64
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
 from numpy.typing import NDArray
 
-from enginesmith.pipeline.report import charts
-from enginesmith.pipeline.report.html import first, glance
-from enginesmith.pipeline.report.html.accuracy import (
-    render_compression,
-    render_fidelity,
-    render_precision,
-    render_sensitivity,
+from enginesmith.pipeline.report import charts, tables
+from enginesmith.pipeline.report.html import summary
+from enginesmith.pipeline.report.html.blocks import (
+    Block,
+    Fact,
+    Facts,
+    Section,
+    Table,
+    Tone,
+    Words,
+    long_tables,
+    script_data,
+    within_limits,
 )
-from enginesmith.pipeline.report.html.blocks import Block, Facts, Section
-from enginesmith.pipeline.report.html.history import (
-    render_environment,
-    render_provenance,
-    render_rejected,
-    render_reproduction,
-)
-from enginesmith.pipeline.report.html.layout import lay_out
-from enginesmith.pipeline.report.html.measured import (
+from enginesmith.pipeline.report.html.sections import (
+    Placed,
     render_batch_sweep,
+    render_compression,
+    render_environment,
+    render_fidelity,
     render_latency,
     render_limits,
     render_memory,
+    render_method,
+    render_precision,
     render_profile,
+    render_provenance,
+    render_rejected,
+    render_reproduction,
+    render_sensitivity,
 )
-from enginesmith.pipeline.report.html.method import render_method
-from enginesmith.pipeline.report.html.placing import Placed
-from enginesmith.pipeline.run import Run
+from enginesmith.pipeline.results import budgets
+from enginesmith.pipeline.results.run import Run, VariantRecord, Verdict
+
+# The first screen: the verdict, the budgets, the table of variants, the Pareto front; and answers in a line each.
+
+
+def verdict(run: Run) -> Words:
+    """The run in one sentence."""
+    broken = any(not one.passed for one in run.verdicts)
+    tone: Tone = "bad" if run.winner is None and run.complete else "caution" if run.winner is None or broken else "good"
+    return Words(tables.verdict(run), tone)
+
+
+def budget_facts(run: Run) -> tuple[Fact, ...]:
+    """Each budget with its number and its limit, those that nothing was held against too."""
+    judged = tuple(_budget(one) for one in run.verdicts)
+    open_ = tuple(Fact(budgets.format_title(name), "not judged", "", "caution") for name in budgets.list_unjudged(run))
+    return judged + open_
+
+
+def _budget(one: Verdict) -> Fact:
+    word = "met" if one.passed else "broken"
+    why = f" ({one.reason})" if one.reason else ""
+    text = f"{word}: {budgets.format_value(one.budget, one.actual)}{why}, {budgets.format_limit(one)}"
+    return Fact(budgets.format_title(one.budget), text, "", "good" if one.passed else "bad")
+
+
+def unfinished(run: Run) -> tuple[Words, ...]:
+    """What is missing of a run that was interrupted, or has steps for another machine."""
+    if run.complete:
+        return ()
+    done = sum(step.status != "pending" for step in run.steps)
+    left = [step.id for step in run.steps if step.status == "pending"]
+    text = f"This run is not complete: {done} of {len(run.steps)} steps have ended; next: {', '.join(left[:3]) or '–'}."
+    return (Words(f"{text} Go on with: enginesmith resume {run.name}", "caution"),)
+
+
+def variants(run: Run) -> Table:
+    """All variants, each batch size a row, with the numbers that sorting goes by."""
+    return Table(
+        name="variants",
+        caption=f"All variants; latency at batch {run.deciding_batch} decides. ★ marks the winner.",
+        columns=tables.COLUMNS,
+        rows=tuple(tables.rows(run)),
+        values=tuple(_values(run)),
+        sortable=True,
+        grouped=True,
+        foldable=True,
+        marked=frozenset(f"★ {tables.marked(one)}" for one in (run.baseline, *run.variants) if one.id == run.winner),
+    )
+
+
+def _values(run: Run) -> Iterator[tuple[float | None, ...]]:
+    for record in (run.baseline, *run.variants):
+        fixed = _fixed(record)
+        if not record.latency:
+            yield (None, None, None, None, None, *fixed)
+        for index, row in enumerate(tables.deciding_first(run, record)):
+            speedup = row.speedup.median if row.speedup else None
+            yield (
+                *(None, float(row.batch), speedup, row.p50_ms, row.p99_ms),
+                *(fixed if index == 0 else (None, None, None, None)),
+            )
+
+
+def _fixed(record: VariantRecord) -> tuple[float | None, ...]:
+    size = record.artifact.bytes if record.artifact else None
+    return (record.peak_bytes, size, record.quality.drop if record.quality else None, None)
+
+
+def notes(run: Run) -> tuple[Words, ...]:
+    """What the table does not say of itself."""
+    return tuple(Words(f"{note}.") for note in tables.made_up(run))
+
+
+# Load the page's scripts and style: plotly.js and the page's own.
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@functools.cache
+def library() -> str:
+    """Load plotly.js in its "basic" build, which draws scatter, bar and pie traces.
+
+    The file is ``plotly-basic.min.js`` of the npm package ``plotly.js-basic-dist-min`` as it stands: a report is about
+    1.3 MB with it, and would be 5 MB with every trace type.
+    """
+    return (TEMPLATES / "plotly-basic.min.js").read_text(encoding="utf-8")
+
+
+@functools.cache
+def own() -> str:
+    """What makes tables sortable and draws charts and long tables."""
+    return (TEMPLATES / "page.js").read_text(encoding="utf-8")
+
+
+@functools.cache
+def style() -> str:
+    """The page's style."""
+    return (TEMPLATES / "style.css").read_text(encoding="utf-8")
+
+
+@functools.cache
+def policy(texts: tuple[str, ...]) -> str:
+    """A content security policy: these scripts, the page's style, and nothing from anywhere."""
+    scripts = " ".join(f"'sha256-{_digest(text)}'" for text in texts)
+    return f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+# Sections and a template as one HTML file that needs no network: all of it is escaped, besides two known scripts.
+
+
+def lay_out(template: str, sections: Sequence[Section], figures: Mapping[str, Any] | None = None, **values: Any) -> str:
+    """The page; ``figures`` are what its charts are drawn of, and without them it has no library that draws."""
+    shown = within_limits(sections)
+    libraries = (library(),) if figures is not None else ()
+    return _template(template).render(
+        sections=shown,
+        charts=script_data(figures or {}),
+        tables=script_data(long_tables(shown)),
+        policy=Markup(policy((*libraries, own()))),
+        style=Markup(style()),
+        library=_known(library()) if libraries else "",
+        script=_known(own()),
+        **values,
+    )
+
+
+@functools.cache
+def _known(script: str) -> Markup:
+    """A script that is ours, and stands in the page as it is."""
+    return Markup(script)
+
+
+@functools.cache
+def _template(name: str) -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(name)
 
 
 @dataclass(frozen=True)
@@ -45,11 +204,11 @@ class SectionRow:
 
 
 def _render_variants(run: Run, placed: Placed) -> Sequence[Block]:
-    return (first.variants(run), *first.notes(run), *placed.under("pareto"))
+    return (variants(run), *notes(run), *placed.under("pareto"))
 
 
 def _render_summary(run: Run, placed: Placed) -> Sequence[Block]:
-    return (Facts(glance.facts(run)),)
+    return (Facts(summary.facts(run)),)
 
 
 SECTIONS: tuple[SectionRow, ...] = (
@@ -85,9 +244,9 @@ def render(run: Run, samples: Mapping[str, NDArray[Any]] | None = None) -> str:
         [Section(row.name, row.title, row.question, tuple(row.render(run, placed))) for row in SECTIONS],
         _figures(placed),
         run=run,
-        verdict=first.verdict(run),
-        unfinished=first.unfinished(run),
-        budgets=first.budget_facts(run),
+        verdict=verdict(run),
+        unfinished=unfinished(run),
+        budgets=budget_facts(run),
     )
 
 

@@ -3,16 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from enginesmith.pipeline import run as runs
 from enginesmith.pipeline.errors import EnginesmithError, ExportError, MissingCapability, SourceError
-from enginesmith.pipeline.fleet import Entry, Fleet
-from enginesmith.pipeline.fleet.building import Found, entry_record
-from enginesmith.pipeline.fleet.file import make
-from enginesmith.pipeline.fleet.record import RUNS, EntryRecord, FleetRecord
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.run import ModelRecord, Run, StepRecord, StoredArtifact, VariantRecord, Verdict
+from enginesmith.pipeline.recipe.fleet import Entry, Fleet, make
+from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results.fleet import RUNS, EntryRecord, FleetRecord, Found, entry_record
+from enginesmith.pipeline.results.run import ModelRecord, Run, StepRecord, StoredArtifact, VariantRecord, Verdict
 
 FP32, INT8 = "onnxruntime-fp32", "onnxruntime-int8"
 MACHINE = {"processor": "Some CPU", "usable_cores": 2, "python": "3.11.7", "packages": {"torch": "2.11"}}

@@ -1,0 +1,315 @@
+"""Data held against the inputs of a model: names, dtypes, ranks, sizes, and numbers that say something.
+
+Everything looks at a few rows at a time, and no longer than it has to: sets may be larger than memory.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import numpy as np
+
+from enginesmith.calibration import lazy_arrays
+from enginesmith.calibration.feeds import read_feeds
+from enginesmith.calibration.images import check_images, read_images
+from enginesmith.calibration.lazy_arrays import LazyRows, Rows, cast, pieces
+from enginesmith.calibration.sources import Found, Request, Split, opened
+from enginesmith.calibration.text import check_texts, read_texts
+from enginesmith.calibration.user_code import check_reference, is_reference
+from enginesmith.pipeline.errors import DataError
+from enginesmith.pipeline.tensors import Array, TensorSpec
+
+CASTS = {("float64", "float32"), ("int32", "int64")}
+_FIRST_LOOK_BYTES = 1 << 20
+"""Most data differ within that; images are not decoded for more."""
+LABELS = "labels"
+"""The array of labels, where no other was named."""
+_LIKELY_LABELS = ("label", "y", "target", "targets", "class", "classes", LABELS)
+_REAL = "give samples like those that the model will see"
+
+
+def checked(source: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> dict[str, Rows]:
+    """The arrays in the order of ``inputs``, cast where that is safe.
+
+    Raises:
+        DataError: names ``source`` and says what was given, what was expected, and what to do.
+    """
+    _check_names(source, arrays, [spec.name for spec in inputs])
+    feeds: dict[str, Rows] = {}
+    sizes: dict[str, int] = {}
+    for spec in inputs:
+        _check_shape(source, spec, arrays[spec.name], sizes)
+        feeds[spec.name] = _cast(source, spec, arrays[spec.name])
+    _check_rows(source, feeds)
+    for name, array in feeds.items():
+        _check_finite(source, name, array)
+    return feeds
+
+
+def check_names(source: str, names: Iterable[str], inputs: Sequence[TensorSpec], labels: str | None) -> None:
+    """Check that arrays of a file are those of the inputs, and perhaps the labels; without inputs, nothing is.
+
+    Raises:
+        DataError: others are there, or some are missing.
+    """
+    wanted = [spec.name for spec in inputs]
+    if wanted:
+        _check_names(source, {*names} - ({labels or LABELS} - {*wanted}), wanted)
+
+
+def _check_names(source: str, names: Iterable[str], wanted: Sequence[str]) -> None:
+    if set(names) != set(wanted):
+        raise DataError(
+            f"{source} holds {_listed(names)}, and the model takes {_listed(wanted)}",
+            _likely_labels(names, wanted)
+            + "name the arrays after the model's inputs, and leave out what is neither an input nor the labels",
+        )
+
+
+def _likely_labels(given: Iterable[str], wanted: Sequence[str]) -> str:
+    """Suggest the array that may hold the labels, where all inputs are there: of a usual name, or the only other."""
+    others = sorted({*given} - {*wanted}) if {*wanted} <= {*given} else []
+    likely = [name for name in _LIKELY_LABELS if name in others] or (others if len(others) == 1 else [])
+    return f"did you mean --labels {likely[0]}? Else " if likely else ""
+
+
+def _check_shape(source: str, spec: TensorSpec, array: Rows, sizes: dict[str, int]) -> None:
+    """The first axis is the sample; a word stands for the same size wherever it occurs."""
+    fits = array.ndim == len(spec.shape) and array.ndim > 0
+    for dim, size in zip(spec.shape[1:], array.shape[1:], strict=False):
+        fits = fits and size == (sizes.setdefault(dim, size) if isinstance(dim, str) else dim)
+    if not fits:
+        expected = ["samples", *(sizes.get(dim, dim) if isinstance(dim, str) else dim for dim in spec.shape[1:])]
+        raise DataError(
+            f"{source}: {spec.name!r} has the shape {list(array.shape)}, expected [{', '.join(map(str, expected))}]",
+            f"give rows that fit {spec}, one sample along the first axis",
+        )
+
+
+def _cast(source: str, spec: TensorSpec, array: Rows) -> Rows:
+    given = str(array.dtype)
+    if given == spec.dtype:
+        return array
+    if (given, spec.dtype) not in CASTS:
+        raise DataError(f"{source}: {spec.name!r} is {given}, expected {spec.dtype}", f"save it as {spec.dtype}")
+    return cast(array, spec.dtype)  # what overflows becomes infinite, and that is refused below
+
+
+def check_labels(source: str, name: str, labels: Rows, rows: int) -> Array:
+    """The labels, one for each row.
+
+    Raises:
+        DataError: there are more or fewer, or they are no numbers and no words.
+    """
+    if labels.ndim == 0 or len(labels) != rows:
+        raise DataError(
+            f"{source}: {name!r} has the shape {list(labels.shape)}, and the inputs have {rows} rows",
+            "give one label for each row",
+        )
+    return np.asanyarray(labels)
+
+
+def notes_on(source: str, feeds: Mapping[str, Rows]) -> tuple[str, ...]:
+    """Inputs in floats that are zero in every row: a recurrent state may be, an image may not.
+
+    Raises:
+        DataError: all inputs are zero in every row.
+    """
+    zero = [name for name, array in feeds.items() if array.dtype.kind == "f" and _is_zero(array)]
+    others = (array for array in feeds.values() if array.dtype.kind != "f")
+    if len(zero) == sum(array.dtype.kind == "f" for array in feeds.values()) and all(map(_is_zero, others)):
+        raise DataError(f"{source} holds nothing but zeros in {_listed(feeds)}", _REAL)
+    return tuple(f"{name!r} is zero in all rows of {source}" for name in zero)
+
+
+def notes_on_variety(source: str, feeds: Mapping[str, Rows]) -> tuple[str, ...]:
+    """Inputs in floats that are the same in every row, of a set that ranges are to be taken from.
+
+    Raises:
+        DataError: no input varies, so the rows are one sample many times.
+    """
+    if len(next(iter(feeds.values()))) == 1:
+        return (f"{source} has one row: ranges from one sample are not to be relied on",)
+    same = [name for name, array in feeds.items() if _is_same(array)]
+    if len(same) == len(feeds):
+        raise DataError(f"{source}: calibration samples of {_listed(feeds)} are all the same", _REAL)
+    return tuple(
+        f"calibration samples of {name!r} are all the same in {source}"
+        for name in same
+        if feeds[name].dtype.kind == "f"
+    )
+
+
+def _is_zero(array: Rows) -> bool:
+    return not any(part.any() for _, part in pieces(array, _FIRST_LOOK_BYTES))
+
+
+def _is_same(array: Rows) -> bool:
+    first = np.asarray(array[:1])
+    return all((part == first).all() for _, part in pieces(array, _FIRST_LOOK_BYTES))
+
+
+def _check_rows(source: str, feeds: Mapping[str, Rows]) -> None:
+    counts = {name: len(array) for name, array in feeds.items()}
+    if len(set(counts.values())) > 1:
+        given = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise DataError(f"{source}: the arrays differ in their number of rows: {given}", "give each the same rows")
+    if not all(array.size for array in feeds.values()):
+        raise DataError(f"{source} is empty", "give at least one sample")
+
+
+def _check_finite(source: str, name: str, array: Rows) -> None:
+    if array.dtype.kind in "biu" or (isinstance(array, LazyRows) and array.finite):
+        return
+    for start, part in pieces(array):
+        finite = np.isfinite(part)
+        if not finite.all():
+            row = start + int(np.flatnonzero(~finite.reshape(len(finite), -1).all(1))[0])
+            raise DataError(
+                f"{source}: {name!r} holds NaN or infinity, first in row {row}",
+                "remove those rows, or scale the values into the range of the dtype",
+            )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(names))) or "nothing"
+
+
+# The forms that data comes in: each is one function and one line in FORMS.
+
+_EMBEDDED: Mapping[str, tuple[str, float]] = {"digits": ("image", 16.0)}  # the input's name, and the largest pixel
+_DATA = Path(__file__).parent / "data"
+
+
+class Form(NamedTuple):
+    """A way to write down data: what it is called, whether a reference is of it, how it is read and looked at."""
+
+    title: str
+    accepts: Callable[[str], bool]
+    read: Callable[[str, Request], Found]
+    check: Callable[[str, Request], None]
+    """Raises where the data cannot be read, as far as headers and first entries show; no code of the user's runs."""
+
+
+def check_readable(reference: str, request: Request) -> None:
+    """Look at the data as far as is cheap: the file is there, of a known form, and its header can be read.
+
+    Where the request has inputs, arrays of these names have to be in it.
+
+    Raises:
+        DataError: no form fits, or the data cannot be read.
+    """
+    _form(reference).check(reference, request)
+
+
+def read(reference: str, request: Request) -> Found:
+    """The data in whatever form it is.
+
+    Raises:
+        DataError: no form fits, or the data cannot be read.
+        MissingCapability: the form needs a package that is not installed.
+    """
+    return _form(reference).read(reference, request)
+
+
+def _form(reference: str) -> Form:
+    for form in FORMS:
+        if form.accepts(reference):
+            return form
+    known = ", ".join(form.title for form in FORMS)
+    raise DataError(f"cannot tell what data {reference!r} is", f"give one of: {known}")
+
+
+def read_embedded(name: str, split: Split) -> dict[str, Array]:
+    """One split of an embedded set: its input as float32 from 0 to 1, and int64 ``labels``.
+
+    Raises:
+        DataError: there is no such set or split.
+    """
+    if name not in _EMBEDDED or split not in get_args(Split):
+        known = ", ".join(f"{each}/{part}" for each in _EMBEDDED for part in get_args(Split))
+        raise DataError(f"there is no embedded data set {name}/{split}", f"give one of: {known}")
+    key, largest = _EMBEDDED[name]
+    with np.load(_DATA / f"{name}.npz", allow_pickle=False) as archive:
+        images, labels = archive[f"{split}_images"], archive[f"{split}_labels"]
+    return {key: images[:, np.newaxis].astype(np.float32) / np.float32(largest), "labels": labels.astype(np.int64)}
+
+
+def is_embedded(reference: str) -> bool:
+    """Whether the reference names a set that comes with enginesmith."""
+    return reference.partition("/")[0] in _EMBEDDED
+
+
+def _embedded(reference: str, request: Request) -> Found:
+    name, _, part = reference.partition("/")
+    chosen: Split = part or request.split  # type: ignore[assignment]  # read_embedded refuses any other word
+    arrays = read_embedded(name, chosen)
+    labels = arrays.pop("labels")
+    return Found(f"{name}/{chosen}", arrays, labels)
+
+
+def _npz(reference: str, request: Request) -> Found:
+    with opened(reference) as path:
+        return Found(path.name, lazy_arrays.npz(path))
+
+
+def _check_npz(reference: str, request: Request) -> None:
+    with opened(reference) as path:
+        headers = lazy_arrays.npz_headers(path)
+    check_names(path.name, headers, request.inputs, request.options.labels)
+
+
+def _check_npy(reference: str, _: Request) -> None:
+    with opened(reference) as path:
+        lazy_arrays.npy(path)
+
+
+def _check_safetensors(reference: str, request: Request) -> None:
+    found = _safetensors(reference, request)
+    check_names(found.name, found.arrays, request.inputs, request.options.labels)
+
+
+def _check_embedded(reference: str, request: Request) -> None:
+    _embedded(reference, request)
+
+
+def _check_function(reference: str, _: Request) -> None:
+    check_reference(reference, "data")
+
+
+def _npy(reference: str, request: Request) -> Found:
+    if len(request.inputs) != 1:
+        names = ", ".join(spec.name for spec in request.inputs)
+        raise DataError(
+            f"{reference} is one array, and the model takes {len(request.inputs)} inputs: {names}",
+            "give an .npz or .safetensors file with one array for each input",
+        )
+    with opened(reference) as path:
+        return Found(path.name, {request.inputs[0].name: lazy_arrays.npy(path)})
+
+
+def _safetensors(reference: str, request: Request) -> Found:
+    with opened(reference) as path:
+        return Found(path.name, lazy_arrays.safetensors(path))
+
+
+def _ends_with(suffix: str) -> Callable[[str], bool]:
+    return lambda reference: reference.lower().endswith(suffix)
+
+
+FORMS: tuple[Form, ...] = (
+    Form("an .npz file (one array for each input)", _ends_with(".npz"), _npz, _check_npz),
+    Form("an .npy file (for models with one input)", _ends_with(".npy"), _npy, _check_npy),
+    Form(
+        "a .safetensors file (one tensor for each input)", _ends_with(".safetensors"), _safetensors, _check_safetensors
+    ),
+    Form("a .jsonl file of texts, with a tokenizer", _ends_with(".jsonl"), read_texts, check_texts),
+    Form("an embedded set (digits/test)", is_embedded, _embedded, _check_embedded),
+    Form(
+        "a folder of images, sub-folders being classes",
+        lambda reference: Path(reference).is_dir(),
+        read_images,
+        check_images,
+    ),
+    Form("module:function or file.py:function that yields feeds", is_reference, read_feeds, _check_function),
+)

@@ -1,0 +1,63 @@
+"""What every form of data is asked and what it answers; and files that cannot be read."""
+
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from safetensors import SafetensorError
+
+from enginesmith.calibration.lazy_arrays import Rows
+from enginesmith.calibration.options import AS_FOUND, DataOptions
+from enginesmith.pipeline.errors import DataError
+from enginesmith.pipeline.tensors import TensorSpec
+
+Split = Literal["train", "calibration", "test"]
+Arrays = Mapping[str, Rows]
+
+_UNREADABLE = (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error, SafetensorError)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the data is for."""
+
+    inputs: Sequence[TensorSpec]
+    split: Split = "calibration"
+    options: DataOptions = AS_FOUND
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a reference stands for, before it is held against the model."""
+
+    name: str
+    arrays: Arrays
+    labels: Rows | None = None
+    """Where they have no name of their own; else they are among the arrays."""
+    notes: tuple[str, ...] = ()
+    folders: tuple[Path, ...] = ()
+    """Folders that were read as a whole: a file that is added there is data."""
+
+
+@contextmanager
+def opened(reference: str) -> Iterator[Path]:
+    """A file of arrays; what reading it raises is translated.
+
+    Raises:
+        DataError: the file is not there or cannot be read.
+    """
+    path = Path(reference)
+    if not path.is_file():
+        raise DataError(f"there is no data file {reference}", "check the path")
+    try:
+        yield path
+    except _UNREADABLE as error:
+        cause = str(error).partition(". ")[0] or type(error).__name__  # numpy goes on to advise unpickling
+        raise DataError(
+            f"cannot read {reference}: {cause}",
+            "save plain numeric arrays with numpy.save, numpy.savez or safetensors; pickled objects are never loaded",
+        ) from error

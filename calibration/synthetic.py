@@ -1,0 +1,42 @@
+"""Rows that look like an example, made one by one: however many there are, memory holds one."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from enginesmith.calibration.dataset import Dataset, synthetic
+from enginesmith.calibration.lazy_arrays import LazyRows
+from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec
+
+
+class MadeUp(LazyRows):
+    """Rows of one input as :func:`synthetic` draws them, each with a seed of its own."""
+
+    def __init__(self, spec: TensorSpec, example: Array, sizes: Mapping[str, int], count: int, seed: int) -> None:
+        self._spec, self._example, self._sizes, self._seed = spec, example, dict(sizes), seed
+        first = self._row(0)
+        super().__init__((count, *first.shape[1:]), first.dtype)
+
+    def __getitem__(self, key: Any) -> Array:
+        rows = np.arange(len(self))[key]
+        if not np.ndim(rows):
+            return np.asarray(self._row(int(rows))[0])
+        return np.concatenate([np.empty((0, *self.shape[1:]), self.dtype), *map(self._row, rows.tolist())])
+
+    def _row(self, row: int) -> Array:
+        name = self._spec.name
+        state = np.random.SeedSequence([self._seed, row, crc32(name.encode())]).generate_state(1)
+        return np.asarray(synthetic([self._spec], {name: self._example}, self._sizes, 1, int(state[0])).arrays[name])
+
+    def origin(self, rows: Array | slice) -> Iterator[bytes]:
+        yield f"{self._spec}\0{sorted(self._sizes.items())}\0{self._seed}\0{self._example.shape}\0".encode()
+        yield self._example.tobytes()
+        yield np.arange(len(self))[rows].tobytes()
+
+
+def made_up(inputs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, int], count: int, seed: int) -> Dataset:
+    """As many rows as are asked for; arguments and errors as for :func:`synthetic`."""
+    arrays = {spec.name: MadeUp(spec, example[spec.name], sizes, count, seed) for spec in inputs}
+    return Dataset("synthetic", arrays, synthetic=True)

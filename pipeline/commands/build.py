@@ -1,0 +1,104 @@
+"""TensorRT engines, and what fits into memory, without running anything."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
+from enginesmith.pipeline.commands.options import (
+    Command,
+    how_to_build,
+    how_to_run_tensorrt,
+    how_to_work,
+    what_to_load,
+    where_to_run,
+)
+
+
+@click.command(cls=Command)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Engine file to write.")
+@click.option("--refit-engine", metavar="ENGINE", help="Put FILE's weights into this engine instead of building one.")
+@click.option("--check", is_flag=True, help="Only say for which targets it builds; nothing is written.")
+@click.option("--engine", "engines", multiple=True, default=("tensorrt_rtx",), show_default=True, help="Which engine.")
+@what_to_load
+@how_to_build
+@where_to_run
+@how_to_work
+def build(
+    file: Path,
+    output: Path | None,
+    refit_engine: str | None,
+    check: bool,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> int:
+    """Build a TensorRT engine from an ONNX FILE, as it is, and audit it; or say whether it builds.
+
+    Example: enginesmith build net.onnx -o net.engine --target sm86 --shape batch=1:8:64
+    """
+    from enginesmith.pipeline.workflows import build
+
+    if check == (output is not None) or (check and refit_engine):
+        raise click.UsageError("give either -o FILE.engine, perhaps with --refit-engine, or --check")
+    recipe = recipe_of(str(file), None, options)
+    with settings_of(options, quiet) as settings:
+        if output is not None:
+            built = build.build(recipe, output, settings, refit_engine)
+            shown().print_json(built.model_dump(mode="json")) if as_json else click.echo(built.summary)
+            return 0
+        found = build.check(recipe, settings)
+    shown().show_table([_checked_row(one.model_dump(mode="json"), as_json) for one in found], as_json)
+    enough = all if recipe.targets else any  # without a target: whether it builds for any at all
+    return 0 if enough(one.builds for one in found) else 1
+
+
+def _checked_row(row: dict[str, Any], as_json: bool) -> dict[str, Any]:
+    """A row of ``build --check`` as people read it; machines get it as it is."""
+    if as_json:
+        return row
+    return {"target": row["target"], "builds": "yes" if row["builds"] else "no"} | {
+        name: row[name] for name in ("failure", "reason", "remedy")
+    }
+
+
+@click.command(cls=Command)
+@click.argument("models", nargs=-1, required=True)
+@click.option("--memory", metavar="SIZE", help="Device memory that all models together may take.")
+@click.option(
+    "--keep-speed", type=click.FloatRange(0, 1), default=0.95, show_default=True, help="Share that is enough."
+)
+@click.option("--engine", "engines", multiple=True, default=("tensorrt_rtx",), show_default=True, help="Which engine.")
+@what_to_load
+@how_to_build
+@how_to_run_tensorrt
+@where_to_run
+@how_to_work
+def fit(
+    models: tuple[str, ...], memory: str | None, keep_speed: float, as_json: bool, quiet: bool, **options: Any
+) -> int:
+    """Find the largest batch of MODELS that fits a memory budget.
+
+    TensorRT's builder says what its engines take, without a GPU. For --engine onnxruntime batches are run.
+
+    With a run directory that has measured a workspace sweep: the smallest workspace that keeps the speed.
+
+    Example: enginesmith fit net.onnx --memory 8GiB --target sm86
+    """
+    from enginesmith.pipeline.results import run
+    from enginesmith.pipeline.units import parse_bytes
+    from enginesmith.pipeline.workflows import fit
+
+    if len(models) == 1 and Path(models[0]).is_dir():
+        kept = fit.keeping(run.read(Path(models[0])), keep_speed)
+        shown().show_table([one.model_dump(mode="json") for one in kept], as_json)
+        return 0
+    if memory is None:
+        raise click.UsageError("give --memory SIZE, or a run directory")
+
+    with settings_of(options, quiet) as settings:
+        found = fit.fit(recipe_of(models[0], None, options), models, parse_bytes(memory), settings)
+    shown().show_facts(found.model_dump(mode="json"), as_json)
+    return 0 if found.largest_batch is not None else 3

@@ -1,0 +1,84 @@
+"""The store of finished steps."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from enginesmith.pipeline.commands.context import shown
+from enginesmith.pipeline.commands.options import as_json_option, store_option, together
+
+if TYPE_CHECKING:
+    from enginesmith.pipeline.store.store import Store
+
+
+@click.group()
+def cache() -> None:
+    """Look after the store of finished steps."""
+
+
+_which = together(
+    store_option,
+    click.option("--local", is_flag=True, help="Of a shared store, only what this machine keeps of it."),
+)
+
+
+@cache.command("list")
+@_which
+@as_json_option
+def cache_list(store: str | None, local: bool, as_json: bool) -> None:
+    """List what is kept, the latest used first.
+
+    Example: enginesmith cache list
+    """
+    from enginesmith.pipeline.workflows import inspect
+
+    shown().show_table(inspect.cached(_opened(store, local)), as_json)
+
+
+@cache.command("verify")
+@_which
+@as_json_option
+def cache_verify(store: str | None, local: bool, as_json: bool) -> None:
+    """Read everything and remove what is damaged; it is made again when it is needed.
+
+    Example: enginesmith cache verify
+    """
+    damaged = _opened(store, local).verify()
+    shown().show_facts({"damaged": len(damaged), "removed": damaged}, as_json)
+
+
+@cache.command("prune")
+@click.option("--max-size", metavar="SIZE", help="Keep the latest used up to this size.")
+@click.option("--max-age", metavar="TIME", help="Remove what was not used for so long: 30d.")
+@_which
+@as_json_option
+def cache_prune(max_size: str | None, max_age: str | None, store: str | None, local: bool, as_json: bool) -> None:
+    """Remove what was not used lately, and leftovers of processes that were killed.
+
+    Of a shared store, others lose it, too: it has to be named with --store.
+
+    Example: enginesmith cache prune --max-size 5GiB --max-age 30d
+    """
+    from enginesmith.pipeline.errors import UsageError
+    from enginesmith.pipeline.store.address import default_address
+    from enginesmith.pipeline.units import parse_bytes, parse_seconds
+
+    if store is None and not local and default_address().url:
+        raise UsageError(
+            f"$ENGINESMITH_STORE is {default_address().text}, which others use, too",
+            "name what is meant: --local for what this machine keeps of it, --store URL for the store itself",
+        )
+    removed = _opened(store, local).prune(
+        max_bytes=parse_bytes(max_size) if max_size else None,
+        max_age_seconds=parse_seconds(max_age) if max_age else None,
+    )
+    shown().show_facts({"removed": len(removed), "freed_bytes": sum(entry.bytes for entry in removed)}, as_json)
+
+
+def _opened(store: str | None, local: bool) -> "Store":
+    from enginesmith.pipeline.store.address import address, default_address
+    from enginesmith.pipeline.store.store import Store
+
+    if not local:
+        return Store(store, make=False)
+    return Store((address(store) if store else default_address()).folder, make=False)

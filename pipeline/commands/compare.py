@@ -1,0 +1,37 @@
+"""Runs side by side."""
+
+from pathlib import Path
+
+import click
+
+from enginesmith.pipeline.commands import fleet
+from enginesmith.pipeline.commands.context import shown
+from enginesmith.pipeline.commands.options import as_json_option
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--any-device", is_flag=True, help="Also runs that were measured on different devices.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write it as Markdown into this file.")
+@as_json_option
+def compare(runs: tuple[Path, ...], any_device: bool, output: Path | None, as_json: bool) -> None:
+    """Show the same variants of RUNS side by side, what differs for certain, and what else changed; or two fleets.
+
+    The first run is the reference of all others. Runs of different devices are refused.
+
+    Example: enginesmith compare runs/before runs/after -o compare.md
+    """
+    from enginesmith.pipeline.artifact import write_whole
+    from enginesmith.pipeline.errors import storage_errors
+    from enginesmith.pipeline.report.comparison import markdown
+    from enginesmith.pipeline.results import comparison, run
+    from enginesmith.pipeline.results import fleet as records
+
+    if any(map(records.is_fleet, runs)):
+        fleet.compare(runs, any_device, output, as_json)
+        return
+    found = comparison.compare([(path, run.read(path)) for path in runs], any_device=any_device)
+    if output is not None:
+        with storage_errors(str(output)):
+            write_whole(output, markdown(found).encode())
+    shown().show_comparison(found, as_json)

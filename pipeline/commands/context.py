@@ -1,0 +1,184 @@
+"""From the options of a command to what the pipeline is asked for."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from enginesmith.pipeline.execution.settings import Settings
+    from enginesmith.pipeline.recipe import Recipe
+    from enginesmith.pipeline.recipe.options import Budgets
+    from enginesmith.pipeline.results.fleet import FleetRecord
+    from enginesmith.pipeline.results.run import Run
+
+
+def shown() -> ModuleType:
+    """What renders results; not imported before there is something to render."""
+    from enginesmith.pipeline.report import terminal
+
+    return terminal
+
+
+@contextlib.contextmanager
+def resumable(folder: Path, settings: "Settings") -> Iterator[None]:
+    """Say on Ctrl-C how to go on, in the same way, if there is something to go on with."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        hint = f"; `{settings.resuming(folder)}` goes on from here" if _is_begun(folder) else ""
+        raise KeyboardInterrupt(hint) from None
+
+
+def _is_begun(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("run.json", "fleet.json"))
+
+
+@contextlib.contextmanager
+def settings_of(options: dict[str, Any], quiet: bool) -> "Iterator[Settings]":
+    from enginesmith.pipeline.execution.settings import Settings
+    from enginesmith.pipeline.report import progress
+    from enginesmith.pipeline.units import parse_seconds
+
+    limit = options["time_limit"]
+    if options["ray_address"] and options["executor"] != "ray":
+        raise click.UsageError("--ray-address names a Ray cluster, and steps run here: add --executor ray")
+    with progress.watching(quiet) as listener:
+        yield Settings(
+            store=options["store"],
+            reuse=not options["no_cache"],
+            jobs=options["jobs"] or Settings().jobs,
+            time_limit_seconds=parse_seconds(limit) if limit else None,
+            listener=listener,
+            executor=options["executor"],
+            ray_address=options["ray_address"],
+        )
+
+
+def recipe_of(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe":
+    """The recipe file, if any, changed by the options that were given."""
+    from enginesmith.pipeline import recipe
+
+    values = changed(recipe.read(file) if file else {}, options)
+    values["model"] = model
+    return recipe.make(values)
+
+
+def changed(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The values of a recipe, with those of the options that were given in their places."""
+    _place(values, options)
+    for name in ("resize", "crop", "mean", "std"):
+        if options.get(name):
+            values.setdefault("data_options", {})[name] = _sizes(name, options[name])
+    if options.get("recover"):
+        values["recover"] = True
+        values["recovery"] = {**(values.get("recovery") or {}), "method": options["recover"]}
+    if options.get("no_simplify"):
+        values["simplify"] = False
+    if options.get("workspace"):
+        values["workspace"] = [part.strip() for part in options["workspace"].split(",")]
+    if options.get("batch") == "sweep":
+        values["batch"] = [1]
+        values["measure"] = {**(values.get("measure") or {}), "sweep": True}
+    elif options.get("batch"):
+        values["batch"] = _numbers("batch", options["batch"])
+    if options.get("concurrency"):
+        values["measure"] = {
+            **(values.get("measure") or {}),
+            "concurrency": _numbers("concurrency", options["concurrency"]),
+        }
+    if options.get("shapes"):
+        values["shapes"] = {**(values.get("shapes") or {}), **dict(_pair(text) for text in options["shapes"])}
+    return values
+
+
+def budgets_of(recipe: "Recipe", options: dict[str, Any]) -> "tuple[Budgets, float | None]":
+    """A recipe's budgets and its fidelity threshold, changed by the options that were given."""
+    from enginesmith.pipeline.recipe import read_budgets
+    from enginesmith.pipeline.recipe.cli_options import OPTIONS
+
+    values = {"budgets": recipe.budgets.model_dump(), "min_sqnr_db": recipe.min_sqnr_db}
+    _place(values, {name: value for name, value in options.items() if OPTIONS.get(name, ("",))[0] in values})
+    return read_budgets(values)
+
+
+def _place(values: dict[str, Any], options: dict[str, Any]) -> None:
+    """Put each option that was given in its place."""
+    from enginesmith.pipeline.recipe.cli_options import OPTIONS
+
+    for name, (*parts, last) in OPTIONS.items():
+        value = options.get(name)
+        if value is None or value == ():
+            continue
+        place = values
+        for part in parts:
+            inner = place.get(part) or {}
+            place[part] = dict(inner) if isinstance(inner, dict) else {}
+            place = place[part]
+        place[last] = list(value) if isinstance(value, tuple) else value
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise click.BadParameter(f"{text!r} is no list of numbers like 1,8,64", param_hint=f"--{option}")
+    return [int(part) for part in parts]
+
+
+def _sizes(option: str, text: str) -> float | list[float]:
+    """``224`` as a number, ``0.5,0.5`` as several."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is no number or list of numbers", param_hint=f"--{option}") from error
+    whole = [int(number) if number.is_integer() and option in ("resize", "crop") else number for number in numbers]
+    return whole[0] if len(whole) == 1 and option in ("resize", "crop") else whole
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise click.BadParameter(f"{text!r} is not of the form batch=1:8:64", param_hint="--shape")
+    return name, value
+
+
+# What GitHub Actions is told, where a command runs there.
+
+
+def announce(title: str, errors: Sequence[str], warnings: Sequence[str], summary: str) -> None:
+    """Annotations on standard output where this is GitHub Actions, and a part of the job's summary if it has one."""
+    from enginesmith.pipeline.report import gate
+
+    if gate.is_here(os.environ):
+        for line in gate.annotations(title, errors, warnings):
+            click.echo(line)
+    try:
+        gate.append_summary(os.environ, summary)
+    except OSError as error:  # what the command found out, and its exit code, are worth more than the summary
+        click.echo(f"note: the summary of the job was not written: {error}", err=True)
+
+
+def announce_run(run: "Run") -> None:
+    """The same of a run: budgets that nobody holds are errors, what spoils its numbers are warnings."""
+    from enginesmith.pipeline.report import markdown, tables
+    from enginesmith.pipeline.results import budgets
+
+    broken = [budgets.format_verdict(one) for one in run.verdicts if not one.passed]
+    announce(run.name, broken, tables.cautions(run), markdown.render(run))
+
+
+def announce_fleet(record: "FleetRecord") -> None:
+    """The same of a fleet: what failed or broke a budget is an error, what is lacking or became slower a warning."""
+    from enginesmith.pipeline.report import fleet, fleet_tables
+
+    bad = [one for one in record.entries if one.status in ("failed", "breached")]
+    doubtful = [f"{one.name}: {one.reason}" for one in record.having("lacking")]
+    doubtful += [
+        f"{one.name} became slower: {fleet_tables.since(one.since_last)}" for one in fleet_tables.slower(record)
+    ]
+    errors = [f"{one.name}: {one.reason}" for one in bad]
+    announce(record.name, errors, doubtful, fleet.fleet_markdown_render(record))

@@ -1,0 +1,159 @@
+"""Budgets and a baseline as an exit code."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from enginesmith.pipeline.commands.context import announce, budgets_of, shown
+from enginesmith.pipeline.commands.options import as_json_option, with_budgets
+
+if TYPE_CHECKING:
+    from enginesmith.pipeline.recipe import Recipe
+    from enginesmith.pipeline.results.gate import Demands
+    from enginesmith.pipeline.results.verdicts import FleetGate, Gate
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@with_budgets
+@click.option("--max-drop", type=float, help="Largest loss of the metric.")
+@click.option("--variant", metavar="ID", help="Which variant is judged; default: the winner.")
+@click.option("--baseline", type=click.Path(path_type=Path), metavar="RUN", help="A run that this one is held against.")
+@click.option("--tolerance", default="5%", show_default=True, help="By how much a number may be worse than there.")
+@click.option("--update-baseline", is_flag=True, help="If the budgets hold, make RUN the baseline, whatever it was.")
+@click.option("--measure-time", metavar="TIME", help="Longest time for measuring both engines again; default 20s.")
+@click.option("--no-measure", is_flag=True, help="Compare what both runs stored, which is less sharp.")
+@click.option("--any-machine", is_flag=True, help="Compare latency also where it was measured on other machines.")
+@click.option("--quiet", is_flag=True, help="No progress on standard error.")
+@as_json_option
+def gate(
+    run: Path,
+    variant: str | None,
+    baseline: Path | None,
+    update_baseline: bool,
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Hold RUN, or all runs of a fleet, against budgets and a baseline; exit with 3 if one is broken, and say which.
+
+    Budgets are those of the run's recipe, and those given here. A regression is worse than the baseline by more than
+    the tolerance, and for certain: both engines are measured again, side by side, where that can be done.
+
+    With --update-baseline nothing is held against the old baseline: RUN replaces it if the budgets hold. The baseline
+    of a fleet is a fleet, entry by entry.
+
+    Example: enginesmith gate runs/net --max-latency 5ms --baseline runs/main --tolerance 5%
+    """
+    from enginesmith.pipeline.results import fleet as records
+
+    if update_baseline and baseline is None:
+        raise click.UsageError("--update-baseline needs --baseline DIR, the folder to put it in")
+    if records.is_fleet(run):
+        if variant is not None:
+            raise click.UsageError(f"--variant is of one run: give one of those in {run}/{records.RUNS}")
+        return _gate_fleet(run, baseline, update_baseline, options, quiet, as_json)
+    return _gate_run(run, variant, baseline, update_baseline, options, quiet, as_json)
+
+
+def _gate_run(
+    run: Path,
+    variant: str | None,
+    baseline: Path | None,
+    update_baseline: bool,
+    options: dict[str, Any],
+    quiet: bool,
+    as_json: bool,
+) -> int:
+    from enginesmith.pipeline.results import baseline as baselines
+    from enginesmith.pipeline.results import gate as gates
+    from enginesmith.pipeline.results import run as runs
+
+    demands = _demands(runs.read(run).recipe, options, quiet)
+    if update_baseline and baseline is not None:
+        baselines.hold_replaceable(run, baseline)
+        found = gates.gate(run, demands, variant)
+        if found.passed and (source := gates.stored_in(run, found.variant)):
+            baselines.keep(source, baseline)
+            found = found.model_copy(update={"baseline": str(baseline), "updated": True})
+    else:
+        found = gates.gate(run, demands, variant, baseline)
+    _show(found, as_json)
+    return found.exit_code
+
+
+def _gate_fleet(
+    fleet: Path, baseline: Path | None, update_baseline: bool, options: dict[str, Any], quiet: bool, as_json: bool
+) -> int:
+    from enginesmith.pipeline.results import baseline as baselines
+    from enginesmith.pipeline.results import fleet as records
+    from enginesmith.pipeline.workflows import fleet as fleet_gate
+
+    demands_of = partial(_demands, options=options, quiet=quiet)
+    if update_baseline and baseline is not None:
+        baselines.hold_replaceable(fleet, baseline, records.read)
+        found = fleet_gate.gate(fleet, demands_of)
+        if found.passed:
+            fleet_gate.keep(fleet, baseline)
+            found = found.model_copy(update={"baseline": str(baseline), "updated": True})
+    else:
+        found = fleet_gate.gate(fleet, demands_of, baseline)
+    _show_fleet(found, as_json)
+    return found.exit_code
+
+
+def _demands(recipe: "Recipe", options: dict[str, Any], quiet: bool) -> "Demands":
+    """The budgets of a recipe, changed by the options, and how regressions are judged."""
+    from enginesmith.pipeline.results.gate import DEFAULT_SECONDS, Demands, parse_tolerance
+    from enginesmith.pipeline.units import parse_seconds
+
+    seconds = parse_seconds(options["measure_time"]) if options["measure_time"] else DEFAULT_SECONDS
+    if seconds <= 0:
+        raise click.BadParameter("there is no measuring in no time", param_hint="--measure-time")
+    budgets, min_sqnr_db = budgets_of(recipe, options)
+    return Demands(
+        budgets=budgets,
+        min_sqnr_db=min_sqnr_db,
+        tolerance=parse_tolerance(options["tolerance"]),
+        any_machine=options["any_machine"],
+        measure=not options["no_measure"],
+        seconds=seconds,
+        progress=_unheard if quiet else _say,
+    )
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _unheard(text: str) -> None:
+    pass
+
+
+def _show(found: "Gate", as_json: bool) -> None:
+    from enginesmith.pipeline.report import gate
+
+    _told(found, gate.lines(found), as_json)
+    if not as_json:
+        announce("gate", [one.text for one in found.breaches], found.cautions, gate.markdown(found))
+
+
+def _show_fleet(found: "FleetGate", as_json: bool) -> None:
+    from enginesmith.pipeline.report import gate
+
+    _told(found, gate.fleet_lines(found), as_json)
+    if as_json:
+        return
+    broken = [f"{name}: {one.text}" for name, entry in found.entries.items() for one in entry.breaches]
+    cautions = [f"{name}: {text}" for name, entry in found.entries.items() for text in entry.cautions]
+    announce("gate", broken, cautions, gate.fleet_markdown(found))
+
+
+def _told(found: "Gate | FleetGate", lines: list[str], as_json: bool) -> None:
+    if as_json:
+        shown().print_json(found.model_dump(mode="json", by_alias=True))
+        return
+    for line in lines:
+        click.echo(line)

@@ -1,0 +1,117 @@
+"""The main job, and going on with it."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enginesmith.pipeline.commands import fleet
+from enginesmith.pipeline.commands.context import announce_run, recipe_of, resumable, settings_of, shown
+from enginesmith.pipeline.commands.options import (
+    BUDGETS,
+    INPUTS,
+    VARIANTS,
+    WORK,
+    Command,
+    how_to_build,
+    how_to_calibrate,
+    how_to_export,
+    how_to_measure,
+    how_to_prune,
+    how_to_run_tensorrt,
+    how_to_work,
+    model_argument,
+    option,
+    under,
+    what_to_load,
+    where_to_run,
+    with_budgets,
+)
+
+
+@click.command(cls=Command)
+@model_argument
+@under(INPUTS, option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe; options change it."))
+@under(
+    VARIANTS,
+    option("--engine", "engines", multiple=True, help="onnxruntime, compiled, tensorrt_rtx …; may be repeated."),
+    option("--precision", "precisions", multiple=True, help="fp32, fp16, bf16, int8, int8+fp16, int8-dynamic …"),
+    option("--prune", multiple=True, metavar="TARGET", help="What is removed: 30% of channels, macs=-50% …"),
+    option("--sparsity", multiple=True, metavar="PATTERN", help="Zeros in weights: 2:4, or unstructured=0.5."),
+)
+@under(
+    VARIANTS,
+    option("--graph-optimization", multiple=True, help="ONNX Runtime's level: disabled, basic, extended, all."),
+    option("--no-simplify", is_flag=True, default=None, help="Leave the exported graph as it is."),
+    advanced=True,
+)
+@with_budgets
+@under(
+    BUDGETS, option("--objective", type=click.Choice(["latency", "throughput", "memory", "size"]), help="What wins.")
+)
+@under(WORK, option("--out", type=click.Path(path_type=Path), help="Run directory; default runs/MODEL-TIME."))
+@what_to_load
+@how_to_export
+@how_to_calibrate
+@how_to_prune
+@how_to_build
+@how_to_run_tensorrt
+@where_to_run
+@how_to_measure
+@how_to_work
+@fleet.which_entries
+def optimize(
+    model: str,
+    recipe_file: Path | None,
+    out: Path | None,
+    only: tuple[str, ...],
+    changed_since: Path | None,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> int:
+    """Make every variant of MODEL, prove them right, measure them, and name the winner.
+
+    Where MODEL is a fleet file, as fleet.yaml, do that for all its models and targets.
+
+    Example: enginesmith optimize net.py:build --precision fp32 --precision int8 --calibration data.npz --max-drop 0.01
+    """
+    from enginesmith.pipeline.workflows import optimize
+
+    if fleet.is_file(model):
+        if recipe_file is not None:
+            raise click.UsageError(f"{model} is a fleet file, which has its own recipe: leave --recipe away")
+        given = {**options, "as_json": as_json, "quiet": quiet}
+        return fleet.optimize(Path(model), out, only, changed_since, given)
+    if only or changed_since is not None:
+        name = "--only" if only else "--changed-since"
+        raise click.UsageError(f"{name} is for fleet files, and {model} is none: those end with .yaml")
+    recipe = recipe_of(model, recipe_file, options)
+    folder = out or optimize.default_out(recipe)
+    with settings_of(options, quiet) as settings, resumable(folder, settings):
+        run = optimize.optimize(recipe, folder, settings)
+    code: int = shown().show_run(run, folder, as_json)
+    if not as_json:
+        announce_run(run)
+    return code
+
+
+@click.command(cls=Command)
+@click.argument("run", type=click.Path(path_type=Path))
+@how_to_work
+def resume(run: Path, as_json: bool, quiet: bool, **options: Any) -> int:
+    """Do what is still missing in the run directory RUN, or in a fleet's folder.
+
+    Example: enginesmith resume runs/net
+    """
+    from enginesmith.pipeline.results import fleet as records
+    from enginesmith.pipeline.workflows import optimize
+
+    if records.is_fleet(run):
+        return fleet.resume(run, {**options, "as_json": as_json, "quiet": quiet})
+    with settings_of(options, quiet) as settings, resumable(run, settings):
+        result = optimize.resume(run, settings)
+    code: int = shown().show_run(result, run, as_json)
+    if not as_json:
+        announce_run(result)
+    return code

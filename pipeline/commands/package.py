@@ -1,0 +1,30 @@
+"""A run's engine as a folder that serves it elsewhere."""
+
+from pathlib import Path
+
+import click
+
+from enginesmith.pipeline.commands.context import shown
+from enginesmith.pipeline.commands.options import as_json_option
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("-f", "--format", "form", type=click.Choice(["bundle", "triton"]), required=True, help="What to write.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write; a new one.")
+@click.option("--variant", metavar="ID", help="Which variant; the run's winner without it.")
+@as_json_option
+def package(run: Path, form: str, output: Path, variant: str | None, as_json: bool) -> None:
+    """Write the winner of RUN as a folder of its own: a bundle with a script, or a Triton model repository.
+
+    Everything in it is named by its sha256 in manifest.json. Engines are code: serve only what you trust.
+
+    Example: enginesmith package runs/digits -f bundle -o digits-bundle
+    """
+    from enginesmith.pipeline.results.package import package as packages
+
+    found = packages.package(run, next(one for one in packages.FORMATS if one == form), output, variant)
+    if as_json:
+        shown().print_json(found.model_dump(mode="json"))
+    else:
+        click.echo(found.summary)

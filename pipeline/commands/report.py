@@ -1,0 +1,44 @@
+"""The files that a run is read in, written anew."""
+
+from pathlib import Path
+
+import click
+
+from enginesmith.pipeline.commands import fleet
+from enginesmith.pipeline.commands.context import shown
+from enginesmith.pipeline.commands.options import as_json_option
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write to; otherwise RUN itself.")
+@click.option(
+    "-f",
+    "--format",
+    "formats",
+    multiple=True,
+    type=click.Choice(["html", "md", "junit", "json"]),
+    help="May be repeated; html, md and junit without it.",
+)
+@as_json_option
+def report(run: Path, output: Path | None, formats: tuple[str, ...], as_json: bool) -> None:
+    """Write the reports of the run directory RUN anew, from its run.json and samples.npz; or those of a fleet.
+
+    Example: enginesmith report runs/net -f html -o public
+    """
+    from enginesmith.pipeline.report import files
+    from enginesmith.pipeline.results import fleet as records
+    from enginesmith.pipeline.results import run as runs
+
+    if records.is_fleet(run):
+        written = fleet.report(run, output, formats)
+    else:
+        found = runs.read(run)
+        folder = run if run.is_dir() else run.parent
+        chosen = tuple(name for name in files.NAMES if name in formats) or files.REPORTS
+        written = files.write(found, output or folder, chosen, files.read_samples(folder))
+    if as_json:
+        shown().print_json({"files": [str(path) for path in written]})
+        return
+    for path in written:
+        click.echo(str(path))

@@ -1,0 +1,1 @@
+"""Run ONNX graphs in ONNX Runtime."""

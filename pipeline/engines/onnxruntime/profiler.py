@@ -1,0 +1,368 @@
+"""Which modules the nodes of an optimised graph do the work of.
+
+ONNX Runtime drops the metadata of nodes when it optimises, and names what it fuses as it likes; the values between
+nodes mostly keep their names. So a node of the optimised graph stands for those nodes of the graph it was made from
+that lie between what it reads and what it writes.
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from enginesmith.pipeline.engines.base import NODE, WARM_CALLS, OperatorTime, Origin, Profiled, Tally, narrowest
+from enginesmith.pipeline.errors import MissingCapability, ModelError
+from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.frameworks.onnx.macs import CONVERTERS, is_product
+from enginesmith.pipeline.frameworks.onnx.shapes import attributes
+
+if TYPE_CHECKING:
+    import onnx
+
+
+_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
+"""torch's word for operators that it made up outside of any module: sizes of inputs."""
+_MEMCPY = ("MemcpyToHost", "MemcpyFromHost")
+_LAYOUT = ("ReorderInput", "ReorderOutput", "Transpose", "Cast", "Identity", *_MEMCPY)
+"""What engines insert without the graph asking for it; the value stays the same."""
+_BLOCKED = "_nchwc"
+"""Ends the names of ONNX Runtime's convolutions and pools on blocked channels, which begin with the value's name."""
+_COPY = re.compile(r"_token_\d+$")
+"""What ONNX Runtime puts behind the name of a node that it made anew."""
+_CLAMPS = ("Relu", "Clip")
+"""Activations that quantising does by itself."""
+_SUM = 3
+"""Input of a blocked convolution that is added to its result."""
+_WRAPPER = "model."
+"""What names of parameters start with when the exporter saw the module within a wrapper."""
+
+
+@dataclass
+class Provenance:
+    """The graph that an engine was built from: makers, readers and modules of its nodes."""
+
+    nodes: "list[onnx.NodeProto]"
+    constants: frozenset[str]
+    _makers: "dict[str, onnx.NodeProto]" = field(init=False)
+    _readers: "dict[str, list[onnx.NodeProto]]" = field(init=False)
+    _named: "dict[str, onnx.NodeProto]" = field(init=False)
+    _places: dict[str, int] = field(init=False)
+    _modules: dict[str, str] = field(init=False)
+    """By name of a node's first output."""
+
+    def __post_init__(self) -> None:
+        self._makers = {output: node for node in self.nodes for output in node.output if output}
+        self._named = {node.name: node for node in self.nodes if node.name}
+        self._places = {node.name: place for place, node in enumerate(self.nodes) if node.name}
+        self._readers = {}
+        for node in self.nodes:
+            for value in node.input:
+                self._readers.setdefault(value, []).append(node)
+        noted = {_key(node): found for node in self.nodes if (found := _noted(node)) is not None}
+        self._modules = {_key(node): self._module(node, noted) for node in self.nodes}
+
+    @classmethod
+    def read(cls, path: Path) -> "Provenance":
+        """Of an ONNX file.
+
+        Raises:
+            InvalidGraph: it cannot be read.
+        """
+        model = model_file.skeleton(path)
+        constants = {tensor.name for tensor in model.graph.initializer}
+        return cls(list(model_file.nodes(model)), frozenset(constants))
+
+    def _module(self, node: "onnx.NodeProto", noted: Mapping[str, str]) -> str:
+        """A node's module: as noted; for conversions between modules the one that wrote the value, else its reader."""
+        own = noted.get(_key(node))
+        if own is not None:
+            return own
+        if not noted:
+            return f"{NODE}{node.name or _key(node)}"
+        if node.op_type not in (*CONVERTERS, "Cast"):
+            return ""
+        near = [self._makers.get(node.input[0]), *self._readers.get(node.output[0], ())]
+        return next((noted[_key(one)] for one in near if one is not None and _key(one) in noted), "")
+
+    def named(self, names: Iterable[str], *, light: bool = False) -> Origin:
+        """Where the work of a kernel comes from, of an engine that tells which nodes are in it; unknown for none.
+
+        A ``light`` kernel multiplies nothing: products that it names are what it prepares or finishes.
+        """
+        places = {self._places[name] for name in names if name in self._places}
+        covered = [self.nodes[place] for place in sorted(places, reverse=True)]
+        others = [node for node in covered if not is_product(node)]
+        if not light or not others:
+            return self._origin(covered)
+        if all(node.op_type in CONVERTERS for node in others):
+            return self._origin(covered).model_copy(update={"converts": True, "multiplies": False})
+        return self._origin(others)
+
+    def of_executed(self, path: Path) -> dict[str, Origin]:
+        """Where the work of each node of an optimised file comes from, by the node's name.
+
+        Raises:
+            InvalidGraph: it cannot be read.
+        """
+        executed = list(model_file.nodes(model_file.skeleton(path)))
+        same = self._aliases(executed)
+        cuts = {same[output] for node in executed for output in node.output if output in same}
+        found = {node.name: self._of_node(node, same, cuts) for node in executed}
+        return self._of_readers(executed, found)
+
+    def _of_readers(self, executed: "list[onnx.NodeProto]", found: Mapping[str, Origin]) -> dict[str, Origin]:
+        """What the engine put in front of a single module belongs to it."""
+        readers: dict[str, set[tuple[str, ...]]] = {}
+        known = dict(found)
+        for node in reversed(executed):
+            beyond = set[tuple[str, ...]]().union(*(readers.get(output, set()) for output in node.output))
+            if not known[node.name].modules and len(beyond) == 1:
+                known[node.name] = Origin(modules=next(iter(beyond)))
+            for value in node.input:
+                readers.setdefault(value, set()).add(known[node.name].modules)
+        return known
+
+    def _of_node(self, node: "onnx.NodeProto", same: Mapping[str, str], cuts: set[str]) -> Origin:
+        targets = {same[output] for output in node.output if output in same}
+        inputs = {same.get(value, value) for value in node.input}
+        if targets and targets <= inputs:  # it hands on what it was given, in another layout
+            maker = next((self._makers[value] for value in targets if value in self._makers), None)
+            return Origin(modules=(self._modules[_key(maker)],) if maker is not None else (), converts=True)
+        return self._origin(list(self._between(targets, cuts | inputs)))
+
+    def _between(self, targets: set[str], cuts: set[str]) -> "Iterator[onnx.NodeProto]":
+        """Nodes that lead to the targets, back to where other nodes of the engine end; the last ones first."""
+        waiting, seen = [value for value in targets if value in self._makers], set[str]()
+        while waiting:
+            node = self._makers[waiting.pop(0)]
+            if _key(node) in seen:
+                continue
+            seen.add(_key(node))
+            yield node
+            waiting += [value for value in node.input if value in self._makers and value not in cuts]
+
+    def _origin(self, covered: "list[onnx.NodeProto]") -> Origin:
+        """The modules of the products among the nodes, else of the last one; the others are fused into it."""
+        if not covered:
+            return Origin()
+        products = [node for node in covered if is_product(node)]
+        main = products or covered[:1]
+        modules = tuple(dict.fromkeys(path for node in reversed(main) for path in self._paths(node)))
+        also: dict[str, dict[str, None]] = {}
+        for node in covered:
+            path = self._modules[_key(node)]
+            if path not in modules and node.op_type not in (*CONVERTERS, "Constant"):
+                also.setdefault(path, {})[node.op_type] = None
+        converts = all(node.op_type in CONVERTERS for node in covered)
+        fused = {path: tuple(found) for path, found in also.items()}
+        return Origin(modules=modules, also=fused, multiplies=bool(products), converts=converts)
+
+    def _paths(self, node: "onnx.NodeProto") -> Iterator[str]:
+        """A node's module, after the one beside it whose weight it has: a BatchNorm is folded into its convolution."""
+        path = self._modules[_key(node)]
+        parent = path.rpartition(".")[0]
+        for value in node.input:
+            while value in self._makers and self._makers[value].op_type in CONVERTERS:
+                value = self._makers[value].input[0]
+            holder = value.removeprefix(_WRAPPER).rpartition(".")[0]
+            if value in self.constants and holder and holder.rpartition(".")[0] == parent and NODE not in path:
+                yield holder
+        yield path
+
+    def _aliases(self, executed: "list[onnx.NodeProto]") -> dict[str, str]:
+        """What values of the optimised graph are called in this one."""
+        known = {*self._makers, *self.constants}
+        same = {value: value for node in executed for value in (*node.input, *node.output) if value in known}
+        for node in reversed(executed):  # a value in another layout is known by what is made of it
+            if node.op_type in _LAYOUT and node.output[0] in same:
+                same.setdefault(node.input[0], same[node.output[0]])
+        for node in executed:
+            self._follow(node, same)
+        return same
+
+    def _follow(self, node: "onnx.NodeProto", same: dict[str, str]) -> None:
+        """Find out what a node's output is called here, from its name or from what it was made of."""
+        if not node.output or node.output[0] in same:
+            return
+        value = node.name.partition(_BLOCKED)[0]
+        if node.op_type in _LAYOUT and node.input[0] in same:
+            same[node.output[0]] = same[node.input[0]]
+        elif _BLOCKED in node.name and value in self._makers:
+            same[node.output[0]] = self._behind_fused(node, value)
+        elif (found := self._named.get(_COPY.sub("", node.name))) is not None:
+            same[node.output[0]] = self._quantised(found.output[0], same)
+
+    def _quantised(self, value: str, same: Mapping[str, str]) -> str:
+        """What a value becomes when it is quantised, where no node of the engine does that by itself."""
+        behind, steps = value, self._readers.get(value, ())
+        for operators in (_CLAMPS, ("QuantizeLinear",)):
+            following = next((one for one in steps if one.op_type in operators and one.output[0] not in same), None)
+            if following is not None:
+                behind, steps = following.output[0], self._readers.get(following.output[0], ())
+        return behind if self._makers[behind].op_type == "QuantizeLinear" else value
+
+    def _behind_fused(self, node: "onnx.NodeProto", value: str) -> str:
+        """The value after the sum and the activation that a blocked convolution took in, and keeps its name."""
+        wanted = ["Add", "Sum"] if len(node.input) > _SUM and node.input[_SUM] else []
+        activation = attributes(node).get("activation", b"")
+        for operators in filter(None, (tuple(wanted), (activation.decode(),) if activation else ())):
+            if self._makers[value].op_type in operators:
+                continue
+            following = next((one for one in self._readers.get(value, ()) if one.op_type in operators), None)
+            value = following.output[0] if following is not None else value
+        return value
+
+
+def _key(node: "onnx.NodeProto") -> str:
+    return next(iter(node.output), node.name)
+
+
+def _noted(node: "onnx.NodeProto") -> str | None:
+    found = next((entry.value for entry in node.metadata_props if entry.key == model_file.MODULE_KEY), None)
+    return "" if found == _NO_MODULE else found
+
+
+# ONNX Runtime's own profiler: kernel times from the trace that a session writes.
+#
+# A trace is a list of events with a start and a duration in whole microseconds: ``model_run`` is one inference,
+# and each
+# node in it is an event ``<node>_kernel_time``. Nodes of a subgraph lie within the event of the node that runs it. On
+# CUDA a node's event is its launch; what ran on the device is in events of the category ``Kernel``, which builds with
+# CUDA profiling alone write.
+
+_KERNEL = "_kernel_time"
+_TYPES = {
+    "int4": "int4",
+    "uint4": "int4",
+    "float8e4m3fn": "fp8",
+    "int8": "int8",
+    "uint8": "int8",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float": "fp32",
+}
+"""ONNX Runtime's words for what values are, the narrowest first."""
+_FLOATS = {"float", "float16", "bfloat16", "double"}
+_CONVERT = (*CONVERTERS, "ReorderInput", "ReorderOutput", "MemcpyToHost", "MemcpyFromHost")
+_INTEGER = re.compile(r"Integer|^QLinear|^QGemm$|^QAttention$|^DynamicQuantize(?:MatMul|LSTM)$")
+"""Operators that compute in int8 whatever they read: weights that are packed are in no event."""
+_COARSE_SECONDS = 2e-4
+"""Below this, whole microseconds are too coarse for single operators."""
+
+Event = dict[str, Any]
+
+
+def read_trace(path: Path) -> list[Event]:
+    """The events of a trace.
+
+    Raises:
+        ModelError: ONNX Runtime did not write a whole one.
+    """
+    try:
+        found: list[Event] = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"ONNX Runtime wrote no profile that can be read: {error}", "profile again") from error
+    return found
+
+
+def profiled(events: Sequence[Event], executed: Path, graph: Path | None, *, on_cuda: bool) -> Profiled:
+    """The operators of a trace, on their modules; ``executed`` is the graph that the session ran.
+
+    Raises:
+        MissingCapability: the session ran on CUDA, and the trace has launches only.
+    """
+    origins = Provenance.read(graph).of_executed(executed) if graph else {}
+    tally, described = Tally(), dict[str, Event]()
+    runs = sorted((event for event in events if event["name"] == "model_run"), key=lambda one: int(one["ts"]))
+    for run in runs[WARM_CALLS:]:
+        tally.begin()
+        within = [event for event in events if _kind(event) and _within(event, run)]
+        for name, seconds, event in _device_times(within) if on_cuda else _self_times(within):
+            tally.add(name, seconds)
+            described.setdefault(name, event)
+    operators = tuple(
+        _operator(name, described[name], origins, *found) for name, found in tally.medians().items() if name
+    )
+    if on_cuda and not operators:
+        raise MissingCapability(
+            "this onnxruntime is built without CUDA profiling: it tells when nodes are launched, not how long they run",
+            "profile eager or TensorRT, or use a build with onnxruntime_ENABLE_CUDA_PROFILING",
+        )
+    whole = statistics.median(int(run["dur"]) / 1e6 for run in runs[WARM_CALLS:])
+    coarse = whole < _COARSE_SECONDS
+    return Profiled(
+        operators=operators,
+        source="ONNX Runtime's profiler",
+        call_seconds=whole,
+        notes=("it counts whole microseconds, which is coarse for operators this short",) if coarse else (),
+    )
+
+
+def _kind(event: Event) -> bool:
+    return event.get("cat") == "Kernel" or str(event["name"]).endswith(_KERNEL)
+
+
+def _within(event: Event, other: Event) -> bool:
+    start, end = int(event["ts"]), int(event["ts"]) + int(event["dur"])
+    return int(other["ts"]) <= start and end <= int(other["ts"]) + int(other["dur"])
+
+
+def _self_times(events: Sequence[Event]) -> Iterator[tuple[str, float, Event]]:
+    """Seconds of each node without the nodes of its subgraphs."""
+    left: list[tuple[Event, int]] = []
+    ordered = sorted(events, key=lambda one: (int(one["ts"]), -int(one["dur"])))
+    stack: list[int] = []
+    for event in ordered:
+        while stack and not _inside(event, left[stack[-1]][0]):
+            stack.pop()
+        if stack:
+            outer, own = left[stack[-1]]
+            left[stack[-1]] = (outer, own - int(event["dur"]))
+        stack.append(len(left))
+        left.append((event, int(event["dur"])))
+    for event, own in left:
+        yield _name(event), max(0, own) / 1e6, event
+
+
+def _inside(event: Event, outer: Event) -> bool:
+    """Whether a node runs in another's subgraph; only these operators have one, and neighbours may touch."""
+    has_body = outer.get("args", {}).get("op_name") in ("If", "Loop", "Scan", "SequenceMap")
+    return has_body and event.get("tid") == outer.get("tid") and _within(event, outer)
+
+
+def _device_times(events: Sequence[Event]) -> Iterator[tuple[str, float, Event]]:
+    """Seconds that each node's kernels ran on the device."""
+    nodes = {str(event["name"]): event for event in events if event.get("cat") == "Node"}
+    for event in events:
+        if event.get("cat") == "Kernel":
+            parent = str(event.get("args", {}).get("parent_name", ""))
+            yield _name(nodes.get(parent, event)), int(event["dur"]) / 1e6, nodes.get(parent, event)
+
+
+def _name(event: Event) -> str:
+    return str(event["name"]).removesuffix(_KERNEL)
+
+
+def _operator(name: str, event: Event, origins: Mapping[str, Origin], seconds: float, calls: int) -> OperatorTime:
+    given = event.get("args", {})
+    operator = str(given.get("op_name") or name)
+    origin = origins.get(name, Origin())
+    read, written = (_types(given, f"{side}_type_shape") for side in ("input", "output"))
+    if operator in _CONVERT or (operator == "Cast" and read | written <= _FLOATS):
+        origin = origin.model_copy(update={"converts": True})
+    precision = "int8" if _INTEGER.search(operator) else narrowest(read, _TYPES)
+    return OperatorTime(
+        name=name,
+        operator=operator,
+        origin=origin,
+        precision="" if origin.converts else precision,
+        seconds=seconds,
+        calls=calls,
+    )
+
+
+def _types(given: Mapping[str, Any], key: str) -> set[str]:
+    return {str(word) for one in given.get(key, ()) for word in one}

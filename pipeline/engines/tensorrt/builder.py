@@ -1,0 +1,468 @@
+"""From a network to the bytes of an engine: configuration, profiles, and the build itself, watched while it runs."""
+
+import hashlib
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from enginesmith.pipeline.artifact import file_digest, write_whole
+from enginesmith.pipeline.engines.base import EngineFacts
+from enginesmith.pipeline.engines.cuda_allocator import CudaAllocationTracker
+from enginesmith.pipeline.engines.tensorrt import parser
+from enginesmith.pipeline.engines.tensorrt.build_log import BuildLog, Figures, listening
+from enginesmith.pipeline.engines.tensorrt.memory import allocator, ledger_of
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
+from enginesmith.pipeline.engines.tensorrt.parser import node_name, plain
+from enginesmith.pipeline.engines.tensorrt.versions import PORTABLE, Capabilities, FlavourName, module
+from enginesmith.pipeline.errors import (
+    BuilderFailed,
+    BuildError,
+    LimitTooSmall,
+    MissingCapability,
+    ModelError,
+    UnsupportedGraph,
+    UsageError,
+)
+from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.units import format_bytes
+
+# Why a builder gave nothing: its own words become an error of one of three classes.
+
+_ASKED_FOR = re.compile(r"[Rr]equested size (?:was|of) (\d+)")
+_MEMORY = (
+    *("OutOfMemory", "insufficient memory", "workspace memory greater", "out of memory"),
+    "within workspace limit",
+)
+_UNSUPPORTED = (
+    *("not supported", "unsupported", "Could not find any implementation", "No tactic", "Cannot compile"),
+    *("Could not infer output types", "has no runners", "layerImpls.empty", "violate shape"),
+)
+_OPERATORS = {"deconv": "ConvTranspose"}
+"""The compiler's word → the operator it stands for, where it names no node."""
+_QUOTED = re.compile(r"'([^']+)'|\bnode (\S+?)[\s.:]|^(?:\[[^]]*\] )?(\S+?): ")
+_WHERE = re.compile(
+    r"\(?\[[\w./]+\.(?:cpp|hpp|h)\b[^\]]*\]|\b[\w./]+\.(?:cpp|hpp|h):\d+:?|\w+Exception:|\bMyelin\b|I\w+::\w+:"
+    r"|\(?\bIn \w+ at\b ?\S*"
+)
+"""Where in TensorRT's source it was said."""
+_LENGTH = 400
+
+
+def build_error(log: BuildLog, graph: Path, workspace_bytes: int | None, flavour: str) -> BuildError:
+    """The error that stands for what is in the log."""
+    text = "\n".join(log.errors)
+    if any(words in text for words in _MEMORY) or any("insufficient memory" in words for words in log.warnings):
+        return _too_small(text + "\n".join(log.warnings), workspace_bytes, flavour)
+    said = plain(_WHERE.sub(" ", log.errors[0]))[:_LENGTH] if log.errors else "nothing"
+    if "timing cache" in text.lower():
+        return BuilderFailed(
+            f"a kernel's timing is missing, and the timing cache is locked: {said}", "build once without --locked"
+        )
+    if any(words in text for words in _UNSUPPORTED):
+        node = _node(text, graph)
+        remedy = "use another precision for it, or another target; `build --check` tells which targets would do"
+        return UnsupportedGraph(f"{flavour} cannot build {node or 'this graph'}: {said}", remedy)
+    return BuilderFailed(
+        f"{flavour}'s builder failed and said: {said}", "try the model in another precision, or for another target"
+    )
+
+
+def _too_small(text: str, workspace_bytes: int | None, flavour: str) -> LimitTooSmall:
+    asked = [int(number) for number in _ASKED_FOR.findall(text)]
+    words = f" (it asked for {max(asked)} bytes in all)" if asked else ""
+    if workspace_bytes is None:
+        return LimitTooSmall(
+            f"{flavour}'s builder ran out of memory{words}", "use a smaller largest batch, or a device with more memory"
+        )
+    return LimitTooSmall(
+        f"no engine fits a workspace of {format_bytes(workspace_bytes)}{words}",
+        "allow more, or find the smallest that builds with --workspace sweep",
+    )
+
+
+def _node(text: str, graph: Path) -> str:
+    """The first node of the graph that the text names, with the module it comes from."""
+    nodes = {node.name: node for node in model_file.nodes(model_file.read(graph)) if node.name}
+    for found in _QUOTED.finditer(text):
+        name = next(group for group in found.groups() if group)
+        if name in nodes:
+            return node_name(nodes[name])
+    operators = [operator for word, operator in _OPERATORS.items() if word in text]
+    return next((node_name(node) for node in nodes.values() if node.op_type in operators), "")
+
+
+# Workspace limits to try: the smallest that builds, and points above it on a log scale.
+#
+# Where a limit is only a gate (TensorRT-RTX 1.7), the smallest follows from an unlimited build: the builder compares
+# limit and weights together with the activations. Seen for four models at batch 1, 16 and 64, within 16 KiB.
+
+_SLACK_BYTES = 32 << 10
+"""On top of the difference, which is up to 16 KiB short of the need, and never above it (seen)."""
+_RESOLUTION_BYTES = 64 << 10
+_LEAST_POINT_BYTES = 1 << 20
+_SHARE = 0.05
+"""How exactly a search finds the smallest limit, where it has to search."""
+
+
+def estimate(facts: EngineFacts) -> int:
+    """The smallest limit that builds, by the figures of an unlimited build.
+
+    Raises:
+        ModelError: the builder gave no figures.
+    """
+    if facts.activation_bytes is None or facts.weights_bytes is None:
+        raise ModelError("the builder gave no memory figures, so there is nothing to sweep", "name the limits yourself")
+    need = facts.activation_bytes - facts.weights_bytes
+    return need + _SLACK_BYTES if need > 0 else 1
+
+
+def points(facts: EngineFacts, smallest: int, count: int) -> tuple[int, ...]:
+    """``count`` limits from the smallest to what the largest shape works in, evenly on a log scale."""
+    top = max(facts.activation_bytes or 0, smallest)
+    low = min(max(smallest, _LEAST_POINT_BYTES), top)
+    if count == 1:
+        return (smallest,)
+    steps = (math.exp(math.log(low) + index * math.log(top / low) / (count - 1)) for index in range(1, count))
+    return (smallest, *(round(step) for step in steps))
+
+
+def smallest(build: Callable[[int], object], facts: EngineFacts, known: Capabilities) -> int:
+    """The smallest limit that builds; the last successful ``build`` was with it.
+
+    One build where the estimate holds; otherwise limits are halved or doubled, then bisected.
+    """
+    limit = estimate(facts) if known.workspace_is_a_gate else facts.scratch_bytes or _LEAST_POINT_BYTES
+    low, high = 0, 0
+    if _builds(build, limit):
+        if known.workspace_is_a_gate or limit <= _RESOLUTION_BYTES:
+            return limit
+        high = limit
+    else:
+        low, high, enough = limit, 2 * limit, facts.workspace_limit_bytes or math.inf
+        while high < enough and not _builds(build, high):
+            low, high = high, 2 * high
+        high = int(min(high, enough))  # it was built with that before
+    share = 0.0 if known.workspace_is_a_gate else _SHARE
+    while high - low > max(_RESOLUTION_BYTES, share * high):
+        middle = (low + high) // 2
+        if _builds(build, middle):
+            high = middle
+        else:
+            low = middle
+    build(high)
+    return high
+
+
+def _builds(build: Callable[[int], object], limit: int) -> bool:
+    try:
+        build(limit)
+    except LimitTooSmall:
+        return False
+    return True
+
+
+# The timing cache of the enterprise flavour: what kernels took, kept so that another build chooses the same.
+
+
+def attach(trt: Any, config: Any, file: Path, *, locked: bool) -> Any:
+    """Give the configuration the cache in ``file``, or a new one where there is none.
+
+    Raises:
+        UsageError: the file is of another device or version, or not a timing cache; or it is locked and not there.
+    """
+    if locked and not file.is_file():
+        raise UsageError(
+            f"--locked needs the timing cache {file}, and there is none", "build once without --locked to make it"
+        )
+    stored = file.read_bytes() if file.is_file() else b""
+    cache = config.create_timing_cache(stored)
+    replaced = bool(stored) and not cache.queryKeys()  # what it cannot read becomes an empty cache, with a warning
+    if replaced or not config.set_timing_cache(cache, ignore_mismatch=False):
+        raise UsageError(
+            f"the timing cache {file} is damaged, or of another device or version of TensorRT {trt.__version__}",
+            "give another one with --timing-cache, or remove it to have it made anew",
+        )
+    return cache
+
+
+def keep(cache: Any, file: Path, locked: bool) -> str:
+    """Write the cache back, whole or not at all, and give its digest; a locked one is left as it is."""
+    if not locked:
+        write_whole(file, bytes(cache.serialize()))
+    return file_digest(file)
+
+
+Progress = Callable[[str], None]
+Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+"""Input → its smallest, usual and largest shape."""
+
+_STACK_BYTES = 512 << 20
+"""A chain of some thousand layers overflows a stack of the usual 8 MiB, and with it the process."""
+_HEARTBEAT_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to build."""
+
+    flavour: FlavourName
+    known: Capabilities
+    options: BuildOptions
+    workspace_bytes: int | None
+    targets: tuple[str, ...]
+    """Empty for the device that it is built on."""
+    profiles: tuple[Profile, ...]
+    timing_cache: Path | None = None
+    device: int | None = None
+    """The device that kernels are timed on; None for an engine that is built ahead of time."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """What came of it besides the engine's file."""
+
+    log: BuildLog
+    workspace_limit_bytes: int
+    """The limit that held, the builder's default where none was asked for."""
+    sha256: str
+    """Of the engine's file."""
+    timing_cache_sha256: str | None = None
+    device_peak_bytes: int | None = None
+    """The most that the builder had of the device at once, as its allocator counted; None where it had no device."""
+
+    @property
+    def figures(self) -> Figures:
+        """The builder's own figures; its peak on the device is the exact one where that was counted."""
+        if self.device_peak_bytes is None:
+            return self.log.figures
+        return self.log.figures.model_copy(update={"build_device_peak_bytes": self.device_peak_bytes})
+
+
+def build(order: Order, graph: Path, file: Path, progress: Progress) -> Built:
+    """Build ``graph`` and write the engine to ``file``.
+
+    Raises:
+        UnsupportedGraph, LimitTooSmall, BuilderFailed: by what the builder said.
+        UsageError: a profile that does not fit, a timing cache from elsewhere.
+    """
+    trt, log = module(order.flavour), BuildLog()
+    with listening(trt, log) as sink:
+        return _build(trt, log, sink, order, graph, file, progress)
+
+
+def _build(trt: Any, log: BuildLog, sink: Any, order: Order, graph: Path, file: Path, progress: Progress) -> Built:
+    parser.load_plugins(trt, order.options.plugins, sink, order.known)
+    builder = trt.Builder(sink)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    ledger = _ledger(trt, builder, order.device)
+    config = builder.create_builder_config()
+    monitor = _monitor(trt)
+    config.progress_monitor = monitor
+    _configure(trt, config, order)
+    cache = attach(trt, config, order.timing_cache, locked=order.options.locked) if order.timing_cache else None
+
+    def work() -> Any:
+        _choose_device(order.device)
+        log.take("INFO", "parsing the graph")
+        parser.parse(trt, network, sink, graph, order.known)
+        for profile in order.profiles:
+            config.add_optimization_profile(_profile(builder, network, profile))
+        log.take("INFO", "building the engine")
+        return builder.build_serialized_network(network, config)
+
+    _choose_device(order.device)
+    plan = _watched(work, monitor, progress)
+    if plan is None:
+        raise build_error(log, graph, order.workspace_bytes, order.flavour)
+    with ThreadPoolExecutor(1) as pool:  # two things that both take a while and need no interpreter
+        digest = pool.submit(lambda: hashlib.sha256(plan).hexdigest())
+        file.write_bytes(plan)
+    timings = keep(cache, order.timing_cache, order.options.locked) if cache and order.timing_cache else None
+    limit = config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE)
+    return Built(
+        log=log,
+        workspace_limit_bytes=limit,
+        sha256=digest.result(),
+        timing_cache_sha256=timings,
+        device_peak_bytes=ledger.account().peak if ledger else None,
+    )
+
+
+def _ledger(trt: Any, builder: Any, device: int | None) -> CudaAllocationTracker | None:
+    """Have the builder take its device memory through a ledger; None where it is built without a device."""
+    if device is None:
+        return None
+    ledger = ledger_of(device)
+    builder.gpu_allocator = allocator(trt, ledger, waits=True)
+    return ledger
+
+
+def _choose_device(index: int | None) -> None:
+    """Build on that device, which each thread chooses for itself; without one nothing is touched."""
+    if index is not None:
+        import torch
+
+        torch.cuda.set_device(index)
+
+
+def _configure(trt: Any, config: Any, order: Order) -> None:
+    options, pools, flags = order.options, trt.MemoryPoolType, trt.BuilderFlag
+    limits = {
+        pools.WORKSPACE: order.workspace_bytes,
+        pools.TACTIC_DRAM: options.tactic_dram,
+        pools.TACTIC_SHARED_MEMORY: options.tactic_shared_memory,
+    }
+    for pool, limit in limits.items():
+        if limit is not None:
+            config.set_memory_pool_limit(pool, limit)
+            if config.get_memory_pool_limit(pool) != limit:  # it logs, and keeps what it had
+                raise UsageError(
+                    f"{order.flavour} does not take the limit of {limit} bytes for {pool.name}",
+                    "give one between 1 byte and the memory of the device",
+                )
+    chosen = {
+        flags.TF32: options.tf32,
+        flags.SPARSE_WEIGHTS: options.sparse_weights,
+        flags.WEIGHT_STREAMING: options.weight_streaming,
+        flags.STRIP_PLAN: options.strip_plan,
+        flags.REFIT: options.refit,
+        flags.VERSION_COMPATIBLE: options.version_compatible,
+        flags.EXCLUDE_LEAN_RUNTIME: options.version_compatible and not options.host_code,
+        flags.ERROR_ON_TIMING_CACHE_MISS: options.locked and order.known.timing_cache,
+        flags.EDITABLE_TIMING_CACHE: order.known.timing_cache,
+        flags.MONITOR_MEMORY: True,
+    }
+    for flag, wanted in chosen.items():
+        (config.set_flag if wanted else config.clear_flag)(flag)
+        if config.get_flag(flag) != wanted:
+            raise MissingCapability(f"{order.flavour} does not take the builder flag {flag.name}", "leave it away")
+    if options.optimization_level is not None:
+        config.builder_optimization_level = options.optimization_level
+    if options.aux_streams is not None:
+        config.max_aux_streams = options.aux_streams
+    if options.tiling is not None:
+        config.tiling_optimization_level = getattr(trt.TilingOptimizationLevel, options.tiling.upper())
+    if options.hardware_compatibility != "none" and "hardware_compatibility" not in order.known.no_effect:
+        level = getattr(trt.HardwareCompatibilityLevel, options.hardware_compatibility.upper())
+        config.hardware_compatibility_level = level
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # the audit needs the layers
+    if order.targets:
+        config.num_compute_capabilities = len(order.targets)
+        for index, target in enumerate(order.targets):
+            config.set_compute_capability(getattr(trt.ComputeCapability, target.upper()), index)
+
+
+def compute_capabilities(target: str | None, known: Capabilities) -> tuple[str, ...]:
+    """The compute capabilities that a target stands for; ``portable`` is all that have fp32 and bf16 arithmetic."""
+    if target == PORTABLE:
+        return tuple(name for name in known.targets if name != "sm75")
+    return (target,) if target else ()
+
+
+def _profile(builder: Any, network: Any, shapes: Profile) -> Any:
+    """One optimisation profile.
+
+    Raises:
+        UnsupportedGraph: an input whose values decide shapes.
+        UsageError: the shapes do not fit the network.
+    """
+    profile = builder.create_optimization_profile()
+    for index in range(network.num_inputs):
+        tensor = network.get_input(index)
+        if tensor.is_shape_tensor:
+            raise UnsupportedGraph(
+                f"the values of the input {tensor.name!r} decide shapes, and TensorRT needs their range ahead of time",
+                "make it a constant of the model, or take the size from another input's shape",
+            )
+        if tensor.name not in shapes:
+            raise UnsupportedGraph(
+                f"TensorRT calls an input {tensor.name!r}, which is not its name in the graph",
+                "pass the input through an operator first, where it is an output too or what a loop goes by",
+            )
+        low, usual, high = shapes[tensor.name]
+        try:
+            profile.set_shape(tensor.name, low, usual, high)
+        except (ValueError, RuntimeError) as error:
+            raise _misfit(tensor, shapes[tensor.name]) from error
+    if not profile:
+        raise UsageError("TensorRT does not accept the shape ranges", "give min, opt and max for every dimension")
+    return profile
+
+
+def _misfit(tensor: Any, shapes: tuple[tuple[int, ...], ...]) -> UsageError:
+    given = ", ".join(str(list(shape)) for shape in shapes)
+    return UsageError(
+        f"the shapes {given} do not fit the input {tensor.name!r} of shape {list(tensor.shape)}",
+        "give a range for each dynamic dimension: --shape batch=1:8:64",
+    )
+
+
+def _monitor(trt: Any) -> Any:
+    """A progress monitor: knows the phase that the builder is in, and stops it when ``cancelled`` is set."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.cancelled = False
+            self.phase = "parsing"
+            self._steps: dict[str, int] = {}
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            self._steps[phase_name] = num_steps
+            self.phase = phase_name
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            self.phase = f"{phase_name} {step + 1} of {self._steps.get(phase_name, step + 1)}"
+            return not self.cancelled
+
+        def phase_finish(self, phase_name: str) -> None:
+            self._steps.pop(phase_name, None)
+
+    return Monitor()
+
+
+def _watched(work: Callable[[], Any], monitor: Any, progress: Progress) -> Any:
+    """Run ``work`` on a thread with a large stack, and tell every other second that it still goes on.
+
+    If ``progress`` raises, the builder is told to stop, and the exception goes on once it has.
+    """
+    outcome: list[Any] = []
+
+    def body() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
+            outcome.append(_Raised(error))
+
+    before = threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=body, name="build", daemon=True)
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    started = time.monotonic()
+    try:
+        while True:
+            thread.join(_HEARTBEAT_SECONDS)
+            if not thread.is_alive():
+                break
+            progress(f"{monitor.phase}, {time.monotonic() - started:.0f} s")
+    except BaseException:
+        monitor.cancelled = True
+        thread.join()
+        raise
+    found = outcome.pop()  # not kept in this frame, which the trace of an error would keep alive with the builder
+    if isinstance(found, _Raised):
+        raise found.error
+    return found
+
+
+@dataclass(frozen=True)
+class _Raised:
+    error: BaseException

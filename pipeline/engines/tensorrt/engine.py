@@ -1,0 +1,428 @@
+"""TensorRT in its two flavours: ``tensorrt``, built on the GPU that it runs on, and ``tensorrt_rtx``, built anywhere.
+
+Engines are strongly typed: precision is what the graph says. The engine file has a manifest beside it, which is checked
+before the engine is loaded.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
+from enginesmith.pipeline.engines.base import (
+    MAX,
+    SWEPT,
+    BuildRequest,
+    Configuration,
+    EngineFacts,
+    Profiled,
+    ProfileRequest,
+    WorkspaceEngine,
+)
+from enginesmith.pipeline.engines.tensorrt import builder, manifest, parser, versions
+from enginesmith.pipeline.engines.tensorrt import layers as audits
+from enginesmith.pipeline.engines.tensorrt.builder import Built, Order, Profile, build, compute_capabilities
+from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions, hold
+from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, FlavourName
+from enginesmith.pipeline.errors import MissingCapability, UsageError
+from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.store.store import default_root
+from enginesmith.pipeline.system import cuda
+from enginesmith.pipeline.system.device import Availability, Device
+from enginesmith.pipeline.tensors import Point, ShapeRange, Signature
+from enginesmith.pipeline.units import format_bytes
+
+if TYPE_CHECKING:
+    import onnx
+
+    from enginesmith.pipeline.engines.options import EngineOptions
+    from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
+
+
+# Optimisation profiles: which shapes an engine takes, and the one that it is fastest at.
+
+_POINTS: tuple[Point, ...] = ("min", "opt", "max")
+
+
+def plan(signature: Signature, ranges: Mapping[str, ShapeRange], more: tuple[str, ...]) -> tuple[Profile, ...]:
+    """The profiles asked for, in their order, and the whole range as the last one.
+
+    Raises:
+        UsageError: a dynamic dimension without a range; a profile of another dimension, or beyond its range.
+    """
+    missing = [name for name in signature.symbols if name not in ranges]
+    if missing:
+        raise UsageError(
+            f"the dynamic dimension {missing[0]!r} has no range", f"give one: --shape {missing[0]}=MIN:OPT:MAX"
+        )
+    narrowed = [_narrowed(text, ranges) for text in more]
+    return tuple(_shapes(signature, one) for one in (*narrowed, ranges))
+
+
+def _shapes(signature: Signature, ranges: Mapping[str, ShapeRange]) -> Profile:
+    found: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {}
+    for spec in signature.inputs:
+        low, usual, high = (spec.resolve({name: one.at(point) for name, one in ranges.items()}) for point in _POINTS)
+        found[spec.name] = (low, usual, high)
+    return found
+
+
+def _narrowed(text: str, ranges: Mapping[str, ShapeRange]) -> dict[str, ShapeRange]:
+    """``batch=1:1:1,seq=1:64:128`` within the whole range; dimensions that are not named keep theirs."""
+    found = dict(ranges)
+    for part in text.split(","):
+        name, separator, value = part.partition("=")
+        if not separator or name not in ranges:
+            raise UsageError(
+                f"the profile {text!r} names {name!r}, and the dynamic dimensions are {', '.join(ranges) or 'none'}",
+                "write it as batch=1:1:1,seq=1:64:128",
+            )
+        asked, whole = ShapeRange.parse(value), ranges[name]
+        if asked.min < whole.min or asked.max > whole.max:
+            raise UsageError(f"the profile {text!r} goes beyond the range {name}={whole}", "widen --shape")
+        found[name] = asked
+    return found
+
+
+ENGINE_FILE, LOG_FILE = "model.engine", "model.engine.log"
+_PRIMING_BYTES = 1 << 20
+_SHOWN = 200  # characters of a line of the builder's log
+
+
+class TensorRT(WorkspaceEngine):
+    """The enterprise flavour: kernels are chosen by timing them on the device, so it builds only there."""
+
+    name: ClassVar[str] = "tensorrt"
+    flavour: ClassVar[FlavourName] = "tensorrt"
+    title: ClassVar[str] = "TensorRT"
+    consumes: ClassVar[Kind] = "onnx"
+    reads: ClassVar[tuple[str, ...]] = ("targets", "workspace", "tensorrt")
+    needs_shapes: ClassVar[bool] = True
+    file_suffix: ClassVar[str] = ".engine"
+    kinds: ClassVar[tuple[str, ...]] = ("cuda",)
+    tools: ClassVar[tuple[str, ...]] = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
+    memory_from_torch: ClassVar[bool] = True
+    only_running: ClassVar[frozenset[str]] = frozenset({"run"})
+
+    target: str | None = None
+    options: BuildOptions = BuildOptions()
+    run: RunOptions = RunOptions()
+
+    @classmethod
+    def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
+        """Yield one for each target and workspace limit; a sweep stands for several limits."""
+        ahead = bool(cls.known().targets)
+        for target in (asked.targets if ahead else ()) or (None,):
+            where = f"-{target}" if target else ""
+            for word, limit in _limits(asked):
+                chosen = cls(workspace_bytes=limit, target=target, options=asked.tensorrt, run=asked.tensorrt_run)
+                with contextlib.suppress(MissingCapability):  # this variant's own failure, once it is built
+                    chosen.targets(cuda.cuda_device(asked.where.index))
+                label = precision + (f"-ws{word}" if word else "") + where
+                yield Configuration(chosen, label, workspace=word, target=target)
+
+    @classmethod
+    def check_options(cls, asked: "EngineOptions") -> None:
+        """A budget for streamed weights needs an engine that streams them."""
+        if asked.tensorrt_run.weight_streaming_budget is not None and not asked.tensorrt.weight_streaming:
+            raise UsageError("--weight-streaming-budget needs an engine that streams weights", "add --weight-streaming")
+
+    @classmethod
+    def smallest_workspace(cls, build: Callable[[int], object], unlimited: EngineFacts) -> int:
+        """Search from the estimate of an unlimited build."""
+        return builder.smallest(build, unlimited, cls.known())
+
+    @classmethod
+    def workspace_points(cls, unlimited: EngineFacts, smallest: int, count: int) -> tuple[int, ...]:
+        """Limits from the smallest to what the largest shape works in, evenly on a log scale."""
+        return builder.points(unlimited, smallest, count)
+
+    @classmethod
+    def available(cls, device: Device) -> Availability:
+        """On CUDA, when the package is installed and there is a driver with that device, and a torch for it."""
+        if device.kind not in cls.kinds:
+            return Availability(ok=False, reason="it runs on CUDA only", remedy="use --device cuda")
+        found = versions.importable(cls.flavour)
+        if not found.ok:
+            return found
+        found = cuda.available(device.index)
+        if not found.ok:
+            return found
+        import torch
+
+        if torch.version.cuda is None:
+            reason = f"the installed torch {torch.__version__} is built without CUDA, and buffers come from it"
+            return Availability(ok=False, reason=reason, remedy=cuda.OTHER_TORCH)
+        return Availability(ok=True)
+
+    @classmethod
+    def buildable(cls) -> Availability:
+        """Where the package is installed and, for this flavour, a device is there."""
+        found = versions.importable(cls.flavour)
+        if not found.ok or cls.known().builds_without_gpu:
+            return found
+        return cuda.available(0)
+
+    @classmethod
+    def known(cls) -> Capabilities:
+        """What the installed version can do."""
+        return versions.capabilities(cls.flavour)
+
+    @property
+    def arithmetic(self) -> str:
+        """``tf32``, unless that was turned off."""
+        return "tf32" if self.options.tf32 else "fp32"
+
+    @property
+    def built_ahead(self) -> bool:
+        """Whether a target was named, to a builder that needs no GPU."""
+        return bool(self.target) and self.known().builds_without_gpu
+
+    def runnable(self, device: Device) -> Availability:
+        """Whether the device is there and is one that the target stands for."""
+        found = type(self).available(device)
+        targets = compute_capabilities(self.target, self.known())
+        here = cuda.cuda_device(device.index)
+        if not found.ok or not targets or here is None or here.target in targets:
+            return found
+        reason = f"it is built for {', '.join(targets)}, and {device} is {here.target} ({here.name})"
+        return Availability(ok=False, reason=reason, remedy=f"build it for --target {here.target}")
+
+    def environment_key(self, device: Device) -> dict[str, Any]:
+        """The device and driver that the builder times kernels on, where no target was named; plugins by content."""
+        plugins = {name: file_digest(Path(name)) for name in self.options.plugins if Path(name).is_file()}
+        found: dict[str, Any] = {"plugins": plugins} if plugins else {}
+        if self.built_ahead:
+            return found
+        here = cuda.cuda_device(device.index)
+        found |= {"device": here.model_dump() if here else None, "driver": cuda.driver().version}
+        if self.options.locked and (file := self._timing_cache(self.known(), here)) and file.is_file():
+            found["timing"] = file_digest(file)
+        return found
+
+    def build(self, request: BuildRequest) -> Effect:
+        """Write the engine and its manifest, audited.
+
+        Raises:
+            MissingCapability: the package, the device or an option is not to be had here.
+            UnsupportedGraph, LimitTooSmall, BuilderFailed: what the builder made of it.
+        """
+        signature = request.artifact.signature
+        assert signature is not None
+        trt = versions.module(self.flavour)
+        known = self.known()
+        here = cuda.cuda_device(request.device.index)
+        if not known.builds_without_gpu:
+            _need(cuda.available(request.device.index), self.name)
+        targets = self.targets(here)
+        model = model_file.skeleton(request.artifact.path)
+        options, notes = _for_graph(self.options, model, request.artifact.path)
+        notes = (*notes, *hold(options, self.flavour, known, device=here is not None))
+        if known.workspace_is_a_gate and self.workspace_bytes is not None:
+            notes = (
+                *notes,
+                f"in {self.name} the workspace limit decides if the engine is built, and changes nothing else",
+            )
+        parser.hold(model, targets or ((here.target,) if here else ()), known)
+        order = Order(
+            flavour=self.flavour,
+            known=known,
+            options=options,
+            workspace_bytes=self.workspace_bytes,
+            targets=targets,
+            profiles=plan(signature, request.ranges, options.profiles),
+            timing_cache=self._timing_cache(known, here),
+            device=None if known.builds_without_gpu else request.device.index,
+        )
+        built = build(order, request.artifact.path, request.out / ENGINE_FILE, request.progress)
+        notes = (*notes, *_sparse_layers(built.log.text))
+        found = audits.audit(built.log.layers, model, signature, "build log")
+        record = self._manifest(request, order, built, found, here, trt.__version__, notes)
+        manifest.path_beside(request.out / ENGINE_FILE).write_text(record.model_dump_json(indent=1) + "\n")
+        (request.out / LOG_FILE).write_text(built.log.text)
+        rejected = f"the engine is not what was asked for: {found.problems[0]}" if found.problems else ""
+        return Effect(
+            file=ENGINE_FILE,
+            summary=_summary(record),
+            notes=(*notes, *found.notes),
+            signature=signature,
+            rejected=rejected,
+        )
+
+    def targets(self, here: cuda.CudaDevice | None) -> tuple[str, ...]:
+        """What the builder is told to compile for, where ``here`` is the device at hand.
+
+        Raises:
+            UsageError: a target that this flavour does not have, or none where there is no device to take it from.
+            MissingCapability: the device is no target of this flavour.
+        """
+        known = self.known()
+        if not known.targets:
+            if self.target and (here is None or self.target != here.target):
+                raise UsageError(
+                    f"{self.name} builds for the device that is here, and the target is {self.target}",
+                    "leave --target away, or use tensorrt_rtx, which builds ahead of time",
+                )
+            return ()
+        choices = ", ".join((*known.targets, versions.PORTABLE))
+        if self.target is None:
+            if here is None:
+                raise UsageError(
+                    f"{self.name} needs a target where there is no GPU to take it from", f"give --target: {choices}"
+                )
+            if here.target not in known.targets:
+                raise MissingCapability(
+                    f"{self.name} {versions.installed_version(self.flavour)} has no target {here.target} ({here.name})",
+                    f"its targets are {choices}; on this device use the engine tensorrt",
+                )
+            return (here.target,)
+        if self.target not in (*known.targets, versions.PORTABLE):
+            raise UsageError(f"{self.name} has no target {self.target!r}", f"use one of {choices}")
+        return compute_capabilities(self.target, known)
+
+    def _timing_cache(self, known: Capabilities, here: cuda.CudaDevice | None) -> Path | None:
+        """The file of kernel timings: the one that was named, else one for each device and version."""
+        if not known.timing_cache or here is None:
+            return None
+        if self.options.timing_cache:
+            return Path(self.options.timing_cache)
+        name = f"{here.target}-{here.name.replace(' ', '_')}-{versions.installed_version(self.flavour)}.cache"
+        return default_root() / "timing" / name
+
+    def _manifest(
+        self,
+        request: BuildRequest,
+        order: Order,
+        built: Built,
+        found: audits.Audit,
+        here: cuda.CudaDevice | None,
+        version: str,
+        notes: tuple[str, ...],
+    ) -> EngineManifest:
+        engine = request.out / ENGINE_FILE
+        assert request.artifact.signature is not None
+        return EngineManifest(
+            engine=self.flavour,
+            version=version,
+            target=self.target,
+            compute_capabilities=order.targets or ((here.target,) if here else ()),
+            device=here.name if here and not order.known.builds_without_gpu else None,
+            driver=cuda.driver().version if not order.known.builds_without_gpu else None,
+            sha256=built.sha256,
+            bytes=engine.stat().st_size,
+            model_sha256=request.artifact.sha256,
+            timing_cache_sha256=built.timing_cache_sha256,
+            workspace_limit_bytes=built.workspace_limit_bytes,
+            workspace_asked_bytes=self.workspace_bytes,
+            options=order.options,
+            profiles=tuple(dict(profile) for profile in order.profiles),
+            signature=request.artifact.signature,
+            figures=built.figures,
+            audit=found,
+            notes=notes,
+        )
+
+    def facts(self, artifact: Artifact) -> EngineFacts:
+        """The builder's own figures and the audit's layers, as the manifest has them."""
+        found = manifest.read(artifact.path)
+        return EngineFacts(
+            workspace_limit_bytes=found.workspace_limit_bytes,
+            weights_bytes=found.figures.weights_bytes,
+            activation_bytes=found.figures.activation_bytes,
+            scratch_bytes=found.figures.scratch_bytes,
+            build_device_peak_bytes=found.figures.build_device_peak_bytes,
+            layers=found.audit.layers if found.audit else None,
+        )
+
+    def profile(self, request: ProfileRequest) -> Profiled:
+        """Time of each layer, as the execution context reports it; without CUDA graphs."""
+        from enginesmith.pipeline.engines.tensorrt import session as profile
+
+        run = self.run.model_copy(update={"cuda_graphs": False})
+        notes = ("profiled without CUDA graphs",) if self.run.cuda_graphs else ()
+        with self.model_copy(update={"run": run}).load(request.artifact, request.device) as session:
+            return profile.profile(versions.module(self.flavour), session, request, notes)
+
+    def load(self, artifact: Artifact, device: Device) -> "TensorRTSession":
+        """Open a session on an engine, after its digest and whether it fits this machine were checked."""
+        from enginesmith.pipeline.engines.tensorrt.loader import open_engine
+        from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
+
+        record = manifest.read(artifact.path)
+        self.require(device)
+        manifest.hold(record, device.index)
+        trt = versions.module(self.flavour)
+        opened = open_engine(trt, artifact.path, record, self.known(), device, self.options, self.run)
+        return TensorRTSession(trt, opened, record.signature, device, self.run)
+
+    def prime(self, artifact: Artifact, device: Device) -> None:
+        """Start CUDA and the libraries; an engine's weights and contexts come on top."""
+        import torch
+
+        self.require(device)
+        trt = versions.module(self.flavour)
+        torch.cuda.set_device(device.index)
+        torch.empty(_PRIMING_BYTES, dtype=torch.uint8, device=str(device))
+        trt.Runtime(trt.Logger(trt.Logger.ERROR))
+
+
+class TensorRTRTX(TensorRT):
+    """The RTX flavour: built ahead of time for named targets, on any machine; kernels are compiled at the first run."""
+
+    name: ClassVar[str] = "tensorrt_rtx"
+    title: ClassVar[str] = "TensorRT-RTX"
+    flavour: ClassVar[FlavourName] = "tensorrt_rtx"
+    tools: ClassVar[tuple[str, ...]] = ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12")
+    built_elsewhere: ClassVar[bool] = True
+
+
+def _limits(asked: "EngineOptions") -> list[tuple[str, int | None]]:
+    """Workspace limits as they are written in ids, and in bytes; those that only a build can tell are None."""
+    found: dict[str, int | None] = {}
+    for text, limit in zip(asked.workspace, asked.workspace_limits, strict=True):
+        if limit == "sweep":
+            found |= {MAX: None, **dict.fromkeys(SWEPT, None)}
+        elif limit is None or limit not in found.values():
+            found[text] = limit
+    return list(found.items()) or [("", None)]
+
+
+def _for_graph(options: BuildOptions, model: "onnx.ModelProto", path: Path) -> tuple[BuildOptions, tuple[str, ...]]:
+    """The options that a graph is built with: sparse kernels are allowed where it is marked as 2:4 and its weights are.
+
+    The builder decides for each layer whether a sparse kernel is faster, and says which it took in its log.
+    """
+    from enginesmith.pipeline.passes.sparsify import check, sparsify
+
+    if sparsify.of(model) != sparsify.TWO_OF_FOUR:
+        return options, ()
+    found = check.sparse_weights(path)
+    sparse = sum(one.two_of_four for one in found)
+    if not sparse:
+        return options, ("the graph is marked as 2:4, and none of its weights is: SPARSE_WEIGHTS is left as it was",)
+    note = f"SPARSE_WEIGHTS is set: {sparse} of {len(found)} weights of the graph are 2:4"
+    return options.model_copy(update={"sparse_weights": True}), (note,)
+
+
+def _sparse_layers(log: str) -> tuple[str, ...]:
+    """What the builder says of layers that sparse kernels could compute, and of those that they do."""
+    lines = (line.partition("(Sparsity)")[2].strip() for line in log.splitlines() if "(Sparsity)" in line)
+    return tuple(f"sparsity: {line[:_SHOWN]}" for line in lines)
+
+
+def _need(found: Availability, name: str) -> None:
+    if not found.ok:
+        raise MissingCapability(f"{name} cannot be built here: {found.reason}", found.remedy)
+
+
+def _summary(record: EngineManifest) -> str:
+    figures = record.figures
+    asked = record.workspace_asked_bytes
+    limit = format_bytes(record.workspace_limit_bytes) + ("" if asked is not None else ", the builder's default")
+    built_for = ", ".join(record.compute_capabilities)
+    return (
+        f"{format_bytes(record.bytes)} for {built_for}: weights {format_bytes(figures.weights_bytes)}, activations "
+        f"{format_bytes(figures.activation_bytes)} at the largest shape; workspace limit {limit}"
+    )

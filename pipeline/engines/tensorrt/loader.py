@@ -1,0 +1,379 @@
+"""Opening an engine: its weights in torch's memory, contexts without memory of their own, compiled kernels kept."""
+
+import functools
+import logging
+import mmap
+import sys
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from enginesmith.pipeline.artifact import Artifact, Effect, file_digest, write_whole
+from enginesmith.pipeline.engines.cuda_allocator import WEIGHTS, WORKSPACE
+from enginesmith.pipeline.engines.tensorrt import manifest
+from enginesmith.pipeline.engines.tensorrt.build_log import BuildLog, listening, logger
+from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
+from enginesmith.pipeline.engines.tensorrt.memory import allocator, ledger_of
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions
+from enginesmith.pipeline.engines.tensorrt.parser import load_plugins
+from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, module
+from enginesmith.pipeline.errors import (
+    BuilderFailed,
+    EnginesmithError,
+    MissingCapability,
+    ModelError,
+    SignatureError,
+    UsageError,
+)
+from enginesmith.pipeline.store.store import default_root
+from enginesmith.pipeline.system.cuda import cuda_device, driver
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
+
+_log = logging.getLogger(__name__)
+
+_KERNELS = "kernels"
+"""Folder below the store's root for kernels that were compiled at a first run."""
+_MESSAGES = 16
+DTYPES = {
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "BF16": "bfloat16",
+    "INT8": "int8",
+    "INT32": "int32",
+    "INT64": "int64",
+    "BOOL": "bool",
+    "UINT8": "uint8",
+}
+"""TensorRT's ``DataType`` by name → dtype, of those that a host array can have."""
+
+
+class RuntimeLog(BuildLog):
+    """What runtimes and their contexts say: the latest errors are kept, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latest: deque[str] = deque(maxlen=_MESSAGES)
+        self.seen = 0
+        """Errors so far."""
+
+    def take(self, severity: str, text: str) -> None:
+        """One message; everything up to INFO goes to standard error, which is the step's log."""
+        if severity == "VERBOSE":
+            return
+        sys.stderr.write(f"[{severity}] {text}\n")
+        if severity in ("ERROR", "INTERNAL_ERROR"):
+            self.latest.append(text)
+            self.seen += 1
+
+    def failure(self, what: str, remedy: str, since: int = 0) -> EnginesmithError:
+        """An error that quotes the first message after the first ``since``; of its own kind where memory ran out."""
+        fresh = list(self.latest)[-(self.seen - since) :] if self.seen > since else []
+        message = f"{what}, and said: {fresh[0]}" if fresh else f"{what}, and did not say why"
+        if says_out_of_memory("\n".join(fresh)):
+            return out_of_memory("\n".join(fresh), message, "use a smaller batch, or close what else is on the device")
+        return ModelError(message, remedy)
+
+
+@functools.cache
+def _logger(trt: Any) -> tuple[RuntimeLog, Any]:
+    """One for all runtimes of a process, as they are told by one logger."""
+    log = RuntimeLog()
+    return log, logger(trt, log)
+
+
+@dataclass(eq=False)
+class Opened:
+    """An engine with all that has to live as long as it does. Each session that uses it leaves it in the end."""
+
+    engine: Any
+    runtime: Any
+    allocator: Any
+    config: Any
+    log: RuntimeLog
+    captures_itself: bool
+    """Whether TensorRT makes and replays CUDA graphs on its own."""
+    streams: bool = False
+    """Whether weights come from the host while it runs."""
+    temporary: Any = None
+    """The allocator that contexts ask for memory whose size only the run tells; None leaves it to the runtime's."""
+    cache: Any = None
+    cache_file: Path | None = None
+    cached_bytes: int = 0
+    """Of kernels that were taken over from an earlier run."""
+    users: int = 0
+
+    @property
+    def warm(self) -> bool:
+        """Whether kernels of an earlier run were taken over, so that none is compiled for shapes it had."""
+        return self.cached_bytes > 0
+
+    def leave(self) -> None:
+        """One user less; the last one keeps the compiled kernels and frees all, in the order that TensorRT needs."""
+        self.users -= 1
+        if not self.users:
+            self._keep_kernels()
+            self.config = self.cache = None
+            self.engine = None
+            self.runtime = self.allocator = self.temporary = None
+
+    def _keep_kernels(self) -> None:
+        """Write kernels back if any were compiled; where that fails they are compiled again, which is no error."""
+        if self.cache is None or self.cache_file is None:
+            return
+        data = bytes(self.cache.serialize() or b"")
+        if len(data) > self.cached_bytes:
+            try:
+                write_whole(self.cache_file, data)
+            except OSError as error:
+                _log.warning("compiled kernels were not kept: %s", error)
+
+
+def open_engine(
+    trt: Any,
+    path: Path,
+    manifest: EngineManifest,
+    known: Capabilities,
+    device: Device,
+    allowed: BuildOptions,
+    options: RunOptions,
+) -> Opened:
+    """Deserialise an engine whose manifest was checked.
+
+    ``allowed`` says which plugin libraries and whether host code may be run: the user says so, never the file.
+
+    Raises:
+        MissingCapability: the engine needs host code or plugins that were not allowed.
+        ModelError: TensorRT does not take the file, or it takes inputs that no feeds can be.
+        StepOutOfMemory: the weights do not fit.
+        UsageError: a streaming budget for an engine that streams nothing, or that does not go with CUDA graphs.
+    """
+    import torch
+
+    torch.cuda.set_device(device.index)
+    torch.cuda.synchronize()  # TensorRT writes the weights on a stream that torch knows nothing of
+    log, sink = _logger(trt)
+    before = log.seen
+    runtime = trt.Runtime(sink)
+    _hold_allowed(manifest, allowed)
+    runtime.engine_host_code_allowed = allowed.host_code
+    load_plugins(trt, allowed.plugins, sink, known)
+    ledger = ledger_of(device.index)
+    taken = allocator(trt, ledger, WEIGHTS)
+    runtime.gpu_allocator = taken
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
+        engine = runtime.deserialize_cuda_engine(plan)
+    if engine is None:
+        raise log.failure(f"TensorRT cannot load {path.name}", "build it again on this machine", before)
+    _hold_inputs(trt, engine, manifest)
+    streams = _stream_weights(engine, options)
+    taken.tag = WORKSPACE  # the weights are in
+    config = engine.create_runtime_config()
+    config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+    opened = Opened(engine, runtime, taken, config, log, captures_itself=known.captures_graphs, streams=streams)
+    opened.temporary = allocator(trt, ledger, WORKSPACE)
+    if known.runtime_cache:
+        _compile_at_once(trt, config, options)
+        if options.kernel_cache:
+            _attach_kernels(opened, manifest, device)
+    return opened
+
+
+def _hold_allowed(manifest: EngineManifest, allowed: BuildOptions) -> None:
+    if manifest.options.host_code and not allowed.host_code:
+        raise MissingCapability("the engine brings its own host code along", "if you trust it, allow it: --host-code")
+    missing = [
+        name for name in manifest.options.plugins if Path(name).name not in {Path(one).name for one in allowed.plugins}
+    ]
+    if missing:
+        raise MissingCapability(
+            f"the engine was built with the plugins {', '.join(missing)}", "name the library: --plugins FILE.so"
+        )
+
+
+def _hold_inputs(trt: Any, engine: Any, manifest: EngineManifest) -> None:
+    """What is copied to an input is as long as the manifest's dtype says, and TensorRT reads as many bytes as its own.
+
+    Raises:
+        ModelError: the two differ, or the values of an input decide shapes, which takes another kind of profile.
+    """
+    for spec in manifest.signature.inputs:
+        name = engine.get_tensor_dtype(spec.name).name
+        if DTYPES.get(name) != spec.dtype:
+            raise ModelError(f"the engine's input {spec.name!r} is {name}, not {spec.dtype}", "build the engine again")
+        if engine.get_tensor_location(spec.name) == trt.TensorLocation.HOST:
+            raise ModelError(
+                f"the values of the input {spec.name!r} decide shapes, which is not supported",
+                "make it a constant of the model, or take the size from another input's shape",
+            )
+
+
+def _stream_weights(engine: Any, options: RunOptions) -> bool:
+    """Set the budget, which has to be before there are contexts; whether any weights are streamed then."""
+    budget = options.weight_streaming_budget
+    if budget is None:
+        return False
+    whole = engine.streamable_weights_size
+    if not whole:
+        raise UsageError(
+            "the engine streams no weights, and a weight streaming budget was given",
+            "build it with --weight-streaming",
+        )
+    if budget < whole and options.cuda_graphs:
+        raise UsageError(
+            "weights that are streamed while the engine runs cannot be part of a CUDA graph",
+            f"leave CUDA graphs away, or give a budget of {whole} bytes, which is all of them",
+        )
+    engine.weight_streaming_budget_v2 = min(budget, whole)  # it logs a failure, and keeps what it had
+    if engine.weight_streaming_budget_v2 != min(budget, whole):
+        raise UsageError(f"TensorRT does not take the weight streaming budget {budget}", "give a larger one")
+    return bool(budget < whole)
+
+
+def _compile_at_once(trt: Any, config: Any, options: RunOptions) -> None:
+    """Compile kernels before a shape first runs: compiled in the background, speed would change meanwhile."""
+    config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+    graphs = trt.CudaGraphStrategy
+    config.cuda_graph_strategy = graphs.WHOLE_GRAPH_CAPTURE if options.cuda_graphs else graphs.DISABLED
+
+
+def _attach_kernels(opened: Opened, manifest: EngineManifest, device: Device) -> None:
+    """Take over the kernels of an earlier run of this engine on this device and driver; TensorRT checks them too."""
+    here = cuda_device(device.index)
+    model = here.name.replace(" ", "_").replace("/", "_") if here else "unknown"
+    name = f"{manifest.sha256[:24]}-{model}-{driver().version}.cache"
+    opened.cache_file = default_root() / _KERNELS / name
+    opened.cache = opened.config.create_runtime_cache()
+    try:
+        stored = opened.cache_file.read_bytes()
+    except OSError:
+        stored = b""
+    if stored and opened.cache.deserialize(stored):
+        opened.cached_bytes = len(stored)
+    if not opened.config.set_runtime_cache(opened.cache):
+        opened.cache, opened.cached_bytes = None, 0
+
+
+def open_context(opened: Opened, shapes: Mapping[str, tuple[int, ...]], stream: int) -> tuple[Any, int, int]:
+    """An execution context at these shapes; bytes that its activations take there, and at the profile's largest shape.
+
+    Raises:
+        SignatureError: no optimisation profile takes the shapes.
+        ModelError: TensorRT does not; StepOutOfMemory where memory was what it lacked.
+    """
+    engine, log = opened.engine, opened.log
+    before, remedy = log.seen, "build the engine again, on this machine"
+    profile = profile_for(engine, shapes)
+    native = engine.create_execution_context(opened.config)
+    if native is None:
+        raise log.failure("TensorRT made no execution context", remedy, before)
+    if opened.temporary is not None:
+        native.temporary_allocator = opened.temporary
+    taken = native.set_optimization_profile_async(profile, stream)
+    if not taken or not all(native.set_input_shape(name, shape) for name, shape in shapes.items()):
+        raise log.failure(f"TensorRT does not take the shapes {dict(shapes)}", remedy, before)
+    try:
+        missing = native.infer_shapes()
+    except RuntimeError as error:
+        raise log.failure(f"TensorRT finds no output shapes for {dict(shapes)}", remedy, before) from error
+    if missing:
+        raise ModelError(f"TensorRT cannot tell shapes without {', '.join(missing)}", remedy)
+    most = int(engine.get_device_memory_size_for_profile_v2(profile))
+    if opened.streams:  # the figure for shapes is not said to have the scratch memory that streaming takes
+        return native, most, most
+    return native, int(native.update_device_memory_size_for_shapes()) or most, most  # 0 is its word for an error
+
+
+def profile_for(engine: Any, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """The first profile that takes all shapes.
+
+    Raises:
+        SignatureError: none does.
+    """
+    misfit = next(iter(shapes), "")
+    limits: Any = ((), (), ())
+    for index in range(engine.num_optimization_profiles):
+        ranges = {name: engine.get_tensor_profile_shape(name, index) for name in shapes}
+        outside = [name for name, shape in shapes.items() if not _within(shape, ranges[name])]
+        if not outside:
+            return index
+        misfit, limits = outside[0], ranges[outside[0]]
+    raise SignatureError(
+        f"no optimisation profile takes {misfit!r} of shape {list(shapes.get(misfit, ()))}; the last one reaches from "
+        f"{list(limits[0])} to {list(limits[2])}",
+        "build the engine with a wider --shape",
+    )
+
+
+def _within(shape: tuple[int, ...], limits: Any) -> bool:
+    low, _, high = limits
+    return len(low) == len(shape) and all(a <= b <= c for a, b, c in zip(low, shape, high, strict=True))
+
+
+# New weights into a built engine of the same architecture; a stripped engine gets its first ones this way.
+
+
+def refit(engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effect:
+    """Write ``engine`` with the weights of ``graph`` to ``file``, and its manifest beside it.
+
+    Raises:
+        MissingCapability: this machine cannot run the engine, and so not open it.
+        UsageError: the engine was not built for it.
+        SignatureError: the graph has other inputs or outputs than the engine.
+        BuilderFailed: weights of the engine are missing in the graph, or TensorRT refuses them.
+    """
+    import torch
+
+    before = manifest.read(engine.path)
+    if not (before.options.refit or before.options.strip_plan):
+        raise UsageError("the engine was not built to be refitted", "build it with --refit or --strip-plan")
+    if graph.signature != before.signature:
+        raise SignatureError(
+            "the graph has other inputs or outputs than the engine was built for", "build a new engine from it"
+        )
+    manifest.hold(before, device.index)
+    trt, log = module(before.engine), BuildLog()
+    torch.cuda.set_device(device.index)
+    with listening(trt, log) as sink:
+        runtime = trt.Runtime(sink)
+        native = runtime.deserialize_cuda_engine(engine.path.read_bytes())
+        if native is None:
+            raise BuilderFailed("TensorRT cannot open the engine that is to be refitted", "build it again here")
+        _set_weights(trt, native, sink, graph.path, log)
+        config = native.create_serialization_config()
+        config.clear_flag(trt.SerializationFlag.EXCLUDE_WEIGHTS)  # left set, a stripped engine answers zeros
+        file.write_bytes(native.serialize_with_config(config))
+    record = before.model_copy(update=_changed(before, graph, file))
+    manifest.path_beside(file).write_text(record.model_dump_json(indent=1) + "\n")
+    file.with_name(file.name + ".log").write_text(log.text)
+    return Effect(file=file.name, summary="refitted with the weights of the graph", signature=graph.signature)
+
+
+def _set_weights(trt: Any, engine: Any, sink: Any, graph: Path, log: BuildLog) -> None:
+    refitter = trt.Refitter(engine, sink)
+    parser = trt.OnnxParserRefitter(refitter, sink)
+    if not parser.refit_from_file(str(graph)):
+        said = parser.get_error(0).desc() if parser.num_errors else "nothing"
+        raise BuilderFailed(f"TensorRT does not take the graph's weights, and said: {said}", _SAME)
+    if missing := refitter.get_missing_weights():
+        shown = ", ".join(str(name) for name in list(missing)[:4])
+        raise BuilderFailed(f"the graph lacks weights of the engine, {len(missing)} in all: {shown}", _SAME)
+    if not refitter.refit_cuda_engine():
+        raise BuilderFailed(f"refitting failed: {log.errors[0] if log.errors else 'no reason was given'}", _SAME)
+
+
+_SAME = "give a graph of the same architecture, exported and simplified the same way"
+
+
+def _changed(before: EngineManifest, graph: Artifact, file: Path) -> dict[str, Any]:
+    """What of the manifest is not as it was."""
+    options = before.options.model_copy(update={"strip_plan": False, "refit": False})
+    return {
+        "sha256": file_digest(file),
+        "bytes": file.stat().st_size,
+        "model_sha256": graph.sha256,
+        "options": options,
+        "notes": (*before.notes, f"refitted; the engine was built from {before.model_sha256[:16]}"),
+    }

@@ -1,0 +1,166 @@
+"""The manifest beside each engine: what it is, what it was made of, and where it may run. Checked before loading."""
+
+import struct
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from enginesmith.pipeline.artifact import file_digest
+from enginesmith.pipeline.engines.tensorrt.build_log import Figures
+from enginesmith.pipeline.engines.tensorrt.layers import Audit
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
+from enginesmith.pipeline.engines.tensorrt.versions import FlavourName, installed_version, numbers
+from enginesmith.pipeline.errors import MissingCapability, ModelError
+from enginesmith.pipeline.system.cuda import cuda_device, driver
+from enginesmith.pipeline.tensors import Signature
+
+SCHEMA: Literal["enginesmith.engine/1"] = "enginesmith.engine/1"
+SUFFIX = ".json"
+
+_HEADER_BYTES = 0x40
+_MAGIC = b"vtrt"
+_VERSION_AT, _TARGETS_AT, _WEIGHTS_AT = 0x18, 0x20, 0x38
+_TARGET_BITS = {"sm75": 1, "sm80": 2, "sm86": 4, "sm89": 8, "sm120": 16, "sm121": 32}
+
+
+class EngineManifest(BaseModel):
+    """Everything that is known of an engine file."""
+
+    model_config = ConfigDict(frozen=True)
+
+    schema_name: Literal["enginesmith.engine/1"] = SCHEMA
+    engine: FlavourName
+    version: str
+    target: str | None
+    """As it was asked for; None for the device that it was built on."""
+    compute_capabilities: tuple[str, ...]
+    device: str | None = None
+    """The device that it was built on, where there was one."""
+    driver: int | None = None
+    sha256: str
+    """Of the engine file."""
+    bytes: int
+    model_sha256: str
+    """Of the graph that it was built from, with its weights."""
+    timing_cache_sha256: str | None = None
+    calibration_sha256: str | None = None
+    workspace_limit_bytes: int
+    workspace_asked_bytes: int | None
+    """None where the builder's default held."""
+    options: BuildOptions
+    profiles: tuple[dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]], ...]
+    """Input → smallest, usual and largest shape, for each profile."""
+    signature: Signature
+    figures: Figures
+    audit: Audit | None
+    notes: tuple[str, ...] = ()
+
+
+def path_beside(engine: Path) -> Path:
+    """Where an engine's manifest lies."""
+    return engine.with_name(engine.name + SUFFIX)
+
+
+def read(engine: Path) -> EngineManifest:
+    """The manifest of an engine file, which has to be the one that it was written for.
+
+    Raises:
+        ModelError: there is none, it is damaged, or the engine is not the one it describes.
+    """
+    path = path_beside(engine)
+    try:
+        found = EngineManifest.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ModelError(
+            f"{engine} has no manifest ({path.name}: {error.strerror})",
+            "keep the manifest beside the engine: an engine without one is not loaded, as engines are code",
+        ) from error
+    except ValidationError as error:
+        raise ModelError(f"the manifest {path} is damaged", "build the engine again") from error
+    size = engine.stat().st_size if engine.is_file() else None
+    if size is None:
+        raise ModelError(f"there is no engine {engine}", "check the path")
+    if size != found.bytes:
+        raise ModelError(
+            f"{engine} has {size} bytes and its manifest says {found.bytes}: it is truncated, or another engine",
+            "copy it again, with its manifest",
+        )
+    if file_digest(engine) != found.sha256:
+        raise ModelError(f"{engine} is not the engine that its manifest describes", "copy it again, with its manifest")
+    header = read_header(engine) if found.engine == "tensorrt_rtx" else None
+    if header and (header.version, header.compute_capabilities) != (found.version, found.compute_capabilities):
+        raise ModelError(
+            f"the manifest says {found.version} for {', '.join(found.compute_capabilities)}, and the engine itself "
+            f"{header.version} for {', '.join(header.compute_capabilities)}",
+            "the manifest was changed: copy it again, with its engine",
+        )
+    return found
+
+
+def hold(manifest: EngineManifest, index: int) -> None:
+    """Refuse an engine that this machine cannot run, and say what differs.
+
+    Raises:
+        MissingCapability: another version of TensorRT, or a device that it was not built for.
+    """
+    reason = misfit(manifest, index)
+    if reason:
+        raise MissingCapability(f"the engine cannot run here: {reason}", _REMEDY)
+
+
+_REMEDY = "build it for this machine: `enginesmith build` from the same graph"
+
+
+def misfit(manifest: EngineManifest, index: int) -> str:
+    """Why this machine cannot run the engine; empty if it can."""
+    here = installed_version(manifest.engine)
+    if here is None:
+        return f"{manifest.engine} is not installed, and the engine is of version {manifest.version}"
+    if here != manifest.version and not manifest.options.version_compatible:
+        return f"it is of {manifest.engine} {manifest.version}, and {here} is installed"
+    if numbers(here) < numbers(manifest.version):
+        return f"it is of {manifest.engine} {manifest.version}, and the older {here} is installed"
+    device = cuda_device(index)
+    if device is None:
+        return f"no CUDA device here: {driver().reason or f'there is no cuda:{index}'}"
+    if manifest.compute_capabilities and not _runs_on(manifest, device.target):
+        built = ", ".join(manifest.compute_capabilities)
+        return f"it is built for {built}, and cuda:{index} is {device.target} ({device.name})"
+    return ""
+
+
+def _runs_on(manifest: EngineManifest, target: str) -> bool:
+    wider = manifest.options.hardware_compatibility
+    if wider == "ampere_plus" and manifest.engine == "tensorrt":
+        return int(target.removeprefix("sm")) >= 80
+    return target in manifest.compute_capabilities
+
+
+class Header(BaseModel):
+    """What the first bytes of a TensorRT-RTX engine say; the layout is not documented, and was read off (1.7)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    version: str
+    compute_capabilities: tuple[str, ...]
+    weights_bytes: int
+
+
+def read_header(engine: Path) -> Header | None:
+    """The header of a TensorRT-RTX engine; None if it is none."""
+    with engine.open("rb") as stream:
+        data = stream.read(_HEADER_BYTES)
+    if len(data) < _HEADER_BYTES or not data.startswith(_MAGIC):
+        return None
+    version = ".".join(map(str, data[_VERSION_AT : _VERSION_AT + 4]))
+    (bits,) = struct.unpack_from("<I", data, _TARGETS_AT)
+    (weights,) = struct.unpack_from("<Q", data, _WEIGHTS_AT)
+    targets = tuple(name for name, bit in _TARGET_BITS.items() if bits & bit)
+    return Header(version=version, compute_capabilities=targets, weights_bytes=weights)
+
+
+def as_plain(manifest: EngineManifest) -> dict[str, Any]:
+    """The manifest as plain values."""
+    plain: dict[str, Any] = manifest.model_dump(mode="json")
+    return plain

@@ -1,0 +1,96 @@
+"""What a build can be asked for, and what of it a flavour does not do: said, never silently dropped."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from enginesmith.pipeline.engines.tensorrt.versions import NEEDS_DEVICE, Capabilities, FlavourName
+from enginesmith.pipeline.errors import MissingCapability
+
+
+class BuildOptions(BaseModel):
+    """How TensorRT engines are built; null leaves it to the builder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tactic_dram: int | None = Field(None, gt=0, description="bytes of device memory that trying one kernel may take")
+    tactic_shared_memory: int | None = Field(None, gt=0, description="bytes of shared memory that a kernel may use")
+    optimization_level: int | None = Field(None, ge=0, le=5, description="0 builds fastest, 5 searches longest")
+    aux_streams: int | None = Field(None, ge=0, description="most streams besides the main one")
+    tiling: Literal["none", "fast", "moderate", "full"] | None = Field(None, description="search for tiled kernels")
+    sparse_weights: bool = Field(
+        False, description="use kernels for 2:4 sparse weights; always on for graphs that were made 2:4"
+    )
+    weight_streaming: bool = Field(False, description="let weights be streamed from the host while it runs")
+    strip_plan: bool = Field(False, description="leave the weights out of the engine, to be refitted later")
+    refit: bool = Field(False, description="let the weights be replaced in the built engine")
+    version_compatible: bool = Field(False, description="let later versions of TensorRT load the engine")
+    hardware_compatibility: Literal["none", "ampere_plus", "same_compute_capability"] = Field(
+        "none", description="devices besides the one that it is built on"
+    )
+    tf32: bool = Field(True, description="let fp32 products be rounded to TF32's 10 bits")
+    plugins: tuple[str, ...] = Field((), description="paths of plugin libraries to load; they are code, and are run")
+    timing_cache: str | None = Field(None, description="file of kernel timings; one per device and version without it")
+    locked: bool = Field(False, description="fail where a timing is missing, so that the same engine comes out")
+    profiles: tuple[str, ...] = Field(
+        (), description="more optimisation profiles, as in batch=1:1:1,seq=1:128:128; tried before the whole range"
+    )
+    host_code: bool = Field(False, description="let an engine bring its own host code along when it is loaded")
+
+    @field_validator("tiling", mode="before")
+    @classmethod
+    def _word(cls, value: object) -> object:
+        return value.lower() if isinstance(value, str) else value
+
+    @property
+    def asked(self) -> dict[str, object]:
+        """Options that are not as they are by default."""
+        return {
+            name: value
+            for name, field in type(self).model_fields.items()
+            if (value := getattr(self, name)) != field.default
+        }
+
+
+class RunOptions(BaseModel):
+    """How TensorRT engines are run; nothing here changes what is built."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cuda_graphs: bool = Field(False, description="capture each set of shapes once as a CUDA graph, and replay it")
+    share_activation_memory: bool = Field(
+        False, description="let all engines of a process work in one buffer for activations, one at a time"
+    )
+    weight_streaming_budget: int | None = Field(
+        None, ge=0, description="bytes of streamed weights kept on the device; for engines built with weight_streaming"
+    )
+    kernel_cache: bool = Field(True, description="keep the kernels that TensorRT-RTX compiles at a first run")
+
+
+def hold(options: BuildOptions, flavour: FlavourName, known: Capabilities, *, device: bool) -> tuple[str, ...]:
+    """Refuse what cannot be had; give back a note for each option that changes nothing.
+
+    Raises:
+        MissingCapability: an option that this flavour does not have, or not without a device.
+    """
+    refused = known.refused if device else {**NEEDS_DEVICE, **known.refused}
+    for name in options.asked:
+        if name in refused:
+            remedy = f"leave {option_name(name)} away"
+            if name in NEEDS_DEVICE and name not in known.refused:
+                remedy += ", or build on a machine with a GPU"
+            raise MissingCapability(f"{flavour} cannot do {option_name(name)} here: {refused[name]}", remedy)
+    return tuple(
+        f"{option_name(name)} has no effect in {flavour}: {known.no_effect[name]}"
+        for name in options.asked
+        if name in known.no_effect
+    )
+
+
+_WRITTEN = {"profiles": "optimization_profile"}
+"""Options that are given once for each, so that they are not called as the list of them is."""
+
+
+def option_name(field: str) -> str:
+    """``sparse_weights`` as it is written on the command line."""
+    return "--" + _WRITTEN.get(field, field).replace("_", "-")

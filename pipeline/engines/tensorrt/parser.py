@@ -1,0 +1,283 @@
+"""What TensorRT takes without a word and gets wrong, or dies of: found in the ONNX graph before the parser sees it."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, numbers
+from enginesmith.pipeline.errors import UnsupportedGraph, UsageError
+from enginesmith.pipeline.frameworks.onnx import model_file
+
+if TYPE_CHECKING:
+    import onnx
+
+
+_SHOWN = 4
+_QUANTISING = ("QuantizeLinear", "DequantizeLinear")
+_LEAST_TARGET: Mapping[str, int] = {"float8e4m3fn": 89, "float8e5m2": 89, "bfloat16": 80, "int4": 80, "float4e2m1": 120}
+"""Element type → the first compute capability that has it (the vendor's support matrix)."""
+_WHY_TYPES = {
+    "float64": "TensorRT has no float64 arithmetic, and builds such a graph without a word",
+    "uint8": "TensorRT reads uint8 quantisation as int8, and answers wrongly without a word",
+    "string": "TensorRT has no strings",
+    "complex64": "TensorRT has no complex numbers",
+    "complex128": "TensorRT has no complex numbers",
+    "uint16": "TensorRT has no uint16",
+    "uint32": "TensorRT has no uint32",
+    "uint64": "TensorRT has no uint64",
+    "int16": "TensorRT has no int16",
+    "float8e5m2": "TensorRT has E4M3 only",
+}
+
+
+Problem = tuple[str, str]
+"""What is wrong, and why that is."""
+
+
+def node_name(node: "onnx.NodeProto") -> str:
+    """What the node is called: its name, its first output, the PyTorch module that it came from."""
+    name = node.name or next(iter(node.output), "")
+    module = next((entry.value for entry in node.metadata_props if entry.key == model_file.MODULE_KEY), "")
+    return f"{node.op_type} {name!r}" + (f" (of the module {module!r})" if module else "")
+
+
+def hold(model: "onnx.ModelProto", targets: tuple[str, ...], known: Capabilities) -> None:
+    """Refuse what the builder would take and get wrong.
+
+    ``targets`` are those that the engine is for, as far as they are known.
+
+    Raises:
+        UnsupportedGraph: says which nodes, why, and what to do.
+    """
+    problems = [*_types(model), *_zero_points(model), *_outputs(model)]
+    problems += _attention_to_itself(model) if known.dies_of_attention_to_itself else ()
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        shown = "; ".join(what for what, _ in problems[:_SHOWN]) + more
+        why = problems[0][1]
+        raise UnsupportedGraph(f"TensorRT cannot take this graph: {shown} ({why})", _remedy(why))
+    for name, least in _LEAST_TARGET.items():
+        lacking = [target for target in targets if int(target.removeprefix("sm")) < least]
+        if lacking and name in _used_types(model):
+            raise UnsupportedGraph(
+                f"the graph uses {name}, which needs sm{least} or later, and the engine is to run on "
+                f"{', '.join(lacking)} too"
+                if len(lacking) < len(targets)
+                else f"the graph uses {name}, which needs sm{least} or later, and the target is {', '.join(lacking)}",
+                f"leave {', '.join(lacking)} away, or use another precision",
+            )
+
+
+def _remedy(why: str) -> str:
+    if "quantisation" in why:
+        return "quantise symmetrically to int8 with zero point 0"
+    if "queries" in why:
+        return "export it with --attention decomposed"
+    if "parser" in why:
+        return "export the model again"
+    return "cast inside the graph, or convert the model to float32 and int64"
+
+
+def _used_types(model: "onnx.ModelProto") -> set[str]:
+    """Element types of weights and of what Cast and QuantizeLinear make."""
+    import onnx
+
+    found = {model_file.dtype_name(tensor.data_type) for tensor in model_file.tensors(model)}
+    for node in model_file.nodes(model):
+        found |= {
+            model_file.dtype_name(one.i) for one in node.attribute if one.name in ("to", "output_dtype") and one.i > 0
+        }
+    values = (*model.graph.input, *model.graph.output)
+    found |= {
+        model_file.dtype_name(value.type.tensor_type.elem_type)
+        for value in values
+        if value.type.WhichOneof("value") == "tensor_type"
+    }
+    return found - {model_file.dtype_name(onnx.TensorProto.UNDEFINED)}
+
+
+def _types(model: "onnx.ModelProto") -> Iterator[Problem]:
+    """Inputs, outputs, weights and casts of types that TensorRT does not compute in."""
+    for side, values in (("input", model.graph.input), ("output", model.graph.output)):
+        for value in values:
+            name = model_file.dtype_name(value.type.tensor_type.elem_type)
+            if name in _WHY_TYPES and name != "uint8":
+                yield f"the {side} {value.name!r} is {name}", _WHY_TYPES[name]
+    for tensor in model.graph.initializer:
+        name = model_file.dtype_name(tensor.data_type)
+        if name in _WHY_TYPES and name != "uint8" and tensor.dims:
+            yield f"the weight {tensor.name!r} is {name}", _WHY_TYPES[name]
+    for node in model_file.nodes(model):
+        to = next((model_file.dtype_name(one.i) for one in node.attribute if one.name == "to" and one.i), "")
+        if node.op_type == "Cast" and to in ("float64", "complex64", "complex128", "string"):
+            yield f"{node_name(node)} casts to {to}", _WHY_TYPES[to]
+
+
+def _zero_points(model: "onnx.ModelProto") -> Iterator[Problem]:
+    """Q/DQ nodes that quantise to uint8, with or without a zero point that says so."""
+    kinds = {tensor.name: model_file.dtype_name(tensor.data_type) for tensor in model.graph.initializer}
+    for node in model_file.nodes(model):
+        if node.op_type not in _QUANTISING:
+            continue
+        zero = kinds.get(node.input[2], "") if len(node.input) > 2 else ""
+        asked = next(
+            (model_file.dtype_name(one.i) for one in node.attribute if one.name == "output_dtype" and one.i), ""
+        )
+        by_default = node.op_type == "QuantizeLinear" and not (len(node.input) > 2 and node.input[2]) and not asked
+        weights = kinds.get(node.input[0], "") if node.op_type == "DequantizeLinear" else ""
+        if "uint8" in (zero, asked, weights) or by_default:
+            yield f"{node_name(node)} quantises to uint8", _WHY_TYPES["uint8"]
+
+
+def _outputs(model: "onnx.ModelProto") -> Iterator[Problem]:
+    """Nodes with fewer outputs than their operator has: the parser reads past the end of the list."""
+    import onnx
+
+    versions = {entry.domain: entry.version for entry in model.opset_import}
+    for node in model_file.nodes(model):
+        if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type, versions.get("", 1), ""):
+            continue
+        schema = onnx.defs.get_schema(node.op_type, versions.get("", 1), "")
+        if len(node.output) < schema.min_output:
+            what = f"{node_name(node)} lacks outputs: it has {len(node.output)} and needs {schema.min_output}"
+            yield what, "the parser reads past the end of the list"
+
+
+def _attention_to_itself(model: "onnx.ModelProto") -> Iterator[Problem]:
+    """Attention without projections: Q and K are one tensor."""
+    same = {node.output[0]: node.input[0] for node in model_file.nodes(model) if node.op_type == "Identity"}
+    for node in model_file.nodes(model):
+        if node.op_type != "Attention" or node.domain not in ("", "ai.onnx"):
+            continue
+        queries, keys = (_origin(name, same) for name in node.input[:2])
+        if queries == keys:
+            yield f"{node_name(node)} attends to its own queries", "the builder crashes where queries are the keys"
+
+
+def _origin(name: str, same: Mapping[str, str]) -> str:
+    while name in same:
+        name = same[name]
+    return name
+
+
+# From an ONNX file to a TensorRT network; what the parser refuses becomes one message that names the nodes.
+
+_WHY: Mapping[str, tuple[str, str]] = {
+    "Plugin not found": ("no importer and no plugin has this operator", "load its library: --plugins FILE.so"),
+    "Non-zero zero point": ("its zero point is not 0", "quantise symmetrically: int8 with zero point 0"),
+    "input has type Int32 but must have type": ("it dequantises int32", "leave biases in float: do not quantise them"),
+    "must have same input types": ("its inputs differ in type", "cast one of them: TensorRT converts nothing itself"),
+    "convertDtype": ("TensorRT does not have its element type", "convert it to float32, float16 or int64"),
+    "more output tensors than TRT expected": ("it has fewer outputs than the operator", "export the model again"),
+}
+"""Words of the parser → what they mean, and what to do."""
+_OTHER_FORMATS = ("QLinear", "DynamicQuantize", "MatMulInteger", "ConvInteger", "MatMulNBits", "MatMulBnb4")
+_NOISE = re.compile(
+    r"Error Code \d+: |API Usage Error |Internal Error |\(?\bIn \w+ at /\S+\)?|Assertion failed: |Invalid Node - \S+"
+)
+_QDQ = "quantise in the Q/DQ format: QuantizeLinear and DequantizeLinear around ordinary operators"
+_WORKS_WITH = "replace the operator in the model, or export it with another opset"
+_FAULT = "look at the node's inputs and attributes; export the model again"
+_A_VALUE = "an input or output"
+
+
+def parse(trt: Any, network: Any, logger: Any, path: Path, known: Capabilities) -> None:
+    """Fill ``network`` with the graph.
+
+    Raises:
+        UnsupportedGraph: the parser refuses nodes; they are named, with the PyTorch modules that they come from.
+    """
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(path)):
+        errors = [parser.get_error(index) for index in range(parser.num_errors)]
+        raise _refusal([_Refused(error) for error in errors], path)
+    if not network.num_layers or not network.num_outputs:
+        raise UnsupportedGraph(f"TensorRT finds no layer or no output in {path.name}", "export the model again")
+    if numbers(trt.__version__) >= known.attention_layers_since:
+        _let_attention_decompose(trt, network)
+
+
+def load_plugins(trt: Any, paths: tuple[str, ...], logger: Any, known: Capabilities) -> None:
+    """Load the plugins that come along, and libraries of others, which runs their code: only those that were named.
+
+    Raises:
+        UsageError: there is no such file, or it is no library of plugins.
+    """
+    if known.standard_plugins:
+        trt.init_libnvinfer_plugins(logger, "")
+    for text in paths:
+        if not Path(text).is_file():
+            raise UsageError(f"there is no plugin library {text}", "give the path of an .so file")
+        registry = trt.get_plugin_registry()
+        if registry.load_library(str(Path(text).absolute())) is None:  # a bare name is looked for in system folders
+            raise UsageError(
+                f"{text} is no library of TensorRT plugins, or lacks libraries that it needs",
+                f"build it for TensorRT {trt.__version__}; `ldd {text}` lists what it needs",
+            )
+
+
+class _Refused:
+    """One error of the parser, as plain values."""
+
+    def __init__(self, error: Any) -> None:
+        self.index: int = error.node()
+        self.operator: str = error.node_operator()
+        self.name: str = error.node_name()
+        self.code: str = error.code().name
+        self.text: str = error.desc()
+
+
+def _refusal(errors: list[_Refused], path: Path) -> UnsupportedGraph:
+    model = model_file.read(path)
+    first = next((error for error in errors if error.operator), errors[0] if errors else None)
+    if first is None:
+        return UnsupportedGraph(f"TensorRT's parser refuses {path.name} without a reason", _FAULT)
+    ordered = [first, *(error for error in errors if error is not first)]
+    said = list(dict.fromkeys(_said(error, model) for error in ordered))
+    more = f"; and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
+    remedy = _reason(first, _node(first, model))[1]
+    return UnsupportedGraph(f"TensorRT's parser refuses {'; '.join(said[:_SHOWN])}{more}", remedy)
+
+
+def _said(error: _Refused, model: "onnx.ModelProto") -> str:
+    node = _node(error, model)
+    place = node_name(node) if node is not None else f"{error.operator} {error.name!r}" if error.operator else _A_VALUE
+    return f"{place}: {_reason(error, node)[0]}"
+
+
+def _node(error: _Refused, model: "onnx.ModelProto") -> "onnx.NodeProto | None":
+    nodes = model.graph.node
+    if 0 <= error.index < len(nodes) and nodes[error.index].op_type == error.operator:
+        found: onnx.NodeProto = nodes[error.index]
+        return found
+    return next((node for node in model_file.nodes(model) if error.name and node.name == error.name), None)
+
+
+def _reason(error: _Refused, node: "onnx.NodeProto | None") -> tuple[str, str]:
+    standard = node is not None and node.domain in ("", "ai.onnx")
+    lacking = error.code == "UNSUPPORTED_NODE" and error.text in ("false", "")
+    if lacking or (standard and ("Plugin not found" in error.text or "plugin creator" in error.text)):
+        quantised = error.operator.startswith(_OTHER_FORMATS)
+        return "TensorRT does not have this operator", _QDQ if quantised else _WORKS_WITH
+    for words, found in _WHY.items():
+        if words in error.text:
+            return found
+    quoted = re.search(r'&& "([^"]+)"', error.text)
+    lines = [line for line in error.text.splitlines() if "catchCudaError" not in line]
+    return plain(quoted[1] if quoted else " ".join(lines)) or error.code, _FAULT
+
+
+def plain(text: str) -> str:
+    """A message of TensorRT without source lines, conditions and error numbers."""
+    text = text.rpartition("): ")[2] if "||" in text else text
+    return " ".join(_NOISE.sub(" ", text).split()).strip(" .()")
+
+
+def _let_attention_decompose(trt: Any, network: Any) -> None:
+    """Let attention without a fused kernel (fp32, say) be built from several; a fused one is still taken first."""
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        if layer.type == trt.LayerType.ATTENTION_INPUT:
+            layer.__class__ = trt.IAttentionInputLayer  # the binding hands out the base class
+            layer.attention.decomposable = True

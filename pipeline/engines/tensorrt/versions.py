@@ -1,0 +1,158 @@
+"""The two flavours and how they differ: one table, chosen by flavour and major version, never by probing for a flag.
+
+What an option does where was measured (engines built with and without it and compared byte for byte, TensorRT-RTX
+1.7.1) or is the vendor's word; each entry says so in what people read.
+"""
+
+import importlib
+import importlib.metadata
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline.errors import MissingCapability
+from enginesmith.pipeline.system.device import Availability
+
+FlavourName = Literal["tensorrt", "tensorrt_rtx"]
+
+PORTABLE = "portable"
+_RTX_TARGETS = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
+
+
+class Capabilities(BaseModel):
+    """What one flavour at one major version can do, and what its options do there."""
+
+    model_config = ConfigDict(frozen=True)
+
+    builds_without_gpu: bool
+    targets: tuple[str, ...] = ()
+    """Compute capabilities that can be named ahead of time; none where the engine is for the device it is built on."""
+    timing_cache: bool
+    runtime_cache: bool
+    """Whether kernels are compiled at the first run, and kept in a cache of the runtime."""
+    captures_graphs: bool
+    """Whether it makes and replays CUDA graphs by itself."""
+    attention_layers_since: tuple[int, ...]
+    """The version from which on networks have attention layers, which fused kernels exist for in some types."""
+    dies_of_attention_to_itself: bool
+    """Whether the builder crashes where queries and keys of an attention are one tensor (seen in TensorRT-RTX 1.7)."""
+    standard_plugins: bool
+    """Whether a library of plugins comes along, which some operators of ONNX are made by."""
+    workspace_is_a_gate: bool
+    """Whether a workspace limit only decides if the build ends well, and changes nothing about the engine."""
+    no_effect: dict[str, str] = {}
+    """Option → what was seen of it, where it is accepted and changes nothing."""
+    refused: dict[str, str] = {}
+    """Option → why it cannot be had."""
+
+
+_SEEN = "accepted, and the engine is the same byte for byte"
+_NEEDS_GPU = "the builder compiles for it on a device, and fails without one"
+
+_RTX_1 = Capabilities(
+    builds_without_gpu=True,
+    targets=_RTX_TARGETS,
+    timing_cache=False,
+    runtime_cache=True,
+    captures_graphs=True,
+    attention_layers_since=(1, 0),
+    dies_of_attention_to_itself=True,
+    standard_plugins=False,
+    workspace_is_a_gate=True,
+    no_effect={
+        "sparse_weights": _SEEN,
+        "optimization_level": _SEEN,
+        "aux_streams": "multi-stream assignment is off in this flavour",
+        "tiling": _SEEN,
+        "tactic_dram": _SEEN,
+        "host_code": _SEEN,
+        "hardware_compatibility": "unsupported; the engine holds for the targets it lists",
+    },
+    refused={
+        "version_compatible": "its engines do not go from one release to another",
+        "timing_cache": "this flavour times nothing: kernels are chosen when the engine runs",
+        "locked": "this flavour has no timing cache",
+    },
+)
+_ENTERPRISE = Capabilities(
+    builds_without_gpu=False,
+    timing_cache=True,
+    runtime_cache=False,
+    captures_graphs=False,
+    attention_layers_since=(10, 14),
+    dies_of_attention_to_itself=False,
+    standard_plugins=True,
+    workspace_is_a_gate=False,
+)
+
+_TABLE: Mapping[tuple[FlavourName, int], Capabilities] = {
+    ("tensorrt_rtx", 1): _RTX_1,
+    ("tensorrt", 10): _ENTERPRISE,
+    ("tensorrt", 11): _ENTERPRISE,
+}
+_OLDEST: Mapping[FlavourName, tuple[int, ...]] = {"tensorrt": (10, 13), "tensorrt_rtx": (1, 0)}
+_DISTRIBUTIONS: Mapping[FlavourName, tuple[str, ...]] = {
+    "tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),
+    "tensorrt_rtx": ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12"),
+}
+NEEDS_DEVICE: Mapping[str, str] = MappingProxyType({"strip_plan": _NEEDS_GPU, "refit": _NEEDS_GPU})
+"""Option → why it cannot be had where an engine is built without a device."""
+
+
+def installed_version(flavour: FlavourName) -> str | None:
+    """The version of the installed package, without importing it."""
+    for name in _DISTRIBUTIONS[flavour]:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def importable(flavour: FlavourName) -> Availability:
+    """Whether the package is there, in a version that is known, and its libraries load."""
+    found = installed_version(flavour)
+    if found is None:
+        remedy = f"install it: pip install {_DISTRIBUTIONS[flavour][0]}"
+        return Availability(
+            ok=False, reason=f"the package {_DISTRIBUTIONS[flavour][0]} is not installed", remedy=remedy
+        )
+    parts = numbers(found)
+    if parts < _OLDEST[flavour] or (flavour, parts[0]) not in _TABLE:
+        known = " and ".join(sorted(f"{major}.x" for name, major in _TABLE if name == flavour))
+        oldest = ".".join(map(str, _OLDEST[flavour]))
+        remedy = f"install {known}, from {oldest} on: pip install '{_DISTRIBUTIONS[flavour][0]}>={oldest}'"
+        return Availability(ok=False, reason=f"{flavour} {found} is not a version this release knows", remedy=remedy)
+    try:
+        importlib.import_module(flavour)
+    except (ImportError, OSError, RuntimeError) as error:
+        remedy = f"install it again: pip install --force-reinstall {_DISTRIBUTIONS[flavour][0]}"
+        return Availability(ok=False, reason=f"{flavour} cannot be imported: {error}", remedy=remedy)
+    return Availability(ok=True)
+
+
+def module(flavour: FlavourName) -> Any:
+    """The flavour's Python module; both have the same names.
+
+    Raises:
+        MissingCapability: it is not installed, or not usable.
+    """
+    found = importable(flavour)
+    if not found.ok:
+        raise MissingCapability(found.reason, found.remedy)
+    return importlib.import_module(flavour)
+
+
+def capabilities(flavour: FlavourName, version: str | None = None) -> Capabilities:
+    """The row of the table for the installed version, or the newest known one where none is."""
+    found = version or installed_version(flavour)
+    majors = [major for name, major in _TABLE if name == flavour]
+    major = numbers(found)[0] if found else max(majors)
+    return _TABLE[flavour, major if major in majors else max(majors)]
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """``1.7.1.116`` as numbers."""
+    return tuple(int(part) for part in version.split(".") if part.isdecimal())

@@ -1,0 +1,1 @@
+"""Run modules in PyTorch: eager and compiled."""

@@ -1,0 +1,233 @@
+"""PyTorch as it is: the module itself in inference mode. The baseline that every other engine is held against.
+
+By default float32 means float32. torch lets cuDNN round the products of convolutions and recurrent layers to TF32 if
+nobody says otherwise (``torch.backends.cudnn.allow_tf32`` starts as True, that of matrix products as False), so a
+session says it. TF32, half types and CUDA graphs are options, each a variant of its own.
+"""
+
+import functools
+import gc
+import os
+import shutil
+import sysconfig
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from enginesmith.pipeline.artifact import Artifact, Kind
+from enginesmith.pipeline.engines.base import Configuration, Engine, Profiled, ProfileRequest
+from enginesmith.pipeline.engines.torch.session import EagerSession, GraphedSession
+from enginesmith.pipeline.errors import MissingCapability
+from enginesmith.pipeline.system import cuda
+from enginesmith.pipeline.system.device import Availability, Device
+
+if TYPE_CHECKING:
+    import torch
+
+    from enginesmith.pipeline.engines.options import EngineOptions
+    from enginesmith.pipeline.engines.torch.session import Forward
+
+
+_PRIMING_SIDE = 1024
+"""Rows and columns of the matrix that starts torch's thread pool, and has MKL take the buffers of 1 MiB that each of
+its threads keeps for products (with 512 it takes none)."""
+_TF32_SINCE = (8, 0)
+DType = Literal["float32", "float16", "bfloat16"]
+DTYPES: Mapping[str, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""What a module can be cast to, by the name of the precision."""
+
+
+class Eager(Engine):
+    """Runs a torch artifact's module, op by op."""
+
+    name: ClassVar[str] = "eager"
+    consumes: ClassVar[Kind] = "torch"
+    title: ClassVar[str] = "eager PyTorch"
+    tools: ClassVar[tuple[str, ...]] = ("torch",)
+    reads: ClassVar[tuple[str, ...]] = ("eager",)
+    precisions: ClassVar[tuple[str, ...]] = tuple(DTYPES)
+    memory_from_torch: ClassVar[bool] = True
+
+    dtype: DType = "float32"
+    """What weights and float inputs are cast to; outputs come back in the model's own types. float32 casts nothing."""
+    tf32: bool = False
+    """Let products of float32 be rounded to TF32's 10 bits, on CUDA; a setting of the process, made by ``load``."""
+    cuda_graphs: bool = False
+    """Replay each bound set of feeds as a CUDA graph: one launch instead of one for each operator."""
+
+    @classmethod
+    def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
+        """Yield the module cast to the precision, unless that is the baseline itself."""
+        chosen = cls(dtype=DTYPES[precision], tf32=asked.eager.tf32, cuda_graphs=asked.eager.cuda_graphs)
+        if chosen != Eager():
+            yield Configuration(chosen, chosen.arithmetic + ("-graphs" if chosen.cuda_graphs else ""))
+
+    @classmethod
+    def available(cls, device: Device) -> Availability:
+        """On the CPU always; on CUDA when this torch is built for it and finds the device."""
+        if device.kind == "cpu":
+            return Availability(ok=True)
+        import torch
+
+        if torch.version.cuda is None:
+            reason = f"the installed torch {torch.__version__} is built without CUDA"
+            return Availability(ok=False, reason=reason, remedy=cuda.OTHER_TORCH)
+        if not torch.cuda.is_available():
+            remedy = "look at what nvidia-smi says; the driver is missing or older than this torch needs"
+            return Availability(ok=False, reason="torch finds no CUDA device", remedy=remedy)
+        count = torch.cuda.device_count()
+        if device.index >= count:
+            remedy = f"use one of cuda:0 … cuda:{count - 1}"
+            return Availability(ok=False, reason=f"there is no {device}", remedy=remedy)
+        return Availability(ok=True)
+
+    def runnable(self, device: Device) -> Availability:
+        """As :meth:`available`; TF32 and CUDA graphs need a CUDA device, TF32 one of compute capability 8.0."""
+        found = type(self).available(device)
+        if not found.ok:
+            return found
+        asked = [name for name, value in (("TF32", self.tf32), ("replays of CUDA graphs", self.cuda_graphs)) if value]
+        if device.kind == "cpu" and asked:
+            reason = f"{' and '.join(asked)} can be had on CUDA devices only"
+            return Availability(ok=False, reason=reason, remedy="use --device cuda, or leave that away")
+        if device.kind == "cpu":
+            return found
+        here = cuda.cuda_device(device.index)
+        if self.tf32 and here and here.compute_capability < _TF32_SINCE:
+            reason = f"TF32 needs compute capability 8.0, and {device} is {here.target} ({here.name})"
+            return Availability(ok=False, reason=reason, remedy="leave tf32 away: products are in float32 here anyway")
+        return found
+
+    @property
+    def arithmetic(self) -> str:
+        """``fp16`` or ``bf16`` where the module is cast, else ``tf32`` where that is allowed."""
+        named = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+        return "tf32" if self.tf32 and named == "fp32" else named
+
+    def load(self, artifact: Artifact, device: Device) -> EagerSession:
+        """Rebuild the module with the stored weights, cast it, and move it to the device."""
+        import torch
+
+        from enginesmith.pipeline.frameworks.torch.saved import load_artifact
+
+        self.require(device)
+        found = self.runnable(device)
+        if not found.ok:
+            raise MissingCapability(f"{self.name} cannot run so on {device}: {found.reason}", found.remedy)
+        self.enter_thread(device)
+        _allow_tf32(device, self.tf32)
+        loaded = load_artifact(artifact)
+        dtype = None if self.dtype == "float32" else getattr(torch, self.dtype)
+        module = loaded.module.eval().to(device=str(device), dtype=dtype)
+        if device.kind == "cuda":
+            torch.cuda.synchronize(device.index)  # the weights came by another stream than the session's
+        kind = GraphedSession if self.cuda_graphs else EagerSession
+        enter = functools.partial(self.enter_thread, device)
+        return kind(self.forward(module), loaded.signature, device, dtype, enter)
+
+    def profile(self, request: ProfileRequest) -> Profiled:
+        """Time of each operator, by torch's profiler and by the module that called it; without CUDA graphs."""
+        from enginesmith.pipeline.engines.torch import profiler
+
+        notes = ("profiled without CUDA graphs",) if self.cuda_graphs else ()
+        with self.model_copy(update={"cuda_graphs": False}).load(request.artifact, request.device) as session:
+            return profiler.profile(session, request, modules=True, notes=notes)
+
+    def forward(self, module: "torch.nn.Module") -> "Forward":
+        """What a session calls; engines that transform the module do it here."""
+        return module
+
+    def enter_thread(self, device: Device) -> None:
+        """Make the settings that hold for the calling thread alone: OpenMP's threads and CUDA's device."""
+        import torch
+
+        torch.set_num_threads(device.thread_count)
+        if device.kind == "cuda":
+            torch.cuda.set_device(device.index)
+
+    def prime(self, artifact: Artifact, device: Device) -> None:
+        """Build the module once, which imports all of its code, and start the thread pool."""
+        import torch
+
+        from enginesmith.pipeline.frameworks.torch.saved import load_artifact
+
+        self.enter_thread(device)
+        load_artifact(artifact)
+        with torch.inference_mode():
+            square = torch.ones(_PRIMING_SIDE, _PRIMING_SIDE, device=str(device))
+            (square @ square).relu_().sum().item()
+        gc.collect()
+
+
+def _allow_tf32(device: Device, allowed: bool) -> None:
+    """Have this process's products of float32 on CUDA in TF32, or not.
+
+    The older of torch's two ways to say so sets both, and has them agree. After the newer one (``fp32_precision``),
+    asking the older way raises, which Inductor does (pytorch/pytorch#166387). The older way warns in torch 2.9.
+    """
+    if device.kind != "cuda":
+        return
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+        torch.backends.cudnn.allow_tf32 = allowed
+
+
+# PyTorch through ``torch.compile``: shows whether leaving PyTorch is worth it at all.
+
+_SHAPES = 64
+"""Shapes a session may be compiled for before that is an error; torch's own limit of 8 falls back to eager silently."""
+
+_NO_MODULES = "kernels of compiled code do not say which modules they came from"
+
+
+class Compiled(Eager):
+    """Runs a torch artifact's module compiled by Inductor, once for each set of input shapes."""
+
+    name: ClassVar[str] = "compiled"
+    title: ClassVar[str] = "torch.compile"
+
+    mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+
+    @classmethod
+    def available(cls, device: Device) -> Availability:
+        """As eager; on the CPU Inductor also needs a C++ compiler and Python's headers."""
+        found = Eager.available(device)
+        if not found.ok or device.kind == "cuda":
+            return found
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None:
+            remedy = "install it: apt-get install g++, or set CXX to the compiler that is there"
+            return Availability(ok=False, reason=f"there is no C++ compiler {compiler!r}", remedy=remedy)
+        if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+            remedy = "install them: apt-get install python3-dev"
+            return Availability(ok=False, reason="Python's C headers (Python.h) are missing", remedy=remedy)
+        return found
+
+    def profile(self, request: ProfileRequest) -> Profiled:
+        """Time of each kernel; compiled code does not say which module it came from."""
+        from torch._inductor import config
+
+        from enginesmith.pipeline.engines.torch import profiler
+
+        plain = self.model_copy(update={"cuda_graphs": False})
+        with config.patch({"cpp.enable_kernel_profile": True}), plain.load(request.artifact, request.device) as session:
+            return profiler.profile(session, request, modules=False, notes=(_NO_MODULES,))
+
+    def forward(self, module: "torch.nn.Module") -> "Forward":
+        """The module, compiled at the first call with each set of shapes."""
+        import torch
+
+        compiled: Forward = torch.compile(module, dynamic=False, mode=self.mode)
+        return compiled
+
+    def enter_thread(self, device: Device) -> None:
+        """As eager; Dynamo's settings are of a thread, too."""
+        from torch._dynamo import config
+
+        super().enter_thread(device)
+        config.recompile_limit = config.accumulated_recompile_limit = _SHAPES
+        config.fail_on_recompile_limit_hit = True

@@ -1,0 +1,1 @@
+"""Run steps on the nodes of a Ray cluster."""

@@ -1,0 +1,1 @@
+"""Load and describe models: sources, sample inputs, torch modules, ONNX files."""

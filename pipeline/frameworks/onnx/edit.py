@@ -1,0 +1,272 @@
+"""What the passes over ONNX graphs share: loading, naming, tidying, saving."""
+
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from enginesmith.pipeline.artifact import Effect
+from enginesmith.pipeline.errors import InvalidGraph
+from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
+from enginesmith.pipeline.tensors import Array
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+FILE = "model.onnx"
+EXTERNAL_DATA_BYTES = 128 << 20
+"""Weights of more than this together lie beside the graph, so that writing them needs no second copy in memory."""
+_DATA_FILE = "model.onnx.data"
+_SCOPES_KEY = "pkg.torch.onnx.name_scopes"
+_EXPORTER_KEYS = ("pkg.torch.", "pkg.onnxscript.", "namespace")
+_INLINE_BYTES = 1024  # weights up to this size stay in the graph file, where shape inference sees them
+
+
+def load(path: Path) -> "ir.Model":
+    """The graph with its external weights mapped, not read.
+
+    Raises:
+        InvalidGraph: the file does not hold what its header says.
+    """
+    import onnx_ir as ir
+
+    from enginesmith.pipeline.frameworks.onnx import model_file
+
+    try:
+        model = ir.from_proto(model_file.read(path))
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidGraph(f"{path} cannot be taken apart: {error}", "hold it against onnx.checker") from error
+    ir.external_data.set_base_dir(model.graph, path.parent)
+    return model
+
+
+def save(model: "ir.Model", out: Path, external_data_bytes: int = EXTERNAL_DATA_BYTES) -> None:
+    """Write ``model.onnx`` into a folder; weights of more bytes than that together go beside it."""
+    import onnx_ir as ir
+
+    external = weight_bytes(model) > external_data_bytes
+    if not external:
+        ir.external_data.load_to_model(model)  # what lay beside the file that was read has no file here
+    ir.save(
+        model,
+        out / FILE,
+        external_data=_DATA_FILE if external else None,
+        size_threshold_bytes=_INLINE_BYTES,
+    )
+
+
+def pass_on(path: Path, out: Path, note: str) -> Effect:
+    """Write the same graph with its weights, and say why it is the same."""
+    from enginesmith.pipeline.frameworks.onnx import model_file
+
+    for name in model_file.external_files(path):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path.parent / name, out / name)
+    shutil.copyfile(path, out / FILE)
+    nodes = model_file.summary(path).nodes
+    return Effect(file=FILE, summary=f"{nodes} nodes, unchanged", notes=(note,), signature=model_file.signature(path))
+
+
+def weight_bytes(model: "ir.Model") -> int:
+    """Bytes of all initialisers, subgraphs included."""
+    values = (value for graph in model.graphs() for value in graph.initializers.values())
+    return sum(value.const_value.nbytes for value in values if value.const_value is not None)
+
+
+def node_count(model: "ir.Model") -> int:
+    """Nodes of the graph, its subgraphs and its functions."""
+    import onnx_ir as ir
+
+    return sum(1 for body in _bodies(model) for _ in ir.traversal.RecursiveGraphIterator(body))
+
+
+def _bodies(model: "ir.Model") -> list["ir.Graph | ir.Function"]:
+    return [model.graph, *model.functions.values()]
+
+
+def rename(values: Iterable["ir.Value"], names: Iterable[str]) -> None:
+    """Give inputs or outputs their names."""
+    for value, name in zip(values, names, strict=True):
+        value.name = name
+
+
+def tidy(model: "ir.Model", wrapper: str = "") -> None:
+    """Keep of all that exporters note about nodes the path of each one's module: no machine paths, no source text.
+
+    ``wrapper`` is the attribute by which a wrapper around the user's module holds it; paths start below it.
+    """
+    import onnx_ir as ir
+
+    for body in _bodies(model):
+        for node in ir.traversal.RecursiveGraphIterator(body):
+            if module := _module_path(node, wrapper):
+                node.metadata_props[MODULE_KEY] = module
+            _strip(node)
+            for value in node.outputs:
+                _strip(value)
+        for value in body.inputs:
+            _strip(value)
+    for graph in model.graphs():
+        _strip(graph)
+        for value in graph.initializers.values():
+            _strip(value)
+
+
+def _strip(holder: "ir.Node | ir.Value | ir.Graph") -> None:
+    holder.doc_string = None
+    for key in [key for key in holder.metadata_props if key.startswith(_EXPORTER_KEYS)]:
+        del holder.metadata_props[key]
+
+
+def _module_path(node: "ir.Node", wrapper: str) -> str:
+    """Dotted path of the module that a node came from, as the exporters noted it; empty if they did not."""
+    import ast
+
+    known = node.metadata_props.get(MODULE_KEY)
+    if known is not None:
+        return known
+    path = ""
+    if scopes := node.metadata_props.get(_SCOPES_KEY):
+        path = ["", *ast.literal_eval(scopes)[:-1]][-1]
+    elif node.name and node.name.startswith("/"):
+        path = _joined(node.name.strip("/").split("/")[:-1])
+    return "" if path == wrapper else path.removeprefix(f"{wrapper}.") if wrapper else path
+
+
+def _joined(scopes: list[str]) -> str:
+    """The TorchScript exporter's ``layer1/layer1.0/conv1`` as ``layer1.0.conv1``."""
+    parts: list[str] = []
+    for scope in scopes:
+        if parts and scope.startswith(f"{parts[-1]}."):
+            parts.pop()
+        parts.append(scope)
+    return ".".join(parts)
+
+
+# Constants of a graph: reading them, and putting other numbers in their place.
+
+
+def read(value: "ir.Value | None") -> Array | None:
+    """The numbers of a constant; None for what is computed, fed, or could be fed in its place."""
+    import onnx_ir as ir
+
+    if value is None or value.is_graph_input():
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def is_weight(value: "ir.Value | None") -> bool:
+    """Whether it is an initialiser of float32 that nothing can be fed in the place of."""
+    import onnx_ir as ir
+
+    return (
+        value is not None
+        and value.is_initializer()
+        and not (value.is_graph_input() or value.is_graph_output())
+        and value.const_value is not None
+        and value.const_value.dtype == ir.DataType.FLOAT
+    )
+
+
+def is_factor(value: "ir.Value | None") -> bool:
+    """Whether it is a constant of float32, so that :func:`multiply` can put another in its place."""
+    numbers = read(value)
+    return numbers is not None and numbers.dtype == np.float32
+
+
+def rescale(weight: "ir.Value", factors: Sequence[Array]) -> None:
+    """Multiply an initialiser by arrays that broadcast to its shape; it is computed anew each time it is read.
+
+    So a graph whose every weight is rescaled is written with one of them in memory at a time.
+    """
+    import onnx_ir as ir
+
+    given = weight.const_value
+    assert given is not None
+    name = weight.name
+
+    def compute() -> "ir.TensorProtocol":
+        numbers = given.numpy() * factors[0]
+        for factor in factors[1:]:
+            numbers *= factor
+        return ir.tensor(numbers, name=name)
+
+    weight.const_value = ir.LazyTensor(compute, dtype=given.dtype, shape=ir.Shape(given.shape.numpy()), name=name)
+
+
+def multiply(node: "ir.Node", index: int, factors: Array) -> None:
+    """Multiply one small constant that a node reads; its other readers keep theirs."""
+    numbers = read(node.inputs[index])
+    assert numbers is not None
+    write(node, index, np.multiply(numbers, factors).astype(numbers.dtype))
+
+
+def write(node: "ir.Node", index: int, numbers: Array) -> None:
+    """Let a node read these numbers: under the same name where nothing else reads it, else under one of their own."""
+    import onnx_ir as ir
+
+    old = node.inputs[index] if index < len(node.inputs) else None
+    if old is not None and is_weight(old) and len(old.uses()) == 1:
+        old.const_value = ir.tensor(numbers, name=old.name)
+        old.shape = ir.Shape(numbers.shape)
+        return
+    graph = node.graph
+    assert isinstance(graph, ir.Graph)
+    value = new(graph, f"{node.outputs[0].name}_input_{index}", numbers)
+    if index >= len(node.inputs):
+        node.resize_inputs(index + 1)
+    node.replace_input_with(index, value)
+    if old is not None and not old.uses() and old.is_initializer() and not old.is_graph_input():
+        del graph.initializers[old.name or ""]
+
+
+def new(graph: "ir.Graph", name: str, numbers: Array) -> "ir.Value":
+    """A new initialiser, under this name or one like it."""
+    import onnx_ir as ir
+
+    name = free_name(graph, name)
+    tensor = ir.tensor(numbers, name=name)
+    value = ir.Value(name=name, shape=ir.Shape(numbers.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
+def free_name(graph: "ir.Graph", wanted: str) -> str:
+    """The name, with a number behind it where a value is called that already, in the graph or in one below it."""
+    import onnx_ir as ir
+
+    taken = {
+        value.name for below in (graph, *graph.subgraphs()) for value in (*below.inputs, *below.initializers.values())
+    }
+    taken |= {value.name for node in ir.traversal.RecursiveGraphIterator(graph) for value in node.outputs}
+    name, count = wanted, 1
+    while name in taken:
+        count += 1
+        name = f"{wanted}_{count}"
+    return name
+
+
+# Names that nothing in a graph has yet.
+
+
+class Names:
+    """Those of the values and nodes of a graph and of all bodies in it."""
+
+    def __init__(self, graph: "ir.Graph") -> None:
+        self._taken: set[str | None] = set()
+        for body in (graph, *graph.subgraphs()):
+            self._taken |= {value.name for value in body.inputs} | set(body.initializers)
+            self._taken |= {node.name for node in body} | {value.name for node in body for value in node.outputs}
+
+    def new(self, wanted: str) -> str:
+        """The name that is wanted, with a number behind it if it is taken; it is taken from now on."""
+        found, count = wanted, 1
+        while found in self._taken:
+            count += 1
+            found = f"{wanted}_{count}"
+        self._taken.add(found)
+        return found

@@ -1,0 +1,376 @@
+"""Everything that reads ONNX files: what is wrong with one, what goes in and out, what it is made of.
+
+Weights that lie beside the file are never loaded as a whole: they are streamed when their values matter, and left alone
+when they do not.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline.errors import InvalidGraph, SignatureError
+from enginesmith.pipeline.tensors import DESCRIBED, Array, Signature, TensorSpec
+
+if TYPE_CHECKING:
+    import onnx
+
+
+MODULE_KEY = "enginesmith.module"
+"""Metadata of a node: dotted path of the PyTorch module that it came from (``encoder.layer.0.attention``)."""
+
+_SKELETON_BYTES = 1 << 10
+"""Weights up to this size stay: they may be the shapes and scales that structure depends on."""
+_FLOATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_NARROW = {"float8e4m3fn": "fp8", "int4": "int4", "int8": "int8"}
+_CHUNK_BYTES = 1 << 22
+_PROTOBUF_LIMIT_BYTES = (1 << 31) - 1
+_IR_VERSION_TAG = b"\x08"  # field 1 as a varint: what every writer puts first
+_NAN_ABOVE = {"float16": 0x7C00, "bfloat16": 0x7F80}  # greatest bit pattern, sign aside, that is not NaN
+_EXPRESSION = set("+-*/%()<>, ")
+
+
+class Summary(BaseModel):
+    """What a graph is made of; counts include subgraphs and function bodies."""
+
+    model_config = ConfigDict(frozen=True)
+
+    opset: int
+    domains: dict[str, int]
+    ir_version: int
+    producer: str
+    nodes: int
+    operators: dict[str, int]
+    weight_bytes: int
+    parameters: int
+    weight_dtypes: dict[str, int]
+    """Bytes by dtype."""
+
+
+def read(path: Path) -> "onnx.ModelProto":
+    """The parsed file, its external weights left on disk.
+
+    Raises:
+        InvalidGraph: there is no such file, or it is not a whole ONNX model.
+    """
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InvalidGraph(f"cannot read {path}: {error.strerror}", "give the path of an ONNX file") from error
+    if not data:
+        raise InvalidGraph(f"{path} is empty", "export or copy the model again")
+    if len(data) > _PROTOBUF_LIMIT_BYTES:
+        raise InvalidGraph(f"{path} is larger than 2 GB", "save it with external data: the format allows no more")
+    try:
+        model = onnx.load_model_from_string(data)
+    except DecodeError as error:
+        raise _unreadable(path, data) from error
+    if not model.ir_version or not model.HasField("graph"):
+        raise _unreadable(path, data)
+    return model
+
+
+def skeleton(path: Path) -> "onnx.ModelProto":
+    """The parsed file without the values of large weights, for whoever looks at structure and types alone."""
+    model = read(path)
+    for tensor in tensors(model):
+        if len(tensor.raw_data) > _SKELETON_BYTES:
+            tensor.ClearField("raw_data")
+    return model
+
+
+def _unreadable(path: Path, data: bytes) -> InvalidGraph:
+    if data.startswith(_IR_VERSION_TAG):
+        return InvalidGraph(f"{path} is truncated or damaged: it starts like ONNX and breaks off", "copy it again")
+    return InvalidGraph(f"{path} is not an ONNX file", "give a model that was saved by an ONNX exporter")
+
+
+def check(path: Path) -> None:
+    """Hold a file against the specification, and its weights against NaN.
+
+    Raises:
+        InvalidGraph: says what is wrong with it.
+    """
+    model = read(path)
+    _check_versions(path, model)
+    if not model.graph.output:
+        raise InvalidGraph(f"{path} has no outputs", "name at least one output when the graph is exported")
+    for tensor in tensors(model):
+        if _is_external(tensor):
+            _check_external(path, tensor)
+    _check_specification(path)
+    for tensor in tensors(model):
+        if _has_nan(path, tensor):
+            raise InvalidGraph(f"the weight {tensor.name!r} of {path} holds NaN", "train or convert the model again")
+
+
+def _check_versions(path: Path, model: "onnx.ModelProto") -> None:
+    import onnx
+
+    newest, remedy = onnx.defs.onnx_opset_version(), "export with an older opset, or upgrade the onnx package"
+    if model.ir_version > onnx.IR_VERSION:
+        given, known = model.ir_version, onnx.IR_VERSION
+        raise InvalidGraph(f"{path} has IR version {given}, and the installed onnx knows up to {known}", remedy)
+    for entry in model.opset_import:
+        if entry.domain in ("", "ai.onnx") and entry.version > newest:
+            raise InvalidGraph(
+                f"{path} needs opset {entry.version}, and the installed onnx knows up to {newest}", remedy
+            )
+
+
+def _check_external(path: Path, tensor: "onnx.TensorProto") -> None:
+    location, offset, length = _region(tensor)
+    what = f"the weight {tensor.name!r} of {path} lies in {location!r}"
+    if Path(location).is_absolute() or ".." in Path(location).parts:
+        raise InvalidGraph(f"{what}, which is outside of the model's folder", "keep external data beside the model")
+    links = [
+        part
+        for part in (path.parent / location, *(path.parent / p for p in Path(location).parents))
+        if part.is_symlink()
+    ]
+    if location and links:
+        raise InvalidGraph(f"{what}, which is a symbolic link", "put the file itself beside the model")
+    file = path.parent / location
+    if not location or not file.is_file():
+        raise InvalidGraph(f"{what}, and there is no such file", f"put it beside {path.name}")
+    if file.stat().st_size < offset + length:
+        raise InvalidGraph(f"{what}, which is too short: {offset + length} bytes needed", "copy it again")
+
+
+def _check_specification(path: Path) -> None:
+    import onnx
+
+    try:
+        onnx.checker.check_model(os.fspath(path), full_check=True)
+    except onnx.checker.ValidationError as error:
+        raise InvalidGraph(f"{path} breaks the ONNX specification: {_brief(error)}", "export it again") from error
+    except (onnx.shape_inference.InferenceError, ValueError) as error:
+        raise InvalidGraph(
+            f"types or shapes in {path} contradict each other: {_brief(error)}", "export it again"
+        ) from error
+
+
+def _brief(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3])[:400]
+
+
+def _has_nan(path: Path, tensor: "onnx.TensorProto") -> bool:
+    dtype = dtype_name(tensor.data_type)
+    if dtype not in ("float32", "float64", *_NAN_ABOVE):
+        return False
+    return any(_block_has_nan(block, dtype) for block in _blocks(path, tensor))
+
+
+def _blocks(path: Path, tensor: "onnx.TensorProto") -> Iterator[bytes | memoryview]:
+    if not _is_external(tensor):
+        from onnx import numpy_helper
+
+        yield tensor.raw_data or numpy_helper.to_array(tensor).tobytes()
+        return
+    location, offset, length = _region(tensor)
+    buffer = memoryview(bytearray(min(length, _CHUNK_BYTES)))
+    with (path.parent / location).open("rb", buffering=0) as stream:
+        stream.seek(offset)
+        while length > 0 and (count := stream.readinto(buffer[: min(length, _CHUNK_BYTES)])):
+            yield buffer[:count]
+            length -= count
+
+
+def _block_has_nan(block: bytes | memoryview, dtype: str) -> bool:
+    if dtype in _NAN_ABOVE:
+        return bool(((np.frombuffer(block, np.uint16) & 0x7FFF) > _NAN_ABOVE[dtype]).any())
+    values: Array = np.frombuffer(block, dtype)
+    return bool(values.size) and bool(np.isnan(values.min()))  # min passes NaN on, and is the cheapest that does
+
+
+def signature(path: Path) -> Signature:
+    """Names, dtypes and shapes of inputs and outputs; unnamed dynamic dimensions get names like ``output_0_dim_1``.
+
+    Raises:
+        InvalidGraph: the file cannot be read.
+        SignatureError: an input or output is no tensor of a supported dtype and known rank.
+    """
+    graph = read(path).graph
+    weights = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
+    inputs = (value for value in graph.input if value.name not in weights)
+    return Signature(inputs=_specs("input", inputs), outputs=_specs("output", graph.output))
+
+
+def _specs(side: str, values: Iterable["onnx.ValueInfoProto"]) -> tuple[TensorSpec, ...]:
+    return tuple(_spec(side, position, value) for position, value in enumerate(values))
+
+
+def _spec(side: str, position: int, value: "onnx.ValueInfoProto") -> TensorSpec:
+    what = f"the {side} {value.name!r}"
+    kind = value.type.WhichOneof("value")
+    if kind != "tensor_type":
+        raise SignatureError(
+            f"{what} is a {(kind or 'value without a type').removesuffix('_type')}", "only tensors can be fed"
+        )
+    tensor = value.type.tensor_type
+    dtype = dtype_name(tensor.elem_type)
+    if dtype not in DESCRIBED:
+        raise SignatureError(
+            f"{what} has the dtype {dtype}", f"supported are {', '.join(DESCRIBED)}: cast inside the graph"
+        )
+    if not tensor.HasField("shape"):
+        raise SignatureError(f"{what} has no shape, not even a rank", "write its shape into the file, or export again")
+    shape = (_dim(dim, f"{side}_{position}_dim_{axis}") for axis, dim in enumerate(tensor.shape.dim))
+    return TensorSpec(name=value.name, dtype=dtype, shape=tuple(shape))
+
+
+def _dim(dim: "onnx.TensorShapeProto.Dimension", fallback: str) -> int | str:
+    if dim.HasField("dim_value") and dim.dim_value > 0:
+        return int(dim.dim_value)
+    if not dim.dim_param or set(dim.dim_param) & _EXPRESSION:
+        return fallback
+    word = "".join(c if c.isalnum() or c == "_" else "_" for c in dim.dim_param)
+    return word if not word[0].isdigit() else f"_{word}"
+
+
+def dtype_name(elem_type: int) -> str:
+    """numpy's name for an ONNX element type; ONNX's own, in lower case, where numpy has none."""
+    import onnx
+
+    try:
+        name = str(onnx.TensorProto.DataType.Name(elem_type)).lower()
+    except ValueError:
+        return f"unknown type {elem_type}"
+    return {"float": "float32", "double": "float64"}.get(name, name)
+
+
+def summary(path: Path) -> Summary:
+    """Count what is in the file, without loading its weights.
+
+    Raises:
+        InvalidGraph: the file cannot be read.
+    """
+    model = read(path)
+    operators = Counter(node.op_type for node in nodes(model))
+    sizes: Counter[str] = Counter()
+    parameters = 0
+    for tensor in tensors(model):
+        count = int(np.prod(tensor.dims, dtype=np.int64))
+        parameters += count
+        sizes[dtype_name(tensor.data_type)] += _bytes(tensor.data_type, count)
+    domains = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
+    return Summary(
+        opset=domains.get("ai.onnx", 0),
+        domains=domains,
+        ir_version=model.ir_version,
+        producer=f"{model.producer_name} {model.producer_version}".strip(),
+        nodes=operators.total(),
+        operators=dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
+        weight_bytes=sizes.total(),
+        parameters=parameters,
+        weight_dtypes=dict(sizes.most_common()),
+    )
+
+
+def precision(path: Path) -> str:
+    """The precision that a graph is in, as variants are called after: by its Q/DQ nodes, else by most of its weights.
+
+    Raises:
+        InvalidGraph: the file cannot be read.
+    """
+    model = read(path)
+    kinds = Counter[str]()
+    for tensor in tensors(model):
+        name = dtype_name(tensor.data_type)
+        if name in _FLOATS or name in _NARROW:
+            kinds[name] += _bytes(tensor.data_type, int(np.prod(tensor.dims, dtype=np.int64)))
+    floats = {short: kinds[name] for name, short in _FLOATS.items()}
+    rest = max(floats, key=lambda short: floats[short]) if any(floats.values()) else "fp32"
+    operators = {node.op_type for node in nodes(model)}
+    if "DequantizeLinear" not in operators:
+        return rest
+    narrow = next((short for name, short in _NARROW.items() if kinds[name]), "int8")
+    if narrow == "int4":
+        return "int4-weights"
+    return f"{narrow}+{rest}" if rest != "fp32" else narrow
+
+
+def _bytes(elem_type: int, count: int) -> int:
+    name = dtype_name(elem_type)
+    if name == "string":
+        return 0
+    if name in ("int4", "uint4", "float4e2m1"):
+        return (count + 1) // 2
+    if name.startswith("float8"):
+        return count
+    from onnx import helper
+
+    return count * int(np.dtype(helper.tensor_dtype_to_np_dtype(elem_type)).itemsize)
+
+
+def external_files(path: Path) -> list[str]:
+    """Names of the weight files beside the model, sorted.
+
+    Raises:
+        InvalidGraph: the file cannot be read.
+    """
+    return sorted({_region(tensor)[0] for tensor in tensors(read(path)) if _is_external(tensor)})
+
+
+def nodes(model: "onnx.ModelProto") -> Iterator["onnx.NodeProto"]:
+    """Every node: of the graph, of subgraphs and of function bodies."""
+    for body in (model.graph, *model.functions):
+        yield from _walk(body.node)
+
+
+def _walk(sequence: Iterable["onnx.NodeProto"]) -> Iterator["onnx.NodeProto"]:
+    for node in sequence:
+        yield node
+        for graph in subgraphs(node):
+            yield from _walk(graph.node)
+
+
+def subgraphs(node: "onnx.NodeProto") -> Iterator["onnx.GraphProto"]:
+    """List the graphs inside of a node: branches, or the body of a loop."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def tensors(model: "onnx.ModelProto") -> Iterator["onnx.TensorProto"]:
+    """Every constant: initialisers and attributes, of subgraphs and function bodies too."""
+    graphs = [model.graph, *(graph for node in nodes(model) for graph in subgraphs(node))]
+    for graph in graphs:
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            yield sparse.values
+    for node in nodes(model):
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+
+
+def _is_external(tensor: "onnx.TensorProto") -> bool:
+    return bool(tensor.data_location == tensor.EXTERNAL)
+
+
+def _region(tensor: "onnx.TensorProto") -> tuple[str, int, int]:
+    """Where external data lies: file name, offset and length in bytes.
+
+    Raises:
+        InvalidGraph: offset or length are no numbers.
+    """
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    count = int(np.prod(tensor.dims, dtype=np.int64))
+    offset, length = (entries.get(name, "") for name in ("offset", "length"))
+    if not (offset or "0").isdecimal() or not (length or "0").isdecimal():
+        raise InvalidGraph(
+            f"the external data of {tensor.name!r} has offset {offset!r} and length {length!r}",
+            "export the model again",
+        )
+    return entries.get("location", ""), int(offset or 0), int(length or _bytes(tensor.data_type, count))

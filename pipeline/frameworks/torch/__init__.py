@@ -1,0 +1,1 @@
+"""Load, save and describe torch modules."""

@@ -1,0 +1,389 @@
+"""From a source to a module: imports the user's code, builds what it names. Runs in a worker only."""
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from enginesmith.models import MODELS
+from enginesmith.pipeline.errors import MissingCapability, SourceError, install_command
+from enginesmith.pipeline.frameworks.source import Source
+from enginesmith.pipeline.frameworks.torch import file_tracking
+from enginesmith.pipeline.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+_LONGEST_MESSAGE = 400
+_LIBRARIES = ("numpy", "onnx", "onnxruntime", "onnxscript", "safetensors", "timm", "torch", "transformers")
+"""A file of such a name would be imported in the library's place."""
+_REMEDY = "it has to work in plain Python first; the whole trace is in the step's log"
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a factory gave: the module, example inputs in any of the accepted forms, and names where they are known."""
+
+    module: "nn.Module"
+    example: Any = None
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+
+def build(source: Source) -> Built:
+    """Build the module that a source names, in eval mode, on the CPU.
+
+    Raises:
+        SourceError: the code cannot be imported, or the factory fails or returns something else.
+        MissingCapability: the library that the source needs is not installed.
+    """
+    built = _BUILDERS[source.form](source)
+    built.module.eval()
+    built.module.requires_grad_(False)
+    return built
+
+
+def _zoo(source: Source) -> Built:
+    entry = MODELS[source.target]
+    module_name, _, factory = entry.factory.partition(":")
+    built = _call(source, getattr(importlib.import_module(module_name), factory))
+    return Built(built.module, built.example, entry.specs, entry.outputs)
+
+
+def _file(source: Source) -> Built:
+    path = Path(source.target)
+    _put_first(Path.cwd())
+    root, name = _importable(path)
+    _put_first(root)
+    with user_errors(f"importing {path.name}", path):
+        module = importlib.import_module(name) if "." in name else _execute(name, path)
+    return _call(source, _attribute(source, module, path.name))
+
+
+def _execute(name: str, path: Path) -> Any:
+    if name in _LIBRARIES or (name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path)):
+        raise SourceError(f"the file's name {path.name!r} hides the module {name!r}", "rename the file")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(source: Source) -> Built:
+    _put_first(Path.cwd())
+    with user_errors(f"importing {source.target}", Path.cwd()), _known_module(source.target):
+        module = importlib.import_module(source.target)
+    return _call(source, _attribute(source, module, source.target))
+
+
+@contextlib.contextmanager
+def _known_module(name: str) -> Iterator[None]:
+    """Tell a module that is not there from one that lacks something."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise SourceError(
+            f"there is no module {error.name!r}",
+            f"it is looked for in the current folder first, then in what is installed; a file is {name}.py:factory",
+        ) from error
+
+
+def _pt2(source: Source) -> Built:
+    import torch
+
+    try:
+        program = torch.export.load(source.target)
+    except (RuntimeError, ValueError, LookupError, OSError, AttributeError, zipfile.BadZipFile) as error:
+        raise SourceError(
+            f"{source.text} is no torch.export archive, or a damaged one: {_first_words(error)}",
+            "save one with torch.export.save, with the same version of torch",
+        ) from error
+    specs = tuple(
+        _traced_spec(node) for node in program.graph.nodes if node.name in program.graph_signature.user_inputs
+    )
+    example = None
+    if program.example_inputs:
+        args, kwargs = program.example_inputs
+        example = dict(zip((spec.name for spec in specs), [*args, *kwargs.values()], strict=True))
+    return Built(_in_order(program), example, specs)
+
+
+def _in_order(program: Any) -> "nn.Module":
+    """The exported program as a function of its inputs in order, whichever of them were keywords."""
+    from torch import nn
+    from torch.utils import _pytree
+
+    class InOrder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.program = program.module()
+
+        def train(self, mode: bool = True) -> "InOrder":
+            return self  # an exported program has its mode fixed, and refuses the call
+
+        def forward(self, *tensors: Any) -> Any:
+            args, kwargs = _pytree.tree_unflatten(list(tensors), program.call_spec.in_spec)
+            return self.program(*args, **kwargs)
+
+    return InOrder()
+
+
+def _traced_spec(node: Any) -> TensorSpec:
+    """The input as torch.export traced it. The file keeps no names of dynamic dimensions."""
+    value = node.meta["val"]
+    shape = tuple(
+        dim if isinstance(dim, int) else "batch" if axis == 0 else f"{node.name}_dim_{axis}"
+        for axis, dim in enumerate(value.shape)
+    )
+    return TensorSpec(name=node.name, dtype=str(value.dtype).removeprefix("torch."), shape=shape)
+
+
+def _timm(source: Source) -> Built:
+    import torch
+
+    timm = _library("timm", "timm")
+    with user_errors(f"building {source.text}", None, "timm.create_model has to work with it; see timm.list_models()"):
+        module = timm.create_model(source.target, **{"pretrained": True, **source.keywords})
+    channels, height, width = module.pretrained_cfg.get("input_size", (3, 224, 224))
+    spec = TensorSpec(name="image", dtype="float32", shape=("batch", channels, height, width))
+    return Built(module, {"image": torch.randn(2, channels, height, width)}, (spec,), ("logits",))
+
+
+def _hf(source: Source) -> Built:
+    transformers = _library("transformers", "hf")
+
+    remedy = "transformers.AutoModel.from_pretrained has to work on it; a folder holds config.json and safetensors"
+    with user_errors(f"loading {source.text}", None, remedy):
+        module = load(transformers, source.target)
+    with user_errors("looking for example inputs", None):
+        inputs, specs = example(module)
+    return Built(module, inputs, specs)
+
+
+_BUILDERS: dict[str, Callable[[Source], Built]] = {
+    "zoo": _zoo,
+    "file": _file,
+    "module": _module,
+    "pt2": _pt2,
+    "timm": _timm,
+    "hf": _hf,
+}
+
+
+def _library(name: str, extra: str) -> Any:
+    if importlib.util.find_spec(name) is None:
+        raise MissingCapability(
+            f"{extra}: models need the package {name}, which is not installed",
+            install_command(name),
+        )
+    try:
+        return importlib.import_module(name)
+    except (ImportError, RuntimeError, AttributeError, OSError) as error:
+        raise MissingCapability(
+            f"the package {name} is installed, but importing it fails with {type(error).__name__}: "
+            f"{_first_words(error)}",
+            f"python -c 'import {name}' has to work; reinstall it with what it depends on: "
+            f"{install_command(name, '--force-reinstall')}",
+        ) from error
+
+
+def _attribute(source: Source, module: Any, place: str) -> Callable[..., Any]:
+    value = module
+    for part in source.factory.split("."):
+        if not hasattr(value, part):
+            names = [key for key, item in vars(module).items() if callable(item) and not key.startswith("_")]
+            own = [key for key in names if getattr(getattr(module, key), "__module__", "") == module.__name__]
+            raise SourceError(
+                f"{place} has no {source.factory!r}",
+                f"it defines {', '.join(own or names) or 'nothing that can be called'}",
+            )
+        value = getattr(value, part)
+    return value  # type: ignore[no-any-return]
+
+
+def _call(source: Source, factory: Any) -> Built:
+    import torch
+    from torch import nn
+
+    result = factory
+    if not isinstance(factory, nn.Module):
+        if not callable(factory):
+            raise SourceError(f"{source.text} is {_described(factory)}, not a factory", "name a callable")
+        _check_arguments(source, factory)
+        with user_errors(f"the factory {source.text}", Path(source.target)):
+            result = factory(*source.arguments, **source.keywords)
+    module, example = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(module, nn.Module):
+        raise SourceError(
+            f"the factory {source.text} returned {_described(result)}",
+            "return an nn.Module, or a pair (module, example_inputs)",
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise SourceError(
+            f"the factory {source.text} returned a TorchScript module, whose Python code is gone",
+            "return the module it was made from",
+        )
+    if any(weight.is_meta for weight in module.parameters()):
+        raise SourceError(
+            f"the factory {source.text} returned a module on the meta device, whose weights have no values",
+            "build it on the CPU, or load weights into it with load_state_dict(…, assign=True)",
+        )
+    return Built(module, getattr(module, "example_input_array", None) if example is None else example)
+
+
+def _check_arguments(source: Source, factory: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # some callables tell nothing about themselves
+        return
+    try:
+        signature.bind(*source.arguments, **source.keywords)
+    except TypeError as error:
+        raise SourceError(
+            f"the factory {source.text} cannot be called: {error}", f"its parameters are {signature}"
+        ) from error
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, dict) and value and all(hasattr(item, "shape") for item in value.values()):
+        return "a state dict (weights without a model)"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def _importable(path: Path) -> tuple[Path, str]:
+    """Where to import a file from: the first folder above it that is no package, and its dotted name from there."""
+    root, parts = path.parent, [path.stem]
+    while (root / "__init__.py").is_file():
+        parts.insert(0, root.name)
+        root = root.parent
+    return root, ".".join(parts)
+
+
+def _put_first(folder: Path) -> None:
+    sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]
+    importlib.invalidate_caches()
+
+
+@contextlib.contextmanager
+def user_errors(doing: str, near: Path | None, remedy: str = _REMEDY) -> Iterator[None]:
+    """Turn what the user's code raises into one message that names their line."""
+    try:
+        yield
+    except (SourceError, MissingCapability):
+        raise
+    except (Exception, SystemExit) as error:
+        where = _user_line(error, near)
+        raise SourceError(
+            f"{doing} failed with {type(error).__name__}: {_first_words(error) or 'no message'}{where}{_root(error)}",
+            remedy,
+        ) from error
+
+
+def _root(error: BaseException) -> str:
+    """The exception that began it, where libraries put others around it."""
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    hidden = first is not error and _first_words(first) not in str(error)
+    return f"; it began with {type(first).__name__}: {_first_words(first)}" if hidden else ""
+
+
+def _first_words(error: BaseException) -> str:
+    """The beginning of an exception's message, on one line: some list every weight that does not fit."""
+    if isinstance(error, SyntaxError):
+        return error.msg
+    words = " ".join(str(error).split())
+    return words if len(words) <= _LONGEST_MESSAGE else f"{words[:_LONGEST_MESSAGE]} …"
+
+
+def _user_line(error: BaseException, near: Path | None) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}:{error.lineno})"
+    frames = file_tracking.users(traceback.extract_tb(error.__traceback__))
+    if near is not None and near.is_file():
+        frames = [frame for frame in frames if Path(frame.filename).parent == near.parent] or frames
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+# Hugging Face models: which class a configuration names, and example inputs that fit it. Runs in a worker only.
+
+_SEQUENCE = 32
+_TEXT = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids")
+
+
+def load(transformers: Any, target: str) -> "nn.Module":
+    """The model of a hub name (``org/name@revision``) or folder, as the class its configuration names.
+
+    Weights are read from safetensors, or from what ``torch.load(weights_only=True)`` accepts; code that comes with
+    a model is never run.
+    """
+    name, _, revision = target.partition("@")
+    options = {"revision": revision} if revision else {}
+    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
+    config.use_cache = False
+    class_name = (config.architectures or [""])[0]
+    model_class = getattr(transformers, class_name, transformers.AutoModel)
+    model: nn.Module = model_class.from_pretrained(name, config=config, dtype="float32", **options)
+    return model
+
+
+def example(module: "nn.Module") -> tuple[dict[str, "Tensor"], tuple[TensorSpec, ...]]:
+    """Example inputs of a Hugging Face model, and their specifications.
+
+    Raises:
+        SourceError: its main input is neither text nor an image.
+    """
+    import torch
+
+    config: Any = module.config
+    accepted = inspect.signature(module.forward).parameters
+    main = getattr(module, "main_input_name", "input_ids")
+    generator = torch.Generator().manual_seed(0)
+    if main == "pixel_values":
+        return _image(config, generator)
+    if main != "input_ids":
+        raise SourceError(
+            f"the model's main input is {main!r}, and no example is known for it",
+            "wrap it: a file.py with a factory that returns (module, example_inputs)",
+        )
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    length = min(_SEQUENCE, getattr(text, "max_position_embeddings", _SEQUENCE) or _SEQUENCE)
+    wanted = ["input_ids", "attention_mask"]
+    wanted += ["token_type_ids"] if "token_type_ids" in accepted and getattr(text, "type_vocab_size", 0) > 1 else []
+    wanted += ["decoder_input_ids"] if getattr(config, "is_encoder_decoder", False) else []
+    shape = (2, length)
+    values = {
+        "input_ids": torch.randint(0, text.vocab_size, shape, generator=generator),
+        "attention_mask": torch.ones(shape, dtype=torch.int64),
+        "token_type_ids": torch.zeros(shape, dtype=torch.int64),
+        "decoder_input_ids": torch.randint(0, text.vocab_size, shape, generator=generator),
+    }
+    dims = {name: ("batch", "decoder_sequence" if name.startswith("decoder") else "sequence") for name in _TEXT}
+    chosen = [name for name in wanted if name in accepted]
+    specs = tuple(TensorSpec(name=name, dtype="int64", shape=dims[name]) for name in chosen)
+    return {name: values[name] for name in chosen}, specs
+
+
+def _image(config: Any, generator: Any) -> tuple[dict[str, "Tensor"], tuple[TensorSpec, ...]]:
+    import torch
+
+    vision = getattr(config, "vision_config", config)
+    size = getattr(vision, "image_size", None) or 224
+    height, width = (size, size) if isinstance(size, int) else tuple(size)
+    channels = getattr(vision, "num_channels", 3)
+    pixels = torch.randn((2, channels, height, width), generator=generator)
+    spec = TensorSpec(name="pixel_values", dtype="float32", shape=("batch", channels, height, width))
+    return {"pixel_values": pixels}, (spec,)

@@ -1,0 +1,168 @@
+"""Track the files that a user's code reads while a model is loaded, and refuse pickles.
+
+Python's audit events tell both (PEP 578): ``open`` for every file, ``pickle.find_class`` before an unpickler may call
+anything. ``torch.load(weights_only=True)`` has an unpickler of its own that can build nothing but tensors; it
+raises no such event and passes.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import os
+import site
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from enginesmith.pipeline.errors import SourceError
+from enginesmith.pipeline.store.inputs import OWN_FOLDERS
+
+PRELOADED = "enginesmith.pipeline.system.preload"
+_ROOT = Path(__file__).parents[3]
+_OWN_CODE = tuple(_ROOT / name for name in (*OWN_FOLDERS, "cli.py"))
+
+
+class FileTracker:
+    """Collect the files read so far, and refuse pickles unless they are allowed."""
+
+    def __init__(self, allow_pickle: bool) -> None:
+        self.allow_pickle = allow_pickle
+        self.files: set[Path] = set()
+
+    def handle_event(self, event: str, args: tuple[Any, ...]) -> None:
+        """Handle one audit event."""
+        if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
+            if not isinstance(args[1], str) or not set(args[1]) & set("wax+"):
+                self.add(args[0])
+        elif event == "pickle.find_class" and not self.allow_pickle:
+            raise SourceError(
+                f"loading the model unpickles {args[0]}.{args[1]}, and a pickle can run any code",
+                "store weights as safetensors or load them with weights_only=True; "
+                "or add --allow-pickle if you trust the file",
+            )
+
+    def add(self, path: Any) -> None:
+        """Add a file of the user's (not of Python, an installed package or the system)."""
+        found = Path(os.fsdecode(path)).absolute()
+        ours = found.suffix == ".py" and any(found.is_relative_to(place) for place in _OWN_CODE)
+        ours |= found.parent.suffix == ".egg-info" and found.is_relative_to(_ROOT)  # of an editable install
+        if any(part.startswith("torchinductor_") for part in found.parts):  # code that torch.compile made
+            return
+        if found.suffix != ".pyc" and not ours and not any(found.is_relative_to(folder) for folder in _foreign()):
+            self.files.add(found)
+
+    def packages(self) -> dict[str, str]:
+        """List packages imported beyond those that every worker has, with their versions."""
+        common: frozenset[str] = getattr(sys.modules.get(PRELOADED), "COMMON", frozenset())
+        modules = {name.partition(".")[0] for name in sys.modules} - common
+        if not modules:
+            return {}
+        homes = importlib.metadata.packages_distributions()
+        names = {name for module in modules for name in homes.get(module, ())}
+        return {name: importlib.metadata.version(name) for name in sorted(names)}
+
+
+_active: list[FileTracker] = []
+
+
+@functools.cache
+def _foreign() -> tuple[Path, ...]:
+    """List folders whose files are covered otherwise: versions of packages, or nothing that a model is made of."""
+    paths = sysconfig.get_paths()
+    packages = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {site.getusersitepackages()}
+    return tuple(Path(path) for path in (*sorted(packages), "/proc", "/sys", "/dev"))
+
+
+@contextlib.contextmanager
+def track_files(allow_pickle: bool) -> Iterator[FileTracker]:
+    """Track this process until the block ends."""
+    if not _installed:
+        _install()
+    tracker = FileTracker(allow_pickle)
+    _active.append(tracker)
+    try:
+        with _track_native_opens(tracker):
+            yield tracker
+    finally:
+        _active.remove(tracker)
+        for module in list(sys.modules.values()):
+            if isinstance(file := getattr(module, "__file__", None), str) and file.endswith(".py"):
+                tracker.add(file)
+        tracker.files = {path for path in tracker.files if path.is_file()}
+
+
+_installed: list[bool] = []
+
+
+def _install() -> None:
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        for tracker in _active:
+            tracker.handle_event(event, args)
+
+    sys.addaudithook(hook)
+    _installed.append(True)
+
+
+@contextlib.contextmanager
+def _track_native_opens(tracker: FileTracker) -> Iterator[None]:
+    """Wrap functions that open files from Rust or C++, for which there is no audit event."""
+    names = {"safe_open": "safetensors", "jit.load": "torch", "export.load": "torch"}
+    with contextlib.ExitStack() as stack:
+        for path, library in names.items():
+            *parts, name = path.split(".")
+            home = importlib.import_module(".".join((library, *parts)))
+            opened = getattr(home, name)
+            stand_in = _recording(tracker, opened)
+            for place in list(sys.modules.values()):
+                if vars(place).get(name) is opened:
+                    setattr(place, name, stand_in)
+                    stack.callback(setattr, place, name, opened)
+        yield
+
+
+def _recording(tracker: FileTracker, opened: Any) -> Any:
+    @functools.wraps(opened, updated=())
+    def open_and_note(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, (str, os.PathLike)):
+            tracker.add(file)
+        return opened(file, *args, **kwargs)
+
+    return open_and_note
+
+
+# Which line of the user's code something happened in: frames of the interpreter, without those of libraries.
+
+_OWN = str(Path(__file__).parents[2])
+_NEVER = ("torch", "torch_pruning")
+"""Libraries whose lines nobody can change to make a model right."""
+
+
+def raised_at(error: BaseException) -> str:
+    """``net.py:12``, the innermost line of the user's that an exception came through; nothing where there is none."""
+    return _named(traceback.extract_tb(error.__traceback__))
+
+
+def called_at() -> str:
+    """``net.py:12``, the innermost line of the user's that is running; nothing where there is none."""
+    return _named(traceback.StackSummary.extract(traceback.walk_stack(sys._getframe(1)), lookup_lines=False)[::-1])
+
+
+def users(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """The frames that are in no library, in no part of Python, and not in this package's pipeline."""
+    others = (f"{_OWN}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<")
+    return [one for one in frames if "site-packages" not in one.filename and not one.filename.startswith(others)]
+
+
+def _named(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The file's name and line; of a model that a library holds, that library's."""
+    found = users(frames) or [one for one in frames if _is_of_a_model(one.filename)]
+    return f"{Path(found[-1].filename).name}:{found[-1].lineno}" if found else ""
+
+
+def _is_of_a_model(filename: str) -> bool:
+    parts = Path(filename).parts
+    return "site-packages" in parts and parts[parts.index("site-packages") + 1] not in _NEVER

@@ -1,0 +1,369 @@
+"""A loaded PyTorch model with named inputs and outputs."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from enginesmith.pipeline.errors import SignatureError, SourceError
+from enginesmith.pipeline.frameworks.source import Source
+from enginesmith.pipeline.frameworks.torch import factories
+from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
+from enginesmith.pipeline.tensors import DTYPES, Signature, TensorSpec, check_feeds
+
+# Which dimensions of a model may vary, and which output dimension follows which input: found out by running it.
+
+_LONG = 16
+"""From this size on a shorter one is tried first, as it runs faster."""
+
+Forward = Callable[..., tuple[Tensor, ...]]
+Shapes = list[tuple[int, ...]]
+
+
+def default_specs(example: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+    """Without a word from the user the first dimension is the batch, if all inputs agree on it."""
+    ranks = [value.ndim for value in example.values()]
+    batched = all(ranks) and len({value.shape[0] for value in example.values()}) == 1
+    return tuple(
+        TensorSpec(
+            name=name,
+            dtype=dtype_name(value),
+            shape=("batch", *value.shape[1:]) if batched else tuple(value.shape),
+        )
+        for name, value in example.items()
+    )
+
+
+def sizes_of(specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor]) -> dict[str, int]:
+    """The size of each dynamic dimension in these tensors."""
+    return {
+        dim: size
+        for spec in specs
+        for dim, size in zip(spec.shape, example[spec.name].shape, strict=True)
+        if isinstance(dim, str)
+    }
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """numpy's name of a tensor's dtype.
+
+    Raises:
+        SourceError: numpy has none.
+    """
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise SourceError(f"a tensor of dtype {name} cannot cross the boundary", "cast it to float32 inside the model")
+    return name
+
+
+def infer_dims(
+    module: Forward,
+    specs: tuple[TensorSpec, ...],
+    example: Mapping[str, Tensor],
+    outputs: Mapping[str, Tensor],
+    asked: bool,
+) -> tuple[Signature, list[str]]:
+    """The signature, found by running again with each dynamic dimension changed; and notes on what was found.
+
+    ``outputs`` are those for ``example``. A batch that nobody asked for (``asked`` is false), and that the model does
+    not allow to vary, becomes fixed, with a note.
+
+    Raises:
+        SourceError: a dimension that was asked to be dynamic cannot vary.
+    """
+    dims: dict[str, list[int | str]] = {name: list(value.shape) for name, value in outputs.items()}
+    notes: list[str] = []
+    for symbol, size in sizes_of(specs, example).items():
+        other, shapes = _changed(module, specs, example, symbol, size)
+        if shapes is not None:
+            if [len(shape) for shape in shapes] != [value.ndim for value in outputs.values()]:
+                raise SourceError(
+                    f"the outputs have other ranks at {symbol} = {other} than at {symbol} = {size}",
+                    f"squeeze() drops every dimension of size 1: name the one, or give an example with {symbol} = 2",
+                )
+            for (name, value), changed in zip(outputs.items(), shapes, strict=True):
+                _mark(dims[name], name, tuple(value.shape), changed, {(size, other): symbol})
+        elif asked:
+            raise SourceError(
+                f"the model runs with {symbol} = {size}, and with no other size that was tried",
+                f"write the number {size} instead of {symbol!r} in --input, or fix the model",
+            )
+        else:
+            specs = tuple(_fixed(spec, symbol, size) for spec in specs)
+            notes.append(f"the model runs with a batch of {size} only, so the dimension is fixed")
+    found = tuple(
+        TensorSpec(name=name, dtype=dtype_name(value), shape=tuple(dims[name])) for name, value in outputs.items()
+    )
+    return Signature(inputs=specs, outputs=found), notes
+
+
+def _mark(
+    dims: list[int | str],
+    name: str,
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    follows: Mapping[tuple[int, int], str],
+) -> None:
+    for axis, change in enumerate(zip(before, after, strict=True)):
+        if change[0] != change[1]:
+            dims[axis] = follows.get(change, f"{name}_dim_{axis}")
+
+
+def _changed(
+    module: Forward, specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor], symbol: str, size: int
+) -> tuple[int, Shapes | None]:
+    """Another size that the model runs with, and the shapes it gives; None where there is none."""
+    for other in (size + 1, max(1, size // 2), size * 2) if size < _LONG else (size // 2, size + 1, size * 2):
+        feeds = {spec.name: _resized(example[spec.name], spec, symbol, other) for spec in specs}
+        if other != size and (shapes := _shapes(module, feeds)) is not None:
+            return other, shapes
+    return size, None
+
+
+def _resized(value: Tensor, spec: TensorSpec, symbol: str, size: int) -> Tensor:
+    for axis, dim in enumerate(spec.shape):
+        if dim == symbol:
+            value = value.index_select(axis, torch.arange(size) % value.shape[axis])
+    return value
+
+
+def _shapes(module: Forward, feeds: Mapping[str, Tensor]) -> Shapes | None:
+    try:
+        with torch.inference_mode():
+            return [tuple(value.shape) for value in module(*feeds.values())]
+    except (RuntimeError, ValueError, IndexError, AssertionError, TypeError):
+        return None
+
+
+def _fixed(spec: TensorSpec, symbol: str, size: int) -> TensorSpec:
+    return spec.model_copy(update={"shape": tuple(size if dim == symbol else dim for dim in spec.shape)})
+
+
+_UNNAMED = re.compile(r"input_\d+")
+"""Names of inputs that have none: the module takes ``*args``."""
+
+
+class LoadOptions(BaseModel):
+    """How a source is loaded: input specifications where the user gave some, the seed for random weights."""
+
+    model_config = ConfigDict(frozen=True)
+
+    inputs: tuple[TensorSpec, ...] = ()
+    seed: int = 0
+    allow_pickle: bool = False
+
+
+class NamedForward(nn.Module):
+    """The user's module as a function of tensors in order: names in, a flat tuple out."""
+
+    def __init__(self, model: nn.Module, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model = model
+        self.training = False
+        self.outputs = outputs
+        self._keywords = inputs if _takes_keywords(model, inputs) else None
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Tensors in the order of the signature's inputs → tensors in the order of its outputs."""
+        flat = flatten(self.call(*tensors))[0]
+        return tuple(flat[name] for name in self.outputs) if self.outputs else tuple(flat.values())
+
+    def call(self, *tensors: Tensor) -> Any:
+        """What the user's module returns, as it returns it."""
+        if self._keywords is None:
+            return self.model(*tensors)
+        return self.model(**dict(zip(self._keywords, tensors, strict=True)))
+
+
+@dataclass
+class LoadedModel:
+    """A module ready to run: ``module(*tensors)`` takes and returns tensors in the order of the signature."""
+
+    module: NamedForward
+    signature: Signature
+    example: dict[str, Tensor]
+    notes: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
+    """What was read of the user's while it was built: code and weights."""
+    packages: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Installed packages that it is built with."""
+    answers: tuple[Tensor, ...] = ()
+    """What it answers to the example, where it was just loaded."""
+
+    @property
+    def dynamic_sizes(self) -> dict[str, int]:
+        """The size that the example has along each dynamic dimension."""
+        return sizes_of(self.signature.inputs, self.example)
+
+
+def load(source: Source, options: LoadOptions) -> LoadedModel:
+    """Build a source's module and find out its signature by running it.
+
+    Raises:
+        SourceError: the model cannot be built or run, or returns what is no tensor.
+        SignatureError: the given inputs do not fit it.
+    """
+    torch.manual_seed(options.seed)
+    with track_files(options.allow_pickle) as tracker:
+        if source.form == "pt2":
+            tracker.add(source.target)  # torch opens it below Python, where no audit event tells
+        built = factories.build(source)
+        loaded = _understood(source, options, built)
+    return dataclasses.replace(loaded, files=tuple(sorted(tracker.files)), packages=tracker.packages())
+
+
+def _understood(source: Source, options: LoadOptions, built: factories.Built) -> LoadedModel:
+    example = _example(built, options)
+    specs = options.inputs or built.inputs or default_specs(example)
+    _check_example(specs, example, "--input" if options.inputs else "the source")
+    module = NamedForward(built.module, tuple(example), ())
+    with factories.user_errors("running the model on its example inputs", None), torch.inference_mode():
+        flat, left_out = flatten(module.call(*example.values()))
+        again = flatten(module.call(*example.values()))[0]
+    if not flat:
+        raise SourceError(f"{source.text} returns no tensor", "its forward has to return tensors")
+    if not same_answers(tuple(flat.values()), tuple(again.values())):
+        raise SourceError(
+            f"{source.text} answers differently each time it is run on the same input",
+            "take out what is random (dropout, sampling) and what the module remembers from call to call",
+        )
+    module.outputs = tuple(flat)
+    names = built.outputs if len(built.outputs) == len(flat) else module.outputs
+    asked = bool(options.inputs or built.inputs)
+    signature, notes = infer_dims(module, specs, example, dict(zip(names, flat.values(), strict=True)), asked)
+    if left_out:
+        notes.append(f"outputs that are no tensors were left out: {', '.join(left_out)}")
+    return LoadedModel(module, signature, example, tuple(notes), answers=tuple(flat.values()))
+
+
+def same_answers(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> bool:
+    """Equal, but for the last bits that threads may add up in another order."""
+    pairs = zip(before, after, strict=True)
+    return all(
+        one.shape == other.shape
+        and (torch.equal(one, other) or torch.allclose(one, other, rtol=1e-4, atol=_noise(one), equal_nan=True))
+        for one, other in pairs
+    )
+
+
+def _noise(value: Tensor) -> float:
+    finite = value[value.isfinite()] if value.is_floating_point() else value[:0]
+    return 1e-5 * float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def flatten(value: Any, prefix: str = "") -> tuple[dict[str, Tensor], list[str]]:
+    """Tensors of a nested output by name, and descriptions of what was no tensor.
+
+    A lone tensor is ``output``; tuples give ``output_0``, ``output_1``; mappings and dataclasses their own names.
+    """
+    if isinstance(value, Tensor):
+        return {prefix or "output": value}, []
+    if value is None:
+        return {}, []
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        items = [(f"{prefix}_{key}" if prefix else str(key), item) for key, item in value.items()]
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = [(f"{prefix}_{key}" if prefix else key, item) for key, item in zip(value._fields, value, strict=True)]
+    elif isinstance(value, (tuple, list)):
+        items = [(f"{prefix or 'output'}_{index}", item) for index, item in enumerate(value)]
+    else:
+        return {}, [f"{prefix or 'output'} ({type(value).__name__})"]
+    tensors: dict[str, Tensor] = {}
+    others: list[str] = []
+    for name, item in items:
+        below, left_out = flatten(item, name)
+        if twice := tensors.keys() & below.keys():
+            raise SourceError(f"two outputs are both called {twice.pop()!r}", "give the outputs distinct names")
+        tensors |= below
+        others += left_out
+    return tensors, others
+
+
+def _example(built: factories.Built, options: LoadOptions) -> dict[str, Tensor]:
+    names = tuple(spec.name for spec in options.inputs or built.inputs)
+    if built.example is None:
+        if not names:
+            raise SourceError(
+                "the factory gives no example inputs",
+                "return (module, example_inputs) from it, or add --input name:dtype:batch,3,224,224",
+            )
+        return {spec.name: _made_up(spec) for spec in options.inputs or built.inputs}
+    example = {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        for name, value in _named(built, names).items()
+    }
+    if names and set(names) != set(example):
+        raise SignatureError(
+            f"--input names {', '.join(names)}, and the factory's example inputs are {', '.join(example)}",
+            "use the same names",
+        )
+    _check_tensors(example)
+    return {name: example[name] for name in names or example}
+
+
+def _check_tensors(example: Mapping[str, Any]) -> None:
+    for name, value in example.items():
+        if not isinstance(value, Tensor):
+            raise SourceError(
+                f"the example input {name!r} is a {type(value).__name__}, not a tensor",
+                "wrap the model so that its inputs are tensors, and fix the rest inside the wrapper",
+            )
+
+
+def _check_example(specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor], who: str) -> None:
+    try:
+        check_feeds(specs, {name: (dtype_name(value), tuple(value.shape)) for name, value in example.items()})
+    except SignatureError as error:
+        raise SignatureError(
+            f"the example input does not fit what {who} says: {error.message}", "make the two agree"
+        ) from error
+
+
+def _named(built: factories.Built, names: tuple[str, ...]) -> dict[str, Any]:
+    """The example by input name, whatever form the factory gave it in."""
+    value = built.example
+    if isinstance(value, Mapping):
+        return dict(value)
+    values = list(value) if isinstance(value, (tuple, list)) else [value]
+    if len(values) == len(names):
+        return dict(zip(names, values, strict=True))
+    parameters = _parameters(built.module)
+    if len(values) > len(parameters):
+        parameters = [f"input_{index}" for index in range(len(values))]  # as _UNNAMED says
+    return dict(zip(parameters, values, strict=False))
+
+
+def _parameters(module: nn.Module) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, value in inspect.signature(module.forward).parameters.items() if value.kind in kinds]
+
+
+def _takes_keywords(module: nn.Module, names: tuple[str, ...]) -> bool:
+    parameters = inspect.signature(module.forward).parameters
+    allowed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    open_ended = any(value.kind is inspect.Parameter.VAR_KEYWORD for value in parameters.values())
+    return all(
+        parameters[name].kind in allowed if name in parameters else open_ended and not _UNNAMED.fullmatch(name)
+        for name in names
+    )
+
+
+def _made_up(spec: TensorSpec) -> Tensor:
+    """A feed for an input that only a specification is known of: two rows, eight along other dynamic dimensions."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {dim: 2 if dim == "batch" or position == 0 else 8 for position, dim in enumerate(spec.shape)}
+    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
+    dtype = getattr(torch, spec.dtype)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)

@@ -1,0 +1,1 @@
+"""Time sessions: interleaved rounds, batch sweeps, concurrent clients."""

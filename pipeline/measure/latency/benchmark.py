@@ -1,0 +1,338 @@
+"""Measure candidates in interleaved rounds: each in its own process, all open at once, one active at a time.
+
+A machine's speed drifts; candidates measured one after another are compared with the drift included. Here every round
+gives each of them a short block in shuffled order, so that the ratio of two blocks of one round is a fair one. The
+processes are started anew several times: how fast one is depends on where its memory happens to lie.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from enginesmith.pipeline.errors import EnginesmithError, StepCrashed, StepOutOfMemory, StepTimeout
+from enginesmith.pipeline.measure.latency.candidate import Candidate
+from enginesmith.pipeline.measure.latency.throughput import ConcurrentCalls
+from enginesmith.pipeline.measure.latency.timer import Block, Ready, serve_session
+from enginesmith.pipeline.measure.memory import out_of_memory
+from enginesmith.pipeline.measure.rows import OutOfMemory
+from enginesmith.pipeline.measure.statistics import (
+    LEAST_LAUNCHES,
+    LEAST_ROUNDS,
+    MOST_LAUNCHES,
+    TOO_NOISY,
+    Interval,
+    Timed,
+    median_interval,
+    rate_interval,
+)
+from enginesmith.pipeline.system.worker import Worker
+from enginesmith.pipeline.tensors import Feeds
+
+Progress = Callable[[str], None]
+
+_SLOW_BLOCK = 50
+"""A session hangs if a block takes this many times its budget, and at least the least limit."""
+_LEAST_LIMIT_SECONDS = 60.0
+_OVERRUN = 4
+"""The time limit is exceeded by up to so many times itself where fewer rounds were done than an interval takes."""
+_CALLS_EACH = 3
+"""Calls that each of several callers makes at least in a round, about."""
+_LAUNCHES = 5
+"""Launches behind an interval, where there is time."""
+_DEAREST_START = 0.5
+"""Share of the time limit that starting all sessions may take, for it to be done more than once."""
+_LEAST_ROUNDS_EACH = 3
+"""Rounds of each of several launches, at least."""
+_CHECK_GROWTH = 1.15
+"""Rounds between two checks of the stopping rule grow by this factor, as the interval shrinks ever more slowly."""
+
+
+class LatencySettings(BaseModel):
+    """Set how long and how exactly to measure each batch size."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    precision: float = Field(0.02, gt=0)
+    """Stop when the 95 % interval of every median is within this share of it."""
+    time_limit_seconds: float = Field(30.0, gt=0)
+    block_ms: float = Field(80.0, gt=0)
+    min_rounds: int = Field(10, ge=2)
+    launches: int = Field(MOST_LAUNCHES, ge=1, le=MOST_LAUNCHES)
+    """How often the processes are started, at most."""
+    noisy_extension: float = Field(3.0, ge=1)
+    """Up to so many times the time limit is measured while launches disagree so much that medians say nothing."""
+    warmup_limit_seconds: float = 3.0
+    start_limit_seconds: float = Field(900.0, exclude=True)
+    """For loading, and for the first call and warm-up; past it a session counts as hanging."""
+    concurrency: tuple[int, ...] = ()
+    """Numbers of callers that throughput is measured with, after latency."""
+    memory_limit_bytes: int | None = None
+    """What a session may take besides libraries: address space on the CPU, device memory on CUDA."""
+    seed: int = 0
+
+
+@dataclass
+class Launch:
+    """Hold the measurements of one process."""
+
+    blocks: list[Block] = field(default_factory=list)
+    """One for each round."""
+    concurrent_calls: dict[int, list[ConcurrentCalls]] = field(default_factory=dict)
+    """By the number of callers, one for each round."""
+
+
+@dataclass(eq=False)
+class MeasuredSession:
+    """Run a candidate in its own process and keep its measurements at the current batch size."""
+
+    candidate: Candidate
+    log: Path
+    worker: Worker | None = None
+    load_seconds: float | None = None
+    ready: Ready | None = None
+    """Of the first launch."""
+    launches: list[Launch] = field(default_factory=list)
+    failure: str = ""
+    oom: OutOfMemory | None = None
+    hangs: str = ""
+    """How it ran past a time limit: it is not started again then."""
+    starting_seconds: float = 0.0
+    """For opening its session and making it ready."""
+    _opening_seconds: float = 0.0
+    _feeds: Feeds = field(default_factory=dict)
+    _limit_bytes: int | None = None
+    _hang_limit_seconds: float = _LEAST_LIMIT_SECONDS
+
+    def start(self, feeds: Feeds, settings: LatencySettings) -> None:
+        """Open the session unless it is open, and make it ready for new feeds."""
+        self.launches, self.ready, self.failure, self.oom = [], None, "", None
+        self._feeds, self._hang_limit_seconds = feeds, min(_LEAST_LIMIT_SECONDS, settings.start_limit_seconds)
+        if self.hangs:
+            self.failure = self.hangs
+            return
+        with self._failing_alone():
+            if self.worker is None:
+                before = time.monotonic()
+                self.load_seconds = self._open(settings)
+                self._opening_seconds = time.monotonic() - before
+            before = time.monotonic()
+            self.ready = self._make_ready(settings)
+            self.starting_seconds = self._opening_seconds + time.monotonic() - before
+
+    def start_anew(self, settings: LatencySettings) -> None:
+        """Restart the session in a new process with the same feeds, unless it has failed."""
+        if self.failure:
+            return
+        self.close()
+        with self._failing_alone():
+            self._open(settings)
+            self._make_ready(settings)
+
+    def _open(self, settings: LatencySettings) -> float:
+        what = (self.candidate.engine, self.candidate.artifact, self.candidate.device)
+        self._limit_bytes = settings.memory_limit_bytes
+        self.worker = Worker(serve_session, *what, log=self.log)
+        seconds: float = self.worker.request("load", self._limit_bytes, timeout_seconds=settings.start_limit_seconds)
+        return seconds
+
+    def _make_ready(self, settings: LatencySettings) -> Ready:
+        assert self.worker is not None
+        request = ("make_ready", self._feeds, settings.warmup_limit_seconds)
+        ready: Ready = self.worker.request(*request, timeout_seconds=settings.start_limit_seconds)
+        self.launches.append(Launch())
+        return ready
+
+    def run_block(self, budget_seconds: float) -> None:
+        """Time one block of calls."""
+        if self.worker is None:
+            return
+        slowest = max((float(block.host_seconds.max()) for block in self.blocks), default=0.0)
+        limit = max(self._hang_limit_seconds, _SLOW_BLOCK * max(budget_seconds, slowest))
+        with self._failing_alone():
+            self.launches[-1].blocks.append(self.worker.request("block", budget_seconds, timeout_seconds=limit))
+
+    def run_callers(self, callers: int, seconds: float) -> None:
+        """Time calls of several callers at the same time."""
+        if self.worker is None:
+            return
+        limit = max(self._hang_limit_seconds, _SLOW_BLOCK * seconds)
+        with self._failing_alone():
+            found = self.worker.request("call_concurrently", callers, seconds, timeout_seconds=limit)
+            self.launches[-1].concurrent_calls.setdefault(callers, []).append(found)
+
+    def close_clients(self) -> None:
+        """Close the callers' sessions, which would be idle from here on."""
+        if self.worker is not None:
+            with self._failing_alone():
+                self.worker.request("close_clients", timeout_seconds=self._hang_limit_seconds)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Return the blocks of all launches, one for each round."""
+        return [block for launch in self.launches for block in launch.blocks]
+
+    @property
+    def timed(self) -> list[list[Timed]]:
+        """Return the calls by the host's clock, by launch and round."""
+        return [[block.timed for block in launch.blocks] for launch in self.launches]
+
+    def concurrent_calls(self, callers: int) -> list[list[ConcurrentCalls]]:
+        """Return the calls of so many callers, by launch and round."""
+        return [launch.concurrent_calls.get(callers, []) for launch in self.launches]
+
+    def rate(self, callers: int, seed: int) -> Interval:
+        """Compute calls a second with so many callers."""
+        rates = [
+            [calls.calls_per_second for calls in concurrent_calls]
+            for concurrent_calls in self.concurrent_calls(callers)
+        ]
+        return rate_interval(rates, seed)
+
+    def close(self) -> None:
+        """End the session's process."""
+        if self.worker:
+            self.worker.kill()
+        self.worker = None
+
+    @contextlib.contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """Record an error as this candidate's failure at this batch size; the next batch size starts it anew."""
+        try:
+            yield
+        except EnginesmithError as error:
+            self.failure, device = str(error), self.candidate.device
+            before = None
+            if isinstance(error, StepOutOfMemory) and self.worker:
+                before = out_of_memory.used_besides(device, self.worker.pid)[0]
+            self.close()
+            if isinstance(error, StepTimeout):
+                self.hangs = self.failure
+            elif isinstance(error, StepOutOfMemory):
+                self.oom = out_of_memory.outcome(error, before, device, self._limit_bytes)
+            elif isinstance(error, StepCrashed) and self._limit_bytes is not None:
+                self.oom = self._crashed_for_memory()
+
+    def _crashed_for_memory(self) -> OutOfMemory | None:
+        """Find out whether the process ended because an allocation failed, as it does in some libraries."""
+        with contextlib.suppress(EnginesmithError):
+            return out_of_memory.try_batch(self.candidate, self._feeds, self.log.parent, self._limit_bytes)
+        return None
+
+
+def run_interleaved(sessions: Sequence[MeasuredSession], settings: LatencySettings, progress: Progress) -> str:
+    """Measure launches of rounds of blocks until every median is known well enough or time is over; return which.
+
+    The sessions have been started.
+    """
+    begun, launch = time.monotonic(), 0
+    starting = sum(session.starting_seconds for session in sessions if not session.failure)
+    several = settings.launches >= LEAST_LAUNCHES and starting <= _DEAREST_START * settings.time_limit_seconds
+    while True:
+        launch += 1
+        part = _launch_settings(settings, starting, launch) if several else settings
+        _time_blocks(sessions, part, progress)
+        if settings.concurrency:
+            _time_concurrent_calls(sessions, part, progress)
+        alive = [session for session in sessions if not session.failure]
+        if not alive:
+            return "every candidate failed"
+        width = max(median_interval(one.timed, settings.seed).relative_half_width for one in alive)
+        if width <= settings.precision and (launch >= _LAUNCHES or not several):
+            return f"every median's 95 % interval is within ±{settings.precision:.0%}"
+        noisy = any(median_interval(one.timed, settings.seed).too_noisy for one in alive)
+        limit = settings.time_limit_seconds * (settings.noisy_extension if noisy else 1)
+        over = time.monotonic() - begun + starting / 2 > limit
+        if not several or (over and launch >= LEAST_LAUNCHES):
+            more = f", {settings.noisy_extension:g} times what was asked for" if noisy and several else ""
+            return f"the time limit of {limit if several else settings.time_limit_seconds:g} s{more}"
+        if launch == settings.launches:
+            return f"{launch} launches, the most that there are"
+        progress(f"launch {launch + 1}; so far {_describe_width('median', width)}")
+        for session in sessions:
+            session.start_anew(settings)
+
+
+def _describe_width(what: str, width: float) -> str:
+    return f"every {what} within ±{width:.1%}" if width < 1 else f"one {what} or more is {TOO_NOISY}"
+
+
+def _launch_settings(settings: LatencySettings, starting_seconds: float, launch: int) -> LatencySettings:
+    """Derive the settings of one launch of several. Its own interval may be wider than that of all."""
+    limit = settings.time_limit_seconds
+    parts = {
+        "time_limit_seconds": max(limit / _LAUNCHES - starting_seconds, limit / (2 * _LAUNCHES)),
+        "min_rounds": max(_LEAST_ROUNDS_EACH, -(-settings.min_rounds // _LAUNCHES)),
+        "precision": settings.precision * _LAUNCHES**0.5,
+        "seed": settings.seed + launch,
+    }
+    return settings.model_copy(update=parts)
+
+
+def _time_blocks(sessions: Sequence[MeasuredSession], settings: LatencySettings, progress: Progress) -> None:
+    """Time rounds of blocks in the current launch."""
+
+    def turn(session: MeasuredSession) -> None:
+        session.run_block(settings.block_ms / 1e3)
+
+    def widest(alive: Sequence[MeasuredSession]) -> float:
+        widths = (median_interval(one.timed[-1:], settings.seed).relative_half_width for one in alive)
+        return max(widths, default=0.0)
+
+    _run_rounds({session: [turn] for session in sessions}, widest, settings, "median", progress)
+
+
+def _time_concurrent_calls(sessions: Sequence[MeasuredSession], settings: LatencySettings, progress: Progress) -> None:
+    """Time rounds of concurrent calls: in each round every session is called by each number of callers."""
+
+    def turn(callers: int) -> Turn:
+        def run(session: MeasuredSession) -> None:
+            slowest = max(float(block.host_seconds.max()) for block in session.blocks)
+            session.run_callers(callers, max(settings.block_ms / 1e3, _CALLS_EACH * slowest))
+
+        return run
+
+    def widest(alive: Sequence[MeasuredSession]) -> float:
+        last = [concurrent_calls for one in alive for concurrent_calls in one.launches[-1].concurrent_calls.values()]
+        rates = [[calls.calls_per_second for calls in concurrent_calls] for concurrent_calls in last]
+        return max((rate_interval([one], settings.seed).relative_half_width for one in rates), default=0.0)
+
+    turns = [turn(callers) for callers in settings.concurrency]
+    _run_rounds(dict.fromkeys(sessions, turns), widest, settings, "throughput", progress)
+    for session in sessions:
+        session.close_clients()
+
+
+Turn = Callable[[MeasuredSession], None]
+
+
+def _run_rounds(
+    turns: Mapping[MeasuredSession, Sequence[Turn]],
+    widest: Callable[[Sequence[MeasuredSession]], float],
+    settings: LatencySettings,
+    what: str,
+    progress: Progress,
+) -> None:
+    """Take each session's turns in rounds, shuffled together, until ``widest`` is narrow or time is over."""
+    rng = np.random.default_rng(settings.seed)
+    deadline = time.monotonic() + settings.time_limit_seconds
+    rounds, next_check, least = 0, settings.min_rounds, min(LEAST_ROUNDS, settings.min_rounds)
+    while running := [session for session in turns if not session.failure]:
+        order = [(session, turn) for session in running for turn in turns[session]]
+        for position in rng.permutation(len(order)):
+            session, turn = order[position]
+            turn(session)
+        rounds += 1
+        if rounds >= next_check:
+            width = widest([session for session in running if not session.failure])
+            progress(f"round {rounds}: {_describe_width(what, width)}")
+            if width <= settings.precision:
+                return
+            next_check = int(np.ceil(rounds * _CHECK_GROWTH))
+        over = time.monotonic() - deadline
+        if (over > 0 and rounds >= least) or over > _OVERRUN * settings.time_limit_seconds:
+            return

@@ -1,0 +1,344 @@
+"""Derive rows of latency from side-by-side measurements, with a reason for each number that is missing.
+
+The clock is in ``clock.py``, the interleaving in ``race.py``, the formulas in ``statistics.py``.
+"""
+
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginesmith.pipeline.errors import EnginesmithError
+from enginesmith.pipeline.measure.latency.benchmark import LatencySettings, MeasuredSession, Progress, run_interleaved
+from enginesmith.pipeline.measure.latency.candidate import Candidate
+from enginesmith.pipeline.measure.memory.out_of_memory import largest_fit, try_batch
+from enginesmith.pipeline.measure.rows import LatencyRow, Throughput
+from enginesmith.pipeline.measure.statistics import (
+    LEAST_LAUNCHES,
+    LEAST_ROUNDS,
+    UNDISTURBED,
+    Interval,
+    Timed,
+    comparable,
+    median_interval,
+    paired_ratio,
+    percentile,
+)
+from enginesmith.pipeline.tensors import Feeds
+
+__all__ = ["Candidate", "LatencyResult", "LatencySettings", "measure_latency"]
+
+_PERCENTILES = {"p50_ms": 50.0, "p90_ms": 90.0, "p95_ms": 95.0, "p99_ms": 99.0, "p99_9_ms": 99.9}
+_ON_CPU = "on the CPU nothing is transferred, and the host's clock is the only one"
+_KNEE = 0.95
+"""Share of the best throughput from which more callers are not worth their latency."""
+
+
+@dataclass(frozen=True)
+class LatencyResult:
+    """Hold rows by candidate, in the order of the batch sizes, and every sample behind them.
+
+    ``samples`` is made for ``numpy.savez_compressed``: ``<id>/<batch>/seconds`` has shape (n,), in order of time;
+    ``<id>/<batch>/waited``, if the kernel tells, too: the waiting around each call as a share of the time; and
+    ``<id>/<batch>/calls`` has shape (rounds,), how many of them belong to each round; ``<id>/<batch>/rounds`` has shape
+    (launches,), how many rounds each launch had.
+    """
+
+    rows: dict[str, tuple[LatencyRow, ...]]
+    samples: dict[str, NDArray[Any]]
+
+
+def measure_latency(
+    candidates: Sequence[Candidate],
+    feeds: Mapping[int, Feeds],
+    settings: LatencySettings,
+    log_folder: Path,
+    progress: Progress,
+) -> LatencyResult:
+    """Measure candidates at each batch size of ``feeds``; the first is the baseline.
+
+    A candidate that fails gets a row that says why, and the others go on.
+    """
+    with LatencyBenchmark(candidates, settings, log_folder, progress) as benchmark:
+        for batch, arrays in sorted(feeds.items()):
+            benchmark.measure(batch, arrays)
+        return benchmark.result()
+
+
+class LatencyBenchmark:
+    """Measure candidates batch by batch, keeping their sessions open between batch sizes."""
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        settings: LatencySettings,
+        log_folder: Path,
+        progress: Progress,
+        dense: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """``dense``: by candidate, the other one that differs from it only in being dense."""
+        self._settings, self._progress, self._dense = settings, progress, dense
+        self._rows: dict[str, dict[int, LatencyRow]] = {candidate.id: {} for candidate in candidates}
+        self._samples: dict[str, NDArray[Any]] = {}
+        self._sessions = [MeasuredSession(one, log_folder / f"latency-{one.id}.log") for one in candidates]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for session in self._sessions:
+            session.close()
+
+    def rows(self, name: str) -> tuple[LatencyRow, ...]:
+        """Return a candidate's rows in the order of the batch sizes."""
+        return tuple(row for _, row in sorted(self._rows[name].items()))
+
+    def measure(self, batch: int, feeds: Feeds, only: Collection[str] = (), *, fresh: bool = False) -> None:
+        """Measure all candidates at a batch size, or ``only`` some, with the baseline where that has memory for it.
+
+        ``fresh`` opens their sessions anew, with nothing left of other batch sizes.
+        """
+        baseline = self._sessions[0]
+        running = [one for one in self._sessions if not only or one.candidate.id in only]
+        known = self.rows(baseline.candidate.id)
+        if baseline not in running and not any(row.oom and row.batch <= batch for row in known):
+            running.insert(0, baseline)
+        for session in running:
+            if fresh:
+                session.close()
+            self._progress(f"batch {batch}: warming up {session.candidate.id}")
+            session.start(feeds, self._settings)
+        stopped = run_interleaved(running, self._settings, self._progress)
+        names = {one.candidate.id: one for one in running}
+        for session in running:
+            against = baseline if baseline in running else None
+            dense = names.get(self._dense.get(session.candidate.id, ""))
+            row = _row(session, against, dense, batch, stopped, self._settings.seed)
+            self._rows[session.candidate.id][batch] = row
+            self._samples |= _samples(session, batch)
+
+    def result(self) -> LatencyResult:
+        """Return all rows and samples."""
+        return LatencyResult({name: self.rows(name) for name in self._rows}, self._samples)
+
+
+def _row(
+    session: MeasuredSession,
+    baseline: MeasuredSession | None,
+    dense: MeasuredSession | None,
+    batch: int,
+    stopped: str,
+    seed: int,
+) -> LatencyRow:
+    if session.failure:
+        loaded = _milliseconds(session.load_seconds)
+        failed = LatencyRow(batch=batch, load_ms=loaded, failure=session.failure, oom=session.oom)
+        return _with_reasons(failed, session.failure, {})
+    seconds = np.concatenate([block.host_seconds for block in session.blocks])
+    found = {name: percentile(seconds, rank) for name, rank in _PERCENTILES.items()}
+    reasons = {name: reason for name, (_, reason) in found.items() if reason}
+    enough = len(session.blocks) >= LEAST_ROUNDS or len(session.launches) >= LEAST_LAUNCHES
+    if not enough:
+        few = f"an interval takes {LEAST_ROUNDS} rounds, and there are {len(session.blocks)}; give it more time"
+        reasons |= dict.fromkeys(("median_ms", "speedup", "speedup_rounds", "speedup_over_dense"), few)
+    row = LatencyRow(
+        batch=batch,
+        n=seconds.size,
+        rounds=len(session.blocks),
+        launches=len(session.launches),
+        mean_ms=float(seconds.mean()) * 1e3,
+        median_ms=median_interval(session.timed, seed).scaled(1e3) if enough else None,
+        stopped_because=stopped,
+        **{name: _milliseconds(value) for name, (value, _) in found.items()},
+        **_startup(session),
+        **_isolation(session),
+        **_throughput(session, batch, seed),
+        **(_speedup(baseline, session, seed) if enough else {}),
+        speedup_over_dense=_ratio(dense, session, seed) if enough else None,
+    )
+    if baseline is None or baseline.failure:
+        why = f"the baseline {baseline.candidate.id} failed" if baseline else "the baseline had no memory for it"
+        reasons |= dict.fromkeys(("speedup", "speedup_rounds"), why)
+    if dense is None or dense.failure:
+        reasons["speedup_over_dense"] = "there is no dense variant that was measured beside it"
+    reasons["knee"] = "not asked for: --concurrency 1,2,4"
+    reasons["disturbed_share"] = "the kernel keeps no account of waiting (/proc/self/schedstat)"
+    return _with_reasons(row, _ON_CPU, reasons)
+
+
+def _throughput(session: MeasuredSession, batch: int, seed: int) -> dict[str, Any]:
+    """Compute answered samples a second by the clock: of each number of callers, and the best."""
+    levels = []
+    for callers in sorted({callers for launch in session.launches for callers in launch.concurrent_calls}):
+        concurrent_calls = [calls for launch in session.concurrent_calls(callers) for calls in launch]
+        seconds = np.concatenate([calls.host_seconds for calls in concurrent_calls])
+        tail = percentile(seconds, 99.0)[0]
+        rate = session.rate(callers, seed).scaled(batch)
+        p50 = float(np.median(seconds)) * 1e3
+        levels.append(
+            Throughput(callers=callers, samples_per_s=rate, p50_ms=p50, p99_ms=_milliseconds(tail), n=seconds.size)
+        )
+    if not levels:
+        calls = sum(block.host_seconds.size for block in session.blocks)
+        return {"throughput_per_s": batch * calls / sum(block.wall_seconds for block in session.blocks)}
+    best = max(level.samples_per_s.median for level in levels)
+    knee = next(level.callers for level in levels if level.samples_per_s.median >= _KNEE * best)
+    return {"throughput_per_s": best, "concurrency": tuple(levels), "knee": knee}
+
+
+def _startup(session: MeasuredSession) -> dict[str, Any]:
+    """Collect load time, first call, warm-up and transfers."""
+    ready = session.ready
+    assert ready is not None
+    return {
+        "load_ms": _milliseconds(session.load_seconds),
+        "first_call_ms": _milliseconds(ready.first_call_seconds),
+        "first_call_note": ready.first_call_note,
+        "sibling_note": ready.sibling_note,
+        "warmup_calls": ready.warmup_calls,
+        "warmup_ended": ready.warmup_ended,
+        "h2d_ms": _milliseconds(ready.h2d_seconds),
+        "d2h_ms": _milliseconds(ready.d2h_seconds),
+    }
+
+
+def _isolation(session: MeasuredSession) -> dict[str, Any]:
+    """Compute how quiet the process was between its blocks, and the device's own time."""
+    blocks = session.blocks
+    idle = sum(block.idle_seconds for block in blocks)
+    timed = sum(float(block.host_seconds.sum()) for block in blocks)
+    events = [block.device_seconds for block in blocks if block.device_seconds is not None]
+    return {
+        "settle_ms": float(np.median([block.settle_seconds for block in blocks])) * 1e3,
+        "idle_cpu_share": sum(block.idle_cpu_seconds for block in blocks) / idle,
+        "preemptions_per_s": sum(block.preemptions for block in blocks) / timed,
+        "disturbed_share": _disturbed_share(session),
+        "device_p50_ms": float(np.median(np.concatenate(events))) * 1e3 if events else None,
+    }
+
+
+def _disturbed_share(session: MeasuredSession) -> float | None:
+    parts = [block.waited for block in session.blocks]
+    known = [part for part in parts if part is not None]
+    return float(np.mean(np.concatenate(known) > UNDISTURBED)) if len(known) == len(parts) else None
+
+
+def _speedup(baseline: MeasuredSession | None, session: MeasuredSession, seed: int) -> dict[str, Any]:
+    speedup = _ratio(baseline, session, seed)
+    if baseline is None or speedup is None:
+        return {}
+    rounds = sum(map(len, comparable(baseline.timed, session.timed)[0]))
+    return {"speedup": speedup, "speedup_rounds": rounds}
+
+
+def _ratio(other: MeasuredSession | None, session: MeasuredSession, seed: int) -> Interval | None:
+    """Compute the speed-up over another session that was measured beside it."""
+    if other is None or other.failure:
+        return None
+    return paired_ratio(other.timed, session.timed, seed)
+
+
+def _with_reasons(row: LatencyRow, otherwise: str, reasons: dict[str, str]) -> LatencyRow:
+    """Add a reason to the row for every field that is None."""
+    empty = [name for name, value in row if value is None and name not in ("failure", "oom")]
+    return row.model_copy(update={"reasons": {name: reasons.get(name, otherwise) for name in empty}})
+
+
+def _samples(session: MeasuredSession, batch: int) -> dict[str, NDArray[Any]]:
+    if not session.blocks:
+        return {}
+    name, blocks = f"{session.candidate.id}/{batch}", session.blocks
+    waited = [block.waited for block in blocks if block.waited is not None]
+    return {
+        f"{name}/seconds": np.concatenate([block.host_seconds for block in blocks]),
+        f"{name}/calls": np.array([block.host_seconds.size for block in blocks]),
+        f"{name}/rounds": np.array([len(launch.blocks) for launch in session.launches]),
+    } | ({f"{name}/waited": np.concatenate(waited)} if len(waited) == len(blocks) else {})
+
+
+def launches_of(samples: Mapping[str, NDArray[Any]], name: str, batch: int) -> list[list[Timed]]:
+    """Rebuild a candidate's blocks by launch and round from the samples of a :class:`LatencyResult`."""
+    key = f"{name}/{batch}"
+    ends = np.cumsum(samples[f"{key}/calls"])[:-1]
+    seconds, waited = (
+        np.split(samples[part], ends) if part in samples else None for part in (f"{key}/seconds", f"{key}/waited")
+    )
+    assert seconds is not None
+    blocks = [Timed(block, waited[index] if waited else None) for index, block in enumerate(seconds)]
+    starts = np.cumsum([0, *samples[f"{key}/rounds"]])
+    return [blocks[start:end] for start, end in itertools.pairwise(starts)]
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+# Measure batch sizes that nobody named: larger ones until memory ends, and the largest that fits.
+#
+# Wherever a batch size does not fit, the next smaller ones are tried: first in fresh processes that only load and call
+# once, to find the largest that fits; that one is then measured like any other.
+
+FeedsAt = Callable[[int], Feeds]
+"""Feeds of any batch size."""
+
+
+class BatchSweep:
+    """Search larger batch sizes once those that were asked for are measured."""
+
+    def __init__(
+        self,
+        benchmark: LatencyBenchmark,
+        candidates: Sequence[Candidate],
+        feeds_at: FeedsAt,
+        settings: LatencySettings,
+        log_folder: Path,
+        progress: Progress,
+    ) -> None:
+        self._benchmark, self._candidates, self._feeds_at = benchmark, candidates, feeds_at
+        self._settings, self._logs, self._progress = settings, log_folder, progress
+
+    def run(self, start: int, most: int | None) -> None:
+        """Double the batch size from ``start`` up to ``most`` (None: not at all), then look for the largest that fit.
+
+        A candidate that failed for another reason than memory is left alone.
+        """
+        batch = start
+        while most is not None and batch < most and (able := self._measured_at(batch)):
+            batch = min(2 * batch, most)
+            self._benchmark.measure(batch, self._feeds_at(batch), able)
+        for candidate in self._candidates:
+            self._find_largest(candidate)
+
+    def _measured_at(self, batch: int) -> list[str]:
+        """List the candidates that were measured at this batch size."""
+        return [one.id for one in self._candidates if batch in self._measured_batches(one.id)]
+
+    def _measured_batches(self, name: str) -> list[int]:
+        return [row.batch for row in self._benchmark.rows(name) if not row.failure]
+
+    def _find_largest(self, candidate: Candidate) -> None:
+        """Search between the largest batch size that was measured and the smallest that ran out of memory.
+
+        One that fits by itself may yet fail while it is measured; the search goes on below it then.
+        """
+        while over := min((row.batch for row in self._benchmark.rows(candidate.id) if row.oom), default=0):
+            measured = max((batch for batch in self._measured_batches(candidate.id) if batch < over), default=0)
+            largest = largest_fit(lambda batch: self._fits(candidate, batch), measured, over)
+            if largest == measured:
+                return
+            self._benchmark.measure(largest, self._feeds_at(largest), [candidate.id], fresh=True)
+            if largest in self._measured_batches(candidate.id):
+                return
+
+    def _fits(self, candidate: Candidate, batch: int) -> bool:
+        self._progress(f"batch {batch}: does it fit {candidate.id}?")
+        try:
+            limit = self._settings.memory_limit_bytes
+            return try_batch(candidate, self._feeds_at(batch), self._logs, limit) is None
+        except EnginesmithError:  # whatever else is wrong at this size, it cannot be used
+            return False

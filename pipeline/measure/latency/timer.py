@@ -1,0 +1,289 @@
+"""Time inferences inside the process that runs the session. No other file reads a clock for that.
+
+A sample is the host's monotonic clock around ``enqueue`` and ``synchronize``; reading it takes about 0.2 µs a call. On
+CUDA the same calls are also timed by events on the session's stream. Every few milliseconds, between two calls, the
+kernel is asked how long the session's threads waited for a core: calls around which they did were disturbed by others.
+"""
+
+import contextlib
+import gc
+import resource
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import Engine, Session
+from enginesmith.pipeline.frameworks.samples import check_feeds
+from enginesmith.pipeline.measure.latency.throughput import ConcurrentCalls, ConcurrentClients
+from enginesmith.pipeline.measure.memory import out_of_memory
+from enginesmith.pipeline.measure.statistics import Samples, Timed
+from enginesmith.pipeline.system.cpu import RunQueue
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.system.worker import serve
+from enginesmith.pipeline.tensors import Feeds
+
+_MOST_CALLS = 10_000
+_WARM_BLOCK_SECONDS = 0.025
+_SLICE_SECONDS = 0.004
+"""Calls between two readings of the run queue take about so long, one at least."""
+_TREND = 0.97
+"""Warm-up goes on while the latest blocks are below this share of the ones before them."""
+_TRANSFERS = 5
+_SETTLE_STEP_SECONDS = 0.001
+_SETTLE_LIMIT_SECONDS = 0.5
+_TASKS = Path("/proc/self/task")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Record the first call, the warm-up and the transfers of a session at one shape."""
+
+    first_call_seconds: float
+    warmup_calls: int
+    warmup_ended: str
+    h2d_seconds: float | None
+    d2h_seconds: float | None
+    first_call_note: str = ""
+    sibling_note: str = ""
+    """What several callers share, where that holds them up."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Hold the seconds of consecutive calls, shape (calls,), and the process's idle time since its last block."""
+
+    host_seconds: Samples
+    waited: Samples | None
+    """Time that its threads waited for a core, as a share of the time of the few calls around; shape (calls,)."""
+    wall_seconds: float
+    """From the start of the first call to the end of the last."""
+    device_seconds: Samples | None
+    settle_seconds: float
+    idle_seconds: float
+    idle_cpu_seconds: float
+    preemptions: int
+    """Times that the kernel took a core from the process during the block: others wanted it."""
+
+    @property
+    def timed(self) -> Timed:
+        """Return the calls in the form that statistics take."""
+        return Timed(self.host_seconds, self.waited)
+
+
+def serve_session(connection: Connection, engine: Engine, artifact: Artifact, device: Device) -> None:
+    """Serve ``(method of SessionTimer, *arguments)`` requests in a worker until the other end hangs up."""
+    timer = SessionTimer(engine, artifact, device)
+    methods: dict[str, Callable[..., Any]] = {
+        "load": timer.load,
+        "make_ready": timer.make_ready,
+        "block": timer.block,
+        "call_concurrently": timer.call_concurrently,
+        "close_clients": timer.close_clients,
+    }
+
+    def answer(name: str, *arguments: Any) -> Any:
+        with out_of_memory.explaining(device):
+            return methods[name](*arguments[:-1])  # without the worker's progress, which nobody looks at
+
+    serve(connection, answer)
+
+
+class SessionTimer:
+    """Time one session; between blocks, wait until its threads are asleep."""
+
+    def __init__(self, engine: Engine, artifact: Artifact, device: Device) -> None:
+        self._engine, self._artifact, self._device = engine, artifact, device
+        self._session: Session
+        self._bound: Any = None
+        self._feeds: Feeds = {}
+        self._callers: ConcurrentClients | None = None
+        self._call_seconds = 0.0
+        self._asleep_since = (0, 0)
+
+    def load(self, memory_limit_bytes: int | None = None) -> float:
+        """Open the session and return the seconds that took. The limit covers memory besides libraries."""
+        if memory_limit_bytes is not None:
+            self._engine.prime(self._artifact, self._device)
+            out_of_memory.set_memory_limit(memory_limit_bytes, self._device)
+        start = time.perf_counter_ns()
+        self._session = self._engine.load(self._artifact, self._device)
+        return _seconds_since(start)
+
+    def make_ready(self, feeds: Feeds, limit_seconds: float) -> Ready:
+        """Bind feeds, make the first call, and warm up until the blocks' medians stop falling.
+
+        Raises:
+            SignatureError: the feeds do not fit the session.
+        """
+        check_feeds(self._session.signature, feeds)
+        self.close_clients()
+        self._feeds, self._bound = feeds, self._session.bind(feeds)
+        first = self._timed(1)[0]
+        self._call_seconds = float(self._timed(1)[0])
+        calls, ended = self._warm_up(limit_seconds)
+        h2d, d2h = self._transfers(feeds) if self._session.cuda_stream else (None, None)
+        self._settle()
+        notes = self._session.first_call_note, self._session.sibling_note
+        return Ready(float(first), calls + 2, ended, h2d, d2h, *notes)
+
+    def block(self, budget_seconds: float) -> Block:
+        """Time as many calls as fit the budget, one at least, then wait for the session's threads to sleep.
+
+        Where calls are short, one before the first takes the cost of having been asleep; it is not a sample.
+        """
+        cpu, wall = self._asleep_since
+        idle_cpu, idle = time.process_time_ns() - cpu, time.perf_counter_ns() - wall
+        calls = self._calls(budget_seconds)
+        if calls > 3:
+            self._timed(1)
+        device = self._events(calls)
+        before = _preemptions()
+        start = _now()
+        host, waited = self._sliced(calls, device)
+        whole = _seconds_since(start)
+        preemptions = _preemptions() - before
+        self._call_seconds = float(np.median(host))
+        settle = self._settle()
+        on_device = device.seconds() if device else None
+        return Block(host, waited, whole, on_device, settle, idle / 1e9, idle_cpu / 1e9, preemptions)
+
+    def call_concurrently(self, callers: int, seconds: float) -> ConcurrentCalls:
+        """Time several callers at the same time, each with a session on the same weights and the feeds made ready."""
+        if self._callers is None:
+            self._callers = ConcurrentClients(self._session, self._feeds)
+        found = self._callers.run(callers, seconds)
+        self._settle()
+        return found
+
+    def close_clients(self) -> None:
+        """Close the callers' sessions, where there are any."""
+        if self._callers is not None:
+            self._callers.close()
+            self._callers = None
+
+    def _sliced(self, calls: int, events: "_Events | None") -> tuple[Samples, Samples | None]:
+        """Time calls in slices; return their seconds and the share of waiting around each, shapes (calls,)."""
+        at_once = self._calls(_SLICE_SECONDS)
+        parts, shares = [], []
+        with RunQueue() as queue:
+            for start in range(0, calls, at_once):
+                before, since = queue.waited_ns(), _now()
+                parts.append(self._timed(min(at_once, calls - start), events))
+                shares.append((queue.waited_ns() - before) / (_now() - since))
+        waited = np.repeat(shares, [part.size for part in parts]) if queue.known else None
+        return np.concatenate(parts), waited
+
+    def _calls(self, budget_seconds: float) -> int:
+        return max(1, min(_MOST_CALLS, round(budget_seconds / max(self._call_seconds, 1e-9))))
+
+    def _timed(self, calls: int, events: "_Events | None" = None) -> Samples:
+        """Time calls; return the seconds of each, shape (calls,)."""
+        enqueue: Callable[[Any], None] = self._session.enqueue
+        if events:
+            enqueue = events.around(enqueue)
+        synchronize, bound, clock = self._session.synchronize, self._bound, _now
+        taken = [0] * calls
+        collected = gc.isenabled()
+        gc.disable()
+        try:
+            for call in range(calls):
+                start = clock()
+                enqueue(bound)
+                synchronize()
+                taken[call] = clock() - start
+        finally:
+            if collected:
+                gc.enable()
+        return np.array(taken, np.float64) / 1e9
+
+    def _events(self, calls: int) -> "_Events | None":
+        stream = self._session.cuda_stream
+        return None if stream is None else _Events(stream, calls)
+
+    def _warm_up(self, limit_seconds: float) -> tuple[int, str]:
+        medians: list[float] = []
+        calls, start = 0, time.perf_counter_ns()
+        while _seconds_since(start) < limit_seconds:
+            taken = self._timed(self._calls(_WARM_BLOCK_SECONDS))
+            calls += taken.size
+            self._call_seconds = float(np.median(taken))
+            medians.append(self._call_seconds)
+            if len(medians) >= 4 and min(medians[-2:]) >= _TREND * min(medians[:-2]):
+                return calls, "the block medians stopped falling"
+        return calls, f"the limit of {limit_seconds:g} s"
+
+    def _transfers(self, feeds: Feeds) -> tuple[float, float]:
+        """Time transfers; return the median seconds of feeds to the device and of outputs back."""
+        taken = np.empty((2, _TRANSFERS))
+        for turn in range(_TRANSFERS):
+            start = _now()
+            self._session.bind(feeds)
+            self._session.synchronize()
+            taken[0, turn] = _seconds_since(start)
+            start = _now()
+            self._session.fetch()
+            taken[1, turn] = _seconds_since(start)
+        h2d, d2h = np.median(taken, axis=1)
+        return float(h2d), float(d2h)
+
+    def _settle(self) -> float:
+        """Sleep until the process's threads do too: pools spin on for a while after their last work."""
+        start = _now()
+        while _others_awake() and _seconds_since(start) < _SETTLE_LIMIT_SECONDS:
+            time.sleep(_SETTLE_STEP_SECONDS)
+        self._asleep_since = (time.process_time_ns(), _now())
+        return _seconds_since(start)
+
+
+class _Events:
+    """Record a pair of CUDA events for each call on the session's own stream."""
+
+    def __init__(self, stream: int, calls: int) -> None:
+        from torch import cuda
+
+        self._stream = cuda.ExternalStream(stream)  # type: ignore[no-untyped-call]
+        pairs = range(calls)
+        self._before = [cuda.Event(enable_timing=True) for _ in pairs]  # type: ignore[no-untyped-call]
+        self._after = [cuda.Event(enable_timing=True) for _ in pairs]  # type: ignore[no-untyped-call]
+        self._call = 0
+
+    def around(self, enqueue: Callable[[Any], None]) -> Callable[[Any], None]:
+        def recorded(bound: Any) -> None:
+            self._before[self._call].record(self._stream)
+            enqueue(bound)
+            self._after[self._call].record(self._stream)
+            self._call += 1
+
+        return recorded
+
+    def seconds(self) -> Samples:
+        pairs = zip(self._before, self._after, strict=True)
+        return np.array([before.elapsed_time(after) for before, after in pairs], np.float64) / 1e3
+
+
+def _others_awake() -> bool:
+    """Tell whether a thread besides the caller runs or wants to: a spinning one does, even while preempted."""
+    own = str(threading.get_native_id())
+    for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if task.name != own and (task / "stat").read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
+
+
+def _preemptions() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+_now = time.perf_counter_ns
+
+
+def _seconds_since(start: int) -> float:
+    return (_now() - start) / 1e9

@@ -1,0 +1,1 @@
+"""Measure and limit host and device memory."""

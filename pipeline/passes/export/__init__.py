@@ -1,0 +1,1 @@
+"""Export torch modules to ONNX."""

@@ -1,0 +1,411 @@
+"""One ``Attention`` node as matrix products and a softmax: softmax(Q·Kᵀ·scale + mask)·V.
+
+Shapes are those of the operator: B batch, H heads, L queries, S keys, E head size.
+"""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import numpy as np
+
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.passes.base import Pass, Progress, Records
+from enginesmith.pipeline.tensors import Array
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    from onnx_ir.tape import Tape
+
+
+_SWAP_HEADS = [0, 2, 1, 3]  # B,L,H,E and B,H,L,E, either way
+_EXTRAS = ("softcap", "softmax_precision", "qk_matmul_output_mode")
+
+
+class _Sizes(NamedTuple):
+    """The static sizes of one node."""
+
+    query_heads: int
+    key_heads: int
+    head: int
+    value_head: int
+    rank: int
+
+
+class AttentionWriter:
+    """Writes nodes out one after another; constants and masks are shared between those of one graph."""
+
+    def __init__(self) -> None:
+        self._shared: dict[tuple[object, ...], ir.Value] = {}
+
+    def write_out(self, node: "ir.Node") -> bool:
+        """Put the textbook form in a node's place; false, and nothing done, if the node asks for more than that."""
+        import onnx_ir as ir
+        from onnx_ir.tape import Tape
+
+        sizes = _sizes(node)
+        if sizes is None or not _is_plain(node) or not isinstance(node.graph, ir.Graph):
+            return False
+        tape = Tape()
+        result = self._result(tape, node, sizes)
+        for new in tape.nodes:
+            new.metadata_props.update(node.metadata_props)
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], tape.nodes, [node.outputs[0]], [result])
+        return True
+
+    def _result(self, tape: "Tape", node: "ir.Node", sizes: _Sizes) -> "ir.Value":
+        query, key, value = (_present(tensor) for tensor in node.inputs[:3])
+        if sizes.rank == 3:
+            query = self._split_heads(tape, node, query, sizes.query_heads)
+            key, value = (self._split_heads(tape, node, tensor, sizes.key_heads) for tensor in (key, value))
+        if sizes.key_heads != sizes.query_heads:
+            key = self._repeat_heads(tape, node, key, sizes, sizes.head)
+            value = self._repeat_heads(tape, node, value, sizes, sizes.value_head)
+        scale = node.attributes.get_float("scale", 0.0) or 1.0 / math.sqrt(sizes.head)
+        scaled = tape.op("Mul", [query, self._constant(node, "scale", np.array(scale, _numpy_dtype(query, node)))])
+        scores = tape.op("MatMul", [scaled, tape.op("Transpose", [key], {"perm": [0, 1, 3, 2]})])
+        mask = self._mask(tape, node, query, key)
+        weights = tape.op("Softmax", [scores if mask is None else tape.op("Add", [scores, mask])], {"axis": -1})
+        result = tape.op("MatMul", [weights, value])
+        if sizes.rank == 4:
+            return result
+        merged = self._constant(node, "merged", np.array([0, 0, -1]))
+        return tape.op("Reshape", [tape.op("Transpose", [result], {"perm": _SWAP_HEADS}), merged])
+
+    def _split_heads(self, tape: "Tape", node: "ir.Node", tensor: "ir.Value", heads: int) -> "ir.Value":
+        shape = self._constant(node, "split", np.array([0, 0, heads, -1]))
+        return tape.op("Transpose", [tape.op("Reshape", [tensor, shape])], {"perm": _SWAP_HEADS})
+
+    def _repeat_heads(self, tape: "Tape", node: "ir.Node", tensor: "ir.Value", sizes: _Sizes, width: int) -> "ir.Value":
+        """Grouped-query attention: each key head serves several query heads."""
+        repeats = sizes.query_heads // sizes.key_heads
+        axis = self._constant(node, "axis", np.array([2]))
+        wide = self._constant(node, "repeats", np.array([1, 1, repeats, 1, 1]))
+        flat = self._constant(node, "flat", np.array([0, sizes.query_heads, -1, width]))
+        return tape.op("Reshape", [tape.op("Expand", [tape.op("Unsqueeze", [tensor, axis]), wide]), flat])
+
+    def _mask(self, tape: "Tape", node: "ir.Node", query: "ir.Value", key: "ir.Value") -> "ir.Value | None":
+        """What is added to the scores; None if nothing is."""
+        import onnx_ir as ir
+
+        given = node.inputs[3] if len(node.inputs) > 3 else None
+        causal = node.attributes.get_int("is_causal", 0)
+        if given is not None and given.dtype != ir.DataType.BOOL:
+            return given
+        if given is None and not causal:
+            return None
+        place = (id(node.graph), id(given)) if given is not None else (id(node.graph), *_lengths(query, key))
+        if place not in self._shared:
+            allowed = given if given is not None else self._lower_triangle(tape, node, query, key)
+            self._shared[place] = self._additive(tape, node, allowed)
+        return self._shared[place]
+
+    def _additive(self, tape: "Tape", node: "ir.Node", allowed: "ir.Value") -> "ir.Value":
+        """0 where attention is allowed; elsewhere half of the lowest number, so that no sum of it becomes NaN."""
+        dtype = _numpy_dtype(_present(node.inputs[0]), node)
+        zero = self._constant(node, "zero", np.array(0, dtype))
+        lowest = self._constant(node, "lowest", np.array(float(_lowest(dtype)) / 2, dtype))
+        return tape.op("Where", [allowed, zero, lowest])
+
+    def _lower_triangle(self, tape: "Tape", node: "ir.Node", query: "ir.Value", key: "ir.Value") -> "ir.Value":
+        zero, one = (self._constant(node, name, np.array(number)) for name, number in (("first", 0), ("step", 1)))
+        axis = self._constant(node, "column", np.array([1]))
+        rows, columns = (
+            tape.op("Range", [zero, tape.op("Squeeze", [tape.op("Shape", [tensor], {"start": 2, "end": 3})]), one])
+            for tensor in (query, key)
+        )
+        return tape.op("LessOrEqual", [columns, tape.op("Unsqueeze", [rows, axis])])
+
+    def _constant(self, node: "ir.Node", name: str, content: Array) -> "ir.Value":
+        import onnx_ir as ir
+
+        assert isinstance(node.graph, ir.Graph)
+        place = (id(node.graph), name, content.tobytes(), content.dtype)
+        if place not in self._shared:
+            unique = f"attention_{name}_{len(self._shared)}"
+            tensor = ir.tensor(content, name=unique)
+            value = ir.Value(name=unique, shape=ir.Shape(content.shape), type=ir.TensorType(tensor.dtype))
+            value.const_value = tensor
+            node.graph.register_initializer(value)
+            self._shared[place] = value
+        return self._shared[place]
+
+
+def _present(value: "ir.Value | None") -> "ir.Value":
+    assert value is not None, "Attention has three required inputs"
+    return value
+
+
+def _sizes(node: "ir.Node") -> _Sizes | None:
+    """None where the shapes do not tell."""
+    shapes = [list(value.shape) if value is not None and value.shape is not None else [] for value in node.inputs[:3]]
+    query, key, value = shapes
+    heads = [node.attributes.get_int(name, 0) for name in ("q_num_heads", "kv_num_heads")]
+    if len(query) == len(key) == len(value) == 4:
+        numbers = [query[1], key[1], query[3], value[3]]
+    elif len(query) == len(key) == len(value) == 3 and all(heads):
+        numbers = [*heads, _divided(query[2], heads[0]), _divided(value[2], heads[1])]
+    else:
+        return None
+    known = [number for number in numbers if isinstance(number, int) and number > 0]
+    return _Sizes(known[0], known[1], known[2], known[3], len(query)) if len(known) == len(numbers) else None
+
+
+def _divided(width: object, heads: int) -> int:
+    return width // heads if isinstance(width, int) else 0
+
+
+def _is_plain(node: "ir.Node") -> bool:
+    """Whether it has no cache, no second output and no extra."""
+    unused = not any(output.uses() or output.is_graph_output() for output in node.outputs[1:])
+    causal = node.attributes.get_int("is_causal", 0) != 0
+    both_masks = causal and len(node.inputs) > 3 and node.inputs[3] is not None
+    extras = any(key in node.attributes and node.attributes[key].value for key in _EXTRAS)
+    return unused and not any(node.inputs[4:]) and not both_masks and not extras
+
+
+def _lengths(query: "ir.Value", key: "ir.Value") -> tuple[object, ...]:
+    """What names the shape of a causal mask: two known or named lengths, else these very tensors."""
+    lengths = [value.shape[2] if value.shape is not None else None for value in (query, key)]
+    names = tuple(length if isinstance(length, int) else getattr(length, "value", None) for length in lengths)
+    return names if None not in names else (id(query), id(key))
+
+
+def _numpy_dtype(value: "ir.Value", node: "ir.Node") -> np.dtype[np.generic]:
+    dtype = value.dtype or _present(node.inputs[0]).dtype
+    assert dtype is not None
+    return np.dtype(dtype.numpy())
+
+
+def _lowest(dtype: np.dtype[np.generic]) -> float:
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(dtype).min)  # type: ignore[no-untyped-call]
+
+
+# ``Attention`` on tensors as the projections give them: the operator splits and merges the heads by itself.
+#
+# PyTorch's graph reshapes and transposes query, key and value into B,H,S,E and the result back: eight nodes a
+# layer that
+# the operator's three-dimensional form makes unnecessary.
+
+_SWAP = [0, 2, 1, 3]
+
+
+class _Split(NamedTuple):
+    """One of query, key and value before its heads were split off."""
+
+    source: "ir.Value"
+    heads: int
+    width: int
+
+
+def absorb_heads(model: "ir.Model") -> None:
+    """Give every ``Attention`` node whose surroundings allow it the three-dimensional form, in place."""
+    import onnx_ir as ir
+
+    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+        if node.op_type == "Attention" and node.domain in ("", "ai.onnx"):
+            _absorb(node)
+
+
+def _absorb(node: "ir.Node") -> None:
+    import onnx_ir as ir
+
+    splits = [split_of(value) for value in node.inputs[:3]]
+    query, key, value = splits
+    merge = _merge(node)
+    if query is None or key is None or value is None or merge is None or key.heads != value.heads:
+        return
+    if any(node.inputs[4:]) or any(output.uses() for output in node.outputs[1:]) or node.graph is None:
+        return
+    if _last(merge.outputs[0]) != query.heads * value.width:
+        return
+    heads = {"q_num_heads": query.heads, "kv_num_heads": key.heads}
+    attributes = [*node.attributes.values(), *ir.convenience.convert_attributes(heads)]
+    inputs = [query.source, key.source, value.source, *node.inputs[3:4]]
+    new = ir.Node("", "Attention", inputs, attributes=attributes, metadata_props=dict(node.metadata_props))
+    old, result = merge.outputs[0], new.outputs[0]
+    ir.convenience.replace_nodes_and_values(node.graph, merge, [merge], [new], [old], [result])
+
+
+def split_of(value: "ir.Value | None") -> _Split | None:
+    """What a Reshape to B,S,H,E and a Transpose to B,H,S,E start from."""
+    transpose = value.producer() if value is not None else None
+    if transpose is None or not _swaps(transpose) or transpose.inputs[0] is None:
+        return None
+    split, reshape = transpose.inputs[0], transpose.inputs[0].producer()
+    source = reshape.inputs[0] if reshape is not None and reshape.op_type == "Reshape" else None
+    if source is None or source.shape is None or split.shape is None or len(source.shape) != 3 or len(split.shape) != 4:
+        return None
+    heads, width = split.shape[2], split.shape[3]
+    if not isinstance(heads, int) or not isinstance(width, int) or source.shape[2] != heads * width:
+        return None
+    return _Split(source, heads, width) if _same_length(source, split) else None
+
+
+def _merge(node: "ir.Node") -> "ir.Node | None":
+    """The Reshape at the end of Attention, Transpose, Reshape, if nothing else reads what is between."""
+    transpose = _only_reader(node.outputs[0])
+    if transpose is None or not _swaps(transpose):
+        return None
+    reshape = _only_reader(transpose.outputs[0])
+    if reshape is None or reshape.op_type != "Reshape" or reshape.inputs[0] is not transpose.outputs[0]:
+        return None
+    merged, split = reshape.outputs[0], transpose.outputs[0]
+    fits = merged.shape is not None and len(merged.shape) == 3 and _same_length(merged, split)
+    return reshape if fits and reshape.graph is node.graph else None
+
+
+def _only_reader(value: "ir.Value") -> "ir.Node | None":
+    uses = value.uses()
+    return next(iter(uses)).node if len(uses) == 1 and not value.is_graph_output() else None
+
+
+def _swaps(node: "ir.Node") -> bool:
+    return (
+        node.op_type == "Transpose" and "perm" in node.attributes and list(node.attributes["perm"].as_ints()) == _SWAP
+    )
+
+
+def _same_length(left: "ir.Value", right: "ir.Value") -> bool:
+    """Whether batch and sequence are the same two dimensions."""
+    assert left.shape is not None
+    assert right.shape is not None
+    pairs = list(zip(left.shape[:2], right.shape[:2], strict=True))
+    return all(a == b and str(a) not in ("", "?", "None") for a, b in pairs)
+
+
+def _last(value: "ir.Value") -> object:
+    return value.shape[-1] if value.shape is not None else None
+
+
+# The ``Attention`` operator (opset 23) written out, for engines that refuse it.
+#
+# What comes out is the textbook form, softmax(Q·Kᵀ·scale + mask)·V in five or six nodes; the function body in the
+# specification takes about forty. Nodes that use more of the operator (a key-value cache, a soft cap) are left to that
+# body.
+
+
+class DecomposeAttention(Pass):
+    """Replace every ``Attention`` node by matrix products and a softmax."""
+
+    name: ClassVar[str] = "decompose-attention"
+    consumes: ClassVar[Kind] = "onnx"
+    produces: ClassVar[Kind] = "onnx"
+    tools: ClassVar[tuple[str, ...]] = ("onnx", "onnx-ir")
+
+    external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
+
+    def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
+        """Rewrite the graph, weights untouched."""
+        from enginesmith.pipeline.frameworks.onnx import model_file
+
+        model = edit.load(artifact.path)
+        count = decompose_attention(model)
+        progress("writing")
+        edit.save(model, out, self.external_data_bytes)
+        return Effect(
+            file=edit.FILE,
+            summary=f"{count} Attention nodes written out, {edit.node_count(model)} nodes",
+            signature=model_file.signature(out / edit.FILE),
+        )
+
+
+def decompose_attention(model: "ir.Model") -> int:
+    """Write out every ``Attention`` node in place, and say how many there were."""
+    import onnx_ir as ir
+    from onnx_ir.passes import common
+
+    found = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _is_attention(node)]
+    if not found:
+        return 0
+    common.ShapeInferencePass(strict_mode=False)(model)
+    writer = AttentionWriter()
+    left = [node for node in found if not writer.write_out(node)]
+    if left:
+        _inline_bodies(model)
+    common.RemoveUnusedNodesPass()(model)
+    common.NameFixPass()(model)
+    return len(found)
+
+
+def _is_attention(node: "ir.Node") -> bool:
+    return node.op_type == "Attention" and node.domain in ("", "ai.onnx")
+
+
+def _inline_bodies(model: "ir.Model") -> None:
+    """Replace what is left by the function body of the specification; weights stay where they are."""
+    import onnx.inliner
+    import onnx_ir as ir
+
+    weights = dict(model.graph.initializers)
+    own_inputs = {value.name for value in model.graph.inputs}
+    model.graph.inputs.extend(value for name, value in weights.items() if name not in own_inputs)
+    model.graph.initializers.clear()
+    proto = onnx.inliner.inline_selected_functions(
+        ir.to_proto(model), [("", "Attention")], inline_schema_functions=True
+    )
+    inlined = ir.from_proto(proto).graph
+    for value in list(inlined.inputs):
+        if value.name in weights:
+            value.const_value = weights[value.name].const_value
+            inlined.register_initializer(value)
+            if value.name not in own_inputs:
+                inlined.inputs.remove(value)
+    model.graph = inlined
+
+
+# Masks of ``Attention`` with one row for all queries: the specification lets them broadcast, ONNX Runtime does not.
+#
+# Padding masks are such: B,1,1,S, for B samples of S keys. They are given a row for each of the L queries.
+
+_MASK = 3
+
+
+def spread_masks(model: "ir.Model") -> None:
+    """Give every mask a row for each query, in place; masks that several nodes share are spread once."""
+    import onnx_ir as ir
+
+    spread: dict[tuple[object, ...], ir.Value] = {}
+    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+        if node.op_type == "Attention" and node.domain in ("", "ai.onnx") and _has_one_row(node):
+            _spread(node, spread)
+
+
+def _has_one_row(node: "ir.Node") -> bool:
+    """Whether the mask has a single row, and there may be several queries."""
+    mask = node.inputs[_MASK] if len(node.inputs) > _MASK else None
+    query = node.inputs[0]
+    if mask is None or mask.shape is None or len(mask.shape) < 2 or query is None or query.shape is None:
+        return False
+    return mask.shape[-2] == 1 and query.shape[_queries(query)] != 1
+
+
+def _queries(query: "ir.Value") -> int:
+    """The axis of the queries: B,H,L,E or B,L,H·E."""
+    assert query.shape is not None
+    return 2 if len(query.shape) == 4 else 1
+
+
+def _spread(node: "ir.Node", spread: "dict[tuple[object, ...], ir.Value]") -> None:
+    from onnx_ir.tape import Tape
+
+    query, mask, body = node.inputs[0], node.inputs[_MASK], node.graph
+    assert query is not None
+    assert query.shape is not None
+    assert body is not None
+    split = split_of(query)
+    counted = split.source if split else query  # what heads are split off from may be all that is left of the query
+    axis, length_known = _queries(counted), query.shape[_queries(query)]
+    key = (id(body), id(mask), getattr(length_known, "value", length_known) or id(query))
+    if key not in spread:
+        tape = Tape()
+        length = tape.op("Shape", [counted], {"start": axis, "end": axis + 1})
+        one = tape.op("Constant", [], {"value_ints": [1]})
+        spread[key] = tape.op("Expand", [mask, tape.op("Concat", [length, one], {"axis": 0})])
+        for new in tape.nodes:
+            new.metadata_props.update(node.metadata_props)
+        body.insert_before(node, tape.nodes)
+    node.replace_input_with(_MASK, spread[key])

@@ -1,0 +1,145 @@
+"""How good the averaged weights are, on samples that nothing is learnt from."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from enginesmith.pipeline.frameworks.torch.module import LoadedModel
+from enginesmith.pipeline.passes.finetune import micro_batching
+from enginesmith.pipeline.passes.finetune.data import Batch, Material, Order, parts
+from enginesmith.pipeline.passes.finetune.losses import Loss
+from enginesmith.pipeline.passes.finetune.options import TrainingPlan
+from enginesmith.pipeline.passes.finetune.trainer import Models, find_statistics
+from enginesmith.pipeline.tensors import Array, Feeds
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number for ``(outputs, the teacher's outputs, labels)``; ``sign`` is −1 where less is better."""
+
+    name: str
+    value: Callable[[Feeds, Feeds, Array | None], float]
+    sign: float = 1.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A metric, and the loss, which decides between equal ones: a metric of few samples has few values."""
+
+    metric: float
+    loss: float
+    sign: float
+
+    def better_than(self, other: "Verdict") -> bool:
+        """Whether it is; what is not finite is never better."""
+        if not np.isfinite([self.metric, self.loss]).all():
+            return False
+        return (self.sign * self.metric, -self.loss) > (self.sign * other.metric, -other.loss)
+
+
+@dataclass
+class Judge:
+    """Runs the held-back samples through models."""
+
+    models: Models
+    material: Material
+    loss: Loss
+    metric: Metric
+    seed: int
+    plan: TrainingPlan
+    fixed: int | None
+    """The batch that the model takes, where it takes only one."""
+
+    def judge(self, *, statistics: bool = True) -> Verdict:
+        """The average as it is now; batch norms' ``statistics`` are found anew first."""
+        if statistics:
+            self.find_statistics(self.models.average)
+        outputs, loss = self._outputs(self.models.average)
+        value = self.metric.value(outputs, self._theirs, self._labels)
+        return Verdict(value, loss, self.metric.sign)
+
+    def find_statistics(self, loaded: LoadedModel) -> None:
+        """Have a model's batch norms keep what its weights make of samples to learn from."""
+        find_statistics(loaded.module, self._for_statistics())
+
+    @cached_property
+    def teacher(self) -> float:
+        """The teacher's own metric."""
+        return self.metric.value(self._theirs, self._theirs, self._labels)
+
+    @property
+    def _at_once(self) -> int:
+        return self.plan.judged_at_once or self.plan.micro_batch
+
+    @cached_property
+    def _rows(self) -> Array:
+        """Of those that were held back, as many as the plan says, evenly."""
+        every = np.linspace(0, len(self.material.held_back) - 1, self.plan.judged).round().astype(np.int64)
+        return np.asarray(self.material.held_back, np.int64)[every]
+
+    @cached_property
+    def _labels(self) -> Array | None:
+        labels = self.material.data.labels
+        return None if labels is None else labels[self._rows]
+
+    @cached_property
+    def _theirs(self) -> dict[str, Array]:
+        return self._outputs(self.models.teacher)[0]
+
+    def _for_statistics(self) -> Iterator[Batch]:
+        rows = Order(self.material.learnt, min(self.plan.statistics, len(self.material.learnt)), self.seed).at(0)
+        size = self.fixed or max(self._at_once, micro_batching.LEAST_FOR_NORMS)
+        for part in parts(rows, size):
+            if len(part) == size or len(rows) < size:
+                yield self.material.batch(part)
+
+    @torch.no_grad()
+    def _outputs(self, loaded: LoadedModel) -> tuple[dict[str, Array], float]:
+        """Outputs for the samples that are judged, by name, and the mean loss."""
+        size = self.fixed or self._at_once
+        found: list[tuple[Tensor, ...]] = []
+        total = 0.0
+        for part in parts(self._rows, size):
+            filled = np.resize(part, size) if self.fixed else part  # repeats rows
+            values, loss = self._run(loaded, self.material.batch(filled))
+            found.append(tuple(value[: len(part)].float().cpu() for value in values))
+            total += loss * len(part)
+        names = [spec.name for spec in loaded.signature.outputs]
+        joined = (torch.cat(values).numpy() for values in zip(*found, strict=True))
+        return dict(zip(names, joined, strict=True)), total / len(self._rows)
+
+    def _run(self, loaded: LoadedModel, batch: Batch) -> tuple[tuple[Tensor, ...], float]:
+        """One pass for both, unless the loss runs the module in a way of its own."""
+        seen: list[tuple[Tensor, ...]] = []
+        hook = loaded.module.register_forward_hook(lambda module, given, values: seen.append(values))
+        try:
+            loss = self.loss(loaded.module, self.models.teacher.module, batch)
+        finally:
+            hook.remove()
+        return seen[0] if seen else loaded.module(*batch.inputs.values()), float(loss)
+
+
+def judged_smaller(plan: TrainingPlan) -> TrainingPlan | None:
+    """The plan whose evaluations take half of the samples at once; None where that cannot be."""
+    at_once = (plan.judged_at_once or plan.micro_batch) // 2
+    return plan.model_copy(update={"judged_at_once": at_once}) if at_once >= plan.least_part else None
+
+
+def agreement(outputs: Feeds, theirs: Feeds, labels: Array | None) -> float:
+    """How much is as the teacher's: the share of equal classes where the first output is [samples, classes, …] of
+    more than one class, else one minus the mean squared error over the teacher's variance.
+    """
+    del labels
+    name = next(iter(theirs))
+    ours, others = outputs[name].astype(np.float64), theirs[name].astype(np.float64)
+    if ours.ndim == 2 and ours.shape[1] > 1:
+        return float((ours.argmax(1) == others.argmax(1)).mean())
+    return float(1 - ((ours - others) ** 2).mean() / max(others.var(), np.finfo(np.float64).tiny))
+
+
+AGREEMENT = Metric("agreement", agreement)
+"""For data without labels."""

@@ -1,0 +1,278 @@
+"""What the student is to become better at.
+
+Distilling classes: Hinton et al., "Distilling the Knowledge in a Neural Network" (2015). Values inside: Romero et al.,
+"FitNets" (ICLR 2015); maps, where channels were pruned: Zagoruyko and Komodakis, "Paying More Attention to Attention"
+(ICLR 2017).
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from enginesmith.calibration import user_code
+from enginesmith.pipeline.errors import DataError, ModelError
+from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
+from enginesmith.pipeline.passes.finetune import micro_batching
+from enginesmith.pipeline.passes.finetune.data import Batch
+from enginesmith.pipeline.passes.finetune.options import Target
+
+# Which values the two models are compared by: outputs, and the ends of stages inside.
+
+_LOGITS = re.compile(r"logits|scores", re.IGNORECASE)
+_MOST = 4
+"""Values inside that are compared; more cost time and teach little."""
+_LEAST_SCALE = 1e-12
+
+
+class Taps:
+    """Within the block, what modules returned when they were last called, by their paths; tensors only."""
+
+    def __init__(self, model: nn.Module, paths: Sequence[str]) -> None:
+        self.seen: dict[str, Tensor] = {}
+        self._model, self._paths = model, paths
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Self:
+        for path in self._paths:
+            self._hooks.append(self._model.get_submodule(path).register_forward_hook(self._keeping(path)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _keeping(self, path: str) -> Any:
+        def keep(module: nn.Module, given: Any, value: Any) -> None:
+            if isinstance(value, Tensor):
+                self.seen.pop(path, None)  # so that the order is that of the last calls
+                self.seen[path] = value
+
+        return keep
+
+
+@torch.no_grad()
+def output_targets(teacher: LoadedModel, batch: Batch) -> tuple[Target, ...]:
+    """How each output of floating-point numbers is compared.
+
+    Classes are what labels number, or what is called logits or scores; everything else is numbers.
+
+    Raises:
+        ModelError: there is none.
+    """
+    names = [spec.name for spec in teacher.signature.outputs]
+    values = teacher.module(*batch.inputs.values())
+    found = [
+        Target(name=name, kind=_kind(name, value.float(), batch.labels if not index else None), scale=_scale(value))
+        for index, (name, value) in enumerate(zip(names, values, strict=True))
+        if value.is_floating_point() and value.numel()
+    ]
+    if not found:
+        raise ModelError(
+            f"no output of the model is of floating point: {', '.join(map(str, teacher.signature.outputs))}",
+            "have it return what its answer is made of, logits for instance; or recover by a loss of your own",
+        )
+    return tuple(found)
+
+
+def _kind(name: str, value: Tensor, labels: Tensor | None) -> Any:
+    numbered = (
+        labels is not None
+        and not labels.is_floating_point()
+        and labels.shape == value.shape[:-1]
+        and bool((labels < value.shape[-1]).all())
+    )
+    if value.ndim < 2 or value.shape[-1] < 2 or not (numbered or _LOGITS.search(name)):
+        return "values"
+    sums = value.sum(-1)
+    return "probabilities" if value.min() >= 0 and torch.allclose(sums, torch.ones_like(sums), atol=1e-3) else "classes"
+
+
+def _scale(value: Tensor) -> float:
+    return max(float(value.float().var(correction=0)), _LEAST_SCALE)
+
+
+@torch.no_grad()
+def feature_targets(student: LoadedModel, teacher: LoadedModel, batch: Batch) -> tuple[Target, ...]:
+    """Ends of stages: of the values with a shape in common, the last of each shape; of one shape throughout, some.
+
+    Where channels were pruned and the rest of an image's shape is as it was, maps are compared.
+    """
+    theirs, ours = (_seen(model, batch) for model in (teacher, student))
+    blocks = _blocks(teacher.module.model)
+    usable = {path: kind for path in theirs if path in ours and (kind := _comparable(ours[path], theirs[path]))}
+    chosen = {path: kind for path, kind in usable.items() if path in blocks} or usable
+    stages: dict[tuple[int, ...], list[str]] = {}
+    for path in chosen:
+        stages.setdefault(tuple(theirs[path].shape), []).append(path)
+    ends = [paths[-1] for paths in stages.values()][-_MOST:]
+    if len(stages) == 1:
+        (alike,) = stages.values()
+        ends = [alike[len(alike) * (index + 1) // _MOST - 1] for index in range(_MOST)] if len(alike) > _MOST else alike
+    return tuple(Target(name=path, kind=chosen[path], scale=_scale(theirs[path])) for path in ends)
+
+
+def _seen(model: LoadedModel, batch: Batch) -> Mapping[str, Tensor]:
+    paths = [path for path, _ in model.module.model.named_modules() if path]
+    with Taps(model.module.model, paths) as taps:
+        model.module(*batch.inputs.values())
+    return taps.seen
+
+
+def _blocks(model: nn.Module) -> set[str]:
+    """Paths of what stands in sequences, and is made of parts itself."""
+    sequences = [(path, one) for path, one in model.named_modules() if isinstance(one, nn.Sequential | nn.ModuleList)]
+    return {
+        f"{path}.{name}" if path else name
+        for path, sequence in sequences
+        for name, part in sequence.named_children()
+        if next(part.children(), None) is not None
+    }
+
+
+def _comparable(ours: Tensor, theirs: Tensor) -> Any:
+    if not (ours.is_floating_point() and theirs.is_floating_point()) or theirs.ndim < 3 or not theirs.numel():
+        return None
+    if ours.shape == theirs.shape:
+        return "values"
+    spatial = theirs.ndim == 4 and ours.ndim == 4 and theirs[0, 0].numel() > 1
+    return "maps" if spatial and ours.shape[2:] == theirs.shape[2:] else None
+
+
+_LEAST_PROBABILITY = 1e-7
+
+
+class Loss(Protocol):
+    """``(student, teacher, batch)`` → a scalar, the mean over the samples of the batch."""
+
+    def __call__(self, student: NamedForward, teacher: NamedForward, batch: Batch) -> Tensor: ...
+
+
+class Distil:
+    """The student's outputs, and values inside of it, against the teacher's."""
+
+    def __init__(
+        self, outputs: Sequence[Target], features: Sequence[Target], names: Sequence[str], temperature: float
+    ) -> None:
+        """``names`` are those of all outputs, in order."""
+        self._outputs = [(names.index(target.name), target) for target in outputs]
+        self._features = tuple(features)
+        self._temperature = temperature
+
+    def __call__(self, student: NamedForward, teacher: NamedForward, batch: Batch) -> Tensor:
+        paths = [target.name for target in self._features]
+        with torch.no_grad(), Taps(teacher.model, paths) as inside:
+            theirs = teacher(*batch.inputs.values())
+        with Taps(student.model, paths) as own:
+            ours = student(*batch.inputs.values())
+        losses = [self._one(target, ours[index], theirs[index]) for index, target in self._outputs]
+        total = torch.stack(losses).sum()
+        if self._features:
+            pairs = ((target, own.seen[target.name], inside.seen[target.name]) for target in self._features)
+            total = total + torch.stack([self._one(*pair) for pair in pairs]).mean()
+        return total
+
+    def _one(self, target: Target, ours: Tensor, theirs: Tensor) -> Tensor:
+        ours, theirs = ours.float(), theirs.float()
+        if target.kind == "values":
+            return F.mse_loss(ours, theirs) / target.scale
+        if target.kind == "maps":
+            return (_map(ours) - _map(theirs)).square().sum(1).mean()
+        if target.kind == "probabilities":
+            ours, theirs = (value.clamp_min(_LEAST_PROBABILITY).log() for value in (ours, theirs))
+        heat, classes = self._temperature, ours.shape[-1]
+        log_ours, log_theirs = (F.log_softmax(value.reshape(-1, classes) / heat, dim=1) for value in (ours, theirs))
+        return heat**2 * F.kl_div(log_ours, log_theirs, reduction="batchmean", log_target=True)
+
+
+def _map(value: Tensor) -> Tensor:
+    """Where there is much: the sum of squares over channels (axis 1), of length 1 for each sample."""
+    return F.normalize(value.square().sum(1).flatten(1), dim=1)
+
+
+def supervised(student: NamedForward, teacher: NamedForward, batch: Batch) -> Tensor:
+    """Cross entropy where labels are classes, and the mean squared error where they are numbers; of the first output.
+
+    Raises:
+        DataError: there are no labels, or they do not fit the output.
+    """
+    del teacher
+    output, labels = student(*batch.inputs.values())[0].float(), batch.labels
+    if labels is None:
+        raise DataError(
+            "supervised recovery needs labels, and the data has none",
+            "add an array named labels, or recover by distil, which needs none",
+        )
+    if labels.is_floating_point() and labels.shape == output.shape:
+        return F.mse_loss(output, labels)
+    if not labels.is_floating_point() and labels.ndim == output.ndim - 1:
+        for axis in (1, output.ndim - 1):
+            if output.movedim(axis, -1).shape[:-1] == labels.shape:
+                _hold_classes(labels, output.shape[axis])
+                return F.cross_entropy(output.movedim(axis, 1), labels, ignore_index=-100)
+    raise DataError(
+        f"labels of shape {list(labels.shape)} do not fit the output of shape {list(output.shape)}",
+        "give one class for each sample, or numbers in the shape of the output; else a loss of your own: "
+        "module:function",
+    )
+
+
+def _hold_classes(labels: Tensor, classes: int) -> None:
+    given = labels[labels != -100]
+    if len(given) and (int(given.min()) < 0 or int(given.max()) >= classes):
+        raise DataError(
+            f"labels are from {int(given.min())} to {int(given.max())}, and the model has {classes} classes",
+            f"number the classes from 0 to {classes - 1}",
+        )
+
+
+class UserLoss:
+    """A function of the user's: ``(student, teacher, batch)`` with both modules, and arrays by name → a scalar."""
+
+    def __init__(self, reference: str, function: Callable[..., Any]) -> None:
+        self._reference, self._function = reference, function
+
+    def __call__(self, student: NamedForward, teacher: NamedForward, batch: Batch) -> Tensor:
+        values = {**batch.inputs, **({} if batch.labels is None else {"labels": batch.labels})}
+        try:
+            loss = self._function(student.model, teacher.model, values)
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError, RuntimeError) as error:
+            if micro_batching.ran_out(error):
+                raise
+            raise DataError(
+                f"the loss {self._reference} raised {type(error).__name__}: {error}",
+                f"it was given two modules and a batch of {', '.join(values)}",
+            ) from error
+        free = torch.is_grad_enabled() and not getattr(loss, "requires_grad", False)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or free:
+            raise DataError(
+                f"the loss {self._reference} returned {_described(loss)}",
+                "return one number as a tensor that depends on the student's weights",
+            )
+        return loss.reshape(())
+
+
+def user_loss(reference: str) -> UserLoss:
+    """The loss that ``module:function`` or ``file.py:function`` names; that code runs, as the user asked for it.
+
+    Raises:
+        DataError: it is not there, or no function.
+    """
+    found = user_code.find(reference, "loss")
+    if not callable(found):
+        raise DataError(f"the loss {reference} is no function", "give it as module:function or file.py:function")
+    return UserLoss(reference, found)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        free = "" if value.requires_grad else " that depends on no weight"
+        return f"a tensor of shape {list(value.shape)}{free}"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -1,0 +1,171 @@
+"""What people may ask of recovery; light, as the command line and recipes import it."""
+
+import difflib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from enginesmith.calibration.user_code import is_reference
+
+METHODS = ("distil", "supervised")
+
+
+class RecoverOptions(BaseModel):
+    """How a pruned model is trained back; the dense model is its teacher."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: str = Field(
+        "distil",
+        description="distil learns from the dense model, without labels; supervised from labels; module:function is "
+        "called with (student, teacher, batch) and returns the loss",
+    )
+    seconds: float = Field(120.0, gt=0, description="time for it; the steps are planned to fit")
+    epochs: int | None = Field(
+        None, ge=1, description="most passes over the data; as many as there is time for if null"
+    )
+    batch: int = Field(64, ge=1, description="samples in each step of the optimiser")
+    learning_rate: float = Field(2e-3, gt=0, description="the highest, after the warm-up; a cosine leads down from it")
+    weight_decay: float = Field(0.01, ge=0, description="AdamW's; norms and biases have none")
+    warmup: float = Field(0.05, ge=0, lt=1, description="share of the steps in which the learning rate goes up")
+    temperature: float = Field(2.0, gt=0, description="of the softmax that distilled classes are compared by")
+    features: bool = Field(True, description="whether distilling compares values inside of the models too")
+    ema: float = Field(0.99, ge=0, lt=1, description="decay of the moving average of weights that is kept; 0 for none")
+    evaluations: int = Field(20, ge=1, description="how often the metric is looked at, if that takes little time")
+    patience: int = Field(10, ge=1, description="evaluations without a better one after which it stops")
+    held_back: float = Field(0.2, gt=0, lt=1, description="share of the samples that only the metric sees")
+    memory_bytes: int | None = Field(
+        None, gt=0, description="what recovery may take; batches are worked through in parts that fit"
+    )
+    autocast: Literal["auto", "bf16", "off"] = Field(
+        "auto", description="bfloat16 products while training; auto means where a GPU has them"
+    )
+    processes: int | None = Field(
+        None, ge=1, description="processes that share each batch; one for each visible GPU, and one on the CPU, if null"
+    )
+    checkpoint_seconds: float = Field(20.0, ge=0, description="time between checkpoints; the result is the same")
+
+    @field_validator("method")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value in METHODS or is_reference(value):
+            return value
+        near = difflib.get_close_matches(value, METHODS, n=1)
+        raise ValueError(
+            f"there is no method {value!r}{f'; did you mean {near[0]}?' if near else ''}; "
+            f"use {', '.join(METHODS)}, module:function or file.py:function"
+        )
+
+
+# What is written down of a recovery: its plan, its curve, and how it ended. The same steps give the same record.
+
+FILE = "recovery.json"
+"""Lies beside the model that came out."""
+
+Ending = Literal["planned", "patience", "diverged", "time"]
+
+
+class Target(BaseModel):
+    """One output, or one value inside of both models, that the student is to have as the teacher has it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    """Of the output, or the path of the module."""
+    kind: Literal["classes", "probabilities", "values", "maps"]
+    """Logits or probabilities of classes; numbers; where in an image there is much, over channels that may differ."""
+    scale: float = 1.0
+    """Mean square of the teacher's deviation from its mean, which errors of ``values`` are divided by."""
+
+
+class Shortened(BaseModel):
+    """Where a schedule was cut to end in time: what was left of it goes by in fewer steps."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    """From this one on."""
+    position: float
+    """How far the schedule had come by then, in steps as they were planned."""
+    planned: int
+    """Steps that there were to be at first."""
+
+
+class TrainingPlan(BaseModel):
+    """Everything that decides what the steps do; it is kept, as some of it was found out by the clock.
+
+    It changes where memory runs out or time does, and a checkpoint is written whenever it has.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    steps: int
+    shortened: Shortened | None = None
+    batch: int
+    micro_batch: int
+    """Samples that are worked through at once, in each process."""
+    evaluate_every: int
+    judged: int
+    """Samples that each evaluation looks at, of those that were held back."""
+    judged_at_once: int | None = None
+    """Samples of these that are worked through at once; as many as in a step if None."""
+    statistics: int
+    """Samples that batch norms' statistics are found from, before each evaluation."""
+    processes: int
+    threads: int
+    least_part: int = 1
+    """Below it no part can be: 1, or the batch that the model is fixed to."""
+    checkpointed: bool = False
+    """Whether activations are computed again for the gradients instead of kept."""
+    autocast: bool = False
+    frozen_norms: bool = False
+    """Whether batch norms keep their statistics while training, as parts of a batch are too small to have some."""
+    outputs: tuple[Target, ...] = ()
+    features: tuple[Target, ...] = ()
+
+
+class Point(BaseModel):
+    """One evaluation: of the averaged weights, on the samples that were held back."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    loss: float | None
+    """Mean over the steps since the last point; None before the first step."""
+    metric: float
+    held_back_loss: float | None
+    """None where it was NaN or infinite."""
+    learning_rate: float
+
+
+class Recovery(BaseModel):
+    """What :data:`FILE` holds."""
+
+    model_config = ConfigDict(frozen=True)
+
+    method: str
+    metric: str
+    """More is better, but for ``mse``."""
+    teacher: float
+    """The dense model's metric on the samples that were held back."""
+    before: float
+    after: float
+    best_step: int
+    """The step whose weights were kept; 0 means that none was better than those that it began with."""
+    steps: int
+    """Steps that were done."""
+    ending: Ending
+    reason: str
+    """The ending in words."""
+    samples: int
+    held_back: int
+    """Those that the metric was taken on."""
+    data: str
+    plan: TrainingPlan
+    curve: tuple[Point, ...]
+
+
+def read(folder: Path) -> Recovery:
+    """The record of a recovered model, from the folder of its artifact."""
+    return Recovery.model_validate_json((folder / FILE).read_bytes())

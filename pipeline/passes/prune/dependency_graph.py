@@ -1,0 +1,308 @@
+"""What happens in one run of a module that a dependency graph does not see, and where.
+
+Values leave autograd by ``detach``, NumPy or ``no_grad``, and what comes out of them hangs on nothing; a forward
+decides by what values are, and another input takes another way. Layers may not be called at all.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.frameworks.torch import file_tracking
+
+if TYPE_CHECKING:
+    from torch_pruning import DependencyGraph
+
+
+_LEAVES: Mapping[Any, str] = {
+    Tensor.detach: "detach()",
+    Tensor.numpy: "numpy()",
+    Tensor.data.__get__: ".data",  # type: ignore[attr-defined]
+}
+_READS: Mapping[Any, str] = {
+    Tensor.__bool__: "bool()",
+    Tensor.__int__: "int()",
+    Tensor.__float__: "float()",
+    Tensor.__index__: "an index",
+    Tensor.item: "item()",
+    Tensor.tolist: "tolist()",
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a forward does with a value."""
+
+    how: str
+    module: str
+    """Path and type of the innermost module that was running; empty for the model itself."""
+    line: str
+    """``net.py:12``; empty where it is not known."""
+
+    def __str__(self) -> str:
+        """As a part of a sentence."""
+        at = f" at {self.line}" if self.line else ""
+        return f"by {self.how}{at} in {self.module or 'the forward of the model itself'}"
+
+
+class Following:
+    """Within the block: which module is running, which were called, and what the graph does not see."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = {module: f"{path} ({type(module).__name__})" for path, module in model.named_modules() if path}
+        self._own = {id(value) for value in (*model.parameters(), *model.buffers())}
+        self._weights: set[int] = set()
+        self._running: list[nn.Module] = []
+        self._hooks: list[Any] = []
+        self._mode = _Noticing(self._notice)
+        self.called: set[nn.Module] = set()
+        self.left: dict[Event, None] = {}
+        """Where values left autograd."""
+        self.read: dict[Event, None] = {}
+        """Where Python looked at values, and may have decided by them."""
+
+    @property
+    def described(self) -> str:
+        """The module that is running, as the beginning of a sentence, or nothing."""
+        return f"in {self._where()}: " if self._where() else ""
+
+    def not_called(self) -> list[str]:
+        """Layers with weights that were not called, and whose weights nothing read that came out."""
+        return [
+            name
+            for module, name in self._names.items()
+            if module not in self.called
+            and (own := {id(value) for value in module.parameters(recurse=False)})
+            and not own & self._weights
+        ]
+
+    def came_out(self, outputs: Sequence[Tensor]) -> None:
+        """Note the weights that outputs depend on."""
+        waiting, seen = [value.grad_fn for value in outputs], set[Any]()
+        while waiting:
+            if (function := waiting.pop()) is None or function in seen:
+                continue
+            seen.add(function)
+            self._weights.add(id(getattr(function, "variable", None)))
+            waiting += [before for before, _ in function.next_functions]
+
+    def unfollowed(self, followed: Callable[[nn.Module], bool]) -> Iterator[tuple[nn.Module, str]]:
+        """Layers of channels that are not ``followed``, and why."""
+        for module in self._model.modules():
+            if not isinstance(module, (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding)) or followed(module):
+                continue
+            if self._names.get(module) in self.not_called():
+                yield module, "the run on the example does not call it"
+            elif module in self.called and self.left:
+                yield module, f"what it makes leaves autograd, {next(iter(self.left))}"
+
+    def _where(self) -> str:
+        return self._names.get(self._running[-1], "") if self._running else ""
+
+    def _notice(self, how: str, value: Tensor, leaves: bool) -> None:
+        if id(value) not in self._own:
+            kept = self.left if leaves else self.read
+            kept[Event(how, self._where(), file_tracking.called_at())] = None
+
+    def _entered(self, module: nn.Module, given: Any) -> None:
+        if not torch.is_grad_enabled() and self._recording:
+            self.left[Event("no_grad()", self._where(), file_tracking.called_at())] = None
+        self._running.append(module)
+        self.called.add(module)
+
+    def _done(self, module: nn.Module, given: Any, made: Any) -> None:
+        self._running.pop()
+        if not self._recording or not torch.is_grad_enabled() or self.left:
+            return
+        values = [value for value in _tensors(made) if value.is_floating_point()]
+        before = any(value.requires_grad for value in (*_tensors(given), *module.parameters()))
+        if values and before and not any(value.requires_grad for value in values):
+            self.left[Event("an operation without a gradient", self._names.get(module, ""), "")] = None
+
+    def __enter__(self) -> Self:
+        self._recording = torch.is_grad_enabled()
+        for module in self._model.modules():
+            self._hooks.append(module.register_forward_pre_hook(self._entered))
+            self._hooks.append(module.register_forward_hook(self._done))
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+
+class _Noticing(TorchFunctionMode):
+    """Hands over each value that leaves autograd or that Python looks at."""
+
+    def __init__(self, notice: Callable[[str, Tensor, bool], None]) -> None:
+        super().__init__()
+        self._notice = notice
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _READS:
+            self._notice(_READS[func], args[0], False)
+        elif func in _LEAVES and args[0].requires_grad:
+            self._notice(_LEAVES[func], args[0], True)
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+# The dependency graph of a module: torch_pruning follows what autograd recorded of one run.
+#
+# Fang et al., "DepGraph: Towards Any Structural Pruning", CVPR 2023.
+
+Run = Callable[[], tuple[Tensor, ...]]
+"""Calls the module on its example, and returns the tensors that come out."""
+
+
+def trace(model: nn.Module, run: Run) -> "tuple[DependencyGraph, Following]":
+    """Run the module once and follow its values; parameters have to ask for gradients.
+
+    Raises:
+        ModelError: it does not run where gradients are recorded, no output can be followed, or other inputs may take
+            a way through other layers.
+    """
+    import torch_pruning
+
+    graph = torch_pruning.DependencyGraph()
+    following = Following(model)
+    try:
+        with torch.enable_grad(), by_operators(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it could not follow is found out by trying
+            graph.build_dependency(
+                model,
+                (),
+                forward_fn=lambda *_: _watched(run, following),
+                output_transform=lambda outputs: _followed(outputs, following),
+                verbose=False,
+            )
+            _follow_splits(graph)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"the dependency graph of the model cannot be traced: {_told(error, following, _unknown(model))}",
+            "structured pruning follows the gradients of one run through layers of torch.nn; "
+            "`sparsify` needs no such graph",
+        ) from error
+    _hold_one_way(following)
+    return graph, following
+
+
+def _watched(run: Run, following: Following) -> tuple[Tensor, ...]:
+    with following:
+        return run()
+
+
+def _hold_one_way(following: Following) -> None:
+    """Refuse a forward that looks at values and leaves layers out: with other values it may call them."""
+    left_out = following.not_called()
+    if not following.read or not left_out:
+        return
+    raise ModelError(
+        f"the forward decides by what values are, {next(iter(following.read))}, and does not call "
+        f"{', '.join(left_out[:3])} on the example: what else reads the channels that would go cannot be known",
+        "prune the ways through the model as models of their own, or decide outside of forward; "
+        "`sparsify` needs no such graph",
+    )
+
+
+def _told(error: Exception, following: Following, more: str = "") -> str:
+    """Where something was raised, and what."""
+    line = file_tracking.raised_at(error)
+    text = " ".join(str(error).split())[:300]
+    return f"{following.described}{more}{type(error).__name__}: {text}{f' ({line})' if line else ''}"
+
+
+def _follow_splits(graph: "DependencyGraph") -> None:
+    """Tell torch_pruning 1.6 of splits along the last axis of a Linear's output, where it looks at the second only."""
+    from torch_pruning import ops
+    from torch_pruning.dependency import index_mapping, shape_infer
+
+    changed = False
+    for node in graph.module2node.values():
+        if node.type != ops.OPTYPE.SPLIT or not all(isinstance(one.module, nn.Linear) for one in node.inputs):
+            continue
+        sizes = tuple(node.grad_fn._saved_self_sym_sizes)
+        if len(sizes) < 3 or node.grad_fn._saved_dim % (1 << 64) not in (len(sizes) - 1, (1 << 64) - 1):
+            continue
+        given = getattr(node.grad_fn, "_saved_split_sizes", None)
+        each = getattr(node.grad_fn, "_saved_split_size", sizes[-1])
+        parts = list(given) if given else [min(each, sizes[-1] - start) for start in range(0, sizes[-1], each)]
+        node.grad_fn = SimpleNamespace(_saved_self_sizes=sizes, _saved_split_sizes=parts, _saved_dim=1)
+        node.enable_index_mapping = changed = True
+    if changed:
+        shape_infer.init_shape_information(graph)
+        index_mapping.update_index_mapping(graph)
+
+
+def _unknown(model: nn.Module) -> str:
+    """Which layers there are that hold weights and have no channels to be followed; a part of a sentence."""
+    found = [
+        f"{path} ({type(module).__name__})"
+        for path, module in model.named_modules()
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+        or (_holds(module) and not type(module).__module__.startswith("torch.nn"))
+    ]
+    return f"there is {', '.join(found[:3])}: " if found else ""
+
+
+def _holds(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _followed(outputs: tuple[Tensor, ...], following: Following) -> list[Tensor]:
+    found = [value for value in outputs if value.grad_fn is not None]
+    following.came_out(found)
+    if not found:
+        why = f": values leave autograd {next(iter(following.left))}" if following.left else ""
+        raise ModelError(
+            f"no output of the model depends on its parameters in a way that gradients follow{why}",
+            "take torch.no_grad(), detach(), NumPy and argmax out of forward, and out of what it calls",
+        )
+    return found
+
+
+@contextlib.contextmanager
+def by_operators() -> Iterator[None]:
+    """Transformers of torch.nn take one fused operator in eval mode, which hides what is inside."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def failure(model: nn.Module, run: Run) -> tuple[tuple[Tensor, ...], str]:
+    """What a run gives; or nothing, and why: the module that it fails in, what is raised there, and the line."""
+    following = Following(model)
+    try:
+        with torch.no_grad(), by_operators(), following:
+            return run(), ""
+    except Exception as error:  # noqa: BLE001 - the user's forward, on sizes that it may not be written for
+        return (), _told(error, following)

@@ -1,0 +1,361 @@
+"""From torch_pruning's dependency graph to groups of units, in terms of names and indices."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from enginesmith.pipeline.passes.prune.surgery import Attribute, Group, Parts, Side, Slice
+
+if TYPE_CHECKING:
+    from torch_pruning import DependencyGraph
+
+
+_NORMS = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.modules.instancenorm._InstanceNorm,
+)
+_COUNTS = {"BatchNorm": "num_features", "InstanceNorm": "num_features", "GroupNorm": "num_channels"}
+
+
+class Unprunable(Exception):
+    """Why a group has to stay whole."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One layer or parameter of a group: its channels that go with each channel of the root."""
+
+    module: Any
+    name: str
+    reads: bool
+    indices: tuple[int, ...]
+    roots: tuple[int, ...]
+    axis: int
+
+    @property
+    def straight(self) -> bool:
+        """Whether its channels are numbered as the root's."""
+        return self.indices == self.roots
+
+
+def groups(graph: "DependencyGraph", parts: Parts) -> tuple[list[Group], dict[str, str]]:
+    """The groups that can lose units, and the others by the name of their root, with the reason.
+
+    Whether removing units does what it should is for others to find out; here is what is known of the layers' kinds.
+    """
+    found: list[Group] = []
+    whole: dict[str, str] = {}
+    for traced in graph.get_all_groups(root_module_types=[nn.modules.conv._ConvNd, nn.Linear, nn.Embedding]):
+        root = graph._module2name[traced[0].dep.target.module]
+        try:
+            found.append(_group(graph, parts, _rerooted(graph, traced), root))
+        except Unprunable as reason:
+            whole[root] = f"{reason}{through(traced)}"
+    return found, whole
+
+
+def through(traced: Any) -> str:
+    """Which functions with a backward pass of their own a group runs through, as the end of a sentence, or nothing.
+
+    They are taken to keep channels apart; where that is wrong, it is there.
+    """
+    found: dict[str, None] = {}
+    for dep, _ in traced or ():
+        function = getattr(type(dep.target.grad_fn), "_forward_cls", None)
+        if function is not None:
+            code = function.forward.__code__
+            found[f"{function.__name__} ({Path(code.co_filename).name}:{code.co_firstlineno})"] = None
+    return f"; its channels run through the autograd function {', '.join(found)}" if found else ""
+
+
+def _rerooted(graph: "DependencyGraph", traced: Any) -> Any:
+    """The group as a layer sees it that reads it, where one layer's channels are split into several parts."""
+    from torch_pruning import ops
+
+    kinds = {dep.target.type for dep, _ in traced}
+    if not kinds & {ops.OPTYPE.SPLIT, ops.OPTYPE.UNBIND}:
+        return traced
+    covered = len(traced[0].idxs)
+    for dep, indices in list(traced):
+        if isinstance(dep.target.module, (nn.Linear, nn.modules.conv._ConvNd)) and graph.is_in_channel_pruning_fn(
+            dep.handler
+        ):
+            other = graph.get_pruning_group(dep.target.module, dep.handler, sorted(set(indices)))
+            first = traced[0].dep
+            again: Any = next((i for d, i in other if (d.target, d.handler) == (first.target, first.handler)), [])
+            if len(set(again)) == covered:
+                return other
+    return traced
+
+
+def _group(graph: "DependencyGraph", parts: Parts, traced: Any, root: str) -> Group:
+    items = list(_items(graph, traced))
+    if not any(item.reads for item in items):
+        raise Unprunable("no layer of the model reads its channels: they are an output")
+    if any(_is_output(dep) for dep, _ in traced):
+        raise Unprunable("its channels are an output")
+    width = len(traced[0].idxs)
+    units = _units(items, width)
+    slices: list[Slice] = []
+    attributes: list[Attribute] = []
+    modules: list[str] = []
+    for item in items:
+        made = list(_slices(item, parts, units))
+        slices += made
+        if made and isinstance(item.module, nn.Module):
+            modules.append(item.name)
+        elif not made and isinstance(item.module, _NORMS):
+            attributes.append(_size_attribute(item, units))
+    makers = [item.name for item in items if not item.reads and item.name in modules]
+    return Group(
+        root=min(makers, key=list(parts.modules).index, default=root),
+        unit="channel",
+        channels=units,
+        slices=tuple(dict.fromkeys(slices)),
+        modules=tuple(dict.fromkeys(modules)),
+        attributes=tuple(attributes),
+        traced=traced,
+    )
+
+
+def _is_output(dep: Any) -> bool:
+    from torch_pruning import ops
+
+    return bool(dep.target.type == ops.OPTYPE.OUTPUT)
+
+
+def _items(graph: "DependencyGraph", traced: Any) -> Iterator[Item]:
+    for position, (dep, indices) in enumerate(traced):
+        module = dep.target.module
+        if not isinstance(module, (nn.Module, nn.Parameter)) or type(module).__module__.startswith("torch_pruning"):
+            continue
+        roots = traced[position].root_idxs
+        if any(one is None for one in roots):
+            raise Unprunable("its channels are repeated for several heads, which is not followed")
+        is_parameter = isinstance(module, nn.Parameter)
+        name = graph._param_to_name[module] if is_parameter else graph._module2name[module]
+        reads = isinstance(module, nn.Module) and graph.is_in_channel_pruning_fn(dep.handler) and _has_two_sides(module)
+        yield Item(module, name, reads, tuple(indices), tuple(roots), dep.target.pruning_dim if is_parameter else 0)
+
+
+def _has_two_sides(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return not _depthwise(module)
+    return isinstance(module, (nn.Linear, nn.RNNBase, nn.MultiheadAttention))
+
+
+def _depthwise(layer: "nn.modules.conv._ConvNd") -> bool:
+    return layer.groups == layer.out_channels == layer.in_channels and layer.groups > 1
+
+
+def _units(items: Sequence[Item], width: int) -> tuple[tuple[int, ...], ...]:
+    """Channels of the root that can only go together."""
+    blocks = 1
+    for item in items:
+        own = _blocks(item)
+        if own == 1:
+            continue
+        if not item.straight or len(item.roots) != width:
+            raise Unprunable(f"{item.name} takes its channels in {own} blocks, beside others or in another order")
+        if max(own, blocks) % min(own, blocks):
+            raise Unprunable(f"its layers take the channels in {blocks} and in {own} blocks, which do not fit")
+        blocks = max(own, blocks)
+    size = width // blocks
+    if size < 2:
+        raise Unprunable("its layers take each channel as a block of its own" if blocks > 1 else "it has one channel")
+    joined = _joined(items, width)
+    if blocks == 1:
+        return joined
+    if len(joined) != width:
+        raise Unprunable("its channels hang together across blocks")
+    return tuple(tuple(unit + block * size for block in range(blocks)) for unit in range(size))
+
+
+def _blocks(item: Item) -> int:
+    module = item.module
+    if isinstance(module, nn.modules.conv._ConvNd) and not _depthwise(module):
+        return module.groups
+    return module.num_groups if isinstance(module, nn.GroupNorm) else 1
+
+
+def _joined(items: Sequence[Item], width: int) -> tuple[tuple[int, ...], ...]:
+    """Channels that some layer has at the same place."""
+    leader = list(range(width))
+
+    def find(one: int) -> int:
+        while leader[one] != one:
+            one = leader[one]
+        return one
+
+    for item in items:
+        at: dict[int, int] = {}
+        for index, root in zip(item.indices, item.roots, strict=True):
+            other = find(at.setdefault(index, root))
+            leader[max(find(root), other)] = min(find(root), other)
+    units: dict[int, list[int]] = {}
+    for one in range(width):
+        units.setdefault(find(one), []).append(one)
+    return tuple(tuple(unit) for unit in units.values())
+
+
+def _slices(item: Item, parts: Parts, units: Sequence[Sequence[int]]) -> Iterator[Slice]:
+    at: dict[int, list[int]] = {}
+    for index, root in zip(item.indices, item.roots, strict=True):
+        at.setdefault(root, []).append(index)
+    for leaf, axis, side, period in _tensors(item):
+        name = parts.canonical[f"{item.name}.{leaf}" if leaf else item.name]
+        size = parts.get(name).shape[axis]
+        rows = tuple(tuple(sorted({index % period for root in unit for index in at.get(root, ())})) for unit in units)
+        if any(index >= size for row in rows for index in row):
+            raise Unprunable(f"{item.name} has other channels than the layers before it")
+        yield Slice(name, axis, side, rows)
+
+
+def _tensors(item: Item) -> Iterator[tuple[str, int, Side, int]]:
+    """Each tensor of a layer that holds the channels: its name, the axis, the side, and after how many they repeat."""
+    module, every = item.module, 1 << 62
+    if isinstance(module, nn.Parameter):
+        yield "", item.axis % module.dim(), "scales", every
+    elif isinstance(module, nn.modules.conv._ConvNd):
+        yield from _convolution_tensors(item, module, every)
+    elif isinstance(module, nn.Linear):
+        yield "weight", 1 if item.reads else 0, "reads" if item.reads else "makes", every
+        if not item.reads and module.bias is not None:
+            yield "bias", 0, "makes", every
+    elif isinstance(module, nn.Embedding):
+        yield "weight", 1, "makes", every
+    elif isinstance(module, nn.LayerNorm) and len(module.normalized_shape) != 1:
+        raise Unprunable(f"{item.name} normalises over more than the channels")
+    elif isinstance(module, (*_NORMS, nn.PReLU)):
+        for leaf in ("weight", "bias", "running_mean", "running_var"):
+            value = getattr(module, leaf, None)
+            if isinstance(value, torch.Tensor) and value.numel() > 1:
+                yield leaf, 0, "scales", every
+    elif isinstance(module, nn.LSTM) and item.reads:
+        yield from ((f"weight_ih_l0{end}", 1, "reads", every) for end in ("", "_reverse")[: 1 + module.bidirectional])
+    elif any(True for _ in module.parameters(recurse=False)):
+        raise Unprunable(f"{item.name} is a {type(module).__name__}, whose width cannot be changed channel by channel")
+
+
+def _convolution_tensors(
+    item: Item, module: "nn.modules.conv._ConvNd", every: int
+) -> Iterator[tuple[str, int, Side, int]]:
+    depthwise = _depthwise(module)
+    if item.reads:
+        inner = every if module.transposed else module.in_channels // module.groups
+        yield "weight", 0 if module.transposed else 1, "reads", inner
+        return
+    inner = module.out_channels // module.groups if module.transposed and not depthwise else every
+    side: Side = "scales" if depthwise else "makes"
+    yield "weight", 1 if module.transposed and not depthwise else 0, side, inner
+    if module.bias is not None:
+        yield "bias", 0, side, every
+
+
+def _size_attribute(item: Item, units: Sequence[Sequence[int]]) -> Attribute:
+    """A normalisation without weights keeps its size as a number only."""
+    kind = type(item.module).__name__
+    name = next((value for key, value in _COUNTS.items() if kind.startswith(key)), "normalized_shape")
+    sizes = {len(unit) for unit in units}
+    if len(sizes) != 1 or not item.straight:
+        raise Unprunable(f"{item.name} has no weights, and its channels are not those of one layer")
+    return Attribute(item.name, name, sizes.pop())
+
+
+# Groups that are split into attention heads: a unit is a head, and modules may count heads beside their weights.
+
+
+def of_heads(group: Group, parts: Parts) -> tuple[Group, ...]:
+    """The ways in which a group may be made of heads, the most likely first; nothing where it is no attention.
+
+    More than one is possible where the shapes of the products fit several numbers of heads, and as nobody knows which
+    numbers a forward reads: which is right is found out by trying.
+    """
+    ways = []
+    for size in _head_sizes(group):
+        heads = group.width // size
+        if heads < 2 or group.units != group.width:
+            continue
+        units = tuple(tuple(range(head * size, (head + 1) * size)) for head in range(heads))
+        slices = tuple(
+            replace(
+                one, indices=tuple(tuple(index for channel in unit for index in one.indices[channel]) for unit in units)
+            )
+            for one in group.slices
+        )
+        made = replace(group, unit="head", channels=units, slices=slices)
+        ways += [replace(made, attributes=attributes) for attributes in _attributes(made, parts, heads, size)]
+    return tuple(ways)
+
+
+def is_attention(group: Group) -> bool:
+    """Whether two values that are made of inputs are multiplied on the way."""
+    return any(True for _ in _products(group))
+
+
+def _products(group: Group) -> Iterator[tuple[str, object]]:
+    for dep, _ in group.traced:
+        name = str(getattr(dep.target.module, "_grad_fn", ""))
+        if "ScaledDotProduct" in name or "BmmBackward" in name:
+            yield name, dep.target.grad_fn
+
+
+def _head_sizes(group: Group) -> list[int]:
+    """Channels of one head, as far as the products tell."""
+    found: list[int] = []
+    for name, product in _products(group):
+        if "ScaledDotProduct" in name:
+            found.append(int(product._saved_query.shape[-1]))  # type: ignore[attr-defined]
+            continue
+        for leaf in ("_saved_mat2", "_saved_self"):
+            matrix = getattr(product, leaf, None)
+            if matrix is not None:
+                found += [int(size) for size in matrix.shape[1:]]
+    return [size for size in dict.fromkeys(found) if size < group.width and group.width % size == 0]
+
+
+def _attributes(group: Group, parts: Parts, heads: int, size: int) -> list[tuple[Attribute, ...]]:
+    """Numbers to change: those of heads; also those of the width beside them; or none."""
+    counts, widths = [], []
+    for path, module in parts.modules.items():
+        if not _within(path, _shared(group.modules)) or type(module).__module__.startswith("torch.nn"):
+            continue
+        numbers = {name: value for name, value in vars(module).items() if type(value) is int}
+        own = [
+            Attribute(path, name, 1)
+            for name, value in numbers.items()
+            if "head" in name and value == heads and "dim" not in name and "size" not in name
+        ]
+        own += [
+            Attribute(path, name, size) for name, value in numbers.items() if "head" in name and value == group.width
+        ]
+        counts += own
+        if own:
+            widths += [
+                Attribute(path, name, size)
+                for name, value in numbers.items()
+                if value == group.width and "head" not in name
+            ]
+    choices = [tuple(counts), (*counts, *widths), ()]
+    return list(dict.fromkeys(choices))
+
+
+def _shared(modules: tuple[str, ...]) -> str:
+    """The closest module that all are within."""
+    paths = [path.split(".")[:-1] for path in modules]
+    common = []
+    for names in zip(*paths, strict=False):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return ".".join(common)
+
+
+def _within(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")

@@ -1,0 +1,121 @@
+"""What can be asked of pruning: by what measure of importance, and what to leave alone."""
+
+import math
+from itertools import pairwise
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from enginesmith.pipeline.errors import UsageError
+
+Importance = Literal["l1", "l2", "taylor", "bn", "random"]
+
+
+class PruneOptions(BaseModel):
+    """How pruning chooses."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    importance: Importance = Field(
+        "l2", description="what channels are ranked by: weights (l1, l2), gradients (taylor), BN scale (bn), or random"
+    )
+    scope: Literal["global", "uniform"] = Field(
+        "global", description="global ranks the channels of all layers together; uniform takes the same share of each"
+    )
+    multiple_of: int = Field(
+        16,
+        ge=1,
+        le=256,
+        description="channels are kept at multiples of this, and at parts of it only where the target needs that",
+    )
+    protect: tuple[str, ...] = Field(
+        (), description="layers whose outputs stay whole: names of modules, * for any part"
+    )
+    steps: int = Field(1, ge=1, le=100, description="in how many steps; importance is found anew before each")
+    heads: bool = Field(True, description="whether whole attention heads are pruned, too")
+
+
+# Read and write how far a model is to be pruned: always the share that is removed.
+
+Kind = Literal["ratio", "macs", "params", "latency"]
+
+_QUANTITIES = {"ratio": "channels", "macs": "MACs", "params": "parameters", "latency": "latency"}
+_FORMS = "say what is removed: 30% of the channels, macs=-50%, params=-50% or latency=-40%"
+
+
+class Target(BaseModel):
+    """The share of a quantity that is removed from the model that is pruned; ``ratio`` is of its channels.
+
+    A pruning ratio is the share that is removed in torch-pruning and in the literature (Blalock et al., "What is the
+    State of Neural Network Pruning?", MLSys 2020, section 3).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Kind
+    value: float = Field(gt=0, lt=1)
+
+    @classmethod
+    def parse(cls, text: str) -> "Target":
+        """Read ``30%`` (or ``0.3``), ``macs=-50%``, ``params=-50%`` or ``latency=-40%``.
+
+        Raises:
+            UsageError: it is none of these, or no share between 0 and 1.
+        """
+        kind, _, number = text.partition("=") if "=" in text else ("ratio", "", text)
+        name = kind.strip().lower()
+        if name not in _QUANTITIES:
+            raise UsageError(f"{kind!r} is nothing that pruning can aim at", _FORMS)
+        number = number.strip()
+        try:
+            value = float(number[:-1]) / 100 if number.endswith("%") else float(number)
+        except ValueError as error:
+            raise UsageError(f"{text!r} is no pruning target: {number!r} is no number", _FORMS) from error
+        if name != "ratio":
+            if 0 < value < 1 and not number.startswith("-"):
+                raise _unsigned(name, value, text)
+            value = -value
+        if not (math.isfinite(value) and 0 < value < 1):
+            raise UsageError(f"--prune {text}: {_out_of_range(name, value)}", _FORMS)
+        return cls.model_validate({"kind": name, "value": round(value, 12)})
+
+    @property
+    def slug(self) -> str:
+        """Part of the names of variants, in percent removed: ``prune30``, ``prune-macs50``, ``prune-latency40``."""
+        percent = f"{100 * self.value:.4g}".replace(".", "_")
+        return f"prune{percent}" if self.kind == "ratio" else f"prune-{self.kind}{percent}"
+
+    @property
+    def left(self) -> float:
+        """The share of the quantity that is left."""
+        return 1 - self.value
+
+    def stages(self, count: int) -> tuple["Target", ...]:
+        """Divide the target into ``count`` stages of equal size, each relative to what the one before leaves."""
+        lefts = [1 - self.value * index / count for index in range(count + 1)]
+        return tuple(Target(kind=self.kind, value=1 - after / before) for before, after in pairwise(lefts))
+
+    def __str__(self) -> str:
+        return spell(self.kind, self.value)
+
+
+def spell(kind: Kind, removed: float) -> str:
+    """Write the share that is removed as :meth:`Target.parse` reads it."""
+    percent = f"{100 * removed:.6g}%"
+    return percent if kind == "ratio" else f"{kind}=-{percent}"
+
+
+def _unsigned(kind: Literal["macs", "params", "latency"], value: float, text: str) -> UsageError:
+    """Explain a share without a sign, which meant what is left in earlier versions."""
+    return UsageError(
+        f"--prune {text} does not say whether {value:.4g} of the {_QUANTITIES[kind]} is removed or left",
+        f"write {spell(kind, value)} to remove {100 * value:.4g} %, or {spell(kind, 1 - value)} to leave that much",
+    )
+
+
+def _out_of_range(kind: str, value: float) -> str:
+    what = _QUANTITIES[kind]
+    if value == 0:
+        return f"none of the {what} would be removed; leave --prune away for the dense model"
+    range_is = f"it is the share of the {what} that is removed, above 0 % and below 100 %"
+    return f"{range_is}, and 100 % would leave none" if value == 1 else range_is

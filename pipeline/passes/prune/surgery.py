@@ -1,0 +1,214 @@
+"""Take units out of a module's tensors, in place, and put everything back if need be."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+# Groups of channels that can only go together, as slices of named tensors.
+
+Side = Literal["makes", "scales", "reads"]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Where the units of a group lie in one tensor: ``indices[unit]`` along ``axis``."""
+
+    tensor: str
+    axis: int
+    side: Side
+    """Whether the tensor's layer makes the channels, changes each of them alone, or reads them."""
+    indices: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A whole number that a module keeps beside its weights, and that shrinks with the group."""
+
+    module: str
+    name: str
+    each: int
+    """How much of it one unit accounts for."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers whose channels hang together. A unit is the least that can go: a channel, one of each block, a head."""
+
+    root: str
+    """The first layer that makes the channels."""
+    unit: Literal["channel", "head"]
+    channels: tuple[tuple[int, ...], ...]
+    """For each unit, its channels as the layer counts them that importance is found for."""
+    slices: tuple[Slice, ...]
+    modules: tuple[str, ...]
+    """Every module that is cut."""
+    attributes: tuple[Attribute, ...] = ()
+    traced: Any = field(default=None, compare=False, repr=False)
+    """The group as torch_pruning found it."""
+
+    @property
+    def units(self) -> int:
+        """How many there are."""
+        return len(self.channels)
+
+    @property
+    def width(self) -> int:
+        """Channels in all."""
+        return sum(map(len, self.channels))
+
+    @property
+    def makers(self) -> tuple[str, ...]:
+        """Tensors of the layers that make the channels."""
+        return tuple(one.tensor for one in self.slices if one.side == "makes")
+
+
+Choice = Mapping[str, tuple[int, ...]]
+"""Root of a group → the units of it that stay, in order."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """A group, and the units of it that go."""
+
+    group: Group
+    units: tuple[int, ...]
+
+    def along(self, one: Slice) -> list[int]:
+        """The indices that go along a slice's axis."""
+        return sorted({index for unit in self.units for index in one.indices[unit]})
+
+
+class Parts:
+    """A module's parameters and buffers, found by any of their names; shared ones are one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self._holders: dict[str, list[tuple[nn.Module, str]]] = {}
+        first: dict[int, str] = {}
+        self.canonical: dict[str, str] = {}
+        for path, module in self.modules.items():
+            for table in (module._parameters, module._buffers):
+                for leaf, value in table.items():
+                    if value is None:
+                        continue
+                    name = f"{path}.{leaf}" if path else leaf
+                    self.canonical[name] = first.setdefault(id(value), name)
+                    self._holders.setdefault(self.canonical[name], []).append((module, leaf))
+
+    def get(self, name: str) -> Tensor:
+        """A tensor by its canonical name."""
+        module, leaf = self._holders[name][0]
+        found: Tensor = getattr(module, leaf)
+        return found
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Replace a tensor wherever it is held."""
+        for module, leaf in self._holders[name]:
+            setattr(module, leaf, value)
+
+
+def cut(model: nn.Module, removals: Sequence[Removal]) -> None:
+    """Take units out for good; ``model`` is smaller afterwards, and nothing else changes."""
+    parts = Parts(model)
+    _cut(parts, removals)
+
+
+@contextlib.contextmanager
+def cut_for_now(model: nn.Module, removals: Sequence[Removal]) -> Iterator[None]:
+    """Within the block the units are gone."""
+    parts = Parts(model)
+    names = {one.tensor for removal in removals for one in removal.group.slices}
+    tensors = {name: parts.get(name) for name in names}
+    paths = {path for removal in removals for path in _touched(removal.group)}
+    attributes = {path: _own_values(parts.modules[path]) for path in paths}
+    try:
+        _cut(parts, removals)
+        yield
+    finally:
+        for name, value in tensors.items():
+            parts.put(name, value)
+        for path, values in attributes.items():
+            parts.modules[path].__dict__.update(values)
+
+
+def _touched(group: Group) -> Iterable[str]:
+    return (*group.modules, *(one.module for one in group.attributes))
+
+
+def _own_values(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, (int, tuple))}
+
+
+def _cut(parts: Parts, removals: Sequence[Removal]) -> None:
+    gone: dict[tuple[str, int], set[int]] = {}
+    for removal in removals:
+        for one in removal.group.slices:
+            axis = one.axis % parts.get(one.tensor).dim()
+            gone.setdefault((one.tensor, axis), set()).update(removal.along(one))
+    for (name, axis), indices in sorted(gone.items()):
+        old = parts.get(name)
+        kept = torch.tensor([index for index in range(old.shape[axis]) if index not in indices], device=old.device)
+        new = old.detach().index_select(axis, kept)
+        parts.put(name, nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new)
+    for removal in removals:
+        for path in removal.group.modules:
+            _resize(parts.modules[path])
+        for attribute in removal.group.attributes:
+            module, less = parts.modules[attribute.module], attribute.each * len(removal.units)
+            value = getattr(module, attribute.name)
+            setattr(module, attribute.name, value - less if isinstance(value, int) else (*value[:-1], value[-1] - less))
+
+
+def _resize(module: nn.Module) -> None:
+    """Bring the sizes that a module of torch.nn keeps in line with its tensors."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        _resize_convolution(module)
+    elif isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)):
+        sizes = [value for value in (module.weight, module.running_mean) if value is not None]
+        module.num_features = int(sizes[0].shape[0]) if sizes else module.num_features
+    elif isinstance(module, nn.LayerNorm):
+        module.normalized_shape = tuple(module.weight.shape)
+    elif isinstance(module, nn.GroupNorm):
+        module.num_channels = module.weight.shape[0]
+    elif isinstance(module, nn.Embedding):
+        module.embedding_dim = module.weight.shape[1]
+    elif isinstance(module, nn.PReLU):
+        module.num_parameters = module.weight.shape[0]
+    elif isinstance(module, nn.RNNBase):
+        module.input_size = int(module.get_parameter("weight_ih_l0").shape[1])
+
+
+def _resize_convolution(layer: "nn.modules.conv._ConvNd") -> None:
+    first, second = layer.weight.shape[:2]
+    depthwise = layer.groups == layer.out_channels == layer.in_channels and layer.groups > 1
+    if depthwise:
+        layer.groups = layer.in_channels = layer.out_channels = first
+    elif layer.transposed:
+        layer.in_channels, layer.out_channels = first, second * layer.groups
+    else:
+        layer.out_channels, layer.in_channels = first, second * layer.groups
+
+
+@contextlib.contextmanager
+def blinded(model: nn.Module, removals: Sequence[Removal]) -> Iterator[None]:
+    """Within the block the units are still there, but no layer reads them: its weights for them are 0."""
+    parts = Parts(model)
+    slices = [(one, removal) for removal in removals for one in removal.group.slices if one.side == "reads"]
+    kept = {one.tensor: parts.get(one.tensor) for one, _ in slices}
+    try:
+        with torch.no_grad():
+            for name, value in kept.items():
+                parts.put(name, nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad))
+            for one, removal in slices:
+                gone = torch.tensor(removal.along(one))
+                parts.get(one.tensor).index_fill_(one.axis, gone, 0.0)
+        yield
+    finally:
+        for name, value in kept.items():
+            parts.put(name, value)

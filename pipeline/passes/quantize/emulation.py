@@ -1,0 +1,136 @@
+"""A graph in float16 or bfloat16, rewritten so that a CPU computes what the hardware would.
+
+Hardware adds up products of such numbers in float32, and rounds the result. So every operator computes in float32 here,
+and two Cast nodes behind it round: down to the type that the value has in the graph, and up again. The CPU runtime by
+itself does not tell: it has no kernels for bfloat16, and where it has none for float16 it computes runs of nodes in
+float32, so that neither rounding nor overflow shows between them. Kernels for float8 and int4 it has.
+
+Weights stay as they are on disk, each behind a Cast; inputs and outputs keep their types.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from enginesmith.pipeline.frameworks.onnx.edit import Names
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+_EXACT = frozenset(
+    {
+        *("Abs", "Clip", "Compress", "Concat", "ConstantOfShape", "DepthToSpace", "Dropout", "Expand", "Flatten"),
+        *("Gather", "GatherElements", "GatherND", "Identity", "Max", "MaxPool", "Min", "Neg", "Pad", "ReduceMax"),
+        *("ReduceMin", "Relu", "Reshape", "ScatterElements", "ScatterND", "Slice", "SpaceToDepth", "Split", "Squeeze"),
+        *("Tile", "TopK", "Transpose", "Unsqueeze", "Where"),
+    }
+)
+"""Operators whose results are numbers that went in, so that there is nothing to round."""
+_AS_THEY_ARE = frozenset({"Cast", "CastLike", "Constant"})
+_TYPE_ATTRIBUTES = ("dtype", "output_dtype", "softmax_precision")
+
+
+def emulate(model: "ir.Model") -> bool:
+    """Rewrite a graph in place; false, and nothing done, if none of its values is float16 or bfloat16."""
+    import onnx_ir as ir
+    from onnx_ir.passes import common
+
+    if model.functions:
+        common.InlinePass()(model)
+    everything = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    if any(value.type is None for node in everything for value in node.outputs):
+        common.ShapeInferencePass(strict_mode=False)(model)
+    bodies = [(body, list(body)) for body in model.graphs()]
+    rewriter = _Rewriter(model.graph, {node for node in everything if _is_wide(node)})
+    for body, nodes in bodies:
+        for value in (*body.inputs, *body.initializers.values()):
+            rewriter.visit(body, value, None)
+        for node in nodes:
+            for value in node.outputs:
+                rewriter.visit(body, value, node)
+    return rewriter.found
+
+
+def _is_wide(node: "ir.Node") -> bool:
+    """Whether a node with half-precision values is to compute in float32; bodies and foreign operators are let be."""
+    import onnx_ir as ir
+
+    graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+    plain = not any(one.type in graphs for one in node.attributes.values())
+    tensors = all(value is None or isinstance(value.type, ir.TensorType) for value in (*node.inputs, *node.outputs))
+    return node.domain in ("", "ai.onnx") and node.op_type not in _AS_THEY_ARE and plain and tensors
+
+
+class _Rewriter:
+    """Gives each half-precision value a float32 form for the nodes that compute in that."""
+
+    def __init__(self, graph: "ir.Graph", wide: "set[ir.Node]") -> None:
+        self._wide = wide
+        self._names = Names(graph)
+        self.found = False
+
+    def visit(self, body: "ir.Graph", value: "ir.Value", maker: "ir.Node | None") -> None:
+        """Rewrite what reads a value, and round what its maker makes if that computes in float32 now."""
+        import onnx_ir as ir
+
+        kind = value.dtype
+        if kind not in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) or not isinstance(value.type, ir.TensorType):
+            return
+        self.found = True
+        uses = value.uses()
+        made: list[ir.Node] = []
+        narrow = value
+        if maker in self._wide:
+            _compute_wide(maker, kind)
+            value.dtype = ir.DataType.FLOAT
+            others = [use for use in uses if use[0] not in self._wide]
+            if others or value.is_graph_output() or maker.op_type not in _EXACT:
+                made.append(self._cast(value, kind, "rounded"))
+                narrow = made[-1].outputs[0]
+                _connect(others, narrow)
+                _hand_over(body, value, narrow)
+        wide = [use for use in uses if use[0] in self._wide]
+        if wide and (narrow is not value or value.dtype == kind):
+            made.append(self._cast(narrow, ir.DataType.FLOAT, "float32"))
+            _connect(wide, made[-1].outputs[0])
+        if maker is not None:
+            body.insert_after(maker, made)
+        elif made:
+            body.insert_before(body[0], made)
+
+    def _cast(self, value: "ir.Value", dtype: "ir.DataType", word: str) -> "ir.Node":
+        import onnx_ir as ir
+
+        name = self._names.new(f"{value.name}_{word}")
+        made = ir.node("Cast", [value], {"to": dtype.value}, name=name)
+        output = made.outputs[0]
+        output.name, output.shape, output.type = name, value.shape, ir.TensorType(dtype)
+        return made
+
+
+def _hand_over(body: "ir.Graph", value: "ir.Value", new: "ir.Value") -> None:
+    """Let another value leave the graph in place of this one, under its name."""
+    places = [place for place, output in enumerate(body.outputs) if output is value]
+    if places:
+        name, value.name = value.name, new.name
+        new.name = name
+        for place in places:
+            body.outputs[place] = new
+
+
+def _connect(uses: "Sequence[tuple[ir.Node, int]]", value: "ir.Value") -> None:
+    for node, index in uses:
+        node.replace_input_with(index, value)
+
+
+def _compute_wide(node: "ir.Node", kind: "ir.DataType") -> None:
+    """Let attributes that name the narrow type name float32."""
+    import numpy as np
+    import onnx_ir as ir
+
+    for name in _TYPE_ATTRIBUTES:
+        if name in node.attributes and node.attributes[name].value == kind:
+            node.attributes[name] = ir.AttrInt64(name, ir.DataType.FLOAT)
+    fill = node.attributes.get("value")
+    if node.op_type == "ConstantOfShape" and fill is not None:
+        node.attributes["value"] = ir.AttrTensor("value", ir.tensor(fill.as_tensor().numpy().astype(np.float32)))

@@ -1,0 +1,213 @@
+"""A graph run in ONNX Runtime with any of its values as outputs.
+
+The runtime's own optimisations are off, so that every value is there. Weights that lie beside the graph are mapped and
+none is laid out anew, so the memory that it takes is about one copy of the weights and the values that are read out.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import sched_getaffinity
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from enginesmith.pipeline.errors import MissingCapability, ModelError, install_command
+from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS
+from enginesmith.pipeline.tensors import Array, Feeds
+
+if TYPE_CHECKING:
+    import onnx
+    import onnx_ir as ir
+
+
+_FATAL = 4
+
+
+class Tapped:
+    """An open session; how many samples are fed at once can change the last bits of what it answers."""
+
+    def __init__(self, session: Any, values: Sequence[str], failures: tuple[type[Exception], ...]) -> None:
+        self._session = session
+        self._values = tuple(values)
+        self._failures = failures
+        self._inputs = {value.name for value in session.get_inputs()}
+        self._computed = [name for name in dict.fromkeys(values) if name not in self._inputs]
+
+    def run(self, feeds: Feeds) -> dict[str, Array]:
+        """The values, in the order in which they were named; feeds that the graph does not read are left out.
+
+        Raises:
+            ModelError: it does not take these feeds.
+        """
+        given = {name: value for name, value in feeds.items() if name in self._inputs}
+        try:
+            found = self._session.run(self._computed, given) if self._computed else []
+        except self._failures as error:
+            raise ModelError(f"ONNX Runtime failed on these feeds: {_brief(error)}") from error
+        everything = {**given, **dict(zip(self._computed, found, strict=True))}
+        return {name: everything[name] for name in self._values}
+
+
+@contextmanager
+def open_tapped(path: Path, values: Sequence[str], threads: int = 0) -> Iterator[Tapped]:
+    """Open a graph on the CPU for reading out values of its main graph; inputs and outputs may be among them.
+
+    ``threads`` is within an operator; 0 means one for each core this process may use.
+
+    Raises:
+        ModelError: there is no such value, or ONNX Runtime cannot load the graph.
+        MissingCapability: ONNX Runtime is not installed.
+    """
+    try:
+        import onnxruntime
+        from onnxruntime.capi import onnxruntime_pybind11_state as state
+    except ImportError as error:
+        raise MissingCapability("onnxruntime is not installed", install_command("onnxruntime")) from error
+    failures: tuple[type[Exception], ...] = (
+        *(state.Fail, state.InvalidArgument, state.InvalidGraph, state.NotImplemented, state.RuntimeException),
+        ValueError,  # what is missing or of another rank
+    )
+    options = _options(onnxruntime, path.parent, threads or len(sched_getaffinity(0)))
+    try:
+        session = onnxruntime.InferenceSession(_with_outputs(path, values), options, ["CPUExecutionProvider"])
+    except failures as error:
+        raise ModelError(f"ONNX Runtime cannot load {path.name}: {_brief(error)}") from error
+    tapped = Tapped(session, values, failures)
+    del session
+    try:
+        yield tapped
+    finally:
+        del tapped._session  # frees its memory, whoever still holds the object
+
+
+def _options(onnxruntime: Any, folder: Path, threads: int) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = _FATAL
+    options.intra_op_num_threads = threads
+    options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.absolute()))
+    return options
+
+
+def _with_outputs(path: Path, values: Sequence[str]) -> bytes:
+    """The serialised graph; ONNX Runtime finds out the types of what is added."""
+    model = model_file.read(path)
+    known = {value.name for value in (*model.graph.input, *model.graph.output)}
+    missing = [name for name in dict.fromkeys(values) if name not in known]
+    made = {name for node in model.graph.node for name in node.output}
+    if unknown := [name for name in missing if name not in made]:
+        raise ModelError(f"{path.name} computes no value {unknown[0]!r} in its main graph, so it cannot be read out")
+    for name in missing:
+        model.graph.output.add().name = name
+    return _serialised(model, path)
+
+
+def _serialised(model: "onnx.ModelProto", path: Path) -> bytes:
+    from google.protobuf.message import EncodeError
+
+    try:
+        data: bytes = model.SerializeToString()
+    except (EncodeError, ValueError) as error:
+        raise ModelError(f"{path.name} with more outputs is larger than 2 GB", "save it with external data") from error
+    return data
+
+
+def _brief(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+
+
+# Which values of a float graph calibration looks at, and how closely.
+
+_AROUND = frozenset(
+    ("Add", "Sub", "Mul", "Div", "Concat", "Split", "Slice", "Gather", "Pad", "Resize", "Expand", "Tile", "Where")
+    + ("Relu", "LeakyRelu", "PRelu", "Clip", "Sigmoid", "HardSigmoid", "HardSwish", "Gelu", "Tanh", "Softmax", "Mish")
+    + ("MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "ReduceMean")
+    + ("LayerNormalization", "RMSNormalization", "BatchNormalization", "InstanceNormalization", "GroupNormalization")
+)
+"""Operators whose inputs and outputs engines read and write in few bits where they stand next to a product."""
+_SAME_NUMBERS = frozenset(("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Names of values of the main graph; values within the bodies of If, Loop and Scan are not among them."""
+
+    values: tuple[str, ...]
+    """Every float value, in the order in which they are computed: what has to be run with."""
+    histograms: frozenset[str]
+    """Those that int8 may have to represent."""
+    channels: Mapping[str, int]
+    """Channel axis of what is multiplied by a constant weight; −1 is the last one."""
+    products: frozenset[str]
+    """What is read or made by a product: these have to be finite."""
+    same: Mapping[str, str]
+    """Value → another one with the same numbers in another shape, which stands for it in the sets above, but for
+    ``channels``.
+    """
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """The values that are worth reading out."""
+        return tuple(name for name in self.values if name not in self.same or name in self.channels)
+
+
+def watched(model: "ir.Model") -> Watched:
+    """The values of a graph that calibration looks at; types that it does not say are inferred, in place."""
+    _infer_types(model)
+    graph = model.graph
+    inputs = [value for value in graph.inputs if value.name not in graph.initializers]
+    computed = (value for node in graph for value in node.outputs)
+    floats = {value.name: value for value in (*inputs, *computed) if value.name and _may_be_float(value)}
+    same: dict[str, str] = {}
+    histograms: set[str] = set()
+    products: set[str] = set()
+    channels: dict[str, int] = {}
+    for node in graph:
+        if node.domain not in ("", "ai.onnx"):
+            continue
+        near = [value.name for value in (*node.inputs, *node.outputs) if value is not None and value.name in floats]
+        names = [same.get(name, name) for name in near if name]
+        if node.op_type in _SAME_NUMBERS and len(names) == 2:
+            same[names[1]] = names[0]
+        if node.op_type in _AROUND or node.op_type in PRODUCTS:
+            histograms.update(names)
+        if node.op_type in PRODUCTS:
+            products.update(names)
+            axis, read = _channel_axis(node), node.inputs[0]
+            if axis is not None and read is not None and read.name in floats:
+                channels.setdefault(str(read.name), axis)
+    return Watched(tuple(map(str, floats)), frozenset(histograms), channels, frozenset(products), same)
+
+
+def _channel_axis(node: "ir.Node") -> int | None:
+    """The axis of a product's first input that meets its constant weight; None where that is no plain axis."""
+    if len(node.inputs) < 2 or node.inputs[1] is None or not _is_constant(node.inputs[1]):
+        return None
+    if node.op_type in CONVOLUTIONS:
+        return 1
+    return -1 if not node.attributes.get_int("transA", 0) else None
+
+
+def _is_constant(value: "ir.Value") -> bool:
+    producer = value.producer()
+    return value.is_initializer() if producer is None else producer.op_type == "Constant"
+
+
+def _may_be_float(value: "ir.Value") -> bool:
+    """Whether it is a float as numpy knows them, as far as the graph says."""
+    import onnx_ir as ir
+
+    if _is_constant(value) or (value.type is not None and not isinstance(value.type, ir.TensorType)):
+        return False
+    return value.dtype in (None, ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
+
+
+def _infer_types(model: "ir.Model") -> None:
+    from onnx_ir.passes import common
+
+    if any(value.type is None for node in model.graph for value in node.outputs):
+        common.ShapeInferencePass()(model)

@@ -1,0 +1,189 @@
+"""Putting quantised values into a graph: initialisers and nodes with names of their own."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from enginesmith.pipeline.passes.quantize.quantizers import Grid, Narrow
+from enginesmith.pipeline.tensors import Array
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+Attributes = Mapping[str, int | float | str | Sequence[int]]
+NO_ATTRIBUTES: Attributes = MappingProxyType({})
+_IR_VERSIONS: Mapping[str, int] = {"float8_e4m3fn": 9, "int4": 10}
+"""Element type → the first IR version that has it."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A constant in few bits, as it lies in a graph."""
+
+    name: str
+    """Of the float constant that it replaces."""
+    levels: "ir.Value"
+    scale: "ir.Value"
+    axis: int | None
+    block: int
+
+
+class Writer:
+    """Adds to the main graph of one model; :meth:`finish` removes what nothing reads any more."""
+
+    def __init__(self, graph: "ir.Graph") -> None:
+        import onnx_ir as ir
+
+        self.graph = graph
+        nodes = list(ir.traversal.RecursiveGraphIterator(graph))
+        below = (graph, *graph.subgraphs())
+        self._taken = {str(value.name) for one in below for value in (*one.inputs, *one.initializers.values())}
+        self._taken |= {str(value.name) for node in nodes for value in node.outputs}
+        self._node_names = {str(node.name) for node in nodes}
+        self._shared: dict[tuple[object, ...], ir.Value] = {}
+        self._dtypes: set[str] = set()
+
+    def initialiser(self, name: str, numbers: Array) -> "ir.Value":
+        """A new constant, under this name or one like it."""
+        import onnx_ir as ir
+
+        own = self._free(name, self._taken)
+        tensor = ir.tensor(np.asarray(numbers), name=own)
+        value = ir.Value(name=own, shape=ir.Shape(numbers.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+        self.graph.register_initializer(value)
+        self._dtypes.add(str(numbers.dtype))
+        return value
+
+    def shared(self, name: str, numbers: Array) -> "ir.Value":
+        """A constant that several nodes read, under the name that it was first asked for by."""
+        key = (numbers.shape, str(numbers.dtype), numbers.tobytes())
+        if key not in self._shared:
+            self._shared[key] = self.initialiser(name, numbers)
+        return self._shared[key]
+
+    def node(
+        self,
+        operator: str,
+        inputs: "Sequence[ir.Value | None]",
+        outputs: Sequence[str],
+        *,
+        attributes: "Attributes" = NO_ATTRIBUTES,
+        domain: str = "",
+        like: "ir.Node | None" = None,
+        name: str = "",
+    ) -> "ir.Node":
+        """A new node that is in no graph yet, its outputs named; ``like`` is the one whose module it belongs to.
+
+        Without a ``name`` it is called after its first output and its operator.
+        """
+        import onnx_ir as ir
+
+        node = ir.node(operator, inputs, dict(attributes), domain=domain, num_outputs=len(outputs))
+        if domain:
+            self.graph.opset_imports.setdefault(domain, 1)
+        for value, wanted in zip(node.outputs, outputs, strict=True):
+            value.name = self._free(wanted, self._taken)
+        node.name = name or self._free(f"{node.outputs[0].name}_{operator}", self._node_names)
+        if like is not None:
+            node.metadata_props.update(like.metadata_props)
+        return node
+
+    def store(self, name: str, narrow: Narrow) -> Stored:
+        """The parts of a constant in few bits; each of its readers gets a DequantizeLinear of its own."""
+        levels = self.initialiser(f"{name}_quantized", narrow.levels)
+        scale = self.initialiser(f"{name}_scale", narrow.scale)
+        return Stored(name, levels, scale, narrow.axis, narrow.block)
+
+    def dequantised(self, stored: Stored, before: "ir.Node") -> "ir.Value":
+        """A constant in few bits, as floats for one node."""
+        inputs = [stored.levels, stored.scale]
+        numbers = stored.scale.const_value
+        if stored.levels.dtype is not None and stored.levels.dtype.name == "INT8" and numbers is not None:
+            shape = tuple(numbers.shape.numpy())
+            inputs.append(self.shared(f"zero_points_{'_'.join(map(str, shape))}", np.zeros(shape, np.int8)))
+        attributes = {} if stored.axis is None else {"axis": stored.axis}
+        if stored.block:
+            attributes["block_size"] = stored.block
+        name = f"{stored.name}_dequantized"
+        node = self.node("DequantizeLinear", inputs, [name], attributes=attributes, like=before)
+        _describe(node.outputs[0], stored.scale, stored.levels)
+        self.graph.insert_before(before, node)
+        return node.outputs[0]
+
+    def pair(self, value: "ir.Value", grid: Grid, readers: "Iterable[tuple[ir.Node, int]] | None") -> None:
+        """Round a value for some of its readers, or for all of them and the graph's outputs."""
+        everywhere = readers is None
+        uses = [(use.node, use.idx) for use in value.uses()] if readers is None else list(readers)
+        scale = self.initialiser(f"{value.name}_scale", np.array(grid.scale, np.float32))
+        zero = self.shared(f"zero_point_{grid.dtype}_{grid.zero_point}", _zero_point(grid))
+        quantise = self.node("QuantizeLinear", [value, scale, zero], [f"{value.name}_quantized"])
+        restore = self.node("DequantizeLinear", [quantise.outputs[0], scale, zero], [f"{value.name}_dequantized"])
+        _describe(quantise.outputs[0], zero, value)
+        _describe(restore.outputs[0], scale, value)
+        producer = value.producer()
+        if producer is None:
+            self.graph.insert_before(self.graph[0], [quantise, restore])
+        else:
+            for new in (quantise, restore):
+                new.metadata_props.update(producer.metadata_props)
+            self.graph.insert_after(producer, [quantise, restore])
+        for node, index in uses:
+            node.replace_input_with(index, restore.outputs[0])
+        if everywhere and value.is_graph_output():
+            self._hand_over(value, restore.outputs[0])
+
+    def _hand_over(self, value: "ir.Value", other: "ir.Value") -> None:
+        """Make another value the graph's output, under the name that the output has."""
+        places = [index for index, output in enumerate(self.graph.outputs) if output is value]
+        for index in places:
+            self.graph.outputs[index] = other
+        name = value.name
+        value.name = self._free(f"{name}_float", self._taken)
+        other.name = name
+
+    def replace(self, node: "ir.Node", outputs: "Sequence[ir.Value]") -> None:
+        """Put other values in the place of what a node writes, under its names, and take it out of the graph."""
+        import onnx_ir as ir
+
+        names = [value.name for value in node.outputs]
+        for old, new in zip(node.outputs, outputs, strict=True):
+            _describe(new, old, old)
+            ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        self.graph.remove(node, safe=True)
+        for new, name in zip(outputs, names, strict=True):
+            new.name = name
+
+    def finish(self, model: "ir.Model") -> None:
+        """Remove what nothing reads any more, and state the version of the format that the new types need."""
+        from onnx_ir.passes import common
+
+        common.RemoveUnusedNodesPass()(model)
+        model.ir_version = max(model.ir_version, *(_IR_VERSIONS.get(name, 0) for name in self._dtypes), 0)
+
+    def _free(self, wanted: str, taken: set[str]) -> str:
+        name, count = wanted, 1
+        while name in taken:
+            count += 1
+            name = f"{wanted}_{count}"
+        taken.add(name)
+        return name
+
+
+def _describe(value: "ir.Value", dtype_of: "ir.Value", shape_of: "ir.Value") -> None:
+    """Give a value the element type of one and the shape of another; descriptions are changed in place by others."""
+    import onnx_ir as ir
+
+    if dtype_of.dtype is not None:
+        value.type = ir.TensorType(dtype_of.dtype)
+    value.shape = None if shape_of.shape is None else shape_of.shape.copy()
+
+
+def _zero_point(grid: Grid) -> Array:
+    import ml_dtypes
+
+    dtypes = {"int8": np.int8, "uint8": np.uint8, "fp8": ml_dtypes.float8_e4m3fn}
+    return np.array(grid.zero_point, dtypes[grid.dtype])

@@ -1,0 +1,491 @@
+"""Where the channels of a value lie, followed backwards through operators that only move them about."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.tensors import Array
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+@dataclass(frozen=True)
+class Place:
+    """Channels of a value: counted along these axes, the first the slowest, ours begin at ``first``.
+
+    The channels of the context of an attention with 12 heads are those of axes 1 and 3 of B,H,S,E.
+    """
+
+    value: "ir.Value"
+    axes: tuple[int, ...]
+    total: int
+    first: int = 0
+
+    def spread(self, factors: Array) -> Array:
+        """Factors of ours as factors of all channels: the others are left alone."""
+        everything = np.ones(self.total)
+        everything[self.first : self.first + len(factors)] = factors
+        return everything
+
+    def broadcast(self, factors: Array) -> Array:
+        """Factors of ours, to be multiplied with the value; for channels on one axis."""
+        behind = len(self.value.shape or ()) - 1 - self.axes[0]
+        return self.spread(factors).reshape(-1, *(1,) * behind)
+
+
+def place(value: "ir.Value", axis: int, channels: int) -> Place | None:
+    """The channels on one axis of a value; None if they are not known to be there."""
+    dims = sizes(value)
+    if not -len(dims) <= axis < len(dims) or dims[axis] != channels:
+        return None
+    return Place(value, (axis % len(dims),), channels)
+
+
+def sizes(value: "ir.Value | None") -> tuple[int | None, ...]:
+    """The static dimensions of a value, None for others; empty if nothing is known."""
+    shape = value.shape if value is not None else None
+    return tuple(dim if isinstance(dim, int) else None for dim in shape) if shape is not None else ()
+
+
+def same(place: Place, source: "ir.Value | None", axes: Iterable[int] | None = None) -> Place | None:
+    """The same channels of another value on axes of the same sizes; None if it has others there."""
+    chosen = place.axes if axes is None else tuple(axes)
+    ours, theirs = sizes(place.value), sizes(source)
+    if source is None or max(chosen) >= len(theirs) or (axes is None and len(ours) != len(theirs)):
+        return None
+    fits = all(ours[a] == theirs[b] is not None for a, b in zip(place.axes, chosen, strict=True))
+    return replace(place, value=source, axes=chosen) if fits else None
+
+
+def transposed(node: "ir.Node", place: Place) -> Place | None:
+    """Through a Transpose."""
+    rank = len(sizes(place.value))
+    order = list(node.attributes["perm"].as_ints()) if "perm" in node.attributes else list(range(rank))[::-1]
+    return same(place, node.inputs[0], (order[axis] for axis in place.axes))
+
+
+def reshaped(node: "ir.Node", place: Place) -> Place | None:
+    """Through a Reshape or Flatten that keeps the channels together at the end."""
+    source = node.inputs[0]
+    axes = _trailing(sizes(source), place.total)
+    if source is None or axes is None or _trailing(sizes(place.value), place.total) != place.axes:
+        return None
+    return replace(place, value=source, axes=axes)
+
+
+def _trailing(dims: tuple[int | None, ...], total: int) -> tuple[int, ...] | None:
+    """The last axes that together have this size, those of size 1 left out; None if there are none."""
+    found: list[int] = []
+    size = 1
+    for axis in reversed(range(len(dims))):
+        dim = dims[axis]
+        if size == total or dim is None:
+            break
+        size *= dim
+        if dim != 1:
+            found.insert(0, axis)
+    return tuple(found) if size == total > 1 else None
+
+
+def squeezed(node: "ir.Node", place: Place) -> Place | None:
+    """Through a Squeeze, or a reduction that drops its axes."""
+    source = node.inputs[0]
+    gone = _axes(node, len(sizes(source)))
+    if gone is None:
+        return None
+    kept = [axis for axis in range(len(sizes(source))) if axis not in gone]
+    return same(place, source, (kept[axis] for axis in place.axes)) if max(place.axes) < len(kept) else None
+
+
+def unsqueezed(node: "ir.Node", place: Place) -> Place | None:
+    """Through an Unsqueeze."""
+    rank = len(sizes(place.value))
+    added = _axes(node, rank)
+    if added is None or added & set(place.axes):
+        return None
+    kept = [axis for axis in range(rank) if axis not in added]
+    return same(place, node.inputs[0], (kept.index(axis) for axis in place.axes))
+
+
+def averaged(node: "ir.Node", place: Place) -> Place | None:
+    """Through a ReduceMean over other axes than the channels'."""
+    if not node.attributes.get_int("keepdims", 1):
+        return squeezed(node, place)
+    reduced = _axes(node, len(sizes(place.value)))
+    return None if reduced is None or reduced & set(place.axes) else same(place, node.inputs[0])
+
+
+def _axes(node: "ir.Node", rank: int) -> set[int] | None:
+    """The axes that a node names, as an input or, in old opsets, as an attribute."""
+    if "axes" in node.attributes:
+        return {axis % rank for axis in node.attributes["axes"].as_ints()}
+    given = edit.read(node.inputs[1]) if len(node.inputs) > 1 else None
+    return None if given is None or not rank else {int(axis) % rank for axis in given.reshape(-1)}
+
+
+def split(node: "ir.Node", place: Place) -> Place | None:
+    """Through a Split, to the part that the value is."""
+    dims = [sizes(value) for value in node.outputs]
+    if any(not one for one in dims):
+        return None
+    axis = node.attributes.get_int("axis", 0) % len(dims[0])
+    widths = [one[axis] for one in dims]
+    position = node.outputs.index(place.value)
+    before = [width for width in widths[:position] if width is not None]
+    return _selected(place, node.inputs[0], axis, sum(before)) if len(before) == position else None
+
+
+def sliced(node: "ir.Node", place: Place) -> Place | None:
+    """Through a Slice, if all other readers of what it is cut from take other slices of the same axis."""
+    ours, source = _interval(node), node.inputs[0]
+    if ours is None or source is None or source.is_graph_output():
+        return None
+    axis, start, end = ours
+    for reader, index in source.uses():
+        theirs = _interval(reader) if index == 0 and reader.op_type == "Slice" else None
+        if reader is not node and (theirs is None or theirs[0] != axis or (theirs[1] < end and start < theirs[2])):
+            return None
+    return _selected(place, source, axis, start)
+
+
+def _interval(node: "ir.Node") -> tuple[int, int, int] | None:
+    """Axis, start and end of a Slice along one axis, step by step."""
+    dims = sizes(node.inputs[0])
+    numbers = [edit.read(value) for value in node.inputs[1:]]
+    if len(numbers) < 3 or any(one is None or one.size != 1 for one in numbers) or not dims:
+        return None
+    start, end, axis, *step = (int(one.reshape(-1)[0]) for one in numbers if one is not None)
+    size = dims[axis]
+    if size is None or step not in ([], [1]):
+        return None
+    start, end = (min(max(edge + size if edge < 0 else edge, 0), size) for edge in (start, end))
+    return axis % len(dims), start, end
+
+
+def _selected(place: Place, source: "ir.Value | None", axis: int, start: int) -> Place | None:
+    """The same channels among more of them: a value is what ``source`` has from ``start`` on, on one axis."""
+    dims, ours = sizes(source), sizes(place.value)
+    size = dims[axis] if dims else None
+    if source is None or size is None or len(dims) != len(ours):
+        return None
+    others = [axis_ for axis_ in place.axes if axis_ != axis]
+    if any(dims[other] != ours[other] for other in others):
+        return None
+    inside = axis in place.axes
+    if place.axes[0] != axis if inside else ours[axis] != 1:
+        return None
+    step = math.prod(_known(dims, others))
+    return Place(source, (axis, *others), size * step, place.first + start * step)
+
+
+def _known(dims: tuple[int | None, ...], axes: Iterable[int]) -> Iterator[int]:
+    return (dim for axis in axes if (dim := dims[axis]) is not None)
+
+
+# Products of an activation with a constant weight: where their channels lie, and how to scale them.
+
+_BIAS = 2
+_MATRIX_PRODUCTS = ("MatMul", "Gemm")
+
+
+@dataclass(frozen=True)
+class Product:
+    """One Conv, ConvTranspose, MatMul or Gemm whose second input is an initialiser of float32."""
+
+    node: "ir.Node"
+    data: "ir.Value"
+    weight: "ir.Value"
+    groups: int
+    inputs: int
+    """Channels of the activation that it reads."""
+    outputs: int
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it multiplies matrices."""
+        return self.node.op_type in _MATRIX_PRODUCTS
+
+    @property
+    def axis(self) -> int:
+        """The axis of the channels."""
+        return -1 if self.is_matrix else 1
+
+    @property
+    def private(self) -> bool:
+        """Whether nothing else reads the weight."""
+        return len(self.weight.uses()) == 1
+
+    @property
+    def bias(self) -> "ir.Value | None":
+        """The bias that the operator itself adds."""
+        return self.node.inputs[_BIAS] if len(self.node.inputs) > _BIAS else None
+
+    def weights(self) -> Array:
+        """The weight as outputs × inputs of a group × places in the kernel; a view where the layout allows it."""
+        assert self.weight.const_value is not None
+        weight = self.weight.const_value.numpy()
+        return by_channel(weight, inputs_first=inputs_first(self.node), groups=self.groups)
+
+    def grouped(self) -> Array:
+        """The weight as groups × outputs of a group × inputs of a group × places in the kernel."""
+        weights = self.weights()
+        return weights.reshape(self.groups, -1, *weights.shape[1:])
+
+    def scale(self, outputs: Array | None = None, inputs: Array | None = None) -> None:
+        """Multiply what comes out, channel by channel, and what each input channel is weighted with."""
+        parts = []
+        if outputs is not None:
+            parts.append(self._laid_out(outputs.reshape(self.groups, -1, 1)))
+            if self.bias is not None:
+                edit.multiply(self.node, _BIAS, outputs)
+        if inputs is not None:
+            parts.append(self._laid_out(inputs.reshape(self.groups, 1, -1)))
+        edit.rescale(self.weight, parts)
+
+    def _laid_out(self, factors: Array) -> Array:
+        """Factors of groups × outputs of a group × inputs of a group, in the layout of the weight."""
+        if self.groups > 1:
+            shape = (self.groups, self.outputs // self.groups, self.inputs // self.groups)
+            factors = np.broadcast_to(factors, shape)
+        if inputs_first(self.node):
+            factors = factors.swapaxes(1, 2)
+        rank = len(self.weight.shape or ())
+        return factors.reshape(-1, factors.shape[2], *(1,) * (rank - 2)).astype(np.float32)
+
+
+def find(model: "ir.Model") -> tuple[Product, ...]:
+    """The products of the main graph, in the order of its nodes."""
+    return tuple(product for node in model.graph if (product := _product(node)) is not None)
+
+
+def by_channel(weight: Array, *, inputs_first: bool, groups: int = 1) -> Array:
+    """A weight of a product as outputs × inputs of a group × places in the kernel."""
+    flat = weight.reshape(*weight.shape[:2], -1)
+    if not inputs_first:
+        return flat
+    if groups == 1:
+        return flat.swapaxes(0, 1)
+    inputs, outputs = weight.shape[0] // groups, weight.shape[1]
+    return flat.reshape(groups, inputs, outputs, -1).swapaxes(1, 2).reshape(groups * outputs, inputs, -1)
+
+
+def inputs_first(node: "ir.Node") -> bool:
+    """Whether the first axis of a product's weight is that of the inputs."""
+    return node.op_type in ("ConvTranspose", "MatMul") or (
+        node.op_type == "Gemm" and not node.attributes.get_int("transB", 0)
+    )
+
+
+def _product(node: "ir.Node") -> Product | None:
+    if node.domain not in ("", "ai.onnx") or node.op_type not in ("Conv", "ConvTranspose", *_MATRIX_PRODUCTS):
+        return None
+    data, weight = node.inputs[:2]
+    if data is None or weight is None or not edit.is_weight(weight) or weight.shape is None:
+        return None
+    rank = len(weight.shape)
+    fits = rank == 2 if node.op_type in _MATRIX_PRODUCTS else rank >= 3
+    turned = node.attributes.get_int("transA", 0)
+    if turned or not fits or weight.const_value is None or not weight.const_value.size:
+        return None
+    bias = node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
+    if bias is not None and not edit.is_factor(bias):
+        return None
+    return Product(node, data, weight, *_channels(node, tuple(weight.const_value.shape.numpy())))
+
+
+def _channels(node: "ir.Node", shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Groups, input channels and output channels of a weight of this shape."""
+    groups = node.attributes.get_int("group", 1)
+    if node.op_type == "Conv":
+        return groups, shape[1] * groups, shape[0]
+    if node.op_type == "ConvTranspose":
+        return groups, shape[0], shape[1] * groups
+    if node.attributes.get_int("transB", 0):
+        return 1, shape[1], shape[0]
+    return 1, shape[0], shape[1]
+
+
+# From a value back to where its channels can be scaled for free: through operators that pass factors on exactly.
+#
+# f(s·x) = s·f(x) for a factor s > 0 of each channel, and nothing but the way itself reads what lies on it.
+
+Products = Mapping["ir.Value", Product]
+"""Products by the value that they give."""
+
+
+@dataclass(frozen=True)
+class Addend:
+    """A constant that has to be scaled along with a value: a bias, or the scale of a normalisation."""
+
+    node: "ir.Node"
+    index: int
+    place: Place
+
+
+@dataclass(frozen=True)
+class Trail:
+    """All that has to be scaled so that a value is."""
+
+    addends: tuple[Addend, ...] = ()
+    product: Product | None = None
+    end: Place | None = None
+    """What the product gives, where there is one."""
+    nodes: "tuple[ir.Node, ...]" = ()
+    """The operators on the way, from the value on."""
+
+    def scale(self, factors: Array) -> None:
+        """Scale the channels of the value that the trail starts from."""
+        self.scale_addends(factors)
+        if self.product is not None and self.end is not None:
+            self.product.scale(outputs=self.end.spread(factors))
+
+    def scale_addends(self, factors: Array) -> None:
+        """Scale all but the product."""
+        for addend in self.addends:
+            edit.multiply(addend.node, addend.index, addend.place.broadcast(factors))
+
+
+@dataclass(frozen=True)
+class _Move:
+    """One step back: to another value, or, without one, to the end."""
+
+    place: Place | None
+    addends: tuple[Addend, ...] = ()
+
+
+_Step = Callable[["ir.Node", Place], Iterable[_Move]]
+
+
+def trace(place: Place, products: Products, steps: Mapping[str, _Step]) -> Trail | None:
+    """Follow the channels of a value; None where they cannot be scaled for free."""
+    product = products.get(place.value)
+    if product is not None:
+        return _ends_at(product, place)
+    node = place.value.producer()
+    if node is None or node.domain not in ("", "ai.onnx") or node.op_type not in steps:
+        return None
+    for move in steps[node.op_type](node, place):
+        if move.place is None:
+            return Trail(move.addends, nodes=(node,))
+        if node.op_type != "Slice" and not is_private(move.place.value):
+            continue
+        rest = trace(move.place, products, steps)
+        if rest is not None:
+            return Trail((*move.addends, *rest.addends), rest.product, rest.end, (node, *rest.nodes))
+    return None
+
+
+def is_private(value: "ir.Value") -> bool:
+    """Whether exactly one input of one node reads a value."""
+    return len(value.uses()) == 1 and not value.is_graph_output()
+
+
+def _ends_at(product: Product, place: Place) -> Trail | None:
+    axis = product.axis % len(sizes(place.value))
+    fits = place.axes == (axis,) and place.total == product.outputs and product.private
+    return Trail(product=product, end=place) if fits else None
+
+
+def _passed(node: "ir.Node", place: Place | None, *addends: Addend) -> Iterator[_Move]:
+    if place is not None and not any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
+        yield _Move(place, addends)
+
+
+def _moved(move: "Callable[[ir.Node, Place], Place | None]") -> _Step:
+    return lambda node, place: _passed(node, move(node, place))
+
+
+def _elementwise(node: "ir.Node", place: Place) -> Iterator[_Move]:
+    """Each number on its own, or, in pooling, those of one channel."""
+    if node.op_type == "PRelu" and edit.read(node.inputs[1]) is None:
+        return
+    if "Pool" not in node.op_type or place.axes == (1,):
+        yield from _passed(node, same(place, node.inputs[0]))
+
+
+def _select(node: "ir.Node", place: Place) -> Iterator[_Move]:
+    """The other parts of a Split are scaled by 1."""
+    source = split(node, place)
+    if source is not None:
+        yield _Move(source)
+
+
+def _matmul(node: "ir.Node", place: Place) -> Iterator[_Move]:
+    """A·V: the columns of V, for every head on its own."""
+    rank = len(sizes(place.value))
+    if rank - 2 not in place.axes and len(sizes(node.inputs[1])) == rank:
+        yield from _passed(node, same(place, node.inputs[1]))
+
+
+def _attention(node: "ir.Node", place: Place) -> Iterator[_Move]:
+    """The operator of opset 23; where heads of the values are shared by several of the queries', sizes differ."""
+    query, value = sizes(node.inputs[0]), sizes(node.inputs[2])
+    if len(query) != len(value) or place.value is not node.outputs[0] or any(node.inputs[4:]):
+        return
+    if len(query) == 3 or 2 not in place.axes:
+        yield from _passed(node, same(place, node.inputs[2]))
+
+
+def _add(node: "ir.Node", place: Place) -> Iterator[_Move]:
+    """A bias, which is scaled along."""
+    for index in (0, 1):
+        if edit.is_factor(node.inputs[index]) and len(place.axes) == 1:
+            yield from _passed(node, same(place, node.inputs[1 - index]), Addend(node, index, place))
+
+
+def _multiply(node: "ir.Node", place: Place) -> Iterator[_Move]:
+    """A constant factor is as good a place as any; of two activations one has to be scaled."""
+    for index in (0, 1):
+        if edit.is_factor(node.inputs[index]) and len(place.axes) == 1:
+            yield _Move(None, (Addend(node, index, place),))
+            return
+    for value in node.inputs:
+        if len(sizes(value)) == len(sizes(place.value)):
+            yield from _passed(node, same(place, value))
+
+
+def _normalise(node: "ir.Node", place: Place) -> Iterator[_Move]:
+    """Scale and bias of a normalisation over the last axis."""
+    last = len(sizes(place.value)) - 1
+    given = [index for index in range(1, len(node.inputs)) if node.inputs[index] is not None]
+    fits = place.axes == (last,) and node.attributes.get_int("axis", -1) in (-1, last)
+    if fits and place.value is node.outputs[0] and all(edit.is_factor(node.inputs[index]) for index in given):
+        yield _Move(None, tuple(Addend(node, index, place) for index in given))
+
+
+_SIMPLE = ("Relu", "LeakyRelu", "PRelu", "Identity")
+_POOLS = ("MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool")
+
+HOMOGENEOUS: Mapping[str, _Step] = MappingProxyType(
+    {
+        **dict.fromkeys((*_SIMPLE, *_POOLS, "Clip"), _elementwise),
+        "Add": _add,
+        "Flatten": _moved(reshaped),
+        "Reshape": _moved(reshaped),
+        "ReduceMean": _moved(averaged),
+        "Squeeze": _moved(squeezed),
+    }
+)
+"""Between two layers of a network. A Clip is only homogeneous below its bound: whoever uses it has to look."""
+
+EXACT: Mapping[str, _Step] = MappingProxyType(
+    {
+        **{word: step for word, step in HOMOGENEOUS.items() if word != "Clip"},
+        "Attention": _attention,
+        "LayerNormalization": _normalise,
+        "MatMul": _matmul,
+        "Mul": _multiply,
+        "RMSNormalization": _normalise,
+        "Slice": _moved(sliced),
+        "Split": _select,
+        "Transpose": _moved(transposed),
+        "Unsqueeze": _moved(unsqueezed),
+    }
+)
+"""All that factors pass through, or end in, exactly."""

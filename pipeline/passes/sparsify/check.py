@@ -1,0 +1,352 @@
+"""Whether zeros are where they were: the pattern of weights in a graph, and in what was made of it.
+
+A weight is found again by its name, by the value that its product makes, or by the product's name; where all of these
+have changed, by its zeros: a weight that is zero wherever the given one was, alone or as rows of a larger one, has to
+be it, as chance would need one try in 2^n for n zeros. What rounds to zero on the way is no loss.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.passes.sparsify import sparsify
+from enginesmith.pipeline.passes.sparsify.sparsify import order
+from enginesmith.pipeline.tensors import Array
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+# Weights of products as they lie in any graph, whatever was made of it: where they are zero, as sums × terms.
+#
+# Understood are the operators of ONNX behind casts, transpositions and Q/DQ pairs, and those that ONNX Runtime puts in
+# their place on the CPU. A level that equals its zero point is a zero. ONNX Runtime's NCHWc convolutions have their
+# channels in blocks of 8 or 16, which the file does not say: both readings are given.
+
+_BLOCKS = (16, 8)
+_TRANSPARENT = ("Cast", "Identity")
+_NIBBLES_ZERO = 8
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Where an operator has its weight, which axis of it is summed over, and where its zero point is."""
+
+    weight: int = 1
+    zero: int | None = None
+    convolution: bool = False
+
+
+_FORMS: Mapping[str, _Form] = MappingProxyType(
+    {
+        "Attention": _Form(),
+        "Conv": _Form(convolution=True),
+        "ConvInteger": _Form(zero=3, convolution=True),
+        "DynamicQuantizeMatMul": _Form(zero=3),
+        "FusedConv": _Form(convolution=True),
+        "FusedGemm": _Form(),
+        "FusedMatMul": _Form(),
+        "Gemm": _Form(),
+        "MatMul": _Form(),
+        "MatMulInteger": _Form(zero=3),
+        "MatMulIntegerToFloat": _Form(zero=5),
+        "QAttention": _Form(zero=7),
+        "QGemm": _Form(weight=3, zero=5),
+        "QLinearConv": _Form(weight=3, zero=5, convolution=True),
+        "QLinearMatMul": _Form(weight=3, zero=5),
+    }
+)
+"""Operators by name, of ONNX and of ONNX Runtime alike."""
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """The weight of one product."""
+
+    name: str
+    """Of the initialiser."""
+    operator: str
+    node: str
+    output: str
+    """The value that the product makes."""
+    readings: Callable[[], tuple[Array, ...]]
+    """True where it is not zero, as sums × terms of a sum; more than one where its layout is not known."""
+
+
+def find(model: "ir.Model") -> Iterator[StoredWeight]:
+    """The constant weights of all products of a graph and its subgraphs; a shared one once for each product."""
+    import onnx_ir as ir
+
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        found = _nibbles(node) if node.op_type == "MatMulNBits" else _weight(node)
+        if found is not None:
+            yield found
+
+
+def _weight(node: "ir.Node") -> StoredWeight | None:
+    form = _FORMS.get(node.op_type)
+    if form is None or (node.op_type == "Attention" and node.domain in ("", "ai.onnx")):
+        return None
+    value = _input(node, form.weight)
+    if value is None:
+        return None
+    rank = len(value.shape or ())
+    outputs_first = form.convolution or node.attributes.get_int("transB", 0) == 1
+    zero = edit.read(_input(node, form.zero))
+    walked = _walk(value, 1 if outputs_first else max(rank - 2, 0), zero, 0 if outputs_first else -1)
+    if walked is None:
+        return None
+    blocked = node.domain == "com.microsoft.nchwc"
+    return StoredWeight(
+        name=str(walked.value.name),
+        operator=node.op_type,
+        node=str(node.name or ""),
+        output=str(node.outputs[0].name),
+        readings=lambda: tuple(walked.readings(blocked=blocked)),
+    )
+
+
+def _input(node: "ir.Node", index: int | None) -> "ir.Value | None":
+    return node.inputs[index] if index is not None and index < len(node.inputs) else None
+
+
+@dataclass(frozen=True)
+class _Walked:
+    """The constant behind a weight, its summed axis there, and what stands for zero in it."""
+
+    value: "ir.Value"
+    axis: int
+    zero: Array | None
+    zero_axis: int
+    """The axis that several zero points lie along."""
+    block: int
+
+    def readings(self, *, blocked: bool) -> Iterator[Array]:
+        numbers = edit.read(self.value)
+        assert numbers is not None
+        nonzero = self._nonzero(numbers)
+        if not blocked:
+            yield _rows(nonzero, self.axis)
+            return
+        for size in _BLOCKS:
+            yield from (_rows(one, 1) for one in _unblocked(nonzero, size))
+
+    def _nonzero(self, numbers: Array) -> Array:
+        if numbers.dtype.kind not in "fiu":  # of ml_dtypes
+            numbers = numbers.astype(np.float32)
+        if self.zero is None or not self.zero.astype(np.float32).any():
+            return np.not_equal(numbers, 0)
+        zero = self.zero.astype(np.float32)
+        if self.block:
+            zero = np.repeat(zero, self.block, self.zero_axis)
+        elif zero.size > 1:
+            zero = zero.reshape(-1, *(1,) * (numbers.ndim - 1 - self.zero_axis % numbers.ndim))
+        return np.not_equal(numbers, zero)
+
+
+def _walk(value: "ir.Value", axis: int, zero: Array | None, zero_axis: int) -> _Walked | None:
+    """Back to the constant, through what keeps zeros zero; None where there is none."""
+    block = 0
+    while edit.read(value) is None:
+        node = value.producer()
+        if node is None or not node.inputs or node.inputs[0] is None:
+            return None
+        if node.op_type == "Transpose":
+            axis = order(node, len(value.shape or ()))[axis]
+        elif node.op_type in ("DequantizeLinear", "QuantizeLinear"):
+            point = _input(node, 2)
+            zero = edit.read(point)
+            if point is not None and zero is None:
+                return None
+            if node.op_type == "QuantizeLinear" and zero is not None and zero.astype(np.float32).any():
+                return None
+            zero_axis, block = node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
+        elif node.op_type not in _TRANSPARENT:
+            return None
+        value = node.inputs[0]
+    return _Walked(value, axis, zero, zero_axis, block)
+
+
+def _rows(nonzero: Array, axis: int) -> Array:
+    return np.ascontiguousarray(np.moveaxis(nonzero, axis, -1)).reshape(-1, nonzero.shape[axis])
+
+
+def _unblocked(nonzero: Array, size: int) -> Iterator[Array]:
+    """Convolution weights of NCHWc as O×I×kernel, padding included: outputs and inputs in blocks, or outputs alone.
+
+    onnxruntime, ``mlas/lib/reorder.cpp``: OIHWBiBo and OIHWBo.
+    """
+    outputs, inputs, *kernel = nonzero.shape
+    if outputs % size or len(kernel) != 2:
+        return
+    if inputs % size == 0:
+        tiles = nonzero.reshape(outputs // size, inputs // size, *kernel, size, size)
+        yield tiles.transpose(0, 5, 1, 4, 2, 3).reshape(nonzero.shape)
+    tiles = nonzero.reshape(outputs // size, inputs, *kernel, size)
+    yield tiles.transpose(0, 4, 1, 2, 3).reshape(nonzero.shape)
+
+
+def _nibbles(node: "ir.Node") -> StoredWeight | None:
+    """MatMulNBits of 4 bits: outputs × blocks × bytes, the first of two inputs in the lower half of a byte."""
+    packed, points = edit.read(_input(node, 1)), _input(node, 3)
+    if packed is None or node.attributes.get_int("bits", 4) != 4 or points is not None:
+        return None
+    terms = node.attributes.get_int("K", 0)
+
+    def readings() -> tuple[Array, ...]:
+        both = np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(len(packed), -1)
+        return (both[:, :terms] != _NIBBLES_ZERO,)
+
+    value = node.inputs[1]
+    assert value is not None
+    return StoredWeight(str(value.name), node.op_type, str(node.name or ""), str(node.outputs[0].name), readings)
+
+
+_SUFFIX = "_quantized"
+_NAMES = 3
+_ENOUGH_ZEROS = 64
+"""Of a weight that is to be known by them."""
+
+
+@dataclass(frozen=True)
+class WeightFacts:
+    """The zeros of one product's weight."""
+
+    name: str
+    operator: str
+    node: str
+    elements: int
+    zeros: int
+    two_of_four: bool
+    """Whether no four neighbours along the axis that is summed over have more than two that are not zero."""
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What became of the weights that were 2:4, by name."""
+
+    held: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    """Those that cannot be found again, of which nothing is said."""
+
+    def __str__(self) -> str:
+        total = len(self.held) + len(self.lost) + len(self.missing)
+        parts = [f"2:4 held in {len(self.held)} of {total} weights"]
+        parts += [f"lost in {_listed(self.lost)}"] if self.lost else []
+        parts += [f"not found again: {_listed(self.missing)}"] if self.missing else []
+        return "; ".join(parts)
+
+
+def sparse_weights(path: Path) -> tuple[WeightFacts, ...]:
+    """The zeros of the weights of all products in a file, in the order of its nodes; one in memory at a time.
+
+    Raises:
+        InvalidGraph: the file cannot be read.
+    """
+    return tuple(_facts(one) for one in _distinct(path))
+
+
+def held(before: Path, after: Path) -> list[str]:
+    """Names of the weights that are 2:4 in one graph and no more in the graph that was made of it."""
+    return list(follow(before, after).lost)
+
+
+def follow(before: Path, after: Path) -> Followed:
+    """What became of the weights of a graph that are 2:4, in the graph that was made of it.
+
+    Raises:
+        InvalidGraph: one of the files cannot be read.
+    """
+    later = _Later(tuple(find(edit.load(after))))
+    found: dict[str, list[str]] = {"held": [], "lost": [], "missing": []}
+    for one in _distinct(before):
+        nonzero = one.readings()[0]
+        if nonzero.size and sparsify.holds(nonzero, 1):
+            found[later.state(one, nonzero)].append(one.name)
+    return Followed(**{state: tuple(names) for state, names in found.items()})
+
+
+class _Later:
+    """The weights of the graph that was made."""
+
+    def __init__(self, weights: Sequence[StoredWeight]) -> None:
+        self._weights = weights
+        self._bits: dict[str, tuple[_Bits, ...]] = {}
+
+    def state(self, one: StoredWeight, nonzero: Array) -> str:
+        """``held``, ``lost`` or ``missing``."""
+        for other in self._weights:
+            if not _is_called_like(other, one):
+                continue
+            readings = other.readings()
+            if len(readings) == 1 and readings[0].shape[1] == nonzero.shape[1]:
+                return "held" if sparsify.holds(readings[0], 1) else "lost"
+        if nonzero.size - np.count_nonzero(nonzero) < _ENOUGH_ZEROS:
+            return "missing"
+        found = any(_contains(reading, nonzero) for other in self._weights for reading in self._readings(other))
+        return "held" if found else "missing"
+
+    def _readings(self, other: StoredWeight) -> "Iterator[Array]":
+        """As packed bits in memory, since many weights may be looked for in it."""
+        if other.name not in self._bits:
+            self._bits[other.name] = tuple(_Bits.of(reading) for reading in other.readings())
+        return (bits.unpacked() for bits in self._bits[other.name])
+
+
+@dataclass(frozen=True)
+class _Bits:
+    packed: Array
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, nonzero: Array) -> "_Bits":
+        return cls(np.packbits(nonzero), (nonzero.shape[0], nonzero.shape[1]))
+
+    def unpacked(self) -> Array:
+        size = self.shape[0] * self.shape[1]
+        return np.unpackbits(self.packed, count=size).astype(bool).reshape(self.shape)
+
+
+def _is_called_like(other: StoredWeight, one: StoredWeight) -> bool:
+    same = other.name in (one.name, f"{one.name}{_SUFFIX}") or other.output == one.output
+    return same or bool(one.node and other.node == one.node)
+
+
+def _contains(reading: Array, nonzero: Array) -> bool:
+    """Whether some rows of a weight are zero wherever another one is; beyond its terms there is padding alone."""
+    rows, terms = nonzero.shape
+    if len(reading) < rows or reading.shape[1] < terms or reading[:, terms:].any():
+        return False
+    cut = reading[:, :terms]
+    return any(not (cut[start : start + rows] & ~nonzero).any() for start in range(0, len(cut) - rows + 1, rows))
+
+
+def _distinct(path: Path) -> Iterator[StoredWeight]:
+    seen: set[str] = set()
+    for one in find(edit.load(path)):
+        if one.name not in seen:
+            seen.add(one.name)
+            yield one
+
+
+def _facts(one: StoredWeight) -> WeightFacts:
+    nonzero = one.readings()[0]
+    return WeightFacts(
+        name=one.name,
+        operator=one.operator,
+        node=one.node,
+        elements=int(nonzero.size),
+        zeros=int(nonzero.size - np.count_nonzero(nonzero)),
+        two_of_four=sparsify.holds(nonzero, 1),
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    return f"{', '.join(names[:_NAMES])}{more}"

@@ -1,0 +1,490 @@
+"""Sparsify: weights of products set to zero, 2:4 for sparse tensor cores or unstructured by magnitude.
+
+One shot, by magnitude alone. What the network loses by that is the metric's to say; a 2:4 graph runs faster on devices
+with sparse tensor cores, an unstructured one only compresses better.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.errors import InvalidGraph, UsageError
+from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
+from enginesmith.pipeline.passes.base import Pass, Progress, Records, by_reason
+from enginesmith.pipeline.passes.quantize import layers
+from enginesmith.pipeline.passes.sparsify.options import SparsifyOptions, Sparsity
+from enginesmith.pipeline.tensors import Array
+
+if TYPE_CHECKING:
+    import onnx
+    import onnx_ir as ir
+
+
+class Sparsify(Sparsity, Pass):
+    """Put zeros into the weights of products."""
+
+    name: ClassVar[str] = "sparsify"
+    consumes: ClassVar[Kind] = "onnx"
+    produces: ClassVar[Kind] = "onnx"
+    tools: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir", "onnxruntime")
+
+    external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
+
+    @classmethod
+    def parse(
+        cls,
+        text: str,
+        options: SparsifyOptions | None = None,
+        external_data_bytes: int = edit.EXTERNAL_DATA_BYTES,
+    ) -> "Sparsify":
+        """The pass for ``2:4`` or ``unstructured=0.5``; errors as in :meth:`Sparsity.parse`."""
+        return super().parse(text, options).model_copy(update={"external_data_bytes": external_data_bytes})
+
+    def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
+        """Put zeros into the weights.
+
+        Raises:
+            InvalidGraph: no weight can have the pattern.
+            UsageError: a protected name that there is none of.
+        """
+        from enginesmith.pipeline.frameworks.onnx import model_file
+
+        model = _inline_functions(artifact.path)
+        progress(f"making weights {self}")
+        done = sparsify(model, self)
+        progress("writing")
+        edit.save(model, out, self.external_data_bytes)
+        return Effect(
+            file=edit.FILE,
+            summary=_summary(self, done),
+            notes=by_reason("left dense", done.left),
+            signature=model_file.signature(out / edit.FILE),
+        )
+
+
+def _inline_functions(path: Path) -> "ir.Model":
+    """Load a graph with its functions inlined and its weights no longer listed as inputs."""
+    import onnx_ir as ir
+    from onnx_ir.passes import common
+
+    model = edit.load(path)
+    model.ir_version = max(model.ir_version, 4)  # from then on weights need not be listed as inputs
+    ir.passes.Sequential(common.InlinePass(), common.RemoveInitializersFromInputsPass())(model)
+    return model
+
+
+def _summary(asked: Sparsity, done: "Sparsified") -> str:
+    parts = [f"{asked} in {done.done} of {done.weights} weights, {done.share:.1%} of the weights' elements are zero"]
+    if done.sqnr_db is not None:
+        parts.append(f"SQNR of the weights {done.sqnr_db:.1f} dB")
+    return "; ".join(parts)
+
+
+# Which elements of a weight stay: two of four along an axis, or the largest ones anywhere.
+
+GROUP, KEPT = 4, 2
+_ROWS = 1 << 20
+_HALF_BITS = 16
+_BINS = 1 << _HALF_BITS
+
+
+def two_of_four(weight: Array, axis: int) -> Array:
+    """True where an element is one of the two largest magnitudes of its four neighbours along ``axis``.
+
+    Of equal ones the first stay. The length of the axis is a multiple of four.
+    """
+    along = np.moveaxis(weight, axis, -1)
+    kept = np.empty(along.shape, bool)
+    flat, out = np.ascontiguousarray(along).reshape(-1, GROUP), kept.reshape(-1, GROUP)
+    for start in range(0, len(flat), _ROWS):
+        out[start : start + _ROWS] = _two_largest(np.abs(flat[start : start + _ROWS].astype(np.float32)))
+    return np.moveaxis(kept, -1, axis)
+
+
+def _two_largest(magnitudes: Array) -> Array:
+    """True for those that fewer than two others come before; magnitudes are rows of four."""
+    before = np.zeros(magnitudes.shape, np.int8)
+    for first in range(GROUP):
+        for second in range(first + 1, GROUP):
+            ahead = magnitudes[:, first] >= magnitudes[:, second]
+            before[:, second] += ahead
+            before[:, first] += ~ahead
+    return before < KEPT
+
+
+def holds(nonzero: Array, axis: int) -> bool:
+    """Whether no four neighbours along an axis have more than two that are not zero.
+
+
+    This is TensorRT's own test for eligible weights (developer guide, "Structured Sparsity"), which lengths that are
+    no multiple of four fail.
+    """
+    if nonzero.shape[axis] % GROUP:
+        return False
+    groups = np.ascontiguousarray(np.moveaxis(nonzero, axis, -1)).reshape(-1, GROUP)
+    return bool((groups.sum(axis=1, dtype=np.int8) <= KEPT).all())
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The magnitude below which elements become zero, and how many of those that equal it do, the first ones."""
+
+    magnitude: np.float32
+    ties: int
+
+    def mask(self, weight: Array) -> tuple[Array, "Threshold"]:
+        """What stays of a weight, and the threshold for the next one: ties that are used up are used up."""
+        magnitudes = np.abs(weight.astype(np.float32))
+        kept = magnitudes > self.magnitude
+        equal = np.flatnonzero(magnitudes == self.magnitude)
+        gone = equal[: self.ties]
+        kept.flat[equal[self.ties :]] = True
+        return kept, Threshold(self.magnitude, self.ties - len(gone))
+
+
+def threshold(weights: Sequence[Callable[[], Array]], ratio: float) -> Threshold:
+    """The threshold that makes exactly ``ratio`` of all elements zero, rounded down.
+
+    Magnitudes of float32 have the order of their bits, so two histograms find the element of that rank: of the upper
+    half of the bits, then of the lower half of those with the right upper one. One weight is in memory at a time.
+    """
+    upper = np.zeros(_BINS, np.int64)
+    for read in weights:
+        upper += np.bincount(_bits(read()) >> _HALF_BITS, minlength=_BINS)
+    rank = int(ratio * int(upper.sum()))
+    if rank == 0:
+        return Threshold(np.float32(0), 0)
+    high, below = _bin(upper, rank)
+    lower = np.zeros(_BINS, np.int64)
+    for read in weights:
+        bits = _bits(read())
+        lower += np.bincount(bits[bits >> _HALF_BITS == high] & (_BINS - 1), minlength=_BINS)
+    low, less = _bin(lower, rank - below)
+    bits = np.array([high << _HALF_BITS | low], np.uint32)
+    return Threshold(bits.view(np.float32)[0], rank - below - less)
+
+
+def _bits(weight: Array) -> Array:
+    return np.abs(weight.astype(np.float32)).reshape(-1).view(np.uint32)
+
+
+def _bin(counts: Array, rank: int) -> tuple[int, int]:
+    """The bin with the element of that rank, counted from one, and how many lie in bins before it."""
+    total = np.cumsum(counts)
+    index = int(np.searchsorted(total, rank))
+    return index, int(total[index] - counts[index])
+
+
+# Which weights of a float graph can be made sparse, along which axis, and why others cannot.
+#
+# Sparse tensor cores skip zeros along the dimension that a product sums over: input channels of a Conv, for
+# each place in
+# its kernel, and K of Gemm and MatMul. TensorRT's test (developer guide, "Structured Sparsity") and NVIDIA's
+# ASP (apex,
+# ``contrib/sparsity``) take the same. A weight is followed through casts and transpositions to the initialiser.
+
+_STANDARD = ("", "ai.onnx")
+_LAYOUT = ("Cast", "Identity", "Transpose")
+_QUANTISED = ("DequantizeLinear", "QuantizeLinear")
+_FLOATS = ("FLOAT", "FLOAT16", "BFLOAT16")
+
+
+@dataclass
+class Candidate:
+    """An initialiser that products multiply by."""
+
+    value: "ir.Value"
+    axis: int
+    """The one that is summed over."""
+    nodes: "list[ir.Node]" = field(default_factory=list)
+    reason: str = ""
+    """Why no pattern is put into it; empty where one can be."""
+    structured: str = ""
+    """Why 2:4 is not put into it, where another pattern could be."""
+
+    @property
+    def name(self) -> str:
+        """That of the initialiser."""
+        return str(self.value.name)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What people may call it by: the initialiser, its nodes, their modules."""
+        modules = (node.metadata_props.get(MODULE_KEY, "") for node in self.nodes)
+        return frozenset(name for name in (self.name, *(str(node.name) for node in self.nodes), *modules) if name)
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return 0 if self.value.const_value is None else int(self.value.const_value.size)
+
+
+def find(model: "ir.Model") -> tuple[Candidate, ...]:
+    """The weights of all products of a graph and its subgraphs, in the order in which they are first read."""
+    import onnx_ir as ir
+
+    found: dict[ir.Value, Candidate] = {}
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.domain not in _STANDARD or node.op_type not in layers.PRODUCTS or len(node.inputs) < 2:
+            continue
+        weight = node.inputs[1]
+        if weight is None or (weight.shape is None and not weight.is_initializer()):
+            continue
+        traced = _traced(weight, summed_axis(node, len(weight.shape or ())))
+        if traced is None:
+            continue
+        value, axis = traced
+        known = found.setdefault(value, Candidate(value, axis))
+        if known.axis != axis:
+            known.reason = "two products sum over different axes of it"
+        known.nodes.append(node)
+    for candidate in found.values():
+        candidate.reason = candidate.reason or _reason(candidate)
+        candidate.structured = candidate.reason or _structure(candidate)
+    return tuple(found.values())
+
+
+def summed_axis(node: "ir.Node", rank: int) -> int:
+    """The axis of a product's weight that is summed over: those of a group of input channels, or K."""
+    if node.op_type == "Conv":
+        return 1
+    if node.op_type == "ConvTranspose":
+        return 0
+    if node.op_type == "Gemm":
+        return 1 if node.attributes.get_int("transB", 0) else 0
+    return max(rank - 2, 0)
+
+
+def order(node: "ir.Node", rank: int) -> list[int]:
+    """The axes of what a Transpose reads, as it writes them."""
+    return list(node.attributes["perm"].as_ints()) if "perm" in node.attributes else list(range(rank))[::-1]
+
+
+def _traced(value: "ir.Value", axis: int) -> "tuple[ir.Value, int] | None":
+    """The initialiser behind a value and what its axis is there; None for what is computed."""
+    while not value.is_initializer():
+        node = value.producer()
+        if node is None or node.domain not in _STANDARD or node.op_type not in (*_LAYOUT, *_QUANTISED):
+            return None
+        source = node.inputs[0]
+        if source is None:
+            return None
+        if node.op_type == "Transpose":
+            axis = order(node, len(value.shape or ()))[axis]
+        value = source
+    return value, axis
+
+
+def _reason(candidate: Candidate) -> str:
+    value, tensor = candidate.value, candidate.value.const_value
+    if tensor is None or value.is_graph_input():
+        return "it can be fed from outside"
+    if tensor.dtype.name not in _FLOATS:
+        what = "quantised already" if tensor.dtype.is_integer() else f"of the type {tensor.dtype.name.lower()}"
+        return f"it is {what}: sparse weights are made of a float graph"
+    if len(tensor.shape) < 2:
+        return "it is a vector"
+    others = sorted(set(_others(value, set(candidate.nodes))))
+    return f"it is also read by {', '.join(others)}" if others else ""
+
+
+def _others(value: "ir.Value", nodes: "set[ir.Node]") -> Iterator[str]:
+    """What reads a weight besides the products that multiply by it."""
+    if value.is_graph_output():
+        yield "whoever takes the outputs"
+    for use in value.uses():
+        if use.node in nodes and use.idx == 1:
+            continue
+        if use.node.op_type in (*_LAYOUT, *_QUANTISED) and use.idx == 0:
+            yield from _others(use.node.outputs[0], nodes)
+        else:
+            yield use.node.op_type
+
+
+def _structure(candidate: Candidate) -> str:
+    tensor = candidate.value.const_value
+    assert tensor is not None
+    if any(node.op_type == "ConvTranspose" for node in candidate.nodes):
+        return "there are no sparse kernels for ConvTranspose"
+    length = int(tensor.shape.numpy()[candidate.axis])
+    what = "inputs" if candidate.nodes[0].op_type in layers.MATRIX_PRODUCTS else "input channels of a group"
+    if length % GROUP:
+        return f"its {length} {what} are no multiple of {GROUP}"
+    return ""
+
+
+# The mark of a sparse graph: which pattern its weights have, in the metadata of the model.
+#
+# It travels with the graph through passes and files. Whoever relies on it looks at the weights too, as any tool
+# may have
+# written others into a marked file.
+
+KEY = "enginesmith.sparsity"
+TWO_OF_FOUR = "2:4"
+
+
+def put(model: "ir.Model", pattern: str) -> None:
+    """Mark a graph; 2:4 stays 2:4, whatever else becomes zero in it."""
+    marks: MutableMapping[str, str] = model.metadata_props
+    if marks.get(KEY) != TWO_OF_FOUR:
+        marks[KEY] = pattern
+
+
+def of(model: "onnx.ModelProto") -> str:
+    """The pattern that a graph is marked with; empty for a dense one."""
+    return next((str(entry.value) for entry in model.metadata_props if entry.key == KEY), "")
+
+
+# Zeros put into the weights of a graph, each weight computed when it is written.
+
+PROTECTED = "it is protected"
+_REASONS = 3
+
+
+@dataclass
+class Sparsified:
+    """What became of the weights of products; counts are of their elements."""
+
+    done: int = 0
+    weights: int = 0
+    zeros: int = 0
+    elements: int = 0
+    signal: float = 0.0
+    """Sum of the squares of all weights, those left dense too."""
+    noise: float = 0.0
+    """Sum of the squares of what became zero."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Weight → why it stays dense."""
+
+    @property
+    def share(self) -> float:
+        """Of the elements, those that are zero."""
+        return self.zeros / self.elements if self.elements else 0.0
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """Of the weights; None where nothing that was not zero became zero, or everything is."""
+        return float(10 * np.log10(self.signal / self.noise)) if self.noise and self.signal else None
+
+
+def sparsify(model: "ir.Model", asked: Sparsity) -> Sparsified:
+    """Put a pattern into every weight that can have it, in place, and mark the graph.
+
+    Raises:
+        InvalidGraph: no weight of the graph can have it.
+        UsageError: a protected name that there is none of, or all of them are protected.
+    """
+    found = find(model)
+    done = Sparsified(weights=len(found), left=_left(found, asked))
+    chosen = [one for one in found if one.name not in done.left]
+    if not chosen:
+        raise _refusal(found, asked, done.left)
+    done.done = len(chosen)
+    bounds = _thresholds(chosen, asked)
+    for one in found:
+        weight = numbers(one.value)
+        kept = None
+        if one.name not in done.left:
+            kept, bounds = _mask(weight, one.axis, asked, bounds)
+            _apply(one.value, kept)
+        _count(done, weight, kept)
+    put(model, str(asked))
+    return done
+
+
+def numbers(value: "ir.Value") -> Array:
+    """An initialiser's content; of what lies beside the file, a view."""
+    assert value.const_value is not None
+    return value.const_value.numpy()
+
+
+def _left(found: Sequence[Candidate], asked: Sparsity) -> dict[str, str]:
+    protected = _protected(found, asked.protect)
+    reasons = ((one.name, one.structured if asked.pattern == "2:4" else one.reason) for one in found)
+    return {name: PROTECTED if name in protected else why for name, why in reasons if why or name in protected}
+
+
+def _protected(found: Sequence[Candidate], patterns: Sequence[str]) -> set[str]:
+    known = sorted({name for one in found for name in one.names})
+    chosen: set[str] = set()
+    for pattern in patterns:
+        hit = {one.name for one in found if any(_fits(name, pattern) for name in one.names)}
+        if not hit:
+            near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3)
+            raise UsageError(
+                f"{pattern!r} is to be protected, and no weight of a product, its node or module is called so",
+                f"did you mean {' or '.join(near)}?" if near else "take names from `enginesmith inspect`",
+            )
+        chosen |= hit
+    return chosen
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """A name itself, what lies below a module, or what a pattern with * stands for."""
+    return name == pattern or name.startswith(f"{pattern}.") or ("*" in pattern and fnmatchcase(name, pattern))
+
+
+def _refusal(found: Sequence[Candidate], asked: Sparsity, left: dict[str, str]) -> InvalidGraph | UsageError:
+    if not found:
+        return InvalidGraph(
+            "the graph has no weight that can be sparse: no Conv, Gemm or MatMul with a constant one",
+            "run `enginesmith simplify` first, if its weights are computed from constants",
+        )
+    if set(left.values()) == {PROTECTED}:
+        return UsageError(
+            f"all {len(left)} weights of the graph are protected, and none is left to be {asked}", "protect less"
+        )
+    reasons = "; ".join(list(dict.fromkeys(left.values()))[:_REASONS])
+    return InvalidGraph(f"no weight of the graph can be {asked}: {reasons}", "protect less, or take another pattern")
+
+
+def _thresholds(chosen: Sequence[Candidate], asked: Sparsity) -> Threshold | None:
+    """The one threshold that holds for all weights, where there is one."""
+    if asked.pattern == "2:4" or asked.scope == "layer":
+        return None
+    return threshold([lambda one=one: numbers(one.value) for one in chosen], asked.ratio)  # type: ignore[misc]
+
+
+def _mask(weight: Array, axis: int, asked: Sparsity, bound: Threshold | None) -> tuple[Array, Threshold | None]:
+    if asked.pattern == "2:4":
+        return two_of_four(weight, axis), None
+    if bound is None:
+        return threshold([lambda: weight], asked.ratio).mask(weight)[0], None
+    return bound.mask(weight)
+
+
+def _apply(value: "ir.Value", kept: Array) -> None:
+    """Let an initialiser be zero where it is not kept; until then one bit an element is remembered."""
+    import onnx_ir as ir
+
+    given, name, bits = value.const_value, value.name, np.packbits(kept)
+    assert given is not None
+    shape, count = kept.shape, kept.size
+
+    def compute() -> "ir.TensorProtocol":
+        stays = np.unpackbits(bits, count=count).astype(bool).reshape(shape)
+        weight = given.numpy()
+        return ir.tensor(np.where(stays, weight, weight.dtype.type(0)), name=name)
+
+    value.const_value = ir.LazyTensor(compute, dtype=given.dtype, shape=ir.Shape(shape), name=name)
+
+
+def _count(done: Sparsified, weight: Array, kept: Array | None) -> None:
+    if weight.dtype.kind not in "fV" and weight.dtype.name != "bfloat16":
+        return
+    values = weight.astype(np.float32).reshape(-1)
+    done.elements += values.size
+    done.signal += float(np.dot(values, values))
+    zero = values == 0
+    if kept is not None:
+        gone = values[~kept.reshape(-1)]
+        done.noise += float(np.dot(gone, gone))
+        zero |= ~kept.reshape(-1)
+    done.zeros += int(zero.sum())

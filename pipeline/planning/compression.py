@@ -1,0 +1,242 @@
+"""The part of a plan that leads through pruned and sparse models: each is made, and then treated like the given one.
+
+load ── [prune-P-dense ─ prune-P-trial-1 ─ … ─ N ─] prune-P ── recover-P
+
+recover-P ─────────────────────┬─ reference-P ─┐
+                               └─ export-P … ──┴─ build-V-P ── verify-V-P
+graph ── sparsify-S ── reference-S, build-V-S ── verify-V-S
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from enginesmith.pipeline.engines import baseline, simulation
+from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.passes.export.export import Export
+from enginesmith.pipeline.passes.prune.options import PruneOptions, Target
+from enginesmith.pipeline.passes.sparsify.options import Sparsity
+from enginesmith.pipeline.passes.sparsify.sparsify import Sparsify
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, Variant
+from enginesmith.pipeline.planning.precision import feeder
+from enginesmith.pipeline.planning.variants import device_for, variants_of
+from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.build import Transform
+from enginesmith.pipeline.tasks.finetune import TEACHER, Recover
+from enginesmith.pipeline.tasks.load import SHAPES
+from enginesmith.pipeline.tasks.prune import BEFORE, DENSE, DenseEngine, Prune, PruneToLatency, ToEngine, TryLatency
+from enginesmith.pipeline.tasks.verify import Answers, Verify
+
+# Parts of a plan made once more for a changed model: the same steps under other names, on other artifacts.
+
+
+@dataclass(frozen=True)
+class Branch:
+    """How the steps of a changed model differ from those of the given one."""
+
+    suffix: str
+    """What ids of its steps and variants end with, as in ``-prune30``."""
+    stands_for: Mapping[str, str]
+    """Steps that it has others in the place of: the model, and what that answers."""
+    shared: Collection[str] = ()
+    """Steps that are the same ones in both."""
+
+    def name(self, step: str) -> str:
+        """What a step is called here."""
+        return self.stands_for.get(step) or (step if step in self.shared else f"{step}{self.suffix}")
+
+    def steps(self, steps: Sequence[Step]) -> list[Step]:
+        """The steps that are made once more."""
+        return [
+            replace(
+                step,
+                id=self.name(step.id),
+                inputs={role: self.name(name) for role, name in step.inputs.items()},
+                optional_inputs={role: self.name(name) for role, name in step.optional_inputs.items()},
+            )
+            for step in steps
+            if step.id not in self.stands_for and step.id not in self.shared
+        ]
+
+    def variant(self, variant: Variant) -> Variant:
+        """The variant that differs from the given one in nothing but the model."""
+        own: dict[str, Any] = {
+            name: self.name(step)
+            for name in ("calibration", "assignment", "quality", "memory", "work", "profile")
+            if (step := getattr(variant, name))
+        }
+        own |= {
+            name: tuple(self.name(step) for step in getattr(variant, name)) for name in ("verified", "search", "audits")
+        }
+        return replace(
+            variant,
+            id=f"{variant.id}{self.suffix}",
+            artifact=self.name(variant.artifact),
+            dense=variant.dense or variant.id,
+            **own,
+        )
+
+
+_TRIALS = 6
+"""Of models with other shares of MACs, on the way to a latency."""
+_TRIAL_SECONDS = 6.0
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """What was planned for the given model."""
+
+    graph: str
+    """The step whose graph engines are built from."""
+    to_graph: tuple[Step, ...]
+    to_engines: tuple[Step, ...]
+    variants: tuple[Variant, ...]
+    shared: frozenset[str]
+    """Steps that stay the same whatever the model is changed to."""
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A pruned or sparse model: how it is made, and what is made of it as of the given one."""
+
+    own: tuple[Step, ...]
+    again: tuple[Step, ...]
+    branch: Branch
+    check: str
+    """The step that tells how far it is from the given one."""
+    prune: str | None = None
+    sparsity: str | None = None
+
+    def steps(self) -> list[Step]:
+        """All of them."""
+        return [*self.own, *self.branch.steps(self.again)]
+
+    def variant(self, variant: Variant) -> Variant:
+        """What differs from a variant in nothing else."""
+        found = self.branch.variant(variant)
+        return replace(
+            found,
+            verified=(self.check, *found.verified),
+            prune=self.prune or found.prune,
+            pruned=found.pruned + tuple(step.id for step in self.own if isinstance(step.task, Prune)),
+            recovered=found.recovered + tuple(step.id for step in self.own if isinstance(step.task, Recover)),
+            sparsity=self.sparsity or found.sparsity,
+        )
+
+
+def changed(recipe: Recipe, trunk: Trunk) -> tuple[list[Variant], list[Step]]:
+    """Variants and steps of every changed model: pruned, sparse, and both."""
+    graphs = [variant for variant in trunk.variants if variant.engine.consumes == "onnx"]
+    sparse = [_sparse(recipe, pattern, trunk) for pattern in recipe.sparsities]
+    variants = [one.variant(variant) for one in sparse for variant in graphs]
+    steps = [step for one in sparse for step in one.steps()]
+    for target in recipe.prune_targets:
+        pruned = _pruned(recipe, target, trunk)
+        steps += pruned.steps()
+        variants += [pruned.variant(variant) for variant in trunk.variants]
+        for one in sparse:
+            steps += pruned.branch.steps(one.steps())
+            variants += [pruned.variant(one.variant(variant)) for variant in graphs]
+    return variants, steps
+
+
+def _pruned(recipe: Recipe, target: Target, trunk: Trunk) -> Changed:
+    suffix = f"-{target.slug}"
+    steps = list(smaller(recipe, target))
+    made = steps[-1].id
+    steps += _answered(made, suffix, baseline("torch"))
+    branch = Branch(suffix, {LOAD: made, REFERENCE: f"reference{suffix}"}, trunk.shared)
+    again = (*trunk.to_graph, *trunk.to_engines)
+    return Changed(tuple(steps), again, branch, steps[-1].id, prune=str(target))
+
+
+def smaller(recipe: Recipe, target: Target) -> Iterator[Step]:
+    """Prune, and train back: in turns, where pruning is done in several steps.
+
+    Raises:
+        UsageError: a latency is aimed at, and there is not one engine that it can be measured on.
+    """
+    turns = recipe.pruning.steps if recipe.recover and target.kind != "latency" else 1
+    options = recipe.pruning.model_copy(update={"steps": 1}) if turns > 1 else recipe.pruning
+    last = LOAD
+    for turn, part in enumerate(target.stages(turns) if turns > 1 else [target], start=1):
+        name = target.slug + (f"-{turn}of{turns}" if turns > 1 else "")
+        yield from _cut(recipe, name, part, options, last)
+        last = name
+        if recipe.recover:
+            last = f"recover-{name}"
+            yield Step(last, _recover(recipe, turns), {"model": name, TEACHER: LOAD})
+
+
+def _cut(recipe: Recipe, name: str, target: Target, options: PruneOptions, last: str) -> Iterator[Step]:
+    """Prune once; a latency is searched for before, as a chain of trials each of which knows those before it."""
+    asked = {"target": target, "options": options, "feeder": feeder(recipe), "seed": recipe.seed}
+    needs = {"model": last, REFERENCE: REFERENCE}
+    if target.kind != "latency":
+        yield Step(name, Prune.model_validate(asked), needs)
+        return
+    engine = _measured_on(recipe, target)
+    shapes = {SHAPES: SHAPES} if engine.needs_shapes else {}
+    export = Export(**recipe.export.model_dump())
+    way = ToEngine(engine=engine, device=device_for(recipe, engine), export=export, simplify=recipe.simplify)
+    dense = Step(f"{name}-{DENSE}", DenseEngine(way=way), {"model": last, **shapes})
+    yield dense
+    wanted = PruneToLatency.model_validate(asked)
+    trial = TryLatency(prune=wanted, way=way, seconds=min(_TRIAL_SECONDS, recipe.measure.seconds))
+    before: dict[str, str] = {}
+    for index in range(1, _TRIALS + 1):
+        step = Step(f"{name}-trial-{index}", trial, {**needs, **shapes, DENSE: dense.id, **before})
+        yield step
+        before = {BEFORE: step.id}
+    yield Step(name, wanted, {**needs, **before})
+
+
+def _measured_on(recipe: Recipe, target: Target) -> Engine:
+    """The engine that a latency is measured on, on float graphs.
+
+    Raises:
+        UsageError: not one of the engines that are asked for takes graphs and runs here, or several do.
+    """
+    as_it_is = recipe.model_copy(update={"precisions": ("fp32",)})
+    found = [variant.engine for variant in variants_of(as_it_is, recipe.engines) if not variant.unavailable]
+    able = [one for one in found if one.consumes == "onnx" and one.available(device_for(recipe, one)).ok]
+    names = dict.fromkeys(one.name for one in able)
+    if len(names) != 1:
+        told = f"{len(names)} such are asked for: {', '.join(names)}" if names else "none such is asked for"
+        raise UsageError(
+            f"--prune {target} is measured on one engine that takes graphs and runs here, and {told}",
+            "give --engine onnxruntime, or --prune macs=-50%",
+        )
+    return able[0]
+
+
+def _recover(recipe: Recipe, turns: int) -> Recover:
+    return Recover(
+        options=recipe.recovery.model_copy(update={"seconds": recipe.recovery.seconds / turns}),
+        data=recipe.calibration_data,
+        data_options=recipe.data_options,
+        metric=recipe.metric,
+        seed=recipe.seed,
+        device=recipe.where,
+    )
+
+
+def _sparse(recipe: Recipe, pattern: Sparsity, trunk: Trunk) -> Changed:
+    made = Sparsify(**pattern.model_dump(), external_data_bytes=recipe.export.external_data_bytes)
+    suffix = f"-{pattern.slug}"
+    name = f"sparsify{suffix}"
+    steps = [Step(name, Transform(step=made), {"model": trunk.graph}), *_answered(name, suffix, simulation())]
+    shared = (trunk.shared | {LOAD} | {one.id for one in trunk.to_graph}) - {trunk.graph}
+    branch = Branch(suffix, {trunk.graph: name, REFERENCE: f"reference{suffix}"}, shared)
+    modules = {} if trunk.graph == LOAD else {"model": LOAD}
+    again = tuple(step for step in trunk.to_engines if not modules or step.inputs["model"] != LOAD)
+    return Changed(tuple(steps), again, branch, steps[-1].id, sparsity=str(pattern))
+
+
+def _answered(model: str, suffix: str, engine: Engine) -> Iterator[Step]:
+    """What the changed model answers, which its engines are held against; and how far that is from the given one."""
+    yield Step(f"reference{suffix}", Answers(engine=engine), {"model": model, REFERENCE: REFERENCE})
+    task = Verify(stage=model, engine=engine, device=Device(), precision="fp32", min_sqnr_db=None, judged=False)
+    yield Step(f"verify-{model}", task, {"model": model, REFERENCE: REFERENCE})

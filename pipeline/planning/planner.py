@@ -1,0 +1,382 @@
+"""A recipe becomes a tree of steps; variants that share a prefix share its steps.
+
+load ─┬─ reference ─────────────────┬────────────────┬────────────┐
+      └─ export ─┬─ simplify ─┬─ build-V ── verify-V ┴─ memory-V   └─ latency
+                 └─ verify    └─ verify              └─ quality-V     (all variants together)
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from enginesmith.pipeline.engines import BASELINES, baseline, engine_class
+from enginesmith.pipeline.engines.base import MAX, SWEPT, Engine, WorkspaceEngine
+from enginesmith.pipeline.errors import MissingCapability, UsageError
+from enginesmith.pipeline.frameworks.source import Source, resolve
+from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
+from enginesmith.pipeline.passes.quantize.precisions import KINDS
+from enginesmith.pipeline.planning.compression import Trunk, changed
+from enginesmith.pipeline.planning.plan import LATENCY, LIMITS, LOAD, REFERENCE, Plan, Step, Variant, audited
+from enginesmith.pipeline.planning.precision import feeder, lowered
+from enginesmith.pipeline.planning.variants import device_for, given_precision, variants_of
+from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.base import Task
+from enginesmith.pipeline.tasks.build import SMALLEST, UNLIMITED, Build, BuildWithin, Transform
+from enginesmith.pipeline.tasks.load import SHAPES, Load, LoadEngine, LoadOnnx, Shapes
+from enginesmith.pipeline.tasks.measure import (
+    BASELINE,
+    GRAPH,
+    VERIFIED,
+    CountWork,
+    DeviceRates,
+    Latency,
+    Memory,
+    ProfileVariant,
+    Quality,
+)
+from enginesmith.pipeline.tasks.verify import Sample, Verify
+
+_BATCH_OF_JUDGING = 32
+"""Samples that are judged together, where nothing says how large a batch may be."""
+_SHARE_TO_START = 0.25
+"""Of a time limit, for sessions to be started in."""
+
+
+def plan(recipe: Recipe, *, here: bool = True) -> Plan:
+    """Expand a recipe; ``here`` says whether its engines have to run on this machine.
+
+    Raises:
+        UsageError: the recipe asks for what does not go together.
+    """
+    source = resolve(recipe.model)
+    device = recipe.where
+    engines = [name for name in recipe.engines if name != BASELINES["torch"]]  # as it is, the baseline is always there
+    _hold(source, recipe.engines)
+    steps = list(first_steps(recipe))
+    graph: str = LOAD
+    verified: tuple[str, ...] = ()
+    to_graph: list[Step] = []
+    if any(engine_class(name).consumes == "onnx" for name in engines):
+        graph, verified, to_graph = graph_steps(recipe, source)
+        steps += to_graph
+    if any(engine_class(name).needs_shapes for name in engines):
+        steps.append(shapes_step(recipe))
+    found = list(variants_of(recipe, recipe.engines, here=here))
+    given = given_precision(source)
+    original = baseline_variant(source, given)
+    if own := quality_step(recipe, original, original.id):
+        steps.append(own)  # what searches hold their trials against
+    dense, to_engines = _made(recipe, found, graph, verified, original.id)
+    shared = frozenset((SHAPES, *([own.id] if own else ())))
+    trunk = Trunk(graph, tuple(to_graph), tuple(to_engines), tuple(dense), shared)
+    others, more = changed(recipe, trunk)
+    variants, steps = [original, *dense, *others], [*steps, *to_engines, *more]
+    if here:
+        _hold_buildable(engines)
+    lacking = [variant.unavailable for variant in variants[1:]]
+    if lacking and all(lacking):
+        variants[0] = replace(original, unavailable=f"there is nothing to compare it with: {lacking[0]}")
+    stands_for_it = graph if graph != LOAD or not source.is_torch else None
+    built_from = {step.id: step.inputs["model"] for step in steps if isinstance(step.task, (Build, BuildWithin))}
+    for index, variant in enumerate(variants):
+        its_graph = built_from.get(variant.artifact, stands_for_it)
+        variants[index], more = _own_measurements(recipe, variant, original.id, device, its_graph)
+        steps += more
+    limits = limits_steps(recipe, device)
+    latency = latency_step(recipe, variants, device) if recipe.measure.latency else None
+    steps += [*limits, *([latency] if latency else [])]
+    distinct: dict[str, Step] = {}
+    for step in steps:
+        distinct.setdefault(step.id, step)  # variants share what leads to them
+    return Plan(
+        tuple(distinct.values()),
+        variants[0],
+        tuple(variants[1:]),
+        latency.id if latency else None,
+        limits[0].id if limits else None,
+    )
+
+
+def loading(recipe: Recipe) -> Plan:
+    """Only as far as the model.
+
+    Raises:
+        UsageError: it cannot be found.
+    """
+    source = resolve(recipe.model)
+    load, _ = first_steps(recipe)
+    return Plan((load,), baseline_variant(source, given_precision(source)), (), None)
+
+
+def _made(
+    recipe: Recipe, found: Sequence[Variant], graph: str, checks: tuple[str, ...], baseline_id: str
+) -> tuple[list[Variant], list[Step]]:
+    """Variants with their engines' steps, from one float graph."""
+    variants, steps = [], []
+    for variant in found:
+        finished, more = _engine_steps(recipe, variant, graph, checks, baseline_id)
+        variants.append(finished)
+        steps += more
+    return variants, steps
+
+
+def _hold(source: Source, engines: Sequence[str]) -> None:
+    if source.form == "engine":
+        raise UsageError(
+            f"{source.text} is a built engine, and there is nothing to optimise in it",
+            "give the model it was built from; `benchmark` and `verify` take engines",
+        )
+    needs_module = [name for name in engines if engine_class(name).consumes == "torch"]
+    if needs_module and not source.is_torch:
+        raise UsageError(
+            f"the engine {needs_module[0]!r} runs a PyTorch module, and {source.text} is an ONNX file",
+            "leave that engine away, or give the model as file.py:factory",
+        )
+
+
+def _hold_buildable(engines: list[str]) -> None:
+    """Say at once where none of the engines can be built here."""
+    kinds = [engine_class(name) for name in engines]
+    found = [kind.buildable() for kind in kinds if kind.file_suffix]
+    if len(found) == len(kinds) and found and not any(one.ok for one in found):
+        raise MissingCapability(f"{engines[0]} cannot be built here: {found[0].reason}", found[0].remedy)
+
+
+def load_task(recipe: Recipe, source: Source) -> Task:
+    """From MODEL to the first artifact."""
+    if source.form == "engine":
+        return LoadEngine(source=source)
+    if not source.is_torch:
+        return LoadOnnx(source=source, inputs=recipe.specs)
+    return Load(source=source, inputs=recipe.specs, seed=recipe.seed, allow_pickle=recipe.allow_pickle)
+
+
+def baseline_of(source: Source) -> Engine:
+    """Choose the engine that runs a model as it is given, for all others to be held against."""
+    return baseline("torch" if source.is_torch else "onnx")
+
+
+def baseline_variant(source: Source, precision: str) -> Variant:
+    """Describe the given model as it is: the variant that all others are compared with."""
+    return Variant(BASELINES["torch"] if source.is_torch else "source", baseline_of(source), precision, LOAD)
+
+
+def _sample(recipe: Recipe, source: Source) -> Task:
+    return Sample(
+        engine=baseline_of(source),
+        ranges=recipe.ranges,
+        batches=recipe.batch,
+        data=recipe.data,
+        data_options=recipe.data_options,
+        held_out=None if recipe.data or not recipe.calibration_data else feeder(recipe),
+        seed=recipe.seed,
+    )
+
+
+def graph_steps(recipe: Recipe, source: Source) -> tuple[str, tuple[str, ...], list[Step]]:
+    """From what was loaded to the graph that engines are built from; each stage is verified as it is, unoptimised."""
+    from enginesmith.pipeline.passes.export.export import Export
+    from enginesmith.pipeline.passes.simplify import Simplify
+
+    stages: dict[str, Task] = {}
+    if source.is_torch:
+        stages["export"] = Transform(step=Export(**recipe.export.model_dump()))
+    if recipe.simplify:
+        stages["simplify"] = Transform(step=Simplify(external_data_bytes=recipe.export.external_data_bytes))
+    runtime = baseline("onnx")
+    steps, checks, parent = [], [], LOAD
+    for name, task in stages.items():
+        steps.append(Step(name, task, {"model": parent}))
+        checks.append(verify_step(recipe, name, name, name, runtime, Device()))
+        parent = name
+    return parent, tuple(check.id for check in checks), [*steps, *checks]
+
+
+def verify_step(
+    recipe: Recipe, name: str, stage: str, artifact: str, engine: Engine, device: Device, threshold: str = ""
+) -> Step:
+    """Hold a step's artifact, as an engine runs it, against the reference, by a row of the fidelity thresholds."""
+    task = Verify(
+        stage=stage,
+        engine=engine,
+        device=device,
+        precision=threshold or engine.arithmetic,
+        min_sqnr_db=recipe.min_sqnr_db,
+    )
+    return Step(f"verify-{name}", task, {"model": artifact, "reference": REFERENCE})
+
+
+def _engine_steps(
+    recipe: Recipe, variant: Variant, graph: str, checks: tuple[str, ...], baseline_id: str
+) -> tuple[Variant, list[Step]]:
+    """The precision, the engine, and the check that stands for all checks before it too."""
+    engine, device = variant.engine, device_for(recipe, variant.engine)
+    if engine.consumes == "torch":
+        check = verify_step(recipe, variant.id, "engine", LOAD, engine, device)
+        return replace(variant, verified=(check.id,)), [check]
+    steps: list[Step] = []
+    threshold = engine.arithmetic
+    if variant.lowering:
+        made = lowered(recipe, variant, device, graph, quality_step(recipe, variant, baseline_id))
+        graph, checks, threshold = made.graph, (*checks, *made.checks), KINDS[variant.lowering].threshold
+        steps += made.steps
+        variant = replace(variant, calibration=made.calibration, assignment=made.assignment, search=made.search)
+    build = build_step(variant, device, graph)
+    variant, audits = audited(variant, graph, device)
+    check = verify_step(recipe, variant.id, "engine", build.id, engine, device, threshold)
+    needs = {**check.inputs, **{name: name for name in checks}}
+    check = replace(check, inputs=needs, unavailable=variant.unavailable)
+    return replace(variant, verified=(*checks, check.id)), [*steps, build, *audits, check]
+
+
+def shapes_step(recipe: Recipe) -> Step:
+    """The ranges that engines are built for."""
+    return Step(SHAPES, Shapes(ranges=recipe.ranges, batches=recipe.batch), {"model": LOAD})
+
+
+def build_step(variant: Variant, device: Device, graph: str) -> Step:
+    """Build a variant's engine from a step's graph."""
+    engine = variant.engine
+    needs = {"model": graph}
+    if engine.needs_shapes:
+        needs[SHAPES] = SHAPES
+    if not isinstance(engine, WorkspaceEngine) or variant.workspace not in SWEPT:
+        return Step(variant.artifact, Build(engine=engine, device=device), needs)
+    point = SWEPT.index(variant.workspace)
+    needs[UNLIMITED] = variant.artifact.replace(f"-ws{variant.workspace}", f"-ws{MAX}")
+    if point:
+        needs[SMALLEST] = variant.artifact.replace(f"-ws{variant.workspace}", f"-ws{SWEPT[0]}")
+    task = BuildWithin(engine=engine, device=device, point=point, points=len(SWEPT))
+    return Step(variant.artifact, task, needs)
+
+
+def _own_measurements(
+    recipe: Recipe, variant: Variant, baseline_id: str, device: Device, graph: str | None
+) -> tuple[Variant, list[Step]]:
+    """What is measured of one variant alone."""
+    if variant.id != baseline_id:
+        device = device_for(recipe, variant.engine)
+    variant, steps = measurements(recipe, variant, device, graph)
+    if quality := quality_step(recipe, variant, baseline_id):
+        steps.insert(0, replace(quality, inputs={**_measured_needs(variant), **quality.inputs}))
+        variant = replace(variant, quality=quality.id)
+    return variant, steps
+
+
+def measurements(
+    recipe: Recipe, variant: Variant, device: Device, graph: str | None, again: str = ""
+) -> tuple[Variant, list[Step]]:
+    """What is measured of a variant alone but its quality; ``again`` is new for measurements made anew.
+
+    ``graph`` is the step of the ONNX graph that its engine was built from, or that stands for its module.
+    """
+    steps = []
+    if recipe.measure.memory:
+        memory = Memory(
+            engine=variant.engine, device=device, limit_bytes=recipe.measure.memory_limit_bytes, again=again
+        )
+        steps.append(Step(f"memory-{variant.id}", memory, _measured_needs(variant), unavailable=variant.unavailable))
+        variant = replace(variant, memory=steps[-1].id)
+    counted = variant.artifact if variant.engine.shows_graph else graph
+    if recipe.measure.limits and counted:
+        work = CountWork(engine=variant.engine, device=device)
+        needs = {**_measured_needs(variant), "model": counted}
+        steps.append(Step(f"work-{variant.id}", work, needs, unavailable=variant.unavailable))
+        variant = replace(variant, work=steps[-1].id)
+    if recipe.measure.profile:
+        profile = ProfileVariant(variant=variant.id, engine=variant.engine, device=device, again=again)
+        wants = {GRAPH: graph} if graph and variant.engine.consumes == "onnx" else {}
+        step = Step(f"profile-{variant.id}", profile, _measured_needs(variant), wants, unavailable=variant.unavailable)
+        steps.append(step)
+        variant = replace(variant, profile=step.id)
+    return variant, steps
+
+
+def limits_steps(recipe: Recipe, device: Device) -> list[Step]:
+    """What the device can do at best, where that was asked for."""
+    return [Step(LIMITS, DeviceRates(device=device))] if recipe.measure.limits else []
+
+
+def _measured_needs(variant: Variant) -> dict[str, str]:
+    needs = {"model": variant.artifact, "reference": REFERENCE}
+    return {**needs, VERIFIED: variant.verified[-1]} if variant.verified else needs
+
+
+def quality_step(recipe: Recipe, variant: Variant, baseline_id: str) -> Step | None:
+    """The metric of a variant, where there is data for it."""
+    if not recipe.data:
+        return None
+    task = Quality(
+        engine=variant.engine,
+        device=device_for(recipe, variant.engine) if variant.id != baseline_id else recipe.where,
+        data=recipe.data,
+        data_options=recipe.data_options,
+        samples=recipe.eval_samples,
+        metric=recipe.metric,
+        batch=max(recipe.batch),
+        largest_batch=_largest_batch(recipe, variant.engine),
+        seed=recipe.seed,
+    )
+    if variant.id == baseline_id:  # nothing is lacking for it: what it answers is also what searches aim at
+        return Step(f"quality-{variant.id}", task, {"model": variant.artifact})
+    needs = {"model": variant.artifact, BASELINE: f"quality-{baseline_id}"}
+    return Step(f"quality-{variant.id}", task, needs, unavailable=variant.unavailable)
+
+
+def _largest_batch(recipe: Recipe, engine: Engine) -> int:
+    """Return the largest batch that an engine is sure to take: of its range, or any where none limits it."""
+    if asked := recipe.ranges.get("batch"):
+        return asked.max
+    return max(recipe.batch) if engine.needs_shapes else max(*recipe.batch, _BATCH_OF_JUDGING)
+
+
+def latency_step(recipe: Recipe, variants: list[Variant], device: Device, again: str = "") -> Step:
+    """Measure all variants together that can run on the device; ``again`` is new for a measurement made anew."""
+    variants = [variants[0], *(one for one in variants[1:] if device.kind in one.engine.kinds and not one.unavailable)]
+    asked = recipe.measure
+    settings = LatencySettings(
+        precision=asked.precision,
+        time_limit_seconds=asked.seconds,
+        concurrency=tuple(sorted(set(asked.concurrency))),
+        memory_limit_bytes=asked.memory_limit_bytes,
+        seed=recipe.seed,
+    )
+    task = Latency(
+        engines={variant.id: variant.engine for variant in variants},
+        device=device,
+        settings=settings,
+        batches=len(recipe.batch),
+        dense={variant.id: variant.dense for variant in variants if variant.dense},
+        most=recipe.largest_batch if asked.sweep else None,
+        again=again,
+    )
+    needs = {variants[0].id: variants[0].artifact, "reference": REFERENCE}
+    wants = {variant.id: variant.artifact for variant in variants[1:]}
+    wants |= {f"{variant.id} {VERIFIED}": (variant.artifact, *variant.verified)[-1] for variant in variants[1:]}
+    return Step(LATENCY, task, needs, wants, unavailable=variants[0].unavailable)
+
+
+def first_steps(recipe: Recipe) -> tuple[Step, Step]:
+    """The model, and what it answers."""
+    source = resolve(recipe.model)
+    load = Step(LOAD, load_task(recipe, source), required=True)
+    return load, Step(REFERENCE, _sample(recipe, source), {"model": LOAD}, required=True)
+
+
+def in_time(steps: Sequence[Step], limit_seconds: float | None, batch_sizes: int) -> list[Step]:
+    """Steps in which no session that hangs takes the time of all: a quarter to be started, all batch sizes together."""
+    if limit_seconds is None:
+        return list(steps)
+    return [_given_up_after(step, _SHARE_TO_START * limit_seconds / batch_sizes) for step in steps]
+
+
+def _given_up_after(step: Step, seconds: float) -> Step:
+    """No limit is part of what is measured, so the keys are the same."""
+    if isinstance(step.task, Memory):
+        limit = min(step.task.time_limit_seconds, seconds)
+        return replace(step, task=step.task.model_copy(update={"time_limit_seconds": limit}))
+    if not isinstance(step.task, Latency):
+        return step
+    settings = step.task.settings
+    changed = settings.model_copy(update={"start_limit_seconds": min(settings.start_limit_seconds, seconds)})
+    return replace(step, task=step.task.model_copy(update={"settings": changed}))

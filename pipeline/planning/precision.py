@@ -1,0 +1,190 @@
+"""The part of a plan that leads from the float graph to one in another precision.
+
+graph ─┬──────────── [calibrate ─ equalise] ─ [calibrate ─ smooth] ──┬─ precision-P ── verify
+       └─ calibrate ─ sensitivity ─ search-1 ─ … ─ search-N ─ assign ─┘
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from enginesmith.calibration.ranges import METHODS
+from enginesmith.pipeline.engines import simulation
+from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.passes.base import Pass
+from enginesmith.pipeline.passes.quantize.precision import Precision
+from enginesmith.pipeline.passes.quantize.precisions import KINDS, Name
+from enginesmith.pipeline.passes.rescale.equalize import Equalise
+from enginesmith.pipeline.passes.rescale.smooth_quant import Smooth
+from enginesmith.pipeline.planning.plan import REFERENCE, Step, Variant
+from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.build import Build, Transform
+from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
+from enginesmith.pipeline.tasks.load import SHAPES
+from enginesmith.pipeline.tasks.measure import BASELINE
+from enginesmith.pipeline.tasks.mixed_precision import BEFORE, FLOAT, Assign, Goal, Search, Sensitivity
+from enginesmith.pipeline.tasks.verify import Verify
+
+_RANKING_SAMPLES = 16
+"""Samples that groups are ranked by: an order needs fewer than ranges do, and everything is computed twice."""
+_FIRST_METHODS = ("mse", *(method for method in METHODS if method != "mse"))
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A graph in another precision: the step that makes it, and what stands beside it."""
+
+    graph: str
+    checks: tuple[str, ...]
+    steps: tuple[Step, ...]
+    calibration: str
+    assignment: str | None = None
+    search: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Floating:
+    """A float graph on its way: the step that makes it, its checks and its ranges."""
+
+    graph: str
+    ranges: str
+    checks: tuple[str, ...]
+    steps: tuple[Step, ...]
+
+
+def lowered(recipe: Recipe, variant: Variant, device: Device, graph: str, quality: Step | None) -> Lowered:
+    """The steps from the float graph ``graph`` to the precision of a variant.
+
+    ``quality`` finds the metric on the variant's engine, where there is data for it.
+    """
+    assert variant.lowering is not None
+    name, kind = variant.lowering, KINDS[variant.lowering]
+    given = _prepared(recipe, name, graph)
+    step = _precision(recipe, name, variant.engine, device)
+    suffix = name if kind.rest != "fp32" and not kind.searched else f"{name}-{variant.engine.name}"
+    needs = {"model": given.graph, "ranges": given.ranges}
+    steps: list[Step] = list(given.steps)
+    searched: tuple[str, ...] = ()
+    assign: str | None = None
+    if kind.searched:
+        goal = Goal(
+            threshold=kind.threshold,
+            min_sqnr_db=recipe.min_sqnr_db,
+            max_drop=recipe.budgets.max_drop,
+            quality=quality.task if quality and recipe.budgets.max_drop is not None else None,
+            simulation=simulation(),
+        )
+        more = list(_search(recipe, variant, device, step, goal, given, graph, suffix, quality))
+        steps += more
+        searched, assign = tuple(one.id for one in more if isinstance(one.task, Search)), more[-1].id
+        needs["assignment"] = assign
+    steps.append(Step(f"precision-{suffix}", Transform(step=step), needs))
+    steps.append(_check(recipe, steps[-1].id, f"precision-{suffix}", kind.threshold))
+    return Lowered(
+        graph=f"precision-{suffix}",
+        checks=(*given.checks, steps[-1].id),
+        steps=tuple(steps),
+        calibration=given.ranges,
+        assignment=assign,
+        search=searched,
+    )
+
+
+def _precision(recipe: Recipe, name: Name, engine: Engine, device: Device) -> Precision:
+    options = recipe.quantisation
+    placement = engine.placement if options.placement == "auto" else options.placement
+    return Precision(
+        precision=name,
+        placement=placement,
+        method="mse" if options.ranges == "auto" else options.ranges,
+        weight_bits=options.weight_bits or engine.weight_bits(device),
+        keep_io_types=not options.convert_io,
+        bias_correction=options.bias_correction,
+        external_data_bytes=recipe.export.external_data_bytes,
+    )
+
+
+def feeder(recipe: Recipe) -> Feeder:
+    """Where calibration's feeds come from."""
+    return Feeder(data=recipe.calibration_data, samples=recipe.samples, seed=recipe.seed, options=recipe.data_options)
+
+
+def _prepared(recipe: Recipe, name: Name, graph: str) -> _Floating:
+    """Through the passes that make a float graph easier to quantise, each followed by ranges of its own."""
+    found = _Floating(graph, "calibrate", (), (_calibrate(recipe, graph, "calibrate"),))
+    options, static = recipe.quantisation, KINDS[name].calibrated
+    size = recipe.export.external_data_bytes
+    if static and options.equalise:
+        found = _passed(recipe, found, "equalise", Equalise(external_data_bytes=size))
+    if static and options.smooth is not None:
+        alpha = None if options.smooth == "auto" else options.smooth
+        smooth = Smooth(alpha=alpha, insert=options.smooth_insert, external_data_bytes=size)
+        found = _passed(recipe, found, "smooth", smooth)
+    if name == "int4-weights" and options.awq:
+        found = _passed(
+            recipe, found, "awq", Smooth(mode="awq", insert=options.smooth_insert, external_data_bytes=size)
+        )
+    return found
+
+
+def _calibrate(recipe: Recipe, graph: str, name: str) -> Step:
+    task = Calibrate(feeder=feeder(recipe), percentile=recipe.quantisation.percentile)
+    return Step(name, task, {"model": graph, REFERENCE: REFERENCE})
+
+
+def _passed(recipe: Recipe, before: _Floating, word: str, step: Pass) -> _Floating:
+    name = f"{word}-{before.graph}" if before.graph in ("equalise", "smooth") else word
+    made = Step(name, Transform(step=step), {"model": before.graph, "ranges": before.ranges})
+    check = _check(recipe, name, name, "fp32")
+    ranges = _calibrate(recipe, name, f"calibrate-{name}")
+    return _Floating(name, ranges.id, (*before.checks, check.id), (*before.steps, made, check, ranges))
+
+
+def _check(recipe: Recipe, name: str, stage: str, threshold: str) -> Step:
+    task = Verify(
+        stage=stage, engine=simulation(), device=Device(), precision=threshold, min_sqnr_db=recipe.min_sqnr_db
+    )
+    return Step(f"verify-{name}", task, {"model": name, REFERENCE: REFERENCE})
+
+
+def _search(
+    recipe: Recipe,
+    variant: Variant,
+    device: Device,
+    step: Precision,
+    goal: Goal,
+    given: _Floating,
+    graph: str,
+    suffix: str,
+    quality: Step | None,
+) -> Iterator[Step]:
+    """Sensitivity, the trials, and what comes of them."""
+    options, engine = recipe.quantisation, variant.engine
+    needs = {"model": given.graph, "ranges": given.ranges, REFERENCE: REFERENCE}
+    few = feeder(recipe).model_copy(update={"samples": min(recipe.samples, _RANKING_SAMPLES)})
+    sensitivity = Step(f"sensitivity-{suffix}", Sensitivity(step=step, feeder=few), dict(needs))
+    yield sensitivity
+    needs["sensitivity"] = sensitivity.id
+    if goal.quality is not None and quality is not None:
+        needs[BASELINE] = quality.inputs[BASELINE]
+    if not variant.unavailable and step.placement == engine.placement:  # else its speed there says nothing
+        untouched = variant.artifact.replace(f"-{variant.precision}", "-fp32", 1)
+        float_build = Step(untouched, Build(engine=engine, device=device), {"model": graph})
+        if engine.needs_shapes:
+            float_build = replace(float_build, inputs={**float_build.inputs, SHAPES: SHAPES})
+            needs[SHAPES] = SHAPES
+        yield float_build
+        needs[FLOAT] = float_build.id
+    methods = _FIRST_METHODS if options.ranges == "auto" and KINDS[step.precision].calibrated else (step.method,)
+    trial = partial(
+        Search, step=step, engine=engine, device=device, goal=goal, methods=methods, keep=options.keep,
+        limit_seconds=options.search_limit_seconds,
+    )  # fmt: skip
+    for index in range(1, options.search_steps + 1):
+        last = Step(f"search-{suffix}-{index}", trial(), dict(needs))
+        yield last
+        needs[BEFORE] = last.id
+    yield Step(
+        f"assign-{suffix}", Assign(step=step, keep=options.keep), {BEFORE: last.id, "sensitivity": sensitivity.id}
+    )

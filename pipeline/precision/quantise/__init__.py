@@ -1,1 +1,0 @@
-"""Few bits: where Q/DQ pairs go, on which grids, and how weights are rounded."""

@@ -1,0 +1,408 @@
+"""Many models for many targets: what a fleet file asks for, what came of it, and what changed since the last one."""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from enginesmith.pipeline import recipe as recipes
+from enginesmith.pipeline.errors import EnginesmithError, SourceError, UsageError
+from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.recipe.cli_options import fields_for
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a machine has to have for the steps of a target: its device, and what tells it from others."""
+
+    device: str = "cpu"
+    """``cpu`` or ``cuda``."""
+    accelerator: str = ""
+    """The GPU, as Ray names accelerator types: H100, L4, A10G …; any one without it."""
+    resources: tuple[tuple[str, float], ...] = ()
+    """Resources that a node of a Ray cluster has to have declared; another executor has none to ask for."""
+
+
+# Names of models, targets and pairs of them: as folders, and as patterns that choose some.
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
+_LONGEST = 100
+"""Characters of one of the two names in that of a folder."""
+_MOST_NAMED = 12
+"""Names that an error lists."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A model and a target, called as the fleet file calls them."""
+
+    model: str
+    target: str
+
+    def __str__(self) -> str:
+        return f"{self.model}@{self.target}"
+
+    @property
+    def folder(self) -> str:
+        """The name that its run's folder has, which holds no separator whatever the model is called."""
+        return f"{_naming_plain(self.model)}@{_naming_plain(self.target)}"
+
+    def matches(self, pattern: str) -> bool:
+        """Whether a pattern names the pair, its folder, or its model or target alone."""
+        names = (str(self), self.folder, self.model, self.target)
+        return any(name == pattern or fnmatchcase(name, pattern) for name in names)
+
+
+def _naming_plain(name: str) -> str:
+    """A name as a part of that of a folder."""
+    return _UNSAFE.sub("-", name).strip("-.")[:_LONGEST] or "-"
+
+
+def hold_name(where: str, name: str, *, is_model: bool = False) -> None:
+    """Insist on a name that its folder can have, too; ``is_model`` is for one that is MODEL itself, such as a path.
+
+    Raises:
+        UsageError: it has other characters, or ends or begins with one that is left out, or is too long.
+    """
+    plain = _naming_plain(name)
+    if name == plain or (is_model and "@" not in name):
+        return
+    near = plain if plain != "-" else "a"
+    remedy = f"write {near!r}, say: letters, digits and . _ + - are taken, {_LONGEST} of them"
+    raise UsageError(
+        f"{where}: {name!r} can be no name: folders are called by it, and an entry is model@target",
+        f"{remedy}; what the model is stands in `model: {name}` then" if is_model else remedy,
+    )
+
+
+def hold_once(where: str, names: Sequence[str]) -> None:
+    """Insist on a list that has each name once.
+
+    Raises:
+        UsageError: it has one twice.
+    """
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(
+            f"{where} has {twice!r} twice",
+            "leave one of them away, or give the same model two names, each with its own recipe: "
+            f"`{{one: {{model: {twice}}}, other: {{model: {twice}}}}}`"
+            if where == "models"
+            else "leave one of them away",
+        )
+
+
+def chosen(pairs: Sequence[Pair], patterns: Iterable[str], where: str) -> tuple[Pair, ...]:
+    """Those that any of the patterns names.
+
+    Raises:
+        UsageError: a pattern names none; ``where`` says who gave it.
+    """
+    found = set()
+    for pattern in patterns:
+        named = [pair for pair in pairs if pair.matches(pattern)]
+        if not named:
+            known = [name for pair in pairs for name in (pair.model, pair.target, str(pair))]
+            raise unknown(where, pattern, known, "entry")
+        found.update(named)
+    return tuple(pair for pair in pairs if pair in found)
+
+
+def unknown(where: str, name: str, known: Iterable[str], what: str) -> UsageError:
+    """The error for a name that is not there, with those that are near it."""
+    names = list(dict.fromkeys(known))
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    shown = ", ".join(names[:_MOST_NAMED]) + (
+        f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    )
+    return UsageError(
+        f"{where} names {name!r}, and the fleet has no such {what}"
+        + (f"; did you mean {' or '.join(near)}?" if near else ""),
+        f"there are {shown}",
+    )
+
+
+def hold_distinct(pairs: Iterable[Pair]) -> None:
+    """Insist on a folder for each pair, also where file systems make no difference between a and A.
+
+    Raises:
+        UsageError: two would have the same.
+    """
+    taken: dict[str, Pair] = {}
+    for pair in pairs:
+        other = taken.setdefault(pair.folder.casefold(), pair)
+        if other != pair:
+            raise UsageError(
+                f"{other} and {pair} would both have the folder {pair.folder}",
+                "give one of the models or targets another name; `model:` says what it is then",
+            )
+
+
+# Parts of recipes, the later over the earlier: mappings by key, everything else as a whole.
+
+
+def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers as one; a null takes away what those before it said, so that the recipe's default holds again."""
+    result: dict[str, Any] = {}
+    for layer in layers:
+        for name, value in layer.items():
+            before = result.get(name)
+            if isinstance(value, Mapping):
+                result[name] = merged(before if isinstance(before, Mapping) else {}, value)
+            elif value is None:
+                result.pop(name, None)
+            else:
+                result[name] = value
+    return result
+
+
+# What errors of single runs say to do, said of an entry of a fleet.
+
+
+def remedy_of(error: EnginesmithError) -> str:
+    """What to do about an error; options, which all entries get, are named as fields of the fleet file, too."""
+    fields = fields_for(str(error))
+    if not fields:
+        return error.remedy
+    said = f"an option is for all entries: in the fleet file, `recipe: {{{', '.join(fields)}}}` is for one model"
+    return "; ".join(filter(None, [error.remedy, said]))
+
+
+# The fleet file: models, targets, and what recipe each pair of them gets.
+
+_SEE = "docs/scale.md shows one"
+_UNKNOWN = ("extra_forbidden", "invalid_key")
+"""What pydantic calls a key that does not belong there."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Target(_Part):
+    """A kind of machine that engines are made for."""
+
+    device: str | None = Field(None, description="cpu, cuda or cuda:1, as in a recipe")
+    accelerator: str = Field("", description="the GPU, as Ray names accelerator types: H100, L4 …; it implies cuda")
+    resources: dict[str, float] = Field({}, description="what a node of a Ray cluster has to have declared")
+    recipe: dict[str, Any] = Field({}, description="fields of the recipe that are others for this target")
+
+    @field_validator("resources")
+    @classmethod
+    def _some_of_each(cls, value: dict[str, float]) -> dict[str, float]:
+        if none := next((name for name, amount in value.items() if not amount > 0), None):
+            raise ValueError(f"of {none} more than 0 is needed, or it is left away")
+        return value
+
+
+class Model(_Part):
+    """A model of the fleet."""
+
+    model: str = Field("", description="MODEL, as on the command line; the name that it has in the fleet without it")
+    recipe: dict[str, Any] = Field({}, description="fields of the recipe that are others for this model")
+    targets: tuple[str, ...] | None = Field(None, description="the targets that it is for; all without it")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model for one target."""
+
+    name: str
+    """``digits@h100``, with nothing in it that the name of a folder may not have."""
+    model_name: str
+    target_name: str
+    recipe: Recipe
+    place: Place
+
+
+class Fleet(_Part):
+    """The whole file."""
+
+    recipe: dict[str, Any] = Field({}, description="fields of the recipe that all entries share")
+    models: dict[str, Model] = Field(min_length=1, description="by name")
+    targets: dict[str, Target] = Field({"here": Target()}, min_length=1, description="by name; this machine without it")
+    overrides: dict[str, dict[str, Any]] = Field(
+        {}, description="by model@target, fields of the recipe that are others for this pair alone"
+    )
+    skip: tuple[str, ...] = Field((), description="pairs to leave out, or patterns: detector@edge, *@edge")
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """Models for their targets, without those to leave out.
+
+        Raises:
+            UsageError: a name in ``skip``, ``overrides`` or ``targets`` is not there; two pairs share a folder.
+        """
+        every = tuple(Pair(model, target) for model in self.models for target in self.targets)
+        hold_distinct(every)
+        skipped = chosen(every, self.skip, "skip")
+        for name in self.overrides:
+            if name not in map(str, every):
+                raise unknown("overrides", name, map(str, every), "entry")
+        for name, model in self.models.items():
+            for target in model.targets or ():
+                if target not in self.targets:
+                    raise unknown(f"models.{name}.targets", target, self.targets, "target")
+        return tuple(one for one in every if one not in skipped and self._wanted(one))
+
+    def _wanted(self, pair: Pair) -> bool:
+        asked = self.models[pair.model].targets
+        return asked is None or pair.target in asked
+
+    def entries(self, only: Sequence[str] = (), options: Mapping[str, Any] | None = None) -> tuple[Entry, ...]:
+        """Every pair with its recipe, or those that the patterns name; ``options`` are fields that all of them get.
+
+        Raises:
+            UsageError: a name that is not there, a recipe that makes no sense, or nothing is left.
+        """
+        pairs = self.pairs
+        pairs = chosen(pairs, only, "--only") if only and pairs else pairs
+        if not pairs:
+            raise UsageError("nothing is left of the fleet: every entry is skipped", "skip fewer of them")
+        return tuple(self._entry(pair, options or {}) for pair in pairs)
+
+    def _entry(self, pair: Pair, options: Mapping[str, Any]) -> Entry:
+        model, target = self.models[pair.model], self.targets[pair.target]
+        own: dict[str, Any] = {"device": _device(target)} if _device(target) else {}
+        layers = (self.recipe, own, target.recipe, model.recipe, self.overrides.get(str(pair), {}), options)
+        values = {**merged(*layers), "model": model.model or pair.model}
+        try:
+            recipe = _made(values)
+            place = _place(target, recipe)
+        except UsageError as error:
+            raise type(error)(f"{pair}: {error.message}", remedy_of(error)) from error
+        return Entry(pair.folder, pair.model, pair.target, recipe, place)
+
+
+def read(path: Path) -> Fleet:
+    """Read a fleet file.
+
+    Raises:
+        UsageError: it cannot be read, or does not make sense by itself.
+    """
+    return make(recipes.read(path, "fleet file", _SEE))
+
+
+def make(values: dict[str, Any]) -> Fleet:
+    """A fleet from plain values.
+
+    Raises:
+        UsageError: a key or a value that does not belong there, in recipes, too.
+    """
+    try:
+        fleet = Fleet.model_validate(_plain(values))
+    except ValidationError as error:
+        raise _misfit(error) from error
+    for place, layer in _layers(fleet):
+        if "model" in layer:
+            raise UsageError(f"{place} names a model", "models are named below `models:`; recipes have all but that")
+        try:
+            recipes.parsed({**merged(layer), "model": "of the fleet"})
+        except UsageError as error:
+            raise UsageError(f"{place}: {error.message}", error.remedy) from error
+    for name, model in fleet.models.items():
+        hold_name("models", name, is_model=not model.model)
+        hold_once(f"models.{name}.targets", model.targets or ())
+    for name, target in fleet.targets.items():
+        hold_name("targets", name)
+        _hold_device(f"targets.{name}", target)
+    _ = fleet.pairs  # raises its own messages
+    return fleet
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With models as a list of names taken for a mapping, and whatever is left empty for nothing."""
+    found = {name: value for name, value in values.items() if value is not None}
+    for part in ("models", "targets", "overrides"):
+        inner = found.get(part)
+        if isinstance(inner, list) and part != "overrides" and all(isinstance(one, str) for one in inner):
+            hold_once(part, inner)
+            inner = dict.fromkeys(inner)
+        if isinstance(inner, dict):
+            found[part] = {name: {} if value is None else value for name, value in inner.items()}
+    for part in ("models", "targets"):
+        if isinstance(inner := found.get(part), dict):
+            found[part] = {name: _without_nulls(value) for name, value in inner.items()}
+    return found
+
+
+def _without_nulls(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: inner for name, inner in value.items() if inner is not None}
+
+
+def _layers(fleet: Fleet) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield "recipe", fleet.recipe
+    for name, target in fleet.targets.items():
+        yield f"targets.{name}.recipe", target.recipe
+    for name, model in fleet.models.items():
+        yield f"models.{name}.recipe", model.recipe
+    for name, layer in fleet.overrides.items():
+        yield f"overrides.{name}", layer
+
+
+def _hold_device(where: str, target: Target) -> None:
+    if target.device and "device" in target.recipe:
+        raise UsageError(f"{where} says twice what its device is", "say it once")
+    if target.accelerator and target.device and not target.device.startswith("cuda"):
+        raise UsageError(
+            f"{where} has the accelerator {target.accelerator}, and its device is {target.device}",
+            "leave the device away: an accelerator implies cuda",
+        )
+    if target.device:
+        try:
+            recipes.parsed({"model": "of the fleet", "device": target.device})
+        except UsageError as error:
+            raise UsageError(f"{where}: {error.message}", error.remedy) from error
+
+
+def _device(target: Target) -> str | None:
+    return target.device or ("cuda" if target.accelerator and "device" not in target.recipe else None)
+
+
+def _made(values: dict[str, Any]) -> Recipe:
+    """The recipe; where there is no such model, that is said when it is its turn, and the others have theirs."""
+    try:
+        return recipes.make(values)
+    except SourceError:
+        return recipes.parsed(values)
+
+
+def _place(target: Target, recipe: Recipe) -> Place:
+    device = recipe.where.kind
+    if target.accelerator and device != "cuda":
+        raise UsageError(
+            f"the target has the accelerator {target.accelerator}, and the recipe's device is {device}",
+            "leave the device to the target",
+        )
+    return Place(device, target.accelerator, tuple(sorted(target.resources.items())))
+
+
+def _misfit(error: ValidationError) -> UsageError:
+    """What is wrong with the file, in its own words."""
+    found = error.errors()  # what is missing may be there by a name that is not known
+    first = next((one for one in found if one["type"] in _UNKNOWN), found[0])
+    place = [str(one) for one in first["loc"]]
+    if first["type"] in _UNKNOWN:
+        parts: dict[str, type[BaseModel]] = {"models": Model, "targets": Target}
+        part = parts.get(place[0], Fleet) if place[1:] else Fleet
+        where = f" in {'.'.join(place[:-1])}" if place[1:] else ""
+        near = difflib.get_close_matches(place[-1], part.model_fields, n=1)
+        said = f"the fleet file has no field {place[-1]!r}{where}" + (f"; did you mean {near[0]}?" if near else "")
+        return UsageError(said, f"the fields are {', '.join(part.model_fields)}")
+    if first["type"] in ("missing", "too_short"):
+        return UsageError(f"the fleet file has no {place[-1]}", _SEE)
+    if place[-1] == "[key]":
+        return UsageError(
+            f"{place[0]}: the name {first['input']!r} is no text", f'put it in quotes: "{first["input"]}"'
+        )
+    return UsageError(f"{'.'.join(place)}: {recipes.plain_words(first['msg'])} (given: {first['input']!r})", _SEE)
+
+
+__all__ = ["Entry", "Fleet", "read"]

@@ -1,0 +1,196 @@
+"""A recipe out of plain values, as they come from files and options."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.recipe import validation
+from enginesmith.pipeline.recipe.options import Budgets, Part
+from enginesmith.pipeline.recipe.recipe import Recipe
+from enginesmith.pipeline.tensors import ShapeRange
+from enginesmith.pipeline.units import parse_bytes, parse_seconds
+
+_YAML_WORDS = {"Value": "", "tuple": "list", "dicti": "mapping"}
+
+
+_IN_PYTHON_WORDS = re.compile(r"^Value error, |tuple|dictionary or instance of \w+|dictionary")
+"""What pydantic says of Python, in the words of a recipe."""
+
+
+_UNITS = {
+    ("budgets", "max_memory_bytes"): parse_bytes,
+    ("budgets", "max_latency_ms"): lambda text: parse_seconds(text) * 1e3,
+    ("budgets", "max_p99_ms"): lambda text: parse_seconds(text) * 1e3,
+    ("budgets", "max_size_bytes"): parse_bytes,
+    ("budgets", "max_build_seconds"): parse_seconds,
+    ("measure", "seconds"): parse_seconds,
+    ("measure", "memory_limit_bytes"): parse_bytes,
+    ("quantisation", "search_limit_seconds"): parse_seconds,
+    ("recovery", "seconds"): parse_seconds,
+    ("recovery", "memory_bytes"): parse_bytes,
+    ("export", "external_data_bytes"): parse_bytes,
+    ("tensorrt", "tactic_dram"): parse_bytes,
+    ("tensorrt", "tactic_shared_memory"): parse_bytes,
+    ("tensorrt_run", "weight_streaming_budget"): parse_bytes,
+}
+
+
+def make(values: dict[str, Any]) -> Recipe:
+    """A recipe from plain values, sizes and durations as text included.
+
+    Raises:
+        UsageError: a key or a value that does not belong there, or fields that do not fit together.
+    """
+    recipe = parsed(values)
+    validation.hold_together(recipe)
+    return recipe
+
+
+def parsed(values: dict[str, Any]) -> Recipe:
+    """The same without asking what fields say of each other, or whether there is such a model.
+
+    Raises:
+        UsageError: a key or a value that does not belong there.
+    """
+    try:
+        recipe = Recipe.model_validate(_within_shape(_read_units(values)))
+    except ValidationError as error:
+        raise _misfit(error) from error
+    _ = recipe.specs, recipe.ranges, recipe.where, recipe.workspace_limits  # each raises its own message
+    return recipe
+
+
+def read_budgets(values: dict[str, Any]) -> tuple[Budgets, float | None]:
+    """The budgets and the fidelity threshold alone, of values as in :func:`make`.
+
+    Raises:
+        UsageError: one is no number, or makes no sense.
+    """
+    try:
+        found = _Demands.model_validate(_read_units(values))
+    except ValidationError as error:
+        raise _misfit(error) from error
+    return found.budgets, found.min_sqnr_db
+
+
+class _Demands(Part):
+    """What of a recipe is held against numbers that are there."""
+
+    budgets: Budgets
+    min_sqnr_db: float | None
+
+
+def _within_shape(values: dict[str, Any]) -> dict[str, Any]:
+    """Where a range of batches is given and no batches are, those of the default that are in it, else its usual one."""
+    shapes = values.get("shapes")
+    given = shapes.get("batch") if isinstance(shapes, dict) else None
+    if "batch" in values or not isinstance(given, str):
+        return values
+    range_, default = ShapeRange.parse(given), Recipe.model_fields["batch"].default
+    return {**values, "batch": [one for one in default if range_.min <= one <= range_.max] or [range_.opt]}
+
+
+def _read_units(values: dict[str, Any]) -> dict[str, Any]:
+    read = dict(values)
+    for (part, name), parse in _UNITS.items():
+        inner = read.get(part)
+        if isinstance(inner, dict) and isinstance(inner.get(name), str):
+            read[part] = {**inner, name: parse(inner[name])}
+    return read
+
+
+def _misfit(error: ValidationError) -> UsageError:
+    """What is wrong with a recipe, in its own words."""
+    first = error.errors()[0]
+    if first["type"] == "extra_forbidden":
+        return _unknown(Recipe, first["loc"])
+    named = (str(part) for part in first["loc"])
+    place = ".".join(part for part in named if part.isalnum() or part.isidentifier()) or "the recipe"
+    return UsageError(f"{place}: {plain_words(first['msg'])} (given: {first['input']!r})", "see docs/recipe.md")
+
+
+def plain_words(message: str) -> str:
+    """What pydantic says, in the words of YAML."""
+    return _IN_PYTHON_WORDS.sub(lambda found: _YAML_WORDS[found[0][:5]], message)
+
+
+def _unknown(part: type[BaseModel], place: Sequence[str | int]) -> UsageError:
+    """The message for a field that there is not."""
+    *above, name = (str(one) for one in place)
+    for step in above:
+        inner = part.model_fields[step].annotation
+        assert isinstance(inner, type)
+        part = inner
+    near = difflib.get_close_matches(name, part.model_fields, n=1)
+    return UsageError(
+        f"the recipe has no field {name!r}"
+        + (f" in {'.'.join(above)}" if above else "")
+        + (f"; did you mean {near[0]}?" if near else ""),
+        f"the fields are {', '.join(part.model_fields)}",
+    )
+
+
+# Recipes as YAML.
+
+_MERGE = "tag:yaml.org,2002:merge"
+"""The tag of ``<<``, which may stand there several times."""
+
+
+def read(path: Path, what: str = "recipe", remedy: str = "start from `enginesmith init MODEL`") -> dict[str, Any]:
+    """The values of a recipe file, or of a file of another kind that is a mapping, not yet checked.
+
+    Raises:
+        UsageError: no such file, or not a YAML mapping, or one that has a name twice.
+    """
+    try:
+        values = yaml.load(path.read_text(), _EachOnce)
+    except OSError as error:
+        raise UsageError(f"cannot read the {what} {path}: {error.strerror}", "check the path") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            reason = f"{error.problem} in line {error.problem_mark.line + 1}"
+        raise UsageError(f"the {what} {path} is not YAML: {reason}", remedy) from error
+    if not isinstance(values, dict):
+        raise UsageError(f"the {what} {path} is no mapping of names to values", remedy)
+    return values
+
+
+class _EachOnce(yaml.SafeLoader):
+    """YAML of plain values, in which a name that a mapping has twice is an error: the first would be lost unseen."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """As the loader does, of distinct names."""
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} stands there twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return node
+
+
+def commented(recipe: Recipe) -> str:
+    """The recipe as YAML, every field with what it means."""
+    return "\n".join(_lines(recipe, "")) + "\n"
+
+
+def _lines(part: BaseModel, indent: str) -> list[str]:
+    lines = []
+    for name, field in type(part).model_fields.items():
+        value = getattr(part, name)
+        if isinstance(value, BaseModel):
+            about = (type(value).__doc__ or "").partition("\n")[0]
+            lines += [f"{indent}# {about}", f"{indent}{name}:", *_lines(value, indent + "  ")]
+        else:
+            plain = part.model_dump(mode="json")[name]
+            text = yaml.safe_dump(plain, default_flow_style=True).removesuffix("...\n").strip()
+            lines += [f"{indent}# {field.description}", f"{indent}{name}: {text}"]
+    return lines

@@ -1,0 +1,391 @@
+"""Latency and throughput by batch size."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from enginesmith.pipeline.measure.rows import LatencyRow, Throughput
+from enginesmith.pipeline.measure.statistics import Interval
+from enginesmith.pipeline.report.charts.plotly import (
+    Cast,
+    Chart,
+    Figure,
+    Style,
+    axis,
+    bars,
+    called,
+    counted,
+    interval,
+    layout,
+    limit,
+    measured,
+    missing,
+    others,
+    places,
+    points,
+    said,
+    why_none,
+)
+from enginesmith.pipeline.report.sections import THROUGHPUT
+from enginesmith.pipeline.report.sections import throughput as cells
+from enginesmith.pipeline.report.tables import marked, rate
+from enginesmith.pipeline.results.run import Run, VariantRecord
+from enginesmith.pipeline.units import ms
+
+LATENCY = ("variant", "batch", "p50 ms", "95 % interval ms", "p99 ms")
+THROUGHPUT_BY_BATCH = ("variant", "batch", "samples/s", "callers")
+_Rows = Mapping[str, Sequence[LatencyRow]]
+_Intervals = Callable[[LatencyRow], Interval | None]
+_Numbers = Callable[[LatencyRow], float | None]
+_Words = Callable[[LatencyRow], str]
+
+
+def latency_by_batch(run: Run) -> Chart:
+    """Median latency with its interval, by batch size."""
+    cast = Cast(run)
+    title = "Median latency (p50, ms) by batch size, with 95 % intervals"
+    rows = {record.id: found for record in cast.records if (found := [row for row in record.latency if row.p50_ms])}
+    if not rows:
+        why = f"No latency was measured: {why_none(run, 'latency', 'nothing has run yet')}."
+        return missing("latency-by-batch", title, LATENCY, why)
+    single = _single(rows)
+    return Chart(
+        id="latency-by-batch",
+        title=title,
+        figure=None if single else _latency_figure(cast, rows),
+        summary=_latency_summary(run, cast, rows),
+        columns=LATENCY,
+        rows=tuple(_latency_cells(one, row) for one in cast.records for row in rows.get(one.id, ())),
+        empty=single,
+    )
+
+
+def throughput_by_batch(run: Run) -> Chart:
+    """Answered samples in a second, by batch size."""
+    cast = Cast(run)
+    title = "Throughput (samples/s) by batch size, with 95 % intervals where several callers were measured"
+    rows = {
+        record.id: found
+        for record in cast.records
+        if (found := [row for row in record.latency if row.throughput_per_s])
+    }
+    if not rows:
+        why = f"No throughput was measured: {why_none(run, 'latency', 'nothing has run yet')}."
+        return missing("throughput-by-batch", title, THROUGHPUT_BY_BATCH, why)
+    single = _single(rows)
+    return Chart(
+        id="throughput-by-batch",
+        title=title,
+        figure=None if single else _throughput_figure(run, cast, rows),
+        summary=_throughput_summary(run, cast, rows),
+        columns=THROUGHPUT_BY_BATCH,
+        rows=tuple(_throughput_cells(one, row) for one in cast.records for row in rows.get(one.id, ())),
+        empty=single,
+    )
+
+
+def _batches(rows: _Rows) -> Figure:
+    sizes = sorted({row.batch for found in rows.values() for row in found})
+    return places("batch size (samples)", {size: str(size) for size in sizes}, type="log")
+
+
+def _single(rows: _Rows) -> str:
+    """Why there is nothing to draw, where there is one batch size only."""
+    sizes = {row.batch for found in rows.values() for row in found}
+    return "" if len(sizes) > 1 else f"Only batch {sizes.pop()} was measured: --batch 1,8,32 or --sweep measures more."
+
+
+def _lines(cast: Cast, rows: _Rows, value: _Numbers, between: _Intervals, words: _Words) -> tuple[list[Figure], int]:
+    """A number of each row by batch size, with its interval, for those that are named; and entries of the legend."""
+    traces: list[Figure] = []
+    if rest := cast.rest(rows):
+        lines = [([row.batch for row in rows[one.id]], list(map(value, rows[one.id]))) for one in rest]
+        traces.append(others(lines, "lines+markers"))
+    shown = cast.named(rows)
+    for record in shown:
+        style, mine = cast.style(record), rows[record.id]
+        x, hover = [row.batch for row in mine], [said(marked(record), words(row)) for row in mine]
+        traces.append(points(style, x, list(map(value, mine)), hover))
+        traces += [bar] if (bar := interval(style, x, list(map(between, mine)))) else []
+    return traces, len(shown) + bool(rest)
+
+
+def _latency_figure(cast: Cast, rows: _Rows) -> Figure:
+    traces, legend = _lines(cast, rows, lambda row: row.p50_ms, lambda row: row.median_ms, _latency_words)
+    y = axis("p50 latency (ms)", [row.p50_ms for found in rows.values() for row in found])
+    return {"data": traces, "layout": layout(_batches(rows), y, legend)}
+
+
+def _latency_words(row: LatencyRow) -> str:
+    tail = f", p99 {ms(row.p99_ms)} ms" if row.p99_ms is not None else ""
+    between = (
+        f", median within {_between(row.median_ms)} ms" if row.median_ms else ", in too few rounds for an interval"
+    )
+    return f"batch {row.batch}: p50 {ms(row.p50_ms)} ms{tail}{between}"
+
+
+def _between(found: Interval | None) -> str:
+    return f"[{ms(found.low)}, {ms(found.high)}]" if found else "–"
+
+
+def _latency_cells(record: VariantRecord, row: LatencyRow) -> tuple[str, ...]:
+    return (marked(record), str(row.batch), ms(row.p50_ms), _between(row.median_ms), ms(row.p99_ms))
+
+
+def _latency_summary(run: Run, cast: Cast, rows: _Rows) -> str:
+    record = _told(run, cast, rows)
+    mine = rows[record.id]
+    first, last = mine[0], mine[-1]
+    if first is last:
+        text = f"{called(record)} takes {ms(first.p50_ms)} ms at batch {first.batch}, the only one that was measured"
+    else:
+        text = f"{called(record)} goes from {ms(first.p50_ms)} ms at batch {first.batch} to {ms(last.p50_ms)} ms at "
+        text += f"batch {last.batch}"
+    theirs = run.baseline.row(last.batch)
+    if theirs and record.id != run.baseline.id:
+        text += f", where {called(run.baseline)} takes {ms(theirs.p50_ms)} ms"
+    return f"{text}{cast.unnamed(rows)}."
+
+
+def _told(run: Run, cast: Cast, rows: _Rows) -> VariantRecord:
+    """Whom the summary is about: the winner, else the fastest at its smallest batch size."""
+    having = [record for record in cast.records if record.id in rows]
+    winner = next((record for record in having if record.id == run.winner), None)
+    return winner or min(having, key=lambda record: rows[record.id][0].p50_ms or float("inf"))
+
+
+def _throughput_figure(run: Run, cast: Cast, rows: _Rows) -> Figure:
+    traces, legend = _lines(cast, rows, lambda row: row.throughput_per_s, _best, _throughput_words)
+    least = run.recipe.budgets.min_throughput_per_s
+    rates = [row.throughput_per_s or 0.0 for found in rows.values() for row in found]
+    y = axis("throughput (samples/s)", [*rates, least])
+    shapes = [] if least is None else [limit("y", least, f"budget {rate(least)} samples/s", rates)]
+    return {"data": traces, "layout": layout(_batches(rows), y, legend, shapes=shapes)}
+
+
+def _best(row: LatencyRow) -> Interval | None:
+    """The interval of the number of callers that the throughput is of."""
+    return max((one.samples_per_s for one in row.concurrency), key=lambda one: one.median, default=None)
+
+
+def _callers(row: LatencyRow) -> int:
+    return max(row.concurrency, key=lambda one: one.samples_per_s.median).callers if row.concurrency else 1
+
+
+def _throughput_words(row: LatencyRow) -> str:
+    best = _best(row)
+    between = f" [{rate(best.low)}, {rate(best.high)}]" if best else ""
+    callers = counted(_callers(row), "caller")
+    return f"batch {row.batch}: {rate(row.throughput_per_s)}{between} samples/s with {callers}"
+
+
+def _throughput_cells(record: VariantRecord, row: LatencyRow) -> tuple[str, ...]:
+    return (marked(record), str(row.batch), rate(row.throughput_per_s), str(_callers(row)))
+
+
+def _throughput_summary(run: Run, cast: Cast, rows: _Rows) -> str:
+    best, row = max(
+        ((record, row) for record in cast.records for row in rows.get(record.id, ())),
+        key=lambda pair: pair[1].throughput_per_s or 0.0,
+    )
+    text = f"{called(best)} answers most, {rate(row.throughput_per_s)} samples/s at batch {row.batch}"
+    theirs = next((one for one in rows.get(run.baseline.id, ()) if one.batch == row.batch), None)
+    if theirs and best.id != run.baseline.id and theirs.throughput_per_s:
+        text += f", where {called(run.baseline)} answers {rate(theirs.throughput_per_s)}"
+    return f"{text}{cast.unnamed(rows)}."
+
+
+# Latency distributions: which share of the calls took at most how long.
+
+Samples = Mapping[str, NDArray[Any]]
+"""As ``LatencyResult.samples`` says."""
+COLUMNS = ("variant", "calls", "p50 ms", "p90 ms", "p99 ms", "p99.9 ms", "slowest ms")
+_MOST_POINTS = 200
+_MOST_CHARTS = 4
+_TAIL = (0.995, 0.999, 1.0)
+
+
+def ecdf(run: Run, samples: Samples | None) -> tuple[Chart, ...]:
+    """A chart for each of the first batch sizes, that of the budgets first."""
+    sizes = {row.batch for record in (run.baseline, *run.variants) for row in record.latency if row.p50_ms is not None}
+    ordered = sorted(sizes, key=lambda size: (size != run.deciding_batch, size))
+    charts = [_chart(run, samples or {}, size, sizes) for size in ordered[:_MOST_CHARTS]]
+    if charts:
+        return tuple(charts)
+    why = f"No latency was measured: {why_none(run, 'latency', 'nothing has run yet')}."
+    return (missing("ecdf", "Distribution of latency (ms)", COLUMNS, why),)
+
+
+def _chart(run: Run, samples: Samples, size: int, sizes: set[int]) -> Chart:
+    cast, name = Cast(run), f"ecdf-{size}"
+    title = f"Distribution of latency (ms) at batch {size}: share of calls (%) that took at most so long"
+    seconds = {one.id: samples[key] for one in cast.records if (key := f"{one.id}/{size}/seconds") in samples}
+    found = {record: np.sort(values) * 1e3 for record, values in seconds.items() if values.size}
+    if not found:
+        return missing(name, title, COLUMNS, "The run has no latency samples: samples.npz is not in its folder.")
+    return Chart(
+        id=name,
+        title=title,
+        figure=_figure(run, cast, found, size),
+        summary=_summary(run, cast, found, sizes),
+        columns=COLUMNS,
+        rows=tuple(_cells(record, size, found.get(record.id)) for record in cast.records if record.row(size)),
+    )
+
+
+def _cells(record: VariantRecord, size: int, values: NDArray[Any] | None) -> tuple[str, ...]:
+    row = record.row(size)
+    assert row is not None
+    ranks = (row.p50_ms, row.p90_ms, row.p99_ms, row.p99_9_ms)
+    slowest = None if values is None else float(values[-1])
+    return (marked(record), "–" if row.n is None else str(row.n), *(ms(value) for value in ranks), ms(slowest))
+
+
+def _figure(run: Run, cast: Cast, found: Mapping[str, NDArray[Any]], size: int) -> Figure:
+    shown = cast.named(found)
+    lines = [(record, *_quantiles(found[record.id])) for record in shown]
+    traces = [_line(cast.style(record), record, x, share) for record, x, share in lines]
+    drawn = [value for _, values, _ in lines for value in values]
+    x = axis(f"latency of a call at batch {size} (ms)", drawn, zero=False)
+    y = axis("share of calls (%)", log=False, zero=False) | {"range": [0, 101]}
+    return {"data": traces, "layout": layout(x, y, len(shown), shapes=_budgets(run, size, drawn))}
+
+
+def _budgets(run: Run, size: int, drawn: Sequence[float]) -> list[Figure]:
+    """At the batch size that they are about, with the share of calls that has to be left of them."""
+    budgets = {"50 %": run.recipe.budgets.max_latency_ms, "99 %": run.recipe.budgets.max_p99_ms}
+    known = [(share, value) for share, value in budgets.items() if value is not None and size == run.deciding_batch]
+    return [
+        limit("x", value, f"budget: {share} within {ms(value)} ms", drawn, line)
+        for line, (share, value) in enumerate(known)
+    ]
+
+
+def _quantiles(values: NDArray[Any]) -> tuple[list[float], list[float]]:
+    """Latencies that were seen, and the share of calls that took no longer, in per cent; the tail is not left out."""
+    count = values.size
+    if count <= _MOST_POINTS:
+        places = np.arange(1, count + 1)
+    else:
+        even = np.linspace(0, 0.99, _MOST_POINTS - len(_TAIL))
+        places = np.unique(np.clip(np.ceil(np.array([*even, *_TAIL]) * count).astype(int), 1, count))
+    return values[places - 1].tolist(), (100 * places / count).tolist()
+
+
+def _line(style: Style, record: VariantRecord, x: list[float], share: list[float]) -> Figure:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": style.name,
+        "x": x,
+        "y": share,
+        "line": {**style.line, "shape": "hv"},
+        "zorder": style.zorder,
+        "hovertext": [f"{part:.4g} % within {ms(value)} ms" for value, part in zip(x, share, strict=True)],
+        "hovertemplate": f"{said(marked(record))}<br>%{{hovertext}}<extra></extra>",
+    }
+
+
+def _summary(run: Run, cast: Cast, found: Mapping[str, NDArray[Any]], sizes: set[int]) -> str:
+    records = [record for record in cast.records if record.id in found]
+    best = min(records, key=lambda record: float(np.median(found[record.id])))
+    values = found[best.id]
+    text = f"Half of {called(best)}'s {values.size} calls took at most {ms(float(np.median(values)))} ms, the slowest "
+    text += f"{ms(float(values[-1]))} ms"
+    if run.baseline.id in found and best.id != run.baseline.id:
+        base = found[run.baseline.id]
+        faster = float(np.mean(values < base[0]))
+        text += (
+            f"; {100 * faster:.3g} % of them were faster than the fastest of {called(run.baseline)} ({ms(base[0])} ms)"
+        )
+    more = len(sizes) - _MOST_CHARTS
+    text += f"; {more} more batch sizes are in the table of latencies" if more > 0 else ""
+    return f"{text}{cast.unnamed(found, 'in the table only')}."
+
+
+# What several callers at the same time gain in throughput, and pay in latency.
+
+_ID = "concurrency"
+_MOST_NUMBERED = 4
+"""Lines that numbers of callers stand at; of more, only the winner's."""
+_NOT_ASKED = "Throughput of several callers was not measured: --concurrency 1,2,4 asks for it."
+
+
+def concurrency(run: Run) -> Chart:
+    """Throughput against the tail of latency, a point for each number of callers."""
+    cast, at = Cast(run), run.deciding_batch
+    rows = {name: row for name, row in measured(cast.records, at).items() if row.concurrency}
+    if not rows:
+        return missing(_ID, f"Throughput (samples/s) against latency (ms) at batch {at}", THROUGHPUT, _NOT_ASKED)
+    rank = "p99" if any(level.p99_ms is not None for row in rows.values() for level in row.concurrency) else "p50"
+    return Chart(
+        id=_ID,
+        title=f"Throughput (samples/s) against {rank} latency (ms) at batch {at}; numbers are callers at the same time",
+        figure=_concurrency_figure(cast, rows, rank),
+        summary=_concurrency_summary(cast, rows, rank),
+        columns=THROUGHPUT,
+        rows=tuple(row for row in cells(run) if row[1] == str(at)),
+    )
+
+
+def _latency(level: Throughput, rank: str) -> float | None:
+    return level.p99_ms if rank == "p99" else level.p50_ms
+
+
+def _known(row: LatencyRow, rank: str) -> list[tuple[float, Throughput]]:
+    return [(value, level) for level in row.concurrency if (value := _latency(level, rank)) is not None]
+
+
+def _concurrency_figure(cast: Cast, rows: Mapping[str, LatencyRow], rank: str) -> Figure:
+    found = {name: known for name, row in rows.items() if (known := _known(row, rank))}
+    shown, rest = cast.named(found), cast.rest(found)
+    traces: list[Figure] = []
+    if rest:
+        traces.append(others([_concurrency_line(found[record.id]) for record in rest], "lines+markers"))
+    for record in shown:
+        numbered = len(shown) <= _MOST_NUMBERED or cast.style(record).winner
+        traces.append(_trace(cast.style(record), record, found[record.id], rows[record.id].knee, numbered=numbered))
+    x = axis(f"{rank} latency of a call (ms)", [value for known in found.values() for value, _ in known])
+    rates = [level.samples_per_s.median for known in found.values() for _, level in known]
+    return {"data": traces, "layout": layout(x, axis("throughput (samples/s)", rates), len(shown) + bool(rest))}
+
+
+def _concurrency_line(known: Sequence[tuple[float, Throughput]]) -> tuple[list[float], list[float | None]]:
+    return [value for value, _ in known], [level.samples_per_s.median for _, level in known]
+
+
+def _trace(
+    style: Style, record: VariantRecord, known: Sequence[tuple[float, Throughput]], knee: int | None, *, numbered: bool
+) -> Figure:
+    x, y = _concurrency_line(known)
+    hover = [said(marked(record), _words(level, knee)) for _, level in known]
+    trace = points(style, x, y, hover, error_y=bars([level.samples_per_s for _, level in known], style.colour))
+    if numbered:
+        trace |= {"mode": "lines+markers+text", "textposition": "top center"}
+        trace["text"] = [str(level.callers) for _, level in known]
+    return trace
+
+
+def _words(level: Throughput, knee: int | None) -> str:
+    found = level.samples_per_s
+    text = (
+        f"{counted(level.callers, 'caller')}: {rate(found.median)} [{rate(found.low)}, {rate(found.high)}] samples/s, "
+    )
+    text += f"p50 {ms(level.p50_ms)} ms, p99 {ms(level.p99_ms)} ms"
+    return text + (", the knee: more callers gain less than 5 %" if level.callers == knee else "")
+
+
+def _concurrency_summary(cast: Cast, rows: Mapping[str, LatencyRow], rank: str) -> str:
+    pairs = [(one, level) for one in cast.records if one.id in rows for level in rows[one.id].concurrency]
+    best, level = max(pairs, key=lambda pair: pair[1].samples_per_s.median)
+    most = f"{rate(level.samples_per_s.median)} samples/s with {counted(level.callers, 'caller')}"
+    text = f"{called(best)} answers most, {most}"
+    value = _latency(level, rank)
+    text += f", at {rank} {ms(value)} ms" if value is not None else ""
+    knee = rows[best.id].knee
+    text += f"; from {knee} on, more callers gain less than 5 %" if knee is not None and knee != level.callers else ""
+    unknown = sum(_latency(level, rank) is None for _, level in pairs)
+    few = f"; {unknown} of {len(pairs)} points are left out, as they have too few calls for a {rank}" if unknown else ""
+    return f"{text}{few}{cast.unnamed(rows)}."

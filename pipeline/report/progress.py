@@ -1,0 +1,211 @@
+"""Show how a plan runs: as a tree on a terminal, as plain lines anywhere else. Always on standard error."""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from enginesmith.pipeline.execution.scheduler import Event, Listener, Outcome
+from enginesmith.pipeline.planning.plan import Step
+from enginesmith.pipeline.units import format_seconds
+
+_HEARTBEAT_SECONDS = 30.0
+_ENDED_SHOWN = 100
+"""Steps that have ended, in a tree: those of a fleet would fill any screen."""
+
+
+@dataclass
+class _Line:
+    """Keep a step's state."""
+
+    step: Step
+    started: float | None = None
+    ended: float | None = None
+    text: str = ""
+    outcome: Outcome | None = None
+
+
+@dataclass
+class _Board:
+    """Keep the lines of all steps that have begun, in order, and what is left to do."""
+
+    lines: dict[str, _Line] = field(default_factory=dict)
+    left: dict[str, Step] = field(default_factory=dict)
+    """Planned steps that have not ended, by id."""
+    planned: int = 0
+    _seconds: dict[str, list[float]] = field(default_factory=dict)
+    """By task, how long steps of this run took."""
+
+    def take(self, event: Event) -> _Line | None:
+        """Update the step's line; None where there is none: for a plan, or a trial after the end of its search."""
+        if event.kind == "planned":
+            self.planned += event.step.id not in self.left
+            self.left[event.step.id] = event.step
+            return None
+        if event.kind == "finished":
+            self.left.pop(event.step.id, None)
+            if event.outcome and event.outcome.artifact and not event.outcome.cached:
+                seconds = self._seconds.setdefault(event.step.task.title, [])
+                seconds.append(event.outcome.artifact.history[-1].seconds)
+        if self._is_idle(event):
+            self.lines.pop(event.step.id, None)
+            return None
+        line = self.lines.setdefault(event.step.id, _Line(event.step))
+        if event.kind == "started":
+            line.started = time.monotonic()
+        elif event.kind in ("progress", "note"):
+            line.text = event.text
+        else:
+            line.ended, line.outcome = time.monotonic(), event.outcome
+        return line
+
+    def overall(self) -> str:
+        """Describe the progress of the whole: ``18 of 27 steps, about 40 s left``, without the time if unknown."""
+        seconds = self._seconds_left()
+        time_left = f", about {format_seconds(seconds)} left" if seconds else ""
+        return f"{self.planned - len(self.left)} of {self.planned} steps{time_left}"
+
+    def _seconds_left(self) -> float | None:
+        """Add up the limits of the steps left, or how long others of their task took; None where one has neither."""
+        at_once = sum(line.started is not None and line.ended is None for line in self.lines.values())
+        total = 0.0
+        for step in self.left.values():
+            known = self._seconds.get(step.task.title)
+            expected = sum(known) / len(known) if known else step.task.expected_seconds
+            if expected is None:
+                return None
+            line = self.lines.get(step.id)
+            spent = time.monotonic() - line.started if line and line.started is not None else 0.0
+            total += max(0.0, expected - spent) / (1 if step.task.exclusive else max(1, at_once))
+        return total
+
+    def _is_idle(self, event: Event) -> bool:
+        found = event.outcome.artifact if event.outcome else None
+        known = (line.outcome.artifact for line in self.lines.values() if line.outcome)
+        return (
+            event.step.task.title == "search"
+            and found is not None
+            and found.sha256 in {artifact.sha256 for artifact in known if artifact}
+        )
+
+
+@contextlib.contextmanager
+def watching(quiet: bool = False) -> Iterator[Listener]:
+    """A listener for a runner, for as long as the block lasts; a ``quiet`` one says only what people should know."""
+    if quiet:
+        yield _say_notes
+    elif sys.stderr.isatty():
+        with _tree() as listener:
+            yield listener
+    else:
+        with _plain_lines() as listener:
+            yield listener
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _say_notes(event: Event) -> None:
+    if event.kind == "note":
+        _say(f"{event.step.id}: {event.text}")
+
+
+@contextlib.contextmanager
+def _plain_lines() -> Iterator[Listener]:
+    board, lock, over = _Board(), threading.Lock(), threading.Event()
+
+    def listener(event: Event) -> None:
+        with lock:
+            line = board.take(event)
+            if line is None:
+                return
+            _say_notes(event)
+            if event.kind == "started":
+                _say(f"{event.step.id}: started")
+            elif event.kind == "finished":
+                _say(f"{event.step.id}: {_ending(line)}")
+
+    def beat() -> None:
+        while not over.wait(_HEARTBEAT_SECONDS):
+            with lock:
+                for line in board.lines.values():
+                    if line.started is not None and line.ended is None:
+                        _say(f"{line.step.id}: still at work after {_elapsed(line)} {line.text}".rstrip())
+                if board.left:
+                    _say(board.overall())
+
+    threading.Thread(target=beat, daemon=True).start()
+    try:
+        yield listener
+    finally:
+        over.set()
+
+
+@contextlib.contextmanager
+def _tree() -> Iterator[Listener]:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.markup import escape
+    from rich.tree import Tree
+
+    board, lock = _Board(), threading.Lock()
+
+    def draw() -> Tree:
+        with lock:
+            root = Tree(f"[bold]enginesmith[/]  {board.overall()}" if board.planned else "[bold]enginesmith")
+            groups: dict[str, Tree] = {}
+            ended = [line for line in board.lines.values() if line.outcome is not None]
+            hidden = {line.step.id for line in ended[:-_ENDED_SHOWN]}
+            if hidden:
+                root.add(f"[dim]{len(hidden)} that have ended are not shown")
+            for line in board.lines.values():
+                if line.step.id in hidden:
+                    continue
+                stage, _, variant = line.step.id.partition("-")
+                parent = root
+                if variant and stage in ("build", "memory", "quality"):
+                    parent = groups.setdefault(variant, groups.get(variant) or root.add(f"[bold]{variant}"))
+                parent.add(_markup(line))
+            return root
+
+    def listener(event: Event) -> None:
+        with lock:
+            board.take(event)
+        if event.kind == "note":
+            console.print(f"{escape(event.step.id)}: {escape(event.text)}")
+
+    console = Console(stderr=True)
+    with Live(get_renderable=draw, console=console, refresh_per_second=4):
+        yield listener
+
+
+def _markup(line: _Line) -> str:
+    from rich.markup import escape
+
+    if line.outcome is None:
+        return f"[yellow]▸[/] {line.step.id}  [dim]{_elapsed(line)}  {escape(line.text)}"
+    sign = "[green]✓[/]" if line.outcome.good else "[red]✗[/]"
+    return f"{sign} {line.step.id}  [dim]{escape(_ending(line))}"
+
+
+def _ending(line: _Line) -> str:
+    outcome = line.outcome
+    assert outcome is not None
+    if outcome.status == "skipped":
+        return "skipped"
+    if outcome.status == "unavailable":
+        return f"not on this machine: {outcome.reason}"
+    if outcome.artifact is None:
+        return f"{outcome.status}: {outcome.reason.splitlines()[0]}"
+    if outcome.artifact.rejected:
+        return f"not good enough: {outcome.artifact.rejected}"
+    last = outcome.artifact.history[-1]
+    return f"{'reused' if outcome.cached else format_seconds(last.seconds)}  {last.effect}"
+
+
+def _elapsed(line: _Line) -> str:
+    return format_seconds(time.monotonic() - line.started) if line.started is not None else ""

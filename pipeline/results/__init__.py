@@ -1,0 +1,1 @@
+"""Make run.json from what steps left: records, verdicts, selection, comparison, gates."""

@@ -1,0 +1,234 @@
+"""In words: whether a variant is what its precision's name says, and whether that paid.
+
+The name is held against what the engine really computes in, where it tells, and against its graph where it does not.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from enginesmith.pipeline.errors import WrongEngine
+from enginesmith.pipeline.frameworks.onnx.shares import HALF, Coverage, percent, words
+from enginesmith.pipeline.measure.rows import LatencyRow
+from enginesmith.pipeline.measure.statistics import Interval
+from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
+from enginesmith.pipeline.results.run import VariantRecord
+from enginesmith.pipeline.system.device import Device
+
+_FLOATS = ("fp32", *HALF)
+_WEIGHTS_ONLY = {"int4-weights": "int4"}
+_ENOUGH = 0.5
+"""A precision that less than this share is in does not describe a variant."""
+_SHOWN = 4
+_INT8_UNITS = ("vnni", "amx_int8", "i8mm", "asimddp")
+"""Parts of the names of vector extensions that sum up products of 8-bit integers."""
+_FIRST_CAPABILITY = {"fp16": 7.0, "int8": 7.5, "bf16": 8.0, "fp8": 8.9}
+"""Compute capabilities that brought matrix units for a type (CUDA C++ Programming Guide, "Compute Capabilities")."""
+
+
+def claimed(precision: str) -> str | None:
+    """The narrowest type that a precision's name promises; None where that is plain float32."""
+    if precision == AS_GIVEN:
+        return None
+    first = precision.partition("+")[0].removesuffix("-dynamic").removesuffix("-weights")
+    return first if first != "fp32" else None
+
+
+def hold(record: VariantRecord, where: Device, *, asked: bool = True) -> VariantRecord:
+    """The record, failed where nothing of it is in the precision it is called after, or with its shortfall in words.
+
+    A model that came in its precision, so that nobody ``asked`` for one, can be used however the engine computes it.
+    """
+    found = _shortfall(record, where)
+    if found is None or record.status == "failed":
+        return record
+    share, text = found
+    if share > 0 or not asked:
+        return record.model_copy(update={"shortfall": text})
+    return record.model_copy(update={"status": "failed", "reason": text, "failure": WrongEngine.failure})
+
+
+def _shortfall(record: VariantRecord, where: Device) -> tuple[float, str] | None:
+    """The share that is in the claimed precision where that is too little, and the sentence on it."""
+    low, evidence = claimed(record.precision), record.engine_coverage or record.coverage
+    if low is None:
+        return None
+    layers = record.build.layers if record.build else None
+    by_weights = record.precision in _WEIGHTS_ONLY
+    if layers and not by_weights and not layers.get(low):
+        kernels = ", ".join(f"{count} {name}" for name, count in layers.items())
+        return 0.0, f"none of its kernels reads {low} ({kernels}){_because(record, low, where)}"
+    if evidence is None or not (evidence.weights if by_weights else evidence.macs):
+        return None
+    shares = evidence.weights if by_weights else evidence.macs
+    share = shares.get(low, 0.0)
+    if share >= _ENOUGH:
+        return None
+    amount = "none" if not share else "less than 1 %" if share < 0.01 else f"only {percent(share)}"
+    verb = f"of the weights is stored in {low}" if by_weights else f"of the multiply-adds is computed in {low}"
+    rest = {name: other for name, other in shares.items() if name != low}
+    left = words(rest) if by_weights else _operators(evidence, rest)
+    return share, f"{amount} {verb}; the rest is {left}{_because(record, low, where)}"
+
+
+def _operators(evidence: Coverage, rest: Mapping[str, float]) -> str:
+    """``fp32: Attention 30 %, LSTM 9 %``."""
+    parts = []
+    for precision in rest:
+        found = dict(list(evidence.operators[precision].items())[:_SHOWN])
+        parts.append(f"{precision}: {words(found)}")
+    return "; ".join(parts)
+
+
+def _because(record: VariantRecord, low: str, where: Device) -> str:
+    reasons = [*_kept(record, low), *_not_taken_over(record, low, where)]
+    return "".join(f"; {reason}" for reason in reasons)
+
+
+def _kept(record: VariantRecord, low: str) -> Iterator[str]:
+    """Groups that were left out on purpose, and why."""
+    kept = [one for one in record.assignment if claimed(one.precision) != low]
+    if kept:
+        reasons = Counter(one.why or "no reason is recorded" for one in kept).most_common(_SHOWN)
+        why = ", ".join(f"{reason} ({count})" for reason, count in reasons)
+        yield f"{len(kept)} of {len(record.assignment)} groups stay in {kept[0].precision}: {why}"
+
+
+def _not_taken_over(record: VariantRecord, low: str, where: Device) -> Iterator[str]:
+    """What the graph asks for and ONNX Runtime does otherwise."""
+    ran, asked = record.engine_coverage, record.coverage
+    if ran is None or record.engine != "onnxruntime":
+        return
+    if ran.unfused:
+        yield (
+            f"of {sum(ran.products.values())} products, {ran.unfused} not fused with the Q/DQ around: ONNX Runtime "
+            "dequantises, computes in floating point and quantises again"
+        )
+    half = next((name for name in (low, *record.precision.split("+")) if name in (*HALF, "fp8")), None)
+    if half and where.kind == "cpu" and ran.share("fp32") > (asked.share("fp32") if asked else 0.0):
+        kernels = "few" if ran.share(half) else "no"
+        yield f"ONNX Runtime has {kernels} {half} kernels on the CPU: it computes in fp32 between casts"
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What remarks need to know besides the records."""
+
+    batch: int
+    """The batch size that decides."""
+    where: Device
+    environment: Mapping[str, Any]
+
+
+def remarks(record: VariantRecord, siblings: Sequence[VariantRecord], given: Circumstances) -> tuple[str, ...]:
+    """Whether a low precision is faster than the best float variant of the same engine, with the evidence."""
+    low, mine = claimed(record.precision), record.row(given.batch)
+    if low is None or mine is None or record.status != "measured":
+        return ()
+    best = _best_float(record, siblings, given.batch)
+    if best is None or (theirs := best.row(given.batch)) is None:
+        return ()
+    evidence = list(_evidence(record, low, given))
+    ratio = _ratio(mine, theirs)
+    against = f"{best.id} at batch {given.batch}"
+    if ratio is None:
+        return (f"too few rounds to tell whether {low} pays against {against}",)
+    said = f"{ratio.median:.2f}× [{ratio.low:.2f}, {ratio.high:.2f}] the speed of {against}"
+    if ratio.low > 1:
+        return (f"{low} pays: {said}" + (f", with {evidence[0]}" if evidence else ""),)
+    verdict = f"{low} is not measurably faster" if ratio.high > 1 else f"{low} does not pay"
+    return ("; ".join([f"{verdict}: {said}", *evidence]),)
+
+
+def _best_float(record: VariantRecord, siblings: Sequence[VariantRecord], batch: int) -> VariantRecord | None:
+    """The fastest variant of the same engine in wider floats."""
+    wider = ("fp32",) if record.precision in HALF else _FLOATS
+    others = [
+        (row.p50_ms, one.id, one)
+        for one in siblings
+        if (one.engine, one.target) == (record.engine, record.target)
+        and one.precision in wider
+        and one.status == "measured"
+        and not one.shortfall
+        and (row := one.row(batch))
+    ]
+    return min(others)[2] if others else None
+
+
+def _ratio(mine: LatencyRow, theirs: LatencyRow) -> Interval | None:
+    """How many times as fast. Both were paired with the same baseline; the interval takes them as independent.
+
+    Method of variance estimates recovery for ratios (Donner and Zou 2012), on logarithms; what they share of the
+    baseline's noise makes the true interval narrower.
+    """
+    if mine.speedup is None or theirs.speedup is None:
+        return None
+    a, b = mine.speedup, theirs.speedup
+    median = a.median / b.median
+    down = math.hypot(math.log(a.median / a.low), math.log(b.high / b.median))
+    up = math.hypot(math.log(a.high / a.median), math.log(b.median / b.low))
+    return Interval(median=median, low=median * math.exp(-down), high=median * math.exp(up))
+
+
+def _evidence(record: VariantRecord, low: str, given: Circumstances) -> Iterator[str]:
+    """What speaks for or against the low precision: coverage first."""
+    found = record.engine_coverage or record.coverage
+    if found is not None:
+        shares = found.weights if record.precision in _WEIGHTS_ONLY else found.macs
+        what = "weights" if record.precision in _WEIGHTS_ONLY else "multiply-adds"
+        yield f"{percent(shares.get(low, 0.0))} of the {what} in {low}"
+        if found.unknown_products:
+            yield f"{found.unknown_products} products of unknown size, which are in no share"
+    yield from _reformatting(record)
+    yield from _not_taken_over(record, low, given.where)
+    if support := hardware(low, given.where, given.environment):
+        yield support
+
+
+def _reformatting(record: VariantRecord) -> Iterator[str]:
+    """What is executed besides the model's own operators, to change between types and layouts."""
+    found, asked = record.engine_coverage, record.coverage
+    if found is None or not found.islands:
+        return
+    turned = found.reorders - (asked.reorders if asked else found.reorders)
+    extra = [
+        _count(found.conversions, "quantising or dequantising operator"),
+        _count(found.casts, "cast between floating-point types", "casts between floating-point types"),
+        _count(turned, "change of layout", "changes of layout") if turned > 0 else "",
+    ]
+    if any(extra):
+        yield f"{_count(found.islands, 'island')} of low precision, with {', '.join(one for one in extra if one)}"
+
+
+def _count(count: int, one: str, more: str = "") -> str:
+    """``3 casts``; nothing for none."""
+    return f"{count} {one if count == 1 else more or one + 's'}" if count else ""
+
+
+def hardware(low: str, where: Device, environment: Mapping[str, Any]) -> str:
+    """What the hardware has for a type, from what was recorded of the machine; empty where that says nothing."""
+    if where.kind == "cuda":
+        return _gpu_support(low, where, environment.get("gpus") or ())
+    units = [str(unit) for unit in environment.get("vector_units", ())]
+    if low == "int8" and units:
+        found = [unit for unit in units if any(part in unit for part in _INT8_UNITS)]
+        if found:
+            return f"the processor has instructions for int8 dot products ({', '.join(found)})"
+        return "the processor has no instructions for int8 dot products (VNNI, AMX)"
+    return ""
+
+
+def _gpu_support(low: str, where: Device, gpus: Sequence[Mapping[str, Any]]) -> str:
+    first = _FIRST_CAPABILITY.get(low)
+    if first is None or where.index >= len(gpus):
+        return ""
+    name, capability = gpus[where.index]["name"], str(gpus[where.index]["compute_capability"])
+    if not re.fullmatch(r"\d+\.\d+", capability):
+        return ""
+    known = f"{name} has compute capability {capability}"
+    if float(capability) >= first:
+        return f"{known}, and with it matrix units for {low}"
+    return f"{known}, and matrix units for {low} begin with {first}"

@@ -1,0 +1,313 @@
+"""From a chosen variant to the manifest of its package."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from enginesmith.calibration.options import AS_FOUND
+from enginesmith.pipeline.artifact import RECORDS, file_digest, files_below, holds
+from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.engines.onnxruntime.session import LEVELS, disabled_optimizers
+from enginesmith.pipeline.engines.tensorrt import manifest as engine_manifest
+from enginesmith.pipeline.errors import ModelError, UsageError
+from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.measure.fidelity import Thresholds
+from enginesmith.pipeline.passes.quantize.precisions import KINDS
+from enginesmith.pipeline.planning.plan import REFERENCE
+from enginesmith.pipeline.planning.variants import device_for
+from enginesmith.pipeline.results import documents
+from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results.package.manifest import (
+    EngineRecord,
+    Manifest,
+    Measured,
+    Origin,
+    PackagedFile,
+    Preprocessing,
+    Summary,
+)
+from enginesmith.pipeline.results.run import Run, StoredArtifact, VariantRecord
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.verify import required
+from enginesmith.pipeline.tensors import ShapeRange, TensorSpec
+
+# Which variant of a run is packaged, and the files that it is made of, held against the run's digests.
+
+_LOG = ".log"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A variant of a run whose files are there, as they were made."""
+
+    folder: Path
+    run: Run
+    record: VariantRecord
+    cautions: tuple[str, ...]
+
+    @property
+    def loaded(self) -> StoredArtifact:
+        """What is packaged: the graph where the engine takes one, as that runs on other machines too."""
+        found = self.record.graph or self.record.artifact
+        assert found is not None
+        return found
+
+    @property
+    def main(self) -> Path:
+        """The file that is loaded."""
+        return self.folder / self.loaded.path
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """All files that belong to it, by name from the main file's folder."""
+        folder = self.main.parent
+        if self.record.graph:
+            return {name: folder / name for name in (self.main.name, *model_file.external_files(self.main))}
+        names = files_below(folder, skip=RECORDS)
+        return {name: folder / name for name in names if not name.endswith(_LOG)}
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """What the engine was built with, of the fields of its class."""
+        return dict(self.record.built_with.get("engine", {}))
+
+
+def choose(folder: Path, variant: str | None) -> Chosen:
+    """The variant of that name, else the winner.
+
+    Raises:
+        UsageError: there is no such run or variant, or it is nothing that can be packaged.
+        ModelError: a file is missing, or is not the one that the run made.
+    """
+    run = runs.read(folder)
+    folder = folder if folder.is_dir() else folder.parent
+    record = runs.named(run, variant) if variant else _winner(run)
+    _hold_packagable(folder, run, record)
+    chosen = Chosen(folder, run, record, tuple(_cautions(run, record)))
+    _hold_whole(chosen)
+    return chosen
+
+
+def _winner(run: Run) -> VariantRecord:
+    found = next((one for one in (run.baseline, *run.variants) if one.id == run.winner), None)
+    if found is None:
+        why = run.winner_reason or ("the run is not complete" if not run.complete else "none meets the budgets")
+        built = ", ".join(one.id for one in run.variants if one.artifact) or "none"
+        raise UsageError(f"the run has no winner: {why}", f"name one with --variant; built are: {built}")
+    return found
+
+
+def _cautions(run: Run, record: VariantRecord) -> Iterator[str]:
+    """What speaks against a variant that was asked for by name."""
+    if record.id == run.winner:
+        return
+    if record.status == "failed":
+        yield f"it failed in the run: {record.reason}"
+    elif record.status != "measured":
+        yield f"it was not measured: {record.reason or record.status}"
+    if record.rejected:
+        yield f"it was rejected: {record.rejected}"
+    yield f"it is not the run's winner, which is {run.winner or 'none'}"
+
+
+def _hold_packagable(folder: Path, run: Run, record: VariantRecord) -> None:
+    if engine_class(record.engine).consumes == "torch":
+        graphs = [one.id for one in run.variants if one.graph and one.status != "failed"]
+        remedy = f"--variant {graphs[0]}, " if graphs else "optimize with --engine onnxruntime, "
+        raise UsageError(
+            f"{record.id} runs the PyTorch module itself, which takes the code that makes it",
+            f"package a built engine instead ({remedy}say), or `enginesmith export {run.model.source} -o model.onnx`",
+        )
+    if record.artifact is None:
+        why = record.reason or record.status
+        raise UsageError(f"{record.id} has no engine: {why}", f"`enginesmith resume {folder}` does what is missing")
+    if (engine_class(record.engine).loads_graph and record.graph is None) or record.test_vector is None:
+        raise UsageError(
+            f"the run keeps no graph or test vector of {record.id}: it was made before runs kept them",
+            f"`enginesmith resume {folder}` adds them, and does nothing else again that the store still has",
+        )
+    if run.model.signature is None:
+        raise UsageError("the run does not know the model's inputs and outputs", f"`enginesmith resume {folder}`")
+
+
+def _hold_whole(chosen: Chosen) -> None:
+    """What is packaged is what the run made, byte for byte."""
+    kept, main = chosen.loaded, chosen.main
+    again = f"run `enginesmith resume {chosen.folder}`, which makes it again"
+    if not main.is_file():
+        raise ModelError(f"{main} is missing", again)
+    if not holds(main.parent, kept.sha256):
+        raise ModelError(f"{main.parent} is not what the run made: its sha256 is another than run.json says", again)
+    vector = chosen.record.test_vector
+    assert vector is not None
+    path = chosen.folder / vector.path
+    if not path.is_file() or file_digest(path) != vector.sha256:
+        raise ModelError(f"{path} is missing, or not what the run made", again)
+
+
+_ONE_GRAPH = (
+    "what was measured is this graph as ONNX Runtime optimised it on the machine of the run; here it is optimised when "
+    "it is loaded, for the processor and the onnxruntime that are there"
+)
+_SYNTHETIC = "ranges were taken from made-up data: its accuracy says nothing of real data"
+_CHANNELS = (1, 3, 4)
+
+
+def describe(
+    chosen: Chosen, form: Literal["bundle", "triton"], file: str, files: Mapping[str, PackagedFile]
+) -> Manifest:
+    """The manifest of a package of these files, of which the engine loads ``file``."""
+    run, record = chosen.run, chosen.record
+    assert run.model.signature is not None
+    engine, device = engine_of(chosen), device_of(chosen)
+    own_graph = record.graph != record.artifact and record.graph is not None
+    cautions = (
+        *chosen.cautions,
+        *([_ONE_GRAPH] if own_graph else []),
+        *([_SYNTHETIC] if record.synthetic_calibration else []),
+        *([record.shortfall] if record.shortfall else []),
+    )
+    return Manifest.model_validate(
+        {
+            "format": form,
+            "variant": record.id,
+            "precision": record.precision,
+            "engine": _engine(chosen, engine, device, file),
+            "signature": run.model.signature,
+            "shapes": ranges(chosen),
+            "preprocessing": _preprocessing(chosen),
+            "measured": _summary(record),
+            "thresholds": _thresholds(chosen, engine),
+            "origin": _origin(chosen),
+            "cautions": cautions,
+            "files": dict(files),
+        }
+    )
+
+
+def engine_of(chosen: Chosen) -> Engine:
+    """The engine with the options that the run had it built and measured with."""
+    recipe, options = chosen.run.recipe, dict[str, Any](chosen.engine_options)
+    options |= {"tf32": recipe.onnxruntime.tf32} if chosen.record.engine == OnnxRuntime.name else {}
+    kind = engine_class(chosen.record.engine)
+    return documents.made(kind, options, f"what {chosen.record.id} was built with")
+
+
+def device_of(chosen: Chosen) -> Device:
+    """What the run measured it on."""
+    return device_for(chosen.run.recipe, engine_of(chosen))
+
+
+def ranges(chosen: Chosen) -> dict[str, ShapeRange]:
+    """Sizes by dynamic dimension, as the engine was built and checked for."""
+    return {name: ShapeRange.parse(text) for name, text in chosen.run.model.shapes.items()}
+
+
+def _engine(chosen: Chosen, engine: Engine, device: Device, file: str) -> EngineRecord:
+    record = chosen.record
+    built = record.history[-1].tools
+    version = next((built[name] for name in engine.tools if name in built), "unknown")
+    targets: tuple[str, ...] = ()
+    options: dict[str, Any] = {}
+    if isinstance(engine, OnnxRuntime):
+        options = _session_options(chosen, engine, device)
+    else:
+        found = engine_manifest.read(chosen.main)
+        version, targets = found.version, found.compute_capabilities
+        options = {"tf32": found.options.tf32, "version_compatible": found.options.version_compatible}
+    return EngineRecord(
+        name=record.engine,
+        package=record.engine,
+        version=version,
+        file=file,
+        device="cuda" if device.kind == "cuda" else "cpu",
+        compute_capabilities=targets,
+        options=options,
+    )
+
+
+def _session_options(chosen: Chosen, engine: OnnxRuntime, device: Device) -> dict[str, Any]:
+    """By the names that onnxruntime has for them; ``session`` is for the session itself."""
+    cuda = {"CUDAExecutionProvider": {"use_tf32": str(int(engine.tf32))}} if device.kind == "cuda" else {}
+    providers: dict[str, dict[str, str]] = {**cuda, "CPUExecutionProvider": {}}
+    return {
+        "graph_optimization_level": LEVELS[engine.graph_optimization],
+        "intra_op_num_threads": device.threads,
+        "session": {
+            "providers": list(providers),
+            "provider_options": list(providers.values()),
+            "disabled_optimizers": disabled_optimizers(chosen.main),
+        },
+    }
+
+
+def _thresholds(chosen: Chosen, engine: Engine) -> Thresholds:
+    """Those that the run held the engine to."""
+    signature, kind = chosen.run.model.signature, KINDS.get(chosen.record.precision)  # type: ignore[call-overload]
+    assert signature is not None
+    row = kind.threshold if kind and kind.threshold != "fp32" else engine.arithmetic
+    return required((spec.dtype for spec in signature.outputs), row, chosen.run.recipe.min_sqnr_db)
+
+
+def _summary(record: VariantRecord) -> Summary:
+    sqnr = [one.sqnr_db for one in record.fidelity if one.stage == "engine" and one.sqnr_db is not None]
+    reasons = {name: record.reasons[name] for name in ("latency", "memory", "quality") if name in record.reasons}
+    return Summary(
+        latency=tuple(
+            Measured(
+                batch=row.batch,
+                p50_ms=row.p50_ms,
+                p99_ms=row.p99_ms,
+                throughput_per_s=row.throughput_per_s,
+                speedup=row.speedup.median if row.speedup else None,
+                reasons={name: row.reasons[name] for name in Measured.model_fields if name in row.reasons},
+            )
+            for row in record.latency
+        ),
+        peak_bytes=record.peak_bytes,
+        sqnr_db=min(sqnr, default=None),
+        metric=record.quality.metric if record.quality else None,
+        value=record.quality.value if record.quality else None,
+        drop=record.quality.drop if record.quality else None,
+        reasons=reasons | ({} if sqnr else {"sqnr_db": "the built engine was not held against the reference"}),
+    )
+
+
+def _preprocessing(chosen: Chosen) -> Preprocessing:
+    run = chosen.run
+    options = run.recipe.data_options
+    given = {name: value for name, value in options if value != getattr(AS_FOUND, name)}
+    signature = run.model.signature
+    assert signature is not None
+    fed = next((step.effect for step in run.steps if step.id == REFERENCE), "")
+    layouts = (f"{spec.name} is {layout}" for spec in signature.inputs if (layout := _layout(spec)))
+    return Preprocessing(options=given, notes=(*([f"the run fed {fed}"] if fed else []), *layouts))
+
+
+def _layout(spec: TensorSpec) -> str:
+    """How images lie in an input, where its sizes tell."""
+    if len(spec.shape) != 4:
+        return ""
+    if spec.shape[1] in _CHANNELS:
+        return "NCHW: batch, channels, height, width"
+    return "NHWC: batch, height, width, channels" if spec.shape[3] in _CHANNELS else ""
+
+
+def _origin(chosen: Chosen) -> Origin:
+    run = chosen.run
+    here = run.environment
+    return Origin(
+        run=run.name,
+        created=run.created,
+        model=run.model.source,
+        model_sha256=run.model.sha256,
+        data=run.model.data,
+        processor=here.get("processor"),
+        gpus=tuple(str(one.get("name", "unknown")) for one in here.get("gpus") or ()),
+        packages=here.get("packages") or {},
+        recipe=run.recipe.model_dump(mode="json"),
+        history=chosen.record.history,
+    )

@@ -1,0 +1,186 @@
+"""What ``manifest.json`` of a package says: what it is, where it came from, where it runs, and every file's digest."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from enginesmith.pipeline.artifact import HistoryEntry, file_digest, files_below
+from enginesmith.pipeline.errors import ModelError, UsageError
+from enginesmith.pipeline.measure.fidelity import Thresholds
+from enginesmith.pipeline.results import documents
+from enginesmith.pipeline.tensors import ShapeRange, Signature
+
+SCHEMA: Literal["enginesmith.bundle/1"] = "enginesmith.bundle/1"
+FILE = "manifest.json"
+VECTOR, INFER = "test_vector.npz", "infer.py"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class PackagedFile(_Part):
+    """A file, by what is in it."""
+
+    sha256: str
+    bytes: int
+
+
+class EngineRecord(_Part):
+    """What loads the package, and how."""
+
+    name: Literal["onnxruntime", "tensorrt", "tensorrt_rtx"]
+    package: str
+    """The Python module to import."""
+    version: str
+    """Of the package that the engine was built and measured with."""
+    file: str
+    """What is loaded."""
+    device: Literal["cpu", "cuda"]
+    compute_capabilities: tuple[str, ...] = ()
+    """Of the GPUs that the engine is built for; empty where it is not for certain ones."""
+    options: dict[str, Any] = {}
+    """Names and values as the package's own session takes them."""
+
+
+class Origin(_Part):
+    """Where the package came from."""
+
+    run: str
+    created: str
+    model: str
+    model_sha256: str | None
+    """Of the model as it was loaded: its weights, signature and code."""
+    data: str | None
+    """What latency, fidelity and the test vector were made with."""
+    processor: str | None
+    gpus: tuple[str, ...] = ()
+    packages: dict[str, str] = {}
+    recipe: dict[str, Any]
+    history: tuple[HistoryEntry, ...]
+
+
+class Measured(_Part):
+    """Latency at one batch size, on the machine of the run."""
+
+    batch: int
+    p50_ms: float | None
+    p99_ms: float | None
+    throughput_per_s: float | None
+    speedup: float | None
+    """Over eager in the same rounds, as a median."""
+    reasons: dict[str, str] = {}
+
+
+class Summary(_Part):
+    """What was measured in the run; None beside a reason where it was not."""
+
+    latency: tuple[Measured, ...]
+    peak_bytes: int | None
+    sqnr_db: float | None
+    """The lowest of the built engine's, over the points of the shape range."""
+    metric: str | None
+    value: float | None
+    drop: float | None
+    reasons: dict[str, str] = {}
+
+
+class Preprocessing(_Part):
+    """What the run made of its data before it was fed; nothing of it is done by the package."""
+
+    options: dict[str, Any]
+    """Those of the recipe's data options that were given."""
+    notes: tuple[str, ...]
+
+
+class Manifest(_Part):
+    """The whole document."""
+
+    schema_name: Literal["enginesmith.bundle/1"] = Field(SCHEMA, alias="schema")
+    format: Literal["bundle", "triton"]
+    variant: str
+    precision: str
+    engine: EngineRecord
+    signature: Signature
+    shapes: dict[str, ShapeRange]
+    """By dynamic dimension; an engine that is built for ranges takes no other sizes."""
+    preprocessing: Preprocessing
+    measured: Summary
+    thresholds: Thresholds
+    """What the answers to the test vector have to reach."""
+    origin: Origin
+    cautions: tuple[str, ...] = ()
+    files: dict[str, PackagedFile]
+    """Every file of the package but this one, by relative name."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    def text(self) -> str:
+        """As it is written."""
+        return self.model_dump_json(indent=1, by_alias=True) + "\n"
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a package.
+
+    Raises:
+        UsageError: there is none, it is damaged, or of another schema.
+    """
+    path = folder / FILE
+    try:
+        values = documents.load(path)
+        documents.hold_schema(path, values, SCHEMA, "enginesmith package")
+        found, _ = documents.fitted(Manifest, values)
+    except OSError as error:
+        raise UsageError(
+            f"there is no bundle in {folder}: {FILE}: {error.strerror}",
+            "give a folder that `enginesmith package` wrote",
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged: {error}", "copy the bundle again, or package the run again") from error
+    return found
+
+
+def files_of(folder: Path) -> dict[str, PackagedFile]:
+    """Every file in a folder but the manifest."""
+    return {
+        name: PackagedFile(sha256=file_digest(folder / name), bytes=(folder / name).stat().st_size)
+        for name in files_below(folder, skip=[FILE])
+    }
+
+
+def hold_files(folder: Path, manifest: Manifest) -> None:
+    """Insist on exactly the files that were packaged.
+
+    Raises:
+        ModelError: one is missing, is another one, or was not packaged.
+        UsageError: one cannot be read.
+    """
+    outside = [name for name in manifest.files if not (folder / name).resolve().is_relative_to(folder.resolve())]
+    missing = [name for name in manifest.files if not (folder / name).is_file()]
+    try:
+        there = {} if missing or outside else files_of(folder)
+    except OSError as error:
+        raise UsageError(f"{error.filename} cannot be read: {error.strerror}", "check its rights") from error
+    changed = [name for name, kept in manifest.files.items() if name in there and there[name] != kept]
+    extra = sorted(set(there) - set(manifest.files))
+    for names, what in (
+        (outside, "lies outside of the bundle"),
+        (missing, "is missing"),
+        (changed, "is not the file that was packaged: its sha256 is another"),
+        (extra, "was not packaged"),
+    ):
+        if names:
+            more = f", and so {len(names) - 1} more" if len(names) > 1 else ""
+            raise ModelError(
+                f"{folder / names[0]} {what}{more}; nothing was loaded",
+                "copy the bundle again, or package the run again: engines are code, and this is not what was packaged",
+            )
+
+
+def plain(manifest: Manifest) -> dict[str, Any]:
+    """The manifest as plain values."""
+    values: dict[str, Any] = json.loads(manifest.text())
+    return values

@@ -1,0 +1,115 @@
+"""Whether a bundle is what was packaged, and answers its test vector, in a process of its own."""
+
+import importlib.metadata
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from enginesmith.pipeline.artifact import Artifact, Kind
+from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.engines.onnxruntime.session import LEVELS
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
+from enginesmith.pipeline.errors import MissingCapability, UsageError
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.measure.fidelity import Fidelity, compare
+from enginesmith.pipeline.measure.rows import StageFidelity
+from enginesmith.pipeline.results.package import manifest as manifests
+from enginesmith.pipeline.results.package.manifest import Manifest
+from enginesmith.pipeline.system import worker
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.verify import why_not
+
+_MODULES = ("numpy", "onnx", "onnxruntime", "enginesmith.pipeline.results.package.verify")
+"""All that the worker needs, where the engine does not take its memory from PyTorch."""
+
+
+def verify(folder: Path, timeout_seconds: float | None = None) -> tuple[str, StageFidelity]:
+    """Check every digest, then run the test vector; a sentence, and how close the answer is.
+
+    Raises:
+        UsageError: it is no bundle, or its manifest is damaged or of another schema.
+        ModelError: a file is missing, changed or was not packaged; nothing was loaded.
+        MissingCapability: this machine cannot run the engine: digests were checked, the vector was not run.
+        StepError: the engine's process ended without an answer.
+    """
+    found = manifests.read(folder)
+    if found.format != "bundle":
+        raise UsageError(
+            f"{folder} is a {found.format} package, which has no test vector",
+            "package the run as a bundle to verify it",
+        )
+    manifests.hold_files(folder, found)
+    engine, device = engine_of(found), Device(kind=found.engine.device)
+    checked = f"{len(found.files)} files are what was packaged"
+    if not engine.memory_from_torch:
+        worker.preload_only(_MODULES)
+    with tempfile.TemporaryDirectory(prefix="enginesmith-") as logs:
+        try:
+            engine.require(device)
+            fidelity = worker.run(
+                answer, folder, found, engine, device, log=Path(logs, "verify.log"), timeout_seconds=timeout_seconds
+            )
+        except MissingCapability as error:
+            raise MissingCapability(f"{checked}; the test vector was not run: {error.message}", error.remedy) from error
+    result = _result(found, fidelity)
+    versions = _other_version(found, engine)
+    verdict = "answers its test vector" if result.passed else "does not answer its test vector"
+    return f"{folder}: {checked}; {found.variant} {verdict}{versions}", result
+
+
+def engine_of(found: Manifest) -> Engine:
+    """The engine that a manifest names, with no option that a file could allow itself."""
+    options = found.engine.options
+    if found.engine.name == OnnxRuntime.name:
+        by_name = {value: key for key, value in LEVELS.items()}
+        level = by_name.get(options.get("graph_optimization_level", ""), "all")
+        return OnnxRuntime(graph_optimization=level, save_optimized=False)
+    return engine_class(found.engine.name).model_validate(
+        {"options": BuildOptions(tf32=bool(options.get("tf32", True)))}
+    )
+
+
+def answer(folder: Path, found: Manifest, engine: Engine, device: Device, progress: Callable[[str], None]) -> Fidelity:
+    """In the worker: load what was packaged and hold its answer against the test vector's."""
+    feeds, expected = samples.read_vector(folder / manifests.VECTOR)
+    kept = found.files[found.engine.file]
+    kind: Kind = "onnx" if found.engine.name == OnnxRuntime.name else "engine"
+    artifact = Artifact(
+        kind=kind, path=folder / found.engine.file, sha256=kept.sha256, bytes=kept.bytes, signature=found.signature
+    )
+    with engine.load(artifact, device) as session:
+        return compare(expected, session.run(feeds), found.thresholds)
+
+
+def _result(found: Manifest, fidelity: Fidelity) -> StageFidelity:
+    sizes = [shape.min for name, shape in found.shapes.items() if name == samples.batch_symbol(found.signature)]
+    return StageFidelity(
+        stage="test vector",
+        point="min",
+        batch=sizes[0] if sizes else samples.fixed_batch(found.signature),
+        sqnr_db=fidelity.sqnr_db,
+        cosine=fidelity.cosine,
+        max_abs_error=fidelity.max_abs_error,
+        argmax_agreement=fidelity.argmax_agreement,
+        passed=fidelity.passed,
+        reason="" if fidelity.passed else why_not(fidelity),
+    )
+
+
+def _other_version(found: Manifest, engine: Engine) -> str:
+    here = _installed(engine.tools)
+    if here in ("", found.engine.version):
+        return ""
+    return f"\n  note: it was made with {found.engine.name} {found.engine.version}, and ran with {here}"
+
+
+def _installed(distributions: Iterable[str]) -> str:
+    """The version of the first that is installed; empty if none is."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""

@@ -1,0 +1,221 @@
+"""Measure the engines of two runs again, side by side: two stored runs, apart in time, are never as sharp.
+
+Each iteration measures several launches of both, interleaved as everywhere (``measure/race.py``). After each one
+the ratio over all launches so far is judged; where it is not clear, another iteration follows, up to a limit.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline.artifact import Artifact, holds
+from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
+from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
+from enginesmith.pipeline.measure.latency.candidate import Candidate
+from enginesmith.pipeline.measure.latency.rows import launches_of, measure_latency
+from enginesmith.pipeline.measure.statistics import (
+    LEAST_LAUNCHES,
+    TOO_NOISY,
+    Interval,
+    Timed,
+    median_interval,
+    paired_ratio,
+)
+from enginesmith.pipeline.results import differences, documents
+from enginesmith.pipeline.results.run import Run, VariantRecord
+from enginesmith.pipeline.system import machine as devices
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tensors import Feeds, ShapeRange, Signature
+
+MOST_ITERATIONS = 4
+_BEFORE, _AFTER = "baseline", "candidate"
+_UNENDING = 1e-9
+"""A precision that no measurement reaches: an iteration takes its time, so that all weigh alike."""
+_WARM_SHARE = 0.05
+"""Of an iteration, for warming up one of them once: on a busy machine calls never look warm; launches count."""
+_BLOCK_MS = 40.0
+"""Blocks are shorter than elsewhere, so that more launches fit into the time: it is these that differ."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Name a variant of a run directory."""
+
+    folder: Path
+    run: Run
+    record: VariantRecord
+
+
+class Remeasurement(BaseModel):
+    """Report the second engine's time as a multiple of the first's: 1.1 is 10 % slower."""
+
+    model_config = ConfigDict(frozen=True)
+
+    ratio: Interval
+    before_ms: float
+    after_ms: float
+    batch: int
+    iterations: int
+    launches: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Set how long to measure, and when a ratio is clear enough to stop."""
+
+    seconds: float
+    decided: Callable[[Interval], bool]
+    progress: Callable[[str], None]
+
+
+def why_not(before: Stored, after: Stored, *, any_machine: bool) -> str:
+    """Explain why the two cannot be measured here and now; empty if they can."""
+    for which, stored in (("baseline", before), ("run", after)):
+        if stored.record.artifact is None or not stored.record.built_with:
+            return f"the {which} has no engine file of {stored.record.id}"
+        if not holds((stored.folder / stored.record.artifact.path).parent, stored.record.artifact.sha256):
+            return f"the {which}'s engine file of {stored.record.id} is missing, or not what the run made"
+    if before.run.model.signature != after.run.model.signature or after.run.model.signature is None:
+        return "the inputs or outputs are not the same"
+    if _vector(after) is None:
+        return "the run keeps no test vector that engines could be fed with"
+    apart = differences.other_device(after.run, _here(after.run))
+    if apart and not any_machine:
+        return f"this is not the kind of machine that the runs were measured on ({apart[0].name})"
+    return ""
+
+
+def same(before: Stored, after: Stored) -> bool:
+    """Tell whether both are the same engine, byte for byte, run in the same way."""
+    one, other = before.record.artifact, after.record.artifact
+    if one is None or other is None or one.sha256 != other.sha256:
+        return False
+    if _engine(before.record) != _engine(after.record) or _device(before) != _device(after):
+        return False
+    return all(holds((side.folder / made.path).parent, made.sha256) for side, made in ((before, one), (after, other)))
+
+
+def remeasure(before: Stored, after: Stored, batch: int, limits: Limits) -> Remeasurement:
+    """Measure both in turns until the ratio of their times is clear, or time is over.
+
+    Raises:
+        EnginesmithError: one of them cannot be loaded or run here.
+    """
+    candidates = [_candidate(_BEFORE, before), _candidate(_AFTER, after)]
+    each = limits.seconds / MOST_ITERATIONS
+    settings = LatencySettings(
+        precision=_UNENDING,
+        time_limit_seconds=each,
+        block_ms=_BLOCK_MS,
+        min_rounds=15,
+        noisy_extension=1,
+        warmup_limit_seconds=_WARM_SHARE * each,
+    )
+    feeds, found, iteration = {batch: _feeds(after, batch)}, _Launches(), 0
+    with tempfile.TemporaryDirectory() as logs:
+        while True:
+            iteration += 1
+            seeded = settings.model_copy(update={"seed": iteration})
+            result = measure_latency(candidates, feeds, seeded, Path(logs), lambda text: None)
+            _check_measured({name: rows[0].failure for name, rows in result.rows.items()}, before, after)
+            found = found.with_more(result.samples, batch)
+            ratio = paired_ratio(found.after, found.before, settings.seed)
+            times = f"{ratio.median:.3f} times the baseline's [{ratio.low:.3f}, {ratio.high:.3f}]"
+            limits.progress(f"iteration {iteration}: {TOO_NOISY if ratio.too_noisy else times}")
+            if iteration == MOST_ITERATIONS or (len(found.before) >= LEAST_LAUNCHES and limits.decided(ratio)):
+                break
+    medians = [median_interval(side, settings.seed).median * 1e3 for side in (found.before, found.after)]
+    return Remeasurement(
+        ratio=ratio,
+        before_ms=medians[0],
+        after_ms=medians[1],
+        batch=batch,
+        iterations=iteration,
+        launches=len(found.before),
+    )
+
+
+@dataclass(frozen=True)
+class _Launches:
+    """Collect blocks by launch and round, of all iterations."""
+
+    before: tuple[list[Timed], ...] = ()
+    after: tuple[list[Timed], ...] = ()
+
+    def with_more(self, measured: Mapping[str, Any], batch: int) -> "_Launches":
+        return _Launches(
+            (*self.before, *launches_of(measured, _BEFORE, batch)), (*self.after, *launches_of(measured, _AFTER, batch))
+        )
+
+
+def _check_measured(failures: Mapping[str, str | None], before: Stored, after: Stored) -> None:
+    for name, stored in ((_BEFORE, before), (_AFTER, after)):
+        if failure := failures[name]:
+            raise ModelError(f"{stored.record.id} of {stored.folder} cannot be run here: {failure}")
+
+
+def _candidate(name: str, stored: Stored) -> Candidate:
+    kept = stored.record.artifact
+    assert kept is not None
+    artifact = Artifact(
+        kind="engine",
+        path=stored.folder / kept.path,
+        sha256=kept.sha256,
+        bytes=kept.bytes,
+        signature=stored.run.model.signature,
+        history=stored.record.history,
+    )
+    return Candidate(name, _engine(stored.record), artifact, _device(stored))
+
+
+def _engine(record: VariantRecord) -> Engine:
+    """Rebuild the engine's settings; nothing that a file says and that would run code is taken over."""
+    fields, kind = dict(record.built_with.get("engine", {})), engine_class(record.engine)
+    if issubclass(kind, TensorRT):
+        given = fields.get("options")
+        fields["options"] = BuildOptions(tf32=bool(given.get("tf32")) if isinstance(given, dict) else False)
+    known = {name: value for name, value in fields.items() if name in kind.model_fields}
+    return documents.made(kind, known, f"what {record.id} was built with")
+
+
+def _device(stored: Stored) -> Device:
+    fields = stored.record.built_with.get("device")
+    return documents.made(Device, fields, f"where {stored.record.id} ran") if fields else stored.run.recipe.where
+
+
+def _vector(stored: Stored) -> Path | None:
+    """Find the file of feeds that the run keeps."""
+    kept = stored.record.test_vector
+    path = stored.folder / kept.path if kept else None
+    return path if path and path.is_file() else None
+
+
+def _feeds(stored: Stored, batch: int) -> Feeds:
+    """Make feeds of a batch size from those of the test vector; the other dimensions are the usual ones."""
+    signature, path = stored.run.model.signature, _vector(stored)
+    assert signature is not None
+    assert path is not None
+    with np.load(path, allow_pickle=False) as kept:
+        feeds = {spec.name: kept[f"input:{spec.name}"] for spec in signature.inputs}
+    return samples.resized(feeds, signature, _sizes(stored.run, signature, batch))
+
+
+def _sizes(run: Run, signature: Signature, batch: int) -> dict[str, int]:
+    usual = {name: ShapeRange.parse(text).opt for name, text in run.model.shapes.items()}
+    symbol = samples.batch_symbol(signature)
+    return {**usual, symbol: batch} if symbol else usual
+
+
+def _here(run: Run) -> Run:
+    """Copy the run as if it had been made on this machine as it is now."""
+    return run.model_copy(update={"environment": devices.environment().model_dump(mode="json")})

@@ -1,0 +1,322 @@
+"""What a run found out: the document ``run.json``, and how the outcomes of steps become one.
+
+A number that could not be had is null, and a reason stands beside it.
+"""
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from enginesmith.pipeline.artifact import HistoryEntry
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.frameworks.onnx.shares import Coverage
+from enginesmith.pipeline.frameworks.torch.pruning_facts import Facts
+from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.measure.rows import DeviceLimits, LatencyRow, LimitRow, MemoryRow, Profile, StageFidelity
+from enginesmith.pipeline.passes.finetune.options import Recovery
+from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.results import documents
+from enginesmith.pipeline.tensors import Signature
+
+# The environment within a run: facts for people, some of which are read again and have to be of their type.
+
+
+class _Read(BaseModel):
+    """What is taken from it again, as ``measure/device.py`` wrote it."""
+
+    processor: str | None = None
+    usable_cores: int | None = None
+    python: str | None = None
+    packages: dict[str, str] = {}
+    thread_variables: dict[str, str] = {}
+    gpus: tuple[dict[str, Any], ...] | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def _hold_types(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        _Read.model_validate(value)
+    except ValidationError as error:
+        raise ValueError(documents.first(error)) from error
+    return value
+
+
+RunEnvironment = Annotated[dict[str, Any], AfterValidator(_hold_types)]
+
+
+SCHEMA: Literal["enginesmith.run/1"] = "enginesmith.run/1"
+
+_MOST_NAMED = 8
+"""Unknown fields that a warning names."""
+NOT_KNOWN = "run.json has fields that this version does not know"
+"""How the warning about them begins, which says nothing of the machine."""
+
+VariantStatus = Literal["measured", "built", "skipped", "failed"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class StoredArtifact(_Part):
+    """An engine's main file in the run directory, with the digest and size of all its files."""
+
+    path: str
+    sha256: str
+    bytes: int
+
+
+class BuildRecord(_Part):
+    """What building the engine took and gave."""
+
+    seconds: float
+    host_peak_bytes: int | None
+    workspace_limit_bytes: int | None = None
+    weights_bytes: int | None = None
+    activation_bytes: int | None = None
+    """What one inference at the largest shape works in, scratch memory included."""
+    scratch_bytes: int | None = None
+    build_device_peak_bytes: int | None = None
+    engine_bytes: int
+    layers: dict[str, int] | None = None
+    reasons: dict[str, str] = {}
+
+
+class Assignment(_Part):
+    """What one operator is computed in, and why."""
+
+    group: str
+    module: str = ""
+    operator: str
+    precision: str
+    why: str = ""
+    sqnr_db: float | None = None
+    """Of its own result in the low precision, its inputs being exact; None where that was not found out."""
+    macs: int | None = None
+
+
+class SearchStep(_Part):
+    """One assignment that was tried on the way to the one that is used."""
+
+    step: int
+    method: str = ""
+    """How ranges were chosen."""
+    quantised: int | None
+    """Groups in the low precision; None as long as their number is not known."""
+    kept: int
+    """Groups that stayed in floating point."""
+    sqnr_db: float | None = None
+    drop: float | None = None
+    speedup: float | None = None
+    """Against the float graph in the same engine; None where that was not measured."""
+    passed: bool
+    why: str
+    reason: str = ""
+    """Why it did not pass."""
+
+
+class VariantRecord(_Part):
+    """One way to run the model, and everything that is known of it. The baseline is one too."""
+
+    id: str
+    engine: str
+    precision: str
+    prune: str | None = None
+    """What was asked for, as ``macs=-50%``."""
+    sparsity: str | None = None
+    dense: str | None = None
+    """The variant that it differs from in nothing but being pruned or sparse."""
+    workspace_limit_bytes: int | None = None
+    target: str | None = None
+    status: VariantStatus
+    reason: str = ""
+    failure: str | None = None
+    """Class of the failure: unsupported, does not fit the limit, internal, crash, out of memory, timeout …"""
+    rejected: str = ""
+    """Why it cannot win although it was measured: pruned, and no faster than its dense sibling, or of unknown loss."""
+    artifact: StoredArtifact | None = None
+    graph: StoredArtifact | None = None
+    """What the engine was built from, where its engine loads that on machines which the built one does not hold for."""
+    test_vector: StoredArtifact | None = None
+    """One sample and what the engine is to answer to it: an .npz file with ``input:<name>`` and ``output:<name>``."""
+    history: tuple[HistoryEntry, ...] = ()
+    fidelity: tuple[StageFidelity, ...] = ()
+    quality: Quality | None = None
+    latency: tuple[LatencyRow, ...] = ()
+    memory: MemoryRow | None = None
+    limits: tuple[LimitRow, ...] = ()
+    """By batch size, how far it is from what the device could do."""
+    profile: tuple[Profile, ...] = ()
+    """Where its time goes."""
+    build: BuildRecord | None = None
+    pruning: tuple[Facts, ...] = ()
+    """What pruning took away, one entry for each time that it was done."""
+    recovery: tuple[Recovery, ...] = ()
+    """How the pruned model was trained back, likewise."""
+    coverage: Coverage | None = None
+    """What the graph asks for that the engine is built from."""
+    engine_coverage: Coverage | None = None
+    """What the engine really computes in."""
+    shortfall: str = ""
+    """What its precision's name promises and it does not hold, where it can be used all the same."""
+    assignment: tuple[Assignment, ...] = ()
+    search: tuple[SearchStep, ...] = ()
+    synthetic_calibration: bool = False
+    """Whether ranges were taken from made-up data: then its accuracy says nothing of real data."""
+    remarks: tuple[str, ...] = ()
+    """Whether the low precision paid, with the evidence."""
+    reasons: dict[str, str] = {}
+    """Field that is null or empty → why."""
+
+    @property
+    def built_with(self) -> dict[str, Any]:
+        """Fields of the step that made the engine, ``engine`` and ``device`` among them; empty where none did."""
+        kept = (entry.parameters.get("fields") for entry in reversed(self.history))
+        return next((one for one in kept if isinstance(one, dict) and isinstance(one.get("engine"), dict)), {})
+
+    def row(self, batch: int) -> LatencyRow | None:
+        """The latency at a batch size, if it was measured."""
+        return next((row for row in self.latency if row.batch == batch and row.p50_ms is not None), None)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Peak device memory, if it was measured."""
+        return self.memory.peak_bytes if self.memory else None
+
+
+class Verdict(_Part):
+    """A budget and whether the winner holds it."""
+
+    budget: str
+    limit: float
+    actual: float | None
+    passed: bool
+    reason: str = ""
+    """Why ``actual`` is not known."""
+
+
+class ModelRecord(_Part):
+    """What the run is about."""
+
+    source: str
+    sha256: str | None = None
+    """Of the model as it was loaded: its weights, signature and the code that it is built by."""
+    signature: Signature | None
+    data: str | None
+    """What fidelity and latency were measured on: a data set's name, or ``synthetic``."""
+    shapes: dict[str, str] = {}
+
+
+class StepRecord(_Part):
+    """A step of the plan and how it ended."""
+
+    id: str
+    status: Literal["done", "failed", "skipped", "pending"]
+    cached: bool
+    seconds: float | None
+    """What it took when it was done, which may have been in an earlier run."""
+    effect: str
+
+
+class Run(_Part):
+    """The whole document."""
+
+    schema_name: Literal["enginesmith.run/1"] = Field(SCHEMA, alias="schema")
+    name: str
+    created: str
+    seconds: float
+    complete: bool
+    """Whether every step has ended; a run that was interrupted can be resumed."""
+    recipe: Recipe
+    environment: RunEnvironment
+    limits: DeviceLimits | None = None
+    """What the device can do at best, where that was measured."""
+    model: ModelRecord
+    steps: tuple[StepRecord, ...]
+    baseline: VariantRecord
+    variants: tuple[VariantRecord, ...]
+    winner: str | None
+    winner_reason: str = ""
+    pareto: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    @property
+    def deciding_batch(self) -> int:
+        """As :func:`deciding_batch`."""
+        rows = (row for record in (self.baseline, *self.variants) for row in record.latency)
+        return deciding_batch(self.recipe, rows)
+
+
+def deciding_batch(recipe: Recipe, rows: Iterable[LatencyRow]) -> int:
+    """The batch size whose latency counts: the recipe's first, or the only one that a model of fixed batch has."""
+    measured = [row.batch for row in rows]
+    return recipe.batch[0] if recipe.batch[0] in measured or not measured else measured[0]
+
+
+def named(run: Run, name: str) -> VariantRecord:
+    """The baseline or variant of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    known = {record.id: record for record in (run.baseline, *run.variants)}
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or list(known)[:8]
+    raise UsageError(f"the run has no variant {name!r}", f"did you mean {' or '.join(near)}?")
+
+
+def write(run: Run, folder: Path) -> None:
+    """Write ``run.json``, whole or not at all."""
+    partial = folder / ".run.json.partial"
+    partial.write_text(run.model_dump_json(indent=1, by_alias=True) + "\n")
+    partial.replace(folder / "run.json")
+
+
+def read(folder: Path, *, to_go_on: bool = False) -> Run:
+    """Read ``run.json`` of a run directory.
+
+    Fields that this version does not know are left out, and the run's warnings name them. ``to_go_on`` is for doing
+    what the recipe asks for: then it has to be known as a whole.
+
+    Raises:
+        UsageError: there is none, or it is damaged, or of another schema; the message names the field.
+    """
+    path = folder / "run.json" if folder.is_dir() else folder
+    try:
+        values = documents.load(path)
+        documents.hold_schema(path, values, SCHEMA, "optimize")
+        run, unknown = documents.fitted(Run, values)
+    except OSError as error:
+        if (folder / "fleet.json").is_file():
+            few = ", ".join(str(one) for one in sorted((folder / "runs").glob("*"))[:_MOST_NAMED]) or f"{folder}/runs/…"
+            raise UsageError(
+                f"{folder} is a fleet, and this takes single runs", f"give one of its own: {few}"
+            ) from error
+        raise UsageError(
+            f"there is no run in {folder}: {error.strerror}", "give a folder that optimize wrote"
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged: {error}", "run optimize again") from error
+    if not unknown:
+        return run
+    asked = [name for name in unknown if name.startswith("recipe.")]
+    if to_go_on and asked:
+        raise UsageError(
+            f"{path} asks for what this version does not know: {', '.join(asked[:_MOST_NAMED])}",
+            "go on with the enginesmith that wrote it, or run optimize again",
+        )
+    more = f" and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
+    caution = f"{NOT_KNOWN} and leaves out: {', '.join(unknown[:_MOST_NAMED])}"
+    warnings = [caution + more, *run.environment.get("warnings", ())]
+    return run.model_copy(update={"environment": {**run.environment, "warnings": warnings}})
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of ``run.json``."""
+    return Run.model_json_schema(by_alias=True, mode="serialization")

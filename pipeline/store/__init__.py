@@ -1,0 +1,1 @@
+"""Store artifacts by content: a local folder, and behind it a shared one."""

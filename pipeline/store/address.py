@@ -1,0 +1,144 @@
+"""Where a store is: a folder of this machine, or a URL that others use too, with the folder that caches it here."""
+
+import difflib
+import inspect
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from enginesmith.pipeline.artifact import json_digest
+from enginesmith.pipeline.errors import MissingCapability, UsageError, install_command
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "gcs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    "abfs": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    "abfss": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+"""Protocol → the environment variables that its file system reads."""
+_READ_ONLY = ("http", "https", "data", "git", "github", "zip")
+
+
+@dataclass(frozen=True)
+class Address:
+    """A store's place."""
+
+    text: str
+    """What opens the same store on another machine: the URL, or the absolute path."""
+    folder: Path
+    """On this machine: the store itself, or the cache of the shared one."""
+    url: str = ""
+    """Empty for a folder."""
+
+
+def address(place: Path | str) -> Address:
+    """Read what was given as a store.
+
+    Raises:
+        UsageError: a URL that names no place, or with a password in it.
+    """
+    if isinstance(place, str) and "://" in place:
+        url = _url(place)
+        return Address(url, _cache_of(url), url)
+    path = Path(place)
+    if path.parts and path.parts[0].endswith(":"):
+        meant = f"{path.parts[0]}//{'/'.join(path.parts[1:])}"
+        raise UsageError(f"{path} looks like a URL that lost a slash", f"did you mean {meant}? Give it as text")
+    folder = path.expanduser().absolute()
+    return Address(str(folder), folder)
+
+
+def default_address() -> Address:
+    """``$ENGINESMITH_STORE``, else ``enginesmith`` in the user's cache folder."""
+    return address(os.environ.get("ENGINESMITH_STORE") or _user_cache() / "enginesmith")
+
+
+def credentials_of(protocol: str) -> str:
+    """The environment variables that credentials of a protocol are taken from."""
+    return _CREDENTIALS.get(protocol, f"FSSPEC_{protocol.upper()}_…, as FSSPEC_{protocol.upper()}_PASSWORD")
+
+
+def _url(text: str) -> str:
+    found = _URL.fullmatch(text)
+    protocol, rest = (found[1].lower(), found[2]) if found else ("", "")
+    if re.match(r"[^@]*:[^@]*@", rest) or "?" in rest:
+        raise UsageError(
+            f"the URL of the {protocol}:// store holds a password or a signature, which others would see",
+            f"leave it away; credentials are read from the environment: {credentials_of(protocol)}",
+        )
+    if "::" in text or not rest.strip("/"):
+        raise UsageError(f"{text} is no place for a store", "name one as s3://bucket/folder")
+    if protocol in _READ_ONLY:
+        raise UsageError(f"{text} cannot be written to", "name a place that can, as s3://bucket/folder")
+    if protocol == "local":  # another name of it
+        protocol = "file"
+    if protocol == "file" and not rest.startswith(("/", "~")):
+        raise UsageError(f"{text} would be another folder wherever it is used", f"did you mean file:///{rest}?")
+    if protocol == "file":
+        return f"file://{Path(rest).expanduser().absolute()}"
+    return f"{protocol}://{rest.rstrip('/')}"
+
+
+def _cache_of(url: str) -> Path:
+    """A folder for each URL below ``$ENGINESMITH_CACHE``, else below the user's cache folder."""
+    chosen = os.environ.get("ENGINESMITH_CACHE")
+    root = Path(chosen).expanduser().absolute() if chosen else _user_cache() / "enginesmith-shared"
+    readable = re.sub(r"[^A-Za-z0-9]+", "-", url)[-40:].strip("-")
+    return root / f"{readable}-{json_digest(url)[:16]}"
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+# What reads and writes at a URL: the file systems of fsspec, opened so that nothing stale is remembered.
+
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+}
+
+
+def opened(url: str) -> tuple[Any, str]:
+    """What reads a URL, and the path in it.
+
+    Raises:
+        UsageError: no file system has that protocol.
+        MissingCapability: the package for it is not installed.
+        Exception: what the file system's library raises, where it connects to a service now and that fails.
+    """
+    protocol = url.partition("://")[0]
+    try:
+        import fsspec
+
+        system, root = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+    except ImportError as error:
+        package = _PACKAGES.get(protocol)
+        raise MissingCapability(
+            f"stores at {protocol}:// need a package that is not installed: {error}",
+            install_command(package) if package else "install it with pip, in the environment of enginesmith",
+        ) from error
+    except ValueError as error:
+        near = difflib.get_close_matches(protocol, fsspec.available_protocols(), n=1, cutoff=0.5)
+        raise UsageError(
+            f"{url} cannot be a store: {' '.join(str(error).split())}",
+            (f"did you mean {near[0]}://? " if near else "")
+            + "file://, s3:// and gs:// are among the protocols that can; others: "
+            "https://filesystem-spec.readthedocs.io/en/latest/api.html#implementations",
+        ) from error
+    return system, root.rstrip("/")
+
+
+def in_one_request(system: Any) -> dict[str, int]:
+    """Options for reading a small file: s3fs would ask for its size first, and read parts of it at the same time."""
+    read = getattr(system, "_cat_file", None)
+    return {"max_concurrency": 1} if read and "max_concurrency" in inspect.signature(read).parameters else {}

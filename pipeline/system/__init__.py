@@ -1,0 +1,1 @@
+"""Describe the machine and run processes on it."""

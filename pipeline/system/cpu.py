@@ -1,0 +1,302 @@
+"""The processor as the kernel shows it in /sys and /proc: clocks, topology, what was lost to heat and to a host."""
+
+import contextlib
+import math
+import os
+import platform
+import re
+import time as clock
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple, Self
+
+# How long this process's threads wanted a core and had none: the kernel's own account of what others took from it.
+
+_TASKS = Path("/proc/self/task")
+_ENABLED = Path("/proc/self/schedstat")
+_RECORD_BYTES = 96
+
+
+class RunQueue:
+    """The waiting of all threads that there are when it is opened; a look costs about 3 µs a thread.
+
+    The second figure of ``schedstat`` is time spent on a run queue, in nanoseconds (the kernel's
+    Documentation/scheduler/sched-stats.rst). Where the kernel does not keep it, :attr:`known` is false.
+    """
+
+    def __init__(self) -> None:
+        self._files: list[int] = []
+        self.known = _ENABLED.is_file()
+
+    def waited_ns(self) -> int:
+        """Nanoseconds that the threads waited, all together, since they started; 0 where that is not known."""
+        total = 0
+        for file in self._files:
+            with contextlib.suppress(OSError, IndexError):  # the thread ended
+                total += int(os.pread(file, _RECORD_BYTES, 0).split()[1])
+        return total
+
+    def __enter__(self) -> Self:
+        for task in _TASKS.iterdir() if self.known else ():
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                self._files.append(os.open(task / "schedstat", os.O_RDONLY))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files:
+            os.close(file)
+        self._files = []
+
+
+# What the processor can do for few-bit arithmetic, read from the kernel.
+
+_UNITS = re.compile(r"\b(?:avx|fma|amx|asimd|sve|i8mm|bf16)\w*")
+
+
+@cache
+def vector_units() -> tuple[str, ...]:
+    """Names of the vector extensions, sorted; where the kernel does not tell, what Python knows of the processor."""
+    info = Path("/proc/cpuinfo")
+    return tuple(sorted(set(_UNITS.findall(info.read_text())))) if info.is_file() else (platform.processor(),)
+
+
+def int8_weight_bits() -> int:
+    """Bits that weights can have beside 8-bit activations without a wrong result.
+
+    x86 processors before VNNI add two products in a saturating 16-bit register (vpmaddubsw): with weights of 8 bits
+    that overflows, so they get 7 ("reduce_range" in ONNX Runtime's documentation of quantisation).
+    """
+    units = vector_units()
+    x86 = any(unit.startswith("avx") for unit in units)
+    return 7 if x86 and not any("vnni" in unit or "amx" in unit for unit in units) else 8
+
+
+# Small files in which the kernel shows its state; what is not there is None.
+
+
+def text(path: Path) -> str | None:
+    """A file's content, stripped; None where there is none."""
+    try:
+        return path.read_text().strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def fields(path: Path) -> dict[str, str]:
+    """``name : value`` lines; the first of each name."""
+    found: dict[str, str] = {}
+    for row in (text(path) or "").splitlines():
+        name, _, value = row.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    return found
+
+
+def numbers(path: Path) -> dict[str, int]:
+    """``name number`` lines."""
+    rows = (row.split() for row in (text(path) or "").splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdecimal()}
+
+
+_CPU_FOLDER = Path("/sys/devices/system/cpu")
+_NODE_FOLDER = Path("/sys/devices/system/node")
+_CPUINFO, _STAT = Path("/proc/cpuinfo"), Path("/proc/stat")
+_TICKS_TOLD, _STOLEN = 8, 7
+"""Columns of /proc/stat (proc(5)): those before the time of guests, which the user's holds already; the stolen one."""
+
+
+_PROCESSES = Path("/proc")
+_GROUP, _TIMES, _STARTED = 2, slice(11, 15), 19
+"""Columns of /proc/PID/stat after the name: group; ticks by the process and by children that have ended; start."""
+_LOAD_SECONDS = 60.0
+"""Time constant of the load average."""
+
+
+class Time(NamedTuple):
+    """Of all cores together since the start, in seconds."""
+
+    total: float
+    stolen: float
+    """The host of this virtual machine gave it to others."""
+
+
+def first_core() -> Path:
+    """The folder of a core that this process may run on."""
+    return _CPU_FOLDER / f"cpu{min(os.sched_getaffinity(0))}"
+
+
+def model() -> str:
+    """The processor's name."""
+    return fields(_CPUINFO).get("model name") or platform.processor() or platform.machine()
+
+
+def own_load() -> float:
+    """Estimate the part of the load average that is of this program: of all processes in its group.
+
+    Each counts with its processor time a second, children that have ended included, as far as the average of a minute
+    has come to show it since the process started. Linux's proc(5) has the columns.
+    """
+    now, ticks, group = clock.clock_gettime(clock.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK"), str(os.getpgid(0))
+    load = 0.0
+    for entry in _PROCESSES.glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            columns = entry.read_text().rpartition(")")[2].split()
+            if columns[_GROUP] == group:
+                age = max(now - int(columns[_STARTED]) / ticks, 1.0)
+                seconds = sum(map(int, columns[_TIMES])) / ticks
+                load += seconds / age * (1 - math.exp(-age / _LOAD_SECONDS))
+    return load
+
+
+def is_virtual() -> bool | None:
+    """Whether this is a virtual machine, as x86 processors tell; None for others."""
+    flags = fields(_CPUINFO).get("flags")
+    return None if flags is None else "hypervisor" in flags.split()
+
+
+def governor() -> str | None:
+    """Of the cores that this process may run on; several are joined by a comma."""
+    files = (_CPU_FOLDER / f"cpu{core}/cpufreq/scaling_governor" for core in sorted(os.sched_getaffinity(0)))
+    return ", ".join(sorted({found for file in files if (found := text(file))})) or None
+
+
+def frequency_mhz() -> float | None:
+    """The kernel's figure for the first core; where it shows none, what /proc/cpuinfo says."""
+    found = _megahertz("scaling_cur_freq")
+    if found is not None:
+        return found
+    told = fields(_CPUINFO).get("cpu MHz")
+    return float(told) if told else None
+
+
+def frequency_limits_mhz() -> tuple[float | None, float | None]:
+    """The least and the most that the governor may choose."""
+    return _megahertz("scaling_min_freq"), _megahertz("scaling_max_freq")
+
+
+def turbo() -> bool | None:
+    """Whether clocks may go above the nominal one; None where the kernel does not show it."""
+    no_turbo = text(_CPU_FOLDER / "intel_pstate/no_turbo")
+    if no_turbo is not None:
+        return no_turbo == "0"
+    boost = text(_CPU_FOLDER / "cpufreq/boost")
+    return None if boost is None else boost == "1"
+
+
+def threads_per_core() -> int | None:
+    """Hardware threads that share a core (SMT)."""
+    listed = text(first_core() / "topology/thread_siblings_list")
+    return None if listed is None else _count(listed)
+
+
+def numa_nodes() -> int | None:
+    """Memory nodes; reaching the memory of another one is slower."""
+    return len(list(_NODE_FOLDER.glob("node[0-9]*"))) or None
+
+
+def thermal_throttles() -> int | None:
+    """How often cores or the package were slowed down by heat since the start, over all cores."""
+    files = _CPU_FOLDER.glob("cpu[0-9]*/thermal_throttle/*_throttle_count")
+    counts = [int(found) for file in files if (found := text(file))]
+    return sum(counts) if counts else None
+
+
+def time() -> Time | None:
+    """From the first line of /proc/stat."""
+    ticks = (text(_STAT) or "").partition("\n")[0].split()[1:]
+    if len(ticks) < _TICKS_TOLD:
+        return None
+    second = os.sysconf("SC_CLK_TCK")
+    return Time(sum(map(int, ticks[:_TICKS_TOLD])) / second, int(ticks[_STOLEN]) / second)
+
+
+def _megahertz(name: str) -> float | None:
+    kilohertz = text(first_core() / "cpufreq" / name)
+    return int(kilohertz) / 1e3 if kilohertz and kilohertz.isdecimal() else None
+
+
+def _count(listed: str) -> int:
+    """How many there are in ``0-1,64``."""
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", listed)
+    return sum(int(last or first) - int(first) + 1 for first, last in ranges)
+
+
+# What the container of this process may use, and how often it was held to that (cgroups(7), both versions).
+
+_CGROUP = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+_UNLIMITED_BYTES = 1 << 60
+
+
+class MemoryLimit(NamedTuple):
+    """The limit that leaves the least, and what it leaves."""
+
+    limit_bytes: int
+    left_bytes: int | None
+    """None where the group's use is not shown. Cached files that would give way do not count as used."""
+
+
+class Throttling(NamedTuple):
+    """Counted since the group was made: periods of the quota, those in which it ran out, and the time lost."""
+
+    periods: int
+    throttled_periods: int
+    throttled_seconds: float
+
+
+def quota_cores() -> float | None:
+    """Cores' worth of time: the least of all limits. ``cpu.max`` holds ``quota period``; version 1 has −1 for none."""
+    limits = []
+    for folder in _folders(""):
+        quota, _, period = (text(folder / "cpu.max") or "max").partition(" ")
+        limits += [int(quota) / int(period)] if quota != "max" else []
+    for folder in _folders("cpu"):
+        quota, period = (text(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period"))
+        limits += [int(quota) / int(period)] if quota and period and int(quota) > 0 else []
+    return min(limits, default=None)
+
+
+def memory_limit() -> MemoryLimit | None:
+    """None where no limit is set."""
+    files = [(folder, "memory.max", "memory.current", "inactive_file") for folder in _folders("")]
+    files += [
+        (folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        for folder in _folders("memory")
+    ]
+    found = []
+    for folder, limit_file, use_file, cached in files:
+        limit, used = text(folder / limit_file), text(folder / use_file)
+        if limit and limit != "max" and int(limit) < _UNLIMITED_BYTES:
+            reclaimable = numbers(folder / "memory.stat").get(cached, 0)
+            found.append(MemoryLimit(int(limit), max(0, int(limit) - int(used) + reclaimable) if used else None))
+    return min(found, key=lambda one: one.limit_bytes if one.left_bytes is None else one.left_bytes, default=None)
+
+
+def throttling() -> Throttling | None:
+    """Of the group that was held back the most; None where no group has a quota or counts."""
+    counts = [numbers(folder / "cpu.stat") for folder in (*_folders(""), *_folders("cpu"))]
+    found = [
+        Throttling(
+            one["nr_periods"],
+            one["nr_throttled"],
+            one["throttled_usec"] / 1e6 if "throttled_usec" in one else one.get("throttled_time", 0) / 1e9,
+        )
+        for one in counts
+        if one.get("nr_periods")
+    ]
+    return max(found, key=lambda one: one.throttled_seconds, default=None)
+
+
+def _folders(controller: str) -> list[Path]:
+    """This process's group and those above it, as far as they are mounted."""
+    root = _CGROUP / controller if controller else _CGROUP
+    group = Path(_own_group(controller).lstrip("/"))
+    return [root / group, *(root / parent for parent in group.parents)]
+
+
+def _own_group(controller: str) -> str:
+    """The path of this process's control group; ``controller`` is empty for version 2."""
+    for line in (text(_OWN) or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == controller or controller in controllers.split(","):
+            return path
+    return "/"

@@ -1,0 +1,41 @@
+"""What an engine is: something that loads an artifact and answers feeds. It never times or measures itself."""
+
+import os
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    pass
+
+
+DEVICE_KINDS = ("cpu", "cuda")
+
+
+class Availability(BaseModel):
+    """Whether an engine can be used here; if not, why, and what to do about it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    ok: bool
+    reason: str = ""
+    remedy: str = ""
+
+
+class Device(BaseModel):
+    """Where sessions run: ``cpu`` with a number of threads, or ``cuda`` with an index."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: str = "cpu"
+    index: int = 0
+    threads: int = 0
+    """Threads within an operator on the CPU; 0 means one for each core this process may use."""
+
+    @property
+    def thread_count(self) -> int:
+        """The number of threads that a session is given."""
+        return self.threads or len(os.sched_getaffinity(0))
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}" if self.kind == "cuda" else self.kind

@@ -1,0 +1,291 @@
+"""What a measurement was made on: facts of the machine, and what about it spoils numbers. Takes some milliseconds."""
+
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline.artifact import json_digest
+from enginesmith.pipeline.errors import MissingCapability
+from enginesmith.pipeline.system import cpu, cuda, nvml, software
+from enginesmith.pipeline.system.cpu import fields, text, vector_units
+from enginesmith.pipeline.system.nvml import GpuState
+from enginesmith.pipeline.units import format_bytes
+
+BUSY = "the machine is busy"
+
+
+PACKAGES = (
+    *("enginesmith", "numpy", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu"),
+    *("tensorrt", "tensorrt-rtx", "nvidia-modelopt", "transformers", "timm", "safetensors"),
+)
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+_NOT_SHOWN = "the kernel does not show it here"
+_NO_LIMIT = "no limit is set"
+_STOLEN_SHARE = 0.01
+_LEFT_SHARE = 0.1
+_FALLEN = 0.9
+"""Clocks below this share of what they were have fallen."""
+_BUSY_PERCENT = 5
+_HELD_BACK_SECONDS = 0.1
+
+
+class Environment(BaseModel):
+    """The machine at one moment. What is None has its reason under its name in ``reasons``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    processor: str
+    architecture: str
+    vector_units: tuple[str, ...] = ()
+    """Vector extensions of the processor, as the kernel names them."""
+    cores: int
+    usable_cores: int
+    """Cores that this process may run on (its affinity)."""
+    affinity: tuple[int, ...] = ()
+    """Their numbers."""
+    threads_per_core: int | None = None
+    """Hardware threads, each of which counts as a core above."""
+    numa_nodes: int | None = None
+    virtual: bool | None = None
+    """Whether this is a virtual machine."""
+    quota_cores: float | None = None
+    """Cores' worth of time that the container may use."""
+    governor: str | None = None
+    turbo: bool | None = None
+    """Whether clocks may go above the nominal one."""
+    frequency_mhz: float | None = None
+    frequency_min_mhz: float | None = None
+    frequency_max_mhz: float | None = None
+    load_average: float
+    """Of the last minute: threads that ran or wanted to."""
+    cpu_seconds: float | None = None
+    """This and the next ones are counted since the start of the machine or container, over all cores; what happened
+    during a measurement is the difference."""
+    stolen_seconds: float | None = None
+    """Time that the host of this virtual machine gave to others."""
+    quota_periods: int | None = None
+    throttled_periods: int | None = None
+    """Those in which the container had used up its quota and had to wait."""
+    throttled_seconds: float | None = None
+    thermal_throttles: int | None = None
+    """How often heat slowed the processor down."""
+    memory_bytes: int
+    available_memory_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    memory_limit_left_bytes: int | None = None
+    transparent_huge_pages: str | None = None
+    system: str
+    kernel: str
+    python: str
+    packages: dict[str, str]
+    thread_variables: dict[str, str]
+    gpus: tuple[GpuState, ...] | None = None
+    """In CUDA's order."""
+    warnings: tuple[str, ...] = ()
+    reasons: dict[str, str] = {}
+
+
+def environment() -> Environment:
+    """Look at the machine now."""
+    gpus, no_gpus = _gpus()
+    time, throttling, limit = cpu.time(), cpu.throttling(), cpu.memory_limit()
+    least, most = cpu.frequency_limits_mhz()
+    affinity = tuple(sorted(os.sched_getaffinity(0)))
+    found = Environment(
+        processor=cpu.model(),
+        architecture=platform.machine(),
+        vector_units=vector_units(),
+        cores=os.cpu_count() or 1,
+        usable_cores=len(affinity),
+        affinity=affinity,
+        threads_per_core=cpu.threads_per_core(),
+        numa_nodes=cpu.numa_nodes(),
+        virtual=cpu.is_virtual(),
+        quota_cores=cpu.quota_cores(),
+        governor=cpu.governor(),
+        turbo=cpu.turbo(),
+        frequency_mhz=cpu.frequency_mhz(),
+        frequency_min_mhz=least,
+        frequency_max_mhz=most,
+        load_average=os.getloadavg()[0],
+        cpu_seconds=time and time.total,
+        stolen_seconds=time and time.stolen,
+        quota_periods=throttling and throttling.periods,
+        throttled_periods=throttling and throttling.throttled_periods,
+        throttled_seconds=throttling and throttling.throttled_seconds,
+        thermal_throttles=cpu.thermal_throttles(),
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        available_memory_bytes=_kibibytes(fields(Path("/proc/meminfo")).get("MemAvailable")),
+        memory_limit_bytes=limit and limit.limit_bytes,
+        memory_limit_left_bytes=limit and limit.left_bytes,
+        transparent_huge_pages=text(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        system=_system(),
+        kernel=platform.release(),
+        python=platform.python_version(),
+        packages=software.versions(PACKAGES),
+        thread_variables={name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
+        gpus=gpus,
+    )
+    unset = ["quota_cores", "memory_limit_bytes"]
+    unset += ["quota_periods", "throttled_periods", "throttled_seconds"] if found.quota_cores is None else []
+    unset += ["memory_limit_left_bytes"] if limit is None else []
+    reasons = {**dict.fromkeys(unset, _NO_LIMIT), "gpus": no_gpus}
+    why = {name: reasons.get(name, _NOT_SHOWN) for name, value in found if value is None}
+    return found.model_copy(update={"warnings": tuple(warnings_of(found, cpu.own_load())), "reasons": why})
+
+
+def fingerprint(machine: Environment) -> str:
+    """A digest of what decides how fast things run: measurements of machines that share it may be reused."""
+    lasting = (
+        *("processor", "architecture", "usable_cores", "threads_per_core", "quota_cores", "governor", "turbo"),
+        *("memory_bytes", "kernel", "python", "packages", "thread_variables"),
+    )
+    facts = {name: getattr(machine, name) for name in lasting}
+    gpus = [
+        (gpu.name, gpu.driver, gpu.memory_bytes, gpu.power_limit_watts, gpu.ecc, gpu.mig) for gpu in machine.gpus or ()
+    ]
+    return json_digest({**facts, "gpus": gpus})
+
+
+def warnings_of(machine: Environment, own_load: float = 0.0) -> list[str]:
+    """List what about this machine spoils measurements; ``own_load`` is this program's part of the load."""
+    found = []
+    others = machine.load_average - own_load
+    if others > machine.usable_cores / 2:
+        found.append(
+            f"{BUSY}: others load it by {others:.1f} on {machine.usable_cores} cores; "
+            "times are longer than they need be, and those of multi-threaded eager most of all"
+        )
+    if machine.quota_cores is not None and machine.quota_cores < machine.usable_cores:
+        found.append(
+            f"the container may use {machine.quota_cores:g} cores' worth of time and sees {machine.usable_cores}: "
+            "it is throttled when all are busy; use --threads to stay below"
+        )
+    if machine.governor not in (None, "performance"):
+        found.append(
+            f"the frequency governor is {machine.governor!r}: clocks follow the load; 'performance' is steadier"
+        )
+    stolen = _share(machine.stolen_seconds, machine.cpu_seconds)
+    if stolen > _STOLEN_SHARE:
+        found.append(f"the host of this virtual machine has given {stolen:.0%} of its cores' time to others so far")
+    left = _share(machine.memory_limit_left_bytes, machine.memory_limit_bytes)
+    if machine.memory_limit_left_bytes is not None and left < _LEFT_SHARE:
+        found.append(f"of the container's memory limit only {format_bytes(machine.memory_limit_left_bytes)} is left")
+    for index, gpu in enumerate(machine.gpus or ()):
+        found += [f"cuda:{index} {what}" for what in (*_held_down(gpu), *_used_by_others(gpu))]
+        if (gpu.utilisation_percent or 0) > _BUSY_PERCENT:
+            found.append(f"cuda:{index} is busy: kernels ran in {gpu.utilisation_percent} % of the last moments")
+        if gpu.mig:
+            found.append(f"cuda:{index} is a slice of a device (MIG): what runs in the others shares power and clocks")
+    return found
+
+
+def interference(before: Environment, after: Environment, during: Iterable[Sequence[GpuState]] = ()) -> tuple[str, ...]:
+    """What happened between two looks at the machine that spoils what was measured meanwhile, in words.
+
+    ``during`` are looks at the GPUs (:func:`gpu_states`) while they worked: clocks and their limits are those of the
+    moment, and after a measurement they are those of rest.
+    """
+    found = []
+    if throttled := _grown(before.throttled_periods, after.throttled_periods):
+        periods = _grown(before.quota_periods, after.quota_periods)
+        lost = _grown(before.throttled_seconds, after.throttled_seconds)
+        found.append(
+            f"the container had used up its quota in {throttled:.0f} of {periods:.0f} periods "
+            f"and was throttled for {lost:.1f} s meanwhile"
+        )
+    stolen = _grown(before.stolen_seconds, after.stolen_seconds)
+    share = _share(stolen, _grown(before.cpu_seconds, after.cpu_seconds))
+    if share > _STOLEN_SHARE:
+        found.append(f"the host of this virtual machine gave {share:.0%} of its cores' time to others meanwhile")
+    if hot := _grown(before.thermal_throttles, after.thermal_throttles):
+        found.append(f"heat slowed the processor down {hot:.0f} times meanwhile")
+    if before.frequency_mhz and after.frequency_mhz and after.frequency_mhz < _FALLEN * before.frequency_mhz:
+        found.append(f"the processor's clock fell from {before.frequency_mhz:.0f} to {after.frequency_mhz:.0f} MHz")
+    if before.gpus and not after.gpus:
+        found.append(f"the GPU no longer tells its state: {after.reasons.get('gpus', 'no reason is known')}")
+    looks = [*during]
+    for index, (first, last) in enumerate(zip(before.gpus or (), after.gpus or (), strict=False)):
+        seen = [look[index] for look in looks if index < len(look)]
+        found += [f"cuda:{index} {what}" for what in _interference_on_gpu(first, last, seen)]
+    return tuple(found)
+
+
+def gpu_states() -> tuple[GpuState, ...]:
+    """The GPUs now, in CUDA's order; none where there are none, or nothing can be seen of them."""
+    return _gpus()[0] or ()
+
+
+def _interference_on_gpu(before: GpuState, after: GpuState, during: Sequence[GpuState]) -> list[str]:
+    found = []
+    if before.driver and not after.driver:
+        found.append(f"no longer tells its state: {after.reasons.get('driver', 'no reason is known')}")
+    for what, field in (("its power limit", "held_back_by_power_seconds"), ("heat", "held_back_by_heat_seconds")):
+        seconds = _grown(getattr(before, field), getattr(after, field))
+        if seconds > _HELD_BACK_SECONDS:
+            found.append(f"was held back by {what} for {seconds:.1f} s meanwhile")
+    looks = (before, *during, after)
+    found += dict.fromkeys(text for look in looks for text in (*_held_down(look), *_used_by_others(look)))
+    clocks = [look.sm_clock_mhz for look in during if look.sm_clock_mhz and nvml.IDLE not in (look.clock_limits or ())]
+    if clocks and min(clocks) < _FALLEN * max(clocks):
+        found.append(f"had clocks between {min(clocks)} and {max(clocks)} MHz while it worked")
+    return found
+
+
+def _held_down(gpu: GpuState) -> list[str]:
+    """Limits that nobody asked for, as the hardware or the driver has them now."""
+    limits = [limit for limit in gpu.clock_limits or () if limit not in (nvml.IDLE, nvml.CHOSEN)]
+    return [f"has its clocks held down by: {', '.join(limits)}"] if limits else []
+
+
+def _used_by_others(gpu: GpuState) -> list[str]:
+    """Processes that are not of this program's group."""
+    others = [process.pid for process in gpu.processes or () if not _is_ours(process.pid)]
+    return [f"is used by others too (process {', '.join(map(str, others))})"] if others else []
+
+
+def _is_ours(pid: int) -> bool:
+    try:
+        return os.getpgid(pid) == os.getpgid(0)
+    except OSError:  # it is of another container, or has ended
+        return False
+
+
+def _grown(before: float | None, after: float | None) -> float:
+    """How much a counter grew; 0 where it is not known, and nothing can be said."""
+    return max(0.0, after - before) if before is not None and after is not None else 0.0
+
+
+def _share(part: float | None, whole: float | None) -> float:
+    return part / whole if part is not None and whole else 0.0
+
+
+def _kibibytes(told: str | None) -> int | None:
+    return int(told.split()[0]) * 1024 if told else None
+
+
+def _system() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return platform.platform()
+
+
+def _gpus() -> tuple[tuple[GpuState, ...] | None, str]:
+    """All GPUs that CUDA shows, or None and why. Where NVML says nothing of one, CUDA's facts are left."""
+    shown = cuda.driver()
+    if not shown.devices:
+        return None, shown.reason
+    found = []
+    for index, known in enumerate(shown.devices):
+        try:
+            found.append(nvml.library().state(index))
+        except MissingCapability as missing:
+            names = set(GpuState.model_fields) - {"name", "compute_capability", "reasons"}
+            capability = "{}.{}".format(*known.compute_capability)
+            reasons = dict.fromkeys(sorted(names), missing.message)
+            found.append(GpuState(name=known.name, compute_capability=capability, reasons=reasons))
+    return tuple(found), ""

@@ -1,0 +1,263 @@
+"""Read the state of GPUs from NVIDIA's management library (NVML), by the package nvidia-ml-py (``pynvml``).
+
+NVML counts all devices in the order of the bus; CUDA hides and renumbers them (CUDA_VISIBLE_DEVICES), so a device is
+found by its address on the PCI bus. A slice of a device (MIG) has a handle of its own, which tells its memory and its
+processes; the rest belongs to the whole device.
+"""
+
+import ctypes
+import functools
+import uuid
+from collections.abc import Callable
+from ctypes import byref, c_int, create_string_buffer
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline.errors import MissingCapability
+from enginesmith.pipeline.system import cuda
+
+_PROC = Path("/proc")
+_HOST_NAMESPACE = "pid:[4026531836]"
+"""PROC_PID_INIT_INO of the kernel's proc_ns.h: where processes have the numbers that the driver knows."""
+_ADDRESS_BYTES, _IDENTITY_BYTES = 32, 16
+_SM, _MEMORY = 1, 2
+_BY_POWER, _BY_HEAT = 0, 1
+_UNKNOWN_STATE = 32
+_COMPUTE_MODES = ("default", "exclusive thread", "prohibited", "exclusive process")
+IDLE = "idle"
+CHOSEN = "application clocks"
+CLOCK_LIMITS = {
+    0x1: IDLE,
+    0x2: CHOSEN,
+    0x4: "power limit",
+    0x8: "hardware slowdown",
+    0x10: "sync boost with other GPUs",
+    0x20: "heat (by the driver)",
+    0x40: "heat (by the hardware)",
+    0x80: "power brake (by the hardware)",
+    0x100: "display clocks",
+}
+"""nvmlClocksEventReasons…, which were nvmlClocksThrottleReasons…: what keeps clocks from being higher."""
+
+
+class _UnknownError(Exception):
+    """Say why a question has no answer though NVML gave one."""
+
+
+class GpuProcess(BaseModel):
+    """A process that computes on a device, as the driver numbers it; its bytes are None where the driver hides them."""
+
+    model_config = ConfigDict(frozen=True)
+
+    pid: int
+    used_bytes: int | None
+
+
+class GpuState(BaseModel):
+    """One GPU at one moment. What is None has its reason under its name in ``reasons``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str = "unknown GPU"
+    compute_capability: str = "unknown"
+    driver: str | None = None
+    pci_bus_id: str | None = None
+    memory_bytes: int | None = None
+    used_bytes: int | None = None
+    """With what the driver keeps for itself."""
+    temperature_celsius: int | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    sm_clock_mhz: int | None = None
+    sm_clock_max_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    memory_clock_max_mhz: int | None = None
+    clock_limits: tuple[str, ...] | None = None
+    """What keeps clocks from being higher now (throttle reasons)."""
+    held_back_by_power_seconds: float | None = None
+    """Counted by the driver since it was loaded."""
+    held_back_by_heat_seconds: float | None = None
+    performance_state: str | None = None
+    """P0 is the fastest."""
+    utilisation_percent: int | None = None
+    """Of the last moments (1/6 to 1 second) in which a kernel ran."""
+    compute_mode: str | None = None
+    persistence: bool | None = None
+    """Whether the driver stays loaded while nothing uses the device."""
+    ecc: bool | None = None
+    mig: bool | None = None
+    """Whether the device is divided; then memory and processes are those of the slice."""
+    processes: tuple[GpuProcess, ...] | None = None
+    reasons: dict[str, str] = {}
+
+
+class Nvml:
+    """Answer questions about devices as CUDA counts them; ``calls`` is the module pynvml, ``driver`` is libcuda."""
+
+    def __init__(self, calls: Any, driver: Any) -> None:
+        self._calls, self._driver = calls, driver
+
+    def state(self, index: int) -> GpuState:
+        """Read everything about a device; takes about a millisecond.
+
+        Raises:
+            MissingCapability: CUDA or NVML does not know the device.
+        """
+        address, whole, part = self._find(index)
+        answers: dict[str, Any] = {}
+        reasons = {}
+        for name, ask in self._questions(whole, part).items():
+            try:
+                answers[name] = ask()
+            except (self._calls.NVMLError, _UnknownError) as refusal:
+                reasons[name] = str(refusal)
+        return GpuState(pci_bus_id=address, **answers, reasons=reasons)
+
+    def used_bytes(self, index: int) -> int:
+        """Read the bytes in use, by whomever, on the device or on the slice of it that this process has.
+
+        Raises:
+            MissingCapability: NVML does not tell.
+        """
+        _, _, part = self._find(index)
+        try:
+            return int(self._calls.nvmlDeviceGetMemoryInfo(part).used)
+        except self._calls.NVMLError as refusal:
+            raise MissingCapability(f"NVML does not tell the memory of cuda:{index}: {refusal}") from refusal
+
+    def process_bytes(self, index: int, pid: int) -> tuple[int | None, str]:
+        """Read the bytes that one process has on a device; or None, and why.
+
+        Raises:
+            MissingCapability: CUDA or NVML does not know the device.
+        """
+        _, _, part = self._find(index)
+        try:
+            processes = self._processes(part)
+        except self._calls.NVMLError as refusal:
+            return None, f"NVML does not list processes: {refusal}"
+        if strange := _strange(processes):
+            return None, f"the driver numbers processes as the host does ({strange}, say), and this container otherwise"
+        own = next((process for process in processes if process.pid == pid), None)
+        if own is None:
+            return None, f"the driver lists no process {pid} on the device; in a container it may list none at all"
+        if own.used_bytes is None:
+            return None, "the driver does not tell the memory of single processes here"
+        return own.used_bytes, ""
+
+    def _find(self, index: int) -> tuple[str, Any, Any]:
+        """A device's address, and NVML's handles of the device and of the part that this process may use."""
+        ordinal, address = c_int(), create_string_buffer(_ADDRESS_BYTES)
+        if self._driver.cuDeviceGet(byref(ordinal), c_int(index)):
+            raise MissingCapability(f"CUDA shows no cuda:{index}", "look at CUDA_VISIBLE_DEVICES")
+        if self._driver.cuDeviceGetPCIBusId(address, c_int(_ADDRESS_BYTES), ordinal):
+            raise MissingCapability(f"CUDA does not tell where cuda:{index} is on the bus")
+        name = address.value.decode()
+        try:
+            whole = self._calls.nvmlDeviceGetHandleByPciBusId(name)
+            return name, whole, self._slice(ordinal) if self._divided(whole) else whole
+        except (self._calls.NVMLError, _UnknownError) as refusal:
+            raise MissingCapability(f"NVML does not show cuda:{index} ({name}): {refusal}") from refusal
+
+    def _slice(self, ordinal: c_int) -> Any:
+        identity = (ctypes.c_ubyte * _IDENTITY_BYTES)()
+        if not hasattr(self._driver, "cuDeviceGetUuid_v2") or self._driver.cuDeviceGetUuid_v2(byref(identity), ordinal):
+            raise _UnknownError("the device is divided (MIG), and CUDA does not tell which slice this is")
+        return self._calls.nvmlDeviceGetHandleByUUID(f"MIG-{uuid.UUID(bytes=bytes(identity))}")
+
+    def _divided(self, handle: Any) -> bool:
+        try:
+            return bool(self._calls.nvmlDeviceGetMigMode(handle)[0])
+        except self._calls.NVMLError:  # most devices cannot be divided
+            return False
+
+    def _questions(self, whole: Any, part: Any) -> dict[str, Callable[[], Any]]:
+        """Questions about a device, by the field that the answer goes to."""
+        nvml = self._calls
+        return {
+            "name": lambda: nvml.nvmlDeviceGetName(whole),
+            "compute_capability": lambda: "{}.{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(whole)),
+            "driver": nvml.nvmlSystemGetDriverVersion,
+            "temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(whole, 0),
+            "power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(whole) / 1e3,
+            "power_limit_watts": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(whole) / 1e3,
+            "sm_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(whole, _SM),
+            "sm_clock_max_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(whole, _SM),
+            "memory_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(whole, _MEMORY),
+            "memory_clock_max_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(whole, _MEMORY),
+            "clock_limits": lambda: _words(self._clock_limits(whole)),
+            "held_back_by_power_seconds": lambda: self._held_back(whole, _BY_POWER),
+            "held_back_by_heat_seconds": lambda: self._held_back(whole, _BY_HEAT),
+            "performance_state": lambda: _performance_state(nvml.nvmlDeviceGetPerformanceState(whole)),
+            "utilisation_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(whole).gpu,
+            "compute_mode": lambda: _compute_mode(nvml.nvmlDeviceGetComputeMode(whole)),
+            "persistence": lambda: bool(nvml.nvmlDeviceGetPersistenceMode(whole)),
+            "ecc": lambda: bool(nvml.nvmlDeviceGetEccMode(whole)[0]),
+            "mig": lambda: bool(nvml.nvmlDeviceGetMigMode(whole)[0]),
+            "memory_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(part).total,
+            "used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(part).used,
+            "processes": lambda: self._processes(part),
+        }
+
+    def _clock_limits(self, handle: Any) -> int:
+        """Bits of what keeps clocks down; drivers before 535 only have the second name."""
+        try:
+            return int(self._calls.nvmlDeviceGetCurrentClocksEventReasons(handle))
+        except self._calls.NVMLError_FunctionNotFound:
+            return int(self._calls.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+
+    def _held_back(self, handle: Any, policy: int) -> float:
+        """Seconds, since the driver was loaded, that a policy kept clocks below what was asked for."""
+        return float(self._calls.nvmlDeviceGetViolationStatus(handle, policy).violationTime) / 1e9
+
+    def _processes(self, handle: Any) -> tuple[GpuProcess, ...]:
+        listed = self._calls.nvmlDeviceGetComputeRunningProcesses(handle)
+        return tuple(GpuProcess(pid=one.pid, used_bytes=one.usedGpuMemory) for one in listed)
+
+
+def _words(bits: int) -> tuple[str, ...]:
+    unknown = bits & ~sum(CLOCK_LIMITS)
+    known = tuple(words for bit, words in CLOCK_LIMITS.items() if bits & bit)
+    return (*known, f"unknown reason {unknown:#x}") if unknown else known
+
+
+def _performance_state(number: int) -> str:
+    if number == _UNKNOWN_STATE:
+        raise _UnknownError("the driver does not know it")
+    return f"P{number}"
+
+
+def _compute_mode(number: int) -> str:
+    return _COMPUTE_MODES[number] if number < len(_COMPUTE_MODES) else f"unknown mode {number}"
+
+
+def _strange(processes: tuple[GpuProcess, ...]) -> int | None:
+    """A listed process that there is none of here, where processes have other numbers than on the host."""
+    if (_PROC / "self/ns/pid").is_symlink() and str((_PROC / "self/ns/pid").readlink()) == _HOST_NAMESPACE:
+        return None
+    return next((process.pid for process in processes if not (_PROC / str(process.pid)).is_dir()), None)
+
+
+@functools.cache
+def library() -> Nvml:
+    """Start NVML, once in each process.
+
+    Raises:
+        MissingCapability: there is no CUDA device, or no NVML; says why.
+    """
+    found = cuda.driver()
+    if not found.devices:
+        raise MissingCapability(f"no CUDA device here: {found.reason}", "install NVIDIA's driver")
+    try:
+        import pynvml
+    except ImportError as error:
+        remedy = "install it: pip install nvidia-ml-py"
+        raise MissingCapability("the state of GPUs is unknown: nvidia-ml-py is not installed", remedy) from error
+    try:
+        pynvml.nvmlInit()
+        return Nvml(pynvml, ctypes.CDLL("libcuda.so.1"))
+    except (pynvml.NVMLError, OSError) as error:
+        remedy = "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        raise MissingCapability(f"NVML does not start: {error}", remedy) from error

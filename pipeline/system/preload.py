@@ -1,0 +1,37 @@
+"""What the fork server imports, so that no worker has to; what is broken is left for the worker to stumble over."""
+
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import threading
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that people see
+# ONNX Runtime ≥ 1.29 reports on its models to its makers (its Privacy.md), in threads that start while others measure.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+
+def _import(names: str) -> None:
+    for name in names.split():
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+
+def _keep_progress_bars_apart() -> None:
+    """Bars of one worker are nobody else's: tqdm's lock across processes is a semaphore that a killed worker leaves."""
+    with contextlib.suppress(ImportError):
+        from tqdm import tqdm
+
+        tqdm.set_lock(threading.RLock())
+
+
+_FRAMEWORKS = (
+    "torch torch.export torch.onnx onnx onnxruntime onnxscript safetensors.torch "
+    "enginesmith.pipeline.tasks.measure enginesmith.pipeline.tasks.load enginesmith.pipeline.frameworks.torch.module"
+)
+_import(os.environ.get("ENGINESMITH_PRELOAD_ONLY", _FRAMEWORKS))
+_keep_progress_bars_apart()
+COMMON = frozenset(name.partition(".")[0] for name in sys.modules)
+"""Top-level modules that every worker has, whatever the model is."""
+_import(os.environ.get("ENGINESMITH_PRELOAD", ""))

@@ -1,0 +1,283 @@
+"""Where work runs: a fresh process from a fork server, so that a crash, a leak or a time limit ends that work alone.
+
+The fork server imports the heavy libraries once; a new worker is then a fork of it, ready in a fraction of a second,
+with no thread pool started and CUDA not initialised. Both ends talk over a pipe: requests in, progress and one answer
+out. A worker dies with its parent, whatever ends that.
+"""
+
+import contextlib
+import errno
+import faulthandler
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from enginesmith.pipeline.errors import EnginesmithError, StepCrashed, StepError, StepKilled, StepTimeout, translated
+from enginesmith.pipeline.system import oom
+
+_PROGRESS, _DONE, _FAILED = "progress", "done", "failed"
+_STOP_SECONDS = 5.0
+_LOG_TAIL_BYTES = 4096
+_starting = threading.Lock()
+
+Progress = Callable[[str], None]
+
+
+def run(
+    function: Callable[..., Any],
+    *args: Any,
+    log: Path,
+    on_progress: Progress | None = None,
+    on_start: "Callable[[Worker], None] | None" = None,
+    timeout_seconds: float | None = None,
+    cores: Collection[int] | None = None,
+    prepare: Callable[[], None] | None = None,
+) -> Any:
+    """Call ``function(*args, progress)`` in a fresh process and give back what it returns.
+
+    ``on_start`` is handed the worker, so that another thread can kill it; ``cores`` are those it may run on;
+    ``prepare`` is called in the process while it has one thread.
+
+    Raises:
+        EnginesmithError: the function raised it.
+        StepError: the function raised anything else, or its process ended without an answer.
+    """
+    with Worker(_serve_once, function, args, log=log, cores=cores, prepare=prepare) as worker:
+        if on_start:
+            on_start(worker)
+        return worker.receive(on_progress, timeout_seconds)
+
+
+class Worker:
+    """A process that answers requests one at a time; leaving its context ends it."""
+
+    def __init__(
+        self,
+        body: Callable[..., None],
+        *args: Any,
+        log: Path,
+        cores: Collection[int] | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        """Start ``body(connection, *args)`` with its standard output and error in ``log``."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([_PRELOADED])
+        self.log = log
+        self._said_before = log.stat().st_size if log.is_file() else 0
+        self._ending = threading.Lock()
+        """An exit code can be read once, and two threads may want it: the one that kills and the one that waits."""
+        self._connection, theirs = context.Pipe()
+        main = (body, theirs, args, str(log), cores, prepare)
+        self._process = context.Process(target=_main, args=main, name=body.__name__)
+        with main_module_hidden(), _preload_named():
+            self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid or 0
+
+    def request(self, *message: Any, on_progress: Progress | None = None, timeout_seconds: float | None = None) -> Any:
+        """Send a message to the body and wait for the answer; errors as in :func:`run`."""
+        try:
+            self._connection.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._ended() from None
+        return self.receive(on_progress, timeout_seconds)
+
+    def receive(self, on_progress: Progress | None = None, timeout_seconds: float | None = None) -> Any:
+        """Wait for one answer; errors as in :func:`run`."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._connection.poll(left):
+                self.kill()
+                raise StepTimeout(f"it ran past its time limit of {timeout_seconds:g} s", "allow more: --time-limit")
+            try:
+                kind, value = self._connection.recv()
+            except (EOFError, ConnectionResetError):
+                raise self._ended() from None
+            if kind == _DONE:
+                return value
+            if kind == _FAILED:
+                raise value
+            if on_progress:
+                on_progress(value)
+
+    def kill(self) -> None:
+        """End the process now."""
+        with self._ending:
+            if self._process.is_alive():
+                self._process.kill()
+            self._process.join(_STOP_SECONDS)
+
+    def _ended(self) -> StepError:
+        with self._ending:
+            self._process.join(_STOP_SECONDS)
+            code = self._process.exitcode
+        said = _tail(self.log, self._said_before)
+        tail = f"; the end of its log ({self.log.name}): {said}"
+        if code == -signal.SIGKILL:
+            return StepKilled(
+                "its process was killed, most likely by the kernel because memory ran out" + tail,
+                "give it more memory, a smaller batch or fewer --jobs; `resume` does what is missing",
+            )
+        cause = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        if code == -signal.SIGABRT and oom.says_out_of_memory(said):  # an exception that nothing caught
+            return oom.out_of_memory(said, f"memory ran out, and its process ended ({cause}){tail}")
+        remedy = "its log, in the run's logs folder where there is one, has what was running last"
+        return StepCrashed(f"its process crashed ({cause}){tail}", remedy)
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._connection.close()
+        if error[0] is not None:
+            self.kill()
+        with self._ending:
+            self._process.join(_STOP_SECONDS)
+        self.kill()
+
+
+def serve(connection: Connection, answer: Callable[..., Any]) -> None:
+    """A worker's loop: ``answer(*message, progress)`` for each request, until the other end hangs up."""
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            message = connection.recv()
+            connection.send(_attempt(answer, (*message, _reporter(connection))))
+
+
+def _serve_once(connection: Connection, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    answer = _attempt(function, (*args, _reporter(connection)))
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.send(answer)
+
+
+def _reporter(connection: Connection) -> Progress:
+    return lambda text: connection.send((_PROGRESS, text))
+
+
+def _attempt(function: Callable[..., Any], args: Sequence[Any]) -> tuple[str, Any]:
+    """The one place where everything is caught: whatever a step raises becomes an answer."""
+    try:
+        return _DONE, function(*args)
+    except EnginesmithError as error:
+        traceback.print_exc()
+        return _FAILED, oom.find_cause(error) or error
+    except OSError as error:
+        traceback.print_exc()
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            return _FAILED, translated(error, error.filename or "a file of the step")
+        return _FAILED, _unexpected(error)
+    except Exception as error:  # noqa: BLE001 - the worker boundary
+        traceback.print_exc()
+        return _FAILED, _unexpected(error)
+
+
+def _unexpected(error: Exception) -> StepError:
+    memory = oom.find_cause(error)
+    return memory or StepError(f"{type(error).__name__}: {error}", "the whole trace is in the step's log")
+
+
+def _main(
+    body: Callable[..., None],
+    connection: Connection,
+    args: Sequence[Any],
+    log: str,
+    cores: Collection[int] | None,
+    prepare: Callable[[], None] | None,
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; Ctrl-C reaches the whole group
+    _write_to(log)
+    faulthandler.enable()
+    if cores:
+        os.sched_setaffinity(0, cores)
+    if prepare:
+        prepare()
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    body(connection, *args)
+
+
+def _write_to(log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(descriptor, number)
+    os.close(descriptor)
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def main_module_hidden() -> Iterator[None]:
+    """Keep a new process from importing the caller's script again: it needs none of it, and scripts lack guards."""
+    main = sys.modules["__main__"]
+    with _starting:
+        saved = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
+        for name in saved:
+            setattr(main, name, None)
+        try:
+            yield
+        finally:
+            for name, value in saved.items():
+                setattr(main, name, value)
+
+
+def _tail(log: Path, since: int) -> str:
+    """The last lines of what was written after the first ``since`` bytes."""
+    if not log.is_file():
+        return "empty"
+    text = log.read_bytes()[since:][-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+    return " / ".join(text.splitlines()[-3:]) or "empty"
+
+
+_PRELOADED = "enginesmith.pipeline.system.preload"  # not imported here: it is all that is heavy
+_wanted: list[str] = []
+_only: list[str] = []
+
+
+@contextlib.contextmanager
+def _preload_named() -> Iterator[None]:
+    """Tell the fork server, which this may be the start of, what to import."""
+    named = {"ENGINESMITH_PRELOAD": " ".join(_wanted)} | (
+        {"ENGINESMITH_PRELOAD_ONLY": " ".join(_only)} if _only else {}
+    )
+    os.environ.update(named)
+    try:
+        yield
+    finally:
+        for name in named:
+            del os.environ[name]
+
+
+def preloaded() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What was named with :func:`also_preload` and :func:`preload_only`, for fork servers of other machines."""
+    return tuple(_wanted), tuple(_only)
+
+
+def preload_only(modules: Iterable[str]) -> None:
+    """Have the fork server import these instead of all frameworks, for work that needs none; only before it runs."""
+    _only[:] = modules
+
+
+def also_preload(modules: Iterable[str]) -> None:
+    """Have the fork server import these too; without effect once it runs."""
+    _wanted.extend(module for module in modules if module not in _wanted)

@@ -1,0 +1,166 @@
+"""From artifact to artifact: passes and engine builds."""
+
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, SerializeAsAny
+
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
+from enginesmith.pipeline.engines.base import BuildRequest, Engine, EngineFacts, WorkspaceEngine
+from enginesmith.pipeline.errors import BuildError, WrongEngine
+from enginesmith.pipeline.passes.base import Pass, Progress
+from enginesmith.pipeline.passes.run import run_pass
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
+from enginesmith.pipeline.tasks.load import SHAPES, read_ranges
+from enginesmith.pipeline.units import format_bytes
+
+
+class Transform(Task):
+    """One pass."""
+
+    title: ClassVar[str] = "pass"
+    produces: ClassVar[Kind] = "onnx"
+
+    step: SerializeAsAny[Pass]
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return self.step.tools
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        records = {role: artifact for role, artifact in inputs.items() if role != "model"}
+        return run_pass(self.step, inputs["model"], out, progress, records)
+
+
+class Build(Task):
+    """An engine from a graph."""
+
+    title: ClassVar[str] = "build"
+    produces: ClassVar[Kind] = "engine"
+
+    engine: SerializeAsAny[Engine]
+    device: Device
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        found = super().identity
+        for name in self.engine.only_running:
+            found["fields"]["engine"].pop(name)
+        return found
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return self.engine.tools
+
+    @property
+    def gpus(self) -> Literal["", "one", "all"]:
+        return "" if self.engine.built_ahead else super().gpus
+
+    @property
+    def machine_specific(self) -> bool:
+        return not self.engine.built_ahead
+
+    @property
+    def environment_key(self) -> dict[str, Any]:
+        return self.engine.environment_key(self.device)
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        progress(f"building the {self.engine.name} engine")
+        return self.engine.build(self.request(inputs, out, progress))
+
+    def request(self, inputs: Inputs, out: Path, progress: Progress) -> BuildRequest:
+        """What the engine is handed."""
+        ranges = read_ranges(inputs[SHAPES]) if SHAPES in inputs else {}
+        return BuildRequest(inputs["model"], out, self.device, ranges, progress)
+
+
+class Refit(Task):
+    """New weights into a built TensorRT engine."""
+
+    title: ClassVar[str] = "refit"
+    produces: ClassVar[Kind] = "engine"
+
+    device: Device
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        from enginesmith.pipeline.engines.tensorrt.loader import refit
+
+        progress("refitting the engine")
+        return refit(inputs["engine"], inputs["model"], out / inputs["engine"].path.name, self.device)
+
+
+# Builds that are made to see whether they can be made, and what they would take; the engine is thrown away.
+
+
+class TrialResult(BaseModel):
+    """What came of a trial: figures where the engine was built, else the class of the failure and what was said."""
+
+    model_config = ConfigDict(frozen=True)
+
+    builds: bool
+    failure: str = ""
+    reason: str = ""
+    remedy: str = ""
+    facts: EngineFacts | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Trial(Build):
+    """A real build whose result is a record: that the builder refuses the graph is a result too."""
+
+    title: ClassVar[str] = "trial"
+    produces: ClassVar[Kind] = "record"
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        with tempfile.TemporaryDirectory(dir=out) as folder:
+            found = self._try(inputs, Path(folder), progress)
+        write_records(out, [found])
+        return Effect(file=RECORDS, summary="it builds" if found.builds else f"{found.failure}: {found.reason}")
+
+    def _try(self, inputs: Inputs, folder: Path, progress: Progress) -> TrialResult:
+        try:
+            effect = self.engine.build(self.request(inputs, folder, progress))
+        except BuildError as error:
+            return TrialResult(builds=False, failure=error.failure, reason=error.message, remedy=error.remedy)
+        path = folder / effect.file
+        made = Artifact(kind="engine", path=path, sha256=file_digest(path), bytes=path.stat().st_size)
+        if effect.rejected:
+            remedy = "export the model again, or use another precision or target"
+            return TrialResult(builds=False, failure=WrongEngine.failure, reason=effect.rejected, remedy=remedy)
+        return TrialResult(builds=True, facts=self.engine.facts(made), notes=effect.notes)
+
+
+# Builds under workspace limits that only a build without one can tell.
+
+UNLIMITED = "unlimited"
+"""Role of the engine that was built without a limit."""
+SMALLEST = "smallest"
+"""Role of the engine with the smallest limit, in a task that builds a point above it."""
+
+
+class BuildWithin(Build):
+    """One point of a sweep: the smallest limit that builds (point 0), or one above it on a log scale."""
+
+    title: ClassVar[str] = "build"
+
+    engine: SerializeAsAny[WorkspaceEngine]
+    point: int
+    points: int
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        effects: list[Effect] = []
+
+        def build(limit: int) -> None:
+            progress(f"building with a workspace of {format_bytes(limit)}")
+            engine = self.engine.within(limit)
+            effects.append(engine.build(self.request(inputs, out, progress)))
+
+        unlimited = self.engine.facts(inputs[UNLIMITED])
+        if self.point == 0:
+            self.engine.smallest_workspace(build, unlimited)
+        else:
+            smallest = self.engine.facts(inputs[SMALLEST]).workspace_limit_bytes or 1
+            build(self.engine.workspace_points(unlimited, smallest, self.points)[self.point])
+        return effects[-1]

@@ -1,0 +1,275 @@
+"""Training a pruned model back, as a task: it goes on from its last checkpoint if its process was ended."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from enginesmith.calibration.dataset import Dataset, open_dataset
+from enginesmith.calibration.options import AS_FOUND, DataOptions
+from enginesmith.calibration.user_code import is_reference
+from enginesmith.pipeline.artifact import Effect, Kind, file_digest, json_digest, portable
+from enginesmith.pipeline.errors import DataError, EnginesmithError
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
+from enginesmith.pipeline.measure import quality
+from enginesmith.pipeline.measure.memory.limits import StepMeter
+from enginesmith.pipeline.passes.base import Progress
+from enginesmith.pipeline.passes.finetune.options import FILE, METHODS, RecoverOptions, Recovery
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.system.worker import Worker, serve
+from enginesmith.pipeline.tasks.base import Inputs, ResumableTask
+from enginesmith.pipeline.tensors import Array, Feeds
+from enginesmith.pipeline.units import format_bytes
+
+if TYPE_CHECKING:
+    from enginesmith.pipeline.passes.finetune.evaluate import Metric
+    from enginesmith.pipeline.passes.finetune.setup import Work
+
+
+MODEL, TEACHER = "model", "teacher"
+_DEFAULT_METRIC = "top1"
+
+
+class Recover(ResumableTask):
+    """A pruned model with weights that were trained to do what the dense one does."""
+
+    title: ClassVar[str] = "recover"
+    produces: ClassVar[Kind] = "torch"
+    exclusive: ClassVar[bool] = True
+    """The number of steps is planned by the clock."""
+
+    options: RecoverOptions
+    data: str | None
+    """An embedded set without a split means its training split."""
+    data_options: DataOptions = AS_FOUND
+    samples: int | None = None
+    """None means all there are."""
+    metric: str | None = None
+    """None means top1 where there are labels, and else how far the dense model is agreed with."""
+    seed: int = 0
+    device: Device = Device()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        found = super().identity
+        found["fields"]["options"].pop("checkpoint_seconds")
+        return found
+
+    @property
+    def gpus(self) -> Literal["", "one", "all"]:
+        return "all" if self.device.kind == "cuda" else ""
+
+    @property
+    def machine_specific(self) -> bool:
+        return bool(self.gpus)
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return ("torch", "numpy")
+
+    def go_on(self, inputs: Inputs, out: Path, begun: Path, progress: Progress) -> Effect:
+        from enginesmith.pipeline.frameworks.torch import saved
+
+        size = self.options.processes or _visible(self.device)
+        with _helped(self, inputs, begun, size) as start:
+            opened = self.opened(inputs, 0, size)
+            start()
+            record = opened.recover(0, size, begun, progress)
+        assert record is not None
+        kept = opened.work.models.average
+        kept.module.to("cpu")
+        saved.save_changed(inputs[MODEL], kept, out, None)
+        (out / FILE).write_text(record.model_dump_json(indent=1) + "\n")
+        return Effect(
+            file=saved.RECORD,
+            summary=_summary(record),
+            notes=(
+                *opened.work.material.data.notes,
+                *_notes(record, len(opened.work.material.learnt)),
+                *_peak(self.device),
+            ),
+            signature=kept.signature,
+            reads=opened.reads,
+        )
+
+    def opened(self, inputs: Inputs, rank: int, size: int) -> "Opened":
+        """Models and data, on the device of one of several processes."""
+        import torch
+
+        from enginesmith.pipeline.frameworks.torch.saved import load_artifact
+        from enginesmith.pipeline.passes.finetune.data import divided
+        from enginesmith.pipeline.passes.finetune.setup import Work
+        from enginesmith.pipeline.passes.finetune.trainer import Models, load_libraries
+
+        device = self.device.model_copy(update={"index": self.device.index + rank})
+        place = torch.device(str(device))
+        load_libraries()
+        meter = StepMeter(device, self.options.memory_bytes)
+        signature = inputs[MODEL].signature
+        assert signature is not None
+        with track_files(allow_pickle=False) as tracker:
+            data = self._data(inputs)
+            metric = self._metric(data)
+            if self.options.method not in METHODS:
+                from enginesmith.pipeline.passes.finetune.losses import user_loss
+
+                user_loss(self.options.method)
+        own_code = is_reference(self.data or "") or is_reference(self.options.method) or is_reference(self.metric or "")
+        files = sorted(path for path in tracker.files if path.suffix != ".py" or own_code)
+        models = Models(load_artifact(inputs[MODEL]), load_artifact(inputs[MODEL]), load_artifact(inputs[TEACHER]))
+        models.ready(place)
+        material = divided(data, self.options.held_back, self.seed, place)
+        fixed = None if samples.batch_symbol(signature) else samples.fixed_batch(signature)
+        threads = max(1, self.device.thread_count // size)
+        work = Work(models, material, self.options, metric, self.seed, threads, size, meter, fixed)
+        fingerprint = json_digest([data.digest, portable({path: file_digest(path) for path in files}), size])
+        return Opened(work, fingerprint, (*files, *data.folders))
+
+    def _data(self, inputs: Inputs) -> Dataset:
+        signature = inputs[MODEL].signature
+        assert signature is not None
+        if self.data is None:
+            raise DataError(
+                "recovery needs data to learn from, and there is none",
+                "give some samples with --calibration DATA; distilling needs no labels",
+            )
+        data = open_dataset(self.data, signature.inputs, split="train", options=self.data_options)
+        if self.options.method == "supervised" and data.labels is None:
+            raise DataError(
+                f"{data.name} has no labels, and supervised recovery needs them",
+                "add an array named labels, or recover by distil, which needs none",
+            )
+        return data if self.samples is None else data.sample(self.samples, self.seed)
+
+    def _metric(self, data: Dataset) -> "Metric":
+        from enginesmith.pipeline.passes.finetune.evaluate import AGREEMENT, Metric
+
+        name = self.metric or _DEFAULT_METRIC
+        if data.labels is None:
+            if self.metric:
+                raise DataError(
+                    f"{data.name} has no labels, and the metric {self.metric} needs them",
+                    "add an array named labels, or name no metric: then agreement with the dense model is looked at",
+                )
+            return AGREEMENT
+        if self.metric is None and (data.labels.ndim != 1 or data.labels.dtype.kind not in "iu"):
+            return AGREEMENT
+
+        def value(outputs: Feeds, theirs: Feeds, labels: Array | None) -> float:
+            assert labels is not None
+            return quality.evaluate(name, outputs, theirs, labels, self.seed).value
+
+        return Metric(name, value, -1.0 if name == "mse" else 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """What there is to do, and the files that were read to know it."""
+
+    work: "Work"
+    fingerprint: str
+    reads: tuple[Path, ...]
+
+    def recover(self, rank: int, size: int, begun: Path, tell: Progress) -> Recovery | None:
+        """Do it, as one of several processes; the first has a record to give."""
+        from enginesmith.pipeline.passes.finetune.data_parallel import joined
+        from enginesmith.pipeline.passes.finetune.loop import recover
+
+        with joined(rank, size, self.work.material.device, begun / _MEETING) as team:
+            return recover(self.work, team, begun, self.fingerprint, tell)
+
+
+_MEETING = ".meeting"
+"""The file by which processes find each other."""
+
+
+@contextlib.contextmanager
+def _helped(task: Recover, inputs: Inputs, begun: Path, size: int) -> Iterator[Callable[[], None]]:
+    """Other processes that share this one's batches; gives what has them start, once all are ready.
+
+    Raises:
+        EnginesmithError: one of them failed, for which others may have failed too.
+    """
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(max(1, size - 1)))
+        helpers = [
+            stack.enter_context(Worker(_help, task, dict(inputs), begun, rank, size, log=begun / f"helper-{rank}.log"))
+            for rank in range(1, size)
+        ]
+        going: list[Future[None]] = []
+
+        def start() -> None:
+            for ready in [pool.submit(helper.request, "open") for helper in helpers]:
+                ready.result()
+            (begun / _MEETING).unlink(missing_ok=True)
+            going.extend(pool.submit(helper.request, "go") for helper in helpers)
+
+        try:
+            yield start
+        except EnginesmithError:
+            for one in going:
+                if one.done():
+                    one.result()
+            raise
+        for one in going:
+            one.result()
+
+
+def _help(connection: Connection, task: Recover, inputs: Inputs, begun: Path, rank: int, size: int) -> None:
+    """A helping process's body: it makes ready, and then does its part."""
+    opened: list[Opened] = []
+
+    def answer(what: str, tell: Progress) -> None:
+        if what == "open":
+            opened.append(task.opened(inputs, rank, size))
+        else:
+            opened[0].recover(rank, size, begun, lambda text: None)
+
+    serve(connection, answer)
+
+
+def _visible(device: Device) -> int:
+    if device.kind != "cuda":
+        return 1
+    import torch
+
+    return max(1, torch.cuda.device_count() - device.index)
+
+
+def _summary(record: Recovery) -> str:
+    return (
+        f"{record.metric} {record.before:.4f} → {record.after:.4f} (dense {record.teacher:.4f}) on "
+        f"{record.held_back} samples held back; {record.steps} steps: {record.reason}"
+    )
+
+
+def _notes(record: Recovery, learnt: int) -> Iterator[str]:
+    plan = record.plan
+    if record.ending in ("diverged", "time"):
+        yield record.reason
+    if record.ending in ("planned", "time") and record.steps < learnt // plan.batch:
+        yield (
+            f"{record.steps} steps of {plan.batch} samples are less than one pass over the {learnt} there are to learn "
+            "from: more time for recovery gives more"
+        )
+    if record.best_step == 0:
+        yield "recovery made it no better: the weights are those that it began with"
+    if plan.micro_batch < plan.batch // plan.processes:
+        again = ", computing activations again" if plan.checkpointed else ""
+        yield f"batches of {plan.batch} in parts of {plan.micro_batch} to fit the memory{again}"
+    if plan.judged_at_once is not None and plan.judged_at_once < plan.micro_batch:
+        yield f"evaluated {plan.judged_at_once} samples at a time to fit the memory"
+    if plan.frozen_norms:
+        yield f"batch norms kept their statistics while training: parts of {plan.micro_batch} are too few for them"
+
+
+def _peak(device: Device) -> Iterator[str]:
+    """What a GPU's memory held at most; the host's is in every step's history."""
+    if device.kind == "cuda":
+        import torch
+
+        yield f"peak device memory {format_bytes(torch.cuda.max_memory_allocated(device.index))}"

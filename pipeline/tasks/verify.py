@@ -1,0 +1,275 @@
+"""Samples and what the baseline answers to them; and whether others answer the same."""
+
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from pydantic import SerializeAsAny
+
+from enginesmith.calibration.dataset import Dataset, open_dataset
+from enginesmith.calibration.options import DataOptions
+from enginesmith.calibration.user_code import is_reference
+from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.engines.base import Engine, Session
+from enginesmith.pipeline.errors import ModelError, SignatureError, SourceError
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.onnx import coverage, model_file, shares
+from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
+from enginesmith.pipeline.measure.fidelity import Fidelity, Thresholds, compare, thresholds_for
+from enginesmith.pipeline.measure.rows import StageFidelity
+from enginesmith.pipeline.passes.base import Progress
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
+from enginesmith.pipeline.tasks.calibrate import Feeder
+from enginesmith.pipeline.tasks.load import example
+from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, TensorSpec
+
+_NOT_JUDGED = "changed on purpose; its quality says whether that is good enough"
+
+
+class Sample(Task):
+    """Feeds at every size that is needed, and what the baseline answers at the points of the shape range."""
+
+    title: ClassVar[str] = "reference"
+    produces: ClassVar[Kind] = "reference"
+
+    engine: SerializeAsAny[Engine]
+    ranges: dict[str, ShapeRange]
+    batches: tuple[int, ...]
+    data: str | None
+    data_options: DataOptions
+    held_out: Feeder | None = None
+    """Where no data is named: calibration, whose other samples stand in."""
+    seed: int
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return (*self.engine.tools, "numpy")
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        model = inputs["model"]
+        assert model.signature is not None
+        signature = model.signature
+        _hold_feedable(signature)
+        given, sizes = example(model)
+        ranges = samples.plan_ranges(signature, self.ranges, self.batches, sizes)
+        cases = samples.plan_cases(signature, ranges, self.batches)
+        data, read = self._open(signature)
+        odd: dict[str, float] = {}
+        with self.engine.load(model, Device()) as session:
+            for index, case in enumerate(cases):
+                feeds = samples.feeds_for(case, signature, given, data, self.seed)
+                samples.write_arrays(out, "feeds", index, feeds)
+                if case.points:
+                    progress(f"running {self.engine.name} at {_shown(case.sizes)}")
+                    outputs = session.run(feeds)
+                    odd |= {key: _not_finite(value) for key, value in outputs.items() if _not_finite(value)}
+                    samples.write_arrays(out, "outputs", index, outputs)
+        name = data.name if data else "synthetic"
+        samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases))
+        if any(share == 1.0 for share in odd.values()):
+            raise SourceError(
+                f"the model answers NaN or Inf only in {', '.join(odd)}, which nothing can be held against",
+                "look at its weights, and at the data it was run on",
+            )
+        strange = (f"{100 * share:.3g} % of output {key!r} is NaN or Inf in eager too" for key, share in odd.items())
+        notes = (*(data.notes if data else ()), *strange)
+        summary = "; ".join([f"{len(cases)} sets of feeds from {name} data", *notes])
+        return Effect(file=samples.RECORD, summary=summary, notes=notes, reads=read)
+
+    def _open(self, signature: Signature) -> tuple[Dataset | None, tuple[Path, ...]]:
+        if self.data:
+            return open_data(self.data, signature.inputs, None, self.seed, self.data_options)
+        return self.held_out.held_out(signature) if self.held_out else (None, ())
+
+
+class Verify(Task):
+    """Outputs against the reference, at min, opt and max."""
+
+    title: ClassVar[str] = "verify"
+    produces: ClassVar[Kind] = "record"
+
+    stage: str
+    engine: SerializeAsAny[Engine]
+    device: Device
+    precision: str
+    min_sqnr_db: float | None
+    judged: bool = True
+    """Whether it has to agree; how far a pruned model is from the given one is told, and no fault."""
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return self.engine.tools
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        reference = inputs["reference"].folder
+        found = []
+        with self.engine.load(inputs["model"], self.device) as session:
+            for index, case in enumerate(samples.read(reference).cases):
+                if case.points:
+                    progress(f"comparing at {_shown(case.sizes)}")
+                    feeds = samples.read_arrays(reference, "feeds", index)
+                    expected = samples.read_arrays(reference, "outputs", index)
+                    found += self._compare(session, case, feeds, expected)
+        write_records(out, found)
+        failed = [entry for entry in found if not entry.passed]
+        worst = min((entry.sqnr_db for entry in found if entry.sqnr_db is not None), default=None)
+        return Effect(
+            file=RECORDS,
+            summary=f"SQNR at least {worst:.0f} dB" if worst is not None else "outputs agree",
+            rejected=f"after {self.stage} at {failed[0].point}: {failed[0].reason}" if failed else "",
+        )
+
+    def _compare(self, session: Session, case: samples.Case, feeds: Feeds, expected: Feeds) -> list[StageFidelity]:
+        thresholds = required((str(value.dtype) for value in expected.values()), self.precision, self.min_sqnr_db)
+        result = compare(expected, session.run(feeds), thresholds)
+        return [
+            StageFidelity(
+                stage=self.stage,
+                point=point,
+                batch=case.batch,
+                sqnr_db=result.sqnr_db,
+                cosine=result.cosine,
+                max_abs_error=result.max_abs_error,
+                argmax_agreement=result.argmax_agreement,
+                passed=result.passed or not self.judged,
+                reason="" if result.passed else why_not(result) if self.judged else _NOT_JUDGED,
+            )
+            for point in case.points
+        ]
+
+
+def required(outputs: Iterable[str], precision: str, min_sqnr_db: float | None) -> Thresholds:
+    """What outputs of these dtypes have to reach: the precision's thresholds, and those of fp16 where one is float16.
+
+    An SQNR that was asked for stands instead of both.
+    """
+    thresholds = thresholds_for("fp16" if "float16" in outputs else precision)
+    if min_sqnr_db is not None:
+        thresholds = thresholds.model_copy(update={"min_sqnr_db": min_sqnr_db, "max_error_of_range": 0.0})
+    return thresholds
+
+
+def why_not(found: Fidelity) -> str:
+    """The output that is farthest from the reference, in words."""
+    worst = next(one for one in found.outputs if not one.passed)
+    if not worst.finite:
+        return f"output {worst.name!r} has NaN or Inf where the reference has none"
+    if worst.sqnr_db is None:
+        return f"output {worst.name!r} agrees in {100 * (worst.agreement or 0):.2f} % of its elements"
+    return f"output {worst.name!r} has an SQNR of {worst.sqnr_db:.1f} dB, max abs error {worst.max_abs_error:.3g}"
+
+
+def _not_finite(value: Array) -> float:
+    """The share of elements that are NaN or infinite."""
+    if not np.issubdtype(value.dtype, np.floating) or not value.size:
+        return 0.0
+    return float(np.mean(~np.isfinite(value)))
+
+
+def _hold_feedable(signature: Signature) -> None:
+    """numpy has no bfloat16, so there is nothing to feed or to compare."""
+    for spec in (*signature.inputs, *signature.outputs):
+        if spec.dtype not in DTYPES:
+            raise SignatureError(
+                f"{spec.name!r} is {spec.dtype}, which no feeds can be made of", "cast inside the graph, to float32"
+            )
+
+
+def open_data(
+    reference: str, inputs: Sequence[TensorSpec], count: int | None, seed: int, options: DataOptions
+) -> tuple[Dataset, tuple[Path, ...]]:
+    """The evaluation data, or so many samples of it; and the files that it was read from."""
+    with track_files(allow_pickle=False) as tracker:
+        data = open_dataset(reference, inputs, split="test", options=options)
+    files = (path for path in tracker.files if path.suffix != ".py" or is_reference(reference))
+    return data if count is None else data.sample(count, seed), (*sorted(files), *data.folders)
+
+
+def _shown(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "its fixed shape"
+
+
+# What a graph asks for, or an engine really runs, by precision.
+
+
+class Audit(Task):
+    """Shares of work and weights by precision, of one sample with the other dynamic dimensions at their usual size."""
+
+    title: ClassVar[str] = "audit"
+    produces: ClassVar[Kind] = "record"
+
+    engine: SerializeAsAny[Engine] | None = None
+    """None for a graph that is still to be built."""
+    device: Device = Device()
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return ("onnx", *(self.engine.tools if self.engine else ()))
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        model = inputs["model"]
+        sizes = _sizes(model, inputs["reference"])
+        with tempfile.TemporaryDirectory(prefix="enginesmith-audit-") as scratch:
+            path = self.engine.executed(model, self.device, Path(scratch)) if self.engine else model.path
+            found = coverage.of(path, sizes, executed=self.engine is not None)
+        write_records(out, [found])
+        return Effect(file=RECORDS, summary=_told(found))
+
+
+def _sizes(model: Artifact, reference: Artifact) -> dict[str, int]:
+    sizes = {name: range_.opt for name, range_ in samples.read(reference.folder).ranges.items()}
+    batch = samples.batch_symbol(model.signature or model_file.signature(model.path))
+    return sizes | ({batch: 1} if batch else {})
+
+
+def _told(found: shares.Coverage) -> str:
+    parts = [f"multiply-adds {shares.words(found.macs)}", f"weights {shares.words(found.weights)}"]
+    parts += [f"{found.qdq_pairs} Q/DQ pairs"] if found.qdq_pairs else []
+    parts += [f"{found.islands} islands of low precision"] if found.islands else []
+    parts += [f"{found.unknown_products} products of unknown size"] if found.unknown_products else []
+    return "; ".join(parts)
+
+
+# What a changed model answers to the feeds that the given one was asked with.
+
+
+class Answers(Task):
+    """A reference for what is made of a pruned or sparse model: that was changed on purpose, its engines are not."""
+
+    title: ClassVar[str] = "reference"
+    produces: ClassVar[Kind] = "reference"
+
+    engine: SerializeAsAny[Engine]
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        return (*self.engine.tools, "numpy")
+
+    def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
+        given = inputs["reference"].folder
+        known = samples.read(given)
+        with self.engine.load(inputs["model"], Device()) as session:
+            for index, case in enumerate(known.cases):
+                feeds = samples.read_arrays(given, "feeds", index)
+                samples.write_arrays(out, "feeds", index, feeds)
+                if not case.points:
+                    continue
+                progress(f"running the changed model at batch {case.batch}")
+                outputs = session.run(feeds)
+                before = samples.read_arrays(given, "outputs", index)
+                for name, value in outputs.items():
+                    if not _finite(value) and _finite(before[name]):
+                        raise ModelError(
+                            f"the changed model answers NaN or Inf in {name!r}, and the given one does not",
+                            "prune less, or with other weights left",
+                        )
+                samples.write_arrays(out, "outputs", index, outputs)
+        samples.write(out, known)
+        return Effect(file=samples.RECORD, summary=f"{len(known.cases)} sets of feeds answered", notes=())
+
+
+def _finite(value: np.ndarray) -> bool:
+    return not np.issubdtype(value.dtype, np.floating) or bool(np.isfinite(value).all())

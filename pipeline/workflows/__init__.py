@@ -1,0 +1,1 @@
+"""Carry out what a command asks for, from a recipe to files."""

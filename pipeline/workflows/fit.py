@@ -1,0 +1,393 @@
+"""Find the memory that engines need at a batch size: by TensorRT's builder, or by running ONNX Runtime."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines.base import EngineFacts
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.engines.tensorrt import builder
+from enginesmith.pipeline.errors import LimitTooSmall, MissingCapability, ModelError, UsageError
+from enginesmith.pipeline.execution.settings import Settings
+from enginesmith.pipeline.frameworks.samples import batch_symbol
+from enginesmith.pipeline.measure.rows import MemoryRow
+from enginesmith.pipeline.planning import stages
+from enginesmith.pipeline.planning.plan import LOAD
+from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.results.run import Run
+from enginesmith.pipeline.system import worker
+from enginesmith.pipeline.tasks.base import read_records
+from enginesmith.pipeline.tasks.build import TrialResult
+from enginesmith.pipeline.tensors import Signature, total_bytes
+from enginesmith.pipeline.units import format_bytes
+from enginesmith.pipeline.workflows.build import MODULES, tensorrt_engine
+from enginesmith.pipeline.workflows.stages import run_steps
+
+_MEASURED_WITH = (
+    *("onnx", "onnx.checker", "onnxruntime", "enginesmith.pipeline.engines.onnxruntime.engine"),
+    *("enginesmith.pipeline.tasks.load", "enginesmith.pipeline.tasks.build", "enginesmith.pipeline.tasks.measure"),
+)
+_PROBE_SLACK_BYTES = 2 << 30
+
+
+class MemoryEstimate(ABC):
+    """Estimate the memory that a set of engines needs for a largest batch, all of them together."""
+
+    source: ClassVar[str]
+    """Where the figures come from, and what is not counted."""
+
+    @property
+    @abstractmethod
+    def tried(self) -> int:
+        """Count the batch sizes that were tried."""
+
+    @abstractmethod
+    def parts(self, batch: int) -> dict[str, int]:
+        """Split the need into ``weights_bytes``, ``activation_bytes`` and ``io_bytes``."""
+
+    @abstractmethod
+    def workspace(self, batch: int) -> tuple[int | None, str]:
+        """Find the smallest limit that all engines build with, and say what it means for speed."""
+
+    @abstractmethod
+    def lacking(self, batch: int) -> str:
+        """Say what is missing in the figures; empty if nothing is."""
+
+    def needed(self, batch: int) -> int:
+        """Add up the bytes of all engines."""
+        return sum(self.parts(batch).values())
+
+
+def estimate_memory(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Settings) -> MemoryEstimate:
+    """Choose how the memory of the recipe's engine is found; ``memory_bytes`` is the budget.
+
+    Raises:
+        UsageError: it names several engines, or one that takes no ONNX file.
+    """
+    if len(recipe.engines) != 1 or engine_class(recipe.engines[0]).consumes != "onnx":
+        raise UsageError(
+            f"fit takes one engine that is made from an ONNX file, and was given {', '.join(recipe.engines)}",
+            "name one: --engine tensorrt_rtx or onnxruntime; measure others: enginesmith benchmark --batch sweep",
+        )
+    if recipe.engines[0] != OnnxRuntime.name:
+        return BuiltSizes(recipe, models, settings)
+    return MeasuredSizes(recipe, models, settings, memory_bytes)
+
+
+class BuiltSizes(MemoryEstimate):
+    """Memory of TensorRT engines as their builder reports it; each batch is built once."""
+
+    source = (
+        "the builder's figures for weights and activations, and the sizes of inputs and outputs; the CUDA context and "
+        "the libraries come on top"
+    )
+
+    def __init__(self, recipe: Recipe, models: Sequence[str], settings: Settings) -> None:
+        worker.preload_only(MODULES)
+        self._settings, self._engine = settings, tensorrt_engine(recipe)
+        self._share = recipe.tensorrt_run.share_activation_memory
+        self._recipes = [recipe.model_copy(update={"model": model}) for model in models]
+        self._found: dict[int, list[tuple[EngineFacts, Signature]]] = {}
+
+    @property
+    def tried(self) -> int:
+        return len(self._found)
+
+    def lacking(self, batch: int) -> str:
+        return ""
+
+    def parts(self, batch: int) -> dict[str, int]:
+        found = self._facts(batch)
+        activations = [facts.activation_bytes or 0 for facts, _ in found]
+        return {
+            "weights_bytes": sum(facts.weights_bytes or 0 for facts, _ in found),
+            "activation_bytes": max(activations) if self._share else sum(activations),
+            "io_bytes": sum(_io_bytes(signature, batch) for _, signature in found),
+        }
+
+    def workspace(self, batch: int) -> tuple[int | None, str]:
+        if not self._engine.known().workspace_is_a_gate:
+            return None, "needs measured engines: optimize with --workspace sweep, then `enginesmith fit RUN`"
+        found = zip(self._recipes, self._facts(batch), strict=True)
+        limits = [self._smallest(recipe, batch, facts) for recipe, (facts, _) in found]
+        return max(limits), f"{self._engine.name} builds the same engine under any limit: it keeps all of the speed"
+
+    def _smallest(self, recipe: Recipe, batch: int, facts: EngineFacts) -> int:
+        def attempt(limit: int) -> None:
+            limited = recipe.model_copy(update={"workspace": (str(limit),)})
+            found = self._trial(limited, batch)[0]
+            if not found.builds:
+                kind = LimitTooSmall if found.failure == LimitTooSmall.failure else ModelError
+                raise kind(found.reason, found.remedy)
+
+        return builder.smallest(attempt, facts, self._engine.known())
+
+    def _facts(self, batch: int) -> list[tuple[EngineFacts, Signature]]:
+        if batch not in self._found:
+            found = []
+            for recipe in self._recipes:
+                result, signature = self._trial(recipe, batch)
+                if result.facts is None:
+                    raise ModelError(f"no engine for batch {batch}: {result.reason}", result.remedy)
+                found.append((result.facts, signature))
+            self._found[batch] = found
+        return self._found[batch]
+
+    def _trial(self, recipe: Recipe, batch: int) -> tuple[TrialResult, Signature]:
+        steps, trials = stages.trial_steps(recipe, batch)
+        if len(trials) != 1:
+            raise UsageError(f"{len(trials)} targets are named", "fit answers for one: --target sm86")
+        outcomes = run_steps(steps, self._settings, recipe)
+        artifact, model = outcomes[next(iter(trials.values()))].artifact, outcomes[LOAD].artifact
+        assert artifact is not None
+        assert model is not None
+        assert model.signature is not None
+        _batch_word(recipe.model, model.signature)
+        return TrialResult.model_validate(read_records(artifact)[0]), model.signature
+
+
+class MeasuredSizes(MemoryEstimate):
+    """Memory of engines that are run: the peak of each alone in a fresh process; each batch is tried once."""
+
+    source = (
+        "measured: the peak of loading and running in a fresh process, and the sizes of inputs; "
+        "the libraries come on top"
+    )
+
+    def __init__(self, recipe: Recipe, models: Sequence[str], settings: Settings, budget_bytes: int) -> None:
+        worker.preload_only(_MEASURED_WITH)
+        self._settings, self._budget = settings, budget_bytes
+        self._recipes = [recipe.model_copy(update={"model": model}) for model in models]
+        self._found: dict[int, list[tuple[MemoryRow, int]]] = {}
+
+    @property
+    def tried(self) -> int:
+        return len(self._found)
+
+    def parts(self, batch: int) -> dict[str, int]:
+        parts = [self._parts(row, input_bytes) for row, input_bytes in self._rows(batch)]
+        return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+    def workspace(self, batch: int) -> tuple[int | None, str]:
+        return None, "ONNX Runtime has no limit for its work space"
+
+    def lacking(self, batch: int) -> str:
+        refused = [row.oom.message for row, _ in self._rows(batch) if row.oom]
+        return f"that is a lower bound, as memory ran out: {refused[0]}" if refused else ""
+
+    def _parts(self, row: MemoryRow, input_bytes: int) -> dict[str, int]:
+        """Split a peak; where memory ran out, at least the budget was needed and one byte more."""
+        peak = row.peak_bytes
+        if peak is None:
+            peak = max(self._budget + 1, _probe_limit(self._budget) if row.oom and row.oom.limit_bytes else 0)
+        activations = min(row.activation_bytes or 0, peak)
+        return {"weights_bytes": peak - activations, "activation_bytes": activations, "io_bytes": input_bytes}
+
+    def _rows(self, batch: int) -> list[tuple[MemoryRow, int]]:
+        if batch not in self._found:
+            self._found[batch] = [self._measure(recipe, batch) for recipe in self._recipes]
+        return self._found[batch]
+
+    def _measure(self, recipe: Recipe, batch: int) -> tuple[MemoryRow, int]:
+        """Measure one model at a batch; bytes of its inputs beside it.
+
+        Raises:
+            ModelError: it fails at this batch, and not for lack of memory.
+            MissingCapability: this machine does not show what a process takes.
+        """
+        steps = stages.memory_steps(recipe, batch, _probe_limit(self._budget))
+        outcomes = run_steps(steps, self._settings, recipe)
+        record, model = outcomes[stages.MEMORY].artifact, outcomes[LOAD].artifact
+        assert record is not None
+        assert model is not None
+        assert model.signature is not None
+        symbol = _batch_word(recipe.model, model.signature)
+        row = MemoryRow.model_validate(read_records(record)[0])
+        if row.peak_bytes is None and row.oom is None:
+            if row.failure:
+                raise ModelError(f"it does not run at batch {batch}: {row.failure}", "try it: enginesmith benchmark")
+            raise MissingCapability(row.reasons["peak_bytes"], "measure on Linux, outside of a sandbox")
+        sizes = {name: span.max for name, span in recipe.ranges.items()} | {symbol: batch}
+        sizes = {name: sizes.get(name, 1) for spec in model.signature.inputs for name in spec.symbols}
+        return row, total_bytes(model.signature.inputs, sizes)
+
+
+def _probe_limit(budget_bytes: int) -> int:
+    """Bound what one probe may take: far enough above the budget that reserved addresses and stacks do not count."""
+    return 2 * budget_bytes + _PROBE_SLACK_BYTES
+
+
+def _io_bytes(signature: Signature, batch: int) -> int:
+    """Inputs and outputs at a batch; dimensions of unknown size count as 1."""
+    symbol = batch_symbol(signature)
+    specs = (*signature.inputs, *signature.outputs)
+    sizes = {dim: batch if dim == symbol else 1 for spec in specs for dim in spec.symbols}
+    return total_bytes(specs, sizes)
+
+
+def _batch_word(model: str, signature: Signature) -> str:
+    """The word for the dynamic batch.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = batch_symbol(signature)
+    if found is None:
+        raise UsageError(f"{model} has no dynamic batch", "export it with one: --input name:dtype:batch,…")
+    return found
+
+
+# Find the largest batch that fits a memory budget, and the smallest workspace that builds or keeps the speed.
+
+_LARGEST_BATCH = 1 << 16
+
+
+class Fits(BaseModel):
+    """The answer of ``fit``; ``source`` says where the figures come from, and what is not counted."""
+
+    model_config = ConfigDict(frozen=True)
+
+    memory_bytes: int
+    largest_batch: int | None
+    needed_bytes: int | None
+    """At the largest batch: weights, activations, inputs and outputs."""
+    weights_bytes: int | None
+    activation_bytes: int | None
+    io_bytes: int | None
+    smallest_workspace_bytes: int | None
+    workspace_note: str
+    source: str
+    builds: int
+    """Batch sizes that were tried, by building or by running."""
+    reason: str = ""
+
+
+class WorkspaceKept(BaseModel):
+    """The smallest measured workspace that keeps a share of the speed."""
+
+    model_config = ConfigDict(frozen=True)
+
+    variant: str
+    workspace_bytes: int
+    speed_share: float
+    """Of the throughput of the fastest one."""
+
+
+def fit(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Settings) -> Fits:
+    """Find the largest batch whose engines fit, all ``models`` together, and the smallest workspace they build with.
+
+    TensorRT's builder reports what an engine takes; ONNX Runtime's engines are run, each in a fresh process.
+    With several models and ``share_activation_memory`` TensorRT's activations are counted once, the largest.
+
+    Raises:
+        UsageError: no dynamic batch to vary, or an engine that is not made from an ONNX file.
+    """
+    sizes = estimate_memory(recipe, models, memory_bytes, settings)
+    asked = recipe.ranges.get("batch")
+    most = asked.max if asked else _LARGEST_BATCH
+    batch = largest(sizes.needed, memory_bytes, most)
+    if batch is None:
+        least = sizes.needed(1)
+        return Fits(
+            **_nothing(memory_bytes),
+            source=sizes.source,
+            builds=sizes.tried,
+            reason=_sentences(f"even batch 1 needs {format_bytes(least)} ({least} bytes)", sizes.lacking(1)),
+        )
+    parts = sizes.parts(batch)
+    workspace, note = sizes.workspace(batch)
+    end = "" if batch < most else f"larger batches than {most} were not tried"
+    return Fits(
+        memory_bytes=memory_bytes,
+        largest_batch=batch,
+        needed_bytes=sum(parts.values()),
+        **parts,
+        smallest_workspace_bytes=workspace,
+        workspace_note=note,
+        source=sizes.source,
+        builds=sizes.tried,
+        reason=_sentences(end, sizes.lacking(batch)),
+    )
+
+
+def _sentences(*parts: str) -> str:
+    return "; ".join(filter(None, parts))
+
+
+def keeping(run: Run, share: float) -> tuple[WorkspaceKept, ...]:
+    """Choose for each target the smallest measured workspace whose throughput is at least ``share`` of the best one's.
+
+    Raises:
+        UsageError: the run has no measured variants with workspace limits.
+    """
+    groups: dict[tuple[str, str, str | None], list[tuple[int, float, str]]] = {}
+    for record in run.variants:
+        rates = [row.throughput_per_s for row in record.latency if row.throughput_per_s is not None]
+        if record.workspace_limit_bytes is not None and rates and record.status == "measured":
+            group = groups.setdefault((record.engine, record.precision, record.target), [])
+            group.append((record.workspace_limit_bytes, max(rates), record.id))
+    if not groups:
+        raise UsageError(
+            f"the run {run.name} has no measured variants with workspace limits",
+            "optimize with --workspace sweep on the machine with the GPU, or resume it there",
+        )
+    return tuple(_kept(group, share) for group in groups.values())
+
+
+def _kept(group: list[tuple[int, float, str]], share: float) -> WorkspaceKept:
+    best = max(rate for _, rate, _ in group)
+    limit, rate, name = min(one for one in group if one[1] >= share * best)
+    return WorkspaceKept(variant=name, workspace_bytes=limit, speed_share=rate / best)
+
+
+def _nothing(memory_bytes: int) -> dict[str, object]:
+    parts = dict.fromkeys(("weights_bytes", "activation_bytes", "io_bytes", "needed_bytes", "largest_batch"))
+    return {
+        **parts,
+        "memory_bytes": memory_bytes,
+        "smallest_workspace_bytes": None,
+        "workspace_note": "nothing fits",
+    }
+
+
+def largest(needed: Callable[[int], int], limit: int, most: int = _LARGEST_BATCH) -> int | None:
+    """Find the largest batch up to ``most`` whose need is within ``limit``, for a need that grows with the batch.
+
+    Guesses from straight lines, every other time from halving, so that few are tried whatever the need looks like.
+    """
+    if needed(1) > limit:
+        return None
+    fits = 1
+    while (guess := _further(needed, fits, limit, most)) <= most and needed(guess) <= limit:
+        fits = guess
+    over, halve = min(guess, most + 1), False
+    while over - fits > 1:
+        guess = (fits + over) // 2 if halve or over > most else _between(needed, fits, over, limit)
+        if needed(guess) <= limit:
+            fits = guess
+        else:
+            over = guess
+        halve = not halve
+    return fits
+
+
+def _further(needed: Callable[[int], int], fits: int, limit: int, most: int) -> int:
+    """Choose a larger batch to try: where the line from batch 1 crosses the limit, plus one; at most 64 times this.
+
+    Past ``most`` it is ``most`` itself, which is tried once, and then one more, which ends the search.
+    """
+    slope = (needed(fits) - needed(1)) / (fits - 1) if fits > 1 else 0.0
+    crossing = 1 + math.floor((limit - needed(1)) / slope) + 1 if slope > 0 else 2 * fits
+    guess = max(fits + 1, min(crossing, 64 * fits))
+    return guess if guess <= most or fits == most else most
+
+
+def _between(needed: Callable[[int], int], fits: int, over: int, limit: int) -> int:
+    """Interpolate between the largest batch that fits and the smallest that does not."""
+    slope = (needed(over) - needed(fits)) / (over - fits)
+    crossing = fits + math.floor((limit - needed(fits)) / slope)
+    return min(max(crossing, fits + 1), over - 1)

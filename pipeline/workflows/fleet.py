@@ -1,0 +1,269 @@
+"""A fleet file in, a folder with a run directory for each entry and a report of all of them out.
+
+It can be interrupted anywhere and done again from there.
+"""
+
+import contextlib
+import datetime
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from enginesmith.pipeline.errors import UsageError, storage_errors
+from enginesmith.pipeline.execution.settings import Settings
+from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.recipe.fleet import Entry, read
+from enginesmith.pipeline.recipe.parsing import parsed
+from enginesmith.pipeline.report import fleet as files
+from enginesmith.pipeline.results import baseline as baselines
+from enginesmith.pipeline.results import fleet as records
+from enginesmith.pipeline.results import fleet_history
+from enginesmith.pipeline.results import gate as gates
+from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results.fleet import RUNS, EntryRecord, FleetRecord, Found, entry_record
+from enginesmith.pipeline.results.fleet_history import Earlier
+from enginesmith.pipeline.results.gate import Demands
+from enginesmith.pipeline.results.run import Run
+from enginesmith.pipeline.results.verdicts import FleetGate, Gate, GateCheck
+from enginesmith.pipeline.system import machine
+from enginesmith.pipeline.workflows import optimize as job
+from enginesmith.pipeline.workflows.optimize import RunRequest
+from enginesmith.pipeline.workflows.run_directory import held
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What of a fleet file is done, and how it differs."""
+
+    only: tuple[str, ...] = ()
+    """Patterns of model@target, models or targets."""
+    options: Mapping[str, Any] | None = None
+    """Fields of the recipe that all entries get."""
+    changed_since: Path | None = None
+    """An earlier fleet, whose entries stand for those that have not changed."""
+
+
+def optimize(file: Path, out: Path, settings: Settings | None = None, choice: Choice | None = None) -> FleetRecord:
+    """Do all that a fleet file asks for; what fails is told in the record, and stops nothing else.
+
+    Raises:
+        UsageError: the file makes no sense, or the folder holds another fleet.
+        EnginesmithError: nothing could be begun at all.
+    """
+    choice, out = choice or Choice(), out.absolute()
+    fleet = read(file)
+    entries = fleet.entries(choice.only, choice.options)
+    since = fleet_history.opened(choice.changed_since) if choice.changed_since else None
+    with held(out):
+        begun = FleetRecord(
+            name=out.name,
+            file=file.name,
+            folder=str(Path.cwd()),
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+            seconds=0.0,
+            fleet=fleet,
+            only=choice.only,
+            options=dict(choice.options or {}),
+            changed_since=fleet_history.path_from(out, since.folder) if since else None,
+            packages=machine.environment().packages,
+            entries=(),
+        )
+        if (out / "run.json").exists():
+            raise UsageError(f"{out} holds the run of a single model", "choose another --out")
+        if records.is_fleet(out):
+            begun = _same(out, begun)
+        return _carried_out(begun, entries, out, settings or Settings())
+
+
+def resume(out: Path, settings: Settings | None = None) -> FleetRecord:
+    """Do what is missing of a fleet.
+
+    Raises:
+        UsageError: there is no fleet there. Errors as in :func:`optimize` besides.
+    """
+    out = (out if out.is_dir() else out.parent).absolute()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(held(out))
+        begun = records.read(out, to_go_on=True).model_copy(update={"packages": machine.environment().packages})
+        if Path(begun.folder).is_dir():
+            stack.enter_context(contextlib.chdir(begun.folder))
+        return _carried_out(begun, begun.fleet.entries(begun.only, begun.options), out, settings or Settings())
+
+
+def default_out(file: Path) -> Path:
+    """``runs/fleet-<file>-<time>`` below the current folder."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"fleet-{file.stem}-{stamp}"
+
+
+_CALLED = {"file": "file", "fleet": "content of the file", "options": "choice of options"}
+"""What people know parts of a record as."""
+
+
+def _same(out: Path, asked: FleetRecord) -> FleetRecord:
+    """The record of a fleet that was begun in the folder, if it is the one that is asked for."""
+    before = records.read(out, to_go_on=True)
+    names = ("file", "fleet", "only", "options", "changed_since")
+    apart = next((name for name in names if getattr(before, name) != getattr(asked, name)), None)
+    if apart is not None:
+        what = _CALLED.get(apart) or "--" + apart.replace("_", "-")
+        raise UsageError(
+            f"{out} holds another fleet: it was made with another {what}",
+            f"choose another --out, or continue that one with `enginesmith resume {out}`",
+        )
+    return before.model_copy(update={"packages": asked.packages})
+
+
+def _carried_out(begun: FleetRecord, entries: Sequence[Entry], out: Path, settings: Settings) -> FleetRecord:
+    work = _Work(begun, entries, out)
+    records.write(work.record(), out)
+    try:
+        work.take_over(settings)
+        work.found |= {
+            name: Found(one.run, one.error, steps=one.steps, reused=one.reused)
+            for name, one in job.optimize_all(work.requests(), settings).items()
+        }
+    finally:
+        record = work.record()
+        files.write(record, out, {name: one.run for name, one in work.found.items() if one.run})
+    return record
+
+
+class _Work:
+    """A fleet on its way."""
+
+    def __init__(self, begun: FleetRecord, entries: Sequence[Entry], out: Path) -> None:
+        self._begun, self._entries, self._out = begun, entries, out
+        self._started = time.monotonic()
+        self._files = fleet_history.digests([one.recipe for one in entries])
+        self._last = _last(begun, out)
+        self.found: dict[str, Found] = {}
+        """What came of entries, by name; nothing as long as they have not ended."""
+        self._taken: set[str] = set()
+        """Entries that the run directory of an earlier fleet stands for."""
+        self._because: dict[str, str] = {}
+        """By entry, what has changed since that fleet."""
+
+    def take_over(self, settings: Settings) -> None:
+        """Let entries stand that have not changed since the earlier fleet, if one was named."""
+        if self._begun.changed_since is None:
+            return
+        since = fleet_history.opened(self._out / self._begun.changed_since)
+        models = job.load_digests([self._request(one) for one in self._entries], settings)
+        for entry, named in zip(self._entries, self._files, strict=True):
+            state = fleet_history.State(models.get(entry.name), named, self._begun.packages)
+            found = fleet_history.unchanged(since, entry, state)
+            folder = self._out / RUNS / entry.name
+            if isinstance(found, str):
+                self._because[entry.name] = found
+            elif folder.is_symlink() or not folder.exists():  # not what was done here before it was interrupted
+                fleet_history.take_over(since, entry.name, folder)
+                self._taken.add(entry.name)
+                self.found[entry.name] = Found(found, steps=len(found.steps), reused=len(found.steps))
+
+    def requests(self) -> list[RunRequest]:
+        """The runs that are to be made; none of them in the folder of an earlier fleet."""
+        left = [one for one in self._entries if one.name not in self._taken]
+        for entry in left:
+            folder = self._out / RUNS / entry.name
+            with storage_errors(f"the run directory {folder}"):
+                folder.unlink() if folder.is_symlink() else None
+        return [self._request(one) for one in left]
+
+    def _request(self, entry: Entry) -> RunRequest:
+        return RunRequest(entry.name, entry.recipe, self._out / RUNS / entry.name, entry.place, self._out)
+
+    def record(self) -> FleetRecord:
+        """What is known now."""
+        entries = tuple(map(self._entry, self._entries, self._files))
+        return self._begun.model_copy(
+            update={
+                "seconds": round(self._begun.seconds + time.monotonic() - self._started, 3),
+                "entries": entries,
+                "last": self._last and fleet_history.last(self._last, self._out, self._begun.only, entries),
+            }
+        )
+
+    def _entry(self, entry: Entry, named: Mapping[str, str]) -> EntryRecord:
+        found = self.found.get(entry.name) or Found(self._left(entry), ended=False)
+        siblings = [one.name for one in self._entries if one.recipe.model == entry.recipe.model and one is not entry]
+        record = entry_record(entry, found, self._out, siblings)
+        folder, change = self._out / RUNS / entry.name, None
+        if self._last is not None and record.status != "pending":
+            change = fleet_history.change(self._last, entry.name, folder, found.run)
+        return record.model_copy(
+            update={
+                "files": dict(named),
+                "taken_from": fleet_history.path_from(self._out, folder) if folder.is_symlink() else None,
+                "done_because": self._because.get(entry.name, ""),
+                "since_last": change,
+            }
+        )
+
+    def _left(self, entry: Entry) -> Run | None:
+        """What an interrupted run has come to."""
+        folder = self._out / RUNS / entry.name
+        return runs.read(folder) if (folder / "run.json").is_file() else None
+
+
+def _last(begun: FleetRecord, out: Path) -> Earlier | None:
+    """The fleet to hold this one against: the one that was named, or that it was held against before, or the newest."""
+    known = begun.changed_since or (begun.last.path if begun.last else None)
+    if known is not None and records.is_fleet(out / known):
+        return fleet_history.opened(out / known)
+    return fleet_history.last_beside(out, begun)
+
+
+# A gate for each entry of a fleet, against the same entry of a fleet that is the baseline, where one is given.
+
+
+def gate(folder: Path, demands_of: Callable[[Recipe], Demands], baseline: Path | None = None) -> FleetGate:
+    """Judge every entry; one that came to nothing is broken, as nothing is known of it.
+
+    Raises:
+        UsageError: one of the folders holds no fleet, or the demands make no sense for a recipe.
+    """
+    fleet = fleet_history.opened(folder)
+    before = fleet_history.opened(baseline) if baseline else None
+    found = {one.name: _entry(fleet, one, demands_of, before) for one in fleet.record.entries}
+    return FleetGate(
+        fleet=str(folder),
+        baseline=None if baseline is None else str(baseline),
+        passed=all(one.passed for one in found.values()),
+        entries=found,
+    )
+
+
+def keep(folder: Path, target: Path) -> None:
+    """Make a fleet, of which every entry passed, the baseline in the folder ``target``.
+
+    Raises:
+        UsageError: there is something else in that folder.
+        StoreError: it cannot be written.
+    """
+    fleet = fleet_history.opened(folder)
+    winners = {one.name: gates.stored_in(fleet.folder / str(one.run), None) for one in fleet.record.entries}
+    baselines.keep_fleet(fleet, {name: found for name, found in winners.items() if found}, target)
+
+
+def _entry(fleet: Earlier, entry: EntryRecord, demands_of: Callable[[Recipe], Demands], before: Earlier | None) -> Gate:
+    run, then = fleet.run(entry), before.entry(entry.name) if before else None
+    demands = demands_of(run.recipe if run else parsed({"model": entry.source}))
+    named = replace(demands, progress=lambda text: demands.progress(f"{entry.name}: {text}"))
+    kept = before.folder / then.run if before and then and then.run else None
+    where = fleet.folder / RUNS / entry.name
+
+    def broken(text: str) -> Gate:
+        verdict = GateCheck(name="status", against="run", passed=False, text=text)
+        return Gate(run=str(where), variant=None, tolerance=demands.tolerance, passed=False, verdicts=(verdict,))
+
+    if entry.status not in ("done", "breached"):  # whatever its run directory has so far
+        return broken(f"{entry.status}: {entry.reason or 'it was not ended'}")
+    try:
+        found = gates.gate(where, named, baseline=kept)
+    except UsageError as error:  # of this entry; the others have their own
+        return broken(error.message)
+    alone = ("the baseline has no run of it",) if before and kept is None else ()
+    return found.model_copy(update={"cautions": (*found.cautions, *alone)})

@@ -1,0 +1,287 @@
+"""Carry out several runs together: merge their plans, and keep each run directory up to date with its part."""
+
+import contextlib
+import datetime
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.errors import (
+    EnginesmithError,
+    MissingCapability,
+    ModelError,
+    SourceError,
+    UsageError,
+    storage_errors,
+)
+from enginesmith.pipeline.execution.executor import Executor
+from enginesmith.pipeline.execution.merge import DeduplicatedSteps, assign_machines, deduplicate_steps
+from enginesmith.pipeline.execution.scheduler import Outcome, Outcomes, Runner
+from enginesmith.pipeline.execution.settings import Settings
+from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step
+from enginesmith.pipeline.planning.planner import in_time, loading, plan
+from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.recipe.fleet import Place
+from enginesmith.pipeline.report import files
+from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results.run import Run
+from enginesmith.pipeline.system import machine, worker
+from enginesmith.pipeline.workflows.run_directory import RunDirectory, claimed, has_handoff, load_handoff, save_handoff
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """Request a run: its recipe, its run directory, and the machines of which target do it."""
+
+    name: str
+    """Unlike that of any other run."""
+    recipe: Recipe
+    out: Path
+    place: Place | None = None
+    """None stands for a machine that has the recipe's device."""
+    fleet: Path | None = None
+    """The folder of the fleet that it is part of, if so: that is what is gone on with."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Report how a requested run ended."""
+
+    run: Run | None
+    """What its run directory says; None where it was not begun."""
+    error: EnginesmithError | None
+    """Why nothing usable came out, if so."""
+    steps: int = 0
+    reused: int = 0
+    """Of these steps, those whose results were there already, or were made for another one of the runs."""
+
+
+@dataclass
+class _ActiveRun:
+    """Track a run that has a plan and a run directory."""
+
+    request: RunRequest
+    plan: Plan
+    directory: RunDirectory
+    shared: frozenset[str] = frozenset()
+    """Steps that another run shares, and that are done for that one."""
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether no step is left."""
+        return len(self.outcomes) == len(self.plan.steps)
+
+
+class OptimizeJob:
+    """Plan several runs, and carry them out together."""
+
+    def __init__(self, requests: Sequence[RunRequest], settings: Settings) -> None:
+        self._requests, self._settings = requests, settings
+        self._errors: dict[str, EnginesmithError] = {}
+        self._plans: dict[str, Plan] = {}
+        self._active: dict[str, _ActiveRun] = {}
+        self._environment = machine.environment()
+        for one in requests:
+            with self._record_errors(one):
+                self._plans[one.name] = plan(one.recipe, here=settings.executor == "local")
+                worker.also_preload(resolve(one.recipe.model).libraries)
+
+    def run(self) -> list[RunResult]:
+        """Carry out the steps of all runs, and return each run's result.
+
+        Raises:
+            EnginesmithError: nothing could be begun: the store or the cluster is not there.
+        """
+        if self._plans:
+            with contextlib.ExitStack() as stack:
+                executor = stack.enter_context(self._settings.open_executor())
+                for one in self._requests:
+                    if one.name in self._plans:
+                        with self._record_errors(one):
+                            self._active[one.name] = self._activate(one, executor, stack)
+                self._run_plans(executor)
+        return [self._result(one) for one in self._requests]
+
+    @contextlib.contextmanager
+    def _record_errors(self, one: RunRequest) -> Iterator[None]:
+        """Record an error as this run's; the other runs go on."""
+        try:
+            yield
+        except EnginesmithError as error:
+            self._errors[one.name] = error
+
+    def _activate(self, one: RunRequest, executor: Executor, stack: contextlib.ExitStack) -> _ActiveRun:
+        stack.enter_context(claimed(one.out, one.recipe))
+        made, place = self._plans[one.name], one.place
+        if place is None and not executor.is_local:
+            place = Place(device=_device(one.recipe))
+        if place is not None:
+            made = assign_machines(made, place, executor.why_unavailable(place))
+        directory = RunDirectory(one.out, one.recipe, made, self._environment, len(self._plans))
+        directory.write()
+        return _ActiveRun(one, made, directory)
+
+    def _run_plans(self, executor: Executor) -> None:
+        settings, runs = self._settings, self._active.values()
+        together = deduplicate_steps({name: one.plan for name, one in self._active.items()})
+        for name, one in self._active.items():
+            one.shared = together.done_for_others(name)
+        runner = Runner(executor, self._log_of(together), settings.time_limit_seconds, settings.listener)
+        given = together.combine({name: self._handed_over(one, together, runner) for name, one in self._active.items()})
+        most = max((len(one.request.recipe.batch) for one in runs), default=1)
+        steps = in_time(together.steps, settings.time_limit_seconds, most)
+
+        with files.Writer(len(runs)) as reports:
+
+            def update(new: Outcomes) -> None:
+                for name, found in together.by_plan(new).items():
+                    one = self._active[name]
+                    one.outcomes |= found
+                    one.directory.update(one.outcomes)
+                    if one.ended:
+                        self._report(one, reports)
+
+            try:
+                update(given)
+                runner.run(steps, given, update)
+            finally:
+                for one in runs:
+                    if not one.ended:
+                        self._report(one, reports)
+        for one in runs:
+            if any(outcome.status == "unavailable" for outcome in one.outcomes.values()):
+                with storage_errors(f"the run directory {one.request.out}"):
+                    engines = {variant.artifact: f"variants/{variant.id}" for variant in one.plan.variants}
+                    save_handoff(one.request.out, one.plan, one.outcomes, engines)
+
+    def _report(self, one: _ActiveRun, reports: files.Writer) -> None:
+        one.directory.write()
+        reports.write(one.request.out)
+
+    def _log_of(self, together: DeduplicatedSteps) -> Callable[[Step], Path]:
+        """Choose log files: those of shared steps lie in the first run's folder."""
+
+        def log_of(step: Step) -> Path:
+            name, own = together.takers[step.id][0]
+            return self._active[name].request.out / "logs" / f"{own}.log"
+
+        return log_of
+
+    def _handed_over(self, one: _ActiveRun, together: DeduplicatedSteps, runner: Runner) -> Outcomes:
+        """Load the outcomes of an earlier run of the same model, perhaps on another machine."""
+        out = one.request.out
+        if not has_handoff(out):
+            return {}
+        load = together.shared_step(one.request.name, LOAD)
+        loaded = runner.run([load])[load.id].artifact
+        found = load_handoff(out, one.plan, loaded) if loaded else {}
+        if not found:
+            one.directory.caution("the model is not the one that this run was begun with: everything is made anew")
+        return found
+
+    def _result(self, one: RunRequest) -> RunResult:
+        active = self._active.get(one.name)
+        if active is None:
+            return RunResult(None, self._errors[one.name])
+        run, outcomes = active.directory.write(), active.outcomes
+        reused = sum(outcome.cached or step in active.shared for step, outcome in outcomes.items())
+        again = self._settings.resuming(one.fleet or one.out)
+        return RunResult(run, _why_unusable(run, outcomes, again), len(outcomes), reused)
+
+
+def _device(recipe: Recipe) -> str:
+    """Find the kind of device that a recipe's engines run on."""
+    cuda = any("cpu" not in engine_class(name).kinds for name in recipe.engines)
+    return "cuda" if cuda or recipe.where.kind == "cuda" else "cpu"
+
+
+def _why_unusable(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError | None:
+    """Explain why no usable variant came out, if so; ``again`` is the command that resumes."""
+    for name in (LOAD, REFERENCE):
+        if (error := outcomes[name].error) is not None:
+            return error
+    if not run.variants or any(one.status in ("measured", "built") for one in run.variants):
+        return None
+    errors = [outcome.error for outcome in outcomes.values() if outcome.error]
+    for kind in (MissingCapability, UsageError):
+        if errors and all(isinstance(error, kind) for error in errors):
+            return errors[0]
+    lacking = [outcome.reason for outcome in outcomes.values() if outcome.status == "unavailable"]
+    if lacking and not errors:
+        return MissingCapability(lacking[0], f"do it where that is: `{again}` goes on there")
+    reasons = "\n".join(f"  {record.id}: {record.reason}" for record in run.variants)
+    return ModelError(f"no usable variant is left:\n{reasons}", "the logs folder of the run has the whole story")
+
+
+# Optimize a model by a recipe into a run directory, or several at once.
+#
+# It can be interrupted anywhere and done again from there.
+
+
+def optimize(recipe: Recipe, out: Path, settings: Settings | None = None) -> Run:
+    """Carry out a recipe, and leave a run directory.
+
+    Raises:
+        UsageError: the folder holds another run, or another process is at work in it.
+        EnginesmithError: no usable variant came out; the run directory says why for each.
+    """
+    (finished,) = OptimizeJob([RunRequest(out.name, recipe, out)], settings or Settings()).run()
+    if finished.error is not None:
+        raise finished.error
+    assert finished.run is not None
+    return finished.run
+
+
+def optimize_all(requests: Sequence[RunRequest], settings: Settings | None = None) -> dict[str, RunResult]:
+    """Carry out several requests; steps they share are done once, and none of them stops another.
+
+    Raises:
+        EnginesmithError: nothing could be begun at all: the store or the cluster is not there.
+    """
+    finished = OptimizeJob(requests, settings or Settings()).run()
+    return {one.name: found for one, found in zip(requests, finished, strict=True)}
+
+
+def resume(out: Path, settings: Settings | None = None) -> Run:
+    """Resume a run directory: carry out the steps that are missing.
+
+    Raises:
+        UsageError: there is no run there. Errors as in :func:`optimize` besides.
+    """
+    before, out = runs.read(out, to_go_on=True), out.absolute()
+    with contextlib.chdir(_find_folder_of_model(before.recipe.model, before.environment.get("folder") or "")):
+        return optimize(before.recipe, out, settings)
+
+
+def load_digests(requests: Sequence[RunRequest], settings: Settings | None = None) -> dict[str, str]:
+    """Load models as they are now, and return their digests by name; a model that cannot be loaded has none."""
+    settings = settings or Settings()
+    plans = {}
+    for one in requests:
+        with contextlib.suppress(EnginesmithError):
+            plans[one.name] = loading(one.recipe)
+            worker.also_preload(resolve(one.recipe.model).libraries)
+    together = deduplicate_steps(plans)
+    with settings.open_executor() as executor, tempfile.TemporaryDirectory(prefix="enginesmith-") as logs:
+        outcomes = Runner(executor, lambda step: Path(logs, f"{step.id}.log")).run(together.steps)
+    artifacts = {name: found[LOAD].artifact for name, found in together.by_plan(outcomes).items()}
+    return {name: artifact.sha256 for name, artifact in artifacts.items() if artifact}
+
+
+def _find_folder_of_model(model: str, folder: str) -> Path:
+    """Find the folder where the run was begun; the current one if it is not here or does not have the model."""
+    if Path(folder or "/nowhere").is_dir():
+        with contextlib.chdir(folder), contextlib.suppress(SourceError):
+            resolve(model)
+            return Path(folder)
+    return Path.cwd()
+
+
+def default_out(recipe: Recipe) -> Path:
+    """Name a new run directory: ``runs/<model>-<time>`` below the current folder."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{resolve(recipe.model).name}-{stamp}"

@@ -1,0 +1,303 @@
+"""The folder of a run, kept in step with what its steps leave; one process at a time is at work in it."""
+
+import contextlib
+import datetime
+import fcntl
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from enginesmith.pipeline.artifact import RECORDS, Artifact, Kind, file_digest, files_below, holds, write_whole
+from enginesmith.pipeline.errors import UsageError, storage_errors
+from enginesmith.pipeline.execution.scheduler import Outcome, Outcomes
+from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.measure.rows import SAMPLES
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, Variant
+from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results.assemble import Header, assemble
+from enginesmith.pipeline.results.run import Run, StoredArtifact
+from enginesmith.pipeline.results.variant_record import artifact_of
+from enginesmith.pipeline.store.manifest import MANIFEST
+from enginesmith.pipeline.system.machine import Environment
+
+_WRITING_SHARE = 19.0
+"""So many times longer than writing took, nothing is written anew: 5 % of the time of all runs together."""
+_LEAST_SECONDS = 0.05
+"""What writing is taken for at the least: while nothing is known it takes no time."""
+
+
+class RunDirectory:
+    """Keeps the folder in step with the outcomes."""
+
+    def __init__(
+        self, folder: Path, recipe: Recipe, steps: Plan, environment: Environment, neighbours: int = 1
+    ) -> None:
+        self._folder, self._recipe, self._plan = folder, recipe, steps
+        self._started, self._neighbours = time.monotonic(), neighbours
+        self._whole: set[str] = set()
+        """Folders whose files are known to be there, as they should be."""
+        self._vectors: dict[str, StoredArtifact] = {}
+        """By the step that answered, the test vectors that are written."""
+        self._written_at = self._writing_took = 0.0
+        self._outcomes: Outcomes = {}
+        self._run: Run | None = None
+        self._sampled = ""
+        """Digest of the latency measurement whose samples are in the folder."""
+        before = runs.read(folder) if (folder / "run.json").exists() else None
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._header = Header(
+            name=folder.resolve().name,
+            created=before.created if before else now,
+            seconds=before.seconds if before else 0.0,
+            environment={**environment.model_dump(mode="json"), "folder": str(Path.cwd())},
+        )
+        with storage_errors(f"the run directory {folder}"):
+            (folder / "environment.json").write_text(json.dumps(self._header.environment, indent=1) + "\n")
+
+    def caution(self, text: str) -> None:
+        """Have the run's readers warned."""
+        self._header = replace(self._header, cautions=(*self._header.cautions, text))
+
+    def update(self, outcomes: Outcomes) -> None:
+        """Take note of what is known now, and write it unless that would be most of what is done here."""
+        self._outcomes, self._run = outcomes, None
+        took = max(self._writing_took, _LEAST_SECONDS)
+        if time.monotonic() - self._written_at > _WRITING_SHARE * took * self._neighbours:
+            self.write()
+
+    def write(self) -> Run:
+        """Write what is known, unless that has been done."""
+        if self._run is None:
+            begun = time.monotonic()
+            self._run = self._write(self._outcomes)
+            self._written_at, self._writing_took = time.monotonic(), time.monotonic() - begun
+        return self._run
+
+    def _write(self, outcomes: Outcomes) -> Run:
+        header = replace(self._header, seconds=round(self._header.seconds + time.monotonic() - self._started, 3))
+        with storage_errors(f"the run directory {self._folder}, or the store,"):
+            artifacts = {
+                variant.id: path for variant in self._plan.variants if (path := self._placed(variant, outcomes))
+            }
+            beside = {name: self._beside(name, outcomes) for name in artifacts}
+            run = assemble(header, self._recipe, self._plan, outcomes, artifacts, beside)
+            runs.write(run, self._folder)
+            self._keep_samples(artifact_of(outcomes, self._plan.latency))
+        return run
+
+    def _keep_samples(self, latency: Artifact | None) -> None:
+        """Copy every latency that was measured, for the reports and for comparing runs."""
+        if latency is None or latency.sha256 == self._sampled:
+            return
+        partial = self._folder / f".{SAMPLES}.partial"
+        shutil.copyfile(latency.folder / SAMPLES, partial)
+        partial.replace(self._folder / SAMPLES)
+        self._sampled = latency.sha256
+
+    def _placed(self, variant: Variant, outcomes: Outcomes) -> Path | None:
+        """The engine's main file in the run directory, copied there when it is new."""
+        artifact = artifact_of(outcomes, variant.artifact)
+        if artifact is None or artifact.kind != "engine":
+            return None
+        return self._copied(Path("variants", variant.id), artifact)
+
+    def _beside(self, name: str, outcomes: Outcomes) -> dict[str, StoredArtifact]:
+        """What a package of a built variant takes besides the engine: a graph for other machines, and a test vector."""
+        variant = next(one for one in self._plan.variants if one.id == name)
+        engine, graph = artifact_of(outcomes, variant.artifact), artifact_of(outcomes, self._plan.graph_of(variant))
+        found = {}
+        if variant.engine.loads_graph and engine and graph:
+            same = graph.sha256 == engine.sha256
+            where = Path("variants", name) if same else Path("graphs", str(self._plan.graph_of(variant)))
+            path = where / engine.path.name if same else self._copied(where, graph)
+            found["graph"] = StoredArtifact(path=str(path), sha256=graph.sha256, bytes=graph.bytes)
+        if vector := self._vector(self._plan.reference_of(variant), outcomes):
+            found["test_vector"] = vector
+        return found
+
+    def _vector(self, step: str | None, outcomes: Outcomes) -> StoredArtifact | None:
+        """The smallest case of a reference, written when that is there: pruned and sparse models have one each."""
+        reference = artifact_of(outcomes, step)
+        if step is None or reference is None:
+            return None
+        if step not in self._vectors:
+            path = self._folder / f"{step.replace(REFERENCE, 'test_vector', 1)}.npz"
+            samples.write_vector(reference.folder, path)
+            self._vectors[step] = StoredArtifact(path=path.name, sha256=file_digest(path), bytes=path.stat().st_size)
+        return self._vectors[step]
+
+    def _copied(self, relative: Path, artifact: Artifact) -> Path:
+        """The main file of an artifact that is copied to a folder of the run directory, unless it is there as it is."""
+        target, partial = self._folder / relative, self._folder / relative.with_name(f".{relative.name}.partial")
+        if str(relative) not in self._whole and not holds(target, artifact.sha256):
+            for old in (one for one in (partial, target) if one.exists()):
+                shutil.rmtree(old, ignore_errors=True)
+            try:
+                for name in files_below(artifact.folder, skip=[MANIFEST]):
+                    (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(artifact.folder / name, partial / name)
+                record = _Record(id=relative.name, **dict(artifact)).model_dump_json(
+                    indent=1, exclude={"path", "rejected"}
+                )
+                (partial / "manifest.json").write_text(record + "\n", encoding="utf-8")
+                partial.rename(target)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        self._whole.add(str(relative))
+        return relative / artifact.path.name
+
+
+class _Record(Artifact):
+    """``manifest.json`` beside an artifact's files."""
+
+    id: str
+
+
+@contextlib.contextmanager
+def claimed(out: Path, recipe: Recipe) -> Iterator[None]:
+    """Hold a run directory for this process."""
+    with held(out):
+        if (out / "fleet.json").exists():
+            raise UsageError(f"{out} holds a fleet", "choose another --out")
+        with storage_errors(f"the run directory {out}"):
+            (out / "logs").mkdir(exist_ok=True)
+            (out / "variants").mkdir(exist_ok=True)
+        if (out / "run.json").exists() and runs.read(out).recipe != recipe:
+            raise UsageError(
+                f"{out} holds a run of another recipe",
+                f"choose another --out, or continue that one with `enginesmith resume {out}`",
+            )
+        yield
+
+
+@contextlib.contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Have a folder, made if need be, for this process alone.
+
+    Raises:
+        UsageError: another process has it.
+    """
+    with storage_errors(f"the run directory {out}"):
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / ".lock").open("w")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(f"another run is at work in {out}", "wait for it, or choose another --out") from error
+        yield
+
+
+# Save and load the files that let another machine resume a run: engines, the reference, and records.
+#
+# The other machine may have other versions of everything, so keys of the store say nothing there. What is kept
+# holds as
+# long as the model is the same, byte for byte, and the step would do the same.
+
+_FOLDER, _INDEX = "kept", "index.json"
+_KINDS: tuple[Kind, ...] = ("engine", "reference", "record")
+"""Graphs are not among them: nothing that is left to do needs them once the engines are built."""
+
+
+class _StepHandoff(BaseModel):
+    """Describe one step and its artifact."""
+
+    model_config = ConfigDict(frozen=True)
+
+    identity: dict[str, Any]
+    folder: str
+    artifact: Artifact
+
+
+class _Index(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    load_sha256: str
+    """Of the model that everything was made from."""
+    steps: dict[str, _StepHandoff]
+
+
+def save_handoff(run: Path, plan: Plan, outcomes: Mapping[str, Outcome], engines: Mapping[str, str]) -> None:
+    """Save the artifacts of done steps; ``engines`` are folders in the run directory by the step that made them."""
+    load = outcomes[LOAD].artifact
+    if load is None:
+        return
+    steps = {}
+    for step in plan.steps:
+        made = outcomes[step.id].artifact if step.id in outcomes else None
+        if made is None or made.kind not in _KINDS or made.incomplete or step.task.environment_key:
+            continue
+        folder = engines.get(step.id) or f"{_FOLDER}/{step.id}"
+        if not (run / folder).is_dir():
+            shutil.copytree(made.folder, run / folder, ignore=shutil.ignore_patterns(*RECORDS))
+        relative = made.model_copy(update={"path": Path(made.path.name)})
+        steps[step.id] = _StepHandoff(identity=step.task.identity, folder=folder, artifact=relative)
+    index = _Index(load_sha256=load.sha256, steps=steps)
+    write_whole(run / _FOLDER / _INDEX, (index.model_dump_json(indent=1) + "\n").encode())
+
+
+def has_handoff(run: Path) -> bool:
+    """Tell whether the run directory has files to resume from."""
+    return (run / _FOLDER / _INDEX).is_file()
+
+
+def load_handoff(run: Path, plan: Plan, load: Artifact) -> dict[str, Outcome]:
+    """Load the outcomes that are valid here, and those of steps that nothing needs any more."""
+    try:
+        index = _Index.model_validate_json((run / _FOLDER / _INDEX).read_bytes())
+    except (OSError, ValidationError):
+        return {}
+    if index.load_sha256 != load.sha256:
+        return {}
+    found = {LOAD: Outcome(LOAD, "done", load, cached=True)}
+    for step in plan.steps:
+        kept = index.steps.get(step.id)
+        if kept and kept.identity == step.task.identity and (artifact := _find_intact(run, kept)):
+            found[step.id] = Outcome(step.id, "done", artifact, cached=True)
+    needed = _find_required(plan.steps, found)
+    while unproven := _find_stale_records(plan.steps, found, needed):
+        found = {name: outcome for name, outcome in found.items() if name not in unproven}
+        needed = _find_required(plan.steps, found)
+    return found | {
+        step.id: Outcome(step.id, "done", cached=True, reason="what was made of it is kept")
+        for step in plan.steps
+        if step.id not in found and step.id not in needed
+    }
+
+
+def _find_intact(run: Path, kept: _StepHandoff) -> Artifact | None:
+    """Return the artifact where it lies, if its files are unchanged."""
+    folder = run / kept.folder
+    if not holds(folder, kept.artifact.sha256):
+        return None
+    return kept.artifact.model_copy(update={"path": folder / kept.artifact.path})
+
+
+def _find_stale_records(steps: Sequence[Step], found: Mapping[str, Outcome], needed: set[str]) -> set[str]:
+    """Find records of inputs that are made anew here: they tell of another graph or engine."""
+    return {
+        step.id
+        for step in steps
+        if step.id in found and step.task.produces == "record" and not needed.isdisjoint(step.sources)
+    }
+
+
+def _find_required(steps: Sequence[Step], found: Mapping[str, Outcome]) -> set[str]:
+    """Find missing steps that a step which makes more than a graph depends on."""
+    by_id = {step.id: step for step in steps}
+    needed: set[str] = set()
+    waiting = [step.id for step in steps if step.id not in found and step.task.produces in _KINDS]
+    while waiting:
+        name = waiting.pop()
+        if name in needed or name in found:
+            continue
+        needed.add(name)
+        waiting += by_id[name].sources
+    return needed

@@ -1,0 +1,254 @@
+"""Single stages for the command line: the same steps as in the main job, a file in and a file out."""
+
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry
+from enginesmith.pipeline.errors import FidelityError, UsageError, storage_errors
+from enginesmith.pipeline.execution.merge import assign_step_machines
+from enginesmith.pipeline.execution.scheduler import Outcome, Outcomes, Runner
+from enginesmith.pipeline.execution.settings import Settings
+from enginesmith.pipeline.frameworks.source import SAVED, resolve
+from enginesmith.pipeline.frameworks.torch.pruning_facts import Facts
+from enginesmith.pipeline.measure.rows import StageFidelity
+from enginesmith.pipeline.passes.sparsify.options import SparsifyOptions
+from enginesmith.pipeline.passes.sparsify.sparsify import Sparsify
+from enginesmith.pipeline.planning import stages as plans
+from enginesmith.pipeline.planning.plan import Step
+from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.recipe.fleet import Place
+from enginesmith.pipeline.results.package import verify as verification
+from enginesmith.pipeline.system import worker
+from enginesmith.pipeline.tasks.base import read_records
+from enginesmith.pipeline.tasks.prune import read_facts
+
+# Run steps outside of a run directory, for commands that do one thing.
+
+
+def run_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapping[str, Outcome]:
+    """Run steps; raise the error of the first that failed."""
+    outcomes = try_steps(steps, settings, recipe)
+    for outcome in outcomes.values():
+        if outcome.error:
+            raise outcome.error
+    return outcomes
+
+
+def try_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapping[str, Outcome]:
+    """Run steps as far as they come. Logs are kept only where an error names them."""
+    worker.also_preload(resolve(recipe.model).libraries)
+    logs = Path(tempfile.mkdtemp(prefix="enginesmith-"))
+    outcomes: dict[str, Outcome] = {}
+    try:
+        with settings.open_executor() as executor:
+            if not executor.is_local:
+                place = Place(device=recipe.where.kind)
+                steps = assign_step_machines(steps, place, executor.why_unavailable(place))
+            log_of = lambda step: logs / f"{step.id}.log"  # noqa: E731
+            outcomes = Runner(executor, log_of, settings.time_limit_seconds, settings.listener).run(steps)
+        return outcomes
+    finally:
+        errors = [outcome.error for outcome in outcomes.values() if outcome.error]
+        if not any(str(logs) in error.remedy for error in errors):
+            shutil.rmtree(logs, ignore_errors=True)
+
+
+_EVERYWHERE = "every engine takes this graph; --engine onnxruntime makes one that is much faster there, and only there"
+
+
+class StageResult(BaseModel):
+    """What a single stage did."""
+
+    model_config = ConfigDict(frozen=True)
+
+    summary: str
+    files: tuple[str, ...] = ()
+    history: tuple[HistoryEntry, ...] = ()
+    fidelity: tuple[StageFidelity, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether every comparison was close enough."""
+        return all(entry.passed for entry in self.fidelity)
+
+
+class PruneResult(StageResult):
+    """What ``prune`` did."""
+
+    pruning: Facts
+
+
+def export(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
+    """Export a model to the ONNX file ``output`` and hold it against eager.
+
+    Raises:
+        EnginesmithError: the model cannot be exported, or the graph answers something else; nothing is written then.
+    """
+    if not resolve(recipe.model).is_torch:
+        raise UsageError(f"{recipe.model} is an ONNX file already", "to clean it, use `enginesmith simplify`")
+    return _to_file(recipe, plans.export_steps(recipe), "export", output, settings)
+
+
+def simplify(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
+    """Simplify an ONNX file into ``output`` and hold it against the original; errors as in :func:`export`."""
+    if resolve(recipe.model).is_torch:
+        raise UsageError(f"{recipe.model} is not an ONNX file", "export it first: `enginesmith export MODEL -o m.onnx`")
+    return _to_file(recipe, plans.simplify_steps(recipe), "simplify", output, settings)
+
+
+def precision(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
+    """Turn a model into an ONNX file of another precision, held against it; errors as in :func:`export`."""
+    steps, made = plans.precision_steps(recipe)
+    result = _to_file(recipe, steps, made.graph, output, settings, also=(made.calibration,))
+    if recipe.quantisation.placement == "tensorrt" and recipe.engines == ("onnxruntime",):
+        result = result.model_copy(update={"summary": f"{result.summary}\n  note: {_EVERYWHERE}"})
+    return result
+
+
+def sparsify(recipe: Recipe, sparsity: str, options: SparsifyOptions, output: Path, settings: Settings) -> StageResult:
+    """Turn a model into an ONNX file with sparse weights; how far its answers are from the dense one's is told.
+
+    That judges nothing unless the recipe has a least SQNR.
+
+    Raises:
+        UsageError: a sparsity that there is none of, or an option that does nothing to it.
+        EnginesmithError: as in :func:`export`.
+    """
+    asked = Sparsify.parse(sparsity, options, recipe.export.external_data_bytes)
+    if asked.pattern == "2:4" and options.scope != "global":
+        raise UsageError("a threshold for each layer has no effect on weights that are 2:4", "leave --per-layer away")
+    return _to_file(recipe, plans.sparsify_steps(recipe, asked), plans.SPARSIFY, output, settings)
+
+
+def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
+    """Prune a model into the folder ``output``, which is a MODEL for every other command; recover it if that is asked.
+
+    Raises:
+        UsageError: the target cannot be met, or there is something else in the folder.
+        EnginesmithError: the model cannot be loaded, followed or run without what would go; nothing is written then.
+    """
+    if Path(resolve(recipe.model).target).resolve() == output.resolve():
+        raise UsageError(f"{output} is the model that is to be pruned", "give another folder: -o DIR")
+    if output.exists() and not (output / SAVED).is_file() and (not output.is_dir() or any(output.iterdir())):
+        raise UsageError(f"{output} is there already, and holds something else", "give a new folder: -o DIR")
+    steps, last, cut = plans.prune_steps(recipe)
+    outcomes = run_steps(steps, settings, recipe)
+    made, pruned = outcomes[last].artifact, outcomes[cut].artifact
+    assert made is not None
+    assert pruned is not None
+    from enginesmith.pipeline.frameworks.torch.saved import write_saved
+
+    with storage_errors(f"the output {output}"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
+            whole = Path(scratch, output.name)
+            write_saved(made, whole, output)
+            if output.exists():
+                output.rename(Path(scratch, "before"))
+            whole.rename(output)
+    notes = "".join(f"\n  note: {note}" for note in made.history[-1].notes)
+    files = tuple(str(output / name) for name in sorted(path.name for path in output.iterdir()))
+    summary = f"wrote {output}: {made.history[-1].effect}{notes}"
+    return PruneResult(summary=summary, files=files, history=made.history, pruning=read_facts(pruned))
+
+
+def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
+    """Compare an ONNX file with the recipe's model at the points of the shape range."""
+    outcomes = run_steps(plans.verify_steps(recipe, str(file)), settings, recipe)
+    fidelity = _fidelity(outcomes, "verify-file")
+    good = all(entry.passed for entry in fidelity)
+    return StageResult(summary=f"{file} {'equals' if good else 'differs from'} {recipe.model}", fidelity=fidelity)
+
+
+def verify_bundle(folder: Path, settings: Settings) -> StageResult:
+    """Check that a bundle is what was packaged, and that it answers its test vector.
+
+    Raises:
+        UsageError: it is no bundle.
+        EnginesmithError: as in :func:`verification.verify`.
+    """
+    if folder.is_file():
+        raise UsageError(
+            f"{folder} is a file, and nothing says what its outputs have to equal",
+            "give the model: --against MODEL; or a bundle, which is a folder",
+        )
+    summary, found = verification.verify(folder, settings.time_limit_seconds)
+    return StageResult(summary=summary, fidelity=(found,))
+
+
+def _to_file(
+    recipe: Recipe, steps: Sequence[Step], stage: str, output: Path, settings: Settings, also: Sequence[str] = ()
+) -> StageResult:
+    """Run steps and keep what one of them made; ``also`` are others whose notes matter."""
+    if output.suffix != ".onnx":
+        raise UsageError(f"the output {str(output)!r} is no .onnx file", f"call it {output.with_suffix('.onnx')}")
+    _hold_apart(recipe, output)
+    outcomes = run_steps(steps, settings, recipe)
+    made = outcomes[stage].artifact
+    if made is None:
+        short = next((one.artifact.rejected for one in outcomes.values() if one.artifact and one.artifact.rejected), "")
+        raise FidelityError(short or outcomes[stage].reason, "nothing was written; ask for less, or search for longer")
+    fidelity = _fidelity(outcomes, f"verify-{stage}")
+    if failed := [entry for entry in fidelity if not entry.passed]:
+        raise _differs(failed[0], recipe.min_sqnr_db)
+    with storage_errors(f"the output {output}"):
+        files = _save_as(made, output)
+    beside = [artifact.history[-1] for name in also if (artifact := outcomes[name].artifact)]
+    notes = "".join(f"\n  note: {note}" for entry in (*made.history, *beside) for note in entry.notes)
+    summary = f"wrote {' and '.join(files)}: {made.history[-1].effect}{notes}"
+    return StageResult(summary=summary, files=tuple(files), history=made.history, fidelity=fidelity)
+
+
+def _differs(found: StageFidelity, asked_db: float | None) -> FidelityError:
+    message = f"the result differs from the original at {found.point}: {found.reason}"
+    if asked_db is None:
+        return FidelityError(message, "nothing was written; look at what the model does that the graph does not")
+    return FidelityError(
+        f"{message}, and {asked_db:g} dB are asked for", "nothing was written; change less, or ask for less: --min-sqnr"
+    )
+
+
+def _hold_apart(recipe: Recipe, output: Path) -> None:
+    """Insist on an output that overwrites nothing of the model that it is made from.
+
+    Raises:
+        UsageError: it is that file, or its weights would be written over those of that file.
+        InvalidGraph: the model is an ONNX file that cannot be read.
+    """
+    source = resolve(recipe.model)
+    if source.form not in ("onnx", "pt2"):
+        return
+    given, other = Path(source.target), "give another file: -o FILE.onnx"
+    if given == output.resolve():
+        raise UsageError(f"{output} is the model itself, and would be overwritten", other)
+    if source.form == "onnx":
+        from enginesmith.pipeline.frameworks.onnx import model_file
+
+        data = output.resolve().with_name(f"{output.name}.data")
+        if data in [(given.parent / name).resolve() for name in model_file.external_files(given)]:
+            raise UsageError(f"{data.name} has the weights of {source.text}, and would be overwritten", other)
+
+
+def _fidelity(outcomes: Outcomes, step: str) -> tuple[StageFidelity, ...]:
+    found = outcomes[step].artifact
+    return tuple(StageFidelity.model_validate(entry) for entry in read_records(found)) if found else ()
+
+
+def _save_as(made: Artifact, output: Path) -> list[str]:
+    """Write an ONNX artifact under a name of the user's, external data as ``<name>.data`` beside it; all or nothing."""
+    import onnx_ir as ir
+
+    from enginesmith.pipeline.frameworks.onnx import edit, model_file
+
+    data = f"{output.name}.data" if model_file.external_files(made.path) else None
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
+        ir.save(edit.load(made.path), Path(scratch, output.name), external_data=data)
+        names = [name for name in (data, output.name) if name]  # the graph last, as it is what makes the file usable
+        for name in names:
+            Path(scratch, name).replace(output.parent / name)
+    return [str(output.parent / name) for name in reversed(names)]
