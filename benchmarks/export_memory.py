@@ -16,14 +16,15 @@ HERE = Path(__file__).parent
 MEASURED = """
 import json, re, sys, tempfile
 from pathlib import Path
-from enginesmith.pipeline import source, torch_model
+from enginesmith.pipeline.frameworks import source
+from enginesmith.pipeline.frameworks.torch import module
 from enginesmith.pipeline.passes.export.export import Export, export_module
 import onnx, onnxscript, onnx_ir, torch.onnx
 
 def status(name):
     return int(re.search(rf"{name}:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
-loaded = torch_model.load(source.resolve(sys.argv[1]), torch_model.LoadOptions())
+loaded = module.load(source.resolve(sys.argv[1]), module.LoadOptions())
 weights = sum(value.nbytes for value in loaded.module.parameters())
 Path("/proc/self/clear_refs").write_text("5")
 before = status("VmRSS")

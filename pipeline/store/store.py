@@ -111,7 +111,7 @@ def _remove_leftovers(store: SharedStore) -> None:
     folders = {key: folder for key, folder in _folders(store).items() if folder.uploads}
     manifests = _manifests(store, [key for key, folder in folders.items() if folder.manifest is not None])
     for key, folder in folders.items():
-        named = manifest.upload if (manifest := manifests.get(key)) else ""
+        named = entry.upload if (entry := manifests.get(key)) else ""
         for upload, files in folder.uploads.items():
             if upload != named and max(map(store.modified, files.values())) < oldest:
                 store.delete(files)

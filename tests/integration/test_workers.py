@@ -119,7 +119,7 @@ workers.run(execute, task, {{}}, Path("."), log=Path("log"), on_start=lambda wor
 
 @pytest.mark.thorough
 def test_a_progress_bar_of_a_worker_that_is_killed_leaves_no_semaphore() -> None:
-    bar = "from enginesmith.pipeline import preload; from tqdm import tqdm; tqdm(total=1).update()"
+    bar = "from enginesmith.pipeline.system import preload; from tqdm import tqdm; tqdm(total=1).update()"
     as_there = "import multiprocessing; multiprocessing.set_start_method('forkserver')"
     command = [sys.executable, "-c", f"import os; {as_there}; {bar}; os._exit(0)"]
     done = subprocess.run(command, env=alone(), capture_output=True, text=True)

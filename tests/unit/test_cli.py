@@ -33,8 +33,9 @@ def test_importing_the_command_line_loads_nothing_heavy() -> None:
 
 def test_planning_loads_neither_torch_nor_onnx() -> None:
     code = (
-        "import sys\nfrom enginesmith.pipeline import job, plan, recipe\n"
-        "plan.plan(recipe.make({'model': 'digits'}))\n"
+        "import sys\nfrom enginesmith.pipeline import recipe\n"
+        "from enginesmith.pipeline.planning import planner\nfrom enginesmith.pipeline.workflows import optimize\n"
+        "planner.plan(recipe.make({'model': 'digits'}))\n"
         "print([name for name in ('torch', 'onnx', 'onnxruntime', 'tensorrt') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -366,7 +366,7 @@ def _rewrite(**changes: Any) -> Callable[[Path], object]:
 def test_a_bundle_that_is_not_what_was_packaged_is_not_loaded(
     harm: Callable[[Path], object], said: str, found: manifest.Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify.workers, "run", None)  # nothing gets as far as a process
+    monkeypatch.setattr(verify.worker, "run", None)  # nothing gets as far as a process
     harm(tmp_path / "b")
     with pytest.raises(EnginesmithError, match=said):
         verify.verify(tmp_path / "b")

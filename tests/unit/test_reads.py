@@ -197,7 +197,7 @@ def test_the_nearest_anchor_is_taken(folder: str, anchor: str, tmp_path: Path, m
 
 
 def test_what_comes_with_enginesmith_is_found_in_another_installation() -> None:
-    own = Path(inputs.__file__).parent.parent
+    own = Path(inputs.__file__).parents[2]
     assert inputs.to_portable_path(str(own / "models" / "weights" / "w")) == "{enginesmith}/models/weights/w"
     assert inputs.from_portable_path("{enginesmith}/models/weights/w") == str(own / "models" / "weights" / "w")
     assert not inputs.to_portable_path(str(own) + "-other/models/w").startswith("{enginesmith}")

@@ -105,7 +105,7 @@ def spell(kind: Kind, removed: float) -> str:
     return percent if kind == "ratio" else f"{kind}=-{percent}"
 
 
-def _unsigned(kind: Literal["macs", "params", "latency"], value: float, text: str) -> UsageError:
+def _unsigned(kind: str, value: float, text: str) -> UsageError:
     """Explain a share without a sign, which meant what is left in earlier versions."""
     return UsageError(
         f"--prune {text} does not say whether {value:.4g} of the {_QUANTITIES[kind]} is removed or left",
