@@ -14,6 +14,7 @@ from enginesmith.pipeline.commands.options import (
     what_to_load,
     where_to_run,
 )
+from enginesmith.pipeline.engines import DEFAULT_BUILD
 
 
 @click.command(cls=Command)
@@ -21,7 +22,7 @@ from enginesmith.pipeline.commands.options import (
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Engine file to write.")
 @click.option("--refit-engine", metavar="ENGINE", help="Put FILE's weights into this engine instead of building one.")
 @click.option("--check", is_flag=True, help="Only say for which targets it builds; nothing is written.")
-@click.option("--engine", "engines", multiple=True, default=("tensorrt_rtx",), show_default=True, help="Which engine.")
+@click.option("--engine", "engines", multiple=True, default=(DEFAULT_BUILD,), show_default=True, help="Which engine.")
 @what_to_load
 @how_to_build
 @where_to_run
@@ -70,7 +71,7 @@ def _checked_row(row: dict[str, Any], as_json: bool) -> dict[str, Any]:
 @click.option(
     "--keep-speed", type=click.FloatRange(0, 1), default=0.95, show_default=True, help="Share that is enough."
 )
-@click.option("--engine", "engines", multiple=True, default=("tensorrt_rtx",), show_default=True, help="Which engine.")
+@click.option("--engine", "engines", multiple=True, default=(DEFAULT_BUILD,), show_default=True, help="Which engine.")
 @what_to_load
 @how_to_build
 @how_to_run_tensorrt

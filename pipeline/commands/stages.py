@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from enginesmith.pipeline import engines
 from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
 from enginesmith.pipeline.commands.options import (
     Command,
@@ -73,7 +74,7 @@ def precision(model: str, output: Path, as_json: bool, quiet: bool, **options: A
     from enginesmith.pipeline.workflows import stages
 
     if not options["engines"] and not options["placement"]:
-        options["placement"] = "tensorrt"  # the strictest rules: what they make runs in every engine
+        options["placement"] = engines.PORTABLE_PLACEMENT
     with settings_of(options, quiet) as settings:
         result = stages.precision(recipe_of(model, None, options), output, settings)
     shown().show_stage(result, as_json)

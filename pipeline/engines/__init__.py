@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from enginesmith.pipeline.errors import MissingCapability, UsageError
-from enginesmith.pipeline.system import plugins
 
 if TYPE_CHECKING:
-    from enginesmith.pipeline.engines.base import Engine
+    from pathlib import Path
+
+    from enginesmith.pipeline.engines.base import Engine, EngineFile
 
 
 ENGINES: Mapping[str, str] = {
@@ -27,10 +28,14 @@ DEFAULT = ("onnxruntime",)
 """What a model is made into where no engine is named."""
 DEFAULT_BUILD = "tensorrt_rtx"
 """The engine of commands that build and check files, where none is named."""
+PORTABLE_PLACEMENT = "tensorrt"
+"""The engine whose rules for Q/DQ pairs are the strictest: a graph that keeps to them runs in every engine."""
 
 
 def names() -> tuple[str, ...]:
     """List the names of all engines: those of the table, and those of installed plug-ins."""
+    from enginesmith.pipeline.system import plugins
+
     return tuple(dict.fromkeys((*ENGINES, *(one.name for one in plugins.installed(plugins.ENGINES)))))
 
 
@@ -45,6 +50,8 @@ def engine_class(name: str) -> "type[Engine]":
         module, _, attribute = ENGINES[name].partition(":")
         own: type[Engine] = getattr(importlib.import_module(module), attribute)
         return own
+    from enginesmith.pipeline.system import plugins
+
     if not plugins.offered(plugins.ENGINES, name):
         raise UsageError(f"there is no engine {name!r}", f"use one of {', '.join(names())}")
     return _load_plugin(name)
@@ -52,6 +59,7 @@ def engine_class(name: str) -> "type[Engine]":
 
 def _load_plugin(name: str) -> "type[Engine]":
     from enginesmith.pipeline.engines.base import Engine
+    from enginesmith.pipeline.system import plugins
 
     found = plugins.load(plugins.ENGINES, name)
     if not isinstance(found, type) or not issubclass(found, Engine) or getattr(found, "name", None) != name:
@@ -70,3 +78,35 @@ def baseline(form: Literal["torch", "onnx"]) -> "Engine":
 def simulation() -> "Engine":
     """Make the engine that runs a graph as it stands, also where it has no kernels for the types in it."""
     return engine_class(BASELINES["onnx"]).simulating()
+
+
+def with_files() -> "tuple[type[Engine], ...]":
+    """List the engines of the table that have a file format of their own."""
+    return tuple(engine for name in ENGINES if (engine := engine_class(name)).file_suffix)
+
+
+def read_file(path: "Path") -> "EngineFile":
+    """Read what is recorded of a built engine's file.
+
+    Raises:
+        UsageError: no engine of the table has files like it.
+        ModelError: the record is missing or damaged, or the file is not the one that it describes.
+    """
+    for engine in with_files():
+        if path.suffix == engine.file_suffix and (found := engine.read_file(path)):
+            return found
+    raise UsageError(f"{path} is the file of no engine here", f"engine files end in {_suffixes()}")
+
+
+def describe_file(path: "Path") -> dict[str, object]:
+    """Tell people what is in a built engine's file; errors as in :func:`read_file`."""
+    return type(read_file(path).engine).describe_file(path)
+
+
+def title(name: str) -> str:
+    """Name an engine as people call it; its name in recipes if that is of a plug-in, which is not loaded for this."""
+    return engine_class(name).title if name in ENGINES else name
+
+
+def _suffixes() -> str:
+    return ", ".join(sorted({engine.file_suffix for engine in with_files()}))

@@ -17,6 +17,7 @@ from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.engines.options import EngineOptions
+    from enginesmith.pipeline.engines.triton import TritonBackend
 
 
 # What an engine's own profiler tells: the time that each of its operators takes, and where in the model it belongs.
@@ -247,6 +248,34 @@ class Configuration:
     target: str | None = None
 
 
+@dataclass(frozen=True)
+class EngineFile:
+    """A built engine in a file of the user's, as the record beside it describes it."""
+
+    engine: "Engine"
+    """Loads it, with no option that a file could allow itself."""
+    version: str
+    targets: tuple[str, ...]
+    """Compute capabilities that it runs on."""
+    signature: Signature
+    record: dict[str, Any]
+    """All that is recorded, as plain values."""
+    files: tuple[Path, ...]
+    """The engine itself first, then what has to lie beside it."""
+
+
+@dataclass(frozen=True)
+class PackageFacts:
+    """What the manifest of a package says of an engine's file."""
+
+    version: str | None = None
+    """Of what it was built with; None for the one that the run recorded."""
+    targets: tuple[str, ...] = ()
+    """Compute capabilities of the GPUs that it is built for; empty where it is not for certain ones."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Names and values as the engine's own package takes them."""
+
+
 class Engine(BaseModel, ABC):
     """A kind of engine; its fields are the options it builds and loads with.
 
@@ -274,6 +303,12 @@ class Engine(BaseModel, ABC):
     """Whether it is built for ranges of shapes, given to it in :attr:`BuildRequest.ranges`."""
     file_suffix: ClassVar[str] = ""
     """Of the engine file that the ``build`` command writes and ``benchmark`` reads; empty where it has none."""
+    modules: ClassVar[tuple[str, ...]] = ()
+    """Modules that building it takes, for workers to import ahead: no other framework is imported then."""
+    builder_tells_memory: ClassVar[bool] = False
+    """Whether :meth:`facts` has the memory that it will take, so that ``fit`` builds and does not run it."""
+    package_caution: ClassVar[str] = ""
+    """What people who are handed a package of it should know."""
     kinds: ClassVar[tuple[str, ...]] = DEVICE_KINDS
     """Kinds of device that it can run on."""
     built_elsewhere: ClassVar[bool] = False
@@ -313,6 +348,73 @@ class Engine(BaseModel, ABC):
         Raises:
             UsageError: what a recipe says of this engine makes no sense.
         """
+
+    @classmethod
+    def read_file(cls, path: Path) -> EngineFile | None:
+        """Read what is recorded of an engine file with :attr:`file_suffix`; None if it is another engine's.
+
+        Raises:
+            ModelError: the record is missing or damaged, or the file is not the one that it describes.
+        """
+        return None
+
+    @classmethod
+    def describe_file(cls, path: Path) -> dict[str, Any]:
+        """Tell people what is in such a file, and whether it runs here; errors as in :meth:`read_file`."""
+        return {}
+
+    @classmethod
+    def shares_activations(cls, asked: "EngineOptions") -> bool:
+        """Tell whether all engines of a process work in one buffer, so that only the largest counts."""
+        return False
+
+    @classmethod
+    def check_targets(cls) -> tuple[str, ...]:
+        """List the targets that ``build --check`` tries where none is named."""
+        return ()
+
+    @classmethod
+    def refit(cls, engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effect:
+        """Write a built engine with the weights of a graph to ``file``.
+
+        Raises:
+            MissingCapability: the engine cannot take new weights, or not here.
+            EnginesmithError: this one or this graph cannot.
+        """
+        raise MissingCapability(f"{cls.name} takes no new weights once it is built", "build a new engine")
+
+    @classmethod
+    def restore_options(cls, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Choose the fields that a file may give back to an engine: none that would run code."""
+        return {name: value for name, value in record.items() if name in cls.model_fields}
+
+    @classmethod
+    def running_options(cls, asked: "EngineOptions") -> dict[str, Any]:
+        """Read the fields of :attr:`only_running` that a packaged engine was measured with from a recipe."""
+        return {}
+
+    def package_facts(self, main: Path, device: Device) -> PackageFacts:
+        """Describe the file that is packaged, for whoever loads it without enginesmith.
+
+        Raises:
+            ModelError: the file is not what it was.
+        """
+        return PackageFacts()
+
+    @classmethod
+    def from_package(cls, options: Mapping[str, Any]) -> "Engine":
+        """Make the engine for :attr:`PackageFacts.options`, with none that a file could allow itself."""
+        return cls()
+
+    @classmethod
+    def infer_script(cls) -> Path | None:
+        """Name the script that runs a bundle with the engine's own package alone; None if there is none."""
+        return None
+
+    @classmethod
+    def triton(cls) -> "TritonBackend | None":
+        """Say how Triton Inference Server runs it; None if that cannot."""
+        return None
 
     @classmethod
     def weight_bits(cls, device: Device) -> int:
@@ -402,6 +504,8 @@ class Engine(BaseModel, ABC):
         """
 
 
+PORTABLE = "portable"
+"""The target of engines built ahead of time for every device that their builder knows."""
 MAX = "max"
 SWEPT = ("min", "2of5", "3of5", "4of5", "5of5")
 """Points of a workspace sweep as they are part of labels: the smallest that builds, four above it on a log scale."""
@@ -416,6 +520,11 @@ class WorkspaceEngine(Engine):
     def within(self, limit_bytes: int) -> Self:
         """Give back the engine with this limit."""
         return self.model_copy(update={"workspace_bytes": limit_bytes})
+
+    @classmethod
+    def gates_workspace(cls) -> bool:
+        """Tell whether the limit only decides if the engine is built: all limits that build give the same engine."""
+        return False
 
     @classmethod
     @abstractmethod

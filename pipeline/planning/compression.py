@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from enginesmith.pipeline.engines import baseline, simulation
+from enginesmith.pipeline.engines import DEFAULT, baseline, simulation
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.passes.export.export import Export
@@ -207,7 +207,7 @@ def _measured_on(recipe: Recipe, target: Target) -> Engine:
         told = f"{len(names)} such are asked for: {', '.join(names)}" if names else "none such is asked for"
         raise UsageError(
             f"--prune {target} is measured on one engine that takes graphs and runs here, and {told}",
-            "give --engine onnxruntime, or --prune macs=-50%",
+            f"give --engine {DEFAULT[0]}, or --prune macs=-50%",
         )
     return able[0]
 

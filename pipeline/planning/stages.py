@@ -4,10 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from enginesmith.pipeline.engines import BASELINES, baseline, engine_class, simulation
-from enginesmith.pipeline.engines.base import Engine
-from enginesmith.pipeline.engines.tensorrt import manifest, versions
-from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
+from enginesmith.pipeline.engines import BASELINES, baseline, engine_class, read_file, simulation, with_files
+from enginesmith.pipeline.engines.base import PORTABLE, Engine
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.source import Source, resolve
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
@@ -58,7 +56,7 @@ def precision_steps(recipe: Recipe) -> tuple[tuple[Step, ...], Lowered]:
     Raises:
         UsageError: the recipe stands for more than one graph, or for none.
     """
-    anywhere = recipe.model_copy(update={"targets": (versions.PORTABLE,)})  # a graph is the same for all of them
+    anywhere = recipe.model_copy(update={"targets": (PORTABLE,)})  # a graph is the same for all of them
     found = [variant for variant in variants_of(anywhere, recipe.engines) if variant.lowering]
     if len(found) != 1:
         raise UsageError(
@@ -126,7 +124,7 @@ def build_steps(recipe: Recipe) -> tuple[Step, ...]:
     Raises:
         UsageError: the recipe stands for more than one engine, or for none that has an engine file of its own.
     """
-    found = _tensorrt(recipe)
+    found = _file_variants(recipe)
     if len(found) != 1 or recipe.workspace == ("sweep",):
         raise UsageError(
             f"this asks for {len(found)} engines, and build makes one",
@@ -141,11 +139,12 @@ def refit_steps(recipe: Recipe, engine: str) -> tuple[Step, ...]:
     source = resolve(engine)
     _hold_onnx(recipe)
     if source.form != "engine":
-        raise UsageError(f"{engine} is no engine", "give the .engine file that is to be refitted")
-    device = device_for(recipe, _own_engine(source))
+        raise UsageError(f"{engine} is no engine", "give the engine file that is to be refitted")
+    own = _own_engine(source)
     load = Step(LOAD, load_task(recipe, resolve(recipe.model)), required=True)
     old = Step("engine", load_task(recipe, source), required=True)
-    return load, old, Step(BUILD, Refit(device=device), {"model": LOAD, "engine": "engine"})
+    refit = Refit(engine=own, device=device_for(recipe, own))
+    return load, old, Step(BUILD, refit, {"model": LOAD, "engine": "engine"})
 
 
 def trial_steps(recipe: Recipe, batch: int | None = None) -> tuple[tuple[Step, ...], dict[str, str]]:
@@ -158,7 +157,7 @@ def trial_steps(recipe: Recipe, batch: int | None = None) -> tuple[tuple[Step, .
         others = {name: text for name, text in recipe.shapes.items() if name != "batch"}
         chosen = recipe.model_copy(update={"batch": (batch, 1), "shapes": others})
     steps, trials = list(_onnx_steps(chosen)), {}
-    for variant in _tensorrt(chosen):
+    for variant in _file_variants(chosen):
         task = Trial(engine=variant.engine, device=device_for(chosen, variant.engine))
         steps.append(Step(f"{TRIAL}-{variant.id}", task, {"model": LOAD, SHAPES: SHAPES}))
         trials[variant.target or ""] = steps[-1].id
@@ -181,11 +180,12 @@ def memory_steps(recipe: Recipe, batch: int, limit_bytes: int) -> tuple[Step, ..
     )
 
 
-def _tensorrt(recipe: Recipe) -> list[Variant]:
+def _file_variants(recipe: Recipe) -> list[Variant]:
     _hold_onnx(recipe)
     other = [name for name in recipe.engines if not engine_class(name).file_suffix]
     if other:
-        raise UsageError(f"{other[0]} has no engine file of its own", "build makes tensorrt and tensorrt_rtx engines")
+        able = " and ".join(engine.name for engine in with_files())
+        raise UsageError(f"{other[0]} has no engine file of its own", f"build makes {able} engines")
     return list(variants_of(recipe, recipe.engines))
 
 
@@ -261,7 +261,7 @@ def _of_module(recipe: Recipe) -> Iterator[Variant]:
         raise UsageError(
             f"a benchmark takes files as they are, and modules in {', '.join(castable)}: "
             f"--precision {', '.join(graphs_only or recipe.precisions)} has no effect",
-            "add --engine eager or compiled, or make a file first: enginesmith precision MODEL -o FILE.onnx",
+            f"add --engine {BASELINES['torch']}, or make a file first: enginesmith precision MODEL -o FILE.onnx",
         )
     if engines and not resolve(recipe.model).is_torch:
         remedy = f"give the module too: enginesmith benchmark MODEL {recipe.model} --engine {engines[0]}"
@@ -281,9 +281,7 @@ def _common_device(recipe: Recipe, others: Sequence[str]) -> Device:
 
 def _own_engine(source: Source) -> Engine:
     if source.form == "engine":
-        found = manifest.read(Path(source.target))
-        options = BuildOptions(tf32=found.options.tf32)  # and nothing that a file could allow itself
-        return engine_class(found.engine).model_validate({"options": options})
+        return read_file(Path(source.target)).engine
     return engine_class(BASELINES["torch" if source.is_torch else "onnx"])()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from enginesmith.pipeline.engines import title
 from enginesmith.pipeline.errors import WrongEngine
 from enginesmith.pipeline.frameworks.onnx.shares import HALF, Coverage, percent, words
 from enginesmith.pipeline.measure.rows import LatencyRow
@@ -100,17 +101,17 @@ def _kept(record: VariantRecord, low: str) -> Iterator[str]:
 def _not_taken_over(record: VariantRecord, low: str, where: Device) -> Iterator[str]:
     """What the graph asks for and ONNX Runtime does otherwise."""
     ran, asked = record.engine_coverage, record.coverage
-    if ran is None or record.engine != "onnxruntime":
+    if ran is None:
         return
     if ran.unfused:
         yield (
-            f"of {sum(ran.products.values())} products, {ran.unfused} not fused with the Q/DQ around: ONNX Runtime "
-            "dequantises, computes in floating point and quantises again"
+            f"of {sum(ran.products.values())} products, {ran.unfused} not fused with the Q/DQ around: "
+            f"{title(record.engine)} dequantises, computes in floating point and quantises again"
         )
     half = next((name for name in (low, *record.precision.split("+")) if name in (*HALF, "fp8")), None)
     if half and where.kind == "cpu" and ran.share("fp32") > (asked.share("fp32") if asked else 0.0):
         kernels = "few" if ran.share(half) else "no"
-        yield f"ONNX Runtime has {kernels} {half} kernels on the CPU: it computes in fp32 between casts"
+        yield f"{title(record.engine)} has {kernels} {half} kernels on the CPU: it computes in fp32 between casts"
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ from pydantic import BaseModel, ConfigDict
 from enginesmith.pipeline.artifact import Artifact, holds
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Engine
-from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
-from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
@@ -180,12 +178,9 @@ def _candidate(name: str, stored: Stored) -> Candidate:
 
 def _engine(record: VariantRecord) -> Engine:
     """Rebuild the engine's settings; nothing that a file says and that would run code is taken over."""
-    fields, kind = dict(record.built_with.get("engine", {})), engine_class(record.engine)
-    if issubclass(kind, TensorRT):
-        given = fields.get("options")
-        fields["options"] = BuildOptions(tf32=bool(given.get("tf32")) if isinstance(given, dict) else False)
-    known = {name: value for name, value in fields.items() if name in kind.model_fields}
-    return documents.made(kind, known, f"what {record.id} was built with")
+    kind = engine_class(record.engine)
+    options = kind.restore_options(record.built_with.get("engine", {}))
+    return documents.made(kind, options, f"what {record.id} was built with")
 
 
 def _device(stored: Stored) -> Device:

@@ -77,18 +77,17 @@ class Build(Task):
 
 
 class Refit(Task):
-    """New weights into a built TensorRT engine."""
+    """New weights into a built engine."""
 
     title: ClassVar[str] = "refit"
     produces: ClassVar[Kind] = "engine"
 
+    engine: SerializeAsAny[Engine]
     device: Device
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        from enginesmith.pipeline.engines.tensorrt.loader import refit
-
         progress("refitting the engine")
-        return refit(inputs["engine"], inputs["model"], out / inputs["engine"].path.name, self.device)
+        return self.engine.refit(inputs["engine"], inputs["model"], out / inputs["engine"].path.name, self.device)
 
 
 # Builds that are made to see whether they can be made, and what they would take; the engine is thrown away.

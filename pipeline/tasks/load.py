@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.engines import read_file
 from enginesmith.pipeline.errors import SignatureError, UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.source import Source
@@ -75,15 +76,13 @@ class LoadEngine(_FromSource):
     produces: ClassVar[Kind] = "engine"
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        from enginesmith.pipeline.engines.tensorrt import manifest
-
         path = Path(self.source.target)
-        found = manifest.read(path)
-        shutil.copyfile(path, out / "model.engine")
-        shutil.copyfile(manifest.path_beside(path), manifest.path_beside(out / "model.engine"))
-        summary = f"{found.engine} {found.version} for {', '.join(found.compute_capabilities)}"
-        reads = (path, manifest.path_beside(path))
-        return Effect(file="model.engine", summary=summary, signature=found.signature, reads=reads)
+        found = read_file(path)
+        main = f"model{path.suffix}"
+        for file in found.files:
+            shutil.copyfile(file, out / (main + file.name.removeprefix(path.name)))
+        summary = f"{found.engine.name} {found.version} for {', '.join(found.targets)}"
+        return Effect(file=main, summary=summary, signature=found.signature, reads=found.files)
 
 
 class LoadOnnx(_FromSource):

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from enginesmith.pipeline.engines.tensorrt import manifest
+from enginesmith.pipeline.engines import read_file
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks.source import resolve
@@ -58,7 +58,7 @@ def _damaged_engines(models: Sequence[str]) -> dict[str, VariantRecord]:
         if source.form != "engine":
             continue
         try:
-            manifest.read(Path(source.target))
+            read_file(Path(source.target))
         except ModelError as error:
             reasons = dict.fromkeys(("latency", "memory", "quality", "limits", "profile"), str(error))
             found[text] = VariantRecord(

@@ -3,13 +3,13 @@
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline.artifact import Artifact, HistoryEntry
-from enginesmith.pipeline.engines import engine_class
-from enginesmith.pipeline.engines.tensorrt import manifest
-from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
+from enginesmith.pipeline.artifact import RECORDS, Artifact, HistoryEntry, files_below
+from enginesmith.pipeline.engines import DEFAULT_BUILD, engine_class, read_file
+from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.errors import ModelError, StepError, UsageError, WrongEngine, storage_errors
 from enginesmith.pipeline.execution.scheduler import Outcome
 from enginesmith.pipeline.execution.settings import Settings
@@ -23,11 +23,8 @@ from enginesmith.pipeline.tasks.load import SHAPES
 from enginesmith.pipeline.workflows.stages import run_steps, try_steps
 
 _NOT_WRITTEN = "nothing was written; export the model again, or build it for another target"
-MODULES = (
-    *("onnx", "onnx.checker", "onnx.shape_inference", "tensorrt_rtx", "enginesmith.pipeline.engines.tensorrt.engine"),
-    *("enginesmith.pipeline.tasks.load", "enginesmith.pipeline.tasks.load", "enginesmith.pipeline.tasks.build"),
-)
-"""All that workers of these commands need: importing PyTorch takes longer than most builds."""
+MODULES = (*("enginesmith.pipeline.tasks.load", "enginesmith.pipeline.tasks.load", "enginesmith.pipeline.tasks.build"),)
+"""All that workers of these commands need besides the engine: importing PyTorch takes longer than most builds."""
 
 
 class EngineBuilt(BaseModel):
@@ -38,7 +35,8 @@ class EngineBuilt(BaseModel):
     summary: str
     files: tuple[str, ...]
     history: tuple[HistoryEntry, ...]
-    manifest: manifest.EngineManifest
+    manifest: dict[str, Any]
+    """What the engine records of itself."""
 
 
 class TargetChecked(BaseModel):
@@ -62,9 +60,11 @@ def build(recipe: Recipe, output: Path, settings: Settings, refit: str | None = 
     Raises:
         EnginesmithError: it cannot be built; nothing is written then.
     """
-    if output.suffix != ".engine":
-        raise UsageError(f"the output {str(output)!r} is no .engine file", f"call it {output.with_suffix('.engine')}")
-    worker.preload_only(MODULES)
+    engine = file_engine(recipe)
+    if output.suffix != engine.file_suffix:
+        wanted = output.with_suffix(engine.file_suffix)
+        raise UsageError(f"the output {str(output)!r} is no {engine.file_suffix} file", f"call it {wanted}")
+    worker.preload_only((*engine.modules, *MODULES))
     steps = stages.refit_steps(recipe, refit) if refit else stages.build_steps(recipe)
     made = run_steps(steps, settings, recipe)[stages.BUILD].artifact
     assert made is not None
@@ -78,20 +78,21 @@ def build(recipe: Recipe, output: Path, settings: Settings, refit: str | None = 
         summary=f"wrote {files[0]}: {last.effect}{notes}",
         files=tuple(files),
         history=made.history,
-        manifest=manifest.read(output),
+        manifest=read_file(output).record,
     )
 
 
 def _save_as(made: Artifact, output: Path) -> list[str]:
     """Copy an engine with what lies beside it; the engine last, as it is what makes the rest of use."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    names = {suffix: made.path.name + suffix for suffix in (manifest.SUFFIX, ".log", "")}
+    found = files_below(made.folder, skip=RECORDS)
+    names = {name.removeprefix(made.path.name): name for name in reversed(found) if name.startswith(made.path.name)}
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
         for suffix, name in names.items():
             shutil.copyfile(made.folder / name, Path(scratch, output.name + suffix))
         for suffix in names:
             Path(scratch, output.name + suffix).replace(output.with_name(output.name + suffix))
-    return [str(output.with_name(output.name + suffix)) for suffix in ("", manifest.SUFFIX, ".log")]
+    return [str(output.with_name(output.name + suffix)) for suffix in reversed(names)]
 
 
 def check(recipe: Recipe, settings: Settings) -> tuple[TargetChecked, ...]:
@@ -99,10 +100,10 @@ def check(recipe: Recipe, settings: Settings) -> tuple[TargetChecked, ...]:
 
     The answer is that of a real build, because it is one; the engine is thrown away.
     """
-    worker.preload_only(MODULES)
+    engine = file_engine(recipe)
+    worker.preload_only((*engine.modules, *MODULES))
     if not recipe.targets:
-        known = tensorrt_engine(recipe).known().targets
-        recipe = recipe.model_copy(update={"targets": known})
+        recipe = recipe.model_copy(update={"targets": engine.check_targets()})
     steps, trials = stages.trial_steps(recipe)
     outcomes = try_steps(steps, settings, recipe)
     for name in (LOAD, SHAPES):
@@ -111,15 +112,15 @@ def check(recipe: Recipe, settings: Settings) -> tuple[TargetChecked, ...]:
     return tuple(_checked(target or "the device here", outcomes[step]) for target, step in trials.items())
 
 
-def tensorrt_engine(recipe: Recipe) -> type[TensorRT]:
-    """The one TensorRT engine that a recipe names.
+def file_engine(recipe: Recipe) -> type[Engine]:
+    """Look up the one engine that a recipe names, which has a file of its own.
 
     Raises:
         UsageError: it names others, or several.
     """
     engine = engine_class(recipe.engines[0])
-    if len(recipe.engines) != 1 or not issubclass(engine, TensorRT):
-        raise UsageError(f"the engines are {', '.join(recipe.engines)}", "name one: --engine tensorrt_rtx")
+    if len(recipe.engines) != 1 or not engine.file_suffix:
+        raise UsageError(f"the engines are {', '.join(recipe.engines)}", f"name one: --engine {DEFAULT_BUILD}")
     return engine
 
 

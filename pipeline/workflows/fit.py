@@ -7,10 +7,8 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline.engines import engine_class
-from enginesmith.pipeline.engines.base import EngineFacts
-from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
-from enginesmith.pipeline.engines.tensorrt import builder
+from enginesmith.pipeline.engines import DEFAULT, DEFAULT_BUILD, engine_class
+from enginesmith.pipeline.engines.base import EngineFacts, WorkspaceEngine
 from enginesmith.pipeline.errors import LimitTooSmall, MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks.samples import batch_symbol
@@ -24,11 +22,10 @@ from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.build import TrialResult
 from enginesmith.pipeline.tensors import Signature, total_bytes
 from enginesmith.pipeline.units import format_bytes
-from enginesmith.pipeline.workflows.build import MODULES, tensorrt_engine
+from enginesmith.pipeline.workflows.build import MODULES, file_engine
 from enginesmith.pipeline.workflows.stages import run_steps
 
 _MEASURED_WITH = (
-    *("onnx", "onnx.checker", "onnxruntime", "enginesmith.pipeline.engines.onnxruntime.engine"),
     *("enginesmith.pipeline.tasks.load", "enginesmith.pipeline.tasks.build", "enginesmith.pipeline.tasks.measure"),
 )
 _PROBE_SLACK_BYTES = 2 << 30
@@ -71,15 +68,15 @@ def estimate_memory(recipe: Recipe, models: Sequence[str], memory_bytes: int, se
     if len(recipe.engines) != 1 or engine_class(recipe.engines[0]).consumes != "onnx":
         raise UsageError(
             f"fit takes one engine that is made from an ONNX file, and was given {', '.join(recipe.engines)}",
-            "name one: --engine tensorrt_rtx or onnxruntime; measure others: enginesmith benchmark --batch sweep",
+            f"name one: --engine {DEFAULT_BUILD} or {DEFAULT[0]}; measure others: enginesmith benchmark --batch sweep",
         )
-    if recipe.engines[0] != OnnxRuntime.name:
+    if engine_class(recipe.engines[0]).builder_tells_memory:
         return BuiltSizes(recipe, models, settings)
     return MeasuredSizes(recipe, models, settings, memory_bytes)
 
 
 class BuiltSizes(MemoryEstimate):
-    """Memory of TensorRT engines as their builder reports it; each batch is built once."""
+    """Memory of engines as their builder reports it; each batch is built once."""
 
     source = (
         "the builder's figures for weights and activations, and the sizes of inputs and outputs; the CUDA context and "
@@ -87,9 +84,9 @@ class BuiltSizes(MemoryEstimate):
     )
 
     def __init__(self, recipe: Recipe, models: Sequence[str], settings: Settings) -> None:
-        worker.preload_only(MODULES)
-        self._settings, self._engine = settings, tensorrt_engine(recipe)
-        self._share = recipe.tensorrt_run.share_activation_memory
+        self._settings, self._engine = settings, file_engine(recipe)
+        worker.preload_only((*self._engine.modules, *MODULES))
+        self._share = self._engine.shares_activations(recipe)
         self._recipes = [recipe.model_copy(update={"model": model}) for model in models]
         self._found: dict[int, list[tuple[EngineFacts, Signature]]] = {}
 
@@ -110,13 +107,16 @@ class BuiltSizes(MemoryEstimate):
         }
 
     def workspace(self, batch: int) -> tuple[int | None, str]:
-        if not self._engine.known().workspace_is_a_gate:
+        if not issubclass(self._engine, WorkspaceEngine):
+            return None, f"{self._engine.title} has no limit for its work space"
+        if not self._engine.gates_workspace():
             return None, "needs measured engines: optimize with --workspace sweep, then `enginesmith fit RUN`"
         found = zip(self._recipes, self._facts(batch), strict=True)
-        limits = [self._smallest(recipe, batch, facts) for recipe, (facts, _) in found]
+        engine = self._engine
+        limits = [self._smallest(engine, recipe, batch, facts) for recipe, (facts, _) in found]
         return max(limits), f"{self._engine.name} builds the same engine under any limit: it keeps all of the speed"
 
-    def _smallest(self, recipe: Recipe, batch: int, facts: EngineFacts) -> int:
+    def _smallest(self, engine: type[WorkspaceEngine], recipe: Recipe, batch: int, facts: EngineFacts) -> int:
         def attempt(limit: int) -> None:
             limited = recipe.model_copy(update={"workspace": (str(limit),)})
             found = self._trial(limited, batch)[0]
@@ -124,7 +124,7 @@ class BuiltSizes(MemoryEstimate):
                 kind = LimitTooSmall if found.failure == LimitTooSmall.failure else ModelError
                 raise kind(found.reason, found.remedy)
 
-        return builder.smallest(attempt, facts, self._engine.known())
+        return engine.smallest_workspace(attempt, facts)
 
     def _facts(self, batch: int) -> list[tuple[EngineFacts, Signature]]:
         if batch not in self._found:
@@ -159,7 +159,8 @@ class MeasuredSizes(MemoryEstimate):
     )
 
     def __init__(self, recipe: Recipe, models: Sequence[str], settings: Settings, budget_bytes: int) -> None:
-        worker.preload_only(_MEASURED_WITH)
+        self._engine = engine_class(recipe.engines[0])
+        worker.preload_only((*self._engine.modules, *_MEASURED_WITH))
         self._settings, self._budget = settings, budget_bytes
         self._recipes = [recipe.model_copy(update={"model": model}) for model in models]
         self._found: dict[int, list[tuple[MemoryRow, int]]] = {}
@@ -173,7 +174,7 @@ class MeasuredSizes(MemoryEstimate):
         return {name: sum(part[name] for part in parts) for name in parts[0]}
 
     def workspace(self, batch: int) -> tuple[int | None, str]:
-        return None, "ONNX Runtime has no limit for its work space"
+        return None, f"{self._engine.title} has no limit for its work space"
 
     def lacking(self, batch: int) -> str:
         refused = [row.oom.message for row, _ in self._rows(batch) if row.oom]

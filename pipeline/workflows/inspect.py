@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginesmith.calibration import describe
 from enginesmith.models import MODELS
+from enginesmith.pipeline.engines import describe_file, with_files
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.tensors import Signature
 from enginesmith.pipeline.units import format_bytes
@@ -35,7 +36,8 @@ def inspect(file: Path) -> Facts:
         return _run(file)
     if describe.is_data(str(file)):
         return describe.describe(str(file))
-    readers = {".onnx": _onnx, ".pt2": _pt2, ".engine": _engine, ".safetensors": _safetensors}
+    files = {engine.file_suffix: describe_file for engine in with_files()}
+    readers = {".onnx": _onnx, ".pt2": _pt2, ".safetensors": _safetensors, **files}
     if file.suffix not in readers:
         raise UsageError(
             f"{file} is of no known kind",
@@ -97,36 +99,6 @@ def _precision(file: Path, signature: Signature) -> Facts:
         "Q/DQ pairs": found.qdq_pairs,
         "islands of low precision": found.islands,
         "casts between floating-point types": found.casts,
-    }
-
-
-_SHOWN_OTHERWISE = {"schema_name", "signature", "profiles", "audit", "figures", "options"}
-
-
-def _engine(file: Path) -> Facts:
-    """The manifest, as far as people read it, and whether the engine can run here."""
-    from enginesmith.pipeline.engines.tensorrt import manifest
-
-    found = manifest.read(file)
-    header = manifest.read_header(file) if found.engine == "tensorrt_rtx" else None
-    misfit = manifest.misfit(found, 0)
-    profiles = [
-        ", ".join(f"{name} {' … '.join(str(list(shape)) for shape in shapes)}" for name, shapes in profile.items())
-        for profile in found.profiles
-    ]
-    return {
-        "kind": "TensorRT engine",
-        **found.model_dump(
-            mode="json", exclude={"schema_name", "signature", "profiles", "audit", "figures", "options"}
-        ),
-        "runs here": f"no: {misfit}" if misfit else "yes",
-        "inputs": [str(spec) for spec in found.signature.inputs],
-        "outputs": [str(spec) for spec in found.signature.outputs],
-        "profiles": profiles,
-        "options": {name: str(value) for name, value in found.options.asked.items()},
-        "figures": found.figures.model_dump(),
-        "audit": list(found.audit.notes) if found.audit else [],
-        "header": header.model_dump(mode="json") if header else None,
     }
 
 

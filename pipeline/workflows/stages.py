@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
+from enginesmith.pipeline.engines import DEFAULT, PORTABLE_PLACEMENT
 from enginesmith.pipeline.errors import FidelityError, UsageError, storage_errors
 from enginesmith.pipeline.execution.merge import assign_step_machines
 from enginesmith.pipeline.execution.scheduler import Outcome, Outcomes, Runner
@@ -57,7 +58,7 @@ def try_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapp
             shutil.rmtree(logs, ignore_errors=True)
 
 
-_EVERYWHERE = "every engine takes this graph; --engine onnxruntime makes one that is much faster there, and only there"
+_EVERYWHERE = "every engine takes this graph; --engine {} makes one that is much faster there, and only there"
 
 
 class StageResult(BaseModel):
@@ -104,8 +105,8 @@ def precision(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     """Turn a model into an ONNX file of another precision, held against it; errors as in :func:`export`."""
     steps, made = plans.precision_steps(recipe)
     result = _to_file(recipe, steps, made.graph, output, settings, also=(made.calibration,))
-    if recipe.quantisation.placement == "tensorrt" and recipe.engines == ("onnxruntime",):
-        result = result.model_copy(update={"summary": f"{result.summary}\n  note: {_EVERYWHERE}"})
+    if recipe.quantisation.placement == PORTABLE_PLACEMENT and recipe.engines == DEFAULT:
+        result = result.model_copy(update={"summary": f"{result.summary}\n  note: {_EVERYWHERE.format(DEFAULT[0])}"})
     return result
 
 

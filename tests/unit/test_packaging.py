@@ -15,6 +15,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from onnx import TensorProto, helper
 
+from enginesmith.pipeline import engines
 from enginesmith.pipeline.artifact import file_digest, folder_digest
 from enginesmith.pipeline.engines.tensorrt.build_log import Figures
 from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest, path_beside
@@ -314,7 +315,7 @@ def test_engines_of_tensorrt(made: Made, tmp_path: Path) -> None:
     parsed = text_format.Parse(text, message_factory.GetMessageClass(_model_config())())
     assert (parsed.backend, parsed.platform, parsed.instance_group[0].kind) == ("tensorrt", "tensorrt_plan", 1)
     assert "TensorRT 10.14.1, on sm86" in text
-    with pytest.raises(UsageError, match="not of tensorrt_rtx"):
+    with pytest.raises(UsageError, match="and not of tensorrt_rtx"):
         package(run, "triton", tmp_path / "rtx", "tensorrt_rtx-fp16")
     package(run, "bundle", tmp_path / "b", "tensorrt_rtx-fp16")
     kept = manifest.read(tmp_path / "b")
@@ -442,7 +443,9 @@ def _model_config() -> Any:
     return pool.FindMessageTypeByName("part.ModelConfig")
 
 
-@pytest.mark.parametrize("script", sorted(Path(bundle.__file__).parent.glob("infer_*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script", sorted(Path(engines.__file__).parent.glob("*/infer.py")), ids=lambda path: path.parent.name
+)
 def test_scripts_of_bundles_are_short_and_stand_alone(script: Path) -> None:
     lines = script.read_text().splitlines()
     assert len(lines) <= 40

@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,7 +23,15 @@ from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import cuda_allocator
-from enginesmith.pipeline.engines.base import BuildRequest, Configuration, Engine, Profiled, ProfileRequest, warm_up
+from enginesmith.pipeline.engines.base import (
+    BuildRequest,
+    Configuration,
+    Engine,
+    PackageFacts,
+    Profiled,
+    ProfileRequest,
+    warm_up,
+)
 from enginesmith.pipeline.engines.onnxruntime import session as sessions
 from enginesmith.pipeline.engines.onnxruntime.session import Level
 from enginesmith.pipeline.errors import MissingCapability, install_command
@@ -35,6 +43,7 @@ from enginesmith.pipeline.system.device import Availability, Device
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.engines.options import EngineOptions
+    from enginesmith.pipeline.engines.triton import TritonBackend
 
 
 _logger = logging.getLogger(__name__)
@@ -63,6 +72,11 @@ class OnnxRuntime(Engine):
     placement: ClassVar[Placement] = "onnxruntime"
     shows_graph: ClassVar[bool] = True
     loads_graph: ClassVar[bool] = True
+    modules: ClassVar[tuple[str, ...]] = ("onnx", "onnx.checker", "onnxruntime", __name__)
+    package_caution: ClassVar[str] = (
+        "what was measured is this graph as ONNX Runtime optimised it on the machine of the run; here it is optimised "
+        "when it is loaded, for the processor and the onnxruntime that are there"
+    )
     only_running: ClassVar[frozenset[str]] = frozenset({"tf32"})
 
     graph_optimization: Level = "all"
@@ -91,6 +105,45 @@ class OnnxRuntime(Engine):
         for level in asked.graph_optimization:
             suffix = "" if level == "all" else f"-{level}"
             yield Configuration(cls(graph_optimization=level, tf32=asked.onnxruntime.tf32), f"{precision}{suffix}")
+
+    @classmethod
+    def running_options(cls, asked: "EngineOptions") -> dict[str, Any]:
+        """Whether products may be rounded to TF32."""
+        return {"tf32": asked.onnxruntime.tf32}
+
+    def package_facts(self, main: Path, device: Device) -> PackageFacts:
+        """Options by the names that onnxruntime has for them; ``session`` is for the session itself."""
+        cuda_options = {"CUDAExecutionProvider": {"use_tf32": str(int(self.tf32))}} if device.kind == "cuda" else {}
+        providers: dict[str, dict[str, str]] = {**cuda_options, "CPUExecutionProvider": {}}
+        options = {
+            "graph_optimization_level": sessions.LEVELS[self.graph_optimization],
+            "intra_op_num_threads": device.threads,
+            "session": {
+                "providers": list(providers),
+                "provider_options": list(providers.values()),
+                "disabled_optimizers": sessions.disabled_optimizers(main),
+            },
+        }
+        return PackageFacts(options=options)
+
+    @classmethod
+    def from_package(cls, options: Mapping[str, Any]) -> Engine:
+        """The optimisation level; the graph is optimised when it is loaded."""
+        by_name = {value: key for key, value in sessions.LEVELS.items()}
+        level = by_name.get(options.get("graph_optimization_level", ""), "all")
+        return cls(graph_optimization=level, save_optimized=False)
+
+    @classmethod
+    def infer_script(cls) -> Path:
+        """A script that needs numpy and onnxruntime."""
+        return Path(__file__).with_name("infer.py")
+
+    @classmethod
+    def triton(cls) -> "TritonBackend":
+        """The ONNX Runtime backend."""
+        from enginesmith.pipeline.engines.onnxruntime.triton import BACKEND
+
+        return BACKEND
 
     @classmethod
     def weight_bits(cls, device: Device) -> int:

@@ -16,6 +16,8 @@ from enginesmith.pipeline.engines.base import (
     BuildRequest,
     Configuration,
     EngineFacts,
+    EngineFile,
+    PackageFacts,
     Profiled,
     ProfileRequest,
     WorkspaceEngine,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
     from enginesmith.pipeline.engines.options import EngineOptions
     from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
+    from enginesmith.pipeline.engines.triton import TritonBackend
 
 
 # Optimisation profiles: which shapes an engine takes, and the one that it is fastest at.
@@ -101,6 +104,8 @@ class TensorRT(WorkspaceEngine):
     reads: ClassVar[tuple[str, ...]] = ("targets", "workspace", "tensorrt")
     needs_shapes: ClassVar[bool] = True
     file_suffix: ClassVar[str] = ".engine"
+    modules: ClassVar[tuple[str, ...]] = ("onnx", "onnx.checker", "onnx.shape_inference", "tensorrt_rtx", __name__)
+    builder_tells_memory: ClassVar[bool] = True
     kinds: ClassVar[tuple[str, ...]] = ("cuda",)
     tools: ClassVar[tuple[str, ...]] = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
     memory_from_torch: ClassVar[bool] = True
@@ -128,6 +133,83 @@ class TensorRT(WorkspaceEngine):
         """A budget for streamed weights needs an engine that streams them."""
         if asked.tensorrt_run.weight_streaming_budget is not None and not asked.tensorrt.weight_streaming:
             raise UsageError("--weight-streaming-budget needs an engine that streams weights", "add --weight-streaming")
+
+    @classmethod
+    def read_file(cls, path: Path) -> EngineFile | None:
+        """The manifest beside it, and the options that loading takes."""
+        found = manifest.read(path)
+        if found.engine != cls.name:
+            return None
+        options = BuildOptions(tf32=found.options.tf32)  # and nothing that a file could allow itself
+        return EngineFile(
+            cls(options=options),
+            found.version,
+            found.compute_capabilities,
+            found.signature,
+            found.model_dump(mode="json"),
+            (path, manifest.path_beside(path)),
+        )
+
+    @classmethod
+    def describe_file(cls, path: Path) -> dict[str, Any]:
+        """The manifest, as far as people read it, and whether the engine can run here."""
+        return manifest.describe(path)
+
+    @classmethod
+    def shares_activations(cls, asked: "EngineOptions") -> bool:
+        """As the run options say."""
+        return asked.tensorrt_run.share_activation_memory
+
+    @classmethod
+    def check_targets(cls) -> tuple[str, ...]:
+        """All that the builder has."""
+        return cls.known().targets
+
+    @classmethod
+    def refit(cls, engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effect:
+        """Only engines that were built for it, on a device that runs them."""
+        from enginesmith.pipeline.engines.tensorrt.loader import refit
+
+        return refit(engine, graph, file, device)
+
+    @classmethod
+    def restore_options(cls, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the build options only whether products are rounded."""
+        given = record.get("options")
+        tf32 = bool(given.get("tf32")) if isinstance(given, dict) else False
+        return {**super().restore_options(record), "options": BuildOptions(tf32=tf32)}
+
+    def package_facts(self, main: Path, device: Device) -> PackageFacts:
+        """What the manifest says."""
+        found = manifest.read(main)
+        options = {"tf32": found.options.tf32, "version_compatible": found.options.version_compatible}
+        return PackageFacts(found.version, found.compute_capabilities, options)
+
+    @classmethod
+    def from_package(cls, options: Mapping[str, Any]) -> "TensorRT":
+        """Whether products are rounded."""
+        return cls(options=BuildOptions(tf32=bool(options.get("tf32", True))))
+
+    @classmethod
+    def infer_script(cls) -> Path:
+        """A script for both flavours."""
+        return Path(__file__).with_name("infer.py")
+
+    @classmethod
+    def triton(cls) -> "TritonBackend | None":
+        """The TensorRT backend loads engines of this flavour alone: the other has a runtime of its own."""
+        from enginesmith.pipeline.engines.triton import TritonBackend
+
+        def remark(engine: Mapping[str, Any]) -> tuple[str, ...]:
+            targets = ", ".join(engine["compute_capabilities"])
+            return (f"needs a Triton with TensorRT {engine['version']}, on {targets}",)
+
+        return TritonBackend("tensorrt", "model.plan", platform="tensorrt_plan", remark=remark)
+
+    @classmethod
+    def gates_workspace(cls) -> bool:
+        """As the flavour's capabilities say."""
+        return cls.known().workspace_is_a_gate
 
     @classmethod
     def smallest_workspace(cls, build: Callable[[int], object], unlimited: EngineFacts) -> int:
@@ -376,6 +458,10 @@ class TensorRTRTX(TensorRT):
     flavour: ClassVar[FlavourName] = "tensorrt_rtx"
     tools: ClassVar[tuple[str, ...]] = ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12")
     built_elsewhere: ClassVar[bool] = True
+
+    @classmethod
+    def triton(cls) -> None:
+        """Triton has no backend for this flavour's runtime."""
 
 
 def _limits(asked: "EngineOptions") -> list[tuple[str, int | None]]:

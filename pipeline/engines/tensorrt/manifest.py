@@ -164,3 +164,28 @@ def as_plain(manifest: EngineManifest) -> dict[str, Any]:
     """The manifest as plain values."""
     plain: dict[str, Any] = manifest.model_dump(mode="json")
     return plain
+
+
+def describe(file: Path) -> dict[str, Any]:
+    """The manifest of an engine file, as far as people read it, and whether the engine can run here."""
+    found = read(file)
+    header = read_header(file) if found.engine == "tensorrt_rtx" else None
+    reason = misfit(found, 0)
+    profiles = [
+        ", ".join(f"{name} {' … '.join(str(list(shape)) for shape in shapes)}" for name, shapes in profile.items())
+        for profile in found.profiles
+    ]
+    return {
+        "kind": "TensorRT engine",
+        **found.model_dump(
+            mode="json", exclude={"schema_name", "signature", "profiles", "audit", "figures", "options"}
+        ),
+        "runs here": f"no: {reason}" if reason else "yes",
+        "inputs": [str(spec) for spec in found.signature.inputs],
+        "outputs": [str(spec) for spec in found.signature.outputs],
+        "profiles": profiles,
+        "options": {name: str(value) for name, value in found.options.asked.items()},
+        "figures": found.figures.model_dump(),
+        "audit": list(found.audit.notes) if found.audit else [],
+        "header": header.model_dump(mode="json") if header else None,
+    }

@@ -7,11 +7,8 @@ from typing import Any, Literal
 
 from enginesmith.calibration.options import AS_FOUND
 from enginesmith.pipeline.artifact import RECORDS, file_digest, files_below, holds
-from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines import DEFAULT, engine_class
 from enginesmith.pipeline.engines.base import Engine
-from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
-from enginesmith.pipeline.engines.onnxruntime.session import LEVELS, disabled_optimizers
-from enginesmith.pipeline.engines.tensorrt import manifest as engine_manifest
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.fidelity import Thresholds
@@ -116,7 +113,7 @@ def _cautions(run: Run, record: VariantRecord) -> Iterator[str]:
 def _hold_packagable(folder: Path, run: Run, record: VariantRecord) -> None:
     if engine_class(record.engine).consumes == "torch":
         graphs = [one.id for one in run.variants if one.graph and one.status != "failed"]
-        remedy = f"--variant {graphs[0]}, " if graphs else "optimize with --engine onnxruntime, "
+        remedy = f"--variant {graphs[0]}, " if graphs else f"optimize with --engine {DEFAULT[0]}, "
         raise UsageError(
             f"{record.id} runs the PyTorch module itself, which takes the code that makes it",
             f"package a built engine instead ({remedy}say), or `enginesmith export {run.model.source} -o model.onnx`",
@@ -148,10 +145,6 @@ def _hold_whole(chosen: Chosen) -> None:
         raise ModelError(f"{path} is missing, or not what the run made", again)
 
 
-_ONE_GRAPH = (
-    "what was measured is this graph as ONNX Runtime optimised it on the machine of the run; here it is optimised when "
-    "it is loaded, for the processor and the onnxruntime that are there"
-)
 _SYNTHETIC = "ranges were taken from made-up data: its accuracy says nothing of real data"
 _CHANNELS = (1, 3, 4)
 
@@ -166,7 +159,7 @@ def describe(
     own_graph = record.graph != record.artifact and record.graph is not None
     cautions = (
         *chosen.cautions,
-        *([_ONE_GRAPH] if own_graph else []),
+        *([engine.package_caution] if own_graph and engine.package_caution else []),
         *([_SYNTHETIC] if record.synthetic_calibration else []),
         *([record.shortfall] if record.shortfall else []),
     )
@@ -190,9 +183,8 @@ def describe(
 
 def engine_of(chosen: Chosen) -> Engine:
     """The engine with the options that the run had it built and measured with."""
-    recipe, options = chosen.run.recipe, dict[str, Any](chosen.engine_options)
-    options |= {"tf32": recipe.onnxruntime.tf32} if chosen.record.engine == OnnxRuntime.name else {}
     kind = engine_class(chosen.record.engine)
+    options = {**chosen.engine_options, **kind.running_options(chosen.run.recipe)}
     return documents.made(kind, options, f"what {chosen.record.id} was built with")
 
 
@@ -210,38 +202,16 @@ def _engine(chosen: Chosen, engine: Engine, device: Device, file: str) -> Engine
     record = chosen.record
     built = record.history[-1].tools
     version = next((built[name] for name in engine.tools if name in built), "unknown")
-    targets: tuple[str, ...] = ()
-    options: dict[str, Any] = {}
-    if isinstance(engine, OnnxRuntime):
-        options = _session_options(chosen, engine, device)
-    else:
-        found = engine_manifest.read(chosen.main)
-        version, targets = found.version, found.compute_capabilities
-        options = {"tf32": found.options.tf32, "version_compatible": found.options.version_compatible}
+    facts = engine.package_facts(chosen.main, device)
     return EngineRecord(
         name=record.engine,
         package=record.engine,
-        version=version,
+        version=facts.version or version,
         file=file,
         device="cuda" if device.kind == "cuda" else "cpu",
-        compute_capabilities=targets,
-        options=options,
+        compute_capabilities=facts.targets,
+        options=dict(facts.options),
     )
-
-
-def _session_options(chosen: Chosen, engine: OnnxRuntime, device: Device) -> dict[str, Any]:
-    """By the names that onnxruntime has for them; ``session`` is for the session itself."""
-    cuda = {"CUDAExecutionProvider": {"use_tf32": str(int(engine.tf32))}} if device.kind == "cuda" else {}
-    providers: dict[str, dict[str, str]] = {**cuda, "CPUExecutionProvider": {}}
-    return {
-        "graph_optimization_level": LEVELS[engine.graph_optimization],
-        "intra_op_num_threads": device.threads,
-        "session": {
-            "providers": list(providers),
-            "provider_options": list(providers.values()),
-            "disabled_optimizers": disabled_optimizers(chosen.main),
-        },
-    }
 
 
 def _thresholds(chosen: Chosen, engine: Engine) -> Thresholds:

@@ -31,7 +31,7 @@ class PackagedFile(_Part):
 class EngineRecord(_Part):
     """What loads the package, and how."""
 
-    name: Literal["onnxruntime", "tensorrt", "tensorrt_rtx"]
+    name: str
     package: str
     """The Python module to import."""
     version: str

@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.artifact import file_digest, files_below
+from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.errors import UsageError, storage_errors
 from enginesmith.pipeline.results.package import manifest as manifests
 from enginesmith.pipeline.results.package import triton
@@ -18,18 +19,24 @@ from enginesmith.pipeline.units import format_bytes
 
 # A bundle: what is loaded, a manifest, a test vector and a script that runs it with the engine's own package alone.
 
-_SCRIPTS = {"onnxruntime": "infer_onnxruntime.py", "tensorrt": "infer_tensorrt.py", "tensorrt_rtx": "infer_tensorrt.py"}
-
 
 def write(chosen: Chosen, folder: Path) -> None:
-    """Write a bundle into an empty folder."""
+    """Write a bundle into an empty folder.
+
+    Raises:
+        UsageError: the engine has no script to run it without enginesmith.
+    """
+    script = engine_class(chosen.record.engine).infer_script()
+    if script is None:
+        raise UsageError(
+            f"{chosen.record.engine} has no script that runs a bundle without enginesmith", "package another variant"
+        )
     for name, source in chosen.files.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
     assert chosen.record.test_vector is not None
     shutil.copyfile(chosen.folder / chosen.record.test_vector.path, folder / manifests.VECTOR)
-    script = Path(__file__).with_name(_SCRIPTS[chosen.record.engine])
     shutil.copyfile(script, folder / manifests.INFER)
     found = describe(chosen, "bundle", chosen.main.name, manifests.files_of(folder))
     (folder / manifests.FILE).write_text(found.text())

@@ -6,11 +6,11 @@ The fields are those of ``model_config.proto``; the options of the ONNX Runtime 
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines import ENGINES, engine_class
+from enginesmith.pipeline.engines.triton import Message, quoted
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.results.package import manifest as manifests
@@ -20,29 +20,8 @@ from enginesmith.pipeline.tensors import TensorSpec
 
 CONFIG, VERSION = "config.pbtxt", "1"
 _TYPES = {"float16": "FP16", "float32": "FP32", "float64": "FP64", "bfloat16": "BF16"}
-_LEVELS = {"ORT_ENABLE_EXTENDED": 1, "ORT_ENABLE_BASIC": -1, "ORT_DISABLE_ALL": 2}
-"""Of the backend; all optimisations are on where none is given."""
 _QUEUE_MICROSECONDS = 100
-_FILES = {"onnxruntime": "model.onnx", "tensorrt": "model.plan"}
 _MODEL_NAME = re.compile(r"[^A-Za-z0-9_-]+")
-
-
-@dataclass(frozen=True)
-class Message:
-    """Format a protobuf message as text, its fields in order; a field that is given several times is repeated."""
-
-    fields: list[tuple[str, Any]] = field(default_factory=list)
-
-    def lines(self, indent: str = "") -> Iterator[str]:
-        """Yield lines of the text format."""
-        for name, value in self.fields:
-            if isinstance(value, Message):
-                inner = list(value.lines(indent + "  "))
-                yield from (f"{indent}{name} {{", *inner, f"{indent}}}") if inner else (f"{indent}{name} {{}}",)
-            elif isinstance(value, list):
-                yield f"{indent}{name}: [{', '.join(map(str, value))}]"
-            else:
-                yield f"{indent}{name}: {value}"
 
 
 def write(chosen: Chosen, folder: Path) -> None:
@@ -76,13 +55,14 @@ def model_name(chosen: Chosen) -> str:
 
 def _file(chosen: Chosen) -> str:
     engine = chosen.record.engine
-    if engine in _FILES:
-        return _FILES[engine]
+    if backend := engine_class(engine).triton():
+        return backend.file
     usable = (one for one in chosen.run.variants if one.graph and one.status != "failed")
     graphs = [one.id for one in usable if engine_class(one.engine).loads_graph]
-    remedy = f"--variant {graphs[0]}" if graphs else "optimize with --engine onnxruntime or tensorrt as well"
+    able = " or ".join(name for name in ENGINES if engine_class(name).triton())
+    remedy = f"--variant {graphs[0]}" if graphs else f"optimize with --engine {able} as well"
     raise UsageError(
-        f"Triton's TensorRT backend loads engines of TensorRT, not of {engine}, which has a runtime of its own",
+        f"Triton has a backend for engines of {able}, and not of {engine}",
         f"package another variant ({remedy}), or make a bundle: -f bundle",
     )
 
@@ -91,9 +71,11 @@ def config(name: str, found: Manifest) -> str:
     """Write the text of ``config.pbtxt``."""
     batch = batch_dimension(found)
     most = found.shapes[batch].max if batch else 0
-    fields: list[tuple[str, Any]] = [("name", quoted(name)), ("backend", quoted(found.engine.name))]
-    if found.engine.name == "tensorrt":
-        fields.append(("platform", quoted("tensorrt_plan")))
+    backend = engine_class(found.engine.name).triton()
+    assert backend is not None
+    fields: list[tuple[str, Any]] = [("name", quoted(name)), ("backend", quoted(backend.name))]
+    if backend.platform:
+        fields.append(("platform", quoted(backend.platform)))
     fields += [("default_model_filename", quoted(Path(found.engine.file).name)), ("max_batch_size", most)]
     fields += [("input", _tensor(spec, batch)) for spec in found.signature.inputs]
     fields += [("output", _tensor(spec, batch)) for spec in found.signature.outputs]
@@ -101,7 +83,7 @@ def config(name: str, found: Manifest) -> str:
         fields.append(("dynamic_batching", batching))
     kind = "KIND_GPU" if found.engine.device == "cuda" else "KIND_CPU"
     fields.append(("instance_group", Message([("count", 1), ("kind", kind)])))
-    fields += _backend_options(found)
+    fields += backend.configure(found.engine.options, found.engine.device)
     comments = [
         f"# {found.variant} of the run {one_line(found.origin.run)}; {manifests.FILE} beside this file has the rest"
     ]
@@ -151,45 +133,13 @@ def _batching(found: Manifest) -> Message | None:
     return Message([*preferred, ("max_queue_delay_microseconds", _QUEUE_MICROSECONDS)])
 
 
-def _backend_options(found: Manifest) -> list[tuple[str, Any]]:
-    options = found.engine.options
-    if found.engine.name != "onnxruntime":
-        return []
-    fields: list[tuple[str, Any]] = []
-    left_out = options["session"]["disabled_optimizers"]
-    level = _LEVELS["ORT_DISABLE_ALL"] if left_out else _LEVELS.get(options["graph_optimization_level"])
-    inner: list[tuple[str, Any]] = [] if level is None else [("graph", Message([("level", level)]))]
-    if found.engine.device == "cuda":
-        given = options["session"]["provider_options"][0]
-        parameters = [("parameters", Message([("key", quoted(k)), ("value", quoted(v))])) for k, v in given.items()]
-        cuda = Message([("gpu_execution_accelerator", Message([("name", quoted("cuda")), *parameters]))])
-        inner.append(("execution_accelerators", cuda))
-    if inner:
-        fields.append(("optimization", Message(inner)))
-    threads = {"intra_op_thread_count": options["intra_op_num_threads"], "inter_op_thread_count": 1}
-    for key, number in threads.items():
-        value = Message([("string_value", quoted(str(number)))])
-        fields.append(("parameters", Message([("key", quoted(key)), ("value", value)])))
-    return fields
-
-
 def _comments(found: Manifest, batch: str | None) -> Iterator[str]:
     if batch is None:
         yield "no batching: no dynamic dimension leads every input and output and takes a size of 1"
     elif _batching(found) is None:
         yield "no dynamic batching: in the run no larger batch did more a second than batch 1"
-    if found.engine.name == "tensorrt":
-        targets = ", ".join(found.engine.compute_capabilities)
-        yield f"needs a Triton with TensorRT {found.engine.version}, on {targets}"
-    elif found.engine.options["session"]["disabled_optimizers"]:
-        wrong = ", ".join(found.engine.options["session"]["disabled_optimizers"])
-        yield f"optimisation is off: {wrong} gets this graph wrong, and the backend cannot leave out one alone"
-
-
-def quoted(text: str) -> str:
-    """Quote a string for the text format: quotes, backslashes and control characters escaped, the rest as UTF-8."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(one if one >= " " else f"\\{ord(one):03o}" for one in escaped) + '"'
+    if backend := engine_class(found.engine.name).triton():
+        yield from backend.remark(found.engine.model_dump())
 
 
 def one_line(text: str) -> str:

@@ -8,9 +8,6 @@ from pathlib import Path
 from enginesmith.pipeline.artifact import Artifact, Kind
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Engine
-from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
-from enginesmith.pipeline.engines.onnxruntime.session import LEVELS
-from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.fidelity import Fidelity, compare
@@ -21,7 +18,7 @@ from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.verify import why_not
 
-_MODULES = ("numpy", "onnx", "onnxruntime", "enginesmith.pipeline.results.package.verify")
+_MODULES = ("numpy", "enginesmith.pipeline.results.package.verify")
 """All that the worker needs, where the engine does not take its memory from PyTorch."""
 
 
@@ -44,7 +41,7 @@ def verify(folder: Path, timeout_seconds: float | None = None) -> tuple[str, Sta
     engine, device = engine_of(found), Device(kind=found.engine.device)
     checked = f"{len(found.files)} files are what was packaged"
     if not engine.memory_from_torch:
-        worker.preload_only(_MODULES)
+        worker.preload_only((*_MODULES, *engine.modules))
     with tempfile.TemporaryDirectory(prefix="enginesmith-") as logs:
         try:
             engine.require(device)
@@ -61,21 +58,14 @@ def verify(folder: Path, timeout_seconds: float | None = None) -> tuple[str, Sta
 
 def engine_of(found: Manifest) -> Engine:
     """The engine that a manifest names, with no option that a file could allow itself."""
-    options = found.engine.options
-    if found.engine.name == OnnxRuntime.name:
-        by_name = {value: key for key, value in LEVELS.items()}
-        level = by_name.get(options.get("graph_optimization_level", ""), "all")
-        return OnnxRuntime(graph_optimization=level, save_optimized=False)
-    return engine_class(found.engine.name).model_validate(
-        {"options": BuildOptions(tf32=bool(options.get("tf32", True)))}
-    )
+    return engine_class(found.engine.name).from_package(found.engine.options)
 
 
 def answer(folder: Path, found: Manifest, engine: Engine, device: Device, progress: Callable[[str], None]) -> Fidelity:
     """In the worker: load what was packaged and hold its answer against the test vector's."""
     feeds, expected = samples.read_vector(folder / manifests.VECTOR)
     kept = found.files[found.engine.file]
-    kind: Kind = "onnx" if found.engine.name == OnnxRuntime.name else "engine"
+    kind: Kind = "onnx" if engine.loads_graph else "engine"
     artifact = Artifact(
         kind=kind, path=folder / found.engine.file, sha256=kept.sha256, bytes=kept.bytes, signature=found.signature
     )
