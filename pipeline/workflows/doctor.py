@@ -300,8 +300,8 @@ def _ir_version(opset: int) -> int:
 
 
 def _usable(row: Facts) -> str:
-    if row["usable"] == "yes":
-        return "ok"
+    if row["usable"] != "no":
+        return "ok" if row["usable"] == "yes" else row["reason"]
     elsewhere = engine_class(row["engine"]).built_elsewhere and row["builds here"] == "yes"
     return f"no: {row['reason']}" + ("; it can be built here for other machines" if elsewhere else "")
 

@@ -8,6 +8,8 @@ from enginesmith.calibration import describe
 from enginesmith.models import MODELS
 from enginesmith.pipeline.engines import describe_file, with_files
 from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.system import plugins
+from enginesmith.pipeline.system.plugins import Plugin
 from enginesmith.pipeline.tensors import Signature
 from enginesmith.pipeline.units import format_bytes
 
@@ -207,7 +209,14 @@ def engines(device: str) -> list[Facts]:
                 "remedy": here.remedy,
             }
         )
-    return rows
+    return [*rows, *map(_plugin, plugins.installed(plugins.ENGINES))]
+
+
+def _plugin(found: Plugin) -> Facts:
+    """Describe an engine of another distribution, which is not imported for this."""
+    where = f"from a plug-in: {found.distribution} {found.version}, imported where it is named"
+    unknown = dict.fromkeys(("made from", "usable", "builds here"), "unknown")
+    return {"engine": found.name, **unknown, "reason": where, "remedy": ""}
 
 
 def cached(store: "Store") -> list[Facts]:

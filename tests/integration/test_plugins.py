@@ -1,0 +1,89 @@
+"""A distribution of somebody else's brings an engine: it is listed, built, verified and measured by its name."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "tests" / "data" / "plugin_example"
+WORDS = ("optimize", "net.onnx", "--engine", "onnx_reference", "--batch", "1", "--measure-time", "1s", "--no-memory")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the example installed into it."""
+    folder = tmp_path_factory.mktemp("site")
+    source = shutil.copytree(EXAMPLE, tmp_path_factory.mktemp("example") / "source")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*install, "--target", str(folder), str(source)], check=True, capture_output=True, timeout=300)
+    return folder
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder with a small graph in it."""
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "net", [x], [y])
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), tmp_path / "net.onnx"
+    )
+    return tmp_path
+
+
+def enginesmith(site: Path, home: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    paths = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths, "ENGINESMITH_STORE": str(home / "store")}
+    command = [sys.executable, "-m", "enginesmith.cli", *words]
+    return subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=500)
+
+
+def optimized(site: Path, home: Path, out: str) -> dict[str, Any]:
+    done = enginesmith(site, home, *WORDS, "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run: dict[str, Any] = json.loads((home / out / "run.json").read_text())
+    return run
+
+
+def built_from_store(run: dict[str, Any]) -> bool:
+    return next(bool(step["cached"]) for step in run["steps"] if step["id"] == "build-onnx_reference-fp32")
+
+
+def test_its_engine_is_built_verified_and_measured(site: Path, home: Path) -> None:
+    first = optimized(site, home, "first")
+    (variant,) = first["variants"]
+    assert (variant["id"], variant["status"]) == ("onnx_reference-fp32", "measured")
+    assert any(one["stage"] == "engine" and one["passed"] for one in variant["fidelity"])
+    assert variant["latency"][0]["p50_ms"] > 0
+    assert not built_from_store(first)
+    assert built_from_store(optimized(site, home, "again"))
+    changed = shutil.copytree(site, home / "changed")
+    with (changed / "enginesmith_example.py").open("a") as module:
+        module.write("# other code may build other engines\n")
+    assert not built_from_store(optimized(changed, home, "other"))
+
+
+def test_it_is_listed_and_not_imported(site: Path, home: Path) -> None:
+    broken = shutil.copytree(site, home / "broken")
+    (broken / "enginesmith_example.py").write_text("import not_there_at_all\n")
+    listed = enginesmith(broken, home, "engines", "--json")
+    assert listed.returncode == 0, listed.stderr
+    (row,) = (row for row in json.loads(listed.stdout) if row["engine"] == "onnx_reference")
+    assert "from a plug-in: enginesmith-example 0.1" in row["reason"]
+    done = enginesmith(broken, home, *WORDS)
+    assert done.returncode == 4, done.stderr
+    assert "'onnx_reference' of enginesmith-example 0.1 cannot be loaded" in done.stderr
+    assert "No module named 'not_there_at_all'" in done.stderr
+
+
+def test_the_document_shows_the_example() -> None:
+    text = (ROOT / "docs" / "extending.md").read_text()
+    for file in ("pyproject.toml", "enginesmith_example.py"):
+        assert (EXAMPLE / file).read_text() in text
