@@ -16,10 +16,14 @@ from enginesmith.pipeline.errors import storage_errors
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.store import retry
-from enginesmith.pipeline.store.inputs import OWN_FOLDERS, ReadRecord, to_portable_path
+from enginesmith.pipeline.store.inputs import ReadRecord, to_portable_path
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system import plugins
 from enginesmith.pipeline.tasks.base import Done, ResumableTask
+
+_ROOMS = ("tasks", "measure", "engines", "passes", "frameworks", "system")
+_MAKERS = ("calibration", "models", *(f"pipeline/{room}" for room in _ROOMS))
+"""Folders whose code makes artifacts. The store is not among them: it keeps bytes as they are."""
 
 
 @dataclass(frozen=True)
@@ -245,11 +249,15 @@ def _version(name: str) -> str | None:
 
 @functools.cache
 def own_code() -> str:
-    """Digest of enginesmith's own source: other code may make other artifacts."""
-    root = Path(__file__).parent.parent.parent
+    """Digest the parts of enginesmith's own source that decide what an artifact is.
+
+    Planning, reports and the command line are left out: a changed word in a report leaves what is stored valid.
+    """
+    root = Path(__file__).parents[2]
+    sources = [root / "pipeline" / f"{name}.py" for name in ("artifact", "tensors", "units")]
+    sources += [folder / name for part in _MAKERS for folder in [root / part] for name in files_below(folder)]
     digest = hashlib.sha256()
-    for folder in OWN_FOLDERS:
-        for name in files_below(root / folder):
-            if name.endswith(".py"):
-                digest.update(f"{folder}/{name}\0{file_digest(root / folder / name)}\n".encode())
+    for file in sources:
+        if file.suffix == ".py":
+            digest.update(f"{file.relative_to(root)}\0{file_digest(file)}\n".encode())
     return digest.hexdigest()

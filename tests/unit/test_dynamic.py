@@ -12,6 +12,7 @@ import pytest
 
 from enginesmith.pipeline.errors import InvalidGraph
 from enginesmith.pipeline.passes.quantize.dynamic import Settings, quantise
+from enginesmith.pipeline.system.cpu import int8_weight_bits
 from enginesmith.pipeline.tensors import Array
 
 _RNG = np.random.default_rng(0)
@@ -59,6 +60,10 @@ def run(model: ir.Model, x: Array, save_to: Path | None = None) -> list[Array]:
     return list(session.run(None, {"x": x}))
 
 
+RUNNABLE = Settings(weight_bits=int8_weight_bits())
+"""What this processor computes without overflow."""
+
+
 def kernels(model: ir.Model, x: Array, tmp_path: Path) -> Counter[str]:
     run(model, x, tmp_path / "optimised.onnx")
     return Counter(node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node)
@@ -71,7 +76,7 @@ def decibels(exact: Array, other: Array) -> float:
 def test_matrix_products_become_integer_kernels(tmp_path: Path) -> None:
     x = _RNG.standard_normal((3, 6, 32)).astype(np.float32)
     model = parsed(ENCODER, **WEIGHTS)
-    done = quantise(model, Settings())
+    done = quantise(model, RUNNABLE)
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
     assert not done.left
     assert len(done.done) == 4
@@ -152,12 +157,12 @@ def test_corrections_see_weights_as_they_were() -> None:
 
     def correct(node: ir.Node, given: Array, narrow: Array) -> Array | None:
         assert given.shape == narrow.shape
-        assert 0 < np.abs(given - narrow).max() < 0.01
+        assert 0 < np.abs(given - narrow).max() < 0.02
         seen.append(given.shape)
         return np.full(24, 1.0) if node.op_type == "Gemm" else None
 
     model = parsed(ENCODER, **WEIGHTS)
-    quantise(model, Settings(), correct)
+    quantise(model, RUNNABLE, correct)
     assert seen == [(32, 32), (32, 32), (24, 32), (24, 8)]
     exact = parsed(ENCODER, **{**WEIGHTS, "bg": WEIGHTS["bg"] + 0.5})
     x = _RNG.standard_normal((3, 6, 32)).astype(np.float32)

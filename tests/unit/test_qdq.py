@@ -17,9 +17,12 @@ from enginesmith.calibration.ranges import METHODS, Provenance, Ranges, TensorRa
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.passes.quantize.precision import keep_clamps_apart
 from enginesmith.pipeline.passes.quantize.qdq import Quantised, Settings, quantise
+from enginesmith.pipeline.system.cpu import int8_weight_bits
 from enginesmith.pipeline.tensors import Array
 
 CPU, GPU = Settings(placement="onnxruntime"), Settings(placement="tensorrt")
+RUNNABLE = replace(CPU, weight_bits=int8_weight_bits())
+"""For kernels that are run: weights that this processor multiplies without overflow."""
 _RNG = np.random.default_rng(0)
 
 
@@ -250,7 +253,7 @@ def test_onnx_runtime_goes_on_in_integers(tmp_path: Path, between: str) -> None:
     read = onnx.parser.parse_graph(text)
     used = {name for one in read.node for name in one.input}
     weights = {name: array for name, array in given.items() if name in used}
-    model, found = done(lambda: parsed(text, **weights), CPU)
+    model, found = done(lambda: parsed(text, **weights), RUNNABLE)
     assert not found.left
     kinds = fused(model, tmp_path)
     assert kinds["QLinearConv"] == 2 + ("Conv(a" in between or "Conv(g" in between)
@@ -323,7 +326,7 @@ def test_a_clamp_between_products_does_not_stop_their_kernels(
         y = Gemm (r, v)
     }"""
     weights = {"w": random(16, 8), "b": random(8), "v": random(8, 4), "low": np.float32(0), "high": np.float32(1)}
-    model, _ = done(lambda: parsed(text, **weights), replace(CPU, keep=keep))
+    model, _ = done(lambda: parsed(text, **weights), replace(RUNNABLE, keep=keep))
     simulated = run(model, feeds(model))["y"]
     assert keep_clamps_apart(model) == written_out
     assert behind in {n.op_type for n in model.graph}
