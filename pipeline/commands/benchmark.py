@@ -6,7 +6,14 @@ from typing import Any
 import click
 
 from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
-from enginesmith.pipeline.commands.options import Command, how_to_measure, how_to_work, what_to_load, where_to_run
+from enginesmith.pipeline.commands.options import (
+    Command,
+    EngineName,
+    how_to_measure,
+    how_to_work,
+    what_to_load,
+    where_to_run,
+)
 
 
 @click.command(cls=Command)
@@ -19,7 +26,7 @@ from enginesmith.pipeline.commands.options import Command, how_to_measure, how_t
     "--engine",
     "engines",
     multiple=True,
-    type=click.Choice(["eager", "compiled"]),
+    type=EngineName("torch"),
     help="Measure the baseline's module by this engine too.",
 )
 @click.option("--precision", "precisions", multiple=True, help="fp32, fp16 or bf16: what those engines cast it to.")

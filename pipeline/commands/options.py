@@ -13,10 +13,10 @@ INPUTS = "Model and inputs"
 VARIANTS = "Variants"
 DATA = "Data and accuracy"
 BUDGETS = "Budgets"
-TENSORRT = "TensorRT engines"
+BUILDING = "Building engines"
 MEASURING = "Measuring"
 WORK = "Where and how it runs"
-_HEADINGS = (INPUTS, VARIANTS, DATA, BUDGETS, TENSORRT, MEASURING, WORK)
+_HEADINGS = (INPUTS, VARIANTS, DATA, BUDGETS, BUILDING, MEASURING, WORK)
 _OTHERS = "Options"
 _HELP = "Help"
 
@@ -63,6 +63,24 @@ class Command(click.Command):
         if hidden:
             formatter.write_paragraph()
             formatter.write_text(f"{hidden} more options are for special cases: --help-all shows them.")
+
+
+class EngineName(click.ParamType[str]):
+    """The name of an engine of the table that is made from modules, or from graphs."""
+
+    name = "engine"
+
+    def __init__(self, consumes: str) -> None:
+        self._consumes = consumes
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Accept a name; engines are imported only now."""
+        from enginesmith.pipeline.engines import ENGINES, engine_class
+
+        able = [name for name in ENGINES if engine_class(name).consumes == self._consumes]
+        if value not in able:
+            self.fail(f"{value!r} is not one of {', '.join(map(repr, able))}.", param, ctx)
+        return value
 
 
 _ALL = "enginesmith.all_options"
@@ -170,7 +188,7 @@ how_to_calibrate = together(
         DATA,
         option("--synthetic-calibration", is_flag=True, default=None, help="Make data up, where there is none."),
         option("--ranges", type=click.Choice(["auto", "minmax", "percentile", "entropy", "mse"]), help="Method."),
-        option("--placement", type=click.Choice(["auto", "onnxruntime", "tensorrt"]), help="Rules for Q/DQ pairs."),
+        option("--placement", metavar="auto|ENGINE", help="Whose rules Q/DQ pairs are placed by."),
         option("--percentile", type=float, help="Share of the values that ranges by percentile hold; 99.99."),
         option("--weight-bits", type=int, help="Bits of int8 weights: 8, or 7 where 8 would saturate."),
         option("--smooth", metavar="ALPHA|auto", help="SmoothQuant: move outliers into weights; auto, or 0 to 1."),
@@ -227,12 +245,12 @@ with_budgets = together(
 
 how_to_build = together(
     under(
-        TENSORRT,
+        BUILDING,
         option("--target", "targets", multiple=True, help="sm86, portable …: TensorRT-RTX builds ahead of time."),
         option("--workspace", metavar="SIZE,SIZE", help="Limits, each a variant: 64MiB,256MiB,max; or sweep."),
     ),
     under(
-        TENSORRT,
+        BUILDING,
         option("--tactic-dram", metavar="SIZE", help="Device memory that trying one kernel may take."),
         option("--tactic-shared-memory", metavar="SIZE", help="Shared memory that a kernel may use."),
         option("--optimization-level", type=int, help="0 builds fastest, 5 searches longest."),
@@ -258,7 +276,7 @@ how_to_build = together(
 
 
 how_to_run_tensorrt = under(
-    TENSORRT,
+    BUILDING,
     option("--cuda-graphs", is_flag=True, default=None, help="Replay each set of shapes as a CUDA graph."),
     option("--share-activation-memory", is_flag=True, default=None, help="One buffer for all engines."),
     option("--weight-streaming-budget", metavar="SIZE", help="Streamed weights kept on the device."),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from enginesmith.pipeline.engines.base import Engine, EngineFile
+    from enginesmith.pipeline.system.machine import Environment
 
 
 ENGINES: Mapping[str, str] = {
@@ -110,3 +111,18 @@ def title(name: str) -> str:
 
 def _suffixes() -> str:
     return ", ".join(sorted({engine.file_suffix for engine in with_files()}))
+
+
+def packages() -> tuple[str, ...]:
+    """List the distributions whose versions are recorded with every run: those of all engines of the table, too."""
+    from enginesmith.pipeline.system.machine import PACKAGES
+
+    tools = (tool for name in ENGINES for tool in engine_class(name).tools)
+    return tuple(dict.fromkeys((*PACKAGES, *tools)))
+
+
+def environment() -> "Environment":
+    """Describe this machine with the versions of all that engines run on."""
+    from enginesmith.pipeline.system import machine
+
+    return machine.environment(packages())

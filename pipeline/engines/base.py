@@ -297,8 +297,8 @@ class Engine(BaseModel, ABC):
     """Fields of the recipe that concern only engines like this one: to give them without one is an error."""
     precisions: ClassVar[tuple[str, ...]] = ()
     """Precisions that it casts a module to by itself; engines of graphs take the precision of the graph."""
-    placement: ClassVar[Placement] = "tensorrt"
-    """Whose rules Q/DQ pairs are placed by in graphs for it."""
+    placement: ClassVar[Placement] = "inputs"
+    """Where Q/DQ pairs go in graphs for it."""
     needs_shapes: ClassVar[bool] = False
     """Whether it is built for ranges of shapes, given to it in :attr:`BuildRequest.ranges`."""
     file_suffix: ClassVar[str] = ""

@@ -1,5 +1,6 @@
 """Declare what a recipe can say about engines; each engine reads the fields that concern it."""
 
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -30,6 +31,20 @@ class OnnxRuntimeOptions(_Part):
     """How ONNX Runtime runs a graph."""
 
     tf32: bool = Field(False, description="let fp32 products be rounded to TF32's 10 bits, on CUDA")
+
+
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    **{name: ("tensorrt", name) for name in BuildOptions.model_fields},
+    **{name: ("tensorrt_run", name) for name in RunOptions.model_fields if name != "kernel_cache"},
+    "optimization_profile": ("tensorrt", "profiles"),
+}
+"""Option of the command line → the field of the recipe that it fills, for the parts that belong to engines."""
+UNITS: Mapping[tuple[str, str], Callable[[str], float]] = {
+    ("tensorrt", "tactic_dram"): parse_bytes,
+    ("tensorrt", "tactic_shared_memory"): parse_bytes,
+    ("tensorrt_run", "weight_streaming_budget"): parse_bytes,
+}
+"""Fields that may be written with a unit."""
 
 
 class EngineOptions(_Part):

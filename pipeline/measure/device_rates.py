@@ -20,6 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from enginesmith.pipeline.engines import baseline
+from enginesmith.pipeline.frameworks.onnx import evaluator
 from enginesmith.pipeline.measure.rows import DeviceLimits, Rate
 from enginesmith.pipeline.system import machine as devices
 from enginesmith.pipeline.system.device import Device
@@ -98,9 +100,7 @@ def measure_limits(device: Device, progress: Callable[[str], None] = lambda text
     Raises:
         MissingCapability: the device is not there.
     """
-    from enginesmith.pipeline.engines.torch.eager import Eager
-
-    Eager.require(device)
+    baseline("torch").require(device)
     start = time.monotonic()
     with opened(device) as found:
         return measured(found, start + _BUDGET_SECONDS, progress)
@@ -317,7 +317,7 @@ def runtime_products(precision: Literal["fp32", "int8"], threads: int, timer: Ti
     at = partial(_runtime_product, precision == "int8")
     side = _side(at, "cpu", timer)
     told = "uint8 by int8" if precision == "int8" else "float32"
-    how = f"ONNX Runtime multiplies {told} matrices of {side} × {side}{_each(threads)}"
+    how = f"{evaluator.TITLE} multiplies {told} matrices of {side} × {side}{_each(threads)}"
     return Probe(lambda: partial(timer, at(side)), 2.0 * side**3, how, threads)
 
 
@@ -339,7 +339,7 @@ def runtime_chain(count: int, timer: Timer) -> Probe:
     def make() -> Timed:
         return partial(timer, _session(nodes, np.ones(1, np.float32), {}, "float32"))
 
-    return Probe(make, float(count), f"ONNX Runtime takes the sine of one number, {count} operators a call")
+    return Probe(make, float(count), f"{evaluator.TITLE} takes the sine of one number, {count} operators a call")
 
 
 def _session(
@@ -347,10 +347,7 @@ def _session(
 ) -> Call:
     """A call on one thread of nodes that make ``y`` from ``x`` in the same shape, as they stand, feeds bound."""
     import numpy as np
-    import onnxruntime as ort
     from onnx import helper, numpy_helper
-
-    from enginesmith.pipeline.engines.onnxruntime import session as sessions
 
     kinds = [helper.np_dtype_to_tensor_dtype(np.dtype(dtype)) for dtype in (feed.dtype, result)]
     given, made = (helper.make_tensor_value_info(name, kinds[index], feed.shape) for index, name in enumerate("xy"))
@@ -358,7 +355,8 @@ def _session(
     stored = [numpy_helper.from_array(value, name) for name, value in weights.items()]
     graph = helper.make_graph(body, "probe", [given], [made], stored)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    chosen = sessions.options(Device(threads=1), "disabled", memory_arena=True)
+    ort, _ = evaluator.import_library()
+    chosen = evaluator.session_options(ort, 1)
     session = ort.InferenceSession(model.SerializeToString(), chosen, providers=["CPUExecutionProvider"])
     value, binding = ort.OrtValue.ortvalue_from_numpy(feed), session.io_binding()
     binding.bind_ortvalue_input("x", value)
@@ -445,7 +443,7 @@ def _cpu_bench(device: Device) -> Bench:
         Candidate(OPERATOR, partial(runtime_chain, _OPERATORS, by_host)),
         Candidate(CALL, partial(runtime_chain, 1, by_host)),
     )
-    reasons = {"tf32": "a type of CUDA devices", "fp8": "torch and ONNX Runtime have no such products on the CPU"}
+    reasons = {"tf32": "a type of CUDA devices", "fp8": f"torch and {evaluator.TITLE} have no such products on the CPU"}
     reasons |= dict.fromkeys(("cache_bytes", CACHE), _NO_CACHES) if cache is None else {}
     return Bench(f"{device}, {threads} thread{'s'[: threads > 1]}", cache, candidates, tuple(sorted(cores)), reasons)
 

@@ -9,8 +9,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.errors import MissingCapability, ModelError, install_command
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.frameworks.onnx import evaluator, model_file
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
 
 Progress = Callable[[str], None]
@@ -91,18 +91,13 @@ def run(path: Path, feeds: Feeds) -> list[Array]:
         ModelError: it cannot be loaded, or does not take these feeds.
         MissingCapability: ONNX Runtime is not installed.
     """
-    try:
-        import onnxruntime
-        from onnxruntime.capi import onnxruntime_pybind11_state as state
-    except ImportError as error:
-        raise MissingCapability("onnxruntime is not installed", install_command("onnxruntime")) from error
-    failures = (state.Fail, state.InvalidArgument, state.InvalidGraph, state.NotImplemented, state.RuntimeException)
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    library, failures = evaluator.import_library()
+    options = library.SessionOptions()
+    options.graph_optimization_level = library.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     try:
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        session = library.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         inputs = {value.name for value in session.get_inputs()}
         return list(session.run(None, {name: value for name, value in feeds.items() if name in inputs}))
     except failures as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from enginesmith.calibration.ranges import METHODS
-from enginesmith.pipeline.engines import simulation
+from enginesmith.pipeline.engines import engine_class, simulation
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.passes.base import Pass
 from enginesmith.pipeline.passes.quantize.precision import Precision
@@ -93,7 +93,7 @@ def lowered(recipe: Recipe, variant: Variant, device: Device, graph: str, qualit
 
 def _precision(recipe: Recipe, name: Name, engine: Engine, device: Device) -> Precision:
     options = recipe.quantisation
-    placement = engine.placement if options.placement == "auto" else options.placement
+    placement = engine.placement if options.placement == "auto" else engine_class(options.placement).placement
     return Precision(
         precision=name,
         placement=placement,

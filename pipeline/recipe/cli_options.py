@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterator, Mapping
 
+from enginesmith.pipeline.engines import options as engines
+
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "opset": ("export", "opset"),
     "exporter": ("export", "exporter"),
@@ -37,19 +39,13 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
         )
         + ("convert_io", "search_steps")
     },
-    **{
-        name: ("tensorrt", name)
-        for name in ("tactic_dram", "tactic_shared_memory", "optimization_level", "aux_streams", "tiling")
-        + ("sparse_weights", "weight_streaming", "strip_plan", "refit", "version_compatible", "hardware_compatibility")
-        + ("tf32", "plugins", "timing_cache", "locked", "profiles", "host_code")
-    },
+    **engines.OPTIONS,
     **{name: ("pruning", name) for name in ("importance", "multiple_of", "protect", "heads")},
     "prune_scope": ("pruning", "scope"),
     "prune_steps": ("pruning", "steps"),
     "recover_time": ("recovery", "seconds"),
     "recover_memory": ("recovery", "memory_bytes"),
     **{name: ("data_options", name) for name in ("labels", "tokenizer", "text_field", "max_length")},
-    **{name: ("tensorrt_run", name) for name in ("cuda_graphs", "share_activation_memory", "weight_streaming_budget")},
     **{
         name: (name,)
         for name in ("inputs", "targets", "engines", "graph_optimization", "device", "threads", "eval_data", "metric")
@@ -63,7 +59,6 @@ _WITH_WORK: Mapping[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("batch", "workspace", "recover", "shapes")},
     "concurrency": ("measure", "concurrency"),
     "simplify": ("simplify",),
-    "optimization_profile": ("tensorrt", "profiles"),
 }
 """The same of those whose values have to be read first, or that are called otherwise."""
 _OPTION = re.compile(r"--([a-z][a-z0-9-]*)")

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from enginesmith.calibration.ranges import Method
+from enginesmith.pipeline.engines import ENGINES
 
 Objective = Literal["latency", "throughput", "memory", "size"]
 
@@ -77,9 +78,18 @@ class QuantisationOptions(Part):
     ranges: Literal["auto", Method] = Field(
         "auto", description="how ranges are taken from histograms; auto tries mse first, and the others if that fails"
     )
-    placement: Literal["auto", "onnxruntime", "tensorrt"] = Field(
+    placement: str = Field(
         "auto", description="whose rules Q/DQ pairs are placed by; auto takes the engine's. TensorRT's run everywhere"
     )
+
+    @field_validator("placement")
+    @classmethod
+    def _known_placement(cls, value: str) -> str:
+        known = ("auto", *ENGINES)
+        if value not in known:
+            raise ValueError(f"there are no rules of {value!r}; give one of {', '.join(known)}")
+        return value
+
     percentile: float = Field(99.99, gt=50, le=100, description="share of the values that ranges by percentile hold")
     weight_bits: Literal[7, 8] | None = Field(
         None, description="bits of int8 weights; by default 7 for ONNX Runtime on x86 CPUs without VNNI, which saturate"

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from enginesmith.pipeline.engines import options as engines
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.recipe import validation
 from enginesmith.pipeline.recipe.options import Budgets, Part
@@ -35,9 +36,7 @@ _UNITS = {
     ("recovery", "seconds"): parse_seconds,
     ("recovery", "memory_bytes"): parse_bytes,
     ("export", "external_data_bytes"): parse_bytes,
-    ("tensorrt", "tactic_dram"): parse_bytes,
-    ("tensorrt", "tactic_shared_memory"): parse_bytes,
-    ("tensorrt_run", "weight_streaming_budget"): parse_bytes,
+    **engines.UNITS,
 }
 
 

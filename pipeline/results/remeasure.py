@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.artifact import Artifact, holds
-from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines import engine_class, environment
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
@@ -31,7 +31,6 @@ from enginesmith.pipeline.measure.statistics import (
 )
 from enginesmith.pipeline.results import differences, documents
 from enginesmith.pipeline.results.run import Run, VariantRecord
-from enginesmith.pipeline.system import machine as devices
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds, ShapeRange, Signature
 
@@ -213,4 +212,4 @@ def _sizes(run: Run, signature: Signature, batch: int) -> dict[str, int]:
 
 def _here(run: Run) -> Run:
     """Copy the run as if it had been made on this machine as it is now."""
-    return run.model_copy(update={"environment": devices.environment().model_dump(mode="json")})
+    return run.model_copy(update={"environment": environment().model_dump(mode="json")})

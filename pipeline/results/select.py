@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from enginesmith.pipeline.engines import BASELINES
 from enginesmith.pipeline.measure.rows import LimitRow
 from enginesmith.pipeline.recipe.options import Budgets, Objective
 from enginesmith.pipeline.results.budgets import read_throughput, verdicts
@@ -84,7 +85,9 @@ def _why(record: VariantRecord, objective: Objective) -> str:
         "memory": "lowest peak memory",
         "size": "smallest file",
     }[objective]
-    return f"{best} among those within the budgets" + ("" if record.id != "eager" else "; no engine does better")
+    return f"{best} among those within the budgets" + (
+        "" if record.id != BASELINES["torch"] else "; no engine does better"
+    )
 
 
 def _missed(one: Verdict) -> str:

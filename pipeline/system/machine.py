@@ -18,8 +18,8 @@ BUSY = "the machine is busy"
 
 
 PACKAGES = (
-    *("enginesmith", "numpy", "torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu"),
-    *("tensorrt", "tensorrt-rtx", "nvidia-modelopt", "transformers", "timm", "safetensors"),
+    *("enginesmith", "numpy", "torch", "onnx", "onnxscript"),
+    *("nvidia-modelopt", "transformers", "timm", "safetensors"),
 )
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _NOT_SHOWN = "the kernel does not show it here"
@@ -88,7 +88,7 @@ class Environment(BaseModel):
     reasons: dict[str, str] = {}
 
 
-def environment() -> Environment:
+def environment(packages: Iterable[str] = PACKAGES) -> Environment:
     """Look at the machine now."""
     gpus, no_gpus = _gpus()
     time, throttling, limit = cpu.time(), cpu.throttling(), cpu.memory_limit()
@@ -125,7 +125,7 @@ def environment() -> Environment:
         system=_system(),
         kernel=platform.release(),
         python=platform.python_version(),
-        packages=software.versions(PACKAGES),
+        packages=software.versions(packages),
         thread_variables={name: os.environ[name] for name in _THREAD_VARIABLES if name in os.environ},
         gpus=gpus,
     )

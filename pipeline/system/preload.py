@@ -27,7 +27,7 @@ def _keep_progress_bars_apart() -> None:
 
 
 _FRAMEWORKS = (
-    "torch torch.export torch.onnx onnx onnxruntime onnxscript safetensors.torch "
+    "torch torch.export torch.onnx onnx enginesmith.pipeline.engines.preloaded onnxscript safetensors.torch "
     "enginesmith.pipeline.tasks.measure enginesmith.pipeline.tasks.load enginesmith.pipeline.frameworks.torch.module"
 )
 _import(os.environ.get("ENGINESMITH_PRELOAD_ONLY", _FRAMEWORKS))

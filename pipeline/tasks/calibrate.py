@@ -18,7 +18,7 @@ from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.passes.quantize.statistics import Watched, open_tapped, watched
@@ -139,7 +139,7 @@ class Calibrate(Task):
 
     @property
     def tools(self) -> tuple[str, ...]:
-        return ("onnxruntime", "onnxruntime-gpu", "numpy")
+        return (*evaluator.TOOLS, "numpy")
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         model = inputs["model"]

@@ -15,9 +15,11 @@ from pydantic import Field, SerializeAsAny
 from enginesmith.calibration.dataset import Dataset
 from enginesmith.calibration.options import DataOptions
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.engines import environment
 from enginesmith.pipeline.engines.base import Engine, Session
 from enginesmith.pipeline.errors import DataError, UsageError
 from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.onnx import evaluator
 from enginesmith.pipeline.frameworks.samples import batch_symbol, fixed_batch
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.measure import quality
@@ -89,7 +91,7 @@ class Latency(Task):
             if name in inputs and (index == 0 or f"{name} {VERIFIED}" in inputs)
         ]
         feeds, settings = measured_feeds(inputs["reference"]), self._settings()
-        machine = devices.environment()  # before the measurement itself makes the machine busy
+        machine = environment()  # before the measurement itself makes the machine busy
         with logs_in_own_log() as logs, LatencyBenchmark(candidates, settings, logs, progress, self.dense) as benchmark:
             for batch, arrays in sorted(feeds.items()):
                 benchmark.measure(batch, arrays)
@@ -97,7 +99,7 @@ class Latency(Task):
             if larger is not None:
                 BatchSweep(benchmark, candidates, larger, settings, logs, progress).run(max(feeds), self.most)
             result = benchmark.result()
-            machine = _with_warnings(machine, devices.interference(machine, devices.environment()))
+            machine = _with_warnings(machine, devices.interference(machine, environment()))
         (out / ENVIRONMENT).write_text(machine.model_dump_json(indent=1))
         measured_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         rows = [
@@ -174,7 +176,7 @@ class Memory(Task):
 @functools.cache
 def this_machine() -> dict[str, Any]:
     """What decides how fast things run here."""
-    return {"machine": devices.fingerprint(devices.environment())}
+    return {"machine": devices.fingerprint(environment())}
 
 
 def measured_feeds(reference: Artifact) -> dict[int, dict[str, Array]]:
@@ -310,11 +312,11 @@ class DeviceRates(Task):
 
     @property
     def tools(self) -> tuple[str, ...]:
-        return ("torch", "onnxruntime", "onnxruntime-gpu")
+        return ("torch", *evaluator.TOOLS)
 
     @property
     def environment_key(self) -> dict[str, Any]:
-        return {"machine": devices.fingerprint(devices.environment())}
+        return {"machine": devices.fingerprint(environment())}
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         found = measure_limits(self.device, progress)

@@ -18,7 +18,7 @@ from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.engines.base import BuildRequest, Engine, Session
 from enginesmith.pipeline.errors import DataError, MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.frameworks.onnx import edit, macs, model_file
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, macs, model_file
 from enginesmith.pipeline.measure.fidelity import Fidelity, compare, thresholds_for
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.candidate import Candidate as TimedCandidate
@@ -55,7 +55,7 @@ class Sensitivity(Task):
 
     @property
     def tools(self) -> tuple[str, ...]:
-        return ("onnxruntime", "onnxruntime-gpu", *self.step.tools)
+        return (*evaluator.TOOLS, *self.step.tools)
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         model = inputs["model"]

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from enginesmith.pipeline.engines import read_file
+from enginesmith.pipeline.engines import environment, read_file
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks.source import resolve
@@ -16,7 +16,6 @@ from enginesmith.pipeline.planning.planner import in_time
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results.assemble import Header, assemble
 from enginesmith.pipeline.results.run import Run, VariantRecord
-from enginesmith.pipeline.system import machine
 from enginesmith.pipeline.tasks.measure import Latency, Memory, ProfileVariant
 from enginesmith.pipeline.workflows.stages import try_steps
 
@@ -44,7 +43,7 @@ def benchmark(recipe: Recipe, models: Sequence[str], settings: Settings) -> Run:
         name="benchmark",
         created=now,
         seconds=round(time.monotonic() - started, 3),
-        environment=machine.environment().model_dump(mode="json"),
+        environment=environment().model_dump(mode="json"),
     )
     run = assemble(header, recipe, plan, outcomes, {})
     return run.model_copy(update={"variants": (*run.variants, *damaged.values())})

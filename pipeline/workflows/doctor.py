@@ -7,12 +7,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines import engine_class, environment
 from enginesmith.pipeline.engines.tensorrt.versions import capabilities
 from enginesmith.pipeline.errors import install_command
 from enginesmith.pipeline.recipe.options import ExportOptions
 from enginesmith.pipeline.store.address import default_address
-from enginesmith.pipeline.system import machine, stack
+from enginesmith.pipeline.system import stack
 from enginesmith.pipeline.system.machine import Environment
 from enginesmith.pipeline.system.nvml import GpuState
 from enginesmith.pipeline.system.software import Numbers, Requirement, meets, numbers
@@ -284,7 +284,7 @@ def examine() -> Diagnosis:
         if importlib.util.find_spec(package) is None
     ]
     return Diagnosis(
-        environment=machine.environment(),
+        environment=environment(),
         compatibility=tuple(compared),
         engines=engines,
         fixes=(*(f"{check.name}: {check.fix}" for check in compared if check.ok is False), *missing),

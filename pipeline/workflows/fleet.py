@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from enginesmith.pipeline.engines import environment
 from enginesmith.pipeline.errors import UsageError, storage_errors
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.recipe import Recipe
@@ -27,7 +28,6 @@ from enginesmith.pipeline.results.fleet_history import Earlier
 from enginesmith.pipeline.results.gate import Demands
 from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.results.verdicts import FleetGate, Gate, GateCheck
-from enginesmith.pipeline.system import machine
 from enginesmith.pipeline.workflows import optimize as job
 from enginesmith.pipeline.workflows.optimize import RunRequest
 from enginesmith.pipeline.workflows.run_directory import held
@@ -67,7 +67,7 @@ def optimize(file: Path, out: Path, settings: Settings | None = None, choice: Ch
             only=choice.only,
             options=dict(choice.options or {}),
             changed_since=fleet_history.path_from(out, since.folder) if since else None,
-            packages=machine.environment().packages,
+            packages=environment().packages,
             entries=(),
         )
         if (out / "run.json").exists():
@@ -86,7 +86,7 @@ def resume(out: Path, settings: Settings | None = None) -> FleetRecord:
     out = (out if out.is_dir() else out.parent).absolute()
     with contextlib.ExitStack() as stack:
         stack.enter_context(held(out))
-        begun = records.read(out, to_go_on=True).model_copy(update={"packages": machine.environment().packages})
+        begun = records.read(out, to_go_on=True).model_copy(update={"packages": environment().packages})
         if Path(begun.folder).is_dir():
             stack.enter_context(contextlib.chdir(begun.folder))
         return _carried_out(begun, begun.fleet.entries(begun.only, begun.options), out, settings or Settings())

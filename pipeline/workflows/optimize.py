@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines import engine_class, environment
 from enginesmith.pipeline.errors import (
     EnginesmithError,
     MissingCapability,
@@ -28,7 +28,7 @@ from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.report import files
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Run
-from enginesmith.pipeline.system import machine, worker
+from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.workflows.run_directory import RunDirectory, claimed, has_handoff, load_handoff, save_handoff
 
 
@@ -84,7 +84,7 @@ class OptimizeJob:
         self._errors: dict[str, EnginesmithError] = {}
         self._plans: dict[str, Plan] = {}
         self._active: dict[str, _ActiveRun] = {}
-        self._environment = machine.environment()
+        self._environment = environment()
         for one in requests:
             with self._record_errors(one):
                 self._plans[one.name] = plan(one.recipe, here=settings.executor == "local")

@@ -410,7 +410,7 @@ def test_bfloat16_has_operators_of_its_own(tmp_path: Path) -> None:
     text = "(float[1,2,4,4] x) => (float[1,2,8,8] y) { y = ConvTranspose<strides=[2,2], kernel_shape=[2,2]>(x, w) }"
     assert half.lower(parsed(text, w=weights(2, 2, 2, 2)), "fp16").nodes == ("y",)
     low = half.lower(parsed(text, w=weights(2, 2, 2, 2)), "bf16")
-    assert low.kept == {"y": "TensorRT has it in float16 and not in bfloat16"}
+    assert low.kept == {"y": "engines have it in float16 and not in bfloat16"}
     text = "(float[N,8] x) => (float[N,8] y) { a = MatMul(x, w) b = HardSwish(a) y = MatMul(b, w) }"
     assert set(half.lower(parsed(text, w=weights(8, 8)), "bf16").kept) == {"b"}
     old = half.lower(parsed(NET, opset=21, **NET_WEIGHTS), "bf16")

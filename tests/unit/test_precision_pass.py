@@ -95,7 +95,7 @@ def scale_of(model: onnx.ModelProto, value: str) -> float:
     return float(onnx.numpy_helper.to_array(scale))
 
 
-@pytest.mark.parametrize("placement", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("placement", ["inputs", "inputs+outputs"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_gives_a_sound_graph(
     artifact: Artifact, tmp_path: Path, precision: Any, placement: Any
@@ -114,7 +114,7 @@ def test_every_precision_gives_a_sound_graph(
         onnx.TensorProto.BFLOAT16,
     }
     lowered = precision in ("fp16", "bf16", "int8+fp16") or (
-        placement == "tensorrt" and precision in ("fp8", "int4-weights")
+        placement == "inputs" and precision in ("fp8", "int4-weights")
     )
     assert bool(halves) == lowered
 
@@ -229,10 +229,10 @@ def test_biases_make_up_for_rounding(artifact: Artifact, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("precision", "placement", "written_as_sum"),
     [
-        ("int8", "tensorrt", set()),
-        ("int8", "onnxruntime", {"d"}),  # "a" is int8 itself
-        ("int8-dynamic", "onnxruntime", {"a"}),  # "d" becomes part of its product
-        ("int4-weights", "onnxruntime", {"a"}),
+        ("int8", "inputs", set()),
+        ("int8", "inputs+outputs", {"d"}),  # "a" is int8 itself
+        ("int8-dynamic", "inputs+outputs", {"a"}),  # "d" becomes part of its product
+        ("int4-weights", "inputs+outputs", {"a"}),
     ],
 )
 def test_sums_that_onnx_runtime_fuses_to_its_loss(

@@ -20,7 +20,7 @@ from enginesmith.pipeline.passes.quantize.qdq import Quantised, Settings, quanti
 from enginesmith.pipeline.system.cpu import int8_weight_bits
 from enginesmith.pipeline.tensors import Array
 
-CPU, GPU = Settings(placement="onnxruntime"), Settings(placement="tensorrt")
+CPU, GPU = Settings(placement="inputs+outputs"), Settings(placement="inputs")
 RUNNABLE = replace(CPU, weight_bits=int8_weight_bits())
 """For kernels that are run: weights that this processor multiplies without overflow."""
 _RNG = np.random.default_rng(0)
@@ -464,7 +464,7 @@ def test_refusals() -> None:
         quantise(residual(), ranges(residual()), replace(GPU, keep=frozenset(["c0"])))
 
 
-@pytest.mark.parametrize("placement", ["onnxruntime", "tensorrt"])
+@pytest.mark.parametrize("placement", ["inputs+outputs", "inputs"])
 def test_fp8_has_its_own_grid_and_needs_a_newer_opset(placement: Any) -> None:
     model = parsed(RESIDUAL, opset=17, **RESIDUAL_WEIGHTS)
     known = ranges(residual())

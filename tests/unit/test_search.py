@@ -126,7 +126,7 @@ def test_nothing_passes() -> None:
     assert set(trials[-1].kept) == {"g0", "g1", "g2"}
 
 
-@pytest.mark.parametrize(("placement", "rest"), [("tensorrt", "fp16"), ("onnxruntime", "fp32")])
+@pytest.mark.parametrize(("placement", "rest"), [("inputs", "fp16"), ("inputs+outputs", "fp32")])
 def test_what_has_no_form_goes_with_the_rest(placement: Placement, rest: str) -> None:
     facts = [GroupFact(name="attention", module="", kind="Attention", macs=1, sqnr_db=None, reason="stays whole")]
     step = Precision(precision="int4-weights", placement=placement)

@@ -105,7 +105,7 @@ def built(given: Artifact, folder: Path) -> tuple[Path, Effect]:
 
 
 RUNS_HERE = tuple(name for name in KINDS if name not in ("fp32", "bf16", "fp8"))  # with kernels of the CPU's
-PLACEMENTS = ("tensorrt", "onnxruntime")
+PLACEMENTS = ("inputs", "inputs+outputs")
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -69,7 +69,7 @@ class OnnxRuntime(Engine):
     title: ClassVar[str] = "ONNX Runtime"
     tools: ClassVar[tuple[str, ...]] = ("onnxruntime", "onnxruntime-gpu")
     reads: ClassVar[tuple[str, ...]] = ("onnxruntime",)
-    placement: ClassVar[Placement] = "onnxruntime"
+    placement: ClassVar[Placement] = "inputs+outputs"
     shows_graph: ClassVar[bool] = True
     loads_graph: ClassVar[bool] = True
     modules: ClassVar[tuple[str, ...]] = ("onnx", "onnx.checker", "onnxruntime", __name__)

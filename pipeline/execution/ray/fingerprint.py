@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from enginesmith.pipeline.artifact import json_digest
+from enginesmith.pipeline.engines import environment, packages
 from enginesmith.pipeline.execution.executor import own_code
 from enginesmith.pipeline.system import cpu, cuda, machine, software
 from enginesmith.pipeline.system.cpu import vector_units
-
-_COMPARED = tuple(name for name in machine.PACKAGES if name != "enginesmith")
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,11 @@ def own_fingerprint() -> NodeFingerprint:
     gpus = [gpu.model_dump() for gpu in cuda.driver().devices]
     kind = json_digest([platform.machine(), cpu.model(), vector_units(), gpus])
     return NodeFingerprint(
-        f"{major}.{minor}", own_code(), software.versions(_COMPARED), kind, machine.fingerprint(machine.environment())
+        f"{major}.{minor}",
+        own_code(),
+        software.versions(name for name in packages() if name != "enginesmith"),
+        kind,
+        machine.fingerprint(environment()),
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginesmith.models import MODELS
 from enginesmith.pipeline.errors import MissingCapability, SourceError, install_command
+from enginesmith.pipeline.frameworks.onnx import evaluator
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.frameworks.torch import file_tracking
 from enginesmith.pipeline.tensors import TensorSpec
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _LONGEST_MESSAGE = 400
-_LIBRARIES = ("numpy", "onnx", "onnxruntime", "onnxscript", "safetensors", "timm", "torch", "transformers")
+_LIBRARIES = ("numpy", "onnx", evaluator.LIBRARY, "onnxscript", "safetensors", "timm", "torch", "transformers")
 """A file of such a name would be imported in the library's place."""
 _REMEDY = "it has to work in plain Python first; the whole trace is in the step's log"
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from enginesmith.pipeline.errors import ExportError, MissingCapability, ModelError
-from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator
 from enginesmith.pipeline.passes import base
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tensors import Array
@@ -262,7 +262,7 @@ def check_trace(path: Path, loaded: "LoadedModel") -> None:
         if not all(_agrees(path, loaded, feeds) for feeds in _other_values(loaded.example)):
             raise _holds_only(loaded, "for the values")
     except MissingCapability:
-        _log.warning("onnxruntime is not installed: the trace was not checked")
+        _log.warning("%s is not installed: the trace was not checked", evaluator.LIBRARY)
 
 
 def _agrees(path: Path, loaded: "LoadedModel", feeds: "dict[str, Tensor]") -> bool:

@@ -254,7 +254,7 @@ def why_it_stays(node: "ir.Node", found: Slots, opset: int, dtype: str) -> str:
     if node.op_type in _REASONS:
         return _REASONS[node.op_type]
     if dtype == "bfloat16" and node.op_type in _STAY_IN_BFLOAT16:
-        return "TensorRT has it in float16 and not in bfloat16"
+        return "engines have it in float16 and not in bfloat16"
     if any(value is not None and value.type is None for value in (*node.inputs, *node.outputs)):
         return "its types are not known: shape inference does not get there"
     if not all(value is None or isinstance(value.type, ir.TensorType) for value in (*node.inputs, *node.outputs)):

@@ -60,8 +60,8 @@ class Rules:
 
 
 RULES: Mapping[Placement, Rules] = {
-    "tensorrt": Rules(frozenset(layers.PRODUCTS), symmetric=True, outputs=False, residual=True),
-    "onnxruntime": Rules(
+    "inputs": Rules(frozenset(layers.PRODUCTS), symmetric=True, outputs=False, residual=True),
+    "inputs+outputs": Rules(
         frozenset(("Conv", "MatMul", "Gemm")),
         symmetric=False,
         outputs=True,

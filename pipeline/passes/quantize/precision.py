@@ -125,8 +125,8 @@ class Precision(Pass):
     tools: ClassVar[tuple[str, ...]] = ("ml-dtypes", "networkx", "numpy", "onnx", "onnx-ir", "onnxscript")
 
     precision: Literal["fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights"]
-    placement: Placement = "tensorrt"
-    """The engine that Q/DQ pairs are placed for. For TensorRT, what is beside fp8 and int4 becomes float16."""
+    placement: Placement = "inputs"
+    """Where Q/DQ pairs go. With ``inputs``, what is beside fp8 and int4 becomes float16."""
     method: Method = "mse"
     """Whose ranges; an assignment may say otherwise."""
     weight_bits: Literal[7, 8] = 8
@@ -192,7 +192,7 @@ class Precision(Pass):
         if self.rest is not None and self._quantises:
             return self.rest
         if self.precision in ("fp8", "int4-weights"):
-            return "fp16" if self.placement == "tensorrt" else "fp32"
+            return "fp16" if self.placement == "inputs" else "fp32"
         return KINDS[self.precision].rest
 
     def _ranges(self, artifact: Artifact, records: Records) -> Ranges | None:
@@ -209,7 +209,7 @@ class Precision(Pass):
         correct = _corrector(ranges) if self.bias_correction and ranges else None
         done = self._narrowed(model, ranges, chosen, correct)
         _hold(self.precision, done)
-        if self.placement == "onnxruntime" or self.precision == "int8-dynamic":
+        if self.placement == "inputs+outputs" or self.precision == "int8-dynamic":
             keep_clamps_apart(model)
             alone = KINDS[self.precision].calibrated  # else the bias before a Gelu is part of the product
             keep_sums_apart(model, ("LayerNormalization", *(["Gelu"] if alone else [])))

@@ -7,8 +7,9 @@ from typing import Literal, get_args
 Name = Literal["fp32", "fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights"]
 AS_GIVEN = "as given"
 """Of a file that is measured as it is: its name promises no precision."""
-Placement = Literal["onnxruntime", "tensorrt"]
-"""Whose rules Q/DQ pairs are placed by: what one engine fuses tears another one's kernels apart."""
+Placement = Literal["inputs", "inputs+outputs"]
+"""Where Q/DQ pairs go: at inputs of products alone, symmetric, which every engine takes; or also behind convolutions,
+with zero points, for kernels that write integers. What one engine fuses tears another one's kernels apart."""
 
 
 @dataclass(frozen=True)

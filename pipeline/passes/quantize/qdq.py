@@ -137,7 +137,7 @@ class Settings:
     """How a graph is quantised."""
 
     number: Number = "int8"
-    placement: Placement = "tensorrt"
+    placement: Placement = "inputs"
     method: Method = "minmax"
     """Whose ranges; fp8 has the range to spare, and takes the largest number seen."""
     weight_bits: int = 8
@@ -153,7 +153,7 @@ class Settings:
     @property
     def rules(self) -> Rules:
         """Where pairs go."""
-        if self.number == "fp8" and self.placement == "onnxruntime":
+        if self.number == "fp8" and self.placement == "inputs+outputs":
             return SIMULATED
         rules = RULES[self.placement]
         return Rules(rules.products, rules.symmetric, outputs=False, residual=False) if self.inputs_only else rules
@@ -225,7 +225,7 @@ def _reason(group: Group, node: "ir.Node", scales: Scales, settings: Settings) -
     if group.name in settings.keep:
         return ON_REQUEST
     if node.op_type not in rules.products:
-        return f"ONNX Runtime has no int8 kernel for {node.op_type}"
+        return f"there is no int8 kernel for {node.op_type}"
     if node.op_type in rules.integer_bias and (why := _bias_problem(node)):
         return why
     if why := scales.problem(_input(node, 0)):

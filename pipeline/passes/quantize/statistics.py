@@ -11,8 +11,8 @@ from os import sched_getaffinity
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from enginesmith.pipeline.errors import MissingCapability, ModelError, install_command
-from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.frameworks.onnx import evaluator, model_file
 from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS
 from enginesmith.pipeline.tensors import Array, Feeds
 
@@ -44,7 +44,7 @@ class Tapped:
         try:
             found = self._session.run(self._computed, given) if self._computed else []
         except self._failures as error:
-            raise ModelError(f"ONNX Runtime failed on these feeds: {_brief(error)}") from error
+            raise ModelError(f"{evaluator.TITLE} failed on these feeds: {_brief(error)}") from error
         everything = {**given, **dict(zip(self._computed, found, strict=True))}
         return {name: everything[name] for name in self._values}
 
@@ -59,20 +59,13 @@ def open_tapped(path: Path, values: Sequence[str], threads: int = 0) -> Iterator
         ModelError: there is no such value, or ONNX Runtime cannot load the graph.
         MissingCapability: ONNX Runtime is not installed.
     """
+    library, failures = evaluator.import_library()
+    failures = (*failures, ValueError)  # what is missing or of another rank
+    options = _options(library, path.parent, threads or len(sched_getaffinity(0)))
     try:
-        import onnxruntime
-        from onnxruntime.capi import onnxruntime_pybind11_state as state
-    except ImportError as error:
-        raise MissingCapability("onnxruntime is not installed", install_command("onnxruntime")) from error
-    failures: tuple[type[Exception], ...] = (
-        *(state.Fail, state.InvalidArgument, state.InvalidGraph, state.NotImplemented, state.RuntimeException),
-        ValueError,  # what is missing or of another rank
-    )
-    options = _options(onnxruntime, path.parent, threads or len(sched_getaffinity(0)))
-    try:
-        session = onnxruntime.InferenceSession(_with_outputs(path, values), options, ["CPUExecutionProvider"])
+        session = library.InferenceSession(_with_outputs(path, values), options, ["CPUExecutionProvider"])
     except failures as error:
-        raise ModelError(f"ONNX Runtime cannot load {path.name}: {_brief(error)}") from error
+        raise ModelError(f"{evaluator.TITLE} cannot load {path.name}: {_brief(error)}") from error
     tapped = Tapped(session, values, failures)
     del session
     try:
@@ -81,9 +74,9 @@ def open_tapped(path: Path, values: Sequence[str], threads: int = 0) -> Iterator
         del tapped._session  # frees its memory, whoever still holds the object
 
 
-def _options(onnxruntime: Any, folder: Path, threads: int) -> Any:
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+def _options(library: Any, folder: Path, threads: int) -> Any:
+    options = library.SessionOptions()
+    options.graph_optimization_level = library.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = _FATAL
     options.intra_op_num_threads = threads
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False

@@ -15,7 +15,7 @@ import numpy as np
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
-from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator
 from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
 from enginesmith.pipeline.passes.base import Pass, Progress, Records, by_reason
 from enginesmith.pipeline.passes.quantize import layers
@@ -33,7 +33,7 @@ class Sparsify(Sparsity, Pass):
     name: ClassVar[str] = "sparsify"
     consumes: ClassVar[Kind] = "onnx"
     produces: ClassVar[Kind] = "onnx"
-    tools: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir", "onnxruntime")
+    tools: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir", evaluator.LIBRARY)
 
     external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
 
