@@ -1,4 +1,4 @@
-"""TensorRT engines, and what fits into memory, without running anything."""
+"""Build a TensorRT engine, or check whether it builds."""
 
 from pathlib import Path
 from typing import Any
@@ -6,14 +6,7 @@ from typing import Any
 import click
 
 from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
-from enginesmith.pipeline.commands.options import (
-    Command,
-    how_to_build,
-    how_to_run_tensorrt,
-    how_to_work,
-    what_to_load,
-    where_to_run,
-)
+from enginesmith.pipeline.commands.options import Command, how_to_build, how_to_work, what_to_load, where_to_run
 from enginesmith.pipeline.engines import DEFAULT_BUILD
 
 
@@ -63,43 +56,3 @@ def _checked_row(row: dict[str, Any], as_json: bool) -> dict[str, Any]:
     return {"target": row["target"], "builds": "yes" if row["builds"] else "no"} | {
         name: row[name] for name in ("failure", "reason", "remedy")
     }
-
-
-@click.command(cls=Command)
-@click.argument("models", nargs=-1, required=True)
-@click.option("--memory", metavar="SIZE", help="Device memory that all models together may take.")
-@click.option(
-    "--keep-speed", type=click.FloatRange(0, 1), default=0.95, show_default=True, help="Share that is enough."
-)
-@click.option("--engine", "engines", multiple=True, default=(DEFAULT_BUILD,), show_default=True, help="Which engine.")
-@what_to_load
-@how_to_build
-@how_to_run_tensorrt
-@where_to_run
-@how_to_work
-def fit(
-    models: tuple[str, ...], memory: str | None, keep_speed: float, as_json: bool, quiet: bool, **options: Any
-) -> int:
-    """Find the largest batch of MODELS that fits a memory budget.
-
-    TensorRT's builder says what its engines take, without a GPU. For --engine onnxruntime batches are run.
-
-    With a run directory that has measured a workspace sweep: the smallest workspace that keeps the speed.
-
-    Example: enginesmith fit net.onnx --memory 8GiB --target sm86
-    """
-    from enginesmith.pipeline.results import run
-    from enginesmith.pipeline.units import parse_bytes
-    from enginesmith.pipeline.workflows import fit
-
-    if len(models) == 1 and Path(models[0]).is_dir():
-        kept = fit.keeping(run.read(Path(models[0])), keep_speed)
-        shown().show_table([one.model_dump(mode="json") for one in kept], as_json)
-        return 0
-    if memory is None:
-        raise click.UsageError("give --memory SIZE, or a run directory")
-
-    with settings_of(options, quiet) as settings:
-        found = fit.fit(recipe_of(models[0], None, options), models, parse_bytes(memory), settings)
-    shown().show_facts(found.model_dump(mode="json"), as_json)
-    return 0 if found.largest_batch is not None else 3

@@ -1,10 +1,9 @@
-"""Runs side by side."""
+"""Compare runs, or two fleets."""
 
 from pathlib import Path
 
 import click
 
-from enginesmith.pipeline.commands import fleet
 from enginesmith.pipeline.commands.context import shown
 from enginesmith.pipeline.commands.options import as_json_option
 
@@ -28,10 +27,24 @@ def compare(runs: tuple[Path, ...], any_device: bool, output: Path | None, as_js
     from enginesmith.pipeline.results import fleet as records
 
     if any(map(records.is_fleet, runs)):
-        fleet.compare(runs, any_device, output, as_json)
+        _compare_fleets(runs, any_device, output, as_json)
         return
     found = comparison.compare([(path, run.read(path)) for path in runs], any_device=any_device)
     if output is not None:
         with storage_errors(str(output)):
             write_whole(output, markdown(found).encode())
     shown().show_comparison(found, as_json)
+
+
+def _compare_fleets(paths: tuple[Path, ...], any_device: bool, output: Path | None, as_json: bool) -> None:
+    """Compare a fleet with an earlier one, entry by entry."""
+    from enginesmith.pipeline.report import fleet as fleet_markdown
+    from enginesmith.pipeline.results import fleet, fleet_history
+
+    if len(paths) != 2:
+        raise click.UsageError("fleets are compared two at a time: compare BEFORE AFTER")
+    before, after = map(fleet_history.opened, paths)
+    changes = fleet_history.beside(before, after, any_device=any_device)
+    if output is not None:
+        fleet.write_text(output, "\n\n".join(fleet_markdown.since(changes, linked=False)) + "\n")
+    shown().show_fleets(changes, as_json)

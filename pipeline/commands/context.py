@@ -146,7 +146,15 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-# What GitHub Actions is told, where a command runs there.
+def show_fleet(record: "FleetRecord", folder: Path, as_json: bool) -> int:
+    """Print the result of a fleet, and return the exit code."""
+    code: int = shown().show_fleet(record, folder, as_json)
+    if not as_json:
+        announce_fleet(record)
+    return code
+
+
+# Annotations and the job's summary in GitHub Actions.
 
 
 def announce(title: str, errors: Sequence[str], warnings: Sequence[str], summary: str) -> None:

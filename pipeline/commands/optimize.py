@@ -1,12 +1,19 @@
-"""The main job, and going on with it."""
+"""Make the fastest engine of a model, or of all models of a fleet file."""
 
 from pathlib import Path
 from typing import Any
 
 import click
 
-from enginesmith.pipeline.commands import fleet
-from enginesmith.pipeline.commands.context import announce_run, recipe_of, resumable, settings_of, shown
+from enginesmith.pipeline.commands.context import (
+    announce_run,
+    changed,
+    recipe_of,
+    resumable,
+    settings_of,
+    show_fleet,
+    shown,
+)
 from enginesmith.pipeline.commands.options import (
     BUDGETS,
     INPUTS,
@@ -27,6 +34,8 @@ from enginesmith.pipeline.commands.options import (
     where_to_run,
     with_budgets,
 )
+
+_FLEET_SUFFIXES = (".yaml", ".yml")
 
 
 @click.command(cls=Command)
@@ -59,7 +68,16 @@ from enginesmith.pipeline.commands.options import (
 @where_to_run
 @how_to_measure
 @how_to_work
-@fleet.which_entries
+@under(
+    WORK,
+    option("--only", multiple=True, metavar="PATTERN", help="Fleets: these entries; digits, *@h100; repeatable."),
+    option(
+        "--changed-since",
+        type=click.Path(path_type=Path),
+        metavar="FLEET",
+        help="Fleets: take from that earlier one what has not changed.",
+    ),
+)
 def optimize(
     model: str,
     recipe_file: Path | None,
@@ -78,11 +96,10 @@ def optimize(
     """
     from enginesmith.pipeline.workflows import optimize
 
-    if fleet.is_file(model):
+    if Path(model).suffix.lower() in _FLEET_SUFFIXES:
         if recipe_file is not None:
             raise click.UsageError(f"{model} is a fleet file, which has its own recipe: leave --recipe away")
-        given = {**options, "as_json": as_json, "quiet": quiet}
-        return fleet.optimize(Path(model), out, only, changed_since, given)
+        return _optimize_fleet(Path(model), out, only, changed_since, {**options, "as_json": as_json, "quiet": quiet})
     if only or changed_since is not None:
         name = "--only" if only else "--changed-since"
         raise click.UsageError(f"{name} is for fleet files, and {model} is none: those end with .yaml")
@@ -96,22 +113,14 @@ def optimize(
     return code
 
 
-@click.command(cls=Command)
-@click.argument("run", type=click.Path(path_type=Path))
-@how_to_work
-def resume(run: Path, as_json: bool, quiet: bool, **options: Any) -> int:
-    """Do what is still missing in the run directory RUN, or in a fleet's folder.
+def _optimize_fleet(
+    file: Path, out: Path | None, only: tuple[str, ...], changed_since: Path | None, options: dict[str, Any]
+) -> int:
+    """Optimize all entries of a fleet file, or the chosen ones; return the exit code."""
+    from enginesmith.pipeline.workflows import fleet
 
-    Example: enginesmith resume runs/net
-    """
-    from enginesmith.pipeline.results import fleet as records
-    from enginesmith.pipeline.workflows import optimize
-
-    if records.is_fleet(run):
-        return fleet.resume(run, {**options, "as_json": as_json, "quiet": quiet})
-    with settings_of(options, quiet) as settings, resumable(run, settings):
-        result = optimize.resume(run, settings)
-    code: int = shown().show_run(result, run, as_json)
-    if not as_json:
-        announce_run(result)
-    return code
+    choice = fleet.Choice(only, changed({}, options), changed_since)
+    folder = out or fleet.default_out(file)
+    with settings_of(options, options["quiet"]) as settings, resumable(folder, settings):
+        record = fleet.optimize(file, folder, settings, choice)
+    return show_fleet(record, folder, options["as_json"])

@@ -1,10 +1,9 @@
-"""The files that a run is read in, written anew."""
+"""Write the reports of a run or a fleet."""
 
 from pathlib import Path
 
 import click
 
-from enginesmith.pipeline.commands import fleet
 from enginesmith.pipeline.commands.context import shown
 from enginesmith.pipeline.commands.options import as_json_option
 
@@ -31,7 +30,7 @@ def report(run: Path, output: Path | None, formats: tuple[str, ...], as_json: bo
     from enginesmith.pipeline.results import run as runs
 
     if records.is_fleet(run):
-        written = fleet.report(run, output, formats)
+        written = _report_fleet(run, output, formats)
     else:
         found = runs.read(run)
         folder = run if run.is_dir() else run.parent
@@ -42,3 +41,14 @@ def report(run: Path, output: Path | None, formats: tuple[str, ...], as_json: bo
         return
     for path in written:
         click.echo(str(path))
+
+
+def _report_fleet(folder: Path, output: Path | None, formats: tuple[str, ...]) -> list[Path]:
+    """Write the reports of a fleet, and return their paths."""
+    from enginesmith.pipeline.report import fleet as files
+    from enginesmith.pipeline.results import fleet_history
+
+    fleet = fleet_history.opened(folder)
+    runs = {one.name: run for one in fleet.record.entries if (run := fleet.run(one))}
+    chosen = tuple(name for name in files.NAMES if name in formats) or files.REPORTS
+    return files.write(fleet.record, output or fleet.folder, runs, chosen)

@@ -1,0 +1,19 @@
+"""Report what this machine can do."""
+
+import click
+
+from enginesmith.pipeline.commands.context import shown
+from enginesmith.pipeline.commands.options import as_json_option
+
+
+@click.command()
+@as_json_option
+def doctor(as_json: bool) -> None:
+    """Say what this machine can do, what is missing, and how to get it.
+
+    Example: enginesmith doctor
+    """
+    from enginesmith.pipeline.workflows import doctor as doctors
+
+    found = doctors.examine()
+    shown().show_facts(found.model_dump(mode="json") if as_json else doctors.readable(found), as_json)

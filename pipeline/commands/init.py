@@ -1,0 +1,31 @@
+"""Write a recipe to start from."""
+
+from pathlib import Path
+
+import click
+
+from enginesmith.pipeline.commands.options import model_argument
+
+
+@click.command()
+@model_argument
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="File to write; otherwise standard output.")
+def init(model: str, output: Path | None) -> None:
+    """Write a commented recipe for MODEL to start from.
+
+    Example: enginesmith init net.py:build -o recipe.yaml
+    """
+    from enginesmith.pipeline import recipe
+    from enginesmith.pipeline.errors import UsageError, storage_errors
+    from enginesmith.pipeline.frameworks.source import resolve
+
+    resolve(model)
+    text = recipe.commented(recipe.make({"model": model}))
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    if output.exists():
+        raise UsageError(f"{output} exists", "choose another name, or remove it first")
+    with storage_errors(str(output)):
+        output.write_text(text)
+    click.echo(f"wrote {output}; run it with: enginesmith optimize {model} --recipe {output}", err=True)

@@ -1,0 +1,31 @@
+"""List the models of the zoo and the engines."""
+
+import click
+
+from enginesmith.pipeline.commands.context import shown
+from enginesmith.pipeline.commands.options import as_json_option
+
+
+@click.command()
+@as_json_option
+def models(as_json: bool) -> None:
+    """List the zoo: parameters, FLOPs of one sample and inputs.
+
+    Example: enginesmith models
+    """
+    from enginesmith.pipeline.workflows import inspect
+
+    shown().show_table(inspect.zoo(), as_json)
+
+
+@click.command()
+@click.option("--device", default="cpu", show_default=True, help="Device to look at.")
+@as_json_option
+def engines(device: str, as_json: bool) -> None:
+    """List the engines: which can be used here, and why not.
+
+    Example: enginesmith engines --device cuda
+    """
+    from enginesmith.pipeline.workflows import inspect
+
+    shown().show_table(inspect.engines(device), as_json)

@@ -1,0 +1,81 @@
+"""Make a model smaller: remove channels, or set weights to zero."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
+from enginesmith.pipeline.commands.options import (
+    Command,
+    how_to_export,
+    how_to_prune,
+    how_to_work,
+    model_argument,
+    output_option,
+    what_to_load,
+)
+
+
+@click.command(cls=Command)
+@model_argument
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write; it is a MODEL.")
+@click.option(
+    "--prune",
+    required=True,
+    metavar="TARGET",
+    help="What is removed: 30% of the channels, macs=-50%, params=-50%, latency=-40%.",
+)
+@click.option("--engine", "engines", multiple=True, help="What latency=… is measured on; default onnxruntime.")
+@click.option("--measure-time", metavar="TIME", help="Of a trial for latency=…; 6s at most.")
+@click.option("--data", "calibration", metavar="DATA", help="For taylor and recovery: embedded set, .npz, images …")
+@click.option("--samples", type=int, help="How many samples of it taylor uses; default 128.")
+@how_to_prune
+@what_to_load
+@how_to_work
+def prune(model: str, output: Path, prune: str, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Take channels, hidden units and attention heads out of MODEL; the result is a smaller model.
+
+    Example: enginesmith prune net.py:build -o pruned --prune macs=-50% --recover distil --data data.npz
+    """
+    from enginesmith.pipeline.workflows import stages
+
+    options["prune"] = (prune,)
+    with settings_of(options, quiet) as settings:
+        result = stages.prune(recipe_of(model, None, options), output, settings)
+    shown().show_pruned(result, as_json)
+
+
+@click.command(cls=Command)
+@model_argument
+@output_option
+@click.option("--sparsity", default="2:4", show_default=True, metavar="PATTERN", help="2:4, or unstructured=0.5.")
+@click.option("--per-layer", is_flag=True, help="Unstructured: a threshold for each layer, not one for all.")
+@click.option("--protect", multiple=True, metavar="NAME", help="Weight, node, module or pattern that stays dense.")
+@click.option("--min-sqnr", type=float, metavar="DB", help="Fail if the outputs are farther from the dense ones.")
+@what_to_load
+@how_to_export
+@how_to_work
+def sparsify(
+    model: str,
+    output: Path,
+    sparsity: str,
+    per_layer: bool,
+    protect: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Set weights of MODEL, or of an ONNX file, to zero: 2:4 for sparse tensor cores, or the smallest ones.
+
+    One shot, without training; how far the answers are from the dense model's is shown.
+
+    Example: enginesmith sparsify net.onnx -o net-24.onnx --sparsity 2:4
+    """
+    from enginesmith.pipeline.passes.sparsify.options import SparsifyOptions
+    from enginesmith.pipeline.workflows import stages
+
+    chosen = SparsifyOptions(scope="layer" if per_layer else "global", protect=protect)
+    with settings_of(options, quiet) as settings:
+        result = stages.sparsify(recipe_of(model, None, options), sparsity, chosen, output, settings)
+    shown().show_stage(result, as_json)

@@ -1,0 +1,26 @@
+"""Simplify an ONNX graph."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
+from enginesmith.pipeline.commands.options import Command, how_to_work, output_option, what_to_load
+
+
+@click.command(cls=Command)
+@click.argument("file", type=click.Path(path_type=Path))
+@output_option
+@what_to_load
+@how_to_work
+def simplify(file: Path, output: Path, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Clean the graph of an ONNX FILE and hold the result against it.
+
+    Example: enginesmith simplify net.onnx -o net-clean.onnx
+    """
+    from enginesmith.pipeline.workflows import stages
+
+    with settings_of(options, quiet) as settings:
+        result = stages.simplify(recipe_of(str(file), None, options), output, settings)
+    shown().show_stage(result, as_json)

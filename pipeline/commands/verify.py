@@ -1,0 +1,35 @@
+"""Compare the outputs of two models."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
+from enginesmith.pipeline.commands.options import Command, how_to_work, what_to_load, where_to_run
+
+
+@click.command(cls=Command)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--against", "model", metavar="MODEL", help="What the outputs have to equal; not for a bundle.")
+@click.option("--min-sqnr", type=float, metavar="DB", help="Fidelity threshold.")
+@what_to_load
+@where_to_run
+@how_to_work
+def verify(file: Path, model: str | None, as_json: bool, quiet: bool, **options: Any) -> int:
+    """Compare the outputs of an ONNX FILE with those of a model, at the smallest, usual and largest shape.
+
+    Where FILE is a bundle that `package` wrote, check every file's digest and run its test vector.
+
+    Example: enginesmith verify net.onnx --against net.py:build; enginesmith verify net-bundle
+    """
+    from enginesmith.pipeline.workflows import stages
+
+    with settings_of(options, quiet) as settings:
+        result = (
+            stages.verify(recipe_of(model, None, options), file, settings)
+            if model
+            else stages.verify_bundle(file, settings)
+        )
+    shown().show_stage(result, as_json)
+    return 0 if result.passed else 1
