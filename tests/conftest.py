@@ -31,8 +31,9 @@ class Answer:
 
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # many processes are started here, and each would compile everything
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take the cores from other tests
 Cli = Callable[..., Answer]
-_BRIEFLY = ("--measure-time", "0.3s")
+_BRIEFLY = {"--measure-time": "0.3s", "--threads": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -80,8 +81,10 @@ def _data(name: str) -> ModuleType:
 
 
 def _briefly(arguments: list[str]) -> list[str]:
-    measures = arguments[:1] in (["optimize"], ["benchmark"]) and "--recipe" not in arguments
-    return [*arguments, *_BRIEFLY] if measures and not {"--measure-time", "--help"} & set(arguments) else arguments
+    measures = arguments[:1] in (["optimize"], ["benchmark"]) and not {"--recipe", "--help"} & set(arguments)
+    return arguments + [
+        word for option, value in _BRIEFLY.items() if measures and option not in arguments for word in (option, value)
+    ]
 
 
 def _run(*arguments: object) -> Answer:
@@ -100,8 +103,9 @@ def _run(*arguments: object) -> Answer:
 def cli(store: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Runs ``enginesmith ARGUMENTS…`` in this process, so that all commands share one preloaded fork server.
 
-    What escapes the command line as anything but an exit code fails the test with its own trace. Times are measured for
-    a moment only, where a test does not say for how long: it has to see that there are numbers, not how good they are.
+    What escapes the command line as anything but an exit code fails the test with its own trace. Where a test does not
+    say for how long and by how many threads, it is measured for a moment by one: a test has to see that there are
+    numbers, not how good they are.
     """
     monkeypatch.setenv("ENGINESMITH_STORE", str(store))
     return _run
