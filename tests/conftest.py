@@ -1,6 +1,7 @@
 """What several suites share: one store for the session, and the command line run in this process."""
 
 import fcntl
+import gc
 import importlib.util
 import os
 import signal
@@ -34,6 +35,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # many processes are started he
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take the cores from other tests
 Cli = Callable[..., Answer]
 _BRIEFLY = {"--measure-time": "0.3s", "--threads": "1"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> None:
+    """Have garbage collections look at what tests make, and not at all modules that were imported before."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
