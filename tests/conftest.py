@@ -32,7 +32,8 @@ class Answer:
 
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # many processes are started here, and each would compile everything
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin take the cores from other tests
+for _name, _value in {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}.items():
+    os.environ.setdefault(_name, _value)  # models are small here, and other tests run beside
 Cli = Callable[..., Answer]
 _BRIEFLY = {"--measure-time": "0.3s", "--threads": "1"}
 

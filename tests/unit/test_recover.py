@@ -182,6 +182,7 @@ def slower(folder: Path, end: int = 10**6) -> str:
     return f"{folder / 'slower.py'}:loss"
 
 
+@pytest.mark.thorough
 def test_steps_that_become_slower_are_fewer_so_that_it_ends_in_time(
     pair: Pair, unlabelled: Path, tmp_path: Path
 ) -> None:
@@ -196,6 +197,7 @@ def test_steps_that_become_slower_are_fewer_so_that_it_ends_in_time(
     assert any("the schedule was shortened" in note for note in effect.notes)
 
 
+@pytest.mark.thorough
 def test_a_schedule_that_was_shortened_is_gone_on_with(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     begun.mkdir()

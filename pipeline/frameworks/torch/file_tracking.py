@@ -23,7 +23,17 @@ from enginesmith.pipeline.store.inputs import OWN_FOLDERS
 
 PRELOADED = "enginesmith.pipeline.system.preload"
 _ROOT = Path(__file__).parents[3]
-_OWN_CODE = tuple(_ROOT / name for name in (*OWN_FOLDERS, "cli.py"))
+_OWN_CODE = (*(f"{_ROOT / name}/" for name in OWN_FOLDERS), f"{_ROOT / 'cli.py'}")
+
+
+def _list_foreign() -> tuple[str, ...]:
+    """List folders whose files are covered otherwise: versions of packages, or nothing that a model is made of."""
+    paths = sysconfig.get_paths()
+    packages = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {site.getusersitepackages()}
+    return tuple(f"{path}/" for path in (*sorted(packages), "/proc", "/sys", "/dev"))
+
+
+_FOREIGN = _list_foreign()
 
 
 class FileTracker:
@@ -47,12 +57,15 @@ class FileTracker:
 
     def add(self, path: Any) -> None:
         """Add a file of the user's (not of Python, an installed package or the system)."""
-        found = Path(os.fsdecode(path)).absolute()
-        ours = found.suffix == ".py" and any(found.is_relative_to(place) for place in _OWN_CODE)
-        ours |= found.parent.suffix == ".egg-info" and found.is_relative_to(_ROOT)  # of an editable install
-        if any(part.startswith("torchinductor_") for part in found.parts):  # code that torch.compile made
+        text = os.fsdecode(path)
+        # Thousands of modules come by here, most of them of packages: paths are taken apart only for what is left.
+        if text.startswith(_FOREIGN) or "/torchinductor_" in text:  # the latter: code that torch.compile made
             return
-        if found.suffix != ".pyc" and not ours and not any(found.is_relative_to(folder) for folder in _foreign()):
+        if text.endswith(".pyc") or (text.endswith(".py") and text.startswith(_OWN_CODE)):
+            return
+        found = Path(text).absolute()
+        ours = found.parent.suffix == ".egg-info" and found.is_relative_to(_ROOT)  # of an editable install
+        if not ours and not f"{found}/".startswith(_FOREIGN):
             self.files.add(found)
 
     def packages(self) -> dict[str, str]:
@@ -67,14 +80,6 @@ class FileTracker:
 
 
 _active: list[FileTracker] = []
-
-
-@functools.cache
-def _foreign() -> tuple[Path, ...]:
-    """List folders whose files are covered otherwise: versions of packages, or nothing that a model is made of."""
-    paths = sysconfig.get_paths()
-    packages = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {site.getusersitepackages()}
-    return tuple(Path(path) for path in (*sorted(packages), "/proc", "/sys", "/dev"))
 
 
 @contextlib.contextmanager

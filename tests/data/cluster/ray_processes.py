@@ -90,7 +90,7 @@ def _start(folder: Path, words: "list[str] | tuple[str, ...]", variables: Mappin
         "0",
         "--disable-usage-stats",
     ]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "OMP_"))}
     environment |= {"RAY_TMPDIR": str(folder), "PYTHONPATH": str(_DATA), **variables}
     log = folder / f"start-{len(list(folder.glob('start-*')))}.log"
     with log.open("w") as output:
