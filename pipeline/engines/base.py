@@ -16,8 +16,10 @@ from enginesmith.pipeline.system.device import DEVICE_KINDS, Availability, Devic
 from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature
 
 if TYPE_CHECKING:
+    from enginesmith.pipeline.engines.compatibility import Check
     from enginesmith.pipeline.engines.options import EngineOptions
     from enginesmith.pipeline.engines.triton import TritonBackend
+    from enginesmith.pipeline.system.stack import Formats, Stack
 
 
 # What an engine's own profiler tells: the time that each of its operators takes, and where in the model it belongs.
@@ -367,6 +369,11 @@ class Engine(BaseModel, ABC):
     def shares_activations(cls, asked: "EngineOptions") -> bool:
         """Tell whether all engines of a process work in one buffer, so that only the largest counts."""
         return False
+
+    @classmethod
+    def check_software(cls, stack: "Stack", exported: "Formats") -> "Iterable[Check]":
+        """Check, for ``doctor``, whether its packages fit the driver, the GPUs and the format of exported models."""
+        return ()
 
     @classmethod
     def check_targets(cls) -> tuple[str, ...]:

@@ -94,6 +94,11 @@ class EngineOptions(_Part):
         return tuple(words[text] if text in words else _limit(text) for text in self.workspace)
 
     @property
+    def engine_files(self) -> dict[str, tuple[str, ...]]:
+        """Option → paths of the files that it names for an engine."""
+        return {"--plugins": self.tensorrt.plugins}
+
+    @property
     def where(self) -> Device:
         """The device, read; where none was named, cuda if an engine runs only there and this machine has it.
 

@@ -77,7 +77,7 @@ def _check_files(recipe: Recipe) -> None:
     """
     for data in dict.fromkeys(filter(None, (recipe.calibration, recipe.eval_data))):
         file_formats.check_readable(data, Request(recipe.specs, options=recipe.data_options))
-    options = {"--tokenizer": (recipe.data_options.tokenizer,), "--plugins": recipe.tensorrt.plugins}
+    options = {"--tokenizer": (recipe.data_options.tokenizer,), **recipe.engine_files}
     for option, names in options.items():
         for name in filter(None, names):
             if not os.access(Path(name).expanduser(), os.R_OK):

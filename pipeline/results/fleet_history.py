@@ -230,7 +230,8 @@ def _named(recipe: Recipe) -> Iterator[str]:
             yield code
     if recipe.data_options.tokenizer:
         yield recipe.data_options.tokenizer
-    yield from recipe.tensorrt.plugins
+    for paths in recipe.engine_files.values():
+        yield from paths
 
 
 def _digest(name: str) -> str | None:

@@ -65,12 +65,7 @@ def meets(version: str, wanted: str) -> bool:
 
 def torch_cuda() -> str | None:
     """The CUDA that torch was built for, ``13.0``; None for a build without it, or no torch."""
-    return _cuda_in("torch", "version.py")
-
-
-def onnxruntime_cuda() -> str | None:
-    """The CUDA that onnxruntime-gpu was built for; None where the package does not say, or is not there."""
-    return _cuda_in("onnxruntime", "capi/build_and_package_info.py")
+    return cuda_of("torch", "version.py")
 
 
 def find(package: str) -> Path | None:
@@ -79,7 +74,8 @@ def find(package: str) -> Path | None:
     return Path(found.origin).parent if found and found.origin else None
 
 
-def _cuda_in(package: str, file: str) -> str | None:
+def cuda_of(package: str, file: str) -> str | None:
+    """Read the CUDA that a package was built for from one of its files; None where it does not say, or is not there."""
     folder = find(package)
     match = _CUDA_OF.search((folder / file).read_text()) if folder and (folder / file).is_file() else None
     return match[1] if match else None

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 
-from enginesmith.pipeline.system import software, stack
+from enginesmith.pipeline.engines import stack
+from enginesmith.pipeline.engines.compatibility import Check, checks
+from enginesmith.pipeline.system import software
 from enginesmith.pipeline.system.nvml import GpuState
 from enginesmith.pipeline.system.software import Requirement, meets, numbers
 from enginesmith.pipeline.system.stack import Formats, Stack
-from enginesmith.pipeline.workflows.doctor import Check, checks
 
 H100 = GpuState(
     name="NVIDIA H100", compute_capability="9.0", driver="580.65.06", compute_mode="default", pci_bus_id="0000:17:00.0"
@@ -34,7 +35,7 @@ ALL_IS_WELL = Stack(
 
 
 def found(**change: Any) -> dict[str, Check]:
-    listed = checks(ALL_IS_WELL.model_copy(update=change), opset=23, ir=11)
+    listed = checks(ALL_IS_WELL.model_copy(update=change), Formats(ir=11, opset=23))
     assert len({check.name for check in listed}) == len(listed)
     return {check.name: check for check in listed}
 
@@ -167,10 +168,14 @@ def test_builds_are_read_from_files(tmp_path: Any, monkeypatch: pytest.MonkeyPat
     (tmp_path / "capi").mkdir()
     (tmp_path / "capi/build_and_package_info.py").write_text("package_name = 'x'\ncuda_version = '13.0.1'\n")
     monkeypatch.setattr(software, "find", lambda package: tmp_path)
-    assert (software.torch_cuda(), software.onnxruntime_cuda()) == ("13.0", "13.0.1")
+    file = "capi/build_and_package_info.py"
+    assert (software.torch_cuda(), software.cuda_of("onnxruntime", file)) == (
+        "13.0",
+        "13.0.1",
+    )
     (tmp_path / "version.py").write_text("cuda: Optional[str] = None\n")
     (tmp_path / "capi/build_and_package_info.py").write_text("package_name = 'x'\n")
-    assert (software.torch_cuda(), software.onnxruntime_cuda()) == (None, None)
+    assert (software.torch_cuda(), software.cuda_of("onnxruntime", file)) == (None, None)
 
 
 def test_requirements_with_extras(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,4 +197,4 @@ def test_this_stack_fits() -> None:
     assert here.versions["torch"]
     assert here.taken
     assert here.taken.opset >= 23
-    assert not [check for check in checks(here, opset=23, ir=11) if check.ok is False]
+    assert not [check for check in checks(here, Formats(ir=11, opset=23)) if check.ok is False]

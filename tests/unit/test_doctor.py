@@ -2,7 +2,8 @@
 
 import pytest
 
-from enginesmith.pipeline.system import machine, stack
+from enginesmith.pipeline.engines import stack
+from enginesmith.pipeline.system import machine
 from enginesmith.pipeline.system.nvml import GpuProcess, GpuState
 from enginesmith.pipeline.system.stack import Stack
 from enginesmith.pipeline.workflows import doctor, inspect

@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -42,8 +42,10 @@ from enginesmith.pipeline.system.cpu import int8_weight_bits
 from enginesmith.pipeline.system.device import Availability, Device
 
 if TYPE_CHECKING:
+    from enginesmith.pipeline.engines.compatibility import Check
     from enginesmith.pipeline.engines.options import EngineOptions
     from enginesmith.pipeline.engines.triton import TritonBackend
+    from enginesmith.pipeline.system.stack import Formats, Stack
 
 
 _logger = logging.getLogger(__name__)
@@ -144,6 +146,13 @@ class OnnxRuntime(Engine):
         from enginesmith.pipeline.engines.onnxruntime.triton import BACKEND
 
         return BACKEND
+
+    @classmethod
+    def check_software(cls, stack: "Stack", exported: "Formats") -> "Iterable[Check]":
+        """Check ONNX Runtime, its CUDA and exported models."""
+        from enginesmith.pipeline.engines.onnxruntime import compatibility
+
+        return compatibility.check_software(stack, exported)
 
     @classmethod
     def weight_bits(cls, device: Device) -> int:

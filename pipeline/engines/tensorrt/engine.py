@@ -5,7 +5,7 @@ before the engine is loaded.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -39,9 +39,11 @@ from enginesmith.pipeline.units import format_bytes
 if TYPE_CHECKING:
     import onnx
 
+    from enginesmith.pipeline.engines.compatibility import Check
     from enginesmith.pipeline.engines.options import EngineOptions
     from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
     from enginesmith.pipeline.engines.triton import TritonBackend
+    from enginesmith.pipeline.system.stack import Formats, Stack
 
 
 # Optimisation profiles: which shapes an engine takes, and the one that it is fastest at.
@@ -159,6 +161,13 @@ class TensorRT(WorkspaceEngine):
     def shares_activations(cls, asked: "EngineOptions") -> bool:
         """As the run options say."""
         return asked.tensorrt_run.share_activation_memory
+
+    @classmethod
+    def check_software(cls, stack: "Stack", exported: "Formats") -> "Iterable[Check]":
+        """Check this flavour, the driver and the GPUs here."""
+        from enginesmith.pipeline.engines.tensorrt import compatibility
+
+        return compatibility.check_software(stack, cls.tools[0])
 
     @classmethod
     def check_targets(cls) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import os
 import shutil
 import sysconfig
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -25,8 +25,10 @@ from enginesmith.pipeline.system.device import Availability, Device
 if TYPE_CHECKING:
     import torch
 
+    from enginesmith.pipeline.engines.compatibility import Check
     from enginesmith.pipeline.engines.options import EngineOptions
     from enginesmith.pipeline.engines.torch.session import Forward
+    from enginesmith.pipeline.system.stack import Formats, Stack
 
 
 _PRIMING_SIDE = 1024
@@ -62,6 +64,13 @@ class Eager(Engine):
         chosen = cls(dtype=DTYPES[precision], tf32=asked.eager.tf32, cuda_graphs=asked.eager.cuda_graphs)
         if chosen != Eager():
             yield Configuration(chosen, chosen.arithmetic + ("-graphs" if chosen.cuda_graphs else ""))
+
+    @classmethod
+    def check_software(cls, stack: "Stack", exported: "Formats") -> "Iterable[Check]":
+        """Check torch, its CUDA and the GPUs here."""
+        from enginesmith.pipeline.engines.torch import compatibility
+
+        return compatibility.check_software(stack)
 
     @classmethod
     def available(cls, device: Device) -> Availability:

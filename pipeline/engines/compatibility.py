@@ -1,0 +1,106 @@
+"""Check whether driver, CUDA and each engine's software fit each other and the GPUs, and say what to do if not."""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from pydantic import BaseModel, ConfigDict
+
+from enginesmith.pipeline.engines import ENGINES, engine_class
+from enginesmith.pipeline.system.software import Requirement, meets, numbers
+from enginesmith.pipeline.system.stack import Formats, Stack
+
+_OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+"""For all releases of a major version, by minor version compatibility: the release notes of the CUDA Toolkit, table of
+minimum driver versions (Linux)."""
+_COMMON_BRANCH = 580
+"""The driver's branch that all of these run on, and GPUs from Maxwell on."""
+_DRIVER_FIX = "on the host (Ubuntu): sudo apt-get install nvidia-driver-{branch} && sudo reboot"
+NO_GPU = "there is no NVIDIA GPU here"
+
+
+class Check(BaseModel):
+    """One thing that has to fit."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    found: str
+    needed: str
+    ok: bool | None
+    """None where it cannot be known, or matters to nothing here; ``note`` says which."""
+    fix: str = ""
+    """The command that makes it fit, where it does not."""
+    note: str = ""
+
+
+def checks(stack: Stack, exported: Formats) -> list[Check]:
+    """Make all checks that what is installed gives reason for; models are exported in that format."""
+    engines = (engine_class(name) for name in ENGINES)
+    found = [*_devices(stack), *(one for engine in engines for one in engine.check_software(stack, exported))]
+    return [*{one.name: one for one in found}.values(), *_glibc(stack)]
+
+
+def check(name: str, found: str, needed: str, ok: bool | None, fix: str = "", note: str = "") -> Check:
+    """Make a check, with a fix only where something does not fit."""
+    return Check(name=name, found=found, needed=needed, ok=ok, fix=fix if ok is False else "", note=note)
+
+
+def check_driver(
+    stack: Stack, package: str, built_for: str | None, stricter: Mapping[int, str] = MappingProxyType({}), fix: str = ""
+) -> Iterator[Check]:
+    """Check the driver for a package that is built for CUDA.
+
+    ``stricter`` has the oldest driver by CUDA's major version where the package needs a newer one than CUDA does;
+    ``fix`` is what helps besides a newer driver.
+    """
+    if not built_for or not numbers(built_for):
+        return
+    wanted = numbers(built_for)
+    least = stricter.get(wanted[0]) or _OLDEST_DRIVER.get(wanted[0])
+    name, needed = f"driver for {package}", f"{least} or newer, for CUDA {wanted[0]}" if least else f"CUDA {wanted[0]}"
+    newer_driver = _DRIVER_FIX.format(branch=max(_COMMON_BRANCH, numbers(least)[0] if least else 0))
+    if stack.driver_cuda is None:
+        note = "" if stack.gpu_without_driver else NO_GPU
+        ok = False if stack.gpu_without_driver else None
+        yield check(name, stack.driver_reason, needed, ok, newer_driver, note)
+        return
+    told = "{}.{}".format(*stack.driver_cuda)
+    found = f"{stack.driver}, for CUDA {told}" if stack.driver else f"one for CUDA {told}"
+    too_old = stack.driver and stricter and least and numbers(stack.driver) < numbers(least)
+    fits = stack.driver_cuda[0] >= wanted[0] and not too_old
+    newer = fits and stack.driver_cuda < wanted[:2]
+    note = f"it does not know CUDA {built_for}: what is compiled when it runs (PTX) may be refused" if newer else ""
+    yield check(name, found, needed, fits, "; or: ".join(filter(None, (newer_driver, fix))), note)
+
+
+def _devices(stack: Stack) -> Iterator[Check]:
+    for index, gpu in enumerate(stack.gpus):
+        if gpu.compute_mode is not None:
+            needed = "default: every session has a process of its own, and several are open at once"
+            fix = f"sudo nvidia-smi -i {gpu.pci_bus_id} -c DEFAULT"
+            yield check(f"compute mode of cuda:{index}", gpu.compute_mode, needed, gpu.compute_mode == "default", fix)
+        if gpu.driver is None:
+            needed = "NVML, for clocks, temperature, power and who else is on the device"
+            why = gpu.reasons.get("driver", "")
+            fix = "start the container with --gpus all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+            yield check(f"state of cuda:{index}", "not shown", needed, False, fix, why)
+
+
+def _glibc(stack: Stack) -> Iterator[Check]:
+    if stack.glibc is None or not stack.glibc_needed:
+        return
+    package, least = max(stack.glibc_needed.items(), key=lambda item: numbers(item[1]))
+    fits = numbers(stack.glibc) >= numbers(least)
+    fix = f"pip install --force-reinstall {package} takes a version that fits, if there is one; else a newer system"
+    yield check("C library", f"glibc {stack.glibc}", f"{least}, by {package}", fits, fix)
+
+
+def check_packages(stack: Stack, name: str, asked: list[Requirement], fix: str = "") -> Check:
+    """Check whether all are installed in a version that was asked for."""
+    missing = [one for one in asked if one.name not in stack.packages]
+    wrong = [one for one in asked if one.name in stack.packages and not meets(stack.packages[one.name], one.versions)]
+    found = [f"no {one.name}" for one in missing] + [f"{one.name} {stack.packages[one.name]}" for one in wrong]
+    wanted = [f"{one.name}{one.versions}" for one in (*missing, *wrong)]
+    fix = fix or f"pip install {' '.join(repr(one) for one in wanted)}"
+    there, needed = ", ".join(found) or f"all {len(asked)}", ", ".join(wanted) or "as the package's metadata says"
+    return check(name, there, needed, not wanted, fix)
