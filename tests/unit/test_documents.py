@@ -1,10 +1,13 @@
-"""What the project ships as text tells the truth: the schema of run.json, the reference of recipes, the README."""
+"""Documents: schemas and references are those of the code; what commands and remedies name is there."""
 
 import json
 import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
+from enginesmith.pipeline import errors
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report.reference import recipe_reference
 from enginesmith.pipeline.results.run import json_schema
@@ -42,3 +45,37 @@ def test_a_commented_recipe_reads_back_as_itself() -> None:
 
     recipe = make({"model": "digits", "batch": [1, 4], "budgets": {"max_memory_bytes": "2GiB"}})
     assert make(yaml.safe_load(commented(recipe))) == recipe
+
+
+def test_a_remedy_names_distributions_and_no_extra_of_a_package_that_is_on_no_index() -> None:
+    assert re.fullmatch(r"pip install 'transformers>=[\d.]+'", errors.install_command("transformers"))
+    assert errors.install_command("torch", "--upgrade").startswith("pip install --upgrade 'torch>=")
+    assert errors.install_command("gcsfs") == "pip install gcsfs"
+    roots = [Path(errors.__file__).parents[1] / name for name in ("pipeline", "calibration", "models", "docs")]
+    files = [path for root in roots for ends in ("*.py", "*.md") for path in root.rglob(ends)]
+    assert len(files) > 100
+    extra = re.compile(r"(?<!\./)enginesmith\[[a-z]")
+    assert not [path for path in files if extra.search(path.read_text())]
+
+
+MESSAGE = re.compile(r"^\| `([^`]+)`", re.M)
+MESSAGES = MESSAGE.findall((ROOT / "docs" / "troubleshooting.md").read_text())
+
+
+@pytest.fixture(scope="module")
+def sources() -> str:
+    """All text of the code, with what separates the parts of a literal taken out."""
+    texts = [path.read_text() for room in ("pipeline", "calibration") for path in (ROOT / room).rglob("*.py")]
+    return " ".join(re.sub(r"\"\s*\n\s*f?\"", "", "\n".join(texts)).split())
+
+
+def test_there_are_messages() -> None:
+    assert len(MESSAGES) > 20
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_message_is_in_the_code(message: str, sources: str) -> None:
+    parts = [part.strip() for part in message.split("…") if part.strip()]
+    assert parts
+    for part in parts:
+        assert part in sources, f"{part!r} of {message!r} is said nowhere"

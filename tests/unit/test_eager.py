@@ -4,17 +4,21 @@ CUDA's streams and graphs are stood in for; tensors are on the host.
 """
 
 import contextlib
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 import torch
+from onnx import TensorProto, helper
 
 from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.onnxruntime.session import OnnxRuntimeSession
 from enginesmith.pipeline.engines.torch import eager
-from enginesmith.pipeline.engines.torch.eager import Eager
+from enginesmith.pipeline.engines.torch.eager import Compiled, Eager
 from enginesmith.pipeline.engines.torch.session import EagerSession, GraphedSession
 from enginesmith.pipeline.errors import MissingCapability, ModelError, StepOutOfMemory, UsageError
 from enginesmith.pipeline.frameworks.source import resolve
@@ -275,3 +279,75 @@ def test_a_closed_session_lets_go_of_its_graphs() -> None:
     assert bound.outputs == ()
     with pytest.raises(UsageError, match="closed"):
         session.enqueue(bound)
+
+
+BOTH = Signature(inputs=(TensorSpec.parse("x:float32:2"),), outputs=(TensorSpec.parse("y:float32:2"),))
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns in a thread of its own."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join(60)
+    return found[0]
+
+
+@pytest.fixture
+def native() -> ort.InferenceSession:
+    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "g", value[:1], value[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def test_on_the_cpu_onnxruntime_has_its_weights_once(native: ort.InferenceSession) -> None:
+    def refused() -> OnnxRuntimeSession:
+        raise AssertionError("another session was opened")
+
+    first = OnnxRuntimeSession(native, BOTH, CPU, None, refused)
+    second = first.sibling()
+    assert second._session is native
+    assert not first.sibling_note
+    first.close()
+    np.testing.assert_array_equal(second.run({"x": np.ones(2, np.float32)})["y"], [-1, -1])
+
+
+def test_on_cuda_onnxruntime_opens_a_session_for_each_stream(native: ort.InferenceSession) -> None:
+    again = OnnxRuntimeSession(native, BOTH, CPU, None, lambda: again)
+    first = OnnxRuntimeSession(native, BOTH, CPU, object(), lambda: again)
+    assert first.sibling() is again
+    assert "weights" in first.sibling_note
+
+
+def test_eager_shares_the_module() -> None:
+    def module(x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (-x,)
+
+    entered: list[int] = []
+    first = EagerSession(module, BOTH, CPU, None, lambda: entered.append(threading.get_ident()))
+    second = in_thread(first.sibling)
+    assert second._forward is module
+    assert entered
+    assert entered != [threading.get_ident()]
+
+
+def test_a_thread_gets_as_many_openmp_threads_as_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP has a number for each thread: a new one starts with that of the machine."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: asked.append((count, threading.get_ident())))
+    ident = in_thread(lambda: (Eager().enter_thread(Device(threads=3)), threading.get_ident())[1])
+    assert asked == [(3, ident)]
+
+
+def test_a_thread_has_dynamos_settings_too() -> None:
+    """They are of a context, and one at torch's own would fall back to eager without a word."""
+    from torch._dynamo import config
+
+    def settings() -> tuple[int, bool]:
+        Compiled().enter_thread(CPU)
+        return config.recompile_limit, config.fail_on_recompile_limit_hit
+
+    assert in_thread(settings) == (64, True)

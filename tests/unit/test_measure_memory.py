@@ -1,6 +1,11 @@
 """Resident memory: the counters, on this process, and what is made of them."""
 
 import mmap
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +13,13 @@ import numpy as np
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.errors import MissingCapability, StepCrashed
+from enginesmith.pipeline.errors import MissingCapability, ModelError, StepCrashed, StepError, StepOutOfMemory
 from enginesmith.pipeline.measure.latency.candidate import Candidate
-from enginesmith.pipeline.measure.memory import peak, rss
+from enginesmith.pipeline.measure.memory import limits, out_of_memory, peak, rss, usage
+from enginesmith.pipeline.measure.memory.out_of_memory import explaining, largest_fit, outcome, run_held, try_batch
 from enginesmith.pipeline.measure.memory.peak import measure_memory
 from enginesmith.pipeline.measure.memory.rss import Phase, Resident, parse_smaps, phase, trimmed
+from enginesmith.pipeline.measure.rows import OutOfMemory
 from enginesmith.pipeline.system.device import Device
 
 MIB = 1 << 20
@@ -111,3 +118,292 @@ def test_what_cannot_be_measured_has_a_reason(
     assert row.peak_bytes is None
     assert str(error) in row.reasons["peak_bytes"]
     assert (row.failure is None) == isinstance(error, MissingCapability)
+
+
+CPU, CUDA = Device(), Device(kind="cuda")
+MEBIBYTE = 1 << 20
+LIMIT = 64 * MEBIBYTE
+
+
+def in_a_process(code: str) -> str:
+    """What a fresh process prints that has imported what these lines need."""
+    before = (
+        "import mmap\n"
+        "from enginesmith.pipeline.engines.base import Device\n"
+        "from enginesmith.pipeline.errors import *\n"
+        "from enginesmith.pipeline.measure.memory.limits import *\n"
+    )
+    done = subprocess.run([sys.executable, "-c", before + code], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.strip()
+
+
+def test_a_limit_is_on_what_is_taken_from_here_on() -> None:
+    said = in_a_process(
+        f"""
+set_memory_limit({LIMIT}, Device())
+try:
+    with explaining(Device()):
+        kept = bytearray({LIMIT // 2})
+        bytearray({LIMIT})
+except StepOutOfMemory as error:
+    print(error.message, error.asked_bytes, error.free_bytes)
+bytearray({4 * LIMIT})
+print("the limit is over")
+"""
+    )
+    message, over = said.splitlines()
+    assert message.startswith("memory ran out")
+    asked, free = message.split()[-2:]
+    assert asked == "None"  # Python's MemoryError does not tell
+    assert LIMIT // 4 < int(free) <= LIMIT // 2
+    assert over == "the limit is over"
+
+
+def test_what_fits_below_a_limit_is_let_alone() -> None:
+    assert in_a_process(f"set_memory_limit({LIMIT}, Device())\nbytearray({LIMIT // 2})\nprint('fits')") == "fits"
+    assert in_a_process(f"set_memory_limit(None, Device())\nbytearray({LIMIT})\nprint('fits')") == "fits"
+
+
+def test_a_limit_counts_what_is_mapped_too() -> None:
+    taking = f"try:\n    mmap.mmap(-1, {2 * LIMIT})\nexcept OSError as error:\n    print(error.errno)"
+    assert in_a_process(f"set_memory_limit({LIMIT}, Device())\n{taking}") == "12"
+
+
+def test_other_errors_pass_as_they_are() -> None:
+    with pytest.raises(ValueError, match="of another kind"), explaining(CPU):
+        raise ValueError("of another kind")
+
+
+@pytest.mark.parametrize(("left", "told"), [(100, 100), (5000, None)])
+def test_what_was_free_is_told_where_it_can_be_believed(left: int, told: int | None, monkeypatch: Any) -> None:
+    """More free than was asked for: the libraries had let go of some before it could be read."""
+    monkeypatch.setattr(limits, "_left", lambda device: left)
+    monkeypatch.setattr(limits, "release", lambda: None)
+    with pytest.raises(StepOutOfMemory) as caught, explaining(CPU):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")
+    assert (caught.value.asked_bytes, caught.value.free_bytes) == (4096, told)
+
+
+def test_the_bytes_come_through_a_pipe() -> None:
+    error = pickle.loads(pickle.dumps(StepOutOfMemory("no memory", "less", asked_bytes=7, free_bytes=3)))
+    assert (error.message, error.remedy, error.asked_bytes, error.free_bytes) == ("no memory", "less", 7, 3)
+
+
+def test_how_near_a_process_comes_to_its_limit_is_seen_from_outside() -> None:
+    code = f"set_memory_limit({LIMIT}, Device())\nkept = bytearray({LIMIT // 2})\nprint('took', flush=True)\ninput()"
+    start = (
+        "from enginesmith.pipeline.engines.base import Device\n"
+        "from enginesmith.pipeline.measure.memory.limits import *\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", start + code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline().strip() == "took"
+        monitor = limits.HeadroomMonitor()
+        monitor.start(process)  # type: ignore[arg-type]
+        deadline = time.monotonic() + 10
+        while monitor.gap is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        monitor.stop()
+        process.communicate("\n")
+    assert monitor.gap is not None
+    assert LIMIT // 4 < monitor.gap <= LIMIT // 2
+
+
+def used(*numbers: int | None) -> Callable[[Device], tuple[int | None, str]]:
+    """Answers of ``used_bytes``, one after another; the last one stays."""
+    left = list(numbers)
+
+    def answer(device: Device) -> tuple[int | None, str]:
+        found = left.pop(0) if len(left) > 1 else left[0]
+        return found, "" if found is not None else "NVML is not there"
+
+    return answer
+
+
+class TestOutcome:
+    @pytest.fixture(autouse=True)
+    def quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(out_of_memory, "_BACK_SECONDS", 0.02)
+        monkeypatch.setattr(out_of_memory, "_LOOK_SECONDS", 0.001)
+
+    def test_what_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(out_of_memory, "used_bytes", used(900, 500, 205))
+        error = StepOutOfMemory("tried 70", "less", asked_bytes=70, free_bytes=30)
+        assert outcome(error, 204, CUDA, 100) == OutOfMemory(
+            message="tried 70",
+            asked_bytes=70,
+            free_bytes=30,
+            limit_bytes=100,
+            used_before_bytes=204,
+            used_after_bytes=205,
+            given_back=True,
+        )
+
+    def test_what_does_not_come_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(out_of_memory, "used_bytes", used(900, 310, 320))
+        found = outcome(StepOutOfMemory("full"), 300, CUDA, 100)
+        assert (found.used_after_bytes, found.given_back) == (310, False)
+        assert "others have taken" in found.reasons["given_back"]
+
+    def test_every_none_has_its_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(out_of_memory, "used_bytes", used(None))
+        found = outcome(StepOutOfMemory("full"), None, CUDA, None)
+        missing = {name for name, value in found if value is None}
+        assert missing == set(found.reasons) == set(OutOfMemory.model_fields) - {"message", "reasons"}
+        assert found.reasons["given_back"] == "NVML is not there"
+
+
+class TestRunHeld:
+    """``workers.run`` is made up: it raises, and writes a log."""
+
+    @pytest.fixture
+    def held(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+        monkeypatch.setattr(out_of_memory, "used_bytes", used(100))
+
+        def call(
+            ends: StepError | ModelError | int,
+            said: str = "",
+            gap: int | None = None,
+            limit: int | None = LIMIT,
+            killed: int = 0,
+        ) -> Any:
+            kills = iter((0, killed))
+            monkeypatch.setattr(out_of_memory, "killed_by_kernel", lambda: next(kills))
+            log = tmp_path / "session.log"
+            log.write_text("std::bad_alloc, of an earlier process\n")
+
+            def run(function: Callable[..., Any], *args: Any, on_start: Any = None, **options: Any) -> Any:
+                if function is out_of_memory._nothing:
+                    return None
+                monkeypatch.setattr(limits.HeadroomMonitor, "gap", gap, raising=False)
+                with log.open("a") as stream:
+                    stream.write(said)
+                if isinstance(ends, Exception):
+                    raise ends
+                return ends
+
+            monkeypatch.setattr(out_of_memory, "run", run)
+            monkeypatch.setattr(limits.HeadroomMonitor, "__init__", lambda self: None)
+            monkeypatch.setattr(limits.HeadroomMonitor, "stop", lambda self: None)
+            return run_held(print, device=CPU, log=log, limit_bytes=limit)
+
+        return call
+
+    def test_what_fits_is_given_back(self, held: Callable[..., Any]) -> None:
+        assert held(5) == 5
+
+    def test_memory_that_ran_out_is_an_answer(self, held: Callable[..., Any]) -> None:
+        found = held(StepOutOfMemory("tried", asked_bytes=9, free_bytes=1))
+        assert (found.message, found.asked_bytes, found.free_bytes, found.limit_bytes) == ("tried", 9, 1, LIMIT)
+        assert found.given_back
+
+    def test_other_failures_are_raised(self, held: Callable[..., Any]) -> None:
+        with pytest.raises(ModelError, match="wrong"):
+            held(ModelError("wrong"))
+
+    def test_a_kill_by_the_kernel_is_named(self, held: Callable[..., Any]) -> None:
+        assert "the kernel killed" in held(StepOutOfMemory("killed"), killed=1).message
+        assert held(StepOutOfMemory("killed")).message == "killed"
+
+    @pytest.mark.parametrize(
+        ("said", "gap", "words"),
+        [
+            ("what():  std::bad_alloc", None, "an allocation failed"),
+            ("MemoryError", 10 * LIMIT, "an allocation failed"),
+            ("libgomp: Thread creation failed", 8 * MEBIBYTE, "a thread's stack"),
+            ("", 3 * MEBIBYTE, f"{3 * MEBIBYTE} bytes left"),
+        ],
+    )
+    def test_a_crash_at_the_limit_is_taken_for_it(
+        self, held: Callable[..., Any], said: str, gap: int | None, words: str
+    ) -> None:
+        found = held(StepCrashed("its process crashed (SIGABRT)"), said, gap)
+        assert words in found.message
+        assert "SIGABRT" in found.message
+
+    @pytest.mark.parametrize(
+        ("said", "gap", "limit"),
+        [
+            ("", 40 * MEBIBYTE, LIMIT),
+            ("", None, LIMIT),
+            ("Thread creation failed", 40 * MEBIBYTE, LIMIT),
+            ("", 0, None),
+        ],
+    )
+    def test_a_crash_far_from_it_is_a_crash(
+        self, held: Callable[..., Any], said: str, gap: int | None, limit: int | None
+    ) -> None:
+        with pytest.raises(StepCrashed):
+            held(StepCrashed("its process crashed (SIGSEGV)"), said, gap, limit)
+
+
+@pytest.mark.parametrize(
+    ("room", "start", "over", "found"),
+    [(11, 8, 16, 11), (0, 0, 1, 0), (0, 0, 64, 0), (63, 0, 64, 62), (1, 1, 2, 1), (1000, 512, 1024, 992)],
+)
+def test_the_largest_that_fits(room: int, start: int, over: int, found: int) -> None:
+    tried: list[int] = []
+
+    def fits(batch: int) -> bool:
+        tried.append(batch)
+        return batch <= room
+
+    assert largest_fit(fits, start, over) == found
+    assert all(start < batch < over for batch in tried)
+    assert len(tried) <= 7
+
+
+def test_a_batch_is_tried_in_a_process_held_to_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    order: list[object] = []
+
+    class Engine:
+        def prime(self, artifact: Artifact, device: Device) -> None:
+            order.append("prime")
+
+        def load(self, artifact: Artifact, device: Device) -> "Engine":
+            order.append("load")
+            return self
+
+        def __enter__(self) -> "Engine":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            order.append("close")
+
+        def run(self, feeds: Any) -> None:
+            order.append(feeds)
+
+    candidate = Candidate("net", Engine(), Artifact(kind="torch", path=tmp_path, sha256="", bytes=0), CPU)  # type: ignore[arg-type]
+    monkeypatch.setattr(out_of_memory, "set_memory_limit", lambda limit, device: order.append(limit))
+    monkeypatch.setattr(
+        out_of_memory, "run_held", lambda function, *args, device, log, limit_bytes: function(*args, print)
+    )
+    assert try_batch(candidate, {}, tmp_path, LIMIT) is None
+    assert order == ["prime", LIMIT, "load", {}, "close"]
+
+
+def test_what_one_process_alone_has_is_not_counted_besides() -> None:
+    code = f"kept = bytearray(b'x' * {LIMIT})\nprint('took', flush=True)\ninput()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        process.stdout.readline()
+        own, why = usage._own_bytes(CPU, process.pid)
+        process.communicate("\n")
+    assert own is not None
+    assert LIMIT <= own < 2 * LIMIT
+    assert why == ""
+    assert usage._own_bytes(CPU, process.pid) == (0, "")
+
+
+def test_what_is_in_use_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "used_bytes", used(100, 100, None, 5))
+    own = iter([(30, ""), (None, "no such process listed"), (1, ""), (9, "")])
+    monkeypatch.setattr(usage, "_own_bytes", lambda device, process: next(own))
+    assert usage.used_besides(CUDA, 1) == (70, "")
+    assert usage.used_besides(CUDA, 1) == (None, "no such process listed")
+    assert usage.used_besides(CUDA, 1) == (None, "NVML is not there")
+    assert usage.used_besides(CUDA, 1) == (0, "")
