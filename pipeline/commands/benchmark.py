@@ -46,5 +46,5 @@ def benchmark(models: tuple[str, ...], recipe_file: Path | None, as_json: bool, 
     with settings_of(options, quiet) as settings:
         run = benchmark.benchmark(recipe_of(models[0], recipe_file, options), models, settings)
     code: int = shown().show_run(run, None, as_json)
-    measured = any(record.status == "measured" for record in (run.baseline, *run.variants))
+    measured = any(record.status == "measured" for record in run.records)
     return code or (0 if measured else 1)

@@ -22,7 +22,7 @@ def compare(runs: tuple[Path, ...], any_device: bool, output: Path | None, as_js
     """
     from enginesmith.pipeline.artifact import write_whole
     from enginesmith.pipeline.errors import storage_errors
-    from enginesmith.pipeline.report.comparison import markdown
+    from enginesmith.pipeline.report.comparison import render
     from enginesmith.pipeline.results import comparison, run
     from enginesmith.pipeline.results import fleet as records
 
@@ -32,13 +32,13 @@ def compare(runs: tuple[Path, ...], any_device: bool, output: Path | None, as_js
     found = comparison.compare([(path, run.read(path)) for path in runs], any_device=any_device)
     if output is not None:
         with storage_errors(str(output)):
-            write_whole(output, markdown(found).encode())
+            write_whole(output, render(found).encode())
     shown().show_comparison(found, as_json)
 
 
 def _compare_fleets(paths: tuple[Path, ...], any_device: bool, output: Path | None, as_json: bool) -> None:
     """Compare a fleet with an earlier one, entry by entry."""
-    from enginesmith.pipeline.report import fleet as fleet_markdown
+    from enginesmith.pipeline.report.fleet import render_changes
     from enginesmith.pipeline.results import fleet, fleet_history
 
     if len(paths) != 2:
@@ -46,5 +46,5 @@ def _compare_fleets(paths: tuple[Path, ...], any_device: bool, output: Path | No
     before, after = map(fleet_history.opened, paths)
     changes = fleet_history.beside(before, after, any_device=any_device)
     if output is not None:
-        fleet.write_text(output, "\n\n".join(fleet_markdown.since(changes, linked=False)) + "\n")
+        fleet.write_text(output, "\n\n".join(render_changes(changes, linked=False)) + "\n")
     shown().show_fleets(changes, as_json)

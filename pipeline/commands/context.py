@@ -172,11 +172,11 @@ def announce(title: str, errors: Sequence[str], warnings: Sequence[str], summary
 
 def announce_run(run: "Run") -> None:
     """The same of a run: budgets that nobody holds are errors, what spoils its numbers are warnings."""
-    from enginesmith.pipeline.report import markdown, tables
+    from enginesmith.pipeline.report import markdown, sentences
     from enginesmith.pipeline.results import budgets
 
     broken = [budgets.format_verdict(one) for one in run.verdicts if not one.passed]
-    announce(run.name, broken, tables.cautions(run), markdown.render(run))
+    announce(run.name, broken, sentences.list_cautions(run), markdown.render(run))
 
 
 def announce_fleet(record: "FleetRecord") -> None:
@@ -186,7 +186,8 @@ def announce_fleet(record: "FleetRecord") -> None:
     bad = [one for one in record.entries if one.status in ("failed", "breached")]
     doubtful = [f"{one.name}: {one.reason}" for one in record.having("lacking")]
     doubtful += [
-        f"{one.name} became slower: {fleet_tables.since(one.since_last)}" for one in fleet_tables.slower(record)
+        f"{one.name} became slower: {fleet_tables.describe_change(one.since_last)}"
+        for one in fleet_tables.list_slower(record)
     ]
     errors = [f"{one.name}: {one.reason}" for one in bad]
-    announce(record.name, errors, doubtful, fleet.fleet_markdown_render(record))
+    announce(record.name, errors, doubtful, fleet.render_markdown(record))

@@ -80,6 +80,14 @@ class Interval(BaseModel):
         """Format a speed-up: ``3.10× [3.02, 3.18]``, or that it is too noisy to tell."""
         return TOO_NOISY if self.too_noisy else f"{self.median:.2f}× [{self.low:.2f}, {self.high:.2f}]"
 
+    def format(self, form: Callable[[float], str]) -> str:
+        """Format the estimate and its ends: ``310 [302, 318]``, or that it is too noisy to tell."""
+        return TOO_NOISY if self.too_noisy else f"{form(self.median)} {self.between(form)}"
+
+    def between(self, form: Callable[[float], str]) -> str:
+        """Format the ends: ``[302, 318]``, or that the interval is too noisy to tell."""
+        return TOO_NOISY if self.too_noisy else f"[{form(self.low)}, {form(self.high)}]"
+
 
 def percentile(samples: Samples, rank: float) -> tuple[float | None, str]:
     """Compute a percentile (numpy's linear), or None and the reason when there are too few samples."""

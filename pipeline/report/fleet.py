@@ -1,56 +1,43 @@
-"""The files that a fleet is read in."""
+"""Write a fleet's reports: ``fleet.html``, ``fleet.md`` and JUnit XML."""
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
-from urllib.parse import quote
 
 import yaml
 
 from enginesmith.pipeline.report import fleet_tables as tables
 from enginesmith.pipeline.report import junit
-from enginesmith.pipeline.report.html.blocks import (
-    Block,
-    Code,
-    Fact,
-    Facts,
-    Section,
-    Table,
-    Tone,
-    Words,
-    filled,
-    folded,
-    points,
-)
+from enginesmith.pipeline.report.files import REPORTS, Format
+from enginesmith.pipeline.report.html.blocks import Block, Code, Fact, Facts, Section, Words, filled, folded, points
 from enginesmith.pipeline.report.html.page import lay_out
-from enginesmith.pipeline.report.markdown import fitting, plain, table
+from enginesmith.pipeline.report.markdown import limit_length, plain, render_list, render_table, shorten
+from enginesmith.pipeline.report.tables import Table, Tone
 from enginesmith.pipeline.results import fleet as records
-from enginesmith.pipeline.results.fleet import EntryRecord, EntryStatus, FleetRecord
+from enginesmith.pipeline.results.fleet import FleetRecord
 from enginesmith.pipeline.results.run import Run
 
 # ``fleet.html``: a fleet as one file that needs no network, with links to the pages of its runs.
 
 _TONES: dict[str, Tone] = {"failed": "bad", "lacking": "caution", "budgets broken": "bad", "slower": "bad"}
 
-_STATUS_TONES: dict[EntryStatus, Tone] = {
-    "done": "good",
-    "breached": "bad",
-    "failed": "bad",
-    "lacking": "caution",
-    "pending": "caution",
-}
-
 
 def render(record: FleetRecord) -> str:
-    """The page."""
+    """Render the page of a fleet."""
     return lay_out(
         "fleet.html.j2",
-        (_winners(record), _since(record), _failed(record), _machines(record), _again(record)),
+        (
+            _render_winners(record),
+            _render_changes(record),
+            _render_failures(record),
+            _render_targets(record),
+            _render_reproduction(record),
+        ),
         record=record,
-        verdict=Words(tables.headline(record), _tone(record)),
+        verdict=Words(tables.summarize(record), _tone(record)),
         unfinished=_unfinished(record),
-        facts=tuple(_fact(name, text) for name, text in tables.facts(record).items()),
+        facts=tuple(_fact(name, text) for name, text in tables.list_facts(record).items()),
     )
 
 
@@ -74,105 +61,41 @@ def _unfinished(record: FleetRecord) -> tuple[Words, ...]:
     return (Words(f"{text} Go on with: enginesmith resume {record.name}", "caution"),)
 
 
-def _winners(record: FleetRecord) -> Section:
-    columns, rows, links = tables.matrix(record)
-    overview = Table(
-        name="matrix",
-        caption="Winners by model and target, with their speed-up over the baseline there.",
-        columns=columns,
-        rows=tuple(rows),
-        links=_quoted(links),
-        tones=_by_status(record, rows, columns),
-    )
-    entries = Table(
-        name="entries",
-        caption="All entries; latency is that of the winner at the batch size that decides.",
-        columns=tables.ENTRIES,
-        rows=tuple(tables.rows(record)),
-        values=tuple(map(_values, record.entries)),
-        sortable=True,
-        searched=True,
-        links=_first(tables.links(record)),
-        tones=dict(_entry_tones(record)),
-    )
-    notes = tuple(Words(f"{note}.") for note in tables.footnotes(record))
-    blocks = (overview, entries) if len(columns) > 2 and len(rows) > 1 else (entries,)
+def _render_winners(record: FleetRecord) -> Section:
+    matrix, entries = tables.tabulate_matrix(record), tables.tabulate_entries(record)
+    notes = tuple(Words(f"{note}.") for note in tables.list_footnotes(record))
+    blocks = (matrix, entries) if len(matrix.columns) > 2 and len(matrix.rows) > 1 else (entries,)
     return Section("winners", "Winners", "Which engine for which model, on which target?", (*blocks, *notes))
 
 
-def _by_status(
-    record: FleetRecord, rows: Sequence[tuple[str, ...]], columns: Sequence[str]
-) -> dict[tuple[int, int], Tone]:
-    models = [row[0] for row in rows]
-    places = {one.name: (models.index(one.model), list(columns).index(one.target, 1)) for one in record.entries}
-    return {places[one.name]: _STATUS_TONES[one.status] for one in record.entries}
-
-
-def _entry_tones(record: FleetRecord) -> Iterator[tuple[tuple[int, int], Tone]]:
-    status, since = tables.ENTRIES.index("status"), tables.ENTRIES.index("since the last fleet")
-    for index, entry in enumerate(record.entries):
-        yield (index, status), _STATUS_TONES[entry.status]
-        changed = tables.since(entry.since_last).partition(" ")[0]
-        if changed in ("slower", "faster"):
-            yield (index, since), "bad" if changed == "slower" else "good"
-
-
-def _values(entry: EntryRecord) -> tuple[float | None, ...]:
-    found = entry.winner
-    if found is None:
-        return (None,) * len(tables.ENTRIES)
-    times = found.speedup.median if found.speedup else None
-    sizes = (found.peak_bytes, found.bytes, found.drop)
-    return (None, None, None, found.batch, times, found.p50_ms, None, *sizes, None)
-
-
-def _since(record: FleetRecord) -> Section:
-    certain, rest = (list(tables.changes(record, certain=which)) for which in (True, False))
-    blocks: list[Block] = [*points(f"{text}." for text in tables.last(record))]
-    if certain:
-        caption = "What differs for certain: its interval, or its spread, leaves out that nothing changed."
-        blocks.append(_changes("changes", caption, certain))
-    elif record.last is not None:
+def _render_changes(record: FleetRecord) -> Section:
+    certain, rest = (tables.tabulate_changes(record, certain=certain) for certain in (True, False))
+    blocks: list[Block] = [*points(f"{text}." for text in tables.describe_last(record)), *filled(certain)]
+    if not certain.rows and record.last is not None:
         blocks.append(Words("No measured difference is certain.", "good"))
-    if rest:
-        caption = "Winners' other numbers, which are the same, or which may differ by chance."
-        blocks += folded("What did not change for certain", _changes("unchanged", caption, rest))
+    blocks += folded("What did not change for certain", *filled(rest))
     return Section("since", "Since the last fleet", "What became slower, or faster?", tuple(blocks))
 
 
-def _changes(name: str, caption: str, found: Sequence[tuple[tuple[str, ...], EntryRecord]]) -> Table:
-    rows, links = tuple(row for row, _ in found), _first([tables.page(entry) for _, entry in found])
-    return Table(name, caption, tables.CHANGES, rows, sortable=True, searched=True, links=links)
-
-
-def _failed(record: FleetRecord) -> Section:
-    found = list(tables.failures(record))
-    links = {
-        (index, column): target
-        for index, (row, entry) in enumerate(found)
-        for column, target in ((0, tables.page(entry)), (len(row) - 1, row[-1] if row[-1] != "–" else ""))
-        if target
-    }
-    rows = tuple(row for row, _ in found)
-    table = Table("failures", "What came to nothing, variants included.", tables.FAILURES, rows, links=_quoted(links))
-    blocks = filled(table) or (Words("Nothing failed, and no budget is broken.", "good"),)
+def _render_failures(record: FleetRecord) -> Section:
+    none = (Words("Nothing failed, and no budget is broken.", "good"),)
+    blocks = filled(tables.tabulate_failures(record)) or none
     return Section("failures", "What failed", "Why is there no winner, or one variant less?", blocks)
 
 
-def _machines(record: FleetRecord) -> Section:
-    found = {one.target: one.machine for one in record.entries}
+def _render_targets(record: FleetRecord) -> Section:
     facts = []
-    for target, machine in found.items():
+    for target, machine in {entry.target: entry.machine for entry in record.entries}.items():
         parts = [machine.device, machine.accelerator]
         parts += [f"{amount:g} of {name}" for name, amount in machine.resources.items()]
         facts.append(Fact(target, ", ".join(filter(None, parts))))
     return Section("targets", "Targets", "What does each of them ask of a machine?", (Facts(tuple(facts)),))
 
 
-def _again(record: FleetRecord) -> Section:
+def _render_reproduction(record: FleetRecord) -> Section:
     content = record.fleet.model_dump(mode="json", exclude_defaults=True)
     content["targets"] = record.fleet.model_dump(mode="json")["targets"]
-    words = ["enginesmith", "optimize", record.file, *(word for one in record.only for word in ("--only", one))]
+    words = ["enginesmith", "optimize", record.file, *(word for name in record.only for word in ("--only", name))]
     blocks: tuple[Block, ...] = (
         Code("command", "From the folder where it was begun", shlex.join(words)),
         Code("file", record.file, yaml.safe_dump(content, sort_keys=False, allow_unicode=True)),
@@ -183,102 +106,69 @@ def _again(record: FleetRecord) -> Section:
     return Section("again", "How to run this again", "What was asked for?", blocks)
 
 
-def _first(links: Sequence[str]) -> dict[tuple[int, int], str]:
-    """Links of the first column."""
-    return _quoted({(index, 0): target for index, target in enumerate(links) if target})
+# ``fleet.md``: a summary of a fleet for a comment on a pull request; fleet.html has all of it.
+
+_MOST_ROWS, _MOST_LINES, _LONGEST = 60, 24, 160
+_PAGE = "fleet.html"
 
 
-def _quoted(links: dict[tuple[int, int], str]) -> dict[tuple[int, int], str]:
-    return {place: quote(target) for place, target in links.items()}
-
-
-# ``fleet.md``: what a fleet comes to, short enough for a comment on a pull request; fleet.html has all of it.
-
-_MOST_ROWS, _MOST_LINES = 60, 24
-_REST = "in fleet.html"
-
-
-def fleet_markdown_render(record: FleetRecord) -> str:
-    """The fleet as Markdown."""
-    facts = ", ".join(f"{name}: {text}" for name, text in tables.facts(record).items())
+def render_markdown(record: FleetRecord) -> str:
+    """Render a fleet as Markdown."""
+    facts = ", ".join(f"{name}: {text}" for name, text in tables.list_facts(record).items())
+    failures = tables.tabulate_failures(record)
     parts = [
-        f"# {plain(tables.short(record.name))}",
-        plain(tables.headline(record)),
+        f"# {plain(_shorten(record.name))}",
+        plain(tables.summarize(record)),
         plain(f"{facts}."),
-        _limited(tables.ENTRIES, [tuple(map(tables.short, row)) for row in tables.rows(record)], tables.links(record)),
-        _list(map(plain, tables.footnotes(record))),
-        *since(record),
-        *_fleet_markdown_failed(record),
+        _render_table(tables.tabulate_entries(record)),
+        render_list(map(plain, tables.list_footnotes(record)), _MOST_LINES, _PAGE),
+        *render_changes(record),
+        *(["## What failed, and why", _render_table(failures)] if failures.rows else []),
     ]
-    return fitting("\n\n".join(part for part in parts if part), "fleet.html")
+    return limit_length("\n\n".join(part for part in parts if part), _PAGE)
 
 
-def since(record: FleetRecord, *, linked: bool = True) -> Iterator[str]:
-    """What changed since the last fleet, with links from the fleet's folder."""
+def render_changes(record: FleetRecord, *, linked: bool = True) -> Iterator[str]:
+    """Render the changes since the last fleet as Markdown, with links from the fleet's folder."""
     yield "## Since the last fleet"
-    yield _list(f"{plain(tables.short(text))}." for text in tables.last(record))
-    found = list(tables.changes(record, certain=True))
-    if found:
-        yield _limited(
-            tables.CHANGES, [row for row, _ in found], [tables.page(entry) if linked else "" for _, entry in found]
-        )
+    lines = (f"{plain(_shorten(text))}." for text in tables.describe_last(record))
+    yield render_list(lines, _MOST_LINES, _PAGE)
+    changes = tables.tabulate_changes(record, certain=True)
+    if changes.rows:
+        yield _render_table(changes if linked else replace(changes, links={}))
     elif record.last is not None:
         yield "No measured difference is certain."
 
 
-def _fleet_markdown_failed(record: FleetRecord) -> Iterator[str]:
-    found = list(tables.failures(record))
-    if found:
-        yield "## What failed, and why"
-        rows = [tuple(map(tables.short, row)) for row, _ in found]
-        yield _limited(tables.FAILURES, rows, [tables.page(entry) for _, entry in found])
+def _render_table(table: Table) -> str:
+    rows = tuple(tuple(map(_shorten, row)) for row in table.rows)
+    return render_table(replace(table, rows=rows), _MOST_ROWS, _PAGE)
 
 
-def _limited(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], links: Sequence[str]) -> str:
-    left = len(rows) - _MOST_ROWS
-    text = table(columns, rows[:_MOST_ROWS], links[:_MOST_ROWS])
-    return f"{text}\n\nand {left} more rows, {_REST}" if left > 0 else text
+def _shorten(text: str) -> str:
+    return shorten(text.strip().partition("\n")[0], _LONGEST)
 
 
-def _list(lines: Iterator[str]) -> str:
-    found = list(lines)
-    left = len(found) - _MOST_LINES
-    more = [f"and {left} more, {_REST}"] if left > 0 else []
-    return "\n".join(f"- {line}" for line in [*found[:_MOST_LINES], *more])
-
-
-Format = Literal["html", "md", "junit", "json"]
 NAMES: Mapping[Format, str] = {"html": "fleet.html", "md": "fleet.md", "junit": "junit.xml", "json": records.FILE}
-REPORTS: tuple[Format, ...] = ("html", "md", "junit")
-"""What a fleet's folder has besides fleet.json."""
 
 
 def write(
-    record: FleetRecord, folder: Path, found: Mapping[str, Run], formats: Sequence[Format] = ("json", *REPORTS)
+    record: FleetRecord, folder: Path, runs: Mapping[str, Run], formats: Sequence[Format] = ("json", *REPORTS)
 ) -> list[Path]:
     """Write a fleet in these formats, each whole or not at all; gives back the files.
 
-    ``found`` are the runs of entries by name, as far as there are some.
+    ``runs`` are the runs of entries by name, as far as there are some.
 
     Raises:
         StoreError: the folder cannot be written.
     """
     renderers: Mapping[Format, Callable[[FleetRecord], str]] = {
-        "html": _page,
-        "md": fleet_markdown_render,
-        "junit": lambda record: junit.render_fleet(record, found),
+        "html": render,
+        "md": render_markdown,
+        "junit": lambda record: junit.render_fleet(record, runs),
+        "json": lambda record: record.model_dump_json(indent=1, by_alias=True) + "\n",
     }
-    written = []
-    for form in dict.fromkeys(formats):
-        path = folder / NAMES[form]
-        if form == "json":
-            records.write(record, folder)
-        else:
-            records.write_text(path, renderers[form](record))
-        written.append(path)
-    return written
-
-
-def _page(record: FleetRecord) -> str:
-
-    return render(record)
+    paths = {form: folder / NAMES[form] for form in dict.fromkeys(formats)}
+    for form, path in paths.items():
+        records.write_text(path, renderers[form](record))
+    return list(paths.values())

@@ -1,21 +1,25 @@
-"""The tables and sentences of a fleet: one definition for the terminal, fleet.md and the page."""
+"""Tabulate and sum up a fleet once, for the terminal, fleet.md and fleet.html."""
 
 from collections.abc import Iterator, Sequence
 
-from enginesmith.pipeline.report.comparison import judged, latency_row, number_row, percent
-from enginesmith.pipeline.report.tables import MADE_UP
+from enginesmith.pipeline.measure.statistics import TOO_NOISY
+from enginesmith.pipeline.report.comparison import format_latency, format_number, format_percent, judge
+from enginesmith.pipeline.report.sentences import SYNTHETIC
+from enginesmith.pipeline.report.tables import (
+    Number,
+    Table,
+    Tone,
+    make_table,
+    number_cell,
+    size_cell,
+    time_cell,
+)
 from enginesmith.pipeline.results import budgets
 from enginesmith.pipeline.results.fleet import EntryChange, EntryRecord, EntryStatus, Failure, FleetRecord, Winner
-from enginesmith.pipeline.units import format_bytes, format_seconds, ms
+from enginesmith.pipeline.units import format_seconds, ms
 
-ENTRIES = (
-    *("entry", "status", "winner", "batch", "speed-up [95 %]", "p50 ms", "since the last fleet"),
-    *("peak memory", "size", "drop", "budgets"),
-)
-CHANGES = ("entry", "variant", "number", "last fleet", "now", "change [95 %]", "judgement")
-FAILURES = ("entry", "variant", "class", "reason", "what to do", "log")
 PAGE = "report.html"
-"""What a run directory is read in."""
+"""File of a run directory that entries link to."""
 _WORDS: dict[EntryStatus, str] = {
     "done": "done",
     "breached": "over budget",
@@ -29,72 +33,89 @@ _COUNTED: dict[EntryStatus, str] = {
     "lacking": "lacking what the target asks for",
     "pending": "not ended",
 }
-_LONGEST, _MOST_NAMED = 160, 8
+STATUS_TONES: dict[EntryStatus, Tone] = {
+    "done": "good",
+    "breached": "bad",
+    "failed": "bad",
+    "lacking": "caution",
+    "pending": "caution",
+}
+_MOST_NAMED = 8
 _EXPECTED = 20
 """Intervals of 95 % from which one is expected to leave out what is true by chance."""
 
 
-def headline(record: FleetRecord) -> str:
-    """The fleet in one sentence."""
+def summarize(record: FleetRecord) -> str:
+    """Sum up the fleet in one sentence."""
     total = len(record.entries)
-    winners = sum(one.winner is not None for one in record.entries)
+    winners = sum(entry.winner is not None for entry in record.entries)
     counts = {word: len(record.having(status)) for status, word in _COUNTED.items()}
     rest = "; ".join(f"{count} {word}" for word, count in counts.items() if count)
-    said = f"{winners} of {total} {'entry has' if total == 1 else 'entries have'} a winner"
-    return f"{said}{'; ' if rest else ''}{rest}."
+    return f"{winners} of {total} {'entry has' if total == 1 else 'entries have'} a winner{'; ' if rest else ''}{rest}."
 
 
-def rows(record: FleetRecord) -> list[tuple[str, ...]]:
-    """A row for each entry; columns as in :data:`ENTRIES`."""
-    return [_row(one) for one in record.entries]
+def tabulate_entries(record: FleetRecord) -> Table:
+    """List each entry with its winner's numbers, and links to the pages of runs."""
+    rows = [_entry_row(entry) for entry in record.entries]
+    tones: dict[tuple[int, int], Tone] = {}
+    columns = list(rows[0]) if rows else []
+    for index, (entry, row) in enumerate(zip(record.entries, rows, strict=True)):
+        tones[index, columns.index("status")] = STATUS_TONES[entry.status]
+        changed = row["since the last fleet"].partition(" ")[0]
+        if changed in ("slower", "faster"):
+            tones[index, columns.index("since the last fleet")] = "bad" if changed == "slower" else "good"
+    caption = "All entries; latency is that of the winner at the batch size that decides."
+    links = _link_first(record.entries)
+    return make_table("entries", caption, rows, sortable=True, searched=True, links=links, tones=tones)
 
 
-def links(record: FleetRecord) -> list[str]:
-    """For each of these rows the page of its run, from the fleet's folder; empty where there is none."""
-    return [page(one) for one in record.entries]
+def _link_first(entries: Sequence[EntryRecord]) -> dict[tuple[int, int], str]:
+    return {(index, 0): page for index, entry in enumerate(entries) if (page := _find_page(entry))}
 
 
-def page(entry: EntryRecord) -> str:
-    """The page of an entry's run, from the fleet's folder."""
+def _find_page(entry: EntryRecord) -> str:
+    """Return the path of an entry's page from the fleet's folder; empty if it has no run."""
     return f"{entry.run}/{PAGE}" if entry.run else ""
 
 
-def _row(entry: EntryRecord) -> tuple[str, ...]:
-    found = entry.winner
-    first, changed, held = (entry.name, status(entry)), since(entry.since_last), _budgets(entry)
-    if found is None:
-        return (*first, *("–" * 4), changed, *("–" * 3), held)
-    numbers = (_marked(found), str(found.batch), _speedup(found), ms(found.p50_ms))
-    drop = "–" if found.drop is None else f"{found.drop:+.4f}"
-    return (*first, *numbers, changed, format_bytes(found.peak_bytes), format_bytes(found.bytes), drop, held)
+def _entry_row(entry: EntryRecord) -> dict[str, str]:
+    winner = entry.winner
+    speedup = winner.speedup if winner else None
+    return {
+        "entry": entry.name,
+        "status": describe_status(entry),
+        "winner": _name(winner) if winner else "–",
+        "batch": number_cell(winner.batch if winner else None),
+        "speed-up [95 %]": Number(speedup.times(), speedup.median) if speedup else "–",
+        "p50 ms": time_cell(winner.p50_ms if winner else None),
+        "since the last fleet": describe_change(entry.since_last),
+        "peak memory": size_cell(winner.peak_bytes if winner else None),
+        "size": size_cell(winner.bytes if winner else None),
+        "drop": number_cell(winner.drop if winner else None, "+.4f"),
+        "budgets": _judge_budgets(entry),
+    }
 
 
-def _marked(found: Winner) -> str:
-    return f"{found.id}*" if found.synthetic_calibration else found.id
+def _name(winner: Winner) -> str:
+    return f"{winner.id}*" if winner.synthetic_calibration else winner.id
 
 
-def _speedup(found: Winner) -> str:
-    if found.speedup is None:
-        return "–"
-    return found.speedup.times()
-
-
-def _budgets(entry: EntryRecord) -> str:
+def _judge_budgets(entry: EntryRecord) -> str:
     if not entry.verdicts:
         return "–"
     broken = [budgets.format_title(one.budget) for one in entry.verdicts if not one.passed]
     return f"broken: {', '.join(broken)}" if broken else "met"
 
 
-def status(entry: EntryRecord) -> str:
-    """How an entry ended, in a few words."""
+def describe_status(entry: EntryRecord) -> str:
+    """Say how an entry ended, in a few words."""
     failed = entry.variants.get("failed", 0)
     some = f", {failed} of {sum(entry.variants.values())} variants failed" if failed and entry.status == "done" else ""
     return f"{_WORDS[entry.status]}{', taken over' if entry.taken_from else ''}{some}"
 
 
-def since(change: EntryChange | None) -> str:
-    """What became of an entry's latency since the last fleet: of its winner now, beside the winner then."""
+def describe_change(change: EntryChange | None) -> str:
+    """Say how the latency of an entry's winner changed since the last fleet's winner."""
     if change is None:
         return "–"
     if change.pair is None:
@@ -109,62 +130,73 @@ def since(change: EntryChange | None) -> str:
     if row.change.median == row.change.low == row.change.high == 1.0:
         return "the same measurement"
     was = f", was {change.winner}" if change.winners else ""
-    return f"{judged(row.change)} {percent(row.change)}{was}".replace(" –", "")
+    return f"{judge(row.change)} {format_percent(row.change)}{was}".replace(" –", "")
 
 
-def changes(record: FleetRecord, *, certain: bool) -> Iterator[tuple[tuple[str, ...], EntryRecord]]:
-    """Numbers beside those of the last fleet; columns as in :data:`CHANGES`.
+def tabulate_changes(record: FleetRecord, *, certain: bool) -> Table:
+    """List numbers beside those of the last fleet.
 
     Either all that intervals and spreads tell from chance, or the rest of what there is of winners.
     """
+    changes = list(_list_changes(record, certain=certain))
+    caption = "Winners' other numbers, which are the same, or which may differ by chance."
+    if certain:
+        caption = "What differs for certain: its interval, or its spread, leaves out that nothing changed."
+    rows, links = (row for row, _ in changes), _link_first([entry for _, entry in changes])
+    name = "changes" if certain else "unchanged"
+    return make_table(name, caption, rows, sortable=True, searched=True, links=links)
+
+
+def _list_changes(record: FleetRecord, *, certain: bool) -> Iterator[tuple[dict[str, str], EntryRecord]]:
+    heads = ("number", "last fleet", "now", "change [95 %]", "judgement")
     for entry in record.entries:
         change = entry.since_last
+        now = change.pair.after.winner if change and change.pair else None
         for variant in change.compared if change else ():
             succeeded = change is not None and variant is change.winners
-            now = change.pair.after.winner if change and change.pair else None
             name = f"{now}, after {variant.id}" if succeeded else variant.id
-            ofwinner = succeeded or variant.id == now
-            found = [(row.change.significant, latency_row(row)) for row in variant.latency]
-            found += [(number.significant, number_row(number)) for number in variant.numbers]
-            for significant, cells in found:
-                if set(cells[1:3]) != {"–"} and (bool(significant) if certain else ofwinner and not significant):
-                    yield (entry.name, name, *cells), entry
+            is_winner = succeeded or variant.id == now
+            numbers = [(row.change.significant, format_latency(row)) for row in variant.latency]
+            numbers += [(number.significant, format_number(number)) for number in variant.numbers]
+            for significant, cells in numbers:
+                if set(cells[1:3]) != {"–"} and (bool(significant) if certain else is_winner and not significant):
+                    yield {"entry": entry.name, "variant": name, **dict(zip(heads, cells, strict=True))}, entry
 
 
-def slower(record: FleetRecord) -> list[EntryRecord]:
-    """Entries with a variant that became slower for certain."""
-    return [one for one in record.entries if any(ratio > 1 for ratio in _certain(one))]
+def list_slower(record: FleetRecord) -> list[EntryRecord]:
+    """List entries with a variant that became slower for certain."""
+    return [one for one in record.entries if any(ratio > 1 for ratio in _list_certain_ratios(one))]
 
 
-def faster(record: FleetRecord) -> list[EntryRecord]:
-    """Entries with one that became faster."""
-    return [one for one in record.entries if any(ratio < 1 for ratio in _certain(one))]
+def list_faster(record: FleetRecord) -> list[EntryRecord]:
+    """List entries with a variant that became faster for certain."""
+    return [one for one in record.entries if any(ratio < 1 for ratio in _list_certain_ratios(one))]
 
 
-def _certain(entry: EntryRecord) -> Iterator[float]:
+def _list_certain_ratios(entry: EntryRecord) -> Iterator[float]:
     compared = entry.since_last.compared if entry.since_last else ()
     changed = (row.change for variant in compared for row in variant.latency)
     return (one.median for one in changed if one.significant and one.median is not None)
 
 
-def last(record: FleetRecord) -> Iterator[str]:
-    """What the fleet is held against, and what of it cannot be compared, a sentence each."""
+def describe_last(record: FleetRecord) -> Iterator[str]:
+    """Describe the fleet that this one is compared with, and what cannot be compared, a sentence each."""
     if record.last is None:
         yield "there is no earlier fleet of this file beside this one"
         return
     yield f"held against {record.last.path}, begun {record.last.created}"
     if record.last.without:
-        yield f"no longer there: {_few(record.last.without)}"
+        yield f"no longer there: {_name_some(record.last.without)}"
     notes: dict[str, list[str]] = {}
     for entry in record.entries:
         if entry.since_last and entry.since_last.pair is None:
             notes.setdefault(entry.since_last.note, []).append(entry.name)
         if entry.done_because:
             notes.setdefault(f"done again: {entry.done_because}", []).append(entry.name)
-        for note in dict.fromkeys(_notes(entry.since_last)):
+        for note in dict.fromkeys(_list_notes(entry.since_last)):
             notes.setdefault(note, []).append(entry.name)
     for note, names in notes.items():
-        yield f"{_few(names)}: {note}"
+        yield f"{_name_some(names)}: {note}"
     count = sum(
         row.change.basis is not None and row.change.low is not None
         for entry in record.entries
@@ -175,8 +207,8 @@ def last(record: FleetRecord) -> Iterator[str]:
         yield f"of {count} intervals of 95 %, {count / _EXPECTED:.0f} are expected to leave out no change by chance"
 
 
-def _notes(change: EntryChange | None) -> Iterator[str]:
-    """What else changed, and how the winner's latency was judged."""
+def _list_notes(change: EntryChange | None) -> Iterator[str]:
+    """List what else changed, and how the winner's latency was judged."""
     if change is None or change.pair is None:
         return
     for name, fields in change.pair.changed.sections:
@@ -187,103 +219,118 @@ def _notes(change: EntryChange | None) -> Iterator[str]:
             yield from (row.change.note for row in variant.latency if row.change.note)
 
 
-def _few(names: list[str] | tuple[str, ...]) -> str:
+def _name_some(names: list[str] | tuple[str, ...]) -> str:
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more
 
 
-def failures(record: FleetRecord) -> Iterator[tuple[tuple[str, ...], EntryRecord]]:
-    """What failed, is lacking or breaks a budget, and why, each reason once; columns as in :data:`FAILURES`."""
+def tabulate_failures(record: FleetRecord) -> Table:
+    """List what failed, is lacking or breaks a budget and why, each reason once, with links to pages and logs."""
+    failures = list(_list_failures(record))
+    links = _link_first([entry for _, entry in failures])
+    for index, (row, _) in enumerate(failures):
+        if row["log"] != "–":
+            links[index, len(row) - 1] = row["log"]
+    caption = "What came to nothing, variants included."
+    return make_table("failures", caption, (row for row, _ in failures), links=links)
+
+
+def _list_failures(record: FleetRecord) -> Iterator[tuple[dict[str, str], EntryRecord]]:
     for entry in record.entries:
-        whole = next((one for one in entry.failures if not one.variant), None)
-        variants = [one for one in entry.failures if one.variant and not (whole and whole.reason in one.reason)]
+        whole = next((failure for failure in entry.failures if not failure.variant), None)
+        variants = [failure for failure in entry.failures if failure.variant]
         if whole is not None:
-            yield _failure(entry, ["all"], _shortened(whole, variants)), entry
+            variants = [failure for failure in variants if whole.reason not in failure.reason]
+            yield _failure_row(entry, ["all"], _shorten_reason(whole, variants)), entry
         elif entry.status not in ("done", "pending"):
-            yield _failure(entry, ["all"], Failure(variant="", reason=entry.reason, remedy=entry.remedy)), entry
+            yield _failure_row(entry, ["all"], Failure(variant="", reason=entry.reason, remedy=entry.remedy)), entry
         alike: dict[Failure, list[str]] = {}
-        for one in variants:
-            alike.setdefault(one.model_copy(update={"variant": "any"}), []).append(one.variant)
-        for one, names in alike.items():
-            yield _failure(entry, names, one), entry
+        for failure in variants:
+            alike.setdefault(failure.model_copy(update={"variant": "any"}), []).append(failure.variant)
+        for failure, names in alike.items():
+            yield _failure_row(entry, names, failure), entry
 
 
-def _shortened(whole: Failure, variants: Sequence[Failure]) -> Failure:
-    """Why an entry came to nothing, without what is told of its variants beside it."""
-    reason, logs = whole.reason, {one.log for one in variants}
-    for one in variants:
-        reason = reason.replace(f"\n  {one.variant}: {one.reason}", "")
+def _shorten_reason(whole: Failure, variants: Sequence[Failure]) -> Failure:
+    """Leave out of an entry's reason what is said of its variants beside it."""
+    reason, logs = whole.reason, {failure.log for failure in variants}
+    for failure in variants:
+        reason = reason.replace(f"\n  {failure.variant}: {failure.reason}", "")
     log = None if whole.log in logs else whole.log
     return whole.model_copy(update={"reason": reason.removesuffix(":"), "log": log})
 
 
-def _failure(entry: EntryRecord, names: Sequence[str], one: Failure) -> tuple[str, ...]:
-    kind = one.failure or ("failed" if one.variant else _WORDS[entry.status])
-    return entry.name, ", ".join(names), kind, one.reason or "–", one.remedy or "–", one.log or "–"
+def _failure_row(entry: EntryRecord, names: Sequence[str], failure: Failure) -> dict[str, str]:
+    return {
+        "entry": entry.name,
+        "variant": ", ".join(names),
+        "class": failure.failure or ("failed" if failure.variant else _WORDS[entry.status]),
+        "reason": failure.reason or "–",
+        "what to do": failure.remedy or "–",
+        "log": failure.log or "–",
+    }
 
 
-def told_once(record: FleetRecord) -> Iterator[tuple[str, ...]]:
-    """The same where entries share a reason, as those of one model do: one row for all of them."""
+def group_failures(record: FleetRecord) -> Iterator[tuple[str, ...]]:
+    """List failures with one row for all entries that share a reason."""
     alike: dict[tuple[str, ...], list[str]] = {}
-    for (name, *rest), _ in failures(record):
+    for name, *rest in tabulate_failures(record).rows:
         alike.setdefault(tuple(rest), []).append(name)
-    yield from ((_few(names), *rest) for rest, names in alike.items())
+    yield from ((_name_some(names), *rest) for rest, names in alike.items())
 
 
-def matrix(record: FleetRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]], dict[tuple[int, int], str]]:
-    """Models by targets: columns, rows, and the pages that cells lead to."""
-    models = list(dict.fromkeys(one.model for one in record.entries))
-    targets = list(dict.fromkeys(one.target for one in record.entries))
-    by_pair = {(one.model, one.target): one for one in record.entries}
-    found: dict[tuple[int, int], str] = {}
-    lines: list[tuple[str, ...]] = []
-    for number, model in enumerate(models):
-        cells = [model]
-        for column, target in enumerate(targets, start=1):
-            entry = by_pair.get((model, target))
-            cells.append(_cell(entry) if entry else "–")
-            if entry and (where := page(entry)):
-                found[number, column] = where
-        lines.append(tuple(cells))
-    return ("model", *targets), lines, found
+def tabulate_matrix(record: FleetRecord) -> Table:
+    """List winners by model and target, with links to the pages of runs."""
+    models = list(dict.fromkeys(entry.model for entry in record.entries))
+    targets = list(dict.fromkeys(entry.target for entry in record.entries))
+    by_pair = {(entry.model, entry.target): entry for entry in record.entries}
+    rows = [
+        {"model": model}
+        | {target: _cell(by_pair[model, target]) if (model, target) in by_pair else "–" for target in targets}
+        for model in models
+    ]
+    places = {(models.index(model), targets.index(target) + 1): entry for (model, target), entry in by_pair.items()}
+    links = {place: page for place, entry in places.items() if (page := _find_page(entry))}
+    tones = {place: STATUS_TONES[entry.status] for place, entry in places.items()}
+    caption = "Winners by model and target, with their speed-up over the baseline there."
+    return make_table("matrix", caption, rows, links=links, tones=tones)
 
 
 def _cell(entry: EntryRecord) -> str:
     if entry.winner is None:
-        return status(entry)
+        return describe_status(entry)
     times = entry.winner.speedup
-    number = f"{times.median:.2f}×" if times else f"{ms(entry.winner.p50_ms)} ms" if entry.winner.p50_ms else ""
-    return f"{_marked(entry.winner)} {number}".strip()
+    number = f"{ms(entry.winner.p50_ms)} ms" if entry.winner.p50_ms else ""
+    if times:
+        number = TOO_NOISY if times.too_noisy else f"{times.median:.2f}×"
+    return f"{_name(entry.winner)} {number}".strip()
 
 
-def facts(record: FleetRecord) -> dict[str, str]:
-    """What is said in short at the top: term → text."""
-    steps, reused = (sum(getattr(one, name) for one in record.entries) for name in ("steps", "reused"))
-    found = {
+def list_facts(record: FleetRecord) -> dict[str, str]:
+    """List the counts that are said in short at the top, by term."""
+    steps, reused = (sum(getattr(entry, name) for entry in record.entries) for name in ("steps", "reused"))
+    facts = {
         "entries": str(len(record.entries)),
-        "winners": str(sum(one.winner is not None for one in record.entries)),
+        "winners": str(sum(entry.winner is not None for entry in record.entries)),
         "failed": str(len(record.having("failed"))),
         "lacking": str(len(record.having("lacking"))),
         "budgets broken": str(len(record.having("breached"))),
     }
     if record.last is not None:
-        found |= {"slower": str(len(slower(record))), "faster": str(len(faster(record)))}
-    if taken := sum(one.taken_from is not None for one in record.entries):
-        found["taken over"] = str(taken)
-    found["steps"] = f"{steps:,}, of which {reused:,} shared or from the store"
-    found["time"] = format_seconds(record.seconds)
-    return found
+        facts |= {"slower": str(len(list_slower(record))), "faster": str(len(list_faster(record)))}
+    if taken := sum(entry.taken_from is not None for entry in record.entries):
+        facts["taken over"] = str(taken)
+    facts["steps"] = f"{steps:,}, of which {reused:,} shared or from the store"
+    facts["time"] = format_seconds(record.seconds)
+    return facts
 
 
-def footnotes(record: FleetRecord) -> list[str]:
-    """What stars mean, and who is called otherwise than in the fleet file, where there are any."""
-    found = [MADE_UP] if any(one.winner and one.winner.synthetic_calibration for one in record.entries) else []
-    names = {one.model: one.name.partition("@")[0] for one in record.entries}
-    otherwise = [f"{name} for {model}" for model, name in names.items() if name != model]
-    return [*found, f"entries are called as their folders: {_few(otherwise)}"] if otherwise else found
-
-
-def short(text: str, longest: int = _LONGEST) -> str:
-    """The first line of a text, not too long."""
-    first = text.strip().partition("\n")[0]
-    return first if len(first) <= longest else f"{first[: longest - 1]}…"
+def list_footnotes(record: FleetRecord) -> list[str]:
+    """Explain stars, and names that differ from the fleet file's, where there are any."""
+    synthetic = any(entry.winner and entry.winner.synthetic_calibration for entry in record.entries)
+    names = {entry.model: entry.name.partition("@")[0] for entry in record.entries}
+    renamed = [f"{name} for {model}" for model, name in names.items() if name != model]
+    return [
+        *([SYNTHETIC] if synthetic else []),
+        *([f"entries are called as their folders: {_name_some(renamed)}"] if renamed else []),
+    ]

@@ -1,4 +1,4 @@
-"""Tables of where a run comes from: its steps, their tools and files, the machine, and what it takes to do it again."""
+"""Tabulate where a run comes from: steps, tools, files and the machine; write the commands that repeat it."""
 
 import json
 import shlex
@@ -6,83 +6,87 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from enginesmith.pipeline.artifact import HistoryEntry
-from enginesmith.pipeline.measure.rows import DeviceLimits
-from enginesmith.pipeline.report.tables import marked
+from enginesmith.pipeline.report.tables import Table, make_table, marked
 from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.units import format_bytes, format_seconds, format_si
 
-STEPS = ("step", "ended", "time", "host peak", "effect", "with", "notes")
-PARAMETERS = ("step", "parameters")
-FILES = ("variant", "file", "size", "sha256", "made by")
-RATES = ("of the machine", "at best", "usually", "repetitions", "how")
-MACHINE = ("fact", "value")
 _OTHER_FACTS = ("warnings", "packages", "reasons", "gpus", "folder")
 _BYTES, _SECONDS, _MHZ = "_bytes", "_seconds", "_mhz"
 _OWN = "enginesmith"
 
 
-def steps(run: Run) -> list[tuple[str, ...]]:
-    """A row for each step of the plan; columns as in :data:`STEPS`."""
-    known = _history(run)
-    rows: list[tuple[str, ...]] = []
-    for step in run.steps:
-        entry = known.get(step.id)
-        rows.append(
-            (
-                step.id,
-                "from the store" if step.cached else step.status,
-                "–" if step.seconds is None else format_seconds(step.seconds),
-                format_bytes(entry.host_peak_bytes if entry else None),
-                step.effect,
-                ", ".join(f"{name} {version}" for name, version in entry.tools.items()) if entry else "–",
-                "; ".join(entry.notes) if entry else "",
-            )
-        )
-    return rows
+def tabulate_steps(run: Run) -> Table:
+    """List each step of the plan with its result, tools and notes."""
+    history = _history(run)
+    rows = (
+        {
+            "step": step.id,
+            "ended": "from the store" if step.cached else step.status,
+            "time": "–" if step.seconds is None else format_seconds(step.seconds),
+            "host peak": format_bytes(entry.host_peak_bytes if (entry := history.get(step.id)) else None),
+            "effect": step.effect,
+            "with": ", ".join(f"{name} {version}" for name, version in entry.tools.items()) if entry else "–",
+            "notes": "; ".join(entry.notes) if entry else "",
+        }
+        for step in run.steps
+    )
+    return make_table("steps", "Every step of the plan", rows, searched=True)
 
 
-def parameters(run: Run) -> list[tuple[str, ...]]:
-    """The fields that each step was done with; columns as in :data:`PARAMETERS`."""
-    return [
-        (name, json.dumps(entry.parameters.get("fields", entry.parameters), ensure_ascii=False))
+def tabulate_parameters(run: Run) -> Table:
+    """List the fields that each step was done with."""
+    rows = (
+        {
+            "step": name,
+            "parameters": json.dumps(entry.parameters.get("fields", entry.parameters), ensure_ascii=False),
+        }
         for name, entry in _history(run).items()
-    ]
+    )
+    return make_table("fields", "Fields of each step", rows)
 
 
 def _history(run: Run) -> dict[str, HistoryEntry]:
-    records = (run.baseline, *run.variants)
+    records = run.records
     return {entry.step: entry for record in records for entry in record.history}
 
 
-def files(run: Run) -> list[tuple[str, ...]]:
-    """The engines' files with their digests; columns as in :data:`FILES`."""
-    return [
-        (marked(record), found.path, format_bytes(found.bytes), found.sha256, " → ".join(_steps(record.history)))
+def tabulate_files(run: Run) -> Table:
+    """List the engines' files with their digests and the steps that made them."""
+    rows = (
+        {
+            "variant": marked(record),
+            "file": file.path,
+            "size": format_bytes(file.bytes),
+            "sha256": file.sha256,
+            "made by": " → ".join(entry.step for entry in record.history),
+        }
         for record in run.variants
-        if (found := record.artifact)
-    ]
+        if (file := record.artifact)
+    )
+    return make_table("files", "Engine files in the run directory", rows).without_empty_columns()
 
 
-def _steps(history: tuple[HistoryEntry, ...]) -> Iterator[str]:
-    return (entry.step for entry in history)
+def tabulate_machine(environment: Mapping[str, Any]) -> Table:
+    """List the facts of the machine, each with its unit or why it is not known."""
+    rows = ({"fact": name, "value": text} for name, text in _list_facts(environment))
+    return make_table("machine", "The machine when latency was measured", rows)
 
 
-def machine(environment: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Facts of the machine, each with its unit or why it is not known; columns as in :data:`MACHINE`."""
+def _list_facts(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     reasons = environment.get("reasons")
     why = reasons if isinstance(reasons, Mapping) else {}
-    rows = [
-        (_words(name), f"unknown: {why.get(name, 'no reason was given')}" if value is None else _fact(name, value))
-        for name, value in environment.items()
-        if name not in _OTHER_FACTS
-    ]
+    for name, value in environment.items():
+        if name not in _OTHER_FACTS:
+            unknown = f"unknown: {why.get(name, 'no reason was given')}"
+            yield _words(name), unknown if value is None else _fact(name, value)
     gpus = environment.get("gpus")
     if gpus is None:
-        return [*rows, ("GPUs", f"none: {why.get('gpus', 'no reason was given')}")]
-    return [*rows, *(row for index, gpu in enumerate(gpus) for row in _gpu(index, gpu))]
+        yield "GPUs", f"none: {why.get('gpus', 'no reason was given')}"
+    for index, gpu in enumerate(gpus or ()):
+        yield from _gpu(index, gpu)
 
 
-def _gpu(index: int, gpu: Any) -> Iterator[tuple[str, ...]]:
+def _gpu(index: int, gpu: Any) -> Iterator[tuple[str, str]]:
     if not isinstance(gpu, Mapping):
         yield f"GPU {index}", str(gpu)
         return
@@ -114,50 +118,56 @@ def _fact(name: str, value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def rates(limits: DeviceLimits | None) -> list[tuple[str, ...]]:
-    """What the machine can do at best; columns as in :data:`RATES`."""
-    if limits is None:
-        return []
-    known = {
-        "memory, copied": (limits.copy_bandwidth, "B/s"),
-        "memory, read": (limits.read_bandwidth, "B/s"),
-        "caches": (limits.cache_bandwidth, "B/s"),
-        **{f"products in {name}": (rate, "OP/s") for name, rate in limits.products.items()},
-        "operators started": (limits.operators, "/s"),
-        "inferences of one operator": (limits.calls, "/s"),
-    }
-    return [
-        (
-            name,
-            format_si(rate.per_second, unit),
-            format_si(rate.usual_per_second, unit),
-            str(rate.repetitions),
-            rate.how,
-        )
-        for name, (rate, unit) in known.items()
+def tabulate_rates(run: Run) -> Table:
+    """List what the machine can do at best, where that was measured."""
+    limits = run.limits
+    rates = (
+        {}
+        if limits is None
+        else {
+            "memory, copied": (limits.copy_bandwidth, "B/s"),
+            "memory, read": (limits.read_bandwidth, "B/s"),
+            "caches": (limits.cache_bandwidth, "B/s"),
+            **{f"products in {name}": (rate, "OP/s") for name, rate in limits.products.items()},
+            "operators started": (limits.operators, "/s"),
+            "inferences of one operator": (limits.calls, "/s"),
+        }
+    )
+    rows = (
+        {
+            "of the machine": name,
+            "at best": format_si(rate.per_second, unit),
+            "usually": format_si(rate.usual_per_second, unit),
+            "repetitions": str(rate.repetitions),
+            "how": rate.how,
+        }
+        for name, (rate, unit) in rates.items()
         if rate
-    ]
+    )
+    return make_table("rates", "What the machine can do at best, measured in this run", rows)
 
 
-def versions(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Packages as they were installed, by name."""
+def list_versions(environment: Mapping[str, Any]) -> dict[str, str]:
+    """List the installed packages' versions by name."""
     packages = environment.get("packages")
     return {str(name): str(version) for name, version in packages.items()} if isinstance(packages, Mapping) else {}
 
 
-def install(environment: Mapping[str, Any]) -> str:
-    """The command that installs what the run was made with, in a checkout of enginesmith; empty if nothing is known."""
-    pins = [f"{name}=={version.partition('+')[0]}" for name, version in versions(environment).items() if name != _OWN]
+def write_install_command(environment: Mapping[str, Any]) -> str:
+    """Write the command that installs the run's packages in a checkout of enginesmith; empty if none are known."""
+    pins = [
+        f"{name}=={version.partition('+')[0]}" for name, version in list_versions(environment).items() if name != _OWN
+    ]
     return " ".join(["pip install -e .", *map(shlex.quote, pins)]) if pins else ""
 
 
-def builds(environment: Mapping[str, Any]) -> list[str]:
-    """Packages in a build of their own, as ``torch 2.13.0+cpu``: an index has to offer that."""
-    return [f"{name} {version}" for name, version in versions(environment).items() if "+" in version]
+def list_local_builds(environment: Mapping[str, Any]) -> list[str]:
+    """List packages in a local build, such as ``torch 2.13.0+cpu``, which their index has to offer."""
+    return [f"{name} {version}" for name, version in list_versions(environment).items() if "+" in version]
 
 
-def commands(run: Run) -> str:
-    """What makes the run again from its recipe, and what goes on with this one."""
+def write_commands(run: Run) -> str:
+    """Write the commands that repeat the run from its recipe, and that go on with it."""
     model, name = shlex.quote(run.recipe.model), shlex.quote(run.name)
     again = f"enginesmith optimize {model} --recipe recipe.yaml --out runs/{name}-again"
     return f"{again}\nenginesmith resume {name}    # with this run directory: what is there already is not done again"

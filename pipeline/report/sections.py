@@ -1,347 +1,504 @@
-"""Tables of what was measured beside latency: throughput, memory by part, limits of the machine, time by module."""
+"""Tabulate each section of a run once, for the terminal, Markdown and HTML."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from enginesmith.pipeline.frameworks.onnx.shares import Coverage, percent, words
 from enginesmith.pipeline.frameworks.torch.pruning_facts import Facts
-from enginesmith.pipeline.measure import profile as profile_table
-from enginesmith.pipeline.measure.rows import LatencyRow, StageFidelity, Throughput
-from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, TOO_NOISY
-from enginesmith.pipeline.passes.finetune.options import Recovery
-from enginesmith.pipeline.report.tables import marked, points, rate, speedup
-from enginesmith.pipeline.results.comparison import MOSTLY_DISTURBED
-from enginesmith.pipeline.results.run import Run, VariantRecord
-from enginesmith.pipeline.system.machine import BUSY
-from enginesmith.pipeline.units import format_bytes, format_seconds, ms
-
-LONG_TAIL = 20.0
-"""p99 over p50 from which the report explains the tail."""
-LATENCY = (
-    *("variant", "batch", "p50 ms", "p90 ms", "p95 ms", "p99 ms", "p99.9 ms", "mean ms", "speed-up [95 %]", "samples"),
-    *("rounds", "launches", "disturbed", "load ms", "first call ms", "stopped because"),
+from enginesmith.pipeline.measure import profile
+from enginesmith.pipeline.measure.rows import LatencyRow, Throughput
+from enginesmith.pipeline.passes.finetune.options import Point
+from enginesmith.pipeline.report.tables import (
+    Number,
+    Table,
+    best_level,
+    drop,
+    make_table,
+    marked,
+    number_cell,
+    passed,
+    points,
+    rate,
+    size_cell,
+    speedup,
+    time_cell,
 )
-LATENCY_ON_DEVICE = ("variant", "batch", "host p50 ms", "device p50 ms", "to the device ms", "from the device ms")
-ENGINES = ("variant", "target", "built in", "workspace limit", "weights", "activations", "scratch", "kernels")
-LENSES = ("variant", "seen through", "bytes", "source", "note")
-BY_MODULE = ("module", "variant", "ms", "baseline ms", "over the baseline", "why")
-OPERATORS = ("variant", "module", "operators", "ms", "of its total", "in")
-THROUGHPUT = ("variant", "batch", "callers", "samples/s [95 %]", "p50 ms", "p99 ms", "")
-MEMORY = ("variant", "batch", "peak", "weights", "activations", "host", "what")
-LIMITS = ("variant", "batch", "measured ms", "floor ms", "measured/floor", "bound by", "in words")
+from enginesmith.pipeline.results import budgets
+from enginesmith.pipeline.results.explain import claimed
+from enginesmith.pipeline.results.run import Assignment, Run, VariantRecord
+from enginesmith.pipeline.units import format_seconds, ms
+
+_MOST_ROWS = 20_000
+_MOST_POINTS = 500
+_NOTHING_DB = 3.0
+"""A fall by less is no loss that anyone looks for: the noise's power does not even double."""
+
+# Variants and their latency.
 
 
-def _records(run: Run) -> tuple[VariantRecord, ...]:
-    return (run.baseline, *run.variants)
-
-
-def latency(run: Run) -> list[tuple[str, ...]]:
-    """A row for each variant and batch size that was measured; columns as in :data:`LATENCY`."""
-    return [_latency(record, row) for record in _records(run) for row in record.latency]
-
-
-def _latency(record: VariantRecord, row: LatencyRow) -> tuple[str, ...]:
-    times = (row.p50_ms, row.p90_ms, row.p95_ms, row.p99_ms, row.p99_9_ms, row.mean_ms)
-    counts = (row.n, row.rounds, row.launches)
-    return (
-        marked(record),
-        str(row.batch),
-        *map(ms, times),
-        speedup(record, row.batch),
-        *("–" if count is None else str(count) for count in counts),
-        "–" if row.disturbed_share is None else f"{row.disturbed_share:.1%}",
-        ms(row.load_ms),
-        ms(row.first_call_ms),
-        row.failure or row.stopped_because or "–",
+def tabulate_variants(run: Run) -> Table:
+    """List each variant and batch size, the baseline first, and of each variant the batch size that decides first."""
+    return make_table(
+        "variants",
+        f"All variants; latency at batch {run.deciding_batch} decides. ★ marks the winner.",
+        (row for record in run.records for row in _variant_rows(run, record)),
+        sortable=True,
+        grouped=True,
+        foldable=True,
+        marked=frozenset(f"★ {marked(record)}" for record in run.records if record.id == run.winner),
     )
 
 
-def on_device(run: Run) -> list[tuple[str, ...]]:
-    """The host's clock beside the device's, where there are two; columns as in :data:`LATENCY_ON_DEVICE`."""
-    return [
-        (marked(record), str(row.batch), *map(ms, (row.p50_ms, row.device_p50_ms, row.h2d_ms, row.d2h_ms)))
-        for record in _records(run)
-        for row in record.latency
+def _variant_rows(run: Run, record: VariantRecord) -> Iterator[dict[str, str]]:
+    once = {
+        "peak memory": size_cell(record.peak_bytes),
+        "size": size_cell(record.artifact.bytes if record.artifact else None),
+        "drop": drop(record),
+        "status": _status(record),
+    }
+    name = f"★ {marked(record)}" if record.id == run.winner else marked(record)
+    heads = ("batch", "speed-up [95 %]", "p50 ms", "p99 ms")
+    if not record.latency:
+        yield {"variant": name, **dict.fromkeys(heads, "–"), **once}
+    rows = sorted(record.latency, key=lambda row: (row.batch != run.deciding_batch, row.batch))
+    for index, row in enumerate(rows):
+        state = "oom" if row.oom else "failed" if row.failure else ""
+        faster = speedup(record, row.batch)
+        if record is run.baseline:
+            faster = Number("baseline", row.speedup.median if row.speedup else None)
+        numbers = (number_cell(row.batch), faster, time_cell(row.p50_ms), time_cell(row.p99_ms))
+        rest = once if index == 0 else {**dict.fromkeys(once, ""), "status": state}
+        yield {"variant": "" if index else name, **dict(zip(heads, numbers, strict=True)), **rest}
+
+
+def _status(record: VariantRecord) -> str:
+    if record.rejected:
+        return "rejected"
+    if not record.shortfall:
+        return record.status
+    coverage = record.engine_coverage or record.coverage
+    shares = {} if coverage is None else coverage.weights if "weights" in record.precision else coverage.macs
+    return f"{record.status}, mostly {next(iter(shares), 'something else')}"
+
+
+def tabulate_front(run: Run) -> Table:
+    """List the numbers that the Pareto front is made of."""
+    rows = (
+        {
+            "variant": marked(record),
+            "p50 ms": time_cell(row.p50_ms),
+            "peak memory": size_cell(record.peak_bytes),
+            "drop": drop(record),
+            "on the front": "yes" if record.id in run.pareto else "no",
+        }
+        for record in run.records
+        if (row := record.row(run.deciding_batch))
+    )
+    return make_table("front", "Which variants are on the front", rows)
+
+
+def _measured(run: Run) -> Iterator[tuple[VariantRecord, LatencyRow]]:
+    return ((record, row) for record in run.records for row in record.latency)
+
+
+def tabulate_latency(run: Run) -> Table:
+    """List the percentiles of single calls for each variant and batch size."""
+    caption = f"Latency of one call by variant and batch size; speed-up is paired by round against {run.baseline.id}"
+    rows = (
+        {
+            "variant": marked(record),
+            "batch": number_cell(row.batch),
+            "p50 ms": time_cell(row.p50_ms),
+            "p90 ms": time_cell(row.p90_ms),
+            "p95 ms": time_cell(row.p95_ms),
+            "p99 ms": time_cell(row.p99_ms),
+            "p99.9 ms": time_cell(row.p99_9_ms),
+            "mean ms": time_cell(row.mean_ms),
+            "speed-up [95 %]": speedup(record, row.batch),
+            "samples": number_cell(row.n),
+            "rounds": number_cell(row.rounds),
+            "launches": number_cell(row.launches),
+            "disturbed": number_cell(row.disturbed_share, ".1%"),
+            "load ms": time_cell(row.load_ms),
+            "first call ms": time_cell(row.first_call_ms),
+            "stopped because": row.failure or row.stopped_because or "–",
+        }
+        for record, row in _measured(run)
+    )
+    return make_table("latencies", caption, rows, sortable=True)
+
+
+def tabulate_device_latency(run: Run) -> Table:
+    """List the host's clock beside the device's, where there are two."""
+    rows = (
+        {
+            "variant": marked(record),
+            "batch": number_cell(row.batch),
+            "host p50 ms": time_cell(row.p50_ms),
+            "device p50 ms": time_cell(row.device_p50_ms),
+            "to the device ms": time_cell(row.h2d_ms),
+            "from the device ms": time_cell(row.d2h_ms),
+        }
+        for record, row in _measured(run)
         if row.device_p50_ms is not None
-    ]
-
-
-def percentiles_missing(run: Run) -> list[str]:
-    """Why tails are dashes, each reason once."""
-    reasons = (row.reasons.get("p99_ms") for record in _records(run) for row in record.latency if row.p99_ms is None)
-    return list(dict.fromkeys(reason for reason in reasons if reason))
-
-
-def engines(run: Run) -> list[tuple[str, ...]]:
-    """What engines say of themselves; columns as in :data:`ENGINES`."""
-    return [_engine(record) for record in run.variants if record.build]
-
-
-def _engine(record: VariantRecord) -> tuple[str, ...]:
-    build = record.build
-    assert build is not None
-    kernels = ", ".join(f"{count} {name}" for name, count in (build.layers or {}).items())
-    sizes = (build.workspace_limit_bytes, build.weights_bytes, build.activation_bytes, build.scratch_bytes)
-    return (
-        marked(record),
-        record.target or "–",
-        format_seconds(build.seconds),
-        *(format_bytes(size) for size in sizes),
-        kernels or "–",
     )
+    return make_table("on-device", "The host's clock beside the device's", rows, sortable=True)
 
 
-def unsaid(run: Run) -> Iterator[str]:
-    """What engines do not tell, all fields of one reason together."""
-    together: dict[str, list[str]] = {}
-    for record in run.variants:
-        for name, reason in (record.build.reasons if record.build else {}).items():
-            fields = together.setdefault(reason, [])
-            fields += [name] if name not in fields else []
-    for reason, names in together.items():
-        yield f"No {', '.join(name.removesuffix('_bytes').replace('_', ' ') for name in names)}: {reason}"
+def tabulate_sweep(run: Run) -> Table:
+    """List median latency and the best throughput of each variant by batch size."""
+    rows = (
+        {
+            "variant": marked(record),
+            "batch": number_cell(row.batch),
+            "p50 ms": time_cell(row.p50_ms),
+            "95 % interval ms": row.median_ms.between(ms) if row.median_ms else "–",
+            "p99 ms": time_cell(row.p99_ms),
+            "samples/s": Number(rate(row.throughput_per_s), row.throughput_per_s),
+            "callers": number_cell(best.callers if (best := best_level(row)) else 1),
+        }
+        for record, row in _measured(run)
+        if row.p50_ms
+    )
+    return make_table("by-batch", "Latency and throughput by batch size", rows, sortable=True)
 
 
-def lenses(run: Run) -> list[tuple[str, ...]]:
-    """Every way that memory was looked at; columns as in :data:`LENSES`."""
-    return [
-        (marked(record), name.replace("_", " "), format_bytes(lens.bytes), lens.source, lens.note)
-        for record in _records(run)
-        if record.memory
-        for name, lens in record.memory.lenses.items()
-    ]
-
-
-def throughput(run: Run) -> list[tuple[str, ...]]:
-    """A row for each number of callers; columns as in :data:`THROUGHPUT`."""
-    return [
-        (marked(record), str(row.batch), str(level.callers))
-        + (f"{rate(found.median)} [{rate(found.low)}, {rate(found.high)}]",)
-        + (ms(level.p50_ms), ms(level.p99_ms), "; ".join(_said(level, row)))
-        for record in _records(run)
-        for row in record.latency
+def tabulate_throughput(run: Run) -> Table:
+    """List throughput and latency for each number of concurrent callers."""
+    rows = (
+        {
+            "variant": marked(record),
+            "batch": number_cell(row.batch),
+            "callers": number_cell(level.callers),
+            "samples/s [95 %]": Number(level.samples_per_s.format(rate), level.samples_per_s.median),
+            "p50 ms": time_cell(level.p50_ms),
+            "p99 ms": time_cell(level.p99_ms),
+            "": "; ".join(_throughput_notes(level, row)),
+        }
+        for record, row in _measured(run)
         for level in row.concurrency
-        for found in (level.samples_per_s,)
-    ]
+    )
+    return make_table("callers", "Throughput with several callers at the same time", rows, sortable=True)
 
 
-def _said(level: Throughput, row: LatencyRow) -> Iterator[str]:
+def _throughput_notes(level: Throughput, row: LatencyRow) -> Iterator[str]:
     if level.callers == row.knee:
         yield "the knee"
     if level.callers > 1 and row.sibling_note:
         yield row.sibling_note
 
 
-def memory(run: Run) -> list[tuple[str, ...]]:
-    """A row for each variant, by part; columns as in :data:`MEMORY`."""
-    return [
-        (marked(record), str(row.batch), format_bytes(row.peak_bytes), format_bytes(row.weights_bytes))
-        + (format_bytes(row.activation_bytes), format_bytes(row.host_peak_bytes), row.failure or "measured")
-        for record in _records(run)
+# Memory, limits of the device, and time by module.
+
+
+def tabulate_engines(run: Run) -> Table:
+    """List the figures that engines report of themselves."""
+    rows = (
+        {
+            "variant": marked(record),
+            "target": record.target or "–",
+            "built in": Number(format_seconds(build.seconds), build.seconds),
+            "workspace limit": size_cell(build.workspace_limit_bytes),
+            "weights": size_cell(build.weights_bytes),
+            "activations": size_cell(build.activation_bytes),
+            "scratch": size_cell(build.scratch_bytes),
+            "kernels": ", ".join(f"{count} {name}" for name, count in (build.layers or {}).items()) or "–",
+        }
+        for record in run.variants
+        if (build := record.build)
+    )
+    caption = "What engines say of themselves, and how long building them took"
+    return make_table("engines", caption, rows, sortable=True).without_empty_columns()
+
+
+def tabulate_memory(run: Run) -> Table:
+    """List the peak memory of each variant by part."""
+    rows = (
+        {
+            "variant": marked(record),
+            "batch": number_cell(row.batch),
+            "peak": size_cell(row.peak_bytes),
+            "weights": size_cell(row.weights_bytes),
+            "activations": size_cell(row.activation_bytes),
+            "host": size_cell(row.host_peak_bytes),
+            "what": row.failure or "measured",
+        }
+        for record in run.records
         if (row := record.memory)
-    ]
+    )
+    return make_table("memory-by-part", "Peak memory by part", rows, sortable=True)
 
 
-def limits(run: Run) -> list[tuple[str, ...]]:
-    """How far each variant is from what the device can do; columns as in :data:`LIMITS`."""
-    return [
-        (marked(record), str(row.batch), ms(row.measured_ms), ms(row.floor_ms))
-        + ("–" if row.measured_over_floor is None else f"{row.measured_over_floor:.3g}×", row.bound_by, row.summary)
-        for record in _records(run)
+def tabulate_lenses(run: Run) -> Table:
+    """List every number of memory with its source."""
+    rows = (
+        {
+            "variant": marked(record),
+            "seen through": name.replace("_", " "),
+            "bytes": size_cell(lens.bytes),
+            "source": lens.source,
+            "note": lens.note,
+        }
+        for record in run.records
+        if record.memory
+        for name, lens in record.memory.lenses.items()
+    )
+    return make_table("lenses", "Memory by every way that it was looked at", rows)
+
+
+def tabulate_limits(run: Run) -> Table:
+    """List how far each variant is from what the device can do."""
+    rows = (
+        {
+            "variant": marked(record),
+            "batch": number_cell(row.batch),
+            "measured ms": time_cell(row.measured_ms),
+            "floor ms": time_cell(row.floor_ms),
+            "measured/floor": Number(_times(row.measured_over_floor, ".3g"), row.measured_over_floor),
+            "bound by": row.bound_by,
+            "in words": row.summary,
+        }
+        for record in run.records
         for row in record.limits
-    ]
+    )
+    return make_table("distances", "Measured time beside the least that the device could take", rows, sortable=True)
 
 
-def profile(run: Run) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns and rows of the time by module, the baseline's beside those of all variants."""
-    found = [one for record in _records(run) for one in record.profile]
-    return profile_table.columns(found) if found else (), profile_table.cells(found)
+def _times(ratio: float | None, form: str) -> str:
+    return "–" if ratio is None else f"{ratio:{form}}×"
 
 
-def by_module(run: Run) -> Iterator[tuple[str, ...]]:
-    """Each variant's modules beside the baseline's, what lost time first; columns as in :data:`BY_MODULE`."""
-    theirs = {one.batch: one for one in run.baseline.profile if one.total_ms is not None}
-    for record in _winner_first(run):
-        for found in record.profile:
-            if found.total_ms is None or found.batch not in theirs:
-                continue
-            for row in profile_table.joined([theirs[found.batch], found]):
-                ratio = row.ratio.get(found.variant)
-                times = (ms(row.ms.get(found.variant)), ms(row.ms.get(run.baseline.id)))
-                over = "–" if ratio is None else f"{ratio:.2f}×"
-                yield row.module, marked(record), *times, over, row.why.get(found.variant, "")
-
-
-def operators(run: Run) -> Iterator[tuple[str, ...]]:
-    """Which operators do a module's work, by variant, the slowest first; columns as in :data:`OPERATORS`."""
-    for record in (run.baseline, *_winner_first(run)):
-        for found in record.profile:
-            for row in found.rows:
-                names = ", ".join(f"{count}× {name}" for name, count in row.operators.items())
-                yield marked(record), row.module, names, ms(row.ms), f"{row.share:.1%}", row.precision or "–"
-
-
-def profile_rows(run: Run) -> int:
-    """How many rows all profiles have together."""
-    return sum(len(one.rows) for record in _records(run) for one in record.profile)
-
-
-def _winner_first(run: Run) -> list[VariantRecord]:
-    return sorted(run.variants, key=lambda one: (one.id != run.winner, one.id not in run.pareto))
-
-
-def profiled(run: Run) -> Iterator[str]:
-    """For each profile whose figures they are, what profiling cost and what it does not tell; or why there is none."""
-    for record in _records(run):
-        for found in record.profile:
-            row = record.row(found.batch)
-            if found.total_ms is None:
-                parts: tuple[str, ...] = (found.reasons["total_ms"],)
-            else:
-                parts = (f"by {found.source}", found.overhead(row.p50_ms if row else None), *found.notes)
-            yield f"profile of {marked(record)} at batch {found.batch}: {'; '.join(filter(None, parts))}"
-
-
-def out_of_memory(run: Run) -> Iterator[str]:
-    """For each variant that ran out of memory, what it asked for, and the largest batch that fits."""
-    for record in _records(run):
-        full = next((row for row in record.latency if row.oom), None)
-        if full is None or full.oom is None:
-            continue
-        fits = max((row.batch for row in record.latency if not row.failure), default=None)
-        asked = f"asked for {format_bytes(full.oom.asked_bytes)}" if full.oom.asked_bytes else "out of memory"
-        free = f", {format_bytes(full.oom.free_bytes)} free" if full.oom.free_bytes is not None else ""
-        back = {True: "; its memory is back", False: "; its memory was not seen to be back", None: ""}
-        largest = f"the largest batch that fits is {fits}" if fits else "no batch fits"
-        yield f"{marked(record)}: {largest}; batch {full.batch} {asked}{free}{back[full.oom.given_back]}"
-
-
-def disturbed(run: Run) -> Iterator[str]:
-    """Say once what noise others made: speed-ups that tell nothing, or medians that are of disturbed calls."""
-    rows = [(record, row) for record in _records(run) for row in record.latency]
-    noisy = [f"{marked(record)} at batch {row.batch}" for record, row in rows if row.speedup and row.speedup.too_noisy]
-    shares = [row.disturbed_share for _, row in rows if (row.disturbed_share or 0.0) > MOSTLY_DISTURBED]
-    if noisy:
-        yield f"the speed-up is {TOO_NOISY} of {', '.join(noisy)}; {NOISE_REMEDY}"
-    elif shares and not any(str(one).startswith(BUSY) for one in run.environment.get("warnings", ())):
-        waited = f"in up to {max(filter(None, shares)):.0%} of their calls threads waited for a core that others had"
-        yield f"{len(shares)} of {len(rows)} measurements were disturbed: {waited}; {NOISE_REMEDY}"
-
-
-def explain_tails(run: Run) -> tuple[str, ...]:
-    """Explain percentiles that are far above the median: one note for all rows, none where there are no such tails."""
-    tails = [
-        (row.p99_ms / row.p50_ms, f"{marked(record)} at batch {row.batch} is {ms(row.p99_ms)} ms", ms(row.p50_ms))
-        for record in _records(run)
-        for row in record.latency
-        if row.p50_ms and row.p99_ms and row.p99_ms > LONG_TAIL * row.p50_ms
-    ]
-    if not tails:
-        return ()
-    _, longest, median = max(tails)
-    others = f" (and {len(tails) - 1} more)" if len(tails) > 1 else ""
-    return (
-        f"p99 of {longest} beside a p50 of {median} ms{others}: on a busy machine that is usually time in which the "
-        "scheduler gave its cores to other work, and says little of the engine. Measure on a machine that is otherwise "
-        "idle, or with fewer --threads than it has cores",
+def tabulate_profile(run: Run) -> Table:
+    """List time by module, the baseline's beside those of all variants."""
+    profiles = [entry for record in run.records for entry in record.profile]
+    caption = "The modules that take most"
+    return Table(
+        "modules-side-by-side",
+        caption,
+        profile.columns(profiles) if profiles else (),
+        tuple(profile.cells(profiles)),
     )
 
 
-def notes(run: Run) -> tuple[str, ...]:
-    """All that is to be said of these tables."""
-    return (*profiled(run), *out_of_memory(run), *disturbed(run), *explain_tails(run))
+def tabulate_modules(run: Run) -> Table:
+    """List each variant's modules beside the baseline's, those that lost time first, at most 20 000 of them."""
+    return _cut("modules", "Modules beside the baseline's", _module_rows(run), run)
 
 
-# Tables of how right the variants are: accuracy on labelled data, and outputs held against the baseline's by stage.
+def _module_rows(run: Run) -> Iterator[dict[str, str]]:
+    baselines = {entry.batch: entry for entry in run.baseline.profile if entry.total_ms is not None}
+    for record in _winner_first(run):
+        for entry in record.profile:
+            if entry.total_ms is None or entry.batch not in baselines:
+                continue
+            for row in profile.joined([baselines[entry.batch], entry]):
+                yield {
+                    "module": row.module,
+                    "variant": marked(record),
+                    "ms": ms(row.ms.get(entry.variant)),
+                    "baseline ms": ms(row.ms.get(run.baseline.id)),
+                    "over the baseline": _times(row.ratio.get(entry.variant), ".2f"),
+                    "why": row.why.get(entry.variant, ""),
+                }
 
-QUALITY = ("variant", "metric", "value", "baseline", "drop [95 %]", "samples")
-FIDELITY = ("variant", "stage", "at", "SQNR dB", "cosine", "max abs error", "argmax agreement", "passed")
-LOST = ("variant", "largest fall at", "SQNR dB", "lowest SQNR dB", "metric")
-_NOTHING_DB = 3.0
-"""A fall by less is no loss that anyone looks for: the noise's power does not even double."""
+
+def tabulate_operators(run: Run) -> Table:
+    """List the operators that do a module's work by variant, the slowest first, at most 20 000 rows."""
+    rows = (
+        {
+            "variant": marked(record),
+            "module": row.module,
+            "operators": ", ".join(f"{count}× {name}" for name, count in row.operators.items()),
+            "ms": ms(row.ms),
+            "of its total": f"{row.share:.1%}",
+            "in": row.precision or "–",
+        }
+        for record in (run.baseline, *_winner_first(run))
+        for entry in record.profile
+        for row in entry.rows
+    )
+    return _cut("operators", "Operators by module", rows, run)
 
 
-def quality(run: Run) -> list[tuple[str, ...]]:
-    """A row for each variant that was judged on labelled data; columns as in :data:`QUALITY`."""
-    return [
-        (marked(record), found.metric, f"{found.value:.4f}", f"{found.baseline:.4f}")
-        + (f"{found.drop:+.4f}{_interval(found.drop_low, found.drop_high)}", str(found.samples))
-        for record in (run.baseline, *run.variants)
-        if (found := record.quality)
-    ]
+def _winner_first(run: Run) -> list[VariantRecord]:
+    return sorted(run.variants, key=lambda record: (record.id != run.winner, record.id not in run.pareto))
+
+
+def _cut(name: str, caption: str, rows: Iterator[dict[str, str]], run: Run) -> Table:
+    table = make_table(name, caption, itertools.islice(rows, _MOST_ROWS), searched=True)
+    if len(table.rows) < _MOST_ROWS:
+        return table
+    return replace(table, total=sum(len(entry.rows) for record in run.records for entry in record.profile))
+
+
+# Precision: what is computed in which, and the search that led there.
+
+
+def tabulate_coverage(run: Run) -> Table:
+    """List what each graph asks for and what each engine runs."""
+    rows = (
+        {"variant": marked(record) if index == 0 or record.coverage is None else "", "of": kind, **_shares(coverage)}
+        for record in run.records
+        for index, (kind, coverage) in enumerate((("graph", record.coverage), ("engine", record.engine_coverage)))
+        if coverage is not None
+    )
+    return make_table("coverage", "What each graph asks for, and what each engine runs", rows, grouped=True)
+
+
+def _shares(coverage: Coverage) -> dict[str, str]:
+    unknown = f", {coverage.unknown_products} products of unknown size" if coverage.unknown_products else ""
+    return {
+        "multiply-adds": words(coverage.macs) + unknown,
+        "weights": words(coverage.weights),
+        "Q/DQ pairs": str(coverage.qdq_pairs),
+        "not fused": str(coverage.unfused),
+        "islands": str(coverage.islands),
+        "conversions": str(coverage.conversions),
+        "casts": str(coverage.casts),
+    }
+
+
+def tabulate_assignment(record: VariantRecord, name: str = "") -> Table:
+    """List the precision of each group; those first that are not in the variant's low precision."""
+    low = claimed(record.precision)
+    total = sum(group.macs or 0 for group in record.assignment)
+
+    def rank(group: Assignment) -> tuple[bool, int, str]:
+        return claimed(group.precision) == low, -(group.macs or 0), group.group
+
+    rows = (
+        {
+            "group": group.group,
+            "module": group.module or "–",
+            "operator": group.operator,
+            "precision": group.precision,
+            "SQNR dB": number_cell(group.sqnr_db, ".1f"),
+            "multiply-adds": "–" if group.macs is None or not total else percent(group.macs / total),
+            "why": group.why or "–",
+        }
+        for group in sorted(record.assignment, key=rank)
+    )
+    caption = "By group; those first that are not in the variant's low precision, with the reason"
+    return make_table(name, caption, rows, searched=True)
+
+
+def summarize_assignment(record: VariantRecord) -> str:
+    """Count the groups in low precision in one sentence; empty where there is no assignment."""
+    if not record.assignment:
+        return ""
+    low, total = claimed(record.precision), len(record.assignment)
+    count = sum(claimed(group.precision) == low for group in record.assignment)
+    return f"{marked(record)}: {count} of {total} groups in {low}"
+
+
+def tabulate_search(record: VariantRecord, name: str, caption: str) -> Table:
+    """List the trials that led to the assignment."""
+    rows = (
+        {
+            "trial": str(trial.step),
+            "ranges": trial.method or "–",
+            "quantised": number_cell(trial.quantised),
+            "kept": str(trial.kept),
+            "SQNR dB": number_cell(trial.sqnr_db, ".1f"),
+            "drop": number_cell(trial.drop, "+.4f"),
+            "speed against float": _times(trial.speedup, ".2f"),
+            "reaches the goal": "yes" if trial.passed else f"no: {trial.reason}" if trial.reason else "no",
+            "what": trial.why,
+        }
+        for trial in record.search
+    )
+    return make_table(name, caption, rows)
+
+
+# Accuracy on labelled data, and fidelity: outputs against the baseline's by stage.
+
+
+def tabulate_quality(run: Run) -> Table:
+    """List the metric of each variant that was evaluated on labelled data."""
+    rows = (
+        {
+            "variant": marked(record),
+            "metric": quality.metric,
+            "value": f"{quality.value:.4f}",
+            "baseline": f"{quality.baseline:.4f}",
+            "drop [95 %]": f"{quality.drop:+.4f}{_interval(quality.drop_low, quality.drop_high)}",
+            "samples": str(quality.samples),
+        }
+        for record in run.records
+        if (quality := record.quality)
+    )
+    caption = f"The metric on {run.recipe.data or 'labelled data'}; the drop is paired by sample"
+    return make_table("quality", caption, rows, sortable=True)
 
 
 def _interval(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f" [{low:+.4f}, {high:+.4f}]"
 
 
-def fidelity(run: Run) -> list[tuple[str, ...]]:
-    """A row for each comparison with the reference; columns as in :data:`FIDELITY`."""
-    return [_compared(record, entry) for record in run.variants for entry in record.fidelity]
-
-
-def _compared(record: VariantRecord, entry: StageFidelity) -> tuple[str, ...]:
-    return (
-        marked(record),
-        entry.stage,
-        f"{entry.point} (batch {entry.batch})",
-        decimal(entry.sqnr_db, 1),
-        decimal(entry.cosine, 6),
-        decimal(entry.max_abs_error, 3, "g"),
-        decimal(entry.argmax_agreement, 4),
-        passed(entry),
-    )
-
-
-def passed(entry: StageFidelity) -> str:
-    """Whether a comparison was close enough, and why not."""
-    if not entry.passed:
-        return f"no: {entry.reason}" if entry.reason else "no"
-    return f"not judged: {entry.reason}" if entry.reason else "yes"
-
-
-def decimal(value: float | None, digits: int, kind: str = "f") -> str:
-    """A number with so many digits; a dash where it is unknown."""
-    return "–" if value is None else f"{value:.{digits}{kind}}"
-
-
-def lost(run: Run) -> list[tuple[str, ...]]:
-    """A row for each variant: the stage at which its outputs fell furthest; columns as in :data:`LOST`."""
-    return [
-        (marked(record), *_fall(found), points(record.quality) if record.quality else "–")
+def tabulate_fidelity(run: Run) -> Table:
+    """List each comparison with the reference, by variant, stage and shape."""
+    rows = (
+        {
+            "variant": marked(record),
+            "stage": entry.stage,
+            "at": f"{entry.point} (batch {entry.batch})",
+            "SQNR dB": number_cell(entry.sqnr_db, ".1f"),
+            "cosine": number_cell(entry.cosine, ".6f"),
+            "max abs error": number_cell(entry.max_abs_error, ".3g"),
+            "argmax agreement": number_cell(entry.argmax_agreement, ".4f"),
+            "passed": passed(entry),
+        }
         for record in run.variants
-        if (found := _lowest(record))
-    ]
+        for entry in record.fidelity
+    )
+    data = run.model.data or "unknown"
+    caption = f"Outputs against those of {run.baseline.id} on {data} data, by stage and shape"
+    return make_table("compared", caption, rows, searched=True)
 
 
-def _lowest(record: VariantRecord) -> dict[str, float]:
-    """By stage, the lowest SQNR of all points, where it was judged: what is changed on purpose is no loss."""
-    found: dict[str, float] = {}
+def tabulate_losses(run: Run) -> Table:
+    """List for each variant the stage at which its outputs fell furthest."""
+    rows = (
+        {
+            "variant": marked(record),
+            **_find_fall(lowest),
+            "metric": points(record.quality) if record.quality else "–",
+        }
+        for record in run.variants
+        if (lowest := _find_lowest(record))
+    )
+    caption = f"Where each variant came furthest from {run.baseline.id}, stage by stage at the worst shape"
+    return make_table("lost", caption, rows, sortable=True)
+
+
+def _find_lowest(record: VariantRecord) -> dict[str, float]:
+    """Find the lowest SQNR of all shapes by stage, in dB, without stages that change the model on purpose."""
+    lowest: dict[str, float] = {}
     for entry in record.fidelity:
         if entry.sqnr_db is not None and not (entry.passed and entry.reason):
-            found[entry.stage] = min(entry.sqnr_db, found.get(entry.stage, entry.sqnr_db))
-    return found
+            lowest[entry.stage] = min(entry.sqnr_db, lowest.get(entry.stage, entry.sqnr_db))
+    return lowest
 
 
-def _fall(lowest: dict[str, float]) -> tuple[str, str, str]:
-    """The stage with the largest fall from the one before it, the SQNR there, and the lowest of all."""
-    worst = f"{min(lowest.values()):.1f}"
+def _find_fall(lowest: dict[str, float]) -> dict[str, str]:
+    """Find the stage with the largest fall from the one before it, the SQNR there, and the lowest of all."""
     pairs = itertools.pairwise(lowest.items())
     falls = [(before - after, stage, before, after) for (_, before), (stage, after) in pairs]
     fall, stage, before, after = max(falls, default=(0.0, "", 0.0, 0.0))
-    if fall < _NOTHING_DB:
-        return "none to speak of", "–", worst
-    return stage, f"{before:.1f} → {after:.1f}", worst
+    large = fall >= _NOTHING_DB
+    return {
+        "largest fall at": stage if large else "none to speak of",
+        "SQNR dB": f"{before:.1f} → {after:.1f}" if large else "–",
+        "lowest SQNR dB": f"{min(lowest.values()):.1f}",
+    }
 
 
-# Tables of models that were made smaller: what was pruned, and how training them back went.
-
-MODELS = ("pruned to", "ranked by", "channels", "MACs left", "parameters left", "trained back", "on held-back samples")
-GROUPS = ("group", "unit", "before", "after")
-CURVE = ("step", "loss", "metric", "learning rate")
+# Compression: what was pruned, and how training pruned models back went.
 
 
 def pruned(run: Run) -> Iterator[VariantRecord]:
-    """One variant for each pruned model."""
+    """Iterate over one variant for each pruned model."""
     seen: set[str] = set()
     for record in run.variants:
         if record.prune and record.pruning and record.prune not in seen:
@@ -349,39 +506,74 @@ def pruned(run: Run) -> Iterator[VariantRecord]:
             yield record
 
 
-def models(run: Run) -> list[tuple[str, ...]]:
-    """A row for each time that a model was pruned; columns as in :data:`MODELS`."""
-    return [row for record in pruned(run) for row in _turns(record)]
+def tabulate_pruning(run: Run) -> Table:
+    """List each time that a model was pruned."""
+    caption = "What pruning took away, and what training brought back"
+    return make_table("pruned", caption, (row for record in pruned(run) for row in _pruning_rows(record)))
 
 
-def _turns(record: VariantRecord) -> Iterator[tuple[str, ...]]:
-    several = len(record.pruning) > 1
+def _pruning_rows(record: VariantRecord) -> Iterator[dict[str, str]]:
     for index, facts in enumerate(record.pruning):
         back = record.recovery[index] if index < len(record.recovery) else None
-        yield (
-            f"{record.prune}, step {index + 1}" if several else record.prune or "",
-            f"{facts.importance}, {facts.scope}",
-            f"{facts.channels_before} → {facts.channels_after}",
-            _left(facts.macs_before, facts.macs_after),
-            _left(facts.parameters_before, facts.parameters_after),
-            f"{back.method}, {back.steps} steps: {back.reason}" if back else "no",
-            f"{back.metric} {back.before:.4f} → {back.after:.4f} (dense {back.teacher:.4f})" if back else "–",
-        )
+        change = f"{back.metric} {back.before:.4f} → {back.after:.4f} (dense {back.teacher:.4f})" if back else "–"
+        yield {
+            "pruned to": f"{record.prune}, step {index + 1}" if len(record.pruning) > 1 else record.prune or "",
+            "ranked by": f"{facts.importance}, {facts.scope}",
+            "channels": f"{facts.channels_before} → {facts.channels_after}",
+            "MACs left": _left(facts.macs_before, facts.macs_after),
+            "parameters left": _left(facts.parameters_before, facts.parameters_after),
+            "trained back": f"{back.method}, {back.steps} steps: {back.reason}" if back else "no",
+            "on held-back samples": change,
+        }
 
 
 def _left(before: int, after: int) -> str:
     return f"{after / before:.1%}" if before else "–"
 
 
-def groups(facts: Facts) -> list[tuple[str, ...]]:
-    """What each group of layers lost; columns as in :data:`GROUPS`."""
-    return [(one.root, one.unit, str(one.before), str(one.after)) for one in facts.groups]
+def tabulate_groups(facts: Facts, name: str = "", caption: str = "") -> Table:
+    """List the channels of each group of layers before and after pruning."""
+    rows = (
+        {"group": group.root, "unit": group.unit, "before": str(group.before), "after": str(group.after)}
+        for group in facts.groups
+    )
+    return make_table(name, caption, rows)
 
 
-def curve(recovery: Recovery) -> list[tuple[str, ...]]:
-    """How training went; columns as in :data:`CURVE`."""
-    return [
-        (str(point.step), "–" if point.loss is None else f"{point.loss:.4g}", f"{point.metric:.4f}")
-        + (f"{point.learning_rate:.2g}",)
-        for point in recovery.curve
-    ]
+def tabulate_recovery(run: Run) -> Table:
+    """List loss and metric by step for each time that a pruned model was trained back."""
+    rows = (
+        {
+            "pruned to": record.prune or record.id,
+            "turn": str(turn),
+            "step": str(point.step),
+            "loss": number_cell(point.loss, ".4g"),
+            "metric": f"{point.metric:.4f}",
+            "learning rate": f"{point.learning_rate:.2g}",
+        }
+        for record in pruned(run)
+        for turn, recovery in enumerate(record.recovery, 1)
+        for point in thin_curve(recovery.curve)
+    )
+    return make_table("recovery-by-step", "How training pruned models back went", rows)
+
+
+def thin_curve(curve: Sequence[Point]) -> Sequence[Point]:
+    """Choose as many points as can be told apart, the first and the last among them."""
+    if len(curve) <= _MOST_POINTS:
+        return curve
+    return [curve[round(index * (len(curve) - 1) / (_MOST_POINTS - 1))] for index in range(_MOST_POINTS)]
+
+
+def tabulate_budgets(run: Run) -> Table:
+    """List the budgets that the run was judged by."""
+    rows = (
+        {
+            "budget": budgets.format_title(verdict.budget),
+            "limit": budgets.format_limit(verdict),
+            "actual": budgets.format_value(verdict.budget, verdict.actual),
+            "held": "yes" if verdict.passed else "no",
+        }
+        for verdict in run.verdicts
+    )
+    return make_table("budgets", "Budgets", rows)

@@ -10,8 +10,6 @@ from enginesmith.pipeline.recipe.options import Budgets
 from enginesmith.pipeline.results.run import Run, VariantRecord, Verdict
 from enginesmith.pipeline.units import format_bytes, format_seconds
 
-COLUMNS = ("budget", "limit", "actual", "held")
-
 
 @dataclass(frozen=True)
 class Budget:
@@ -178,19 +176,6 @@ def format_verdict(verdict: Verdict) -> str:
         actual, limit = f"{actual} ({verdict.actual!r})", f"{limit} ({verdict.limit!r})"
     why = f" ({verdict.reason})" if verdict.reason else ""
     return f"{format_title(verdict.budget)} is {actual}{why}, and has to be {limit}"
-
-
-def verdict_rows(run: Run) -> list[tuple[str, ...]]:
-    """List the budgets that the run was judged by; columns as in :data:`COLUMNS`."""
-    return [
-        (
-            format_title(verdict.budget),
-            format_limit(verdict),
-            format_value(verdict.budget, verdict.actual),
-            "yes" if verdict.passed else "no",
-        )
-        for verdict in run.verdicts
-    ]
 
 
 def list_unjudged(run: Run) -> list[str]:

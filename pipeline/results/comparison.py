@@ -92,7 +92,7 @@ def latency_change(before: Run, after: Run, variant: str, batch: int, successor:
 
 def record_of(run: Run, variant: str) -> VariantRecord | None:
     """A variant, or the baseline, by its id."""
-    return next((record for record in (run.baseline, *run.variants) if record.id == variant), None)
+    return next((record for record in run.records if record.id == variant), None)
 
 
 def ratio(below: Interval, above: Interval) -> Interval:
@@ -374,8 +374,8 @@ def _hold_device(reference: Path, before: Run, path: Path, after: Run) -> None:
 
 
 def _pair(reference: Path, before: Run, path: Path, after: Run) -> Pair:
-    earlier = {record.id: record for record in (before.baseline, *before.variants)}
-    later = {record.id: record for record in (after.baseline, *after.variants)}
+    earlier = {record.id: record for record in before.records}
+    later = {record.id: record for record in after.records}
     both = [name for name in earlier if name in later]
     variants = tuple(beside(before, after, earlier[name], later[name]) for name in both)
     sides = _side(reference, before), _side(path, after)
@@ -395,7 +395,7 @@ def _side(path: Path, run: Run) -> Side:
 
 
 def _measured(run: Run) -> bool:
-    records = (run.baseline, *run.variants)
+    records = run.records
     return any(record.peak_bytes is not None or any(row.p50_ms for row in record.latency) for record in records)
 
 
@@ -438,7 +438,7 @@ def _cautions(before: Side, after: Side, one: Run, other: Run, variants: Sequenc
             yield f"the baseline was not measured in {side.path}, so it has no speed-ups"
         if not run.complete:
             yield f"{side.path} is not complete; `enginesmith resume {side.path}` does the rest"
-        batches = {row.batch for record in (run.baseline, *run.variants) for row in record.latency}
+        batches = {row.batch for record in run.records for row in record.latency}
         shared = {row.batch for found in variants for row in found.latency if row.change.basis or row.change.median}
         if side.measured and (alone := sorted(batches - shared)):
             yield f"batch {', '.join(map(str, alone))} was measured in {side.path} alone"

@@ -104,7 +104,7 @@ def other_device(before: Run, after: Run) -> tuple[Changed, ...]:
 
 def device_kind(run: Run) -> str:
     """Where a run measured, or would have: cpu or cuda."""
-    measured = (record.memory.device for record in (run.baseline, *run.variants) if record.memory)
+    measured = (record.memory.device for record in run.records if record.memory)
     if known := next(measured, run.recipe.device):
         return known.partition(":")[0]
     needs = any(engine_class(name).kinds == ("cuda",) for name in run.recipe.engines)

@@ -357,7 +357,7 @@ def _failures(found: Found, folder: Path, homes: Sequence[str]) -> Iterator[Fail
         log = next((log for step in broken if (log := _log(folder, homes, step))), None)
         kind = found.error.failure or None
         yield Failure(variant="", reason=found.error.message, remedy=remedy_of(found.error), failure=kind, log=log)
-    for record in (run.baseline, *run.variants) if run else ():
+    for record in run.records if run else ():
         if record.status == "failed":
             step = next((one for one in broken if record.reason.startswith(f"{one}: ")), None)
             log = _log(folder, homes, step) if step else None

@@ -99,7 +99,7 @@ def stored_in(folder: Path, variant: str | None) -> Stored | None:
         UsageError: there is no such run or variant, or nothing was measured in it.
     """
     run = runs.read(folder)
-    if not any(record.status == "measured" for record in (run.baseline, *run.variants)):
+    if not any(record.status == "measured" for record in run.records):
         failed = run.baseline.reason.partition("\n")[0] if run.baseline.status == "failed" else ""
         why = failed or run.winner_reason or run.baseline.reason or "the run is not complete"
         raise UsageError(

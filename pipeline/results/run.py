@@ -246,9 +246,14 @@ class Run(_Part):
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     @property
+    def records(self) -> tuple[VariantRecord, ...]:
+        """Return the baseline and all variants."""
+        return (self.baseline, *self.variants)
+
+    @property
     def deciding_batch(self) -> int:
-        """As :func:`deciding_batch`."""
-        rows = (row for record in (self.baseline, *self.variants) for row in record.latency)
+        """Return the batch size whose latency counts, as :func:`deciding_batch` chooses it."""
+        rows = (row for record in self.records for row in record.latency)
         return deciding_batch(self.recipe, rows)
 
 
@@ -264,7 +269,7 @@ def named(run: Run, name: str) -> VariantRecord:
     Raises:
         UsageError: there is none.
     """
-    known = {record.id: record for record in (run.baseline, *run.variants)}
+    known = {record.id: record for record in run.records}
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or list(known)[:8]

@@ -133,7 +133,8 @@ def _safetensors(file: Path) -> Facts:
 
 
 def _run(folder: Path) -> Facts:
-    from enginesmith.pipeline.report import tables
+    from enginesmith.pipeline.report import sentences
+    from enginesmith.pipeline.report.tables import marked
     from enginesmith.pipeline.results import run as runs
 
     run = runs.read(folder)
@@ -145,12 +146,9 @@ def _run(folder: Path) -> Facts:
         "model": run.model.source,
         "data": run.model.data,
         "winner": run.winner,
-        "verdict": tables.verdict(run),
-        "variants": [
-            f"{tables.marked(one)}: {one.status} {one.reason or one.shortfall}".strip()
-            for one in (run.baseline, *run.variants)
-        ],
-        "notes": [*tables.made_up(run), *run.environment.get("warnings", ())],
+        "verdict": sentences.summarize(run),
+        "variants": [f"{marked(one)}: {one.status} {one.reason or one.shortfall}".strip() for one in run.records],
+        "notes": [*sentences.list_footnotes(run), *run.environment.get("warnings", ())],
     }
 
 
@@ -165,9 +163,9 @@ def _fleet(folder: Path) -> Facts:
         "created": found.created,
         "complete": found.complete,
         "file": found.file,
-        "verdict": fleet_tables.headline(found),
+        "verdict": fleet_tables.summarize(found),
         "entries": [
-            f"{one.name}: {fleet_tables.status(one)}: {one.winner.id if one.winner else one.reason}"
+            f"{one.name}: {fleet_tables.describe_status(one)}: {one.winner.id if one.winner else one.reason}"
             for one in found.entries
         ],
         "runs": str((folder if folder.is_dir() else folder.parent) / records.RUNS),

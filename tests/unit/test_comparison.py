@@ -201,7 +201,7 @@ def test_an_interval_that_says_nothing_is_not_shown() -> None:
     found = latency_change(FIRST, run(wild), ENGINE, 1)
     assert found.significant is None
     assert found.note.startswith("not judged: too noisy to tell; measure on a quiet machine")
-    assert rendering.percent(found) == "too noisy to tell"
+    assert rendering.format_percent(found) == "too noisy to tell"
 
 
 @pytest.mark.parametrize("side", ["engine", "baseline"])
@@ -316,7 +316,7 @@ def test_many_intervals_are_not_believed_one_by_one() -> None:
 
 
 def shown(*runs: Run) -> str:
-    return rendering.markdown(compare([(Path(f"run{index}"), one) for index, one in enumerate(runs)]))
+    return rendering.render(compare([(Path(f"run{index}"), one) for index, one in enumerate(runs)]))
 
 
 def test_what_people_read_has_the_differences_first() -> None:

@@ -63,8 +63,7 @@ def fleet(made_fleets: ModuleType, folder: Path) -> FleetRecord:
 
 
 def test_a_row_for_each_entry(some: FleetRecord) -> None:
-    rows = fleet_tables.rows(some)
-    assert all(len(row) == len(fleet_tables.ENTRIES) for row in rows)
+    rows = fleet_tables.tabulate_entries(some).rows
     assert rows[0][:6] == ("digits@cpu", "done", "onnxruntime-int8", "1", "3.33× [3.27, 3.40]", "0.6")
     assert rows[0][7:] == ("100 MiB", "195 KiB", "+0.0100", "–")
     assert rows[4][1] == "over budget"
@@ -74,7 +73,7 @@ def test_a_row_for_each_entry(some: FleetRecord) -> None:
 
 
 def test_what_became_of_each_entry_is_one_cell(some: FleetRecord) -> None:
-    said = [fleet_tables.since(one.since_last) for one in some.entries]
+    said = [fleet_tables.describe_change(one.since_last) for one in some.entries]
     assert said[0].startswith("slower +20 % [")
     assert said[1].startswith("faster −20 % [")
     assert said[2] == "other machine"
@@ -86,29 +85,29 @@ def test_what_became_of_each_entry_is_one_cell(some: FleetRecord) -> None:
 
 
 def test_certain_changes_are_told_from_others(some: FleetRecord) -> None:
-    certain = [row for row, _ in fleet_tables.changes(some, certain=True)]
+    certain = list(fleet_tables.tabulate_changes(some, certain=True).rows)
     assert {row[0] for row in certain} == {"digits@cpu", "digits@h100", "lenet@cpu"}
     assert ("digits@cpu", "onnxruntime-int8", "p50 at batch 1, ms", "0.5", "0.6") in {row[:5] for row in certain}
     assert any(row[1] == "onnxruntime-fp32, after onnxruntime-int8" for row in certain)
-    rest = [row for row, _ in fleet_tables.changes(some, certain=False)]
+    rest = list(fleet_tables.tabulate_changes(some, certain=False).rows)
     assert {row[0] for row in rest} >= {"mobilenet_v2@cpu", "digits@cpu"}
     assert not set(certain) & set(rest)
-    assert [one.name for one in fleet_tables.slower(some)] == ["digits@cpu", "lenet@cpu"]
-    assert [one.name for one in fleet_tables.faster(some)] == ["digits@h100"]
+    assert [one.name for one in fleet_tables.list_slower(some)] == ["digits@cpu", "lenet@cpu"]
+    assert [one.name for one in fleet_tables.list_faster(some)] == ["digits@h100"]
 
 
 def test_what_cannot_be_compared_is_said(some: FleetRecord) -> None:
-    said = "\n".join(fleet_tables.last(some))
+    said = "\n".join(fleet_tables.describe_last(some))
     assert "held against ../before" in said
     assert "no longer there: gone@cpu" in said
     assert "digits@edge: other machine: processor was Some CPU, and is Another CPU" in said
     assert "mobilenet_v2@h100: not in the last fleet" in said
     alone = some.model_copy(update={"last": None})
-    assert list(fleet_tables.last(alone)) == ["there is no earlier fleet of this file beside this one"]
+    assert list(fleet_tables.describe_last(alone)) == ["there is no earlier fleet of this file beside this one"]
 
 
 def test_failures_have_reasons_and_logs(some: FleetRecord) -> None:
-    rows = {row[:2]: row for row, _ in fleet_tables.failures(some)}
+    rows = {row[:2]: row for row in fleet_tables.tabulate_failures(some).rows}
     assert rows["lenet@h100", "all"][2:4] == ("over budget", "no variant holds every budget")
     assert rows["lenet@edge", "all"][2:5] == ("lacking", "no node has the accelerator L4", "start one")
     assert rows["mobilenet_v2@cpu", "onnxruntime-fp32"][-1] == "runs/mobilenet_v2@cpu/logs/export.log"
@@ -123,8 +122,11 @@ def test_what_failed_is_told_once(some: FleetRecord, capsys: pytest.CaptureFixtu
     gone = [Failure(variant=name, reason=f"load: no {EVIL}", log="a b.log") for name in ("eager", "fp32")]
     one = told(some.entries[0], failures=(Failure(variant="", reason=f"no {EVIL}", log="a b.log"), *gone))
     record = some.model_copy(update={"entries": (one, one.model_copy(update={"name": "digits@edge"}))})
-    assert [row[:2] for row, _ in fleet_tables.failures(record)] == [("digits@cpu", "all"), ("digits@edge", "all")]
-    assert [row[:2] for row in fleet_tables.told_once(record)] == [("digits@cpu, digits@edge", "all")]
+    assert [row[:2] for row in fleet_tables.tabulate_failures(record).rows] == [
+        ("digits@cpu", "all"),
+        ("digits@edge", "all"),
+    ]
+    assert [row[:2] for row in fleet_tables.group_failures(record)] == [("digits@cpu, digits@edge", "all")]
     terminal.show_fleet(record, Path("runs/nightly"), as_json=False)
     assert capsys.readouterr().out.count("log: 'runs/nightly/a b.log'\n") == 1
 
@@ -134,7 +136,7 @@ def test_variants_that_fail_alike_share_a_row(some: FleetRecord) -> None:
     alike = [Failure(variant=name, reason=why, log="logs/calibrate.log") for name in ("int8", "int8+fp16")]
     said = f"no usable variant is left:\n  int8: {why}\n  int8+fp16: {why}\n  trt: not here"
     one = told(some.entries[0], failures=(Failure(variant="", reason=said, log="logs/calibrate.log"), *alike))
-    rows = [row for row, _ in fleet_tables.failures(some.model_copy(update={"entries": (one,)}))]
+    rows = list(fleet_tables.tabulate_failures(some.model_copy(update={"entries": (one,)})).rows)
     assert rows == [
         ("digits@cpu", "all", "failed", "no usable variant is left:\n  trt: not here", "–", "–"),
         ("digits@cpu", "int8, int8+fp16", "failed", why, "–", "logs/calibrate.log"),
@@ -144,13 +146,16 @@ def test_variants_that_fail_alike_share_a_row(some: FleetRecord) -> None:
 def test_who_is_called_otherwise_than_in_the_file_is_told(some: FleetRecord) -> None:
     other = some.entries[0].model_copy(update={"model": "nets.py:mlp", "name": "nets.py-mlp@cpu"})
     record = some.model_copy(update={"entries": (other, *some.entries)})
-    assert fleet_tables.footnotes(record)[1:] == ["entries are called as their folders: nets.py-mlp for nets.py:mlp"]
-    assert len(fleet_tables.footnotes(some)) == 1
+    assert fleet_tables.list_footnotes(record)[1:] == [
+        "entries are called as their folders: nets.py-mlp for nets.py:mlp"
+    ]
+    assert len(fleet_tables.list_footnotes(some)) == 1
 
 
 def test_the_matrix_has_models_by_targets(some: FleetRecord) -> None:
-    columns, rows, links = fleet_tables.matrix(some)
-    assert columns == ("model", "cpu", "h100", "edge")
+    matrix = fleet_tables.tabulate_matrix(some)
+    rows, links = matrix.rows, matrix.links
+    assert matrix.columns == ("model", "cpu", "h100", "edge")
     assert rows[0] == ("digits", "onnxruntime-int8 3.33×", "onnxruntime-int8 5.00×", "onnxruntime-int8 4.00×")
     assert rows[1][2:] == ("over budget", "lacking")
     assert rows[2][3] == "–"
@@ -197,18 +202,21 @@ def test_texts_bring_no_markup(
     assert {tag for tag, _ in elements.all} <= {tag for tag, _ in pages.Elements(fleet_page.render(some)).all}
     assert not any(name.startswith("on") for _, attributes in elements.all for name in attributes)
     assert all((one.get("href") or "").startswith(("#", "runs/", "%3Cimg")) for one in elements.named("a"))
-    text = fleet_markdown.fleet_markdown_render(found)
+    text = fleet_markdown.render_markdown(found)
     assert "<img" not in text
     assert not re.search(r"(?<!\\)\]\(http", text)
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     widths = {len(re.findall(r"(?<!\\)\|", line)) for line in lines}
-    assert widths <= {
-        1 + len(columns) for columns in (fleet_tables.ENTRIES, fleet_tables.CHANGES, fleet_tables.FAILURES)
-    }
+    tables = (
+        fleet_tables.tabulate_entries(found),
+        fleet_tables.tabulate_changes(found, certain=True),
+        fleet_tables.tabulate_failures(found),
+    )
+    assert widths <= {1 + len(table.columns) for table in tables}
 
 
 def test_markdown_has_it_in_short(some: FleetRecord) -> None:
-    text = fleet_markdown.fleet_markdown_render(some)
+    text = fleet_markdown.render_markdown(some)
     assert text.startswith("# nightly\n\n6 of 8 entries have a winner")
     assert "| [digits@cpu](runs/digits%40cpu/report.html) | done | onnxruntime-int8 |" in text
     assert "| lenet@edge | lacking |" in text
@@ -218,7 +226,7 @@ def test_markdown_has_it_in_short(some: FleetRecord) -> None:
 
 def test_a_comment_holds_a_large_fleet(some: FleetRecord) -> None:
     many = some.model_copy(update={"entries": some.entries * 100})
-    text = fleet_markdown.fleet_markdown_render(many)
+    text = fleet_markdown.render_markdown(many)
     assert len(text) < 65_536
     assert "and 740 more rows, in fleet.html" in text
 
@@ -246,7 +254,7 @@ def test_the_terminal_says_the_same(some: FleetRecord, capsys: pytest.CaptureFix
     assert terminal.show_fleet(some, Path("runs/nightly"), as_json=False) == 3
     text = capsys.readouterr().out
     for words in (
-        fleet_tables.headline(some),
+        fleet_tables.summarize(some),
         "slower: 2",
         "held against ../before",
         "lenet@edge: lacking: no node has",

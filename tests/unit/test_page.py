@@ -12,7 +12,8 @@ import pytest
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.report import files, sections, tables
 from enginesmith.pipeline.report.html import blocks, page, summary
-from enginesmith.pipeline.report.html.blocks import Folded, Section, Table, tables_in
+from enginesmith.pipeline.report.html.blocks import Folded, Section, tables_in
+from enginesmith.pipeline.report.tables import Table
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Run
 
@@ -172,8 +173,8 @@ def test_the_largest_fall_is_found_and_changes_on_purpose_are_none(some: Run) ->
 
     stages = (at("prune", 15.0, "changed on purpose"), at("export", 130.0), at("precision", 40.0), at("engine", 39.0))
     record = some.variants[0].model_copy(update={"fidelity": stages, "quality": None})
-    rows = sections.lost(some.model_copy(update={"variants": (record,)}))
-    assert rows == [(tables.marked(record), "precision", "130.0 → 40.0", "39.0", "–")]
+    rows = sections.tabulate_losses(some.model_copy(update={"variants": (record,)})).rows
+    assert rows == ((tables.marked(record), "precision", "130.0 → 40.0", "39.0", "–"),)
 
 
 def test_long_tables_are_data_within_a_limit() -> None:

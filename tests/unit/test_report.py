@@ -9,7 +9,7 @@ from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, Profile, StageFidelity
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.report import markdown, sections, tables, terminal
+from enginesmith.pipeline.report import markdown, sections, sentences, tables, terminal
 from enginesmith.pipeline.report.progress import _Board
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Assignment, ModelRecord, Run, SearchStep, VariantRecord, Verdict
@@ -50,20 +50,22 @@ def run(**changes: object) -> Run:
 
 
 def test_the_table_has_the_numbers() -> None:
-    rows = tables.rows(run())
+    rows = sections.tabulate_variants(run()).rows
     assert rows[0] == ("eager", "1", "baseline", "2", "–", "3 MiB", "–", "+0.0050", "measured")
     assert rows[1][0] == "★ onnxruntime-fp32"
     assert rows[1][2] == "4.00× [3.90, 4.10]"
-    assert all(len(row) == len(tables.COLUMNS) for row in rows)
 
 
 def test_the_verdict_is_one_sentence() -> None:
-    said = tables.verdict(run())
+    said = sentences.summarize(run())
     assert said == (
         "onnxruntime-fp32 is 4.00× [3.90, 4.10] faster than eager at batch 1, uses 100 % of its peak memory, "
         "top1 −0.5 points on 200 samples."
     )
-    assert tables.verdict(run(winner=None, winner_reason="nothing was measured")) == "No winner: nothing was measured."
+    assert (
+        sentences.summarize(run(winner=None, winner_reason="nothing was measured"))
+        == "No winner: nothing was measured."
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_the_verdict_is_of_the_batch_that_decides_and_claims_no_more_than_its_in
     both = eager.model_copy(update={"latency": (*eager.latency, LatencyRow(batch=8, p50_ms=2.0))})
     one = fast.model_copy(update={"latency": (*fast.latency, deciding)})
     recipe = make({"model": "digits", "batch": [8, 1]})
-    assert words in tables.verdict(run(baseline=both, variants=(one,), recipe=recipe))
+    assert words in sentences.summarize(run(baseline=both, variants=(one,), recipe=recipe))
 
 
 def test_noise_is_told_once_with_what_to_do() -> None:
@@ -92,12 +94,12 @@ def test_noise_is_told_once_with_what_to_do() -> None:
     waited = wide.model_copy(update={"speedup": None, "disturbed_share": 0.7})
     several = [record(name, 0.5, 4.0).model_copy(update={"latency": (wide,)}) for name in ("one", "two")]
     slow = record("eager", 2.0, 1.0).model_copy(update={"latency": (waited,)})
-    (said,) = sections.disturbed(run(baseline=slow, variants=tuple(several), environment={}))
+    (said,) = sentences.describe_noise(run(baseline=slow, variants=tuple(several), environment={}))
     assert said.startswith("the speed-up is too noisy to tell of one at batch 1, two at batch 1; measure on a quiet")
     assert tables.speedup(several[0], 1) == "too noisy to tell"
-    (said,) = sections.disturbed(run(baseline=slow, variants=(), environment={}))
+    (said,) = sentences.describe_noise(run(baseline=slow, variants=(), environment={}))
     assert said.startswith("1 of 1 measurements were disturbed: in up to 70% of their calls")
-    assert not list(sections.disturbed(run(baseline=slow, variants=())))  # the machine's warning says it
+    assert not list(sentences.describe_noise(run(baseline=slow, variants=())))  # the machine's warning says it
 
 
 def test_a_run_that_is_not_complete_says_so_wherever_it_is_read() -> None:
@@ -120,7 +122,9 @@ def test_names_cannot_break_out(name: str) -> None:
     assert "<script>" not in text
     table = [line for line in text.splitlines() if line.startswith("|") and "MiB" in line]
     assert len(table) == 2
-    assert all(line.replace("\\|", "").count("|") == len(tables.COLUMNS) + 1 for line in table)
+    assert all(
+        line.replace("\\|", "").count("|") == len(sections.tabulate_variants(run()).columns) + 1 for line in table
+    )
 
 
 def test_a_damaged_or_foreign_document_is_refused(tmp_path: object) -> None:
@@ -200,12 +204,12 @@ def printed(shown: Run, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_the_tables_hold_every_group_and_trial() -> None:
-    assert tables.kept(quantised()) == "onnxruntime-int8: 20 of 21 groups in int8"
-    rows = tables.assignment(quantised())
+    assert sections.summarize_assignment(quantised()) == "onnxruntime-int8: 20 of 21 groups in int8"
+    rows = sections.tabulate_assignment(quantised()).rows
     assert len(rows) == 21
     assert rows[0] == ("conv20", "layer.20", "Conv", "fp32", "10.0", "< 1 %", "sensitive"), "not int8: comes first"
     assert rows[1][0] == "conv0", "then what works most"
-    first, second = tables.search(quantised())
+    first, second = sections.tabulate_search(quantised(), "", "").rows
     assert first == ("1", "mse", "21", "0", "–", "+0.0200", "–", "no: too much", "all")
     assert second == ("2", "mse", "20", "1", "–", "+0.0000", "1.50×", "yes", "the worst")
 
@@ -237,18 +241,18 @@ def test_made_up_calibration_data_shows_wherever_a_number_does(capsys: pytest.Ca
     shown = run(variants=(record_,), winner=INT8, verdicts=(verdict,))
     for text in (printed(shown, capsys), markdown.render(shown)):
         plain = text.replace("\\*", "*")
-        assert tables.MADE_UP in plain
+        assert sentences.SYNTHETIC in plain
         named = [line for line in plain.splitlines() if INT8 in line]
         assert len(named) >= 5
         assert all(line.count(INT8) == line.count(f"{INT8}*") for line in named), named
     clean = run(variants=(quantised(),), winner=INT8)
-    assert tables.MADE_UP not in printed(clean, capsys) + markdown.render(clean)
+    assert sentences.SYNTHETIC not in printed(clean, capsys) + markdown.render(clean)
 
 
 def test_a_variant_is_not_shown_as_what_it_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     flagged = quantised(shortfall="only 3 % is int8", engine_coverage=covered({"fp32": 0.97, "int8": 0.03}))
     shown = run(variants=(flagged,), winner=INT8)
-    assert tables.rows(shown)[1][-1] == "measured, mostly fp32"
+    assert sections.tabulate_variants(shown).rows[1][-1] == "measured, mostly fp32"
     assert "note: onnxruntime-int8: only 3 % is int8" in printed(shown, capsys)
     assert "- **onnxruntime-int8**: only 3 % is int8" in markdown.render(shown)
 
@@ -267,7 +271,7 @@ def test_a_profile_says_whose_figures_it_has_and_what_it_cost(capsys: pytest.Cap
         "profile of x at batch 1: there is no profiler",
     )
     said = " ".join(printed(shown, capsys).split())
-    assert tuple(sections.profiled(shown)) == lines
+    assert tuple(sentences.describe_profiles(shown)) == lines
     for line in lines:
         assert f"note: {line}" in said
 
@@ -284,11 +288,11 @@ def test_a_tail_far_above_the_median_is_explained_once() -> None:
         )
 
     some = run(baseline=with_p99(1.0, 398.0))
-    (note,) = sections.explain_tails(some)
+    (note,) = sentences.explain_tails(some)
     assert note.startswith("p99 of eager at batch 1 is 398 ms beside a p50 of 1 ms (and 1 more): ")
-    assert note in sections.notes(some)
+    assert note in sentences.list_measurement_notes(some)
     assert "beside a p50 of 1 ms" in markdown.render(some)
-    assert sections.explain_tails(run(baseline=with_p99(1.0, 19.0))) == ()
+    assert sentences.explain_tails(run(baseline=with_p99(1.0, 19.0))) == ()
 
 
 def test_overall_progress_has_the_time_left_where_every_step_left_is_known() -> None:

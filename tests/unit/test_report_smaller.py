@@ -62,7 +62,7 @@ def variant(name: str, **more: object) -> VariantRecord:
 
 
 def test_a_pruned_model_has_one_row_whatever_is_made_of_it() -> None:
-    (row,) = sections.models(run(variant("a", recovery=(BACK,)), variant("b", recovery=(BACK,))))
+    (row,) = sections.tabulate_pruning(run(variant("a", recovery=(BACK,)), variant("b", recovery=(BACK,)))).rows
     assert row == (
         "macs=-50%",
         "l2, global",
@@ -75,14 +75,20 @@ def test_a_pruned_model_has_one_row_whatever_is_made_of_it() -> None:
 
 
 def test_each_turn_of_pruning_has_its_row() -> None:
-    rows = sections.models(run(variant("a", pruning=(FACTS, FACTS), recovery=(BACK,))))
+    rows = sections.tabulate_pruning(run(variant("a", pruning=(FACTS, FACTS), recovery=(BACK,)))).rows
     assert [row[0] for row in rows] == ["macs=-50%, step 1", "macs=-50%, step 2"]
     assert [row[5] for row in rows][1] == "no"
 
 
 def test_groups_and_curve() -> None:
-    assert sections.groups(FACTS) == [("conv1", "channel", "16", "8")]
-    assert sections.curve(BACK)[0] == ("0", "–", "0.4700", "0.001")
+    assert sections.tabulate_groups(FACTS).rows == (("conv1", "channel", "16", "8"),)
+    assert sections.tabulate_recovery(run(variant("a", recovery=(BACK,)))).rows[0][1:] == (
+        "1",
+        "0",
+        "–",
+        "0.4700",
+        "0.001",
+    )
 
 
 def test_a_run_with_it_can_be_read_again(tmp_path: Path) -> None:

@@ -29,14 +29,13 @@ from enginesmith.pipeline.report.charts.plotly import (
     shortened,
     why_none,
 )
-from enginesmith.pipeline.report.sections import pruned
+from enginesmith.pipeline.report.sections import pruned, thin_curve
 from enginesmith.pipeline.report.tables import marked
 from enginesmith.pipeline.results.explain import claimed
 from enginesmith.pipeline.results.run import Assignment, Run, VariantRecord
 
 _ID = "fidelity"
 _TITLE = "Signal to quantisation noise against the reference (SQNR, dB) after each stage, at the worst shape"
-COLUMNS = ("variant", "stage", "worst at", "SQNR dB", "passed", "reason")
 _TICK = 12
 """Characters in a line of a stage's name below the plot."""
 _Stages = Mapping[str, StageFidelity]
@@ -49,12 +48,11 @@ def fidelity(run: Run) -> Chart:
     cast = Cast(run)
     found = {record.id: worst for record in cast.records if (worst := _worst(record.fidelity))}
     known = {name: each for name, each in found.items() if any(one.sqnr_db is not None for one in each.values())}
-    rows = tuple(_cells(record, one) for record in cast.records for one in found.get(record.id, {}).values())
     if not known:
         why = "No output has an SQNR" if found else "No stage was held against the reference"
         told = why_none(run, "fidelity", "outputs are whole numbers" if found else "nothing has run yet")
-        return Chart(_ID, _TITLE, None, "", COLUMNS, rows, f"{why}: {told}.")
-    return Chart(_ID, _TITLE, _figure(run, cast, known), _summary(run, cast, known), COLUMNS, rows)
+        return missing(_ID, _TITLE, f"{why}: {told}.")
+    return Chart(_ID, _TITLE, _figure(run, cast, known), _summary(run, cast, known))
 
 
 def _worst(found: Sequence[StageFidelity]) -> dict[str, StageFidelity]:
@@ -158,11 +156,6 @@ def _words(one: StageFidelity) -> str:
     return f"{one.stage}: {sqnr} at {one.point} (batch {one.batch}), {verdict}" + (f": {one.reason}" * bool(one.reason))
 
 
-def _cells(record: VariantRecord, one: StageFidelity) -> tuple[str, ...]:
-    sqnr = "–" if one.sqnr_db is None else f"{one.sqnr_db:.1f}"
-    return (marked(record), one.stage, one.point, sqnr, "yes" if one.passed else "no", one.reason or "–")
-
-
 def _summary(run: Run, cast: Cast, found: _Worst) -> str:
     """The largest fall from one stage to the next, of the winner or else of whoever fell most."""
     records = [record for record in cast.records if record.id in found]
@@ -195,9 +188,7 @@ def _fall(record: VariantRecord, each: _Stages) -> _Fall | None:
 
 # Chart what each group costs when it alone is quantised.
 
-QUANTISED = ("group", "variant", "operator", "SQNR dB", "computed in")
 _MOST_GROUPS = 20
-_MOST_ROWS = 500
 
 
 def quantised(run: Run) -> Chart:
@@ -209,26 +200,17 @@ def quantised(run: Run) -> Chart:
     }
     found = {name: groups for name, groups in found.items() if groups}
     if not found:
-        return missing("sensitivity", title, QUANTISED, _why(run))
+        return missing("sensitivity", title, _why(run))
     worst: dict[str, float] = {}
     for groups in found.values():
         for group, one in groups.items():
             worst[group] = min(worst.get(group, float("inf")), one.sqnr_db if one.sqnr_db is not None else float("inf"))
     ordered = sorted(worst, key=lambda group: (worst[group], group))
-    names = {record.id: marked(record) for record in cast.records}
-    cells = (
-        _sensitivity_cells(group, names[name], found[name][group])
-        for group in ordered
-        for name in found
-        if group in found[name]
-    )
     return Chart(
         id="sensitivity",
         title=title,
         figure=_sensitivity_figure(cast, found, ordered[:_MOST_GROUPS]),
         summary=_sensitivity_summary(cast, found, ordered),
-        columns=QUANTISED,
-        rows=tuple(itertools.islice(cells, _MOST_ROWS)),
     )
 
 
@@ -236,10 +218,6 @@ def _why(run: Run) -> str:
     if any(record.assignment for record in run.variants):
         return "The groups were not tried one by one: no accuracy or fidelity goal asked for a search."
     return "Nothing was quantised group by group in this run."
-
-
-def _sensitivity_cells(group: str, name: str, one: Assignment) -> tuple[str, ...]:
-    return (group, name, one.operator, f"{one.sqnr_db:.1f}", one.precision)
 
 
 def _sensitivity_figure(cast: Cast, found: Mapping[str, Mapping[str, Assignment]], groups: Sequence[str]) -> Figure:
@@ -300,8 +278,6 @@ def _sensitivity_summary(cast: Cast, found: Mapping[str, Mapping[str, Assignment
 # How training pruned models back went.
 
 _RECOVERY_ID = "recovery"
-RECOVERY_COLUMNS = ("pruned to", "turn", "step", "loss", "metric", "learning rate")
-_MOST_POINTS = 500
 _Turn = tuple[VariantRecord, int, Recovery]
 
 
@@ -312,27 +288,13 @@ def recovery(run: Run) -> Chart:
     title = f"Training pruned models back: {metric} on held-back samples, and training loss, by step"
     if not turns:
         why = "No model was pruned in this run." if not any(one.prune for one in run.variants) else ""
-        return missing(
-            _RECOVERY_ID,
-            title,
-            RECOVERY_COLUMNS,
-            why or "Pruned models were not trained back: --recover distil does it.",
-        )
+        return missing(_RECOVERY_ID, title, why or "Pruned models were not trained back: --recover distil does it.")
     return Chart(
         id=_RECOVERY_ID,
         title=title,
         figure=_recovery_figure(Cast(run), turns[:MOST_NAMED], metric),
         summary=_recovery_summary(turns),
-        columns=RECOVERY_COLUMNS,
-        rows=tuple(_recovery_cells(*turn, point) for turn in turns[:MOST_NAMED] for point in _thinned(turn[2].curve)),
     )
-
-
-def _thinned(curve: Sequence[Point]) -> Sequence[Point]:
-    """As many points as can be told apart, the first and the last with them."""
-    if len(curve) <= _MOST_POINTS:
-        return curve
-    return [curve[round(index * (len(curve) - 1) / (_MOST_POINTS - 1))] for index in range(_MOST_POINTS)]
 
 
 def _name(record: VariantRecord, turn: int) -> str:
@@ -342,7 +304,7 @@ def _name(record: VariantRecord, turn: int) -> str:
 def _recovery_figure(cast: Cast, turns: Sequence[_Turn], metric: str) -> Figure:
     traces: list[Figure] = []
     for record, turn, found in turns:
-        style, name, curve = cast.style(record), _name(record, turn), _thinned(found.curve)
+        style, name, curve = cast.style(record), _name(record, turn), thin_curve(found.curve)
         steps = [point.step for point in curve]
         hover = [said(name, _recovery_words(found, point)) for point in curve]
         common = {"name": label(name), "legendgroup": name, "marker": {**style.marker, "size": 5}}
@@ -364,12 +326,6 @@ def _recovery_words(found: Recovery, point: Point) -> str:
     loss = "" if point.loss is None else f", loss {point.loss:.4g}"
     kept = ", kept" if point.step == found.best_step else ""
     return f"step {point.step}: {found.metric} {point.metric:.4f}{loss}, learning rate {point.learning_rate:.2g}{kept}"
-
-
-def _recovery_cells(record: VariantRecord, turn: int, found: Recovery, point: Point) -> tuple[str, ...]:
-    loss = "–" if point.loss is None else f"{point.loss:.4g}"
-    values = (str(point.step), loss, f"{point.metric:.4f}", f"{point.learning_rate:.2g}")
-    return (_name(record, turn), str(turn), *values)
 
 
 def _recovery_summary(turns: Sequence[_Turn]) -> str:

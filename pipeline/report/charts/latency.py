@@ -28,14 +28,10 @@ from enginesmith.pipeline.report.charts.plotly import (
     said,
     why_none,
 )
-from enginesmith.pipeline.report.sections import THROUGHPUT
-from enginesmith.pipeline.report.sections import throughput as cells
-from enginesmith.pipeline.report.tables import marked, rate
+from enginesmith.pipeline.report.tables import best_level, marked, rate
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.units import ms
 
-LATENCY = ("variant", "batch", "p50 ms", "95 % interval ms", "p99 ms")
-THROUGHPUT_BY_BATCH = ("variant", "batch", "samples/s", "callers")
 _Rows = Mapping[str, Sequence[LatencyRow]]
 _Intervals = Callable[[LatencyRow], Interval | None]
 _Numbers = Callable[[LatencyRow], float | None]
@@ -49,15 +45,13 @@ def latency_by_batch(run: Run) -> Chart:
     rows = {record.id: found for record in cast.records if (found := [row for row in record.latency if row.p50_ms])}
     if not rows:
         why = f"No latency was measured: {why_none(run, 'latency', 'nothing has run yet')}."
-        return missing("latency-by-batch", title, LATENCY, why)
+        return missing("latency-by-batch", title, why)
     single = _single(rows)
     return Chart(
         id="latency-by-batch",
         title=title,
         figure=None if single else _latency_figure(cast, rows),
         summary=_latency_summary(run, cast, rows),
-        columns=LATENCY,
-        rows=tuple(_latency_cells(one, row) for one in cast.records for row in rows.get(one.id, ())),
         empty=single,
     )
 
@@ -73,15 +67,13 @@ def throughput_by_batch(run: Run) -> Chart:
     }
     if not rows:
         why = f"No throughput was measured: {why_none(run, 'latency', 'nothing has run yet')}."
-        return missing("throughput-by-batch", title, THROUGHPUT_BY_BATCH, why)
+        return missing("throughput-by-batch", title, why)
     single = _single(rows)
     return Chart(
         id="throughput-by-batch",
         title=title,
         figure=None if single else _throughput_figure(run, cast, rows),
         summary=_throughput_summary(run, cast, rows),
-        columns=THROUGHPUT_BY_BATCH,
-        rows=tuple(_throughput_cells(one, row) for one in cast.records for row in rows.get(one.id, ())),
         empty=single,
     )
 
@@ -121,17 +113,9 @@ def _latency_figure(cast: Cast, rows: _Rows) -> Figure:
 def _latency_words(row: LatencyRow) -> str:
     tail = f", p99 {ms(row.p99_ms)} ms" if row.p99_ms is not None else ""
     between = (
-        f", median within {_between(row.median_ms)} ms" if row.median_ms else ", in too few rounds for an interval"
+        f", median within {row.median_ms.between(ms)} ms" if row.median_ms else ", in too few rounds for an interval"
     )
     return f"batch {row.batch}: p50 {ms(row.p50_ms)} ms{tail}{between}"
-
-
-def _between(found: Interval | None) -> str:
-    return f"[{ms(found.low)}, {ms(found.high)}]" if found else "–"
-
-
-def _latency_cells(record: VariantRecord, row: LatencyRow) -> tuple[str, ...]:
-    return (marked(record), str(row.batch), ms(row.p50_ms), _between(row.median_ms), ms(row.p99_ms))
 
 
 def _latency_summary(run: Run, cast: Cast, rows: _Rows) -> str:
@@ -157,7 +141,7 @@ def _told(run: Run, cast: Cast, rows: _Rows) -> VariantRecord:
 
 
 def _throughput_figure(run: Run, cast: Cast, rows: _Rows) -> Figure:
-    traces, legend = _lines(cast, rows, lambda row: row.throughput_per_s, _best, _throughput_words)
+    traces, legend = _lines(cast, rows, lambda row: row.throughput_per_s, _throughput_interval, _throughput_words)
     least = run.recipe.budgets.min_throughput_per_s
     rates = [row.throughput_per_s or 0.0 for found in rows.values() for row in found]
     y = axis("throughput (samples/s)", [*rates, least])
@@ -165,24 +149,16 @@ def _throughput_figure(run: Run, cast: Cast, rows: _Rows) -> Figure:
     return {"data": traces, "layout": layout(_batches(rows), y, legend, shapes=shapes)}
 
 
-def _best(row: LatencyRow) -> Interval | None:
-    """The interval of the number of callers that the throughput is of."""
-    return max((one.samples_per_s for one in row.concurrency), key=lambda one: one.median, default=None)
-
-
-def _callers(row: LatencyRow) -> int:
-    return max(row.concurrency, key=lambda one: one.samples_per_s.median).callers if row.concurrency else 1
+def _throughput_interval(row: LatencyRow) -> Interval | None:
+    best = best_level(row)
+    return best.samples_per_s if best else None
 
 
 def _throughput_words(row: LatencyRow) -> str:
-    best = _best(row)
-    between = f" [{rate(best.low)}, {rate(best.high)}]" if best else ""
-    callers = counted(_callers(row), "caller")
+    best = best_level(row)
+    between = f" {best.samples_per_s.between(rate)}" if best else ""
+    callers = counted(best.callers if best else 1, "caller")
     return f"batch {row.batch}: {rate(row.throughput_per_s)}{between} samples/s with {callers}"
-
-
-def _throughput_cells(record: VariantRecord, row: LatencyRow) -> tuple[str, ...]:
-    return (marked(record), str(row.batch), rate(row.throughput_per_s), str(_callers(row)))
 
 
 def _throughput_summary(run: Run, cast: Cast, rows: _Rows) -> str:
@@ -201,7 +177,6 @@ def _throughput_summary(run: Run, cast: Cast, rows: _Rows) -> str:
 
 Samples = Mapping[str, NDArray[Any]]
 """As ``LatencyResult.samples`` says."""
-COLUMNS = ("variant", "calls", "p50 ms", "p90 ms", "p99 ms", "p99.9 ms", "slowest ms")
 _MOST_POINTS = 200
 _MOST_CHARTS = 4
 _TAIL = (0.995, 0.999, 1.0)
@@ -209,13 +184,13 @@ _TAIL = (0.995, 0.999, 1.0)
 
 def ecdf(run: Run, samples: Samples | None) -> tuple[Chart, ...]:
     """A chart for each of the first batch sizes, that of the budgets first."""
-    sizes = {row.batch for record in (run.baseline, *run.variants) for row in record.latency if row.p50_ms is not None}
+    sizes = {row.batch for record in run.records for row in record.latency if row.p50_ms is not None}
     ordered = sorted(sizes, key=lambda size: (size != run.deciding_batch, size))
     charts = [_chart(run, samples or {}, size, sizes) for size in ordered[:_MOST_CHARTS]]
     if charts:
         return tuple(charts)
     why = f"No latency was measured: {why_none(run, 'latency', 'nothing has run yet')}."
-    return (missing("ecdf", "Distribution of latency (ms)", COLUMNS, why),)
+    return (missing("ecdf", "Distribution of latency (ms)", why),)
 
 
 def _chart(run: Run, samples: Samples, size: int, sizes: set[int]) -> Chart:
@@ -224,23 +199,13 @@ def _chart(run: Run, samples: Samples, size: int, sizes: set[int]) -> Chart:
     seconds = {one.id: samples[key] for one in cast.records if (key := f"{one.id}/{size}/seconds") in samples}
     found = {record: np.sort(values) * 1e3 for record, values in seconds.items() if values.size}
     if not found:
-        return missing(name, title, COLUMNS, "The run has no latency samples: samples.npz is not in its folder.")
+        return missing(name, title, "The run has no latency samples: samples.npz is not in its folder.")
     return Chart(
         id=name,
         title=title,
         figure=_figure(run, cast, found, size),
         summary=_summary(run, cast, found, sizes),
-        columns=COLUMNS,
-        rows=tuple(_cells(record, size, found.get(record.id)) for record in cast.records if record.row(size)),
     )
-
-
-def _cells(record: VariantRecord, size: int, values: NDArray[Any] | None) -> tuple[str, ...]:
-    row = record.row(size)
-    assert row is not None
-    ranks = (row.p50_ms, row.p90_ms, row.p99_ms, row.p99_9_ms)
-    slowest = None if values is None else float(values[-1])
-    return (marked(record), "–" if row.n is None else str(row.n), *(ms(value) for value in ranks), ms(slowest))
 
 
 def _figure(run: Run, cast: Cast, found: Mapping[str, NDArray[Any]], size: int) -> Figure:
@@ -318,15 +283,13 @@ def concurrency(run: Run) -> Chart:
     cast, at = Cast(run), run.deciding_batch
     rows = {name: row for name, row in measured(cast.records, at).items() if row.concurrency}
     if not rows:
-        return missing(_ID, f"Throughput (samples/s) against latency (ms) at batch {at}", THROUGHPUT, _NOT_ASKED)
+        return missing(_ID, f"Throughput (samples/s) against latency (ms) at batch {at}", _NOT_ASKED)
     rank = "p99" if any(level.p99_ms is not None for row in rows.values() for level in row.concurrency) else "p50"
     return Chart(
         id=_ID,
         title=f"Throughput (samples/s) against {rank} latency (ms) at batch {at}; numbers are callers at the same time",
         figure=_concurrency_figure(cast, rows, rank),
         summary=_concurrency_summary(cast, rows, rank),
-        columns=THROUGHPUT,
-        rows=tuple(row for row in cells(run) if row[1] == str(at)),
     )
 
 
@@ -369,10 +332,7 @@ def _trace(
 
 
 def _words(level: Throughput, knee: int | None) -> str:
-    found = level.samples_per_s
-    text = (
-        f"{counted(level.callers, 'caller')}: {rate(found.median)} [{rate(found.low)}, {rate(found.high)}] samples/s, "
-    )
+    text = f"{counted(level.callers, 'caller')}: {level.samples_per_s.format(rate)} samples/s, "
     text += f"p50 {ms(level.p50_ms)} ms, p99 {ms(level.p99_ms)} ms"
     return text + (", the knee: more callers gain less than 5 %" if level.callers == knee else "")
 

@@ -17,8 +17,6 @@ from enginesmith.pipeline.report.charts.plotly import (
     said,
     why_no_memory,
 )
-from enginesmith.pipeline.report.sections import MEMORY
-from enginesmith.pipeline.report.sections import memory as cells
 from enginesmith.pipeline.report.tables import marked
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes
@@ -37,15 +35,13 @@ def memory(run: Run) -> Chart:
     title = f"Peak memory (MiB) on {where}, by part"
     if not rows:
         why = f"No peak memory is known: {why_no_memory(run)}."
-        return missing(_ID, title, MEMORY, why)
+        return missing(_ID, title, why)
     shown = [(record, rows[record.id]) for record in cast.named(rows)]
     return Chart(
         id=_ID,
         title=title,
         figure=_figure(run, cast, shown),
         summary=_summary(run, cast, rows),
-        columns=MEMORY,
-        rows=tuple(cells(run)),
     )
 
 

@@ -24,12 +24,11 @@ from enginesmith.pipeline.report.charts.plotly import (
     why_no_memory,
     why_none,
 )
-from enginesmith.pipeline.report.tables import drop, marked, points, speedup
+from enginesmith.pipeline.report.tables import marked, points, speedup
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes, ms
 
 _ID = "pareto"
-COLUMNS = ("variant", "p50 ms", "peak memory", "drop", "on the front")
 _SMALLEST, _LARGEST = 9.0, 28.0
 """Diameters in pixels of no drop, and of the largest one."""
 
@@ -59,7 +58,7 @@ def pareto(run: Run) -> Chart:
         if (row := rows.get(record.id)) and row.p50_ms is not None and record.peak_bytes is not None
     ]
     if not found:
-        return missing(_ID, title, COLUMNS, _why(run, bool(rows), at))
+        return missing(_ID, title, _why(run, bool(rows), at))
     if any(point.drop is not None for point in found):
         title += "; the larger a marker, the larger the drop"
     return Chart(
@@ -67,8 +66,6 @@ def pareto(run: Run) -> Chart:
         title=title,
         figure=_figure(run, cast, found),
         summary=_summary(run, cast, found),
-        columns=COLUMNS,
-        rows=tuple(_cells(run, record, rows.get(record.id)) for record in cast.records),
     )
 
 
@@ -76,11 +73,6 @@ def _why(run: Run, latency: bool, at: int) -> str:
     if latency:
         return f"No variant's peak memory is known: {why_no_memory(run)}."
     return f"No latency was measured at batch {at}: {why_none(run, 'latency', 'nothing has run yet')}."
-
-
-def _cells(run: Run, record: VariantRecord, row: LatencyRow | None) -> tuple[str, ...]:
-    front = "yes" if record.id in run.pareto else "no"
-    return (marked(record), ms(row.p50_ms if row else None), format_bytes(record.peak_bytes), drop(record), front)
 
 
 def _figure(run: Run, cast: Cast, found: Sequence[_Point]) -> Figure:

@@ -18,7 +18,6 @@ Figure = dict[str, Any]
 
 ``layout`` has a height and no width; texts and lines take their colours from the template that the page chooses.
 """
-Rows = Sequence[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -32,17 +31,14 @@ class Chart:
     figure: Figure | None
     """None where there is nothing to draw, as ``empty`` explains."""
     summary: str
-    """One sentence that says what the figure shows; empty where there is none."""
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    """The same data as a table."""
+    """One sentence that says what the figure shows; empty where there is none. Its numbers are in a table beside it."""
     empty: str = ""
     """Why there is no figure."""
 
 
-def missing(name: str, title: str, columns: tuple[str, ...], why: str) -> Chart:
-    """A chart of which there is nothing to draw."""
-    return Chart(id=name, title=title, figure=None, summary="", columns=columns, rows=(), empty=why)
+def missing(name: str, title: str, why: str) -> Chart:
+    """Make a chart that has nothing to draw."""
+    return Chart(id=name, title=title, figure=None, summary="", empty=why)
 
 
 def _theme(text: str, lines: str, ground: str) -> Figure:
@@ -172,7 +168,7 @@ class Cast:
     @cached_property
     def records(self) -> tuple[VariantRecord, ...]:
         """The baseline, and the variants."""
-        return (self._run.baseline, *self._run.variants)
+        return self._run.records
 
     @cached_property
     def _ranks(self) -> dict[str, int]:
@@ -234,12 +230,12 @@ _PLOT, _LINE, _ROW, _FRAME = 330, 23, 38, 110
 
 def why_none(run: Run, field: str, otherwise: str) -> str:
     """Why no record has a field, in the run's own words where it has some."""
-    return _first([record.reasons.get(field) or record.reason for record in (run.baseline, *run.variants)], otherwise)
+    return _first([record.reasons.get(field) or record.reason for record in run.records], otherwise)
 
 
 def why_no_memory(run: Run) -> str:
     """The same for peak memory, which may be missing in a measurement that there is."""
-    records, at = (run.baseline, *run.variants), run.deciding_batch
+    records, at = run.records, run.deciding_batch
     return _first([why_unknown(record, "max_memory_bytes", at) for record in records], "it was not measured")
 
 
@@ -328,7 +324,7 @@ def interval(
     style: Style, at: Sequence[float], found: Sequence[Interval | None], direction: str = "y", **more: Any
 ) -> Figure | None:
     """Error bars by themselves: a median of undisturbed calls may lie elsewhere than the one of all calls."""
-    known = [(place, one) for place, one in zip(at, found, strict=True) if one is not None]
+    known = [(place, one) for place, one in zip(at, found, strict=True) if one is not None and not one.too_noisy]
     if not known:
         return None
     return {
@@ -345,12 +341,12 @@ def interval(
 
 
 def bars(found: Sequence[Interval], colour: str) -> Figure:
-    """Intervals around their medians as error bars."""
+    """Draw intervals around their medians as error bars, none for those that are too noisy to tell."""
     return {
         "type": "data",
         "symmetric": False,
-        "array": [one.high - one.median for one in found],
-        "arrayminus": [one.median - one.low for one in found],
+        "array": [0.0 if one.too_noisy else one.high - one.median for one in found],
+        "arrayminus": [0.0 if one.too_noisy else one.median - one.low for one in found],
         "color": colour,
         "thickness": 1.5,
         "width": 4,

@@ -18,8 +18,6 @@ from enginesmith.pipeline.report.charts.plotly import (
     said,
     why_none,
 )
-from enginesmith.pipeline.report.sections import LIMITS
-from enginesmith.pipeline.report.sections import limits as cells
 from enginesmith.pipeline.report.tables import marked
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.units import ms
@@ -37,7 +35,7 @@ def profile(run: Run) -> Chart:
     title = f"Time of an inference (ms) by module, at batch {sizes}" if found else "Time of an inference (ms) by module"
     if not found:
         why = f"Nothing was profiled: {why_none(run, 'profile', 'not asked for')}."
-        return missing(_ID, title, ("module",), why)
+        return missing(_ID, title, why)
     shown = [found[record.id] for record in cast.named(found)]
     modules = _modules(shown)
     return Chart(
@@ -45,8 +43,6 @@ def profile(run: Run) -> Chart:
         title=title,
         figure=_figure(cast, modules),
         summary=_summary(run, cast, shown, modules, found),
-        columns=("module", *(f"{one.variant} ms" for one in shown)),
-        rows=tuple((row.module, *(ms(value) for value in row.ms.values())) for row in modules),
     )
 
 
@@ -120,14 +116,12 @@ def limits(run: Run) -> Chart:
     }
     if not rows:
         why = why_none(run, "limits", "no floor is known at this batch size")
-        return missing(_LIMITS_ID, title, LIMITS, f"Nothing was held against the device's limits: {why}.")
+        return missing(_LIMITS_ID, title, f"Nothing was held against the device's limits: {why}.")
     return Chart(
         id=_LIMITS_ID,
         title=title,
         figure=_limits_figure(cast, rows),
         summary=_limits_summary(run, cast, rows),
-        columns=LIMITS,
-        rows=tuple(row for row in cells(run) if row[1] == str(at)),
     )
 
 

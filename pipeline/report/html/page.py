@@ -3,7 +3,7 @@
 import base64
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from enginesmith.pipeline.report import charts, tables
+from enginesmith.pipeline.report import charts, sections, sentences
 from enginesmith.pipeline.report.html import summary
 from enginesmith.pipeline.report.html.blocks import (
     Block,
     Fact,
     Facts,
     Section,
-    Table,
-    Tone,
     Words,
+    filled,
+    folded,
     long_tables,
     script_data,
     within_limits,
@@ -43,8 +43,9 @@ from enginesmith.pipeline.report.html.sections import (
     render_reproduction,
     render_sensitivity,
 )
+from enginesmith.pipeline.report.tables import Tone
 from enginesmith.pipeline.results import budgets
-from enginesmith.pipeline.results.run import Run, VariantRecord, Verdict
+from enginesmith.pipeline.results.run import Run, Verdict
 
 # The first screen: the verdict, the budgets, the table of variants, the Pareto front; and answers in a line each.
 
@@ -53,7 +54,7 @@ def verdict(run: Run) -> Words:
     """The run in one sentence."""
     broken = any(not one.passed for one in run.verdicts)
     tone: Tone = "bad" if run.winner is None and run.complete else "caution" if run.winner is None or broken else "good"
-    return Words(tables.verdict(run), tone)
+    return Words(sentences.summarize(run), tone)
 
 
 def budget_facts(run: Run) -> tuple[Fact, ...]:
@@ -74,48 +75,9 @@ def unfinished(run: Run) -> tuple[Words, ...]:
     """What is missing of a run that was interrupted, or has steps for another machine."""
     if run.complete:
         return ()
-    done = sum(step.status != "pending" for step in run.steps)
     left = [step.id for step in run.steps if step.status == "pending"]
-    text = f"This run is not complete: {done} of {len(run.steps)} steps have ended; next: {', '.join(left[:3]) or '–'}."
-    return (Words(f"{text} Go on with: enginesmith resume {run.name}", "caution"),)
-
-
-def variants(run: Run) -> Table:
-    """All variants, each batch size a row, with the numbers that sorting goes by."""
-    return Table(
-        name="variants",
-        caption=f"All variants; latency at batch {run.deciding_batch} decides. ★ marks the winner.",
-        columns=tables.COLUMNS,
-        rows=tuple(tables.rows(run)),
-        values=tuple(_values(run)),
-        sortable=True,
-        grouped=True,
-        foldable=True,
-        marked=frozenset(f"★ {tables.marked(one)}" for one in (run.baseline, *run.variants) if one.id == run.winner),
-    )
-
-
-def _values(run: Run) -> Iterator[tuple[float | None, ...]]:
-    for record in (run.baseline, *run.variants):
-        fixed = _fixed(record)
-        if not record.latency:
-            yield (None, None, None, None, None, *fixed)
-        for index, row in enumerate(tables.deciding_first(run, record)):
-            speedup = row.speedup.median if row.speedup else None
-            yield (
-                *(None, float(row.batch), speedup, row.p50_ms, row.p99_ms),
-                *(fixed if index == 0 else (None, None, None, None)),
-            )
-
-
-def _fixed(record: VariantRecord) -> tuple[float | None, ...]:
-    size = record.artifact.bytes if record.artifact else None
-    return (record.peak_bytes, size, record.quality.drop if record.quality else None, None)
-
-
-def notes(run: Run) -> tuple[Words, ...]:
-    """What the table does not say of itself."""
-    return tuple(Words(f"{note}.") for note in tables.made_up(run))
+    text = sentences.describe_progress(run).capitalize()
+    return (Words(f"{text}; next: {', '.join(left[:3]) or '–'}. Go on with: enginesmith resume {run.name}", "caution"),)
 
 
 # Load the page's scripts and style: plotly.js and the page's own.
@@ -159,9 +121,9 @@ def _digest(text: str) -> str:
 # Sections and a template as one HTML file that needs no network: all of it is escaped, besides two known scripts.
 
 
-def lay_out(template: str, sections: Sequence[Section], figures: Mapping[str, Any] | None = None, **values: Any) -> str:
+def lay_out(template: str, parts: Sequence[Section], figures: Mapping[str, Any] | None = None, **values: Any) -> str:
     """The page; ``figures`` are what its charts are drawn of, and without them it has no library that draws."""
-    shown = within_limits(sections)
+    shown = within_limits(parts)
     libraries = (library(),) if figures is not None else ()
     return _template(template).render(
         sections=shown,
@@ -204,7 +166,14 @@ class SectionRow:
 
 
 def _render_variants(run: Run, placed: Placed) -> Sequence[Block]:
-    return (variants(run), *notes(run), *placed.under("pareto"))
+    notes = (Words(f"{note}.") for note in sentences.list_footnotes(run))
+    front = sections.tabulate_front(run)
+    return (
+        sections.tabulate_variants(run),
+        *notes,
+        *placed.under("pareto"),
+        *folded(front.caption, *filled(front)),
+    )
 
 
 def _render_summary(run: Run, placed: Placed) -> Sequence[Block]:

@@ -1,12 +1,11 @@
 """Render accuracy and what explains it: fidelity by stage, sensitivity, precisions, and what was made smaller."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
 from enginesmith.pipeline.recipe import commented
-from enginesmith.pipeline.report import provenance, sections, tables
+from enginesmith.pipeline.report import provenance, sections, sentences
 from enginesmith.pipeline.report.charts import Chart
 from enginesmith.pipeline.report.html.blocks import (
     Block,
@@ -16,16 +15,13 @@ from enginesmith.pipeline.report.html.blocks import (
     Facts,
     Folded,
     Points,
-    Table,
     Words,
-    drawn,
     filled,
     folded,
     points,
-    table,
-    without_empty,
 )
-from enginesmith.pipeline.report.html.summary import calibration, disturbances
+from enginesmith.pipeline.report.html.summary import calibration
+from enginesmith.pipeline.report.tables import make_table, mark, marked
 from enginesmith.pipeline.results.explain import claimed
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.units import format_seconds
@@ -51,13 +47,13 @@ class Placed:
 
     def why(self, run: Run, field: str, what: str) -> Words:
         """Why no variant has something."""
-        records = (run.baseline, *run.variants)
+        records = run.records
         reason = next((one.reasons[field] for one in records if one.reasons.get(field)), "")
         return Words(f"{what}: {reason}." if reason else f"{what}.")
 
 
 def _shown(chart: Chart) -> Drawn | Words:
-    return drawn(chart) if chart.figure is not None else Words(f"{chart.title}: {chart.empty.rstrip('.')}.")
+    return Drawn(chart) if chart.figure is not None else Words(f"{chart.title}: {chart.empty.rstrip('.')}.")
 
 
 _NAMED = 3
@@ -66,19 +62,11 @@ _NAMED = 3
 
 def render_fidelity(run: Run, placed: Placed) -> tuple[Block, ...]:
     """List the distance to the baseline's outputs, and the metric."""
-    data = run.model.data or "unknown"
-    lost = f"Where each variant came furthest from {run.baseline.id}, stage by stage at the worst shape"
-    judged = f"The metric on {run.recipe.data or 'labelled data'}; the drop is paired by sample"
-    compared = f"Outputs against those of {run.baseline.id} on {data} data, by stage and shape"
-    quality = table("quality", judged, sections.QUALITY, sections.quality(run), sortable=True)
     return (
-        *filled(table("lost", lost, sections.LOST, sections.lost(run), sortable=True)),
-        *(filled(quality) or (placed.why(run, "quality", "No metric was taken"),)),
+        *filled(sections.tabulate_losses(run)),
+        *(filled(sections.tabulate_quality(run)) or (placed.why(run, "quality", "No metric was taken"),)),
         *placed.under("fidelity"),
-        *folded(
-            "Every comparison",
-            *filled(table("compared", compared, sections.FIDELITY, sections.fidelity(run), searched=True)),
-        ),
+        *folded("Every comparison", *filled(sections.tabulate_fidelity(run))),
     )
 
 
@@ -90,22 +78,20 @@ def render_sensitivity(run: Run, placed: Placed) -> tuple[Block, ...]:
 
 def _trials(index: int, record: VariantRecord) -> Folded:
     count = len(record.search)
-    name = f"{tables.marked(record)}: {count} trial{'s' if count > 1 else ''} of what stays in floating point"
-    return Folded(name, (table(f"trials-{index}", name, tables.SEARCH, tables.search(record)),))
+    name = f"{marked(record)}: {count} trial{'s' if count > 1 else ''} of what stays in floating point"
+    return Folded(name, (sections.tabulate_search(record, f"trials-{index}", name),))
 
 
 def render_precision(run: Run, placed: Placed) -> tuple[Block, ...]:
     """List what is computed in which precision, and why."""
-    paid = [(tables.marked(one), tables.mark(run, text)) for one in run.variants for text in one.remarks]
-    covered = tuple(tables.coverage(run))
+    paid = ({"variant": marked(one), "evidence": mark(run, text)} for one in run.variants for text in one.remarks)
     none = Words("No variant was quantised group by group: operators are in the precision of their variant's name.")
-    shares = "What each graph asks for, and what each engine runs"
     return (
-        *points(f"{note}." for note in tables.made_up(run)),
+        *points(f"{note}." for note in sentences.list_footnotes(run)),
         *([Words(f"Ranges come from {calibration(run)}.")] if any(one.assignment for one in run.variants) else []),
         *(tuple(_assignments(run)) or (none,)),
-        *filled(table("paid", "Whether low precision pays", ("variant", "evidence"), paid)),
-        *filled(Table("coverage", shares, tables.COVERAGE, covered, grouped=True)),
+        *filled(make_table("paid", "Whether low precision pays", paid)),
+        *filled(sections.tabulate_coverage(run)),
     )
 
 
@@ -118,12 +104,10 @@ def _assignments(run: Run) -> Iterator[Folded]:
             together.setdefault((record.precision, alike), []).append(record)
     opened = next((key for key, found in together.items() if _mixed(found[0])), next(iter(together), None))
     for index, (key, records) in enumerate(together.items()):
-        rows = tuple(tables.assignment(records[0]))
         more = f"; and {len(records) - _NAMED} more alike" if len(records) > _NAMED else ""
-        summary = "; ".join(tables.kept(record) for record in records[:_NAMED]) + more
-        caption = "By group; those first that are not in the variant's low precision, with the reason"
-        groups = Table(f"groups-{index}", caption, tables.ASSIGNMENT, rows, searched=True)
-        yield Folded(summary, (groups,), open=key is opened)
+        summary = "; ".join(sections.summarize_assignment(record) for record in records[:_NAMED]) + more
+        table = sections.tabulate_assignment(records[0], f"groups-{index}")
+        yield Folded(summary, (table,), open=key is opened)
 
 
 def _mixed(record: VariantRecord) -> bool:
@@ -134,19 +118,19 @@ def _mixed(record: VariantRecord) -> bool:
 
 def render_compression(run: Run, placed: Placed) -> tuple[Block, ...]:
     """List what pruning took away, and what training brought back."""
-    caption = "What pruning took away, and what training brought back"
-    models = filled(table("pruned", caption, sections.MODELS, sections.models(run)))
+    models = filled(sections.tabulate_pruning(run))
     if not models:
         asked = ", ".join(run.recipe.prune)
         return (Words(f"No pruned model came out: {asked} was asked for." if asked else "Nothing was to be pruned."),)
-    return (*models, *placed.under("recovery"), *_groups(run))
+    curves = folded("Every step of training", *filled(sections.tabulate_recovery(run)))
+    return (*models, *placed.under("recovery"), *curves, *_groups(run))
 
 
 def _groups(run: Run) -> Iterator[Folded]:
     for place, record in enumerate(sections.pruned(run)):
         for index, facts in enumerate(record.pruning):
             title = f"{record.prune}: what each group lost"
-            lost = table(f"lost-{place}-{index}", title, sections.GROUPS, sections.groups(facts))
+            lost = sections.tabulate_groups(facts, f"lost-{place}-{index}", title)
             whole = points(f"{group} stays whole: {why}." for group, why in facts.whole.items())
             yield Folded(title, (*filled(lost), *whole))
 
@@ -155,17 +139,20 @@ def _groups(run: Run) -> Iterator[Folded]:
 
 _TELLING = ("processor", "usable cores", "memory", "system", "kernel", "python", "governor", "turbo", "load average")
 _MOST_FACTS = 24
-OUT = ("variants", "what", "why")
 
 
 def render_rejected(run: Run, placed: Placed) -> tuple[Block, ...]:
     """List variants that cannot be used, and why."""
-    rejected = [(tables.marked(one), "rejected", one.rejected) for one in run.variants if one.rejected]
-    others = [(", ".join(map(tables.marked, found)), _how(found[0]), why) for found, why in tables.by_reason(run)]
-    rows = [*rejected, *others]
-    found = table("reasons", "Variants that failed, were rejected or are left, with the reason", OUT, rows)
+    rejected = [([record], "rejected", record.rejected) for record in run.variants if record.rejected]
+    others = [(records, _how(records[0]), why) for records, why in sentences.group_by_reason(run)]
+    rows = (
+        {"variants": ", ".join(map(marked, records)), "what": what, "why": why}
+        for records, what, why in (*rejected, *others)
+    )
     none = Words("None: every variant was built, held against the baseline and measured.")
-    return (found,) if rows else (none,)
+    return filled(make_table("reasons", "Variants that failed, were rejected or are left, with the reason", rows)) or (
+        none,
+    )
 
 
 def _how(record: VariantRecord) -> str:
@@ -177,14 +164,12 @@ def _how(record: VariantRecord) -> str:
 
 def render_provenance(run: Run, placed: Placed) -> tuple[Block, ...]:
     """List the model, the files and every step."""
-    steps = table("steps", "Every step of the plan", provenance.STEPS, provenance.steps(run), searched=True)
-    files = table("files", "Engine files in the run directory", provenance.FILES, provenance.files(run))
-    fields = table("fields", "Fields of each step", provenance.PARAMETERS, provenance.parameters(run))
+    steps = filled(provenance.tabulate_steps(run))
     return (
         Facts(tuple(_about(run))),
-        *(filled(without_empty(files)) or (Words("No engine was built."),)),
-        *(folded(f"All {len(run.steps)} steps, with tools and versions", *filled(steps)) or (Words("No step ended."),)),
-        *folded("The fields that each step was done with", *filled(fields)),
+        *(filled(provenance.tabulate_files(run)) or (Words("No engine was built."),)),
+        *(folded(f"All {len(run.steps)} steps, with tools and versions", *steps) or (Words("No step ended."),)),
+        *folded("The fields that each step was done with", *filled(provenance.tabulate_parameters(run))),
     )
 
 
@@ -204,33 +189,33 @@ def _about(run: Run) -> Iterator[Fact]:
 def render_environment(run: Run, placed: Placed) -> tuple[Block, ...]:
     """List the machine, its warnings and its software."""
     warnings = tuple(f"{one}." for one in run.environment.get("warnings", ()))
-    facts = provenance.machine(run.environment)
-    known = [Fact(name, text) for name, text in facts if name in _TELLING or name.startswith("GPU")]
-    every = table("machine", "The machine when latency was measured", provenance.MACHINE, facts)
-    packages = table("packages", "Packages", ("package", "version"), provenance.versions(run.environment).items())
+    machine = provenance.tabulate_machine(run.environment)
+    known = [Fact(*row) for row in machine.rows if row[0] in _TELLING or row[0].startswith("GPU")]
+    versions = provenance.list_versions(run.environment).items()
+    packages = make_table("packages", "Packages", ({"package": name, "version": version} for name, version in versions))
     quiet = Words("Nothing was seen that spoils measurements.", "good")
     unknown = Words("Nothing is known of the machine.", "caution")
     return (
-        *(points(warnings, "caution") or (quiet if facts else unknown,)),
+        *(points(warnings, "caution") or (quiet if machine.rows else unknown,)),
         Facts((Fact("device", f"{run.recipe.where}"), *known[:_MOST_FACTS])),
-        *folded("Every fact of the machine", *filled(every)),
+        *folded("Every fact of the machine", *filled(machine)),
         *folded("Packages and their versions", *filled(packages)),
     )
 
 
 def render_reproduction(run: Run, placed: Placed) -> tuple[Block, ...]:
     """List what to install and what to run."""
-    known = provenance.versions(run.environment)
-    install, python = provenance.install(run.environment), run.environment.get("python")
+    known = provenance.list_versions(run.environment)
+    install, python = provenance.write_install_command(run.environment), run.environment.get("python")
     own = known.get("enginesmith") or version("enginesmith")
     said = f"In a checkout of enginesmith {own}{f', with Python {python}' if python else ''}:"
-    builds = provenance.builds(run.environment)
+    builds = provenance.list_local_builds(run.environment)
     build = f"The run was made with {', '.join(builds)}: a build of its own, from the index that offers it."
     unknown = Words("The run does not say which packages it was made with.", "caution")
     return (
         *((Words(said), Code("install", "Install", install)) if install else (unknown,)),
         *([Words(build)] if builds else []),
-        Code("command", "Run", provenance.commands(run)),
+        Code("command", "Run", provenance.write_commands(run)),
         *([Words(f"Begun in the folder {run.environment['folder']}.")] if run.environment.get("folder") else []),
         *folded("recipe.yaml: everything that was asked for", Code("recipe", "recipe.yaml", commented(run.recipe))),
     )
@@ -238,96 +223,75 @@ def render_reproduction(run: Run, placed: Placed) -> tuple[Block, ...]:
 
 # Render what was measured: latency, memory, batch sizes, the machine's limits, and where time goes.
 
-_MOST_ROWS = 20_000
 _REASONS = 2
 
 
 def render_latency(run: Run, placed: Placed) -> tuple[Block, ...]:
     """List the distributions and percentiles of single calls."""
     first, *others = placed.by_batch("ecdf", run.deciding_batch) or (None,)
-    whys = "; ".join(sections.percentiles_missing(run)[:_REASONS])
+    whys = "; ".join(sentences.list_missing_percentiles(run)[:_REASONS])
     missing = [f"Why some have no p99: {whys}."] if whys else []
-    device = table(
-        "on-device",
-        "The host's clock beside the device's",
-        sections.LATENCY_ON_DEVICE,
-        sections.on_device(run),
-        sortable=True,
-    )
     return (
         *([first] if first else []),
         *folded("The distribution at other batch sizes", *others),
-        *filled(_timed(run)),
-        *filled(device),
-        *points((*missing, *(f"{note}." for note in disturbances(run)))),
+        *filled(sections.tabulate_latency(run)),
+        *filled(sections.tabulate_device_latency(run)),
+        *points((*missing, *(f"{note}." for note in sentences.list_measurement_notes(run)))),
     )
-
-
-def _timed(run: Run) -> Table:
-    values = tuple(
-        (None, float(row.batch), row.p50_ms, row.p90_ms, row.p95_ms, row.p99_ms, row.p99_9_ms, row.mean_ms)
-        + (row.speedup.median if row.speedup else None, row.n, row.rounds, row.launches, row.disturbed_share)
-        + (row.load_ms, row.first_call_ms, None)
-        for record in (run.baseline, *run.variants)
-        for row in record.latency
-    )
-    caption = f"Latency of one call by variant and batch size; speed-up is paired by round against {run.baseline.id}"
-    rows = tuple(sections.latency(run))
-    return Table("latencies", caption, sections.LATENCY, rows, values, sortable=True)
 
 
 def render_memory(run: Run, placed: Placed) -> tuple[Block, ...]:
     """List peak memory by part, and the figures of the engines."""
-    caption = "What engines say of themselves, and how long building them took"
-    built = table("engines", caption, sections.ENGINES, sections.engines(run), sortable=True)
-    unsaid = [f"{said}." for said in sections.unsaid(run)]
-    seen = table("lenses", "Memory by every way that it was looked at", sections.LENSES, sections.lenses(run))
+    lenses = filled(sections.tabulate_lenses(run))
     return (
         *placed.under("memory"),
-        *filled(without_empty(built)),
-        *points(unsaid),
-        *folded("Every number of memory, with its source", *filled(seen)),
+        *filled(sections.tabulate_memory(run)),
+        *filled(sections.tabulate_engines(run)),
+        *points(f"{text}." for text in sentences.list_unreported(run)),
+        *folded("Every number of memory, with its source", *lenses),
     )
 
 
 def render_batch_sweep(run: Run, placed: Placed) -> tuple[Block, ...]:
     """List latency and throughput by batch size and callers."""
-    caption = "Throughput with several callers at the same time"
-    callers = table("callers", caption, sections.THROUGHPUT, sections.throughput(run), sortable=True)
-    charts = placed.under("latency-by-batch", "throughput-by-batch", "concurrency")
-    return (*charts, *folded(caption, *filled(callers)))
+    sweep, callers = sections.tabulate_sweep(run), sections.tabulate_throughput(run)
+    return (
+        *placed.under("latency-by-batch", "throughput-by-batch"),
+        *folded(sweep.caption, *filled(sweep)),
+        *placed.under("concurrency"),
+        *folded(callers.caption, *filled(callers)),
+    )
 
 
 def render_limits(run: Run, placed: Placed) -> tuple[Block, ...]:
     """Compare each variant with the limits of the device."""
-    caption = "What the machine can do at best, measured in this run"
-    rates = table("rates", caption, provenance.RATES, provenance.rates(run.limits))
     warnings = run.limits.warnings if run.limits else ()
-    return (*placed.under("limits"), *filled(rates), *points(f"{warning}." for warning in warnings))
+    limits, rates = sections.tabulate_limits(run), provenance.tabulate_rates(run)
+    return (
+        *placed.under("limits"),
+        *filled(limits),
+        *filled(rates),
+        *points(f"{warning}." for warning in warnings),
+    )
 
 
 def render_profile(run: Run, placed: Placed) -> tuple[Block, ...]:
     """List time by module and operator."""
-    modules = _many("modules", "Modules beside the baseline's", sections.BY_MODULE, sections.by_module(run), run)
-    operators = _many("operators", "Operators by module", sections.OPERATORS, sections.operators(run), run)
-    profiled = [one for record in (run.baseline, *run.variants) for one in record.profile]
-    sizes = ", ".join(str(batch) for batch in sorted({one.batch for one in profiled}))
+    sizes = ", ".join(str(batch) for batch in sorted({one.batch for record in run.records for one in record.profile}))
     said = f"At batch {sizes}. Profilers slow down what they look at: this says how time is divided."
-    notes = points(f"{note[:1].upper()}{note[1:]}." for note in sections.profiled(run))
+    side_by_side = sections.tabulate_profile(run)
+    notes = points(f"{note[:1].upper()}{note[1:]}." for note in sentences.describe_profiles(run))
     return (
-        *([Words(said)] if profiled else []),
+        *([Words(said)] if sizes else []),
         *placed.under("profile"),
-        *folded("Every module, and why it takes more or less than in the baseline", *filled(modules)),
-        *folded("Every operator, by the module whose work it does", *filled(operators)),
+        *folded(side_by_side.caption, *filled(side_by_side)),
+        *folded(
+            "Every module, and why it takes more or less than in the baseline",
+            *filled(sections.tabulate_modules(run)),
+        ),
+        *folded("Every operator, by the module whose work it does", *filled(sections.tabulate_operators(run))),
         *folded("What the profilers say of themselves", *notes),
     )
-
-
-def _many(name: str, caption: str, columns: tuple[str, ...], rows: Iterator[tuple[str, ...]], run: Run) -> Table:
-    """A table of profiles, which may have more rows than anybody reads; the winner's come first."""
-    kept = tuple(itertools.islice(rows, _MOST_ROWS))
-    total = sections.profile_rows(run) if len(kept) == _MOST_ROWS else len(kept)
-    return Table(name, caption, columns, kept, searched=True, total=total)
 
 
 # How the run's numbers were taken, in short; docs/measurement.md has the whole of it.
@@ -362,6 +326,6 @@ def render_method(run: Run, placed: Placed) -> tuple[Block, ...]:
 def _stopping(run: Run) -> str:
     measure = run.recipe.measure
     rule = f"Measuring stops when every median is known to ± {measure.precision:.0%}, or after {measure.seconds:g} s"
-    stops = {row.stopped_because for record in (run.baseline, *run.variants) for row in record.latency}
+    stops = {row.stopped_because for record in run.records for row in record.latency}
     here = ", ".join(sorted(one for one in stops if one))
     return f"{rule} for each batch size{f'; here: {here}' if here else ''}."

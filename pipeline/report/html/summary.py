@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from enginesmith.pipeline import units
-from enginesmith.pipeline.report import provenance, sections, tables
+from enginesmith.pipeline.report import provenance, sections
 from enginesmith.pipeline.report.html.blocks import Fact
+from enginesmith.pipeline.report.tables import marked
 from enginesmith.pipeline.results import budgets
 from enginesmith.pipeline.results.explain import claimed
 from enginesmith.pipeline.results.run import NOT_KNOWN, Assignment, Run, VariantRecord
@@ -33,7 +34,7 @@ def facts(run: Run) -> tuple[Fact, ...]:
 
 def chosen(run: Run) -> VariantRecord:
     """The variant that answers are about: the winner, else the one that latency puts first, else the baseline."""
-    records = {record.id: record for record in (run.baseline, *run.variants)}
+    records = {record.id: record for record in run.records}
     if run.winner in records:
         return records[run.winner]
     timed = [(row.p50_ms, one.id) for one in run.variants if (row := one.row(run.deciding_batch)) and row.p50_ms]
@@ -61,7 +62,7 @@ def _p99(run: Run) -> str:
 
 
 def _clock(run: Run) -> str:
-    rows = [row for record in (run.baseline, *run.variants) for row in record.latency if row.rounds]
+    rows = [row for record in run.records for row in record.latency if row.rounds]
     if not rows:
         return f"Nothing was timed: {_why(run.baseline, 'latency')}."
     device = " and CUDA events beside it" if any(row.device_p50_ms is not None for row in rows) else ""
@@ -81,7 +82,7 @@ def _range(counts: Iterator[int | None]) -> str:
 def _quiet(run: Run) -> str:
     said_of_it = map(str, run.environment.get("warnings", ()))
     warnings = [one for one in said_of_it if not one.startswith(NOT_KNOWN)]
-    shares = [row.disturbed_share for one in (run.baseline, *run.variants) for row in one.latency]
+    shares = [row.disturbed_share for one in run.records for row in one.latency]
     known = [share for share in shares if share is not None]
     said = f"at most {max(known):.1%} of a variant's calls were disturbed by others" if known else ""
     if warnings:
@@ -106,8 +107,8 @@ def _memory(run: Run) -> str:
 
 
 def _lost(run: Run) -> str:
-    found = sections.lost(run)
-    mine = next((one for one in found if one[0] == tables.marked(chosen(run))), next(iter(found), None))
+    rows = sections.tabulate_losses(run).rows
+    mine = next((row for row in rows if row[0] == marked(chosen(run))), next(iter(rows), None))
     if mine is None:
         return "No outputs were held against the baseline's."
     name, stage, fall, worst, metric = mine
@@ -122,9 +123,9 @@ def _kept(run: Run) -> str:
         kept = [one for one in record.assignment if claimed(one.precision) != low]
         if kept:
             reasons = "; ".join(_because(kept))
-            found.append(f"{tables.marked(record)}: {len(kept)} of {len(record.assignment)}: {reasons}.")
+            found.append(f"{marked(record)}: {len(kept)} of {len(record.assignment)}: {reasons}.")
         elif record.assignment:
-            found.append(f"{tables.marked(record)}: none of {len(record.assignment)}.")
+            found.append(f"{marked(record)}: none of {len(record.assignment)}.")
     if not found:
         return "No variant was quantised group by group."
     more = [f"Other variants: {len(found) - _NAMED}, see below."] if len(found) > _NAMED else []
@@ -184,7 +185,7 @@ def _limit(run: Run) -> str:
 
 
 def _install(run: Run) -> str:
-    known = provenance.versions(run.environment)
+    known = provenance.list_versions(run.environment)
     return (
         f"{', '.join(f'{name} {version}' for name, version in known.items())}." if known else "No versions are known."
     )
@@ -192,14 +193,3 @@ def _install(run: Run) -> str:
 
 def _why(record: VariantRecord, field: str) -> str:
     return record.reasons.get(field) or record.reason or "not asked for"
-
-
-def disturbances(run: Run) -> tuple[str, ...]:
-    """Measurements that others disturbed, and what ran out of memory."""
-    found = tuple(sections.disturbed(run))
-    many = f"{len(found)} measurements were disturbed in more than half of their calls: see the column disturbed"
-    return (
-        *(found if len(found) <= _NAMED else (many,)),
-        *sections.explain_tails(run),
-        *sections.out_of_memory(run),
-    )

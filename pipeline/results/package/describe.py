@@ -89,7 +89,7 @@ def choose(folder: Path, variant: str | None) -> Chosen:
 
 
 def _winner(run: Run) -> VariantRecord:
-    found = next((one for one in (run.baseline, *run.variants) if one.id == run.winner), None)
+    found = next((one for one in run.records if one.id == run.winner), None)
     if found is None:
         why = run.winner_reason or ("the run is not complete" if not run.complete else "none meets the budgets")
         built = ", ".join(one.id for one in run.variants if one.artifact) or "none"

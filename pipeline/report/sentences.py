@@ -1,0 +1,201 @@
+"""Say in words what a run comes to: its verdict, what to know before believing its numbers, and what became of each
+variant."""
+
+from collections.abc import Iterator
+
+from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, TOO_NOISY, Interval
+from enginesmith.pipeline.report.tables import mark, marked, points, speedup
+from enginesmith.pipeline.results import budgets
+from enginesmith.pipeline.results.comparison import MOSTLY_DISTURBED
+from enginesmith.pipeline.results.run import Run, VariantRecord
+from enginesmith.pipeline.system.machine import BUSY
+from enginesmith.pipeline.units import format_bytes, ms
+
+LONG_TAIL = 20.0
+"""p99 over p50 from which the report explains the tail."""
+SYNTHETIC = "* calibrated on made-up data: speed holds, accuracy does not"
+
+
+def list_footnotes(run: Run) -> list[str]:
+    """Explain the stars on variants' names, where there are any."""
+    return [SYNTHETIC] if any(record.synthetic_calibration for record in run.variants) else []
+
+
+def summarize(run: Run) -> str:
+    """Sum up the run in one sentence."""
+    return mark(run, _summarize(run))
+
+
+def _summarize(run: Run) -> str:
+    if run.winner is None:
+        return f"No winner{'' if run.complete else ' yet'}: {run.winner_reason}."
+    record = next(record for record in run.records if record.id == run.winner)
+    row = record.row(run.deciding_batch) or next((row for row in record.latency if row.p50_ms is not None), None)
+    if row is None or record.id == run.baseline.id:
+        return f"{run.winner} wins: {run.winner_reason}."
+    parts = [_compare_latency(record, run.baseline, row.batch)]
+    if record.peak_bytes is not None and run.baseline.peak_bytes:
+        parts.append(f"uses {100 * record.peak_bytes / run.baseline.peak_bytes:.0f} % of its peak memory")
+    if record.quality and record.quality.drop is not None:
+        parts.append(f"{points(record.quality)} on {record.quality.samples} samples")
+    return "; ".join([", ".join(parts), *_summarize_budgets(run)]) + "."
+
+
+def _summarize_budgets(run: Run) -> list[str]:
+    broken = [budgets.format_verdict(verdict) for verdict in run.verdicts if not verdict.passed]
+    if broken:
+        return [f"{len(broken)} of {len(run.verdicts)} budgets broken: {', '.join(broken)}"]
+    if len(run.verdicts) == 1:
+        return [f"its budget is met: {budgets.format_title(run.verdicts[0].budget)}"]
+    return [f"all {len(run.verdicts)} budgets met"] if run.verdicts else []
+
+
+def _compare_latency(record: VariantRecord, baseline: VariantRecord, batch: int) -> str:
+    mine, theirs = record.row(batch), baseline.row(batch)
+    if mine is not None and mine.speedup is not None:
+        return _compare_speed(record, baseline, mine.speedup, batch)
+    if mine is None or theirs is None:
+        return f"{record.id} was measured at batch {batch}, and {baseline.id} was not"
+    medians = f"{ms(mine.p50_ms)} ms against {ms(theirs.p50_ms)} ms of {baseline.id} at batch {batch}"
+    return f"{record.id} takes {medians}, in too few rounds for an interval"
+
+
+def _compare_speed(record: VariantRecord, baseline: VariantRecord, interval: Interval, batch: int) -> str:
+    """Say ``faster`` only if the interval leaves out that it is not."""
+    times, beside = speedup(record, batch), f"{baseline.id} at batch {batch}"
+    if interval.too_noisy:
+        return f"whether {record.id} is faster than {beside} is {times}"
+    if interval.low > 1:
+        return f"{record.id} is {times} faster than {beside}"
+    unsure = " (which may be no difference)" if interval.high >= 1 else ""
+    return f"{record.id} has {times} the speed of {beside}{unsure}"
+
+
+# What became of variants, and why.
+
+
+def list_reasons(run: Run) -> list[str]:
+    """Say what is wrong with variants or left to do: ``names: reason``, variants of one reason together."""
+    return [f"{', '.join(map(marked, records))}: {reason}" for records, reason in group_by_reason(run)]
+
+
+def group_by_reason(run: Run) -> list[tuple[list[VariantRecord], str]]:
+    """Group the variants that failed, fall short or are left by their reason."""
+    groups: dict[str, list[VariantRecord]] = {}
+    for record in run.records:
+        if reason := record.reason or record.shortfall:
+            groups.setdefault(reason.replace(record.id, "…"), []).append(record)
+    return [(records, mark(run, reason.replace("…", records[0].id))) for reason, records in groups.items()]
+
+
+def list_remarks(run: Run) -> list[tuple[str, str]]:
+    """Say by variant why it is rejected, and whether low precision, pruning and zeros paid."""
+    rejected = [(record, f"rejected: {record.rejected}") for record in run.variants if record.rejected]
+    remarks = [(record, text) for record in run.variants for text in record.remarks]
+    return [(marked(record), mark(run, text)) for record, text in (*rejected, *remarks)]
+
+
+# What to know before believing the numbers.
+
+
+def list_warnings(run: Run) -> list[str]:
+    """List what the machine and the run warn of."""
+    return [*map(str, run.environment.get("warnings", ())), *_warn_of_fixed_batch(run)]
+
+
+def list_cautions(run: Run) -> list[str]:
+    """List what people have to know before they believe the numbers: warnings, and what failed."""
+    return [*list_warnings(run), *list_reasons(run)]
+
+
+def _warn_of_fixed_batch(run: Run) -> Iterator[str]:
+    measured = {row.batch for row in run.baseline.latency}
+    missing = [batch for batch in run.recipe.batch if batch not in measured]
+    if measured and missing:
+        at = ", ".join(map(str, sorted(measured)))
+        asked = ", ".join(map(str, run.recipe.batch))
+        yield f"{marked(run.baseline)} was measured at batch {at}, and --batch {asked} was asked for: its size is fixed"
+
+
+def describe_progress(run: Run) -> str:
+    """Say how far a run came that was interrupted or has steps for another machine; empty if it is complete."""
+    done = sum(step.status != "pending" for step in run.steps)
+    return "" if run.complete else f"this run is not complete: {done} of {len(run.steps)} steps have ended"
+
+
+def list_missing_percentiles(run: Run) -> list[str]:
+    """Explain why some variants have no p99, each reason once."""
+    reasons = (row.reasons.get("p99_ms") for record in run.records for row in record.latency if row.p99_ms is None)
+    return list(dict.fromkeys(reason for reason in reasons if reason))
+
+
+def list_unreported(run: Run) -> Iterator[str]:
+    """Say which figures engines do not report, all fields of one reason together."""
+    groups: dict[str, dict[str, None]] = {}
+    for record in run.variants:
+        for name, reason in (record.build.reasons if record.build else {}).items():
+            groups.setdefault(reason, {})[name.removesuffix("_bytes").replace("_", " ")] = None
+    for reason, names in groups.items():
+        yield f"No {', '.join(names)}: {reason}"
+
+
+def describe_profiles(run: Run) -> Iterator[str]:
+    """Say whose figures each profile has, what profiling cost and what it does not tell; or why there is none."""
+    for record in run.records:
+        for profile in record.profile:
+            row = record.row(profile.batch)
+            if profile.total_ms is None:
+                parts: tuple[str, ...] = (profile.reasons["total_ms"],)
+            else:
+                parts = (f"by {profile.source}", profile.overhead(row.p50_ms if row else None), *profile.notes)
+            yield f"profile of {marked(record)} at batch {profile.batch}: {'; '.join(filter(None, parts))}"
+
+
+def describe_out_of_memory(run: Run) -> Iterator[str]:
+    """Say for each variant that ran out of memory what it asked for, and the largest batch that fits."""
+    for record in run.records:
+        full = next((row for row in record.latency if row.oom), None)
+        if full is None or full.oom is None:
+            continue
+        fits = max((row.batch for row in record.latency if not row.failure), default=None)
+        asked = f"asked for {format_bytes(full.oom.asked_bytes)}" if full.oom.asked_bytes else "out of memory"
+        free = f", {format_bytes(full.oom.free_bytes)} free" if full.oom.free_bytes is not None else ""
+        back = {True: "; its memory is back", False: "; its memory was not seen to be back", None: ""}
+        largest = f"the largest batch that fits is {fits}" if fits else "no batch fits"
+        yield f"{marked(record)}: {largest}; batch {full.batch} {asked}{free}{back[full.oom.given_back]}"
+
+
+def describe_noise(run: Run) -> Iterator[str]:
+    """Say once what noise others made: speed-ups that tell nothing, or medians that are of disturbed calls."""
+    rows = [(record, row) for record in run.records for row in record.latency]
+    noisy = [f"{marked(record)} at batch {row.batch}" for record, row in rows if row.speedup and row.speedup.too_noisy]
+    shares = [row.disturbed_share for _, row in rows if (row.disturbed_share or 0.0) > MOSTLY_DISTURBED]
+    if noisy:
+        yield f"the speed-up is {TOO_NOISY} of {', '.join(noisy)}; {NOISE_REMEDY}"
+    elif shares and not any(str(text).startswith(BUSY) for text in run.environment.get("warnings", ())):
+        waited = f"in up to {max(filter(None, shares)):.0%} of their calls threads waited for a core that others had"
+        yield f"{len(shares)} of {len(rows)} measurements were disturbed: {waited}; {NOISE_REMEDY}"
+
+
+def explain_tails(run: Run) -> tuple[str, ...]:
+    """Explain percentiles that are far above the median: one note for all rows, none where there are no such tails."""
+    tails = [
+        (row.p99_ms / row.p50_ms, f"{marked(record)} at batch {row.batch} is {ms(row.p99_ms)} ms", ms(row.p50_ms))
+        for record in run.records
+        for row in record.latency
+        if row.p50_ms and row.p99_ms and row.p99_ms > LONG_TAIL * row.p50_ms
+    ]
+    if not tails:
+        return ()
+    _, longest, median = max(tails)
+    others = f" (and {len(tails) - 1} more)" if len(tails) > 1 else ""
+    return (
+        f"p99 of {longest} beside a p50 of {median} ms{others}: on a busy machine that is usually time in which the "
+        "scheduler gave its cores to other work, and says little of the engine. Measure on a machine that is otherwise "
+        "idle, or with fewer --threads than it has cores",
+    )
+
+
+def list_measurement_notes(run: Run) -> tuple[str, ...]:
+    """List what disturbed measurements: noise, long tails, and memory that ran out."""
+    return (*describe_noise(run), *explain_tails(run), *describe_out_of_memory(run))
