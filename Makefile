@@ -11,8 +11,8 @@ PIP := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt
 demo: $(VENV)/.runtime
 	$(BIN)/enginesmith optimize digits --precision fp32 --precision int8 --max-drop 0.01 --out runs/demo
 
-# Two processes, each of which keeps a file's tests together: what a file's tests share is made once.
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile
+# Two processes, each of which keeps a file's tests together: what they share is made once. Long files come first.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Every capability once, on real parts.
 test: $(VENV)/.dev

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -80,14 +79,6 @@ def test_optimize_gate_and_verdict(tmp_path: Path, store: Path) -> None:
     assert runner.step("Verdict").returncode == 3
     runner.output.write_text("exit-code=0\n")
     assert runner.step("Verdict").returncode == 0
-
-
-@pytest.mark.thorough
-def test_a_run_that_is_there_is_gone_on_with(digits_run: Path, tmp_path: Path, store: Path) -> None:
-    shutil.copytree(digits_run, tmp_path / "enginesmith-run")
-    runner = Runner(tmp_path, store, {})
-    done = runner.step("Optimize")
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("document", "report"), [("run.json", "report.md"), ("fleet.json", "fleet.md")])

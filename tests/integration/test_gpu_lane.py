@@ -90,16 +90,3 @@ def test_parts_of_several_calls_are_put_together(tmp_path: Path, monkeypatch: py
     found = record.merged([first, second])
     assert found["models"] == {"a": {"complete": False}, "b": {"complete": False}}
     assert found["tests"] == {"complete": False}
-
-
-def test_what_came_of_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import record
-
-    cases = '<testcase name="a" time="1"/><testcase name="b" time="2"><failure message="it is wrong"/></testcase>'
-    (tmp_path / "junit.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
-    record._tests(tmp_path / "junit.xml", 1, tmp_path / "out.json")
-    found = json.loads((tmp_path / "out.json").read_text())["tests"]
-    assert [case["result"] for case in found["cases"]] == ["passed", "failure"]
-    assert found["cases"][1]["why"] == "it is wrong"
-    assert (found["exit"], found["complete"]) == (1, True)

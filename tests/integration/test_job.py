@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from enginesmith.pipeline import Recipe, Run, Settings, load_run, optimize, resume
-from enginesmith.pipeline.errors import EnginesmithError, SourceError, UsageError
+from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.execution.scheduler import Event
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.results.run import json_schema
@@ -164,28 +164,6 @@ def test_a_crash_while_loading_is_told_with_its_log(tmp_path: Path) -> None:
         optimize(recipe("segfault"), tmp_path / "run", settings(tmp_path))
     assert str(tmp_path / "run/logs/load.log") in caught.value.remedy
     assert load_run(tmp_path / "run").variants[0].status == "failed"
-
-
-def test_another_recipe_does_not_overwrite_a_run(done: tuple[Path, Run]) -> None:
-    folder, run = done
-    with pytest.raises(UsageError, match="another recipe"):
-        optimize(recipe(seed=7), folder / "run", settings(folder))
-    assert load_run(folder / "run") == run
-
-
-def test_two_processes_do_not_work_in_one_folder(tmp_path: Path) -> None:
-    import fcntl
-
-    (tmp_path / "run").mkdir()
-    with (tmp_path / "run" / ".lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(UsageError, match="another run is at work"):
-            optimize(recipe(), tmp_path / "run", settings(tmp_path))
-
-
-def test_a_source_that_fails_has_its_own_error(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="nothing"):
-        optimize(recipe("nothing"), tmp_path / "run", settings(tmp_path))
 
 
 def test_budgets_come_before_the_objective(done: tuple[Path, Run]) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from enginesmith.calibration.dataset import embedded
 from enginesmith.pipeline import Settings, load_run, optimize
-from enginesmith.pipeline.artifact import file_digest
 
 COMMON = ("fp16", "int8")
 PRECISIONS = (*COMMON, "bf16", "int8+fp16", "int8-dynamic", "fp8", "int4-weights")
@@ -86,17 +85,6 @@ def test_a_second_run_takes_everything_from_the_store(digits_run: Path, store: P
     assert {step.id for step in again.steps if not step.cached} <= tried_again
 
 
-@pytest.mark.thorough
-def test_same_inputs_give_the_same_bytes(cli: Cli, tmp_path: Path) -> None:
-    digests = []
-    for name, more in (("stored", ()), ("anew", ("--no-cache",))):
-        out = tmp_path / f"{name}.onnx"
-        done = cli("precision", "digits", "-o", out, "--precision", "int8", "--search-steps", "1", *more)
-        assert done.code == 0, done.text
-        digests.append(file_digest(out))
-    assert digests[0] == digests[1]
-
-
 def test_a_group_can_be_kept_by_hand(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "digits.onnx"
     done = cli("precision", "digits", "-o", out, "--precision", "int8", "--keep", "head*", "--search-steps", "2")
@@ -134,12 +122,3 @@ def test_bad_calibration_data(cli: Cli, tmp_path: Path, changes: dict[str, np.nd
     assert done.code == 2
     assert message in done.stderr
     assert not out.exists()
-
-
-@pytest.mark.thorough
-def test_a_quantised_file_is_not_quantised_again(cli: Cli, tmp_path: Path) -> None:
-    first, second = tmp_path / "int8.onnx", tmp_path / "again.onnx"
-    assert cli("precision", "digits", "-o", first, "--precision", "int8", "--search-steps", "1").code == 0
-    done = cli("precision", first, "-o", second, "--precision", "int8", "--calibration", "digits")
-    assert done.code != 0
-    assert "quantised already" in done.stderr

@@ -290,20 +290,6 @@ def test_a_change_of_weights_or_code_is_noticed(cli, folder: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_change_in_one_of_two_files_of_the_same_name_is_noticed(export, folder: Path) -> None:
-    for package in ("aaa", "zzz"):
-        (folder / package).mkdir()
-        (folder / package / "__init__.py").write_text(PART.format(2))
-    user = "import torch, aaa, zzz\n\ndef build():\n"
-    user += "    return torch.nn.Sequential(aaa.Factor(), zzz.Factor()), torch.ones(2, 4)\n"
-    (folder / "user.py").write_text(user)
-    same(export("user.py:build")(input=rows(2))[0], rows(2) * 4)
-    for package, product in (("aaa", 10), ("zzz", 25)):
-        (folder / package / "__init__.py").write_text(PART.format(5))
-        same(export("user.py:build")(input=rows(2))[0], rows(2) * product)
-
-
-@pytest.mark.thorough
 def test_torch_load_reads_weights_and_refuses_objects(cli, export, folder: Path) -> None:
     user = "import torch, net\n\ndef build(only):\n    module, example = net.build()\n"
     user += "    module.load_state_dict(torch.load('net.pt', weights_only=only))\n    return module, example\n"

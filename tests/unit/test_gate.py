@@ -14,12 +14,11 @@ from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recipe.options import Budgets
-from enginesmith.pipeline.report import gate as gating
 from enginesmith.pipeline.results import baseline, gate, remeasure
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.gate import Demands, parse_tolerance
 from enginesmith.pipeline.results.run import ModelRecord, Run, StoredArtifact, VariantRecord
-from enginesmith.pipeline.results.verdicts import Gate, GateCheck
+from enginesmith.pipeline.results.verdicts import Gate
 
 MACHINE = {"processor": "A", "usable_cores": 2, "architecture": "x86_64"}
 MODEL = ModelRecord(source="digits", sha256="0" * 64, signature=None, data="digits")
@@ -175,28 +174,6 @@ def test_latency_of_another_machine_is_refused_and_the_rest_is_judged(tmp_path: 
     assert gate.gate(run, told, baseline=before).passed
 
 
-def test_winners_of_other_names_are_compared_and_that_is_said(tmp_path: Path) -> None:
-    before = write(tmp_path / "before", record("fp32"))
-    run = write(tmp_path / "run", record("int8", 1.2))
-    found = gate.gate(run, demands(), baseline=before)
-    assert not judged(found)["latency_ms"]
-    assert any("int8 is held against fp32" in text for text in found.cautions)
-
-
-def test_a_baseline_of_another_model_is_told_of(tmp_path: Path) -> None:
-    other = MODEL.model_copy(update={"source": "net.onnx"})
-    before, run = write(tmp_path / "before", record(), model=other), write(tmp_path / "run", record("a", 1.001))
-    found = gate.gate(run, demands(), baseline=before)
-    assert "the run is of digits, and the baseline of net.onnx" in found.cautions
-    assert "the run is of" not in str(gate.gate(run, demands(), baseline=run).cautions)
-
-
-def test_nothing_to_judge_is_said(tmp_path: Path) -> None:
-    found = gate.gate(write(tmp_path / "run", record()), demands())
-    assert found.passed
-    assert "nothing was judged" in found.cautions[0]
-
-
 @pytest.mark.parametrize(("text", "share"), [("5%", 0.05), (" 2.5 % ", 0.025), ("0%", 0.0)])
 def test_a_tolerance_is_a_percentage(text: str, share: float) -> None:
     assert parse_tolerance(text) == pytest.approx(share)
@@ -260,13 +237,6 @@ def test_an_engine_that_does_not_run_here_leaves_what_was_stored(
     found = gate.gate(run, Demands(budgets=Budgets()), baseline=before)
     assert "from what both runs stored" in found.breaches[0].text
     assert "another processor" in found.breaches[0].text
-
-
-def test_lines_are_one_for_each_and_markdown_is_inert() -> None:
-    broken = GateCheck(name="x", against="budget", passed=False, text="<b> is\n | slow")
-    found = Gate(run="r", variant="a", tolerance=0.05, passed=False, verdicts=(broken,), cautions=("careful",))
-    assert gating.lines(found) == ["BROKEN: <b> is | slow", "note: careful", "a of r: 1 of 1 broken"]
-    assert "- **broken**: &lt;b> is \\| slow" in gating.markdown(found)
 
 
 def test_a_run_becomes_the_baseline_whole(tmp_path: Path) -> None:

@@ -161,16 +161,6 @@ def test_distilling_classes_is_the_divergence_of_softened_probabilities() -> Non
     assert found.item() == pytest.approx(4 * (theirs * (theirs / ours).log()).sum(1).mean().item(), rel=1e-4)
 
 
-def test_numbers_are_compared_by_the_variance_of_the_teachers() -> None:
-    student, teacher, given = model(name="box", seed=1), model(name="box"), batch()
-    (target,) = output_targets(teacher, given)
-    assert target.kind == "values"
-    with torch.no_grad():
-        found = losses.Distil([target], [], ["box"], 2.0)(student.module, teacher.module, given)
-        ours, theirs = (one.module(given.inputs["image"])[0] for one in (student, teacher))
-    assert found.item() == pytest.approx(F.mse_loss(ours, theirs).item() / theirs.var(correction=0).item(), rel=1e-4)
-
-
 def test_labels_that_number_an_outputs_columns_make_it_classes() -> None:
     teacher = model(name="box")
     assert output_targets(teacher, batch(labels=torch.tensor([0, 1, 2, 0, 1, 2])))[0].kind == "classes"
@@ -298,22 +288,6 @@ def test_activations_are_computed_again_where_one_sample_is_too_much() -> None:
         micro_batching.largest_part(micro_batching.sizes(64, None), step.attempt, step.meter, 11)
 
 
-def test_without_a_limit_the_device_says_what_fits() -> None:
-    step = Limited(device_bytes=100)
-    assert micro_batching.largest_part(micro_batching.sizes(64, None), step.attempt, step.meter, None) == (16, False)
-    assert [size for size, _ in step.tried] == [64, 32, 16]
-    assert micro_batching.sizes(48, None) == (1, 2, 4, 8, 16, 32, 48)
-    assert micro_batching.sizes(48, 4) == (4,)
-
-
-def test_other_errors_are_not_taken_for_lack_of_memory() -> None:
-    def broken(size: int, again: bool) -> None:
-        raise RuntimeError("shapes do not match")
-
-    with pytest.raises(RuntimeError, match="shapes"):
-        micro_batching.largest_part((1, 2), broken, Limited().meter, None)
-
-
 PLAN = TrainingPlan(steps=1, batch=32, micro_batch=32, evaluate_every=1, judged=1, statistics=1, processes=1, threads=1)
 
 
@@ -354,16 +328,6 @@ def test_a_forward_that_a_module_was_given_is_there_again_after_computing_again(
     assert torch.equal(net(x), expected)
     micro_batching.keep_all(net)
     assert [vars(one).get("forward") for one in net] == [given, None]
-
-
-def test_the_average_follows_closely_at_first_and_slowly_later() -> None:
-    average, student = model().module, model(seed=1).module
-    start, end = (one.model.head.weight.detach().clone() for one in (average, student))
-    averaging.update(average, student, 0.9, step=0)
-    torch.testing.assert_close(average.model.head.weight.detach(), start + 0.9 * (end - start))
-    start = average.model.head.weight.detach().clone()
-    averaging.update(average, student, 0.9, step=1000)
-    torch.testing.assert_close(average.model.head.weight.detach(), start + 0.1 * (end - start))
 
 
 def test_statistics_are_those_of_the_samples() -> None:
