@@ -12,7 +12,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage
-from enginesmith.pipeline.frameworks.onnx.shares import Coverage, percent
+from enginesmith.pipeline.frameworks.onnx.shares import Coverage
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.verify import Audit
@@ -157,12 +157,6 @@ def test_floats_between_integer_kernels_connect_nothing(tmp_path: Path) -> None:
     assert graph.covered(tmp_path, executed=True).islands == 2
 
 
-def test_a_cast_behind_a_pair_keeps_it_from_being_fused(tmp_path: Path) -> None:
-    found = Graph().pair().add("Cast", to=HALF).product(HALF).add("Cast", to=FLOAT).covered(tmp_path, executed=True)
-    assert found.macs == {"fp16": 1.0}
-    assert found.unfused == 1
-
-
 def test_products_of_unknown_size_are_told_and_in_no_share(tmp_path: Path) -> None:
     graph = Graph().product()
     graph.nodes.append(helper.make_node("Mystery", ["x"], ["m"], name="m", domain="elsewhere"))
@@ -252,8 +246,3 @@ def test_inspect_shows_what_a_file_asks_for(tmp_path: Path) -> None:
     assert found["multiply-adds"] == "128"
     assert found["share of multiply-adds"] == found["share of weights"] == "fp32 50 %, int8 50 %"
     assert (found["Q/DQ pairs"], found["islands of low precision"]) == (2, 1)
-
-
-def test_a_little_is_never_shown_as_none_nor_most_as_all() -> None:
-    shown = [percent(share) for share in (0.0, 0.004, 0.5, 0.996, 1.0)]
-    assert shown == ["0 %", "< 1 %", "50 %", "> 99 %", "100 %"]

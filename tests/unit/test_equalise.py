@@ -269,20 +269,6 @@ def test_what_cannot_be_scaled_is_left_alone(tmp_path: Path, word: str) -> None:
     assert difference(before, after, image()) == 0
 
 
-def test_dead_channels_stay_as_they_are(tmp_path: Path) -> None:
-    weights = {"w1": normal(WIDTH, 3, 1, 1), "w2": normal(3, WIDTH, 1, 1)}
-    weights["w1"] *= scales(WIDTH)[:, None, None, None]
-    weights["w1"][0], weights["w1"][1], weights["w2"][:, 2] = 0, 1e-34, 0
-    nodes = [node("Conv", "x w1", "a"), node("Relu", "a", "b"), node("Conv", "b w2", "y")]
-    before = saved(tmp_path, nodes, weights, ("n", 3, SIDE, SIDE))
-    after, done = written(before)
-    found = {t.name: numpy_helper.to_array(t) for t in onnx.load(after).graph.initializer}
-    assert (found["w1"][:3] == weights["w1"][:3]).all()
-    assert (found["w1"][3:] != weights["w1"][3:]).any()
-    assert done.ratio_before < 1e4
-    assert difference(before, after, image()) < 1e-6
-
-
 # --- Clip
 
 

@@ -65,19 +65,6 @@ def test_fp16_that_runs_in_fp32_is_failed_in_words() -> None:
     )
 
 
-def test_fp16_in_a_few_operators_is_flagged() -> None:
-    given = record(
-        "fp16", coverage=coverage({"fp16": 1.0}), engine_coverage=coverage({"fp32": 0.97, "fp16": 0.03}, casts=54)
-    )
-    found = hold(given, CPU)
-    assert (found.status, found.reason) == ("measured", "")
-    assert found.shortfall.startswith(
-        "only 3 % of the multiply-adds is computed in fp16; the rest is fp32: MatMul 97 %"
-    )
-    assert "few fp16 kernels on the CPU: it computes in fp32 between casts" in found.shortfall
-    assert "kernels on the CPU" not in hold(given, GPU).shortfall
-
-
 def test_pairs_that_are_not_fused_are_told() -> None:
     given = record(
         "int8",

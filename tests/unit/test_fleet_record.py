@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -141,26 +140,12 @@ def test_the_winner_has_its_numbers_and_reasons_for_those_it_lacks(made_fleets: 
     assert (itself.speedup, itself.reasons["speedup"]) == (None, "it is the baseline")
 
 
-def test_failures_lead_to_logs(made_fleets: ModuleType, tmp_path: Path) -> None:
-    (failure,) = made(made_fleets, tmp_path, "partly").failures
-    assert (failure.variant, failure.failure) == (made_fleets.FP32, "crash")
-    assert failure.log == "runs/digits@cpu/logs/export.log"
-    assert (tmp_path / failure.log).is_file()
-
-
 def test_logs_of_shared_steps_are_with_a_sibling(made_fleets: ModuleType, tmp_path: Path) -> None:
     first, second, *_ = made_fleets.fleet().entries()
     made_fleets.placed(made_fleets.partly(first), tmp_path, first.name)
     found = entry_record(second, Found(made_fleets.partly(second)), tmp_path, [first.name])
     assert found.failures[0].log == f"runs/{first.name}/logs/export.log"
     assert entry_record(second, Found(made_fleets.partly(second)), tmp_path).failures[0].log is None
-
-
-def test_steps_are_counted(made_fleets: ModuleType, tmp_path: Path) -> None:
-    (one, *_) = made_fleets.fleet().entries()
-    found: dict[str, Any] = {"run": made_fleets.run(one)}
-    assert (lambda it: (it.steps, it.reused))(entry_record(one, Found(**found), tmp_path)) == (1, 1)
-    assert (lambda it: (it.steps, it.reused))(entry_record(one, Found(**found, steps=9, reused=2), tmp_path)) == (9, 2)
 
 
 def test_what_single_runs_call_options_is_told_as_fields(made_fleets: ModuleType, tmp_path: Path) -> None:

@@ -224,13 +224,6 @@ def test_markdown_has_it_in_short(some: FleetRecord) -> None:
     assert "## What failed, and why" in text
 
 
-def test_a_comment_holds_a_large_fleet(some: FleetRecord) -> None:
-    many = some.model_copy(update={"entries": some.entries * 100})
-    text = fleet_markdown.render_markdown(many)
-    assert len(text) < 65_536
-    assert "and 740 more rows, in fleet.html" in text
-
-
 def test_all_rows_of_a_large_fleet_stand_in_the_page_with_links(some: FleetRecord) -> None:
     many = some.model_copy(
         update={"entries": tuple(one.model_copy(update={"name": f"{number}-{one.name}", "run": f"runs/{number}"})
@@ -239,15 +232,6 @@ def test_all_rows_of_a_large_fleet_stand_in_the_page_with_links(some: FleetRecor
     text = fleet_page.render(many)
     assert text.count('href="runs/') >= 2 * 200
     assert '"rows":{}' in text
-
-
-def test_nothing_begun_is_a_page_too(made_fleets: ModuleType, tmp_path: Path) -> None:
-    asked = made_fleets.fleet()
-    found = made_fleets.record(asked, *(made_fleets.entry(one, tmp_path, None) for one in asked.entries()))
-    text = fleet_page.render(found)
-    assert "This fleet is not complete: 4 of 4 entries have not ended" in text
-    assert "enginesmith resume nightly" in text
-    assert "Nothing failed" in text
 
 
 def test_the_terminal_says_the_same(some: FleetRecord, capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,21 +165,6 @@ def test_shape_arithmetic_stays_exact(tmp_path: Path) -> None:
     assert len(low.casts) == 2
 
 
-def test_regions_of_interest_stay_exact(tmp_path: Path) -> None:
-    text = """(float[1,1,4,4] x) => (float[1,1,8,8] y) {
-        a = Conv<kernel_shape=[1,1]>(x, w)
-        y = Resize<mode="linear", coordinate_transformation_mode="tf_crop_and_resize">(a, roi, scales)
-    }"""
-    constants = {
-        "w": weights(1, 1, 1, 1),
-        "roi": np.array([0, 0, 0.1, 0.2, 1, 1, 0.8, 0.9], np.float32),
-        "scales": np.array([1, 1, 2, 2], np.float32),
-    }
-    low, path = hold(tmp_path, parsed(text, **constants), {"x": weights(1, 1, 4, 4)})
-    assert low.nodes == ("a", "y")
-    assert (types(path)["roi"], types(path)["scales"]) == (FLOAT, FLOAT)
-
-
 def test_what_makes_float32_by_itself_goes_on_doing_so(tmp_path: Path) -> None:
     text = """(float[N,8] x, int64 n) => (float[N,8] y) {
         a = MatMul(x, w)

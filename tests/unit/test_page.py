@@ -136,15 +136,6 @@ def test_the_ten_questions_have_an_answer_each(some: Run) -> None:
     assert all(fact.text.strip() and fact.target in SECTIONS for fact in found)
 
 
-def test_fields_that_are_not_known_do_not_make_a_machine_busy(some: Run) -> None:
-    said = {}
-    for warnings in ([], [f"{runs.NOT_KNOWN} and leaves out: future"], ["the machine is busy"]):
-        changed = some.model_copy(update={"environment": {**some.environment, "warnings": warnings}})
-        said[str(warnings)] = next(one.text for one in summary.facts(changed) if one.term == "Was the machine quiet?")
-    assert said[str([f"{runs.NOT_KNOWN} and leaves out: future"])] == said["[]"]
-    assert said[str(["the machine is busy"])].startswith("No: the machine is busy")
-
-
 def test_what_stayed_in_float_is_told_by_reason(some: Run) -> None:
     groups = [
         {"group": f"node_{name}", "module": name, "operator": "Conv", "precision": precision, "why": why}
@@ -188,15 +179,6 @@ def test_long_tables_are_data_within_a_limit() -> None:
     stored = blocks.long_tables([cut])
     assert [stored["texts"][place] for place in stored["rows"]["t"][7]] == list(rows[7])
     assert len(str(blocks.script_data(stored)).encode()) < blocks.MOST_BYTES * 1.2
-
-
-def test_equal_assignments_are_shared(made_runs: ModuleType) -> None:
-    groups = [{"group": "g", "operator": "Conv", "precision": "int8"}]
-    some = made_runs.run(count=30)
-    alike = [{**record, "precision": "int8", "assignment": groups} for record in some.model_dump()["variants"]]
-    text = page.render(Run.model_validate({**some.model_dump(by_alias=True), "variants": alike}))
-    assert text.count('data-name="groups-') == 1
-    assert "and 27 more alike" in text
 
 
 def test_the_files_are_written_anew(some: Run, tmp_path: Path) -> None:

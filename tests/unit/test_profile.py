@@ -146,12 +146,6 @@ def test_what_is_said_of_a_single_layer_is_not_said_of_all() -> None:
     assert row.why["ort"] == "with Add of head"
 
 
-def test_reasons_of_several_variants_stand_under_their_names() -> None:
-    base = profile("eager", operator("aten::norm", 1.0, "norm"))
-    others = [profile(name, operator("Skip", 5.0, "norm")) for name in ("a", "b")]
-    assert cells([base, *others])[0][-1] == "a, b: mostly Skip"
-
-
 @pytest.mark.parametrize(
     ("modules", "expected"),
     [

@@ -114,14 +114,6 @@ def test_times_are_those_of_a_call(fused: Profiled) -> None:
     assert "microseconds" in fused.notes[0] or fused.call_seconds > 1e-4
 
 
-def test_unoptimised_and_optimised_at_load(tmp_path: Path) -> None:
-    """Where the engine is not the optimised graph, what the session ran is written down beside the trace."""
-    engine = OnnxRuntime(save_optimized=False)
-    found = by_module(profile(block(tmp_path, MODULES), tmp_path, engine))
-    assert ("block.conv2", "block.bn2") in found
-    assert () not in found
-
-
 def test_quantised_kernels_are_on_their_modules_and_qdq_counts_as_conversion(tmp_path: Path) -> None:
     draw = np.random.default_rng(0).integers
     weights = {f"model.{name}.weight": draw(-9, 9, (16, 16, 3, 3)).astype(np.int8) for name in ("one", "two")}

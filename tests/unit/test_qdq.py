@@ -392,12 +392,6 @@ def test_weights_have_a_scale_for_each_output_channel() -> None:
     assert set(shapes(replace(GPU, per_channel=False)).values()) == {((), 99)}
 
 
-def test_seven_bits() -> None:
-    model, _ = done(residual, replace(CPU, weight_bits=7))
-    levels = [v.const_value.numpy() for v in model.graph.initializers.values() if str(v.name).startswith("w")]  # type: ignore[union-attr]
-    assert max(np.abs(one.astype(int)).max() for one in levels if one.dtype == np.int8) == 63
-
-
 def test_a_bias_beside_a_dead_channel_survives_integers() -> None:
     weight = random(4, 4, 1, 1)
     weight[1] *= 1e-9
@@ -484,14 +478,6 @@ def test_scales_fit_what_the_rest_becomes() -> None:
     assert grid(model, "p0")[0] == np.finfo(np.float16).tiny
     assert grid(model, "x")[0] == float(np.float16(1 / 127))
     assert model.graph.opset_imports[""] >= 19
-
-
-def test_inputs_only() -> None:
-    model, found = done(residual, replace(CPU, inputs_only=True))
-    assert found.pairs == 4
-    assert reads(model, "r0") == "Conv"
-    assert reads(model, "a", 1) == "Conv"
-    assert reads(model, "y", 2) == "", "the bias stays a float"
 
 
 def test_corrections_are_added_to_biases() -> None:

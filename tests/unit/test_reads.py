@@ -9,7 +9,7 @@ import pytest
 
 from enginesmith.pipeline.artifact import json_digest
 from enginesmith.pipeline.store import inputs
-from enginesmith.pipeline.store.inputs import MOST_CANDIDATES, InputDependencies, ReadRecord
+from enginesmith.pipeline.store.inputs import InputDependencies, ReadRecord
 
 
 @pytest.fixture
@@ -52,16 +52,6 @@ def test_a_folder_that_was_read_as_a_whole_is_looked_at_too(reads: InputDependen
     assert now(reads) == before
     (tmp_path / "set" / "readme").write_text("a file in a folder without images")
     assert now(reads) is None
-
-
-def test_another_version_of_a_package_is_another_identity(tmp_path: Path) -> None:
-    before = InputDependencies(tmp_path, "x").record([], {"numpy": "0.1"})
-    found = now(InputDependencies(tmp_path, "x"))
-    assert found is not None
-    assert found.packages == {"numpy": numpy.__version__}
-    assert found.identity != before.identity
-    InputDependencies(tmp_path, "y").record([], {"not-installed": "1"})
-    assert now(InputDependencies(tmp_path, "y")) is None
 
 
 def test_the_same_files_elsewhere_give_the_same_names_and_digests(reads: InputDependencies, tmp_path: Path) -> None:
@@ -118,17 +108,6 @@ def test_projects_that_read_other_files_under_one_name_keep_their_lists(
     for name, identity in zip(("one", "two"), identities, strict=True):
         monkeypatch.chdir(tmp_path / name)
         assert [found.identity for found in reads.candidates()] == [identity]
-
-
-def test_of_many_lists_the_latest_used_are_kept(reads: InputDependencies, tmp_path: Path) -> None:
-    for number in range(MOST_CANDIDATES + 3):
-        (tmp_path / f"{number}.bin").touch()  # each time, a file more is in the folder
-        reads.record([tmp_path / "0.bin"], {})
-        for path in (tmp_path / "reads" / "x").iterdir():
-            stat = path.stat()
-            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns - 10**9))
-    assert len(list((tmp_path / "reads" / "x").iterdir())) == MOST_CANDIDATES
-    assert now(reads) is not None
 
 
 def test_a_damaged_list_leads_nowhere(reads: InputDependencies, tmp_path: Path) -> None:

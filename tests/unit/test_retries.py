@@ -94,14 +94,6 @@ def test_a_refusal_says_what_to_do(error: Exception, message: str, remedy: str) 
     assert remedy in found.remedy
 
 
-def test_a_mounted_folder_needs_no_credentials() -> None:
-    found = refusal(PermissionError(errno.EPERM, "x"), "the store file:///sys/x")
-    assert (found.message, found.remedy) == (
-        "the store file:///sys/x: operation not permitted",
-        "choose a folder that you may write to",
-    )
-
-
 def failing(times: int, error: Exception | None = None) -> Any:
     """Fails so often, then answers; counts in ``calls``."""
 

@@ -13,7 +13,7 @@ from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import StepError
 from enginesmith.pipeline.execution import scheduler
 from enginesmith.pipeline.execution.executor import Executor, Result, StepRequest
-from enginesmith.pipeline.execution.local import Gpus, LocalExecutor
+from enginesmith.pipeline.execution.local import LocalExecutor
 from enginesmith.pipeline.execution.scheduler import Event, Outcome, Runner
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.planning.plan import Step
@@ -118,13 +118,6 @@ def test_a_measurement_is_not_disturbed_by_look_ups(desk: Desk) -> None:
     assert all(outcome.good for outcome in outcomes.values())
     alone = {step.id for step in steps if step.task.exclusive}
     assert all(len(names) == 1 for names in desk.at_once if alone & set(names))
-
-
-def test_where_one_gpu_measures_and_others_build_there_are_look_ups(tmp_path: Path) -> None:
-    measuring = Step("measure", Alone())
-    for gpus, bears in ((1, False), (2, True)):
-        assert LocalExecutor(Store(tmp_path), 2, Gpus(gpus)).allows_lookups(measuring) == bears
-    assert LocalExecutor(Store(tmp_path), 2, Gpus(1)).allows_lookups(Step("export", Idle()))
 
 
 def test_a_store_far_away_is_asked_for_many_steps_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

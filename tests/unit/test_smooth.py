@@ -324,17 +324,6 @@ def test_constants_with_other_readers_are_copied(tmp_path: Path) -> None:
     assert difference(before, after) < 1e-6
 
 
-def test_dead_channels_stay_as_they_are(tmp_path: Path) -> None:
-    nodes, weights, value = normalised()
-    weights["scale"][0] = weights["shift"][0] = weights["w1"][1] = weights["w2"][1] = 0
-    before = saved(tmp_path, nodes, weights)
-    after, done = written(before, measured(before, value))
-    assert done.values == 1
-    assert (weight(after, "w1")[:2] == weights["w1"][:2]).all()
-    assert weight(after, "scale")[1] == weights["scale"][1]
-    assert difference(before, after) < 1e-6
-
-
 def test_factors_that_do_harm_are_left_out(tmp_path: Path) -> None:
     """Even activations and weights with outliers: α = 0 would move the outliers into the activations."""
     nodes, weights, value = normalised(1.0)
@@ -346,14 +335,6 @@ def test_factors_that_do_harm_are_left_out(tmp_path: Path) -> None:
     assert written(before, ranges, alpha=0.0)[1].even == 1
     before = saved(tmp_path, *normalised()[:2])
     assert written(before, measured(before, value), alpha=0.0)[1].even == 1
-
-
-def test_values_without_statistics_are_counted(tmp_path: Path) -> None:
-    before = saved(tmp_path, *normalised()[:2])
-    ranges = measured(before, "v")
-    assert written(before, ranges.model_copy(update={"channels": {}}))[1].unknown == 1
-    other = {"v": ranges.channels["v"].model_copy(update={"axis": 1})}
-    assert written(before, ranges.model_copy(update={"channels": other}))[1].unknown == 1
 
 
 def test_convolutions_are_smoothed_too(tmp_path: Path) -> None:

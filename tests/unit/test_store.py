@@ -164,23 +164,6 @@ def test_what_was_begun_is_found_again_until_it_is_done(store: Store) -> None:
     assert store.entries() == []
 
 
-def test_what_was_begun_long_ago_is_pruned(store: Store) -> None:
-    with contextlib.suppress(KeyboardInterrupt), store.begun("work") as folder:
-        (folder / "half").write_bytes(b"so far")
-        raise KeyboardInterrupt
-    assert [entry.key for entry in store.prune(max_bytes=0)] == ["work"]
-    assert store.entries() == []
-
-
-def test_prune_by_age_forgets_what_old_steps_read(store: Store) -> None:
-    for name in ("old", "new"):
-        store.dependencies(name).record([], {})
-    (old,) = store.root.glob("reads/old/*.json")
-    os.utime(old, (0, 0))
-    store.prune(max_age_seconds=1000)
-    assert [path.name for path in (store.root / "reads").iterdir()] == ["new"]
-
-
 def test_without_reuse_what_others_began_is_not_gone_on_from_and_what_it_begins_can_be(store: Store) -> None:
     for one, left in ((store, b"of before"), (Store(store.root, reuse=False), b"so far")):
         with contextlib.suppress(KeyboardInterrupt), one.begun("work") as folder:

@@ -200,20 +200,6 @@ def test_what_is_stored_comes_back_with_its_weights(load, tmp_path: Path, monkey
         saved.load_artifact(stored(tmp_path))
 
 
-def test_files_of_the_same_name_are_told_apart(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved, "_comes_back", lambda *_: True)
-    records = []
-    for content in ("a", "b"):
-        for package, text in (("one", content), ("two", "same")):
-            (tmp_path / package).mkdir(exist_ok=True)
-            (tmp_path / package / "__init__.py").write_text(text)
-        files = (tmp_path / "one" / "__init__.py", tmp_path / "two" / "__init__.py")
-        loaded = dataclasses.replace(load(nn.Linear(3, 3), ONE), files=files)
-        saved.save(loaded, SOURCE, LoadOptions(), tmp_path)
-        records.append((tmp_path / saved.RECORD).read_text())
-    assert records[0] != records[1]
-
-
 def test_a_full_disk_is_told_from_other_faults(load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(message: str) -> None:
         def save_file(*args: object) -> None:
@@ -244,14 +230,6 @@ def test_a_full_disk_is_told_from_other_faults(load, tmp_path: Path, monkeypatch
 def test_what_a_factory_may_not_give(monkeypatch: pytest.MonkeyPatch, result: Any, message: str) -> None:
     with pytest.raises(SourceError, match=message):
         factories._call(SOURCE, result)
-
-
-def test_a_message_of_many_lines_is_cut() -> None:
-    with pytest.raises(SourceError) as caught, factories.user_errors("loading", None):
-        raise RuntimeError("Missing keys:\n" + "\n\t".join(f"layer.{number}" for number in range(1000)))
-    assert "Missing keys: layer.0 layer.1" in caught.value.message
-    assert len(caught.value.message) < 600
-    assert "test_torch_model.py:" in caught.value.message
 
 
 NET = """

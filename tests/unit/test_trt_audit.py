@@ -134,21 +134,11 @@ def test_a_product_that_no_layer_names_is_unseen() -> None:
     assert result.products == {"fp16": 1}
 
 
-def test_kernels_that_only_move_data_are_counted() -> None:
-    assert found("fp16", graph("fp16", "fp16")).reformats == 1
-    assert found("int8-merged", graph("int8", "int8")).reformats == 1
-    assert found("bf16", graph("bf16", "bf16")).reformats == 0
-
-
 def test_the_graphs_wish_is_read_through_reshapes_of_weights() -> None:
     model = graph("int8", "int8", ("MatMul", "node_linear"))
     model.graph.node.insert(2, helper.make_node("Transpose", ["node_linear_w_dq"], ["turned"]))
     model.graph.node[-1].input[1] = "turned"
     assert found("int8", model).requested == {"int8": 1}
-
-
-def test_an_engine_of_the_signature_has_no_problems() -> None:
-    assert found("fp16", graph("fp16", "fp16")).problems == ()
 
 
 @pytest.mark.parametrize(

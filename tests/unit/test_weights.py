@@ -30,10 +30,6 @@ def test_one_step_for_the_tensor(weight: Array) -> None:
     assert np.abs(narrow.wide() - weight).max() <= narrow.scale / 2 * 1.001
 
 
-def test_seven_bits_stay_within_63(weight: Array) -> None:
-    assert np.abs(quantizers.symmetric(weight, 0, "int8", "fp32", bits=7).levels).max() == 63
-
-
 def test_e4m3_takes_the_largest_number_to_448_and_never_beyond(weight: Array) -> None:
     narrow = quantizers.symmetric(weight, 0, "fp8", "fp16")
     assert narrow.levels.dtype == ml_dtypes.float8_e4m3fn
