@@ -41,6 +41,7 @@ from enginesmith.pipeline.execution.scheduler import Outcomes, Runner
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.planning.plan import LOAD, Step
 from enginesmith.pipeline.planning.planner import plan
+from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.recipe.fleet import read
 from enginesmith.pipeline.store.store import Store
@@ -71,11 +72,11 @@ def recipe(seed: int) -> Recipe:
 
 def planned(count: int) -> dict[str, Any]:
     """Plans of real recipes, until there are so many steps."""
-    plan(recipe(0))  # imports
+    plan(resolve_recipe(recipe(0)))  # imports
     begun = time.perf_counter()
     plans, steps = {}, 0
     while steps < count:
-        plans[f"run{len(plans)}"] = made = plan(recipe(len(plans)))
+        plans[f"run{len(plans)}"] = made = plan(resolve_recipe(recipe(len(plans))))
         steps += len(made.steps)
     together = deduplicate_steps(plans)
     return {"steps": len(together.steps), "runs": len(plans), "seconds": round(time.perf_counter() - begun, 3)}

@@ -29,7 +29,6 @@ from enginesmith.pipeline.measure.latency.rows import measure_latency
 from enginesmith.pipeline.measure.memory.peak import measure_memory
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.planning.plan import REFERENCE, Variant
-from enginesmith.pipeline.planning.variants import device_for
 from enginesmith.pipeline.system import cuda
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.measure import measured_feeds
@@ -116,7 +115,7 @@ def _fidelity(variant: Variant, outcomes: Mapping[str, Outcome]) -> list[dict[st
 def _candidate(chosen: Field, variant: Variant, outcomes: Mapping[str, Outcome]) -> Candidate:
     artifact = outcomes[variant.artifact].artifact
     assert isinstance(artifact, Artifact)
-    return Candidate(variant.id, variant.engine, artifact, device_for(chosen.recipe, variant.engine))
+    return Candidate(variant.id, variant.engine, artifact, variant.device)
 
 
 def _measure(

@@ -13,7 +13,7 @@ from enginesmith.pipeline.engines.torch.eager import Compiled, Eager
 from enginesmith.pipeline.execution.scheduler import Outcome
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, Variant
 from enginesmith.pipeline.planning.planner import plan, verify_step
-from enginesmith.pipeline.planning.variants import device_for
+from enginesmith.pipeline.planning.variants import device_for, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.tasks.verify import Verify
 
@@ -49,7 +49,7 @@ def field(values: Mapping[str, Any], only: Sequence[str] = ()) -> Field:
     engines = ["onnxruntime", *(name for name in FLAVOURS if name not in refused)]
     nothing = {"latency": False, "memory": False, "limits": False}
     recipe = make({**values, "engines": engines, "measure": nothing, "precisions": ["fp32", "fp16"]})
-    made = plan(recipe)
+    made = plan(resolve_recipe(recipe))
     checks = {step.id: step for step in made.steps if isinstance(step.task, Verify)}
     variants, steps = [made.baseline], list(made.steps)
     for variant in made.variants:
@@ -57,7 +57,9 @@ def field(values: Mapping[str, Any], only: Sequence[str] = ()) -> Field:
             variants.append(found)
             steps += more
     for name, engine in OF_MODULES.items():
-        found, more = _checked(recipe, Variant(name, engine, engine.arithmetic, LOAD), checks)
+        found, more = _checked(
+            recipe, Variant(name, engine, engine.arithmetic, LOAD, device_for(recipe, engine)), checks
+        )
         variants.append(found)
         steps += more
     kept = [one for one in variants if one is made.baseline or not only or one.id.startswith(tuple(only))]
@@ -84,8 +86,7 @@ def _checked(recipe: Recipe, variant: Variant, checks: Mapping[str, Step]) -> tu
     before = checks[variant.verified[-1]].task if variant.verified else None
     tf32 = variant.precision == "tf32"
     row = before.precision if isinstance(before, Verify) and not tf32 else variant.engine.arithmetic
-    where = device_for(recipe, variant.engine)
-    check = verify_step(recipe, variant.id, "engine", variant.artifact, variant.engine, where, row)
+    check = verify_step(recipe, variant.id, "engine", variant.artifact, variant.engine, variant.device, row)
     return replace(variant, verified=(*variant.verified[:-1], check.id)), [check]
 
 

@@ -94,6 +94,7 @@ def optimize(
 
     Example: enginesmith optimize net.py:build --precision fp32 --precision int8 --calibration data.npz --max-drop 0.01
     """
+    from enginesmith.pipeline.frameworks.source import resolve
     from enginesmith.pipeline.workflows import optimize
 
     if Path(model).suffix.lower() in _FLEET_SUFFIXES:
@@ -104,9 +105,10 @@ def optimize(
         name = "--only" if only else "--changed-since"
         raise click.UsageError(f"{name} is for fleet files, and {model} is none: those end with .yaml")
     recipe = recipe_of(model, recipe_file, options)
-    folder = out or optimize.default_out(recipe)
+    source = resolve(recipe.model)
+    folder = out or optimize.default_out(source)
     with settings_of(options, quiet) as settings, resumable(folder, settings):
-        run = optimize.optimize(recipe, folder, settings)
+        run = optimize.optimize(recipe, folder, settings, source)
     code: int = shown().show_run(run, folder, as_json)
     if not as_json:
         announce_run(run)

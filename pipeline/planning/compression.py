@@ -20,7 +20,7 @@ from enginesmith.pipeline.passes.sparsify.options import Sparsity
 from enginesmith.pipeline.passes.sparsify.sparsify import Sparsify
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, Variant
 from enginesmith.pipeline.planning.precision import feeder
-from enginesmith.pipeline.planning.variants import device_for, variants_of
+from enginesmith.pipeline.planning.variants import ResolvedRecipe, list_variants
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.build import Transform
@@ -126,14 +126,19 @@ class Changed:
         )
 
 
-def changed(recipe: Recipe, trunk: Trunk) -> tuple[list[Variant], list[Step]]:
-    """Variants and steps of every changed model: pruned, sparse, and both."""
+def compress(resolved: ResolvedRecipe, trunk: Trunk) -> tuple[list[Variant], list[Step]]:
+    """Plan the variants and steps of every compressed model: pruned, sparse, and both.
+
+    Raises:
+        UsageError: as in :func:`pruning_steps`.
+    """
+    recipe = resolved.recipe
     graphs = [variant for variant in trunk.variants if variant.engine.consumes == "onnx"]
     sparse = [_sparse(recipe, pattern, trunk) for pattern in recipe.sparsities]
     variants = [one.variant(variant) for one in sparse for variant in graphs]
     steps = [step for one in sparse for step in one.steps()]
     for target in recipe.prune_targets:
-        pruned = _pruned(recipe, target, trunk)
+        pruned = _pruned(resolved, target, trunk)
         steps += pruned.steps()
         variants += [pruned.variant(variant) for variant in trunk.variants]
         for one in sparse:
@@ -142,9 +147,9 @@ def changed(recipe: Recipe, trunk: Trunk) -> tuple[list[Variant], list[Step]]:
     return variants, steps
 
 
-def _pruned(recipe: Recipe, target: Target, trunk: Trunk) -> Changed:
+def _pruned(resolved: ResolvedRecipe, target: Target, trunk: Trunk) -> Changed:
     suffix = f"-{target.slug}"
-    steps = list(smaller(recipe, target))
+    steps = list(pruning_steps(resolved, target))
     made = steps[-1].id
     steps += _answered(made, suffix, baseline("torch"))
     branch = Branch(suffix, {LOAD: made, REFERENCE: f"reference{suffix}"}, trunk.shared)
@@ -152,35 +157,43 @@ def _pruned(recipe: Recipe, target: Target, trunk: Trunk) -> Changed:
     return Changed(tuple(steps), again, branch, steps[-1].id, prune=str(target))
 
 
-def smaller(recipe: Recipe, target: Target) -> Iterator[Step]:
+def pruning_steps(resolved: ResolvedRecipe, target: Target) -> Iterator[Step]:
     """Prune, and train back: in turns, where pruning is done in several steps.
 
     Raises:
-        UsageError: a latency is aimed at, and there is not one engine that it can be measured on.
+        UsageError: the model is a graph; a latency is aimed at, and there is not one engine that it can be measured on.
     """
+    recipe = resolved.recipe
+    if not resolved.source.is_torch:
+        raise UsageError(
+            f"{recipe.model} is a graph, and channels are pruned in a module",
+            "give the model as file.py:factory; --sparsity 2:4 works on graphs",
+        )
     turns = recipe.pruning.steps if recipe.recover and target.kind != "latency" else 1
     options = recipe.pruning.model_copy(update={"steps": 1}) if turns > 1 else recipe.pruning
     last = LOAD
     for turn, part in enumerate(target.stages(turns) if turns > 1 else [target], start=1):
         name = target.slug + (f"-{turn}of{turns}" if turns > 1 else "")
-        yield from _cut(recipe, name, part, options, last)
+        yield from _cut(resolved, name, part, options, last)
         last = name
         if recipe.recover:
             last = f"recover-{name}"
             yield Step(last, _recover(recipe, turns), {"model": name, TEACHER: LOAD})
 
 
-def _cut(recipe: Recipe, name: str, target: Target, options: PruneOptions, last: str) -> Iterator[Step]:
+def _cut(resolved: ResolvedRecipe, name: str, target: Target, options: PruneOptions, last: str) -> Iterator[Step]:
     """Prune once; a latency is searched for before, as a chain of trials each of which knows those before it."""
+    recipe = resolved.recipe
     asked = {"target": target, "options": options, "feeder": feeder(recipe), "seed": recipe.seed}
     needs = {"model": last, REFERENCE: REFERENCE}
     if target.kind != "latency":
         yield Step(name, Prune.model_validate(asked), needs)
         return
-    engine = _measured_on(recipe, target)
+    measured = _measured_on(resolved, target)
+    engine = measured.engine
     shapes = {SHAPES: SHAPES} if engine.needs_shapes else {}
     export = Export(**recipe.export.model_dump())
-    way = ToEngine(engine=engine, device=device_for(recipe, engine), export=export, simplify=recipe.simplify)
+    way = ToEngine(engine=engine, device=measured.device, export=export, simplify=recipe.simplify)
     dense = Step(f"{name}-{DENSE}", DenseEngine(way=way), {"model": last, **shapes})
     yield dense
     wanted = PruneToLatency.model_validate(asked)
@@ -193,16 +206,18 @@ def _cut(recipe: Recipe, name: str, target: Target, options: PruneOptions, last:
     yield Step(name, wanted, {**needs, **before})
 
 
-def _measured_on(recipe: Recipe, target: Target) -> Engine:
-    """The engine that a latency is measured on, on float graphs.
+def _measured_on(resolved: ResolvedRecipe, target: Target) -> Variant:
+    """Choose the engine that a latency is measured on, on float graphs.
 
     Raises:
         UsageError: not one of the engines that are asked for takes graphs and runs here, or several do.
     """
-    as_it_is = recipe.model_copy(update={"precisions": ("fp32",)})
-    found = [variant.engine for variant in variants_of(as_it_is, recipe.engines) if not variant.unavailable]
-    able = [one for one in found if one.consumes == "onnx" and one.available(device_for(recipe, one)).ok]
-    names = dict.fromkeys(one.name for one in able)
+    able = [
+        variant
+        for variant in list_variants(resolved.updated(precisions=("fp32",)), resolved.recipe.engines)
+        if not variant.unavailable and variant.engine.consumes == "onnx" and variant.engine.available(variant.device).ok
+    ]
+    names = dict.fromkeys(variant.engine.name for variant in able)
     if len(names) != 1:
         told = f"{len(names)} such are asked for: {', '.join(names)}" if names else "none such is asked for"
         raise UsageError(
@@ -231,7 +246,7 @@ def _sparse(recipe: Recipe, pattern: Sparsity, trunk: Trunk) -> Changed:
     shared = (trunk.shared | {LOAD} | {one.id for one in trunk.to_graph}) - {trunk.graph}
     branch = Branch(suffix, {trunk.graph: name, REFERENCE: f"reference{suffix}"}, shared)
     modules = {} if trunk.graph == LOAD else {"model": LOAD}
-    again = tuple(step for step in trunk.to_engines if not modules or step.inputs["model"] != LOAD)
+    again = tuple(step for step in trunk.to_engines if not modules or step.inputs.get("model") != LOAD)
     return Changed(tuple(steps), again, branch, steps[-1].id, sparsity=str(pattern))
 
 

@@ -9,6 +9,7 @@ from enginesmith.pipeline.passes.quantize.precisions import Name
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import Task
+from enginesmith.pipeline.tasks.load import Load
 from enginesmith.pipeline.tasks.verify import Audit
 
 LOAD, REFERENCE, LATENCY, LIMITS = "load", "reference", "latency", "limits"
@@ -53,6 +54,8 @@ class Variant:
     precision: str
     artifact: str
     """The step whose artifact the engine loads."""
+    device: Device
+    """Where the engine runs."""
     verified: tuple[str, ...] = ()
     """Steps that hold its stages against the reference."""
     memory: str | None = None
@@ -123,12 +126,18 @@ class Plan:
         return self._by_id[step].inputs.get(role) if step in self._by_id else None
 
 
-def audited(variant: Variant, graph: str, device: Device) -> tuple[Variant, list[Step]]:
-    """The variant with its audits: of the graph that a step made, and of the engine where that shows what it runs."""
+def libraries_of(steps: Iterable[Step]) -> tuple[str, ...]:
+    """List the heavy modules that loading the models of a plan imports: worth importing once for all workers."""
+    models = (step.task.source for step in steps if isinstance(step.task, Load))
+    return tuple(name for source in models for name in source.libraries)
+
+
+def add_audits(variant: Variant, graph: str) -> tuple[Variant, list[Step]]:
+    """Plan a variant's audits: of the graph that a step made, and of the engine where that shows what it runs."""
     needs = {REFERENCE: REFERENCE}
     steps = [Step(f"audit-{graph}", Audit(), {"model": graph, **needs})]
     if variant.engine.shows_graph:
-        task = Audit(engine=variant.engine, device=device)
+        task = Audit(engine=variant.engine, device=variant.device)
         steps.append(
             Step(f"audit-{variant.id}", task, {"model": variant.artifact, **needs}, unavailable=variant.unavailable)
         )

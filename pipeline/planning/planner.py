@@ -11,13 +11,13 @@ from dataclasses import replace
 from enginesmith.pipeline.engines import BASELINES, baseline, engine_class
 from enginesmith.pipeline.engines.base import MAX, SWEPT, Engine, WorkspaceEngine
 from enginesmith.pipeline.errors import MissingCapability, UsageError
-from enginesmith.pipeline.frameworks.source import Source, resolve
+from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
-from enginesmith.pipeline.planning.compression import Trunk, changed
-from enginesmith.pipeline.planning.plan import LATENCY, LIMITS, LOAD, REFERENCE, Plan, Step, Variant, audited
-from enginesmith.pipeline.planning.precision import feeder, lowered
-from enginesmith.pipeline.planning.variants import device_for, given_precision, variants_of
+from enginesmith.pipeline.planning.compression import Trunk, compress
+from enginesmith.pipeline.planning.plan import LATENCY, LIMITS, LOAD, REFERENCE, Plan, Step, Variant, add_audits
+from enginesmith.pipeline.planning.precision import feeder, lower_precision
+from enginesmith.pipeline.planning.variants import ResolvedRecipe, list_variants
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import Task
@@ -42,37 +42,35 @@ _SHARE_TO_START = 0.25
 """Of a time limit, for sessions to be started in."""
 
 
-def plan(recipe: Recipe, *, here: bool = True) -> Plan:
+def plan(resolved: ResolvedRecipe, *, here: bool = True) -> Plan:
     """Expand a recipe; ``here`` says whether its engines have to run on this machine.
 
     Raises:
         UsageError: the recipe asks for what does not go together.
     """
-    source = resolve(recipe.model)
-    device = recipe.where
+    recipe, source = resolved.recipe, resolved.source
     engines = [name for name in recipe.engines if name != BASELINES["torch"]]  # as it is, the baseline is always there
-    _hold(source, recipe.engines)
-    steps = list(first_steps(recipe))
+    _check_source(resolved)
+    steps = list(first_steps(resolved))
     graph: str = LOAD
     verified: tuple[str, ...] = ()
     to_graph: list[Step] = []
     if any(engine_class(name).consumes == "onnx" for name in engines):
-        graph, verified, to_graph = graph_steps(recipe, source)
+        graph, verified, to_graph = graph_steps(resolved)
         steps += to_graph
     if any(engine_class(name).needs_shapes for name in engines):
         steps.append(shapes_step(recipe))
-    found = list(variants_of(recipe, recipe.engines, here=here))
-    given = given_precision(source)
-    original = baseline_variant(source, given)
+    asked = list(list_variants(resolved, recipe.engines, here=here))
+    original = baseline_variant(resolved)
     if own := quality_step(recipe, original, original.id):
         steps.append(own)  # what searches hold their trials against
-    dense, to_engines = _made(recipe, found, graph, verified, original.id)
+    dense, to_engines = _plan_engines(recipe, asked, graph, verified, original.id)
     shared = frozenset((SHAPES, *([own.id] if own else ())))
     trunk = Trunk(graph, tuple(to_graph), tuple(to_engines), tuple(dense), shared)
-    others, more = changed(recipe, trunk)
+    others, more = compress(resolved, trunk)
     variants, steps = [original, *dense, *others], [*steps, *to_engines, *more]
     if here:
-        _hold_buildable(engines)
+        _check_buildable(engines)
     lacking = [variant.unavailable for variant in variants[1:]]
     if lacking and all(lacking):
         variants[0] = replace(original, unavailable=f"there is nothing to compare it with: {lacking[0]}")
@@ -80,10 +78,10 @@ def plan(recipe: Recipe, *, here: bool = True) -> Plan:
     built_from = {step.id: step.inputs["model"] for step in steps if isinstance(step.task, (Build, BuildWithin))}
     for index, variant in enumerate(variants):
         its_graph = built_from.get(variant.artifact, stands_for_it)
-        variants[index], more = _own_measurements(recipe, variant, original.id, device, its_graph)
+        variants[index], more = _own_measurements(recipe, variant, original.id, its_graph)
         steps += more
-    limits = limits_steps(recipe, device)
-    latency = latency_step(recipe, variants, device) if recipe.measure.latency else None
+    limits = limits_steps(recipe, recipe.where)
+    latency = latency_step(recipe, variants) if recipe.measure.latency else None
     steps += [*limits, *([latency] if latency else [])]
     distinct: dict[str, Step] = {}
     for step in steps:
@@ -97,30 +95,31 @@ def plan(recipe: Recipe, *, here: bool = True) -> Plan:
     )
 
 
-def loading(recipe: Recipe) -> Plan:
-    """Only as far as the model.
-
-    Raises:
-        UsageError: it cannot be found.
-    """
-    source = resolve(recipe.model)
-    load, _ = first_steps(recipe)
-    return Plan((load,), baseline_variant(source, given_precision(source)), (), None)
+def plan_loading(resolved: ResolvedRecipe) -> Plan:
+    """Plan to load the model, and no more."""
+    load, _ = first_steps(resolved)
+    return Plan((load,), baseline_variant(resolved), (), None)
 
 
-def _made(
-    recipe: Recipe, found: Sequence[Variant], graph: str, checks: tuple[str, ...], baseline_id: str
+def _plan_engines(
+    recipe: Recipe, asked: Sequence[Variant], graph: str, checks: tuple[str, ...], baseline_id: str
 ) -> tuple[list[Variant], list[Step]]:
-    """Variants with their engines' steps, from one float graph."""
+    """Plan the steps of variants' engines, from one float graph."""
     variants, steps = [], []
-    for variant in found:
+    for variant in asked:
         finished, more = _engine_steps(recipe, variant, graph, checks, baseline_id)
         variants.append(finished)
         steps += more
     return variants, steps
 
 
-def _hold(source: Source, engines: Sequence[str]) -> None:
+def _check_source(resolved: ResolvedRecipe) -> None:
+    """Refuse a model that cannot become what is asked for.
+
+    Raises:
+        UsageError: it is a built engine, or a graph where a module is needed.
+    """
+    source, engines = resolved.source, resolved.recipe.engines
     if source.form == "engine":
         raise UsageError(
             f"{source.text} is a built engine, and there is nothing to optimise in it",
@@ -134,8 +133,8 @@ def _hold(source: Source, engines: Sequence[str]) -> None:
         )
 
 
-def _hold_buildable(engines: list[str]) -> None:
-    """Say at once where none of the engines can be built here."""
+def _check_buildable(engines: list[str]) -> None:
+    """Refuse at once where none of the engines can be built here."""
     kinds = [engine_class(name) for name in engines]
     found = [kind.buildable() for kind in kinds if kind.file_suffix]
     if len(found) == len(kinds) and found and not any(one.ok for one in found):
@@ -156,9 +155,11 @@ def baseline_of(source: Source) -> Engine:
     return baseline("torch" if source.is_torch else "onnx")
 
 
-def baseline_variant(source: Source, precision: str) -> Variant:
+def baseline_variant(resolved: ResolvedRecipe) -> Variant:
     """Describe the given model as it is: the variant that all others are compared with."""
-    return Variant(BASELINES["torch"] if source.is_torch else "source", baseline_of(source), precision, LOAD)
+    source = resolved.source
+    name = BASELINES["torch"] if source.is_torch else "source"
+    return Variant(name, baseline_of(source), resolved.given_precision, LOAD, device=resolved.recipe.where)
 
 
 def _sample(recipe: Recipe, source: Source) -> Task:
@@ -173,13 +174,14 @@ def _sample(recipe: Recipe, source: Source) -> Task:
     )
 
 
-def graph_steps(recipe: Recipe, source: Source) -> tuple[str, tuple[str, ...], list[Step]]:
-    """From what was loaded to the graph that engines are built from; each stage is verified as it is, unoptimised."""
+def graph_steps(resolved: ResolvedRecipe) -> tuple[str, tuple[str, ...], list[Step]]:
+    """Plan the way from the loaded model to the graph of engines; each stage is verified as it is, unoptimised."""
     from enginesmith.pipeline.passes.export.export import Export
     from enginesmith.pipeline.passes.simplify import Simplify
 
+    recipe = resolved.recipe
     stages: dict[str, Task] = {}
-    if source.is_torch:
+    if resolved.source.is_torch:
         stages["export"] = Transform(step=Export(**recipe.export.model_dump()))
     if recipe.simplify:
         stages["simplify"] = Transform(step=Simplify(external_data_bytes=recipe.export.external_data_bytes))
@@ -210,19 +212,19 @@ def _engine_steps(
     recipe: Recipe, variant: Variant, graph: str, checks: tuple[str, ...], baseline_id: str
 ) -> tuple[Variant, list[Step]]:
     """The precision, the engine, and the check that stands for all checks before it too."""
-    engine, device = variant.engine, device_for(recipe, variant.engine)
+    engine, device = variant.engine, variant.device
     if engine.consumes == "torch":
         check = verify_step(recipe, variant.id, "engine", LOAD, engine, device)
         return replace(variant, verified=(check.id,)), [check]
     steps: list[Step] = []
     threshold = engine.arithmetic
     if variant.lowering:
-        made = lowered(recipe, variant, device, graph, quality_step(recipe, variant, baseline_id))
+        made = lower_precision(recipe, variant, graph, quality_step(recipe, variant, baseline_id))
         graph, checks, threshold = made.graph, (*checks, *made.checks), KINDS[variant.lowering].threshold
         steps += made.steps
         variant = replace(variant, calibration=made.calibration, assignment=made.assignment, search=made.search)
-    build = build_step(variant, device, graph)
-    variant, audits = audited(variant, graph, device)
+    build = build_step(variant, graph)
+    variant, audits = add_audits(variant, graph)
     check = verify_step(recipe, variant.id, "engine", build.id, engine, device, threshold)
     needs = {**check.inputs, **{name: name for name in checks}}
     check = replace(check, inputs=needs, unavailable=variant.unavailable)
@@ -234,43 +236,39 @@ def shapes_step(recipe: Recipe) -> Step:
     return Step(SHAPES, Shapes(ranges=recipe.ranges, batches=recipe.batch), {"model": LOAD})
 
 
-def build_step(variant: Variant, device: Device, graph: str) -> Step:
+def build_step(variant: Variant, graph: str) -> Step:
     """Build a variant's engine from a step's graph."""
     engine = variant.engine
     needs = {"model": graph}
     if engine.needs_shapes:
         needs[SHAPES] = SHAPES
     if not isinstance(engine, WorkspaceEngine) or variant.workspace not in SWEPT:
-        return Step(variant.artifact, Build(engine=engine, device=device), needs)
+        return Step(variant.artifact, Build(engine=engine, device=variant.device), needs)
     point = SWEPT.index(variant.workspace)
     needs[UNLIMITED] = variant.artifact.replace(f"-ws{variant.workspace}", f"-ws{MAX}")
     if point:
         needs[SMALLEST] = variant.artifact.replace(f"-ws{variant.workspace}", f"-ws{SWEPT[0]}")
-    task = BuildWithin(engine=engine, device=device, point=point, points=len(SWEPT))
+    task = BuildWithin(engine=engine, device=variant.device, point=point, points=len(SWEPT))
     return Step(variant.artifact, task, needs)
 
 
 def _own_measurements(
-    recipe: Recipe, variant: Variant, baseline_id: str, device: Device, graph: str | None
+    recipe: Recipe, variant: Variant, baseline_id: str, graph: str | None
 ) -> tuple[Variant, list[Step]]:
-    """What is measured of one variant alone."""
-    if variant.id != baseline_id:
-        device = device_for(recipe, variant.engine)
-    variant, steps = measurements(recipe, variant, device, graph)
+    """Plan what is measured of one variant alone."""
+    variant, steps = measurements(recipe, variant, graph)
     if quality := quality_step(recipe, variant, baseline_id):
         steps.insert(0, replace(quality, inputs={**_measured_needs(variant), **quality.inputs}))
         variant = replace(variant, quality=quality.id)
     return variant, steps
 
 
-def measurements(
-    recipe: Recipe, variant: Variant, device: Device, graph: str | None, again: str = ""
-) -> tuple[Variant, list[Step]]:
-    """What is measured of a variant alone but its quality; ``again`` is new for measurements made anew.
+def measurements(recipe: Recipe, variant: Variant, graph: str | None, again: str = "") -> tuple[Variant, list[Step]]:
+    """Plan what is measured of a variant alone but its quality; ``again`` is new for measurements made anew.
 
     ``graph`` is the step of the ONNX graph that its engine was built from, or that stands for its module.
     """
-    steps = []
+    steps, device = [], variant.device
     if recipe.measure.memory:
         memory = Memory(
             engine=variant.engine, device=device, limit_bytes=recipe.measure.memory_limit_bytes, again=again
@@ -308,7 +306,7 @@ def quality_step(recipe: Recipe, variant: Variant, baseline_id: str) -> Step | N
         return None
     task = Quality(
         engine=variant.engine,
-        device=device_for(recipe, variant.engine) if variant.id != baseline_id else recipe.where,
+        device=variant.device,
         data=recipe.data,
         data_options=recipe.data_options,
         samples=recipe.eval_samples,
@@ -330,8 +328,9 @@ def _largest_batch(recipe: Recipe, engine: Engine) -> int:
     return max(recipe.batch) if engine.needs_shapes else max(*recipe.batch, _BATCH_OF_JUDGING)
 
 
-def latency_step(recipe: Recipe, variants: list[Variant], device: Device, again: str = "") -> Step:
-    """Measure all variants together that can run on the device; ``again`` is new for a measurement made anew."""
+def latency_step(recipe: Recipe, variants: list[Variant], again: str = "") -> Step:
+    """Measure all variants together that can run on the baseline's device; ``again`` is new for one made anew."""
+    device = variants[0].device
     variants = [variants[0], *(one for one in variants[1:] if device.kind in one.engine.kinds and not one.unavailable)]
     asked = recipe.measure
     settings = LatencySettings(
@@ -356,9 +355,9 @@ def latency_step(recipe: Recipe, variants: list[Variant], device: Device, again:
     return Step(LATENCY, task, needs, wants, unavailable=variants[0].unavailable)
 
 
-def first_steps(recipe: Recipe) -> tuple[Step, Step]:
-    """The model, and what it answers."""
-    source = resolve(recipe.model)
+def first_steps(resolved: ResolvedRecipe) -> tuple[Step, Step]:
+    """Plan to load the model, and to have it answer: the reference."""
+    recipe, source = resolved.recipe, resolved.source
     load = Step(LOAD, load_task(recipe, source), required=True)
     return load, Step(REFERENCE, _sample(recipe, source), {"model": LOAD}, required=True)
 

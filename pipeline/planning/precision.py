@@ -53,15 +53,15 @@ class _Floating:
     steps: tuple[Step, ...]
 
 
-def lowered(recipe: Recipe, variant: Variant, device: Device, graph: str, quality: Step | None) -> Lowered:
-    """The steps from the float graph ``graph`` to the precision of a variant.
+def lower_precision(recipe: Recipe, variant: Variant, graph: str, quality: Step | None) -> Lowered:
+    """Plan the steps from the float graph ``graph`` to the precision of a variant.
 
     ``quality`` finds the metric on the variant's engine, where there is data for it.
     """
     assert variant.lowering is not None
     name, kind = variant.lowering, KINDS[variant.lowering]
     given = _prepared(recipe, name, graph)
-    step = _precision(recipe, name, variant.engine, device)
+    step = _precision(recipe, name, variant.engine, variant.device)
     suffix = name if kind.rest != "fp32" and not kind.searched else f"{name}-{variant.engine.name}"
     needs = {"model": given.graph, "ranges": given.ranges}
     steps: list[Step] = list(given.steps)
@@ -75,7 +75,7 @@ def lowered(recipe: Recipe, variant: Variant, device: Device, graph: str, qualit
             quality=quality.task if quality and recipe.budgets.max_drop is not None else None,
             simulation=simulation(),
         )
-        more = list(_search(recipe, variant, device, step, goal, given, graph, suffix, quality))
+        more = list(_search(recipe, variant, step, goal, given, graph, suffix, quality))
         steps += more
         searched, assign = tuple(one.id for one in more if isinstance(one.task, Search)), more[-1].id
         needs["assignment"] = assign
@@ -151,7 +151,6 @@ def _check(recipe: Recipe, name: str, stage: str, threshold: str) -> Step:
 def _search(
     recipe: Recipe,
     variant: Variant,
-    device: Device,
     step: Precision,
     goal: Goal,
     given: _Floating,
@@ -160,7 +159,7 @@ def _search(
     quality: Step | None,
 ) -> Iterator[Step]:
     """Sensitivity, the trials, and what comes of them."""
-    options, engine = recipe.quantisation, variant.engine
+    options, engine, device = recipe.quantisation, variant.engine, variant.device
     needs = {"model": given.graph, "ranges": given.ranges, REFERENCE: REFERENCE}
     few = feeder(recipe).model_copy(update={"samples": min(recipe.samples, _RANKING_SAMPLES)})
     sensitivity = Step(f"sensitivity-{suffix}", Sensitivity(step=step, feeder=few), dict(needs))

@@ -10,7 +10,7 @@ from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.source import Source, resolve
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
 from enginesmith.pipeline.passes.sparsify.sparsify import Sparsify
-from enginesmith.pipeline.planning.compression import smaller
+from enginesmith.pipeline.planning.compression import pruning_steps
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, Variant
 from enginesmith.pipeline.planning.planner import (
     baseline_of,
@@ -25,8 +25,8 @@ from enginesmith.pipeline.planning.planner import (
     shapes_step,
     verify_step,
 )
-from enginesmith.pipeline.planning.precision import Lowered, lowered
-from enginesmith.pipeline.planning.variants import device_for, variants_of
+from enginesmith.pipeline.planning.precision import Lowered, lower_precision
+from enginesmith.pipeline.planning.variants import ResolvedRecipe, device_for, list_variants
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.build import Build, Refit, Transform, Trial
@@ -38,49 +38,50 @@ from enginesmith.pipeline.tasks.verify import Verify
 BUILD, MEMORY, SPARSIFY, TRIAL = "build", "memory", "sparsify", "trial"
 
 
-def export_steps(recipe: Recipe) -> tuple[Step, ...]:
-    """The steps of ``export`` alone, with its check."""
-    graph = graph_steps(recipe.model_copy(update={"simplify": False}), resolve(recipe.model))[2]
-    return (*first_steps(recipe), *graph)
+def export_steps(resolved: ResolvedRecipe) -> tuple[Step, ...]:
+    """Plan ``export`` alone, with its check."""
+    return (*first_steps(resolved), *graph_steps(resolved.updated(simplify=False))[2])
 
 
-def simplify_steps(recipe: Recipe) -> tuple[Step, ...]:
-    """The steps of ``simplify`` on an ONNX file, with its check."""
-    graph = graph_steps(recipe.model_copy(update={"simplify": True}), resolve(recipe.model))[2]
-    return (*first_steps(recipe), *graph)
+def simplify_steps(resolved: ResolvedRecipe) -> tuple[Step, ...]:
+    """Plan ``simplify`` on an ONNX file, with its check."""
+    return (*first_steps(resolved), *graph_steps(resolved.updated(simplify=True))[2])
 
 
-def precision_steps(recipe: Recipe) -> tuple[tuple[Step, ...], Lowered]:
-    """The steps of ``precision``: from a model, or a file as it is, to a graph of another precision.
+def precision_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], Lowered]:
+    """Plan ``precision``: from a model, or a file as it is, to a graph of another precision.
 
     Raises:
         UsageError: the recipe stands for more than one graph, or for none.
     """
-    anywhere = recipe.model_copy(update={"targets": (PORTABLE,)})  # a graph is the same for all of them
-    found = [variant for variant in variants_of(anywhere, recipe.engines) if variant.lowering]
+    recipe = resolved.recipe
+    anywhere = resolved.updated(targets=(PORTABLE,))  # a graph is the same for all of them
+    found = [variant for variant in list_variants(anywhere, recipe.engines) if variant.lowering]
     if len(found) != 1:
         raise UsageError(
             f"{len(found)} graphs are asked for, and one file is written", "give one --precision and one --engine"
         )
-    source = resolve(recipe.model)
-    untouched = recipe if source.is_torch else recipe.model_copy(update={"simplify": False})
-    graph, checks, steps = graph_steps(untouched, source)
-    first = list(first_steps(recipe))
-    original = Variant("baseline", baseline_of(source), "fp32", LOAD)
+    graph, checks, steps = graph_steps(_untouched(resolved))
+    first = list(first_steps(resolved))
+    original = Variant("baseline", baseline_of(resolved.source), "fp32", LOAD, device=recipe.where)
     quality = quality_step(recipe, found[0], original.id)
     if recipe.budgets.max_drop is not None and (own := quality_step(recipe, original, original.id)):
         first.append(own)
     if found[0].engine.needs_shapes:
         first.append(shapes_step(recipe))
-    made = lowered(recipe, found[0], device_for(recipe, found[0].engine), graph, quality)
+    made = lower_precision(recipe, found[0], graph, quality)
     return (*first, *steps, *made.steps), replace(made, checks=(*checks, *made.checks))
 
 
-def sparsify_steps(recipe: Recipe, asked: Sparsify) -> tuple[Step, ...]:
-    """The steps of ``sparsify``: from a model, or a file as it is, to a graph with sparse weights."""
-    source = resolve(recipe.model)
-    untouched = recipe if source.is_torch else recipe.model_copy(update={"simplify": False})
-    graph, _, steps = graph_steps(untouched, source)
+def _untouched(resolved: ResolvedRecipe) -> ResolvedRecipe:
+    """Leave a graph of the user's as it is; only what was exported is simplified."""
+    return resolved if resolved.source.is_torch else resolved.updated(simplify=False)
+
+
+def sparsify_steps(resolved: ResolvedRecipe, asked: Sparsify) -> tuple[Step, ...]:
+    """Plan ``sparsify``: from a model, or a file as it is, to a graph with sparse weights."""
+    recipe = resolved.recipe
+    graph, _, steps = graph_steps(_untouched(resolved))
     made = Step(SPARSIFY, Transform(step=asked), {"model": graph})
     task = Verify(
         stage=SPARSIFY,
@@ -91,87 +92,88 @@ def sparsify_steps(recipe: Recipe, asked: Sparsify) -> tuple[Step, ...]:
         judged=recipe.min_sqnr_db is not None,
     )
     check = Step(f"verify-{SPARSIFY}", task, {"model": SPARSIFY, REFERENCE: REFERENCE})
-    return (*first_steps(recipe), *steps, made, check)
+    return (*first_steps(resolved), *steps, made, check)
 
 
-def prune_steps(recipe: Recipe) -> tuple[tuple[Step, ...], str, str]:
-    """The steps of ``prune``, from a model to a smaller one of the same kind; the last one, and the one that pruned.
+def prune_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], str, str]:
+    """Plan ``prune``, from a model to a smaller one of the same kind; name the last step, and the one that pruned.
 
     Raises:
-        UsageError: there is not one target, or no engine that its latency can be measured on.
+        UsageError: the model is a graph; there is not one target, or no engine that its latency can be measured on.
     """
+    recipe = resolved.recipe
     if len(recipe.prune_targets) != 1:
         raise UsageError(f"{len(recipe.prune_targets)} targets are given, and one model is written", "give one --prune")
-    made = tuple(smaller(recipe, recipe.prune_targets[0]))
+    made = tuple(pruning_steps(resolved, recipe.prune_targets[0]))
     cut = [step.id for step in made if isinstance(step.task, Prune)]
     shapes = [shapes_step(recipe)] if any(SHAPES in step.inputs for step in made) else []
-    return (*first_steps(recipe), *shapes, *made), made[-1].id, cut[-1]
+    return (*first_steps(resolved), *shapes, *made), made[-1].id, cut[-1]
 
 
-def verify_steps(recipe: Recipe, file: str) -> tuple[Step, ...]:
-    """The steps that hold an ONNX file against the recipe's model."""
-    source = resolve(file)
+def verify_steps(resolved: ResolvedRecipe, file: str) -> tuple[Step, ...]:
+    """Plan to compare an ONNX file with the recipe's model."""
+    recipe, source = resolved.recipe, resolve(file)
     if source.is_torch:
         raise UsageError(f"{file} is neither an ONNX file nor an engine", "verify FILE.onnx --against MODEL")
     engine = _own_engine(source)
     check = verify_step(recipe, "file", Path(file).name, "file", engine, device_for(recipe, engine))
-    return (*first_steps(recipe), Step("file", load_task(recipe.model_copy(update={"inputs": ()}), source)), check)
+    return (*first_steps(resolved), Step("file", load_task(recipe.model_copy(update={"inputs": ()}), source)), check)
 
 
-def build_steps(recipe: Recipe) -> tuple[Step, ...]:
-    """The steps of ``build``: one engine from an ONNX file, as it is.
+def build_steps(resolved: ResolvedRecipe) -> tuple[Step, ...]:
+    """Plan ``build``: one engine from an ONNX file, as it is.
 
     Raises:
         UsageError: the recipe stands for more than one engine, or for none that has an engine file of its own.
     """
-    found = _file_variants(recipe)
-    if len(found) != 1 or recipe.workspace == ("sweep",):
+    found = _file_variants(resolved)
+    if len(found) != 1 or resolved.recipe.workspace == ("sweep",):
         raise UsageError(
             f"this asks for {len(found)} engines, and build makes one",
             "name one target and one workspace limit; optimize makes all of them",
         )
     variant = replace(found[0], artifact=BUILD)
-    return (*_onnx_steps(recipe), build_step(variant, device_for(recipe, variant.engine), LOAD))
+    return (*_onnx_steps(resolved), build_step(variant, LOAD))
 
 
-def refit_steps(recipe: Recipe, engine: str) -> tuple[Step, ...]:
-    """The steps that put an ONNX file's weights into a built engine."""
-    source = resolve(engine)
-    _hold_onnx(recipe)
+def refit_steps(resolved: ResolvedRecipe, engine: str) -> tuple[Step, ...]:
+    """Plan to put an ONNX file's weights into a built engine."""
+    recipe, source = resolved.recipe, resolve(engine)
+    _check_onnx(resolved)
     if source.form != "engine":
         raise UsageError(f"{engine} is no engine", "give the engine file that is to be refitted")
     own = _own_engine(source)
-    load = Step(LOAD, load_task(recipe, resolve(recipe.model)), required=True)
+    load = Step(LOAD, load_task(recipe, resolved.source), required=True)
     old = Step("engine", load_task(recipe, source), required=True)
     refit = Refit(engine=own, device=device_for(recipe, own))
     return load, old, Step(BUILD, refit, {"model": LOAD, "engine": "engine"})
 
 
-def trial_steps(recipe: Recipe, batch: int | None = None) -> tuple[tuple[Step, ...], dict[str, str]]:
-    """The steps that try a build for each target, and by target the id of its trial.
+def trial_steps(resolved: ResolvedRecipe, batch: int | None = None) -> tuple[tuple[Step, ...], dict[str, str]]:
+    """Plan to try a build for each target; list by target the id of its trial.
 
     With ``batch``, that is the largest one.
     """
-    chosen = recipe
     if batch is not None:
-        others = {name: text for name, text in recipe.shapes.items() if name != "batch"}
-        chosen = recipe.model_copy(update={"batch": (batch, 1), "shapes": others})
-    steps, trials = list(_onnx_steps(chosen)), {}
-    for variant in _file_variants(chosen):
-        task = Trial(engine=variant.engine, device=device_for(chosen, variant.engine))
+        others = {name: text for name, text in resolved.recipe.shapes.items() if name != "batch"}
+        resolved = resolved.updated(batch=(batch, 1), shapes=others)
+    steps, trials = list(_onnx_steps(resolved)), {}
+    for variant in _file_variants(resolved):
+        task = Trial(engine=variant.engine, device=variant.device)
         steps.append(Step(f"{TRIAL}-{variant.id}", task, {"model": LOAD, SHAPES: SHAPES}))
         trials[variant.target or ""] = steps[-1].id
     return tuple(steps), trials
 
 
-def memory_steps(recipe: Recipe, batch: int, limit_bytes: int) -> tuple[Step, ...]:
+def memory_steps(resolved: ResolvedRecipe, batch: int, limit_bytes: int) -> tuple[Step, ...]:
     """List the steps that build the recipe's one engine from an ONNX file and measure its memory at a batch.
 
     Other dynamic dimensions are as large as they may be; ``limit_bytes`` ends a probe that takes more.
     """
-    _hold_onnx(recipe)
+    _check_onnx(resolved)
+    recipe = resolved.recipe
     shapes = {name: f"{span.max}:{span.max}:{span.max}" for name, span in recipe.ranges.items() if name != "batch"}
-    load, reference = first_steps(recipe.model_copy(update={"batch": (1,), "shapes": shapes}))
+    load, reference = first_steps(resolved.updated(batch=(1,), shapes=shapes))
     engine, device = engine_class(recipe.engines[0])(), recipe.where
     memory = Memory(engine=engine, device=device, batch=batch, limit_bytes=limit_bytes)
     return (
@@ -180,27 +182,29 @@ def memory_steps(recipe: Recipe, batch: int, limit_bytes: int) -> tuple[Step, ..
     )
 
 
-def _file_variants(recipe: Recipe) -> list[Variant]:
-    _hold_onnx(recipe)
-    other = [name for name in recipe.engines if not engine_class(name).file_suffix]
+def _file_variants(resolved: ResolvedRecipe) -> list[Variant]:
+    _check_onnx(resolved)
+    engines = resolved.recipe.engines
+    other = [name for name in engines if not engine_class(name).file_suffix]
     if other:
         able = " and ".join(engine.name for engine in with_files())
         raise UsageError(f"{other[0]} has no engine file of its own", f"build makes {able} engines")
-    return list(variants_of(recipe, recipe.engines))
+    return list(list_variants(resolved, engines))
 
 
-def _hold_onnx(recipe: Recipe) -> None:
-    if resolve(recipe.model).form != "onnx":
-        raise UsageError(f"{recipe.model} is not an ONNX file", "export it first: `enginesmith export MODEL -o m.onnx`")
+def _check_onnx(resolved: ResolvedRecipe) -> None:
+    if resolved.source.form != "onnx":
+        model, remedy = resolved.source.text, "export it first: `enginesmith export MODEL -o m.onnx`"
+        raise UsageError(f"{model} is not an ONNX file", remedy)
 
 
-def _onnx_steps(recipe: Recipe) -> tuple[Step, Step]:
-    load = Step(LOAD, load_task(recipe, resolve(recipe.model)), required=True)
-    return load, replace(shapes_step(recipe), required=True)
+def _onnx_steps(resolved: ResolvedRecipe) -> tuple[Step, Step]:
+    load = Step(LOAD, load_task(resolved.recipe, resolved.source), required=True)
+    return load, replace(shapes_step(resolved.recipe), required=True)
 
 
-def with_baseline(recipe: Recipe, models: Sequence[str]) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe of the model that the others are held against, and the others.
+def choose_baseline(recipe: Recipe, models: Sequence[str]) -> tuple[ResolvedRecipe, tuple[Source, ...]]:
+    """Resolve models, and choose the one that the others are compared with: the recipe's, in what comes back.
 
     It is the first PyTorch model, whose eager run is what everything is compared with; without one, the first graph.
 
@@ -215,45 +219,48 @@ def with_baseline(recipe: Recipe, models: Sequence[str]) -> tuple[Recipe, tuple[
             f"give that model too: enginesmith benchmark MODEL {models[0]}",
         )
     first = next((index for index in able if sources[index].is_torch), able[0])
-    return recipe.model_copy(update={"model": models[first]}), tuple(models[:first]) + tuple(models[first + 1 :])
+    chosen = ResolvedRecipe(recipe.model_copy(update={"model": models[first]}), sources[first])
+    return chosen, (*sources[:first], *sources[first + 1 :])
 
 
-def benchmark_plan(recipe: Recipe, others: Sequence[str], again: str) -> Plan:
-    """Measure models side by side as they are, the recipe's first; ``again`` is new each time.
+def benchmark_plan(resolved: ResolvedRecipe, others: Sequence[Source], again: str) -> Plan:
+    """Plan to measure models side by side as they are, the recipe's first; ``again`` is new each time.
 
     The recipe's module is measured by each of its engines that run one, too, once it answers like eager.
     """
-    device = _common_device(recipe, others)
-    steps = list(first_steps(recipe))
-    variants = [Variant(_label(recipe.model), _own_engine(resolve(recipe.model)), AS_GIVEN, LOAD)]
-    for index, text in enumerate(others, 1):
-        source = resolve(text)
+    recipe, device = resolved.recipe, _common_device(resolved.recipe, others)
+    steps = list(first_steps(resolved))
+    variants = [Variant(_label(resolved.source), _own_engine(resolved.source), AS_GIVEN, LOAD, device=device)]
+    for index, source in enumerate(others, 1):
         name = f"{LOAD}-{index}"
         steps.append(Step(name, load_task(recipe.model_copy(update={"inputs": ()}), source)))
         engine = _own_engine(source)
         lacking = "" if (found := engine.available(device)).ok else f"it does not run on {device}: {found.reason}"
-        variants.append(Variant(_distinct(_label(text), variants), engine, AS_GIVEN, name, unavailable=lacking))
-    for variant in _of_module(recipe):
+        label = _distinct(_label(source), variants)
+        variants.append(Variant(label, engine, AS_GIVEN, name, device=device, unavailable=lacking))
+    for variant in _variants_of_module(resolved):
         check = verify_step(recipe, variant.id, "engine", LOAD, variant.engine, device)
         steps.append(check)
-        variants.append(replace(variant, id=_distinct(variant.id, variants), verified=(check.id,)))
+        label = _distinct(variant.id, variants)
+        variants.append(replace(variant, id=label, device=device, verified=(check.id,)))
     graphs = [one.artifact for one in variants if one.engine.shows_graph]
     for index, variant in enumerate(variants):
         graph = variant.artifact if variant.artifact in graphs else next(iter(graphs), None)
-        variants[index], more = measurements(recipe, variant, device, graph, again)
+        variants[index], more = measurements(recipe, variant, graph, again)
         steps += more
     limits = limits_steps(recipe, device)
-    latency = latency_step(recipe, variants, device, again)
+    latency = latency_step(recipe, variants, again)
     limited = limits[0].id if limits else None
     return Plan((*steps, *limits, latency), variants[0], tuple(variants[1:]), latency.id, limited)
 
 
-def _of_module(recipe: Recipe) -> Iterator[Variant]:
-    """The recipe's module by the engines and in the precisions that are asked for, but as it is.
+def _variants_of_module(resolved: ResolvedRecipe) -> Iterator[Variant]:
+    """List the recipe's module by the engines and in the precisions that are asked for, but as it is.
 
     Raises:
         UsageError: there is no module, or it cannot be cast to that.
     """
+    recipe = resolved.recipe
     engines = [name for name in recipe.engines if engine_class(name).consumes == "torch"]
     castable = type(baseline("torch")).precisions
     graphs_only = [name for name in recipe.precisions if name not in castable]
@@ -263,17 +270,17 @@ def _of_module(recipe: Recipe) -> Iterator[Variant]:
             f"--precision {', '.join(graphs_only or recipe.precisions)} has no effect",
             f"add --engine {BASELINES['torch']}, or make a file first: enginesmith precision MODEL -o FILE.onnx",
         )
-    if engines and not resolve(recipe.model).is_torch:
+    if engines and not resolved.source.is_torch:
         remedy = f"give the module too: enginesmith benchmark MODEL {recipe.model} --engine {engines[0]}"
         raise UsageError(f"{engines[0]} runs a PyTorch module, and {recipe.model} is an ONNX file", remedy)
-    return variants_of(recipe, engines)
+    return list_variants(resolved, engines)
 
 
-def _common_device(recipe: Recipe, others: Sequence[str]) -> Device:
-    """Where all of them are measured: as asked for, else where a built engine among them runs, if that is here."""
+def _common_device(recipe: Recipe, others: Sequence[Source]) -> Device:
+    """Choose where models are measured: as asked for, else where a built engine among them runs, if that is here."""
     if recipe.device:
         return recipe.where
-    engines = [_own_engine(source) for text in others if (source := resolve(text)).form == "engine"]
+    engines = [_own_engine(source) for source in others if source.form == "engine"]
     places = [Device(kind=engine.kinds[0], threads=recipe.threads) for engine in engines]
     here = (place for engine, place in zip(engines, places, strict=True) if engine.available(place).ok)
     return next(here, recipe.where)
@@ -285,9 +292,8 @@ def _own_engine(source: Source) -> Engine:
     return engine_class(BASELINES["torch" if source.is_torch else "onnx"])()
 
 
-def _label(text: str) -> str:
-    source = resolve(text)
-    return Path(text).name if source.form in ("onnx", "pt2", "engine") else source.name
+def _label(source: Source) -> str:
+    return Path(source.text).name if source.form in ("onnx", "pt2", "engine") else source.name
 
 
 def _distinct(label: str, variants: Sequence[Variant]) -> str:

@@ -1,7 +1,8 @@
-"""Which variants a recipe asks for: engines by their options, targets and workspace limits."""
+"""Resolve a recipe's model and devices, and list the variants that it asks for."""
 
+import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from enginesmith.pipeline.engines import engine_class
@@ -14,18 +15,46 @@ from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
 
 
-def variants_of(recipe: Recipe, engines: Sequence[str], *, here: bool = True) -> Iterator[Variant]:
-    """Variants as far as their ids and engines go, in the order of the recipe.
+@dataclass(frozen=True)
+class ResolvedRecipe:
+    """A recipe with what its MODEL means: resolved once for a run, and carried to all that ask."""
+
+    recipe: Recipe
+    source: Source
+
+    @functools.cached_property
+    def given_precision(self) -> str:
+        """Return the precision that the model comes in; an ONNX file is read for it."""
+        source = self.source
+        return model_file.precision(Path(source.target)) if source.form == "onnx" else "fp32"
+
+    def updated(self, **fields: object) -> "ResolvedRecipe":
+        """Replace fields of the recipe; not the model."""
+        return replace(self, recipe=self.recipe.model_copy(update=fields))
+
+
+def resolve_recipe(recipe: Recipe) -> ResolvedRecipe:
+    """Resolve a recipe's model.
+
+    Raises:
+        SourceError: it is of no known form, or names a file or zoo model that does not exist.
+    """
+    return ResolvedRecipe(recipe, resolve(recipe.model))
+
+
+def list_variants(resolved: ResolvedRecipe, engines: Sequence[str], *, here: bool = True) -> Iterator[Variant]:
+    """List variants with their names, engines and devices, in the order of the recipe.
 
     Where they have to run ``here``, they say what this machine lacks for that.
     """
+    recipe = resolved.recipe
     taken: set[str] = set()
     for name in engines:
         engine = engine_class(name)
         if engine.consumes == "torch":
             yield from _of_module(recipe, engine)
             continue
-        for lowering, label in _precisions(recipe):
+        for lowering, label in _precisions(resolved):
             for variant in _of_graph(recipe, engine, label, here):
                 if variant.id not in taken:  # a file may be in a precision already that is asked for besides
                     taken.add(variant.id)
@@ -33,34 +62,36 @@ def variants_of(recipe: Recipe, engines: Sequence[str], *, here: bool = True) ->
 
 
 def _of_module(recipe: Recipe, engine: type[Engine]) -> Iterator[Variant]:
-    """The module in each precision that it can be cast to."""
+    """Yield the module in each precision that it can be cast to."""
     for name in [name for name in recipe.precisions if name in engine.precisions] or ["fp32"]:
         for one in engine.configurations(recipe, name):
-            yield Variant(f"{engine.name}-{one.label}", one.engine, name, LOAD)
+            yield Variant(f"{engine.name}-{one.label}", one.engine, name, LOAD, device=device_for(recipe, one.engine))
 
 
-def _precisions(recipe: Recipe) -> list[tuple[Name | None, str]]:
-    """What the graph is turned into (None: it is taken as it is), and what the variant is called after."""
-    given = given_precision(resolve(recipe.model))
-    return [(None, given) if name == "fp32" else (name, name) for name in recipe.precisions]
-
-
-def given_precision(source: Source) -> str:
-    """The precision that a model comes in."""
-    return model_file.precision(Path(source.target)) if source.form == "onnx" else "fp32"
+def _precisions(resolved: ResolvedRecipe) -> list[tuple[Name | None, str]]:
+    """List what the graph is turned into (None: it is taken as it is), and what the variant is called after."""
+    given = resolved.given_precision
+    return [(None, given) if name == "fp32" else (name, name) for name in resolved.recipe.precisions]
 
 
 def _of_graph(recipe: Recipe, engine: type[Engine], precision: str, here: bool) -> Iterator[Variant]:
     for one in engine.configurations(recipe, precision):
         name = f"{engine.name}-{one.label}"
-        variant = Variant(
-            name, one.engine, precision, f"build-{name}", workspace=one.workspace or None, target=one.target
+        device = device_for(recipe, one.engine)
+        found = one.engine.runnable(device) if here and engine.built_elsewhere else None
+        yield Variant(
+            name,
+            one.engine,
+            precision,
+            f"build-{name}",
+            device=device,
+            workspace=one.workspace or None,
+            target=one.target,
+            unavailable="" if found is None or found.ok else found.reason,
         )
-        found = one.engine.runnable(device_for(recipe, one.engine)) if here and engine.built_elsewhere else None
-        yield variant if found is None or found.ok else replace(variant, unavailable=found.reason)
 
 
 def device_for(recipe: Recipe, engine: Engine) -> Device:
-    """Where an engine runs: the recipe's device, or cuda for engines that run only there."""
+    """Choose where an engine runs: the recipe's device, or cuda for engines that run only there."""
     where = recipe.where
     return where if where.kind in engine.kinds else Device(kind=engine.kinds[0], threads=recipe.threads)

@@ -9,7 +9,6 @@ from enginesmith.calibration import file_formats, user_code
 from enginesmith.calibration.sources import Request
 from enginesmith.pipeline.engines import ENGINES, engine_class
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.measure.quality import METRICS
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.recipe.cli_options import option_for
@@ -100,11 +99,6 @@ def _check_smaller(recipe: Recipe) -> None:
         given = [name for name in type(part).model_fields if getattr(part, name) != getattr(type(part)(), name)]
         if given and empty:
             raise UsageError(f"{what}.{given[0]} has no effect here", f"add {missing}, or leave it away")
-    if recipe.prune and not resolve(recipe.model).is_torch:
-        raise UsageError(
-            f"{recipe.model} is a graph, and channels are pruned in a module",
-            "give the model as file.py:factory; --sparsity 2:4 works on graphs",
-        )
     if recipe.recover and not recipe.prune:
         raise UsageError("--recover trains back what was pruned, and nothing is", "add --prune macs=-50%")
     if recipe.recover and user_code.is_reference(recipe.recovery.method):

@@ -10,7 +10,6 @@ from enginesmith.pipeline.execution.scheduler import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan
-from enginesmith.pipeline.planning.variants import device_for
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results import explain, variant_record
 from enginesmith.pipeline.results.run import ModelRecord, Run, StepRecord, StoredArtifact, VariantRecord, deciding_batch
@@ -51,12 +50,12 @@ def assemble(
         for variant in (plan.baseline, *plan.variants)
     )
     variants = [
-        explain.hold(record, device_for(recipe, variant.engine), asked=variant.lowering is not None)
+        explain.hold(record, variant.device, asked=variant.lowering is not None)
         for record, variant in zip(records, plan.variants, strict=True)
     ]
     batch = deciding_batch(recipe, (row for rows in latency.values() for row in rows))
     environment = _environment(header, plan, outcomes)
-    variants = _remarked(variants, plan, recipe, batch, environment)
+    variants = _remarked(variants, plan, batch, environment)
     variants = [record.model_copy(update=dict((kept or {}).get(record.id, {}))) for record in variants]
     by_id = {record.id: record for record in (baseline, *variants)}
     variants = [decide(record, by_id, recipe.budgets, batch) for record in variants]
@@ -81,10 +80,10 @@ def assemble(
 
 
 def _remarked(
-    records: Sequence[VariantRecord], plan: Plan, recipe: Recipe, batch: int, environment: Mapping[str, Any]
+    records: Sequence[VariantRecord], plan: Plan, batch: int, environment: Mapping[str, Any]
 ) -> list[VariantRecord]:
     """The records with a remark on each whose precision was to make it faster."""
-    devices = {variant.id: device_for(recipe, variant.engine) for variant in plan.variants}
+    devices = {variant.id: variant.device for variant in plan.variants}
     return [
         record.model_copy(
             update={

@@ -8,7 +8,7 @@ from pathlib import Path
 from enginesmith.pipeline.engines import environment, read_file
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.execution.settings import Settings
-from enginesmith.pipeline.frameworks.source import resolve
+from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
 from enginesmith.pipeline.planning import stages as plans
 from enginesmith.pipeline.planning.plan import Plan, Step
@@ -31,9 +31,9 @@ def benchmark(recipe: Recipe, models: Sequence[str], settings: Settings) -> Run:
     """
     started = time.monotonic()
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    recipe, others = plans.with_baseline(recipe, models)
-    damaged = _damaged_engines(others)
-    plan = plans.benchmark_plan(recipe, [text for text in others if text not in damaged], now)
+    resolved, others = plans.choose_baseline(recipe, models)
+    recipe, damaged = resolved.recipe, _damaged_engines(others)
+    plan = plans.benchmark_plan(resolved, [source for source in others if source.text not in damaged], now)
     _require_device(plan)
     outcomes = try_steps(_latency_first(plan, recipe, settings), settings, recipe)
     needed = [step.id for step in plan.steps if step.required or step.id == plan.latency]
@@ -49,19 +49,23 @@ def benchmark(recipe: Recipe, models: Sequence[str], settings: Settings) -> Run:
     return run.model_copy(update={"variants": (*run.variants, *damaged.values())})
 
 
-def _damaged_engines(models: Sequence[str]) -> dict[str, VariantRecord]:
+def _damaged_engines(sources: Sequence[Source]) -> dict[str, VariantRecord]:
     """By argument, the record of each engine file that cannot be used at all: it says why."""
     found = {}
-    for text in models:
-        source = resolve(text)
+    for source in sources:
         if source.form != "engine":
             continue
         try:
             read_file(Path(source.target))
         except ModelError as error:
             reasons = dict.fromkeys(("latency", "memory", "quality", "limits", "profile"), str(error))
-            found[text] = VariantRecord(
-                id=text, engine="unknown", precision=AS_GIVEN, status="failed", reason=str(error), reasons=reasons
+            found[source.text] = VariantRecord(
+                id=source.text,
+                engine="unknown",
+                precision=AS_GIVEN,
+                status="failed",
+                reason=str(error),
+                reasons=reasons,
             )
     return found
 

@@ -15,6 +15,7 @@ from enginesmith.pipeline.execution.scheduler import Outcome
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.planning import stages
 from enginesmith.pipeline.planning.plan import LOAD
+from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.tasks.base import read_records
@@ -65,7 +66,8 @@ def build(recipe: Recipe, output: Path, settings: Settings, refit: str | None = 
         wanted = output.with_suffix(engine.file_suffix)
         raise UsageError(f"the output {str(output)!r} is no {engine.file_suffix} file", f"call it {wanted}")
     worker.preload_only((*engine.modules, *MODULES))
-    steps = stages.refit_steps(recipe, refit) if refit else stages.build_steps(recipe)
+    resolved = resolve_recipe(recipe)
+    steps = stages.refit_steps(resolved, refit) if refit else stages.build_steps(resolved)
     made = run_steps(steps, settings, recipe)[stages.BUILD].artifact
     assert made is not None
     if made.rejected:
@@ -104,7 +106,7 @@ def check(recipe: Recipe, settings: Settings) -> tuple[TargetChecked, ...]:
     worker.preload_only((*engine.modules, *MODULES))
     if not recipe.targets:
         recipe = recipe.model_copy(update={"targets": engine.check_targets()})
-    steps, trials = stages.trial_steps(recipe)
+    steps, trials = stages.trial_steps(resolve_recipe(recipe))
     outcomes = try_steps(steps, settings, recipe)
     for name in (LOAD, SHAPES):
         if (error := outcomes[name].error) is not None:

@@ -15,6 +15,7 @@ from enginesmith.pipeline.frameworks.samples import batch_symbol
 from enginesmith.pipeline.measure.rows import MemoryRow
 from enginesmith.pipeline.planning import stages
 from enginesmith.pipeline.planning.plan import LOAD
+from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.system import worker
@@ -87,7 +88,7 @@ class BuiltSizes(MemoryEstimate):
         self._settings, self._engine = settings, file_engine(recipe)
         worker.preload_only((*self._engine.modules, *MODULES))
         self._share = self._engine.shares_activations(recipe)
-        self._recipes = [recipe.model_copy(update={"model": model}) for model in models]
+        self._models = [resolve_recipe(recipe.model_copy(update={"model": text})) for text in models]
         self._found: dict[int, list[tuple[EngineFacts, Signature]]] = {}
 
     @property
@@ -111,14 +112,14 @@ class BuiltSizes(MemoryEstimate):
             return None, f"{self._engine.title} has no limit for its work space"
         if not self._engine.gates_workspace():
             return None, "needs measured engines: optimize with --workspace sweep, then `enginesmith fit RUN`"
-        found = zip(self._recipes, self._facts(batch), strict=True)
+        found = zip(self._models, self._facts(batch), strict=True)
         engine = self._engine
-        limits = [self._smallest(engine, recipe, batch, facts) for recipe, (facts, _) in found]
+        limits = [self._smallest(engine, model, batch, facts) for model, (facts, _) in found]
         return max(limits), f"{self._engine.name} builds the same engine under any limit: it keeps all of the speed"
 
-    def _smallest(self, engine: type[WorkspaceEngine], recipe: Recipe, batch: int, facts: EngineFacts) -> int:
+    def _smallest(self, engine: type[WorkspaceEngine], model: ResolvedRecipe, batch: int, facts: EngineFacts) -> int:
         def attempt(limit: int) -> None:
-            limited = recipe.model_copy(update={"workspace": (str(limit),)})
+            limited = model.updated(workspace=(str(limit),))
             found = self._trial(limited, batch)[0]
             if not found.builds:
                 kind = LimitTooSmall if found.failure == LimitTooSmall.failure else ModelError
@@ -129,25 +130,25 @@ class BuiltSizes(MemoryEstimate):
     def _facts(self, batch: int) -> list[tuple[EngineFacts, Signature]]:
         if batch not in self._found:
             found = []
-            for recipe in self._recipes:
-                result, signature = self._trial(recipe, batch)
+            for model in self._models:
+                result, signature = self._trial(model, batch)
                 if result.facts is None:
                     raise ModelError(f"no engine for batch {batch}: {result.reason}", result.remedy)
                 found.append((result.facts, signature))
             self._found[batch] = found
         return self._found[batch]
 
-    def _trial(self, recipe: Recipe, batch: int) -> tuple[TrialResult, Signature]:
-        steps, trials = stages.trial_steps(recipe, batch)
+    def _trial(self, model: ResolvedRecipe, batch: int) -> tuple[TrialResult, Signature]:
+        steps, trials = stages.trial_steps(model, batch)
         if len(trials) != 1:
             raise UsageError(f"{len(trials)} targets are named", "fit answers for one: --target sm86")
-        outcomes = run_steps(steps, self._settings, recipe)
-        artifact, model = outcomes[next(iter(trials.values()))].artifact, outcomes[LOAD].artifact
+        outcomes = run_steps(steps, self._settings, model.recipe)
+        artifact, loaded = outcomes[next(iter(trials.values()))].artifact, outcomes[LOAD].artifact
         assert artifact is not None
-        assert model is not None
-        assert model.signature is not None
-        _batch_word(recipe.model, model.signature)
-        return TrialResult.model_validate(read_records(artifact)[0]), model.signature
+        assert loaded is not None
+        assert loaded.signature is not None
+        _batch_word(model.source.text, loaded.signature)
+        return TrialResult.model_validate(read_records(artifact)[0]), loaded.signature
 
 
 class MeasuredSizes(MemoryEstimate):
@@ -162,7 +163,7 @@ class MeasuredSizes(MemoryEstimate):
         self._engine = engine_class(recipe.engines[0])
         worker.preload_only((*self._engine.modules, *_MEASURED_WITH))
         self._settings, self._budget = settings, budget_bytes
-        self._recipes = [recipe.model_copy(update={"model": model}) for model in models]
+        self._models = [resolve_recipe(recipe.model_copy(update={"model": text})) for text in models]
         self._found: dict[int, list[tuple[MemoryRow, int]]] = {}
 
     @property
@@ -190,31 +191,31 @@ class MeasuredSizes(MemoryEstimate):
 
     def _rows(self, batch: int) -> list[tuple[MemoryRow, int]]:
         if batch not in self._found:
-            self._found[batch] = [self._measure(recipe, batch) for recipe in self._recipes]
+            self._found[batch] = [self._measure(model, batch) for model in self._models]
         return self._found[batch]
 
-    def _measure(self, recipe: Recipe, batch: int) -> tuple[MemoryRow, int]:
+    def _measure(self, model: ResolvedRecipe, batch: int) -> tuple[MemoryRow, int]:
         """Measure one model at a batch; bytes of its inputs beside it.
 
         Raises:
             ModelError: it fails at this batch, and not for lack of memory.
             MissingCapability: this machine does not show what a process takes.
         """
-        steps = stages.memory_steps(recipe, batch, _probe_limit(self._budget))
-        outcomes = run_steps(steps, self._settings, recipe)
-        record, model = outcomes[stages.MEMORY].artifact, outcomes[LOAD].artifact
+        steps = stages.memory_steps(model, batch, _probe_limit(self._budget))
+        outcomes = run_steps(steps, self._settings, model.recipe)
+        record, loaded = outcomes[stages.MEMORY].artifact, outcomes[LOAD].artifact
         assert record is not None
-        assert model is not None
-        assert model.signature is not None
-        symbol = _batch_word(recipe.model, model.signature)
+        assert loaded is not None
+        assert loaded.signature is not None
+        symbol = _batch_word(model.source.text, loaded.signature)
         row = MemoryRow.model_validate(read_records(record)[0])
         if row.peak_bytes is None and row.oom is None:
             if row.failure:
                 raise ModelError(f"it does not run at batch {batch}: {row.failure}", "try it: enginesmith benchmark")
             raise MissingCapability(row.reasons["peak_bytes"], "measure on Linux, outside of a sandbox")
-        sizes = {name: span.max for name, span in recipe.ranges.items()} | {symbol: batch}
-        sizes = {name: sizes.get(name, 1) for spec in model.signature.inputs for name in spec.symbols}
-        return row, total_bytes(model.signature.inputs, sizes)
+        sizes = {name: span.max for name, span in model.recipe.ranges.items()} | {symbol: batch}
+        sizes = {name: sizes.get(name, 1) for spec in loaded.signature.inputs for name in spec.symbols}
+        return row, total_bytes(loaded.signature.inputs, sizes)
 
 
 def _probe_limit(budget_bytes: int) -> int:

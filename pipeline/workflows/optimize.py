@@ -20,9 +20,10 @@ from enginesmith.pipeline.execution.executor import Executor
 from enginesmith.pipeline.execution.merge import DeduplicatedSteps, assign_machines, deduplicate_steps
 from enginesmith.pipeline.execution.scheduler import Outcome, Outcomes, Runner
 from enginesmith.pipeline.execution.settings import Settings
-from enginesmith.pipeline.frameworks.source import resolve
-from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step
-from enginesmith.pipeline.planning.planner import in_time, loading, plan
+from enginesmith.pipeline.frameworks.source import Source, resolve
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, libraries_of
+from enginesmith.pipeline.planning.planner import in_time, plan, plan_loading
+from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.report import files
@@ -44,6 +45,16 @@ class RunRequest:
     """None stands for a machine that has the recipe's device."""
     fleet: Path | None = None
     """The folder of the fleet that it is part of, if so: that is what is gone on with."""
+    source: Source | None = None
+    """The recipe's model, where it is resolved already."""
+
+    def resolved(self) -> ResolvedRecipe:
+        """Resolve the recipe's model, unless that has been done.
+
+        Raises:
+            SourceError: as in :func:`resolve_recipe`.
+        """
+        return ResolvedRecipe(self.recipe, self.source) if self.source else resolve_recipe(self.recipe)
 
 
 @dataclass(frozen=True)
@@ -87,8 +98,8 @@ class OptimizeJob:
         self._environment = environment()
         for one in requests:
             with self._record_errors(one):
-                self._plans[one.name] = plan(one.recipe, here=settings.executor == "local")
-                worker.also_preload(resolve(one.recipe.model).libraries)
+                planned = self._plans[one.name] = plan(one.resolved(), here=settings.executor == "local")
+                worker.also_preload(libraries_of(planned.steps))
 
     def run(self) -> list[RunResult]:
         """Carry out the steps of all runs, and return each run's result.
@@ -222,14 +233,14 @@ def _why_unusable(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError 
 # It can be interrupted anywhere and done again from there.
 
 
-def optimize(recipe: Recipe, out: Path, settings: Settings | None = None) -> Run:
-    """Carry out a recipe, and leave a run directory.
+def optimize(recipe: Recipe, out: Path, settings: Settings | None = None, source: Source | None = None) -> Run:
+    """Carry out a recipe, and leave a run directory; ``source`` is its model, where that is resolved already.
 
     Raises:
         UsageError: the folder holds another run, or another process is at work in it.
         EnginesmithError: no usable variant came out; the run directory says why for each.
     """
-    (finished,) = OptimizeJob([RunRequest(out.name, recipe, out)], settings or Settings()).run()
+    (finished,) = OptimizeJob([RunRequest(out.name, recipe, out, source=source)], settings or Settings()).run()
     if finished.error is not None:
         raise finished.error
     assert finished.run is not None
@@ -263,8 +274,8 @@ def load_digests(requests: Sequence[RunRequest], settings: Settings | None = Non
     plans = {}
     for one in requests:
         with contextlib.suppress(EnginesmithError):
-            plans[one.name] = loading(one.recipe)
-            worker.also_preload(resolve(one.recipe.model).libraries)
+            plans[one.name] = plan_loading(one.resolved())
+            worker.also_preload(libraries_of(plans[one.name].steps))
     together = deduplicate_steps(plans)
     with settings.open_executor() as executor, tempfile.TemporaryDirectory(prefix="enginesmith-") as logs:
         outcomes = Runner(executor, lambda step: Path(logs, f"{step.id}.log")).run(together.steps)
@@ -281,7 +292,7 @@ def _find_folder_of_model(model: str, folder: str) -> Path:
     return Path.cwd()
 
 
-def default_out(recipe: Recipe) -> Path:
+def default_out(source: Source) -> Path:
     """Name a new run directory: ``runs/<model>-<time>`` below the current folder."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{resolve(recipe.model).name}-{stamp}"
+    return Path("runs") / f"{source.name}-{stamp}"

@@ -13,13 +13,14 @@ from enginesmith.pipeline.errors import FidelityError, UsageError, storage_error
 from enginesmith.pipeline.execution.merge import assign_step_machines
 from enginesmith.pipeline.execution.scheduler import Outcome, Outcomes, Runner
 from enginesmith.pipeline.execution.settings import Settings
-from enginesmith.pipeline.frameworks.source import SAVED, resolve
+from enginesmith.pipeline.frameworks.source import SAVED, Source
 from enginesmith.pipeline.frameworks.torch.pruning_facts import Facts
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.sparsify.options import SparsifyOptions
 from enginesmith.pipeline.passes.sparsify.sparsify import Sparsify
 from enginesmith.pipeline.planning import stages as plans
-from enginesmith.pipeline.planning.plan import Step
+from enginesmith.pipeline.planning.plan import Step, libraries_of
+from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.results.package import verify as verification
@@ -41,7 +42,7 @@ def run_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapp
 
 def try_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapping[str, Outcome]:
     """Run steps as far as they come. Logs are kept only where an error names them."""
-    worker.also_preload(resolve(recipe.model).libraries)
+    worker.also_preload(libraries_of(steps))
     logs = Path(tempfile.mkdtemp(prefix="enginesmith-"))
     outcomes: dict[str, Outcome] = {}
     try:
@@ -89,22 +90,25 @@ def export(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     Raises:
         EnginesmithError: the model cannot be exported, or the graph answers something else; nothing is written then.
     """
-    if not resolve(recipe.model).is_torch:
+    resolved = resolve_recipe(recipe)
+    if not resolved.source.is_torch:
         raise UsageError(f"{recipe.model} is an ONNX file already", "to clean it, use `enginesmith simplify`")
-    return _to_file(recipe, plans.export_steps(recipe), "export", output, settings)
+    return _to_file(resolved, plans.export_steps(resolved), "export", output, settings)
 
 
 def simplify(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     """Simplify an ONNX file into ``output`` and hold it against the original; errors as in :func:`export`."""
-    if resolve(recipe.model).is_torch:
+    resolved = resolve_recipe(recipe)
+    if resolved.source.is_torch:
         raise UsageError(f"{recipe.model} is not an ONNX file", "export it first: `enginesmith export MODEL -o m.onnx`")
-    return _to_file(recipe, plans.simplify_steps(recipe), "simplify", output, settings)
+    return _to_file(resolved, plans.simplify_steps(resolved), "simplify", output, settings)
 
 
 def precision(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     """Turn a model into an ONNX file of another precision, held against it; errors as in :func:`export`."""
-    steps, made = plans.precision_steps(recipe)
-    result = _to_file(recipe, steps, made.graph, output, settings, also=(made.calibration,))
+    resolved = resolve_recipe(recipe)
+    steps, made = plans.precision_steps(resolved)
+    result = _to_file(resolved, steps, made.graph, output, settings, also=(made.calibration,))
     if recipe.quantisation.placement == PORTABLE_PLACEMENT and recipe.engines == DEFAULT:
         result = result.model_copy(update={"summary": f"{result.summary}\n  note: {_EVERYWHERE.format(DEFAULT[0])}"})
     return result
@@ -122,7 +126,8 @@ def sparsify(recipe: Recipe, sparsity: str, options: SparsifyOptions, output: Pa
     asked = Sparsify.parse(sparsity, options, recipe.export.external_data_bytes)
     if asked.pattern == "2:4" and options.scope != "global":
         raise UsageError("a threshold for each layer has no effect on weights that are 2:4", "leave --per-layer away")
-    return _to_file(recipe, plans.sparsify_steps(recipe, asked), plans.SPARSIFY, output, settings)
+    resolved = resolve_recipe(recipe)
+    return _to_file(resolved, plans.sparsify_steps(resolved, asked), plans.SPARSIFY, output, settings)
 
 
 def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
@@ -132,11 +137,12 @@ def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
         UsageError: the target cannot be met, or there is something else in the folder.
         EnginesmithError: the model cannot be loaded, followed or run without what would go; nothing is written then.
     """
-    if Path(resolve(recipe.model).target).resolve() == output.resolve():
+    resolved = resolve_recipe(recipe)
+    if Path(resolved.source.target).resolve() == output.resolve():
         raise UsageError(f"{output} is the model that is to be pruned", "give another folder: -o DIR")
     if output.exists() and not (output / SAVED).is_file() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"{output} is there already, and holds something else", "give a new folder: -o DIR")
-    steps, last, cut = plans.prune_steps(recipe)
+    steps, last, cut = plans.prune_steps(resolved)
     outcomes = run_steps(steps, settings, recipe)
     made, pruned = outcomes[last].artifact, outcomes[cut].artifact
     assert made is not None
@@ -159,7 +165,7 @@ def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
 
 def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
     """Compare an ONNX file with the recipe's model at the points of the shape range."""
-    outcomes = run_steps(plans.verify_steps(recipe, str(file)), settings, recipe)
+    outcomes = run_steps(plans.verify_steps(resolve_recipe(recipe), str(file)), settings, recipe)
     fidelity = _fidelity(outcomes, "verify-file")
     good = all(entry.passed for entry in fidelity)
     return StageResult(summary=f"{file} {'equals' if good else 'differs from'} {recipe.model}", fidelity=fidelity)
@@ -182,12 +188,18 @@ def verify_bundle(folder: Path, settings: Settings) -> StageResult:
 
 
 def _to_file(
-    recipe: Recipe, steps: Sequence[Step], stage: str, output: Path, settings: Settings, also: Sequence[str] = ()
+    resolved: ResolvedRecipe,
+    steps: Sequence[Step],
+    stage: str,
+    output: Path,
+    settings: Settings,
+    also: Sequence[str] = (),
 ) -> StageResult:
-    """Run steps and keep what one of them made; ``also`` are others whose notes matter."""
+    """Run steps and save what one of them made as a file; ``also`` are others whose notes matter."""
+    recipe = resolved.recipe
     if output.suffix != ".onnx":
         raise UsageError(f"the output {str(output)!r} is no .onnx file", f"call it {output.with_suffix('.onnx')}")
-    _hold_apart(recipe, output)
+    _check_output(resolved.source, output)
     outcomes = run_steps(steps, settings, recipe)
     made = outcomes[stage].artifact
     if made is None:
@@ -213,14 +225,13 @@ def _differs(found: StageFidelity, asked_db: float | None) -> FidelityError:
     )
 
 
-def _hold_apart(recipe: Recipe, output: Path) -> None:
-    """Insist on an output that overwrites nothing of the model that it is made from.
+def _check_output(source: Source, output: Path) -> None:
+    """Refuse an output that overwrites something of the model that it is made from.
 
     Raises:
         UsageError: it is that file, or its weights would be written over those of that file.
         InvalidGraph: the model is an ONNX file that cannot be read.
     """
-    source = resolve(recipe.model)
     if source.form not in ("onnx", "pt2"):
         return
     given, other = Path(source.target), "give another file: -o FILE.onnx"

@@ -9,6 +9,7 @@ from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.planning.compression import Branch
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, Variant
 from enginesmith.pipeline.planning.planner import Plan, plan
+from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.build import Build
@@ -26,7 +27,7 @@ FULL = {
 
 
 def planned(**values: Any) -> Plan:
-    return plan(make({"model": "digits", **values}))
+    return plan(resolve_recipe(make({"model": "digits", **values})))
 
 
 def by_id(made: Plan) -> dict[str, Step]:
@@ -106,11 +107,16 @@ def test_a_graph_can_be_sparse_and_not_pruned(tmp_path_factory: pytest.TempPathF
     path = tmp_path_factory.mktemp("graph") / "net.onnx"
     text = '<ir_version: 9, opset_import: ["": 20]> g (float[batch, 8] x) => (float[batch, 8] y) { y = Neg(x) }'
     onnx.save(parser.parse_model(text), path)
-    made = plan(make({"model": str(path), "sparsity": ["unstructured=0.5"], "simplify": False}))
+    made = plan(resolve_recipe(make({"model": str(path), "sparsity": ["unstructured=0.5"], "simplify": False})))
     assert [variant.id for variant in made.variants] == ["onnxruntime-fp32", "onnxruntime-fp32-sparse50"]
     assert by_id(made)["build-onnxruntime-fp32-sparse50"].inputs == {"model": "sparsify-sparse50"}
     with pytest.raises(UsageError, match="channels are pruned in a module"):
-        make({"model": str(path), "prune": ["0.3"]})
+        plan(resolve_recipe(make({"model": str(path), "prune": ["0.3"]})))
+
+
+def test_a_searched_precision_is_planned_for_a_sparse_model() -> None:
+    made = by_id(planned(sparsity=["2:4"], precisions=["int8"]))
+    assert made["assign-int8-onnxruntime-sparse24"].inputs["sensitivity"] == "sensitivity-int8-onnxruntime-sparse24"
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,9 @@ def test_importing_the_command_line_loads_nothing_heavy() -> None:
 def test_planning_loads_neither_torch_nor_onnx() -> None:
     code = (
         "import sys\nfrom enginesmith.pipeline import recipe\n"
-        "from enginesmith.pipeline.planning import planner\nfrom enginesmith.pipeline.workflows import optimize\n"
-        "planner.plan(recipe.make({'model': 'digits'}))\n"
+        "from enginesmith.pipeline.planning import planner, variants\n"
+        "from enginesmith.pipeline.workflows import optimize\n"
+        "planner.plan(variants.resolve_recipe(recipe.make({'model': 'digits'})))\n"
         "print([name for name in ('torch', 'onnx', 'onnxruntime', 'tensorrt') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

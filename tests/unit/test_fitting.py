@@ -11,6 +11,7 @@ from enginesmith.pipeline.engines.base import EngineFacts
 from enginesmith.pipeline.errors import LimitTooSmall, ModelError, UnsupportedGraph, UsageError
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, OutOfMemory
+from enginesmith.pipeline.planning.variants import ResolvedRecipe
 from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.tasks.build import TrialResult
@@ -64,17 +65,17 @@ def tried(
     """Sizes whose builds are refused by their limit, and the limits that were tried."""
     limits: list[int] = []
 
-    def trial(self: BuiltSizes, recipe: Recipe, batch: int) -> tuple[TrialResult, Signature]:
+    def trial(self: BuiltSizes, model: ResolvedRecipe, batch: int) -> tuple[TrialResult, Signature]:
         found = None
-        if recipe.workspace:
-            limits.append(int(recipe.workspace[0]))
+        if model.recipe.workspace:
+            limits.append(int(model.recipe.workspace[0]))
             found = refusal(limits[-1])
         facts = EngineFacts(activation_bytes=74 * MIB, weights_bytes=51 * MIB, workspace_limit_bytes=64 << 30)
         return found or TrialResult(builds=True, facts=facts), Signature(inputs=(), outputs=())
 
     monkeypatch.setattr(BuiltSizes, "_trial", trial)
     recipe = make({"model": "digits", "engines": ["tensorrt_rtx"], "targets": ["sm86"]})
-    return BuiltSizes(recipe, ["digits.onnx"], Settings()), limits
+    return BuiltSizes(recipe, ["digits"], Settings()), limits
 
 
 def test_the_smallest_workspace_is_searched_above_a_limit_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:

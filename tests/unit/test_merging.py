@@ -7,6 +7,7 @@ from enginesmith.pipeline.execution.merge import assign_machines, deduplicate_st
 from enginesmith.pipeline.execution.scheduler import Outcome
 from enginesmith.pipeline.planning.plan import LATENCY, LOAD, REFERENCE, Plan
 from enginesmith.pipeline.planning.planner import plan
+from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recipe.fleet import Place
 
@@ -14,7 +15,7 @@ H100, L4 = Place("cuda", "H100"), Place("cuda", "L4")
 
 
 def planned(**values: Any) -> Plan:
-    return plan(make({"model": "digits", **values}))
+    return plan(resolve_recipe(make({"model": "digits", **values})))
 
 
 def names(plans: dict[str, Plan]) -> set[str]:
@@ -90,9 +91,8 @@ def test_on_a_cpu_what_is_built_for_the_machine_stays_there() -> None:
 
 
 def test_an_engine_built_ahead_of_time_is_built_anywhere() -> None:
-    made = plan(
-        make({"model": "digits", "engines": ["tensorrt_rtx"], "targets": ["sm86"], "device": "cuda"}), here=False
-    )
+    recipe = make({"model": "digits", "engines": ["tensorrt_rtx"], "targets": ["sm86"], "device": "cuda"})
+    made = plan(resolve_recipe(recipe), here=False)
     steps = {step.id: step for step in assign_machines(made, H100, "there is none").steps}
     assert steps["build-tensorrt_rtx-fp32-sm86"].place is None
     assert not steps["build-tensorrt_rtx-fp32-sm86"].unavailable

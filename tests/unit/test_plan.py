@@ -1,27 +1,35 @@
 """The plan: shared prefixes, checks before measurements, and identities that tell tasks apart."""
 
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from click.testing import CliRunner
 from onnx import TensorProto, helper
 
+from enginesmith import cli
 from enginesmith.pipeline.engines.torch.eager import Eager
-from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.execution.local import Gpus, LocalExecutor
-from enginesmith.pipeline.planning.plan import REFERENCE
+from enginesmith.pipeline.execution.scheduler import Outcome, Outcomes, Runner
+from enginesmith.pipeline.frameworks import source
+from enginesmith.pipeline.planning.plan import REFERENCE, Step
 from enginesmith.pipeline.planning.planner import Plan, plan
-from enginesmith.pipeline.planning.stages import benchmark_plan, with_baseline
+from enginesmith.pipeline.planning.stages import benchmark_plan, choose_baseline
+from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.store.store import Store
+from enginesmith.pipeline.system import machine
 from enginesmith.pipeline.tasks.measure import Quality
 from enginesmith.pipeline.tasks.verify import Sample, Verify
 
 
 def planned(**values: Any) -> Plan:
-    return plan(make({"model": "digits", **values}))
+    return plan(resolve_recipe(make({"model": "digits", **values})))
 
 
 def test_every_step_comes_after_what_it_takes() -> None:
@@ -93,7 +101,7 @@ def test_tf32_of_onnxruntime_is_held_to_its_own_thresholds() -> None:
 
 
 def benchmarked(*models: str, **values: Any) -> Plan:
-    recipe, others = with_baseline(make({"model": models[0], **values}), models)
+    recipe, others = choose_baseline(make({"model": models[0], **values}), models)
     return benchmark_plan(recipe, others, "now")
 
 
@@ -199,3 +207,33 @@ def test_quality_is_judged_in_batches_that_engines_take(values: dict[str, Any], 
     engines = {"engines": ["onnxruntime", "tensorrt_rtx"], "targets": ["sm86"]}
     tasks = [step.task for step in planned(**{"batch": [1], **engines, **values}).steps]
     assert tuple(task.largest_batch for task in tasks if isinstance(task, Quality)) == largest
+
+
+def test_a_run_resolves_its_model_and_looks_at_the_machine_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[str] = []
+
+    def count(function: Any) -> None:
+        def counted(*args: Any) -> Any:
+            calls.append(function.__name__)
+            return function(*args)
+
+        for module in [module for name, module in sys.modules.items() if name.startswith("enginesmith.")]:
+            if getattr(module, function.__name__, None) is function:
+                monkeypatch.setattr(module, function.__name__, counted)
+
+    def fail(self: Runner, steps: Sequence[Step], given: Outcomes, on_new: Callable[[Outcomes], object]) -> Outcomes:
+        outcomes = {step.id: Outcome(step.id, "failed", error=ModelError("it is a test")) for step in steps}
+        on_new(outcomes)
+        return outcomes
+
+    monkeypatch.setattr(Runner, "run", fail)
+    for function in (source.resolve, machine.environment):
+        count(function)
+    monkeypatch.chdir(tmp_path)
+    options = ["--engine", "onnxruntime", "--precision", "int8", "--prune", "30%", "--store", str(tmp_path / "store")]
+    result = CliRunner().invoke(cli.main, ["optimize", "digits", "--quiet", *options])
+    assert isinstance(result.exception, ModelError) or "it is a test" in result.output
+    assert list(tmp_path.glob("runs/digits-*/run.json"))
+    assert sorted(calls) == ["environment", "resolve"]

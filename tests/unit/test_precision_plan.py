@@ -14,6 +14,7 @@ from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact, Tr
 from enginesmith.pipeline.planning.plan import Plan, Step
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.stages import precision_steps
+from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.tasks.load import Shapes
@@ -21,7 +22,7 @@ from enginesmith.pipeline.tasks.mixed_precision import assignment
 
 
 def planned(**values: Any) -> Plan:
-    return plan(make({"model": "digits", **values}))
+    return plan(resolve_recipe(make({"model": "digits", **values})))
 
 
 def ids(found: Plan) -> list[str]:
@@ -84,13 +85,15 @@ def test_static_precisions_need_data_or_the_word() -> None:
 
 def test_one_graph_at_a_time_is_written() -> None:
     with pytest.raises(UsageError, match="2 graphs"):
-        precision_steps(make({"model": "digits", "precisions": ["int8", "fp16"]}))
+        precision_steps(resolve_recipe(make({"model": "digits", "precisions": ["int8", "fp16"]})))
     with pytest.raises(UsageError, match="0 graphs"):
-        precision_steps(make({"model": "digits", "precisions": ["fp32"]}))
+        precision_steps(resolve_recipe(make({"model": "digits", "precisions": ["fp32"]})))
 
 
 def test_a_graph_for_tensorrt_needs_no_target() -> None:
-    made = precision_steps(make({"model": "digits", "precisions": ["fp16"], "engines": ["tensorrt_rtx"]}))[1]
+    made = precision_steps(
+        resolve_recipe(make({"model": "digits", "precisions": ["fp16"], "engines": ["tensorrt_rtx"]}))
+    )[1]
     assert made.graph == "precision-fp16"
 
 

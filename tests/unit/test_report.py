@@ -8,6 +8,7 @@ from enginesmith.pipeline.frameworks.onnx.shares import Coverage
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, Profile, StageFidelity
 from enginesmith.pipeline.measure.statistics import Interval
+from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import markdown, sections, sentences, tables, terminal
 from enginesmith.pipeline.report.progress import _Board
@@ -144,7 +145,7 @@ def test_what_happened_to_a_step_is_a_line_of_its_own(capsys: pytest.CaptureFixt
     from enginesmith.pipeline.planning.planner import plan
     from enginesmith.pipeline.report import progress
 
-    step = plan(make({"model": "digits"})).steps[0]
+    step = plan(resolve_recipe(make({"model": "digits"}))).steps[0]
     with progress.watching() as listener:
         listener(Event("started", step))
         listener(Event("progress", step, "half of it"))
@@ -301,7 +302,7 @@ def test_overall_progress_has_the_time_left_where_every_step_left_is_known() -> 
     from enginesmith.pipeline.planning.planner import plan
 
     board = _Board()
-    steps = plan(make({"model": "digits", "batch": [1, 8], "measure": {"seconds": 20}})).steps
+    steps = plan(resolve_recipe(make({"model": "digits", "batch": [1, 8], "measure": {"seconds": 20}}))).steps
     latency = next(step for step in steps if step.task.title == "latency")
     memory = [step for step in steps if step.task.title == "memory"]
     took = HistoryEntry(step="memory", parameters={}, tools={}, seconds=3.0, host_peak_bytes=None, effect="")
