@@ -19,7 +19,6 @@ from enginesmith.pipeline.measure.latency.candidate import Candidate
 from enginesmith.pipeline.measure.latency.rows import measure_latency
 from enginesmith.pipeline.passes.base import Pass, Progress
 from enginesmith.pipeline.passes.export.export import Export
-from enginesmith.pipeline.passes.prune.budget import LatencyTrial, chosen, propose, told
 from enginesmith.pipeline.passes.prune.options import PruneOptions, Target
 from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.passes.simplify import Simplify
@@ -31,6 +30,7 @@ from enginesmith.pipeline.tasks.measure import logs_in_own_log, measured_feeds, 
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.frameworks.torch.module import LoadedModel
+    from enginesmith.pipeline.passes.prune.budget import LatencyTrial
     from enginesmith.pipeline.passes.prune.importance import Sample
     from enginesmith.pipeline.passes.prune.prune import Pruned
 
@@ -286,8 +286,10 @@ class TryLatency(Task):
             UsageError: the model cannot be pruned like that, however little.
             ModelError: it cannot be built or measured.
         """
+        from enginesmith.pipeline.passes.prune import budget
+
         trials = _trials(inputs)
-        share = propose(trials, self.prune.target.left)
+        share = budget.propose(trials, self.prune.target.left)
         if share is None:
             summary = "the search is over"
         else:
@@ -297,7 +299,9 @@ class TryLatency(Task):
         write_records(out, trials)
         return Effect(file=RECORDS, summary=summary)
 
-    def _try(self, share: float, inputs: Inputs, first: bool, progress: Progress) -> LatencyTrial:
+    def _try(self, share: float, inputs: Inputs, first: bool, progress: Progress) -> "LatencyTrial":
+        from enginesmith.pipeline.passes.prune import budget
+
         with tempfile.TemporaryDirectory(prefix="enginesmith-prune-") as scratch:
             small, engine = Path(scratch, "small"), Path(scratch, "engine")
             small.mkdir()
@@ -307,14 +311,16 @@ class TryLatency(Task):
             except UsageError as error:
                 if first and not isinstance(error, EmptyLayer):
                     raise
-                return LatencyTrial(macs_left=share, latency_left=None, reason=error.message)
+                return budget.LatencyTrial(macs_left=share, latency_left=None, reason=error.message)
             model = _artifact("torch", small / effect.file, inputs[MODEL])
             built = self.way.build(inputs, model, engine, progress)
             made = _artifact("engine", engine / built.file, model)
             return self._measured(share, made, inputs, progress)
 
-    def _measured(self, share: float, made: Artifact, inputs: Inputs, progress: Progress) -> LatencyTrial:
+    def _measured(self, share: float, made: Artifact, inputs: Inputs, progress: Progress) -> "LatencyTrial":
         """Median latency at the first batch size, as a share of the dense engine's measured beside it."""
+        from enginesmith.pipeline.passes.prune import budget
+
         batch, feeds = next(iter(measured_feeds(inputs[REFERENCE]).items()))
         candidates = [
             Candidate(name, self.way.engine, artifact, self.way.device)
@@ -325,11 +331,11 @@ class TryLatency(Task):
             rows = measure_latency(candidates, {batch: feeds}, settings, logs, progress).rows
         dense, pruned = rows[DENSE][0], rows["pruned"][0]
         if (faster := pruned.speedup) is not None:
-            return LatencyTrial(
+            return budget.LatencyTrial(
                 macs_left=share, latency_left=1 / faster.median, low=1 / faster.high, high=1 / faster.low
             )
         if dense.p50_ms and pruned.p50_ms:  # in too few rounds for an interval
-            return LatencyTrial(macs_left=share, latency_left=pruned.p50_ms / dense.p50_ms)
+            return budget.LatencyTrial(macs_left=share, latency_left=pruned.p50_ms / dense.p50_ms)
         why = dense.failure or pruned.failure or pruned.reasons.get("p50_ms", "")
         raise ModelError(f"the pruned model was not measured in {self.way.engine.name}: {why}", "allow more time")
 
@@ -343,10 +349,12 @@ class PruneToLatency(Prune):
         Raises:
             UsageError: no model that can be had is fast enough; the message names the fastest.
         """
+        from enginesmith.pipeline.passes.prune import budget
+
         trials = _trials(inputs)
-        best = chosen(trials, self.target.left)
+        best = budget.chosen(trials, self.target.left)
         if best is None:
-            raise UsageError(f"--prune {self.target} is not reached: {told(trials)}", "ask for less")
+            raise UsageError(f"--prune {self.target} is not reached: {budget.told(trials)}", "ask for less")
         effect = _to_macs(self, best.macs_left).run(inputs, out, progress)
         (out / TRIALS).write_text(json.dumps([one.model_dump(mode="json") for one in trials], indent=1) + "\n")
         summary = f"{effect.summary}; {best.latency_left:.1%} of the dense latency, in {len(trials)} trials"
@@ -359,11 +367,17 @@ def _to_macs(task: Prune, share: float) -> Prune:
     return Prune(target=target, options=task.options, feeder=task.feeder, seed=task.seed)
 
 
-def _trials(inputs: Inputs) -> list[LatencyTrial]:
-    return [LatencyTrial.model_validate(entry) for entry in read_records(inputs[BEFORE])] if BEFORE in inputs else []
+def _trials(inputs: Inputs) -> "list[LatencyTrial]":
+    from enginesmith.pipeline.passes.prune import budget
+
+    return (
+        [budget.LatencyTrial.model_validate(entry) for entry in read_records(inputs[BEFORE])]
+        if BEFORE in inputs
+        else []
+    )
 
 
-def _told(trial: LatencyTrial) -> str:
+def _told(trial: "LatencyTrial") -> str:
     macs = f"{trial.macs_left:.1%} of MACs"
     return f"{macs}: {trial.reason or f'{trial.latency_left:.1%} of the dense latency'}"
 
