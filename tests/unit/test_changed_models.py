@@ -146,7 +146,8 @@ EXPORT = Step("export", TASK, {"model": LOAD}, {"shape": "shapes"})
 VERIFY = Step("verify-export", TASK, {"model": "export", "reference": REFERENCE})
 SHARED = Step("shapes", TASK, {"model": LOAD})
 VARIANT = Variant(
-    "onnxruntime-int8", OnnxRuntime(), "int8", "build-onnxruntime-int8", ("verify-export",), search=("search-1",)
+    *("onnxruntime-int8", OnnxRuntime(), "int8", "build-onnxruntime-int8", Device(), ("verify-export",)),
+    search=("search-1",),
 )
 PRUNED = Branch("-prune30", {LOAD: "prune30", REFERENCE: "reference-prune30"}, {"shapes"})
 SPARSE = Branch("-sparse24", {"export": "sparsify", REFERENCE: "reference-sparse24"}, {"shapes", LOAD})

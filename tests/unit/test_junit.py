@@ -18,7 +18,7 @@ from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.execution.scheduler import Outcome
 from enginesmith.pipeline.frameworks.onnx.shares import Coverage
 from enginesmith.pipeline.measure.rows import LatencyRow, StageFidelity
-from enginesmith.pipeline.planning.plan import LATENCY, LOAD, Plan, Step, Variant, audited
+from enginesmith.pipeline.planning.plan import LATENCY, LOAD, Plan, Step, Variant, add_audits
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import junit
 from enginesmith.pipeline.results.assemble import Header, assemble
@@ -140,10 +140,10 @@ def test_any_text_is_xml(run: MakeRun, text: str) -> None:
 
 
 HEADER = Header("demo", "2026-01-01T00:00:00+00:00", 1.0, {"vector_units": ["avx2"]})
-BASELINE = Variant("eager", Eager(), "fp32", LOAD)
-FLOAT = Variant("onnxruntime-fp32", OnnxRuntime(), "fp32", "build-fp32")
+BASELINE = Variant("eager", Eager(), "fp32", LOAD, Device())
+FLOAT = Variant("onnxruntime-fp32", OnnxRuntime(), "fp32", "build-fp32", Device())
 INT8 = Variant(
-    *("onnxruntime-int8", OnnxRuntime(), "int8", "build-int8"),
+    *("onnxruntime-int8", OnnxRuntime(), "int8", "build-int8", Device()),
     lowering="int8",
     calibration="calibrate",
     assignment="assign",
@@ -236,7 +236,8 @@ def test_what_paid_is_remarked(outcomes: Outcomes) -> None:
 def test_made_up_calibration_data_is_noted(outcomes: Outcomes, synthetic: bool) -> None:
     outcomes.put("calibrate", {"provenance": {"synthetic": synthetic}})
     assert outcomes.record(INT8).synthetic_calibration is synthetic
-    half = Variant("onnxruntime-fp16", OnnxRuntime(), "fp16", "build-int8", lowering="fp16", calibration="calibrate")
+    half = Variant("onnxruntime-fp16", OnnxRuntime(), "fp16", "build-int8", Device(), lowering="fp16")
+    half = replace(half, calibration="calibrate")
     assert not outcomes.record(half).synthetic_calibration, "ranges are no part of that graph"
 
 
@@ -255,8 +256,8 @@ def test_the_search_is_that_of_its_last_step(outcomes: Outcomes) -> None:
 
 
 def test_audits_are_planned_for_what_can_be_seen() -> None:
-    variant, steps = audited(FLOAT, "simplify", Device())
+    variant, steps = add_audits(FLOAT, "simplify")
     assert variant.audits == tuple(step.id for step in steps) == ("audit-simplify", "audit-onnxruntime-fp32")
     assert steps[1].inputs["model"] == "build-fp32"
-    hidden = Variant("tensorrt_rtx-fp32", TensorRT.model_construct(), "fp32", "build-rtx")
-    assert [step.id for step in audited(hidden, "simplify", Device())[1]] == ["audit-simplify"]
+    hidden = Variant("tensorrt_rtx-fp32", TensorRT.model_construct(), "fp32", "build-rtx", Device(kind="cuda"))
+    assert [step.id for step in add_audits(hidden, "simplify")[1]] == ["audit-simplify"]

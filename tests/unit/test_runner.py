@@ -18,6 +18,7 @@ from enginesmith.pipeline.execution.scheduler import Event, Outcome, Runner
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.planning.planner import plan
+from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.store import retry
@@ -187,7 +188,7 @@ def test_nothing_overtakes_a_measurement_that_waits_for_look_ups(desk: Desk) -> 
 
 def test_notes_and_what_the_store_tells_stand_at_the_top_of_the_log(tmp_path: Path) -> None:
     said: list[str] = []
-    step = plan(make({"model": "digits"})).steps[0]
+    step = plan(resolve_recipe(make({"model": "digits"}))).steps[0]
     log = tmp_path / "logs" / "load.log"
     request = StepRequest(
         step, {}, log, lambda: None, lambda text: None, on_note=said.append, earlier_notes=("its entry is damaged",)
@@ -209,7 +210,7 @@ def test_notes_and_what_the_store_tells_stand_at_the_top_of_the_log(tmp_path: Pa
 
 
 def test_where_nothing_happened_there_is_no_log(tmp_path: Path) -> None:
-    step = plan(make({"model": "digits"})).steps[0]
+    step = plan(resolve_recipe(make({"model": "digits"}))).steps[0]
     with StepRequest(step, {}, tmp_path / "load.log", lambda: None, lambda text: None).with_notes():
         pass
     assert list(tmp_path.iterdir()) == []
