@@ -20,8 +20,6 @@ from enginesmith.pipeline.execution.executor import Result, StepRequest
 from enginesmith.pipeline.execution.ray import connection
 from enginesmith.pipeline.execution.ray import executor as ray
 from enginesmith.pipeline.execution.ray.executor import RayExecutor
-from enginesmith.pipeline.execution.ray.nodes import NodeRegistry
-from enginesmith.pipeline.execution.ray.placement import NodePool
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.store.store import Store
@@ -241,16 +239,15 @@ import json, sys, threading, time
 from pathlib import Path
 sys.path.append({modules!r})
 import ray_tasks
-from enginesmith.pipeline import workers
+from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.errors import StepError
 from enginesmith.pipeline.execution.executor import StepRequest
 from enginesmith.pipeline.execution.ray.executor import RayExecutor
-from enginesmith.pipeline.execution.ray.placement import NodePool
-from enginesmith.pipeline.execution.ray.nodes import NodeRegistry
-from enginesmith.pipeline.planning.plan import Place, Step
+from enginesmith.pipeline.planning.plan import Step
+from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.store.store import Store
 
-workers.preload_only(["json"])
+worker.preload_only(["json"])
 here, started = Path({here!r}), threading.Event()
 
 def order(executor, name, task, place=None):
@@ -352,19 +349,17 @@ def test_a_target_that_is_gone_for_good(executor: RayExecutor, order: Teller, mo
 
 
 @pytest.mark.thorough
-def test_nodes_with_other_versions_are_refused(
-    cluster: Any, executor: RayExecutor, order: Teller, place: Path, tmp_path: Path
-) -> None:
+def test_a_node_with_other_versions_is_refused(cluster: Any, order: Teller, tmp_path: Path) -> None:
     other = tmp_path / "packages/safetensors-0.0.1.dist-info"
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: safetensors\nVersion: 0.0.1\n")
-    node = cluster.add("{}", PYTHONPATH=f"{other.parent}:{MODULES}")
+    node = cluster.add('{"other": 1}', PYTHONPATH=f"{other.parent}:{MODULES}")
+    place = Place(resources=(("other", 1),))
     try:
-        wait_for(lambda: executor._registry._unfit)
-        assert written(order("beside", ray_tasks.Write(number=9))) == "9\n"
-        others = NodeRegistry(NodePool(2), Store(f"file://{place}/store"))
-        with others, pytest.raises(MissingCapability, match=r"safetensors 0\.0\.1, and here") as caught:
-            others.all()
+        wait_for(lambda: order.executor.why_unavailable(place) == "")
+        with pytest.raises(MissingCapability, match=r"left out are .*safetensors 0\.0\.1, and here") as caught:
+            order("other", ray_tasks.Write(number=9), place)
         assert "install the same versions" in caught.value.remedy
+        assert written(order("beside", ray_tasks.Write(number=9))) == "9\n"
     finally:
         node.kill()

@@ -11,11 +11,18 @@ import pytest
 
 from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.errors import MissingCapability, UsageError
-from enginesmith.pipeline.execution.ray import connection, runtime_env
-from enginesmith.pipeline.execution.ray.fingerprint import NodeFingerprint, mismatches, own_fingerprint
-from enginesmith.pipeline.execution.ray.placement import Node, NodePool, lacking, nodes_of
-from enginesmith.pipeline.execution.ray.remote import claimed
-from enginesmith.pipeline.execution.ray.runtime_env import PROJECT, files_named, staged
+from enginesmith.pipeline.execution.ray import connection
+from enginesmith.pipeline.execution.ray.connection import PROJECT, find_named_files, stage_folders
+from enginesmith.pipeline.execution.ray.placement import (
+    Node,
+    NodeFingerprint,
+    NodePool,
+    NodeRequirement,
+    explain_lack,
+    nodes_of,
+    own_fingerprint,
+)
+from enginesmith.pipeline.execution.ray.remote import claim_cores
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.planning.plan import Step
@@ -43,14 +50,15 @@ class Alone(General):
 
 
 CUDA = Place("cuda")
+DRIVER = NodeFingerprint("3.11", "c0de" * 16, {"torch": "2.13.0", "onnx": "1.19.1"})
 
 
 def node(name: str, cpus: float = 8, **resources: float) -> Node:
     return Node(name, "host", {"CPU": cpus, "memory": 1e9, "node:10.0.0.1": 1.0, **resources})
 
 
-def seats(*nodes: Node, jobs: int = 2, **kinds: str) -> NodePool:
-    return NodePool(jobs, {one.id: one for one in nodes}, {one.id: kinds.get(one.id, "same") for one in nodes})
+def pool(*nodes: Node, jobs: int = 2) -> NodePool:
+    return NodePool(jobs, DRIVER, {node.id: node for node in nodes})
 
 
 def step(task: Task, place: Place | None = None) -> Step:
@@ -58,12 +66,12 @@ def step(task: Task, place: Place | None = None) -> Step:
 
 
 def test_a_general_step_takes_a_share_of_a_usual_node_and_may_go_anywhere() -> None:
-    with seats(node("a"), node("b"), node("c", cpus=64)).reserve(step(General())) as seat:
-        assert seat is not None
-        assert seat.nodes == {"a", "b", "c"}
-        assert seat.resources == {"CPU": 4.0, "GPU": 0}
-        assert seat.cores == 4
-        assert seat.options == {
+    with pool(node("a"), node("b"), node("c", cpus=64)).reserve(step(General())) as reservation:
+        assert reservation is not None
+        assert reservation.nodes == {"a", "b", "c"}
+        assert reservation.resources == {"CPU": 4.0, "GPU": 0}
+        assert reservation.cores == 4
+        assert reservation.options == {
             "num_cpus": 4.0,
             "num_gpus": 0,
             "resources": None,
@@ -72,28 +80,28 @@ def test_a_general_step_takes_a_share_of_a_usual_node_and_may_go_anywhere() -> N
 
 
 def test_more_jobs_than_cpus_share_one() -> None:
-    with seats(node("a", cpus=1), jobs=4).reserve(step(General())) as seat:
-        assert seat is not None
-        assert (seat.resources["CPU"], seat.cores) == (0.25, 1)
+    with pool(node("a", cpus=1), jobs=4).reserve(step(General())) as reservation:
+        assert reservation is not None
+        assert (reservation.resources["CPU"], reservation.cores) == (0.25, 1)
 
 
 def test_a_step_with_a_place_goes_where_that_is() -> None:
-    there = seats(node("a"), node("b", GPU=1, **{"accelerator_type:L4": 1.0}), node("c", edge=1))
-    with there.reserve(step(General(takes="one"), Place("cuda", "L4"))) as seat:
-        assert seat is not None
-        assert seat.nodes == {"b"}
-        assert seat.options["num_gpus"] == 1
-        assert seat.options["resources"] == {"accelerator_type:L4": 0.001}
-    with there.reserve(step(General(), Place(resources=(("edge", 0.5),)))) as seat:
-        assert seat is not None
-        assert seat.nodes == {"c"}
-        assert seat.options["resources"] == {"edge": 0.5}
-    with there.reserve(step(General(), Place("cuda", "H100"))) as seat:
-        assert seat is None
+    there = pool(node("a"), node("b", GPU=1, **{"accelerator_type:L4": 1.0}), node("c", edge=1))
+    with there.reserve(step(General(takes="one"), Place("cuda", "L4"))) as reservation:
+        assert reservation is not None
+        assert reservation.nodes == {"b"}
+        assert reservation.options["num_gpus"] == 1
+        assert reservation.options["resources"] == {"accelerator_type:L4": 0.001}
+    with there.reserve(step(General(), Place(resources=(("edge", 0.5),)))) as reservation:
+        assert reservation is not None
+        assert reservation.nodes == {"c"}
+        assert reservation.options["resources"] == {"edge": 0.5}
+    with there.reserve(step(General(), Place("cuda", "H100"))) as reservation:
+        assert reservation is None
 
 
 def test_a_measurement_takes_a_node_that_others_then_leave_to_it() -> None:
-    there = seats(node("a"), node("b"))
+    there = pool(node("a"), node("b"))
     with there.reserve(step(Alone())) as first:
         assert first is not None
         assert first.resources["CPU"] == 8
@@ -113,42 +121,85 @@ def test_a_measurement_takes_a_node_that_others_then_leave_to_it() -> None:
 
 
 def test_each_gpu_of_a_node_can_be_measured_on() -> None:
-    there = seats(node("a", cpus=16, GPU=4))
-    with there.reserve(step(Alone(takes="one"), CUDA)) as seat:
-        assert seat is not None
-        assert seat.resources == {"CPU": 4, "GPU": 1}
+    there = pool(node("a", cpus=16, GPU=4))
+    with there.reserve(step(Alone(takes="one"), CUDA)) as reservation:
+        assert reservation is not None
+        assert reservation.resources == {"CPU": 4, "GPU": 1}
         with there.reserve(step(General(), CUDA)) as beside:
             assert beside is not None
-    with there.reserve(step(General(takes="all"), CUDA)) as seat:
-        assert seat is not None
-        assert seat.resources == {"CPU": 16, "GPU": 4}
-    with there.reserve(step(Alone(), CUDA)) as seat:
-        assert seat is not None
-        assert seat.resources == {"CPU": 16, "GPU": 0}
+    with there.reserve(step(General(takes="all"), CUDA)) as reservation:
+        assert reservation is not None
+        assert reservation.resources == {"CPU": 16, "GPU": 4}
+    with there.reserve(step(Alone(), CUDA)) as reservation:
+        assert reservation is not None
+        assert reservation.resources == {"CPU": 16, "GPU": 0}
 
 
-def test_a_place_is_one_kind_of_machine() -> None:
+def test_the_first_answer_chooses_the_kind_of_machine_for_a_place() -> None:
     """What was built on one kind is not measured on another."""
-    there = seats(node("a"), node("b"), node("c"), a="old", b="new", c="new")
-    assert {one.id for one in there.candidates(Place())} == {"b", "c"}
-    assert there.had(Place())
-    assert not there.had(CUDA)
-    del there.nodes["b"], there.nodes["c"]
+    there = pool(node("a"), node("b"), node("c"), node("unknown"))
+    new, old = replace(DRIVER, kind="new"), replace(DRIVER, kind="old")
+    assert there.requirement(Place()).kind == ""
+    assert there.accept("b", new, "", Place()) == ""
+    assert "is another kind of machine" in there.accept("a", old, "", Place())
+    assert there.accept("c", new, "", Place()) == ""
+    assert {one.id for one in there.candidates(Place())} == {"b", "c", "unknown"}
+    assert there.requirement(Place()).kind == "new"
+    assert there.was_available(Place())
+    assert not there.was_available(CUDA)
+    for gone in ("b", "c", "unknown"):
+        there.drop(gone)
     assert there.candidates(Place()) == []
     assert [one.id for one in there.candidates(None)] == ["a"]
 
 
+def test_a_node_that_differs_is_left_out() -> None:
+    there = pool(node("a"), node("b"), node("c"))
+    gpu = replace(DRIVER, packages={**DRIVER.packages, "tensorrt": "11.0"})
+    assert there.accept("a", gpu, "", None) == ""
+    other = replace(gpu, packages={**gpu.packages, "tensorrt": "10.13"})
+    assert there.accept("b", other, "", None) == "host (b) is left out: tensorrt 10.13, and 11.0 on host (a)"
+    assert there.accept("c", gpu, "the folder of the store is another one there", None)
+    assert [one.id for one in there.candidates(None)] == ["a"]
+    listed = {one.id: one for one in (node("a"), node("b"), node("c"), node("d"))}
+    assert there.update(listed) == ["host (d) has joined the cluster"]
+    assert "b" not in there.nodes
+    why = there.explain_lack(Place(resources=(("edge", 1.0),)))
+    assert "left out are host (b): tensorrt 10.13, and 11.0 on host (a); host (c): the folder" in why
+
+
+def test_each_difference_of_a_node_is_named() -> None:
+    requirement = NodeRequirement(DRIVER, {"tensorrt": ("11.0", "north")})
+    assert requirement.mismatches(replace(DRIVER, kind="another processor", machine="other")) == []
+    differing = replace(DRIVER, python="3.12", code="beef" * 16, packages={"torch": "2.12.0", "tensorrt": "10.13"})
+    assert requirement.mismatches(differing) == [
+        "Python 3.12, and here 3.11",
+        "another version of enginesmith's own code (beefbeefbeef, here c0dec0dec0de)",
+        "no onnx, and here 1.19.1",
+        "torch 2.12.0, and here 2.13.0",
+        "tensorrt 10.13, and 11.0 on north",
+    ]
+
+
+def test_the_fingerprint_of_this_machine() -> None:
+    own = own_fingerprint()
+    assert own == own_fingerprint()
+    assert own.packages["torch"]
+    assert "enginesmith" not in own.packages, "the code itself travels, and its digest is compared"
+    assert len(own.code) == len(own.kind) == len(own.machine) == 64
+
+
 def test_a_node_that_is_avoided_or_has_no_cpu_gets_nothing() -> None:
-    there = seats(node("a"), node("b"), node("head", cpus=0))
-    with there.reserve(step(General()), avoided={"b"}) as seat:
-        assert seat is not None
-        assert seat.nodes == {"a"}
-    with there.reserve(step(General()), avoided={"a", "b"}) as seat:
-        assert seat is None
+    there = pool(node("a"), node("b"), node("head", cpus=0))
+    with there.reserve(step(General()), avoided={"b"}) as reservation:
+        assert reservation is not None
+        assert reservation.nodes == {"a"}
+    with there.reserve(step(General()), avoided={"a", "b"}) as reservation:
+        assert reservation is None
 
 
 def test_there_is_room_for_somewhat_more_than_runs_at_a_time() -> None:
-    there = seats(node("a"), node("b"))
+    there = pool(node("a"), node("b"))
     general, alone = step(General()), step(Alone(), Place())
     assert there.room(general, [])
     assert there.room(general, [general] * 7)
@@ -162,13 +213,13 @@ def test_there_is_room_for_somewhat_more_than_runs_at_a_time() -> None:
 
 def test_what_is_lacking_is_told_with_what_there_is() -> None:
     nodes = [node("a"), node("b"), node("c", GPU=1, **{"accelerator_type:H100": 1.0})]
-    assert lacking(Place(), nodes) == ""
-    assert lacking(Place("cuda", "H100"), nodes) == ""
-    assert lacking(Place("cuda", "H10"), nodes) == (
+    assert explain_lack(Place(), nodes) == ""
+    assert explain_lack(Place("cuda", "H100"), nodes) == ""
+    assert explain_lack(Place("cuda", "H10"), nodes) == (
         "no node of the Ray cluster has a GPU of type H10 (did you mean GPU type H100?); "
         "there are: 2 × [CPU 8]; 1 × [CPU 8, GPU 1, GPU type H100]"
     )
-    assert lacking(Place(resources=(("edge", 2.0),)), []).endswith("has edge 2; there are: it has no node")
+    assert explain_lack(Place(resources=(("edge", 2.0),)), []).endswith("has edge 2; there are: it has no node")
 
 
 @pytest.mark.parametrize("host", ["NodeManagerHostname", "NodeManagerAddress"])
@@ -219,41 +270,6 @@ def test_a_port_of_another_service_is_noticed(answer: bytes, is_one: bool) -> No
         serving.result()
 
 
-HERE = NodeFingerprint("3.11", "c0de" * 16, {"torch": "2.13.0", "onnx": "1.19.1"})
-
-
-def test_machines_that_agree() -> None:
-    assert mismatches(HERE, {"north": HERE, "south": replace(HERE, kind="another processor", machine="other")}) == []
-
-
-def test_each_difference_is_told_with_the_node() -> None:
-    north = replace(HERE, python="3.12", packages={"torch": "2.12.0"})
-    south = replace(HERE, code="beef" * 16)
-    assert mismatches(HERE, {"north": north, "south": south}) == [
-        "north: Python 3.12, and here 3.11",
-        "north: no onnx, and here 1.19.1",
-        "north: torch 2.12.0, and here 2.13.0",
-        "south: another version of enginesmith's own code (beefbeefbeef, here c0dec0dec0de)",
-    ]
-
-
-def test_what_is_only_on_nodes_has_to_be_the_same_there() -> None:
-    """TensorRT is where the GPUs are; this machine makes no key with it."""
-    gpu = {**HERE.packages, "tensorrt": "11.0"}
-    nodes = {"cpu": HERE, "north": replace(HERE, packages=gpu), "south": replace(HERE, packages=gpu)}
-    assert mismatches(HERE, nodes) == []
-    nodes["south"] = replace(HERE, packages={**gpu, "tensorrt": "10.13"})
-    assert mismatches(HERE, nodes) == ["south: tensorrt 10.13, and 11.0 on north"]
-
-
-def test_the_facts_of_this_machine() -> None:
-    found = own_fingerprint()
-    assert found == own_fingerprint()
-    assert found.packages["torch"]
-    assert "enginesmith" not in found.packages, "the code itself travels, and its digest is compared"
-    assert len(found.code) == len(found.kind) == len(found.machine) == 64
-
-
 def touch(path: Path, text: str = "x") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -268,7 +284,7 @@ def test_code_and_project_travel_and_what_is_no_part_of_them_stays(tmp_path: Pat
         touch(project / name)
     (project / "gone").symlink_to("nowhere")
     (project / "loop").symlink_to(".")
-    with staged(project, skip=store) as (code, files):
+    with stage_folders(project, skip=store) as (code, files):
         found = {str(path.relative_to(files)) for path in Path(files).rglob("*") if path.is_file()}
         assert found == wanted
         assert (Path(files).name, Path(code).name) == (PROJECT, "enginesmith")
@@ -283,15 +299,15 @@ def test_code_and_project_travel_and_what_is_no_part_of_them_stays(tmp_path: Pat
 def test_too_much_is_refused_with_the_largest_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     touch(tmp_path / "small.py")
     touch(tmp_path / "weights/large.npz", "x" * 100)
-    monkeypatch.setattr(runtime_env, "_LARGEST_BYTES", 50)
+    monkeypatch.setattr(connection, "_LARGEST_BYTES", 50)
     with (
         pytest.raises(UsageError, match="holds 101 B in 2 files: more than Ray takes") as caught,
-        staged(tmp_path, tmp_path / "s"),
+        stage_folders(tmp_path, tmp_path / "s"),
     ):
         pass
     assert "the largest files are weights/large.npz (100 B), small.py" in caught.value.remedy
-    monkeypatch.setattr(runtime_env, "_MOST_FILES", 1)
-    with pytest.raises(UsageError, match="holds more than 1 files"), staged(tmp_path, tmp_path / "s"):
+    monkeypatch.setattr(connection, "_MOST_FILES", 1)
+    with pytest.raises(UsageError, match="holds more than 1 files"), stage_folders(tmp_path, tmp_path / "s"):
         pass
 
 
@@ -301,21 +317,21 @@ def test_files_that_a_step_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     touch(project / "net.py")
     touch(tmp_path / "other.py")
     monkeypatch.chdir(project)
-    assert files_named(Load(source=resolve("net.py:build")), project) == ()
-    assert files_named(Load(source=resolve("digits")), project) == ()
+    assert find_named_files(Load(source=resolve("net.py:build")), project) == ()
+    assert find_named_files(Load(source=resolve("digits")), project) == ()
     for given in (f"{project}/net.py", f"{tmp_path}/other.py", "../other.py"):
-        named = files_named(Load(source=resolve(f"{given}:build")), project)
+        named = find_named_files(Load(source=resolve(f"{given}:build")), project)
         assert named == (os.path.normpath(project / given),)
 
 
 def test_two_processes_do_not_claim_the_same_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7})
-    with claimed(2, tmp_path) as first, claimed(1, tmp_path) as second:
+    with claim_cores(2, tmp_path) as first, claim_cores(1, tmp_path) as second:
         assert (first, second) == ({2, 3}, {5})
-        with claimed(2, tmp_path) as third, claimed(2, tmp_path) as fourth:
+        with claim_cores(2, tmp_path) as third, claim_cores(2, tmp_path) as fourth:
             assert third == {7}, "fewer are free than wanted"
             assert fourth is None, "nobody waits for a core"
-    with claimed(3, tmp_path) as again:
+    with claim_cores(3, tmp_path) as again:
         assert again == {2, 3, 5}
-    with claimed(4, tmp_path) as all_, claimed(None, tmp_path) as any_:
+    with claim_cores(4, tmp_path) as all_, claim_cores(None, tmp_path) as any_:
         assert all_ is any_ is None

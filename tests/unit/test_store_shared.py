@@ -553,7 +553,7 @@ def test_of_two_nodes_that_made_one_entry_at_once_the_one_that_stands_is_taken(m
     made = put(machine("one"))
     other = made.model_copy(update={"sha256": "0" * 64, "history": (HISTORY[0], HISTORY[0])})
     here = SimpleNamespace(_store=machine("two"))
-    taken = RayExecutor._taken(here, other)  # type: ignore[arg-type]
+    taken = RayExecutor._fetch(here, other)  # type: ignore[arg-type]
     assert taken.sha256 == made.sha256
     assert len(taken.history) == 2
 

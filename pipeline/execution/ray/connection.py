@@ -1,32 +1,46 @@
-"""The connection to a Ray cluster: opened without Ray's taking over this process's signals, output or telemetry."""
+"""Connect to a Ray cluster, and stage the code and the project folder that travel to its nodes.
+
+Ray does not take over this process's signals, output or telemetry. Code and project go as Ray's ``py_modules``, each a
+folder in a folder of its own. A ``working_dir`` would put the user's modules on the import path of everything there:
+their ``queue.py`` in the place of Python's.
+"""
 
 import contextlib
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
+import sys
+import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from enginesmith.pipeline.errors import MissingCapability, UsageError, install_command
+from enginesmith.pipeline.errors import MissingCapability, UsageError, install_command, storage_errors
+from enginesmith.pipeline.frameworks.source import Source
+from enginesmith.pipeline.store.inputs import OWN_FOLDERS
+from enginesmith.pipeline.tasks.base import Task
+from enginesmith.pipeline.units import format_bytes
 
 AUTO = "auto"
 _CLIENT = "ray://"
 _ADDRESS = re.compile(rf"{AUTO}|({_CLIENT})?([^\s/:]+|\[[^\s/]+\]):[0-9]{{1,5}}")
-"""Ray itself takes others: ``local`` would start a cluster."""
+"""Forms of address that are accepted; Ray itself takes others: ``local`` would start a cluster."""
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_RUNTIME_ENV_IGNORE_GITIGNORE": "1", "RAY_TQDM_PATCH_PRINT": "0"}
-"""No telemetry; and what a .gitignore names travels all the same: weights are often in there."""
+"""Turns telemetry off; and what a .gitignore names travels all the same: weights are often in there."""
 _REACH_SECONDS = 5.0
 """How long a machine may take to accept a connection."""
 _ANSWER_SECONDS = 15.0
-"""And to say the first bytes of its protocol."""
+"""How long it may take to send the first bytes of its protocol."""
 
 
 def ray() -> ModuleType:
-    """The package.
+    """Import Ray.
 
     Raises:
         MissingCapability: it is not installed.
@@ -35,17 +49,17 @@ def ray() -> ModuleType:
         import ray
     except ImportError as error:
         raise MissingCapability(
-            "--executor ray needs the package ray, which is not here", install_command("ray")
+            "--executor ray needs the package ray, which is not installed", install_command("ray")
         ) from error
     return ray
 
 
 def connect(address: str, modules: Sequence[str]) -> None:
-    """Join the cluster as a driver that has these folders travel; nothing is started where there is none.
+    """Join a cluster as a driver whose folders ``modules`` travel to the nodes; never start a cluster.
 
     Raises:
-        MissingCapability: the package or the cluster is not there, or is of another version.
-        UsageError: the address is none, or this process is connected already.
+        MissingCapability: the package or the cluster is not available, or has another version.
+        UsageError: the address is invalid, or this process is connected already.
     """
     if not _ADDRESS.fullmatch(address):
         raise UsageError(
@@ -66,14 +80,14 @@ def connect(address: str, modules: Sequence[str]) -> None:
                 logging_level=logging.ERROR,
             )
         except (ConnectionError, RuntimeError, ValueError, OSError, AssertionError) as error:
-            raise _refused(address, error) from error
+            raise _explain_refusal(address, error) from error
 
 
 def _validate_reachable(address: str) -> None:
-    """See that somebody listens there who may be Ray, which itself tries for minutes, and takes no interrupt meanwhile.
+    """Check that a service that may be Ray listens at an address; Ray itself tries for minutes, deaf to interrupts.
 
     Raises:
-        MissingCapability: nobody does, or another service.
+        MissingCapability: nothing listens there, or another service.
     """
     where = address
     if address == AUTO:
@@ -90,11 +104,11 @@ def _validate_reachable(address: str) -> None:
             if not _speaks_http2(connection):
                 raise ConnectionError("what listens on this port is another service")
     except (OSError, OverflowError) as error:
-        raise _refused(address, error) from error
+        raise _explain_refusal(address, error) from error
 
 
 def _speaks_http2(connection: socket.socket) -> bool:
-    """Whether a server answers with settings, as all of gRPC do; it is not asked where Ray is set up to use TLS."""
+    """Return whether a server answers with HTTP/2 settings, as gRPC does; true without asking where Ray uses TLS."""
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return True
     settings = b"\0\0\0\x04\0\0\0\0\0"  # an empty frame of them, RFC 9113, section 6.5
@@ -104,17 +118,18 @@ def _speaks_http2(connection: socket.socket) -> bool:
 
 
 def disconnect() -> None:
-    """End the connection; the cluster goes on."""
+    """End the connection; the cluster keeps running."""
     with _own_signals():
         ray().shutdown()
 
 
-def _refused(address: str, error: Exception) -> MissingCapability:
-    words = " ".join(str(error).split())
-    brief = words if len(words) <= 300 else f"{words[:299]}…"
-    if "version" in words.lower() and "mismatch" in words.lower():
-        return MissingCapability(f"the Ray cluster at {address} is of another version: {brief}", "install the same ray")
-    if isinstance(error, ImportError) or ("grpc" in words.lower() and address.startswith(_CLIENT)):
+def _explain_refusal(address: str, error: Exception) -> MissingCapability:
+    """Turn an error of the connection into one that names the remedy."""
+    text = " ".join(str(error).split())
+    brief = text if len(text) <= 300 else f"{text[:299]}…"
+    if "version" in text.lower() and "mismatch" in text.lower():
+        return MissingCapability(f"the Ray cluster at {address} has another version: {brief}", "install the same ray")
+    if isinstance(error, ImportError) or ("grpc" in text.lower() and address.startswith(_CLIENT)):
         return MissingCapability(f"{address} cannot be reached: {brief}", install_command("ray"))
     if address == AUTO:
         return MissingCapability(
@@ -132,6 +147,7 @@ def _refused(address: str, error: Exception) -> MissingCapability:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
+    """Set Ray's environment variables while the block runs."""
     before = {name: os.environ.get(name) for name in _QUIET}
     os.environ.update(_QUIET)
     try:
@@ -146,21 +162,21 @@ def _environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keep the handlers of this process: Ray would end it on SIGTERM where we leave a run that can be resumed."""
+    """Restore this process's signal handlers: Ray would end it on SIGTERM, where we leave a run that can be resumed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in kept.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def _silent_listener() -> Iterator[None]:
-    """Keep Ray from printing each node's and worker's end to standard output, where our JSON goes: we say it ourselves.
+    """Keep Ray from printing the end of nodes and workers to standard output, where our JSON goes; we report it.
 
     There is no option for that; the function that prints is started as a thread while Ray connects.
     """
@@ -176,3 +192,110 @@ def _silent_listener() -> Iterator[None]:
         yield
     finally:
         setattr(worker, name, listener)
+
+
+PROJECT = "enginesmith_project"
+"""Name of the user's folder on nodes."""
+_LARGEST_BYTES = 480 << 20
+"""Largest project folder: Ray takes 500 MiB, and the code has to fit too."""
+_MOST_FILES = 20_000
+_NAMED_FILES = 5
+_NEVER = {"__pycache__", "node_modules"}
+_RECORDS = ("pyvenv.cfg", "run.json", "fleet.json")
+"""Files that mark a folder as an environment, a run or a fleet, which stays here."""
+
+
+@contextlib.contextmanager
+def stage_folders(project: Path, skip: Path) -> Iterator[list[str]]:
+    """Copy our code and link the user's project into folders for Ray; the folder ``skip`` is left out.
+
+    Raises:
+        UsageError: the user's folder holds more than Ray takes.
+    """
+    with contextlib.ExitStack() as stack:
+        with storage_errors("the folder for temporary files"):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="enginesmith-"))
+            code, files = Path(folder, "enginesmith"), Path(folder, PROJECT)
+            root = Path(__file__).parents[3]
+            for name in OWN_FOLDERS:
+                shutil.copytree(root / name, code / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copyfile(root / "cli.py", code / "cli.py")
+            _link(project.resolve(), files, skip.resolve())
+        yield [str(code), str(files)]
+
+
+def find_named_files(task: Task, project: Path) -> tuple[str, ...]:
+    """List existing files that a task's fields name; nodes need them under the same name.
+
+    Relative names are taken from the project folder. The model's own path is not listed if it was given from there.
+    """
+    files = {text for text in _texts(task.model_dump(exclude={"source"})) if _is_file(project, text)}
+    source = getattr(task, "source", None)
+    if isinstance(source, Source) and Path(source.target).is_absolute():
+        absolute = (
+            Path(source.text.partition(":")[2] if source.form == "hf" else source.text).expanduser().is_absolute()
+        )
+        if absolute or not Path(source.target).is_relative_to(project):
+            files.add(source.target)
+    return tuple(sorted(files))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Walk the strings in nested mappings and collections."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts([*value.values()])
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _texts(item)
+
+
+def _is_file(project: Path, text: str) -> bool:
+    try:
+        return bool(text) and (project / text).is_file()
+    except (OSError, ValueError):  # too long for a name, or with a zero in it
+        return False
+
+
+def find_project() -> Path | None:
+    """Locate the user's folder on this node; None if none was sent."""
+    folders = (Path(entry, PROJECT) for entry in sys.path if entry)
+    return next((folder for folder in folders if folder.is_dir()), None)
+
+
+def _link(project: Path, files: Path, skip: Path) -> None:
+    """Link the project's files that travel into the folder ``files``."""
+    total, sizes = 0, {}
+    files.mkdir()
+    for folder, subfolders, names in os.walk(project):
+        here = Path(folder)
+        subfolders[:] = sorted(name for name in subfolders if _travels(here / name) and here / name != skip)
+        there = files / here.relative_to(project)
+        there.mkdir(exist_ok=True)
+        for name in sorted(names):
+            path = here / name
+            if name.startswith(".") or not path.is_file() or not os.access(path, os.R_OK):
+                continue
+            (there / name).symlink_to(path.resolve())
+            sizes[str(path.relative_to(project))] = size = path.stat().st_size
+            total += size
+            if len(sizes) > _MOST_FILES:
+                raise _too_much(project, f"more than {_MOST_FILES:,} files", sizes)
+    if total > _LARGEST_BYTES:
+        raise _too_much(project, f"{format_bytes(total)} in {len(sizes):,} files", sizes)
+
+
+def _travels(folder: Path) -> bool:
+    hidden = folder.name.startswith(".") or folder.name in _NEVER
+    return not hidden and not folder.is_symlink() and not any((folder / name).is_file() for name in _RECORDS)
+
+
+def _too_much(project: Path, what: str, sizes: dict[str, int]) -> UsageError:
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:_NAMED_FILES]
+    named = ", ".join(f"{name} ({format_bytes(sizes[name])})" for name in largest)
+    return UsageError(
+        f"the current folder travels to the nodes, and {project} holds {what}: more than Ray takes",
+        "run the command in the folder of the model, or keep what is large on a disk that all nodes share; "
+        f"the largest files are {named}",
+    )

@@ -1,14 +1,19 @@
-"""Steps on the nodes of a Ray cluster: Ray says where there is room, and each node does them as one machine would.
+"""Run steps on the nodes of a Ray cluster: Ray says where there is room, and each node does them as one machine would.
 
-A step comes back as a key of the shared store and a log. What Ray loses, as a worker or a node, is done again
-elsewhere; a step that fails of its own is not.
+A step's result is a key of the shared store and a log. A step whose worker or node was lost is repeated elsewhere; one
+that fails of its own is not.
 """
 
 import contextlib
+import re
+import secrets
+import threading
 import time
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import (
@@ -17,25 +22,30 @@ from enginesmith.pipeline.errors import (
     MissingEntry,
     StepCrashed,
     StepError,
+    StepTimeout,
     StoreError,
+    UsageError,
     storage_errors,
 )
 from enginesmith.pipeline.execution.executor import Executor, Result, StepCache, StepRequest
-from enginesmith.pipeline.execution.ray import connection, placement, remote
-from enginesmith.pipeline.execution.ray.dispatch import LOOK_SECONDS, Dispatch
-from enginesmith.pipeline.execution.ray.nodes import NodeRegistry
-from enginesmith.pipeline.execution.ray.placement import NodePool
-from enginesmith.pipeline.execution.ray.remote import NodeLost
-from enginesmith.pipeline.execution.ray.runtime_env import staged
+from enginesmith.pipeline.execution.ray import connection, remote
+from enginesmith.pipeline.execution.ray.connection import ray
+from enginesmith.pipeline.execution.ray.placement import Node, NodePool, Reservation, nodes_of, own_fingerprint
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.store.store import Store
+from enginesmith.pipeline.system import worker
 
 _ATTEMPTS = 3
 _GRACE_SECONDS = 30.0
 """How long a step waits for a node of its target to come back, when the last one was lost."""
-_ASKED_AT_ONCE = 8
-"""Nodes that are asked whether a measurement is known, where more of one kind differ in what times depend on."""
+_LOOKUP_NODES = 8
+"""Nodes that are asked for a measurement, where more of one kind differ in what times depend on."""
+_POLL_SECONDS = 1.0
+"""How often waiting threads check whether they still have something to wait for."""
+_RETRIES = 2
+"""How often Ray repeats a step whose worker or node was lost."""
+_NODE_ID = re.compile(r"node ID: ([0-9a-f]{40,})")
 
 
 class RayExecutor(Executor):
@@ -45,102 +55,117 @@ class RayExecutor(Executor):
     slots = 64
 
     def __init__(self, store: Store, jobs: int, address: str | None = None, project: Path | None = None) -> None:
-        """Join the cluster, and see that its nodes are fit; ``project`` is what travels, else the current folder.
+        """Join the cluster; ``project`` is the folder that travels to the nodes, by default the current one.
 
         Raises:
-            MissingCapability: there is no cluster, its nodes differ in what keys are made of, or lack the store.
-            UsageError: the folder is too large.
+            MissingCapability: there is no cluster, or it has no node with a CPU.
+            UsageError: the folder is too large, or the store is in this process's memory.
         """
-        self._store, self._pool = store, NodePool(jobs)
+        self._store, self._pool = store, NodePool(jobs, own_fingerprint())
         self._full: set[str] = set()
         """Ids of nodes whose disk has no space left."""
         folder = (project or Path.cwd()).resolve()
         with contextlib.ExitStack() as stack:
-            modules = stack.enter_context(staged(folder, skip=store.root))
+            modules = stack.enter_context(connection.stage_folders(folder, skip=store.root))
             connection.connect(address or connection.AUTO, modules)
             stack.callback(connection.disconnect)
-            self._registry = stack.enter_context(NodeRegistry(self._pool, store))
-            self._registry.all()
-            self._dispatch = stack.enter_context(Dispatch(store, folder, self._pool, self._registry))
-            self._held = stack.pop_all()
+            token = stack.enter_context(_token_in_store(store.address))
+            self._pool.update(nodes_of(ray().nodes()))
+            if not self._pool.nodes:
+                raise MissingCapability("the Ray cluster has no node with a CPU that can be used", "see `ray status`")
+            self._dispatch = stack.enter_context(_Dispatch(store, folder, self._pool, token))
+            self._stack = stack.pop_all()
 
     def why_unavailable(self, place: Place) -> str:
-        """What no node of the cluster has now; nobody waits for nodes that were never there."""
-        return "" if self._pool.candidates(place) else placement.lacking(place, self._pool.nodes.values())
+        """Explain which resources no node of the cluster has; nobody waits for nodes that were never there."""
+        return "" if self._pool.candidates(place) else self._pool.explain_lack(place)
 
     def can_start(self, step: Step, running: Collection[Step]) -> bool:
-        """Whether there is work for the nodes to be had: where each runs what, and when, is Ray's matter."""
+        """Return whether to submit one more step; Ray decides where and when each one runs."""
         return self._pool.room(step, running)
 
     def execute(self, request: StepRequest) -> Result:
-        """Have a node do it; again where Ray lost it, or the disk there was full."""
+        """Have a node do a step; repeat it where Ray lost it, or the disk there was full."""
         with request.with_notes() as noted:
-            return self._carried_out(request, noted.on_note)
-
-    def _carried_out(self, request: StepRequest, note: Callable[[str], None]) -> Result:
-        """What nodes note is in the log that comes back, and not for ``note``, which writes to the log here."""
-        log = b""
-        with self._dispatch.under_way(request):
+            log = b""
             try:
-                answer = self._answer(request, note)
+                with self._dispatch.under_way(request):
+                    answer = self._request_answer(request, noted.on_note)
                 log = answer.log
             finally:
-                _write_log(request, log)
-        if answer.error is not None:
-            if isinstance(answer.error, (StepError, BuilderFailed, StoreError, MissingCapability)):
-                answer.error.remedy += f"; it was on {answer.node}"
-            raise answer.error
-        assert answer.artifact is not None
-        return Result(self._taken(answer.artifact), cached=answer.cached)
+                # notes of nodes are in the log that comes back, and are not written to the log here
+                with storage_errors(f"the logs in {request.log.parent}"):
+                    request.log.parent.mkdir(parents=True, exist_ok=True)
+                    request.log.write_bytes(log)
+            if answer.error is not None:
+                if isinstance(answer.error, (StepError, BuilderFailed, StoreError, MissingCapability)):
+                    answer.error.remedy += f"; it was on {answer.node}"
+                raise answer.error
+            assert answer.artifact is not None
+            return Result(self._fetch(answer.artifact), cached=answer.cached)
 
     def stop(self) -> None:
-        """Have Ray kill what runs, and take back what waits."""
+        """Have Ray kill what runs, and withdraw what waits."""
         self._store.stop()
-        self._dispatch.stop()
+        self._dispatch.stopped.set()
 
     def close(self) -> None:
-        """Leave the cluster, which goes on."""
-        self._held.close()
+        """Leave the cluster, which keeps running."""
+        self._stack.close()
 
     def lookup(self, request: StepRequest) -> Artifact | None:
-        """What the store has of it; what depends on the machine is looked for as nodes of the place would make it."""
-        step, mine = request.step, StepCache(request.step, request.inputs, self._store)
+        """Look up a step in the store; nodes are asked for steps whose key depends on the machine."""
+        step, cache = request.step, StepCache(request.step, request.inputs, self._store)
         if step.place is None and not step.task.machine_specific:
-            return mine.lookup()
+            return cache.lookup()
         if not self._store.reuse:
             return None
-        nodes = {self._registry.machine_of(one.id): one.id for one in self._pool.candidates(step.place)}
-        if nodes.pop(self._registry.own.machine, None) and (found := mine.lookup()) is not None:
-            return found
-        answer = self._dispatch.lookup(request, [*nodes.values()][:_ASKED_AT_ONCE])
-        return self._taken(answer.artifact) if answer is not None and answer.artifact is not None else None
+        own = self._pool.driver.machine
+        asked: set[str] = set()
+        for node in sorted(self._pool.candidates(step.place), key=lambda node: self._pool.machine_of(node.id) != own):
+            machine = self._pool.machine_of(node.id)
+            if machine in asked or len(asked) == _LOOKUP_NODES:
+                continue
+            if machine == own:
+                artifact = cache.lookup()
+                if artifact and not self._pool.accept(node.id, self._pool.fingerprints[node.id], "", step.place):
+                    return artifact
+            else:
+                answer = self._dispatch.lookup(request, node)
+                if answer is None:
+                    continue
+                if answer.artifact is not None:
+                    return self._fetch(answer.artifact)
+                machine = answer.fingerprint.machine
+            asked.add(machine)
+        return None
 
-    def _taken(self, made: Artifact) -> Artifact:
-        """An artifact that a node told of, from the store here.
+    def _fetch(self, artifact: Artifact) -> Artifact:
+        """Fetch an artifact that a node named from the store.
 
-        Where two nodes measured one thing at the same moment, what stands in the store is good for both.
+        Where two nodes measured one thing at the same moment, the entry in the store is good for both.
         """
         try:
-            return self._store.fetch(made.key, made.sha256).model_copy(update={"history": made.history})
+            return self._store.fetch(artifact.key, artifact.sha256).model_copy(update={"history": artifact.history})
         except MissingEntry:
-            found = self._store.fetch(made.key)
-            return found.model_copy(update={"history": (*made.history[:-1], found.history[-1])})
+            stored = self._store.fetch(artifact.key)
+            return stored.model_copy(update={"history": (*artifact.history[:-1], stored.history[-1])})
 
-    def _answer(self, request: StepRequest, note: Callable[[str], None]) -> remote.Answer:
+    def _request_answer(self, request: StepRequest, note: Callable[[str], None]) -> remote.Answer:
         deadline = None if request.timeout_seconds is None else time.monotonic() + request.timeout_seconds
         losses: list[str] = []
         shared = False
         while True:
             self._wait_for_node(request, note)
-            avoided = self._full if self._left(request.step) else ()
+            avoided = self._full if self._has_space(request.step) else ()
             with self._pool.reserve(request.step, avoided) as reservation:
                 if reservation is None:  # the last node was lost just now
                     continue
                 try:
-                    where, answer = self._dispatch.execute(request, reservation, deadline)
+                    answer = self._dispatch.execute(request, reservation, deadline)
                 except NodeLost as loss:
                     losses.append(str(loss))
-                    self._registry.gone(loss.node_id)
+                    self._pool.drop(loss.node_id)
                     if len(losses) == _ATTEMPTS:
                         raise StepCrashed(
                             f"it was lost {_ATTEMPTS} times: {'; '.join(losses)}",
@@ -148,47 +173,229 @@ class RayExecutor(Executor):
                         ) from loss
                     note(f"{loss}; it is done once more")
                     continue
-            if answer.full and where not in self._full:
-                self._full.add(where)
-                if self._left(request.step):
+            if why := self._pool.accept(answer.node_id, answer.fingerprint, answer.refusal, request.step.place):
+                note(f"{why}; it is done on another node")
+                continue
+            if answer.full and answer.node_id not in self._full:
+                self._full.add(answer.node_id)
+                if self._has_space(request.step):
                     note(f"the disk of {answer.node} is full; it is done on another node")
                     continue
             if isinstance(answer.error, MissingEntry) and not shared:  # a node lacks what this machine has in its cache
                 shared = True
                 request = replace(
-                    request, inputs={role: self._store.share(one) for role, one in request.inputs.items()}
+                    request, inputs={role: self._store.share(input_) for role, input_ in request.inputs.items()}
                 )
                 continue
             return answer
 
-    def _left(self, step: Step) -> bool:
-        """Whether there is a node whose disk is not full."""
-        return any(one.id not in self._full for one in self._pool.candidates(step.place))
+    def _has_space(self, step: Step) -> bool:
+        """Return whether there is a node whose disk is not full."""
+        return any(node.id not in self._full for node in self._pool.candidates(step.place))
 
     def _wait_for_node(self, request: StepRequest, note: Callable[[str], None]) -> None:
-        """See that there is a node to be had, or may be again soon."""
+        """Wait until a node is available, for a while if the last one was lost.
+
+        Raises:
+            MissingCapability: there is none.
+        """
         place = request.step.place
         if self._pool.candidates(place):
             return
-        told = False
-        until = time.monotonic() + (_GRACE_SECONDS if place is None or self._pool.had(place) else 0)
-        while time.monotonic() < until:
-            if not told:
-                note(f"all nodes that it could run on are gone; waiting {_GRACE_SECONDS:.0f} s for one to come back")
-            told = True
-            if self._dispatch.stopped.wait(LOOK_SECONDS):
-                raise StepError("it was ended")
-            if self._pool.candidates(place):
-                return
-        why = placement.lacking(place or Place(), self._pool.nodes.values())
-        if told:
+        waits = self._pool.was_available(place)
+        if waits:
+            note(f"all nodes that it could run on are gone; waiting {_GRACE_SECONDS:.0f} s for one to come back")
+            until = time.monotonic() + _GRACE_SECONDS
+            while time.monotonic() < until:
+                if self._dispatch.stopped.wait(_POLL_SECONDS):
+                    raise StepError("it was ended")
+                if self._pool.candidates(place):
+                    return
+        why = self._pool.explain_lack(place)
+        if waits:
             why = f"all nodes that it could run on were lost, and none came back within {_GRACE_SECONDS:.0f} s: " + (
                 why or "those that are left are of another kind than what was built for"
             )
-        raise MissingCapability(why, "`enginesmith resume` goes on once there is one")
+        remedy = "`enginesmith resume` goes on once there is one"
+        if self._pool.refused:
+            remedy = (
+                "install the same versions everywhere, and name a store that all machines reach with --store; " + remedy
+            )
+        raise MissingCapability(why, remedy)
 
 
-def _write_log(request: StepRequest, log: bytes) -> None:
-    with storage_errors(f"the logs in {request.log.parent}"):
-        request.log.parent.mkdir(parents=True, exist_ok=True)
-        request.log.write_bytes(log)
+class NodeLost(Exception):
+    """Every node that a step was reserved on is gone, through no fault of the step; the message names the node."""
+
+    def __init__(self, message: str, node_id: str = "") -> None:
+        super().__init__(message)
+        self.node_id = node_id
+        """Node that is gone; empty where the pool knows it already."""
+
+
+@dataclass(frozen=True)
+class _RemoteStep:
+    """A step that was sent to a node, or waits for one."""
+
+    reservation: Reservation
+    reference: Any
+    """Ray's, to the answer."""
+
+
+class _Dispatch:
+    """Sends steps to nodes and waits for answers; a context that watches who joins and leaves the cluster."""
+
+    def __init__(self, store: Store, project: Path, pool: NodePool, token: tuple[str, str]) -> None:
+        self._store, self._project, self._pool, self._token = store, project, pool, token
+        self._ray = ray()
+        self._execute = self._ray.remote(max_retries=_RETRIES, max_calls=0)(remote.execute)
+        self._look_up = self._ray.remote(max_retries=0, num_cpus=0)(remote.lookup)
+        self._requests: list[StepRequest] = []
+        """Requests that run on a node, or wait for one."""
+        self.stopped = threading.Event()
+        """Set when nobody waits any more: threads in :meth:`execute` withdraw their steps."""
+        self._watcher = threading.Thread(target=self._watch, name="ray-nodes", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._watcher.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stopped.set()
+        self._watcher.join()
+
+    @contextlib.contextmanager
+    def under_way(self, request: StepRequest) -> Iterator[None]:
+        """Report changes of the cluster to a request while the block runs."""
+        self._requests.append(request)
+        try:
+            yield
+        finally:
+            self._requests.remove(request)
+
+    def lookup(self, request: StepRequest, node: Node) -> remote.Answer | None:
+        """Ask a node to look up a step with its key; None if it gives no answer, or one that cannot be used."""
+        options = Reservation(frozenset([node.id]), {"CPU": 0}).options
+        reference = self._look_up.options(**options).remote(self._request(request, None))
+        with contextlib.suppress(self._ray.exceptions.RayError):  # the error shows again when the step is done
+            while not self.stopped.is_set() and node.id in self._pool.nodes:
+                if self._ray.wait([reference], timeout=_POLL_SECONDS)[0]:
+                    answer: remote.Answer = self._ray.get(reference)
+                    place = request.step.place if answer.artifact is not None else None
+                    why = self._pool.accept(answer.node_id, answer.fingerprint, answer.refusal, place)
+                    if answer.refusal and why:
+                        request.on_note(why)
+                    return None if why else answer
+        return None
+
+    def execute(self, request: StepRequest, reservation: Reservation, deadline: float | None) -> remote.Answer:
+        """Have a node do a step.
+
+        Raises:
+            NodeLost: the nodes that were reserved are gone.
+            StepError: it ran out of time, was ended, or was lost as often as Ray tries.
+        """
+        left = None if deadline is None else max(0.1, deadline - time.monotonic())
+        sent = self._request(request, left, reservation.cores)
+        step = _RemoteStep(reservation, self._execute.options(**reservation.options).remote(sent))
+        request.on_start()
+        answer = self._wait(step, deadline)
+        for note in answer.notes:
+            request.on_note(note)
+        return answer
+
+    def _request(self, request: StepRequest, seconds: float | None, cores: int | None = None) -> remote.Request:
+        token, token_file = self._token
+        return remote.Request(
+            request.step,
+            request.inputs,
+            store=self._store.address,
+            reuse=self._store.reuse,
+            token=token,
+            token_file=token_file,
+            requirement=self._pool.requirement(request.step.place),
+            project=str(self._project),
+            files=connection.find_named_files(request.step.task, self._project),
+            log=str(request.log),
+            preloaded=worker.preloaded(),
+            cores=cores,
+            timeout_seconds=seconds,
+        )
+
+    def _wait(self, step: _RemoteStep, deadline: float | None) -> remote.Answer:
+        while True:
+            if self.stopped.is_set():
+                self._cancel(step)
+                raise StepError("it was ended")
+            try:
+                if self._ray.wait([step.reference], timeout=_POLL_SECONDS)[0]:
+                    answer: remote.Answer = self._ray.get(step.reference)
+                    return answer
+            except self._ray.exceptions.TaskCancelledError as error:
+                raise StepError("it was ended") from error
+            except self._ray.exceptions.RayTaskError as error:
+                raise StepCrashed(f"its node failed: {error.cause!r}", "the log of the Ray worker has more") from error
+            except self._ray.exceptions.RayError as error:
+                raise _explain_loss(error, step, self._pool.nodes) from error
+            if deadline is not None and time.monotonic() > deadline:
+                self._cancel(step)
+                raise StepTimeout("the time limit was over before it was done", "allow more: --time-limit; then resume")
+            if step.reservation.nodes.isdisjoint(self._pool.nodes):
+                self._cancel(step)
+                raise NodeLost("the node that it ran on, or waited for, was lost")
+
+    def _cancel(self, step: _RemoteStep) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayError, ValueError, ConnectionError):
+            self._ray.cancel(step.reference, force=True)
+
+    def _watch(self) -> None:
+        """Keep the pool in step with the cluster, and report who left and joined to the first request."""
+        while not self.stopped.wait(_POLL_SECONDS):
+            with contextlib.suppress(self._ray.exceptions.RayError, ConnectionError):  # steps that wait will report it
+                for line in self._pool.update(nodes_of(self._ray.nodes())):
+                    for request in self._requests[:1]:
+                        request.on_note(line)
+
+
+def _explain_loss(error: Exception, step: _RemoteStep, nodes: Mapping[str, Node]) -> NodeLost | StepCrashed:
+    """Turn an error that is left when Ray has retried into a lost node, or a step that cannot be done."""
+    kinds = ray().exceptions
+    gone = (kinds.NodeDiedError, kinds.ObjectLostError, kinds.LocalRayletDiedError, kinds.TaskUnschedulableError)
+    if isinstance(error, gone):
+        match, reserved = _NODE_ID.search(str(error)), step.reservation.nodes
+        node_id = match[1] if match else next(iter(reserved)) if len(reserved) == 1 else ""
+        return NodeLost(f"{nodes[node_id].name if node_id in nodes else 'its node'} was lost", node_id)
+    text = " ".join(str(error).split())
+    return StepCrashed(
+        f"Ray could not do it ({type(error).__name__}: {text[:200]})",
+        "see `ray status`, Ray's logs, and whether the nodes have the memory for it",
+    )
+
+
+@contextlib.contextmanager
+def _token_in_store(address: str) -> Iterator[tuple[str, str]]:
+    """Write a token to a file in the store's folder, by which nodes recognize it; yields both, empty for other stores.
+
+    Raises:
+        UsageError: the store is in this process's memory.
+    """
+    if address.startswith("memory://"):
+        raise UsageError(
+            f"the store {address} is in the memory of this process, where no node sees it",
+            "name one that all machines reach with --store: s3://bucket/folder, or a folder that they share",
+        )
+    folder = address.removeprefix("file://")
+    if "://" in folder:
+        yield "", ""
+        return
+    token = secrets.token_hex(16)
+    path = Path(folder, f".nodes-look-here-{token[:8]}")
+    with storage_errors(f"the store {address}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(token)
+    try:
+        yield token, str(path)
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,11 +1,13 @@
-"""Where on a cluster a step is put: what is asked of Ray for it, and which nodes it may run on.
+"""Choose the nodes of a Ray cluster that a step may run on, and the resources to request from Ray.
 
-Ray schedules. What is added: a step that has to be alone takes all of a node, which Ray would never hand out as long as
-small steps keep filling it; so those go to other nodes while one waits.
+Ray schedules. What is added: nodes with other versions are left out; a target stays on one kind of machine; and a step
+that has to be alone takes all of a node. Ray would never hand out a whole node as long as small steps keep filling it,
+so those go to other nodes while one waits.
 """
 
 import difflib
 import math
+import platform
 import statistics
 import threading
 from collections import Counter, defaultdict
@@ -14,65 +16,138 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from enginesmith.pipeline.artifact import json_digest
+from enginesmith.pipeline.engines import environment, packages
+from enginesmith.pipeline.execution.executor import own_code
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.recipe.fleet import Place
+from enginesmith.pipeline.system import cpu, cuda, machine, software
 
-# The nodes of a Ray cluster as Ray tells them, and which of them are what a place asks for.
+
+@dataclass(frozen=True)
+class NodeFingerprint:
+    """Properties of a machine that decide which steps it may do, and for which machines their results hold."""
+
+    python: str
+    """Major and minor version."""
+    code: str
+    """Digest of enginesmith's own."""
+    packages: Mapping[str, str]
+    """Versions of installed packages that are part of keys."""
+    kind: str = ""
+    """Digest of the processor and the GPUs: what was built on one machine runs on others of its kind."""
+    machine: str = ""
+    """Digest of all that measurements depend on: those of one machine hold for others that share it."""
+
+
+def own_fingerprint() -> NodeFingerprint:
+    """Take the fingerprint of this machine."""
+    major, minor, _ = platform.python_version_tuple()
+    gpus = [gpu.model_dump() for gpu in cuda.driver().devices]
+    kind = json_digest([platform.machine(), cpu.model(), cpu.vector_units(), gpus])
+    return NodeFingerprint(
+        f"{major}.{minor}",
+        own_code(),
+        software.versions(name for name in packages() if name != "enginesmith"),
+        kind,
+        machine.fingerprint(environment()),
+    )
+
+
+@dataclass(frozen=True)
+class NodeRequirement:
+    """Properties that a node must have to do a step."""
+
+    driver: NodeFingerprint
+    """Fingerprint of the machine that runs the command."""
+    on_nodes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Version of each package that only nodes have, as TensorRT on those with a GPU, and the name of one of them."""
+    kind: str = ""
+    """Kind of machine; empty for any."""
+
+    def mismatches(self, node: NodeFingerprint) -> list[str]:
+        """List the differences that would change keys, a line each.
+
+        A package that the driver lacks may be on nodes, as TensorRT is on those with a GPU: it is in no key that is
+        made by the driver. But nodes have to agree on it.
+        """
+        driver, lines = self.driver, []
+        if node.python != driver.python:
+            lines.append(f"Python {node.python}, and here {driver.python}")
+        if node.code != driver.code:
+            lines.append(f"another version of enginesmith's own code ({node.code[:12]}, here {driver.code[:12]})")
+        for package, version in sorted(driver.packages.items()):
+            has = node.packages.get(package)
+            if has != version:
+                lines.append(f"{f'{package} {has}' if has else f'no {package}'}, and here {version}")
+        for package, (version, other) in sorted(self.on_nodes.items()):
+            has = node.packages.get(package, version)
+            if has != version:
+                lines.append(f"{package} {has}, and {version} on {other}")
+        return lines
+
 
 ACCELERATOR = "accelerator_type:"
-"""What Ray begins the name of a resource with that stands for a type of GPU."""
+"""Prefix of Ray's resource names for types of GPU."""
 _OWN = ("CPU", "GPU", "memory", "object_store_memory")
 
 
 @dataclass(frozen=True)
 class Node:
-    """One machine of the cluster that is alive."""
+    """A live machine of the cluster."""
 
     id: str
     host: str
     resources: Mapping[str, float]
-    """All that it declared, in use or not."""
+    """Declared resources, in use or not."""
 
     @property
     def name(self) -> str:
-        """What people call it: several nodes may be on one host."""
+        """Host and short id: several nodes may be on one host."""
         return f"{self.host} ({self.id[:8]})"
 
     @property
     def cpus(self) -> float:
-        """As declared; the head of a cluster may have none."""
+        """Declared CPUs; the head of a cluster may have none."""
         return self.resources.get("CPU", 0.0)
 
     @property
     def gpus(self) -> int:
-        """As declared."""
+        """Declared GPUs."""
         return int(self.resources.get("GPU", 0))
 
     def fits(self, place: Place | None) -> bool:
-        """Whether it is what a place asks for, busy or not; any node with a CPU is where none is asked for."""
-        wanted = {} if place is None else asked_for(place)
+        """Return whether it has what a place requires, busy or not; without a place, any node with a CPU does."""
+        wanted = {} if place is None else required_resources(place)
         return self.cpus > 0 and all(self.resources.get(name, 0.0) >= amount for name, amount in wanted.items())
 
     @property
     def offers(self) -> str:
-        """What it has that somebody may ask for, in words."""
+        """Its resources in words."""
         counts = [f"{name} {self.resources[name]:g}" for name in ("CPU", "GPU") if self.resources.get(name)]
         return ", ".join([*counts, *(_in_words(name, self.resources[name]) for name in self.named)])
 
     @property
     def named(self) -> list[str]:
-        """Resources besides those that every node has."""
+        """Names of resources besides those that every node has."""
         return sorted(name for name in self.resources if name not in _OWN and not name.startswith("node:"))
 
 
 def nodes_of(listing: Iterable[Mapping[str, Any]]) -> dict[str, Node]:
-    """Those that are alive, by id, of what ``ray.nodes()`` lists."""
-    alive = (one for one in listing if one["Alive"])
-    return {one["NodeID"]: Node(one["NodeID"], _host(one), dict(one["Resources"])) for one in alive}
+    """Convert the listing of ``ray.nodes()`` to the nodes that are alive, by id."""
+    return {
+        row["NodeID"]: Node(
+            row["NodeID"],
+            str(row.get("NodeManagerHostname") or row.get("NodeManagerAddress") or "?"),
+            dict(row["Resources"]),
+        )
+        for row in listing
+        if row["Alive"]
+    }
 
 
-def asked_for(place: Place) -> dict[str, float]:
-    """Ray's names of the resources that tell the nodes of a place from others."""
+def required_resources(place: Place) -> dict[str, float]:
+    """Name the Ray resources that nodes of a place have and others lack, with the amounts."""
     wanted = dict(place.resources)
     if place.accelerator:
         wanted[f"{ACCELERATOR}{place.accelerator}"] = 0.001  # of one, as Ray itself asks for a type
@@ -81,18 +156,19 @@ def asked_for(place: Place) -> dict[str, float]:
     return wanted
 
 
-def lacking(place: Place, nodes: Collection[Node]) -> str:
-    """Why none of the nodes is what a place asks for, with what they have; empty where one is."""
+def explain_lack(place: Place, nodes: Collection[Node]) -> str:
+    """Explain why no node has what a place requires, with what they have; empty if one does."""
     if any(node.fits(place) for node in nodes):
         return ""
     gpu = f"a GPU of type {place.accelerator}" if place.accelerator else "a GPU" if place.device == "cuda" else ""
-    words = ", ".join(filter(None, [gpu, *(_in_words(*one) for one in place.resources)])) or "a CPU"
+    wanted = ", ".join(filter(None, [gpu, *(_in_words(*resource) for resource in place.resources)])) or "a CPU"
     kinds = Counter(node.offers for node in nodes)
     have = "; ".join(f"{count} × [{offers}]" for offers, count in sorted(kinds.items())) or "it has no node"
-    return f"no node of the Ray cluster has {words}{_near(asked_for(place), nodes)}; there are: {have}"
+    return f"no node of the Ray cluster has {wanted}{_near(required_resources(place), nodes)}; there are: {have}"
 
 
 def _near(wanted: Collection[str], nodes: Collection[Node]) -> str:
+    """Suggest a resource with a similar name."""
     known = {name for node in nodes for name in node.named}
     near = [match for name in wanted for match in difflib.get_close_matches(name, known - {name}, n=1)]
     return f" (did you mean {_in_words(near[0], 1)}?)" if near else ""
@@ -104,32 +180,28 @@ def _in_words(resource: str, amount: float) -> str:
     return resource if amount == 1 else f"{resource} {amount:g}"
 
 
-def _host(listed: Mapping[str, Any]) -> str:
-    return str(listed.get("NodeManagerHostname") or listed.get("NodeManagerAddress") or "?")
-
-
 _NODE_LABEL = "ray.io/node-id"
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """What is asked of Ray for a step."""
+    """Nodes and resources that are requested from Ray for a step."""
 
     nodes: frozenset[str]
-    """Ids of those that it may run on."""
+    """Ids of the nodes that it may run on."""
     resources: Mapping[str, float]
-    """By Ray's names, ``CPU`` and ``GPU`` among them."""
+    """Amounts by Ray's names, ``CPU`` and ``GPU`` among them."""
     alone: float = 0.0
-    """The part of the one node that it has to itself: all of it, or what goes with one of its GPUs."""
+    """Fraction of the one node that it has to itself: all of it, or the part that goes with one of its GPUs."""
 
     @property
     def cores(self) -> int | None:
-        """How many cores it is to keep to; None for all."""
+        """Number of cores that it may use; None for all."""
         return None if self.alone else max(1, int(self.resources["CPU"]))
 
     @property
     def options(self) -> dict[str, Any]:
-        """The same as the options of a Ray task."""
+        """Options of the Ray task."""
         named = {name: amount for name, amount in self.resources.items() if name not in ("CPU", "GPU")}
         return {
             "num_cpus": self.resources["CPU"],
@@ -141,44 +213,103 @@ class Reservation:
 
 @dataclass
 class NodePool:
-    """The nodes that may be used, and who waits for one to be alone on it."""
+    """The nodes that may be used, what is known of them, and who waits for one to be alone on it.
+
+    Nodes are learnt from their answers: each one compares itself with :meth:`requirement` and sends its fingerprint.
+    """
 
     jobs: int
     """General steps that one node does at a time."""
+    driver: NodeFingerprint
+    """Fingerprint of the machine that runs the command."""
     nodes: dict[str, Node] = field(default_factory=dict)
     """By id, those that are alive and may be used."""
-    kinds: dict[str, str] = field(default_factory=dict)
-    """By id, what kind of machine it is: what was built on one holds for all of that kind."""
+    fingerprints: dict[str, NodeFingerprint] = field(default_factory=dict)
+    """By id, of nodes that have answered."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """By id, the name of a node that is left out and the reason."""
+    _lost: set[str] = field(default_factory=set)
+    """Nodes that Ray lost, and may list for some seconds still."""
     _chosen: dict[Place, str] = field(default_factory=dict)
-    """The kind of machine that stands for a place in this run."""
+    """The kind of machine that stands for a place in this run: that of the first answer."""
     _taken: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By node, the part of it that is taken by steps that are alone there, or wait for that."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def update(self, alive: Mapping[str, Node]) -> list[str]:
+        """Take over which nodes are alive; returns a line for each that joined or left."""
+        with self._lock:
+            before, out = self.nodes, self._lost | self.refused.keys()
+            self.nodes = {name: node for name, node in alive.items() if node.cpus and name not in out}
+            joined = [f"{node.name} has joined the cluster" for name, node in self.nodes.items() if name not in before]
+            return joined + [
+                f"{old.name} has left the cluster" for name, old in before.items() if name not in self.nodes
+            ]
+
+    def drop(self, node_id: str) -> None:
+        """Remove a node that was lost, whether Ray lists it still or not."""
+        with self._lock:
+            self._lost.add(node_id)
+            self.nodes = {name: node for name, node in self.nodes.items() if name != node_id}
+
+    def requirement(self, place: Place | None = None) -> NodeRequirement:
+        """Say what a node must have for steps of a place, as far as the answers so far have decided it."""
+        with self._lock:
+            return self._requirement(place)
+
+    def accept(self, node_id: str, fingerprint: NodeFingerprint, refusal: str, place: Place | None) -> str:
+        """Learn from a node's answer, and explain why the answer cannot be used; empty if it can.
+
+        The first answer that is accepted for a place chooses the kind of machine for it.
+        """
+        with self._lock:
+            name = self.nodes[node_id].name if node_id in self.nodes else node_id[:8]
+            refusal = refusal or "; ".join(self._requirement(None).mismatches(fingerprint))
+            if refusal:
+                self.refused[node_id] = f"{name}: {refusal}"
+                self.nodes = {other: node for other, node in self.nodes.items() if other != node_id}
+                return f"{name} is left out: {refusal}"
+            self.fingerprints[node_id] = fingerprint
+            if place is not None and self._chosen.setdefault(place, fingerprint.kind) != fingerprint.kind:
+                return f"{name} is another kind of machine than the one that this target is built for"
+            return ""
+
     def candidates(self, place: Place | None) -> list[Node]:
-        """Nodes for steps of a place, all of one kind of machine; any node where there is no place."""
+        """List the nodes for steps of a place: of one kind of machine, as far as known; without a place, all nodes."""
         with self._lock:
             return self._candidates(place)
 
-    def had(self, place: Place) -> bool:
-        """Whether there ever was a node for steps of that place."""
-        return place in self._chosen
+    def machine_of(self, node_id: str) -> str:
+        """Return the digest of what measurements on a node depend on; empty if it has not answered yet."""
+        known = self.fingerprints.get(node_id)
+        return "" if known is None else known.machine
+
+    def was_available(self, place: Place | None) -> bool:
+        """Return whether a node has done steps of that place."""
+        return place in self._chosen if place is not None else bool(self.fingerprints)
+
+    def explain_lack(self, place: Place | None) -> str:
+        """Explain why no node can do steps of a place, and which nodes are left out; empty if a node fits."""
+        with self._lock:
+            refused = "; ".join(self.refused.values())
+        why = explain_lack(place or Place(), self.nodes.values())
+        return f"{why}; left out are {refused}" if why and refused else why
 
     @contextmanager
     def reserve(self, step: Step, avoided: Collection[str] = ()) -> Iterator[Reservation | None]:
-        """Where to put a step now; None where no node is left. A node that it is to be alone on is kept for it."""
+        """Choose nodes for a step; None if none is left. A node that it is to be alone on is kept for it."""
         with self._lock:
             candidates = [node for node in self._candidates(step.place) if node.id not in avoided]
-            found = self._seat(step, candidates) if candidates else None
-            self._take(found)
+            reservation = self._choose(step, candidates) if candidates else None
+            self._take(reservation)
         try:
-            yield found
+            yield reservation
         finally:
             with self._lock:
-                self._take(found, -1)
+                self._take(reservation, -1)
 
     def room(self, step: Step, running: Collection[Step]) -> bool:
-        """Whether to hand out one more: somewhat more than can run at a time, so that no node waits for work."""
+        """Return whether to submit one more: somewhat more than can run at a time, so that no node waits for work."""
         candidates = self.candidates(step.place)
         if not running or not candidates:
             return True
@@ -192,18 +323,25 @@ class NodePool:
         return bool(open_) and general < sum(int(node.cpus / share) + 2 for node in open_)
 
     def _candidates(self, place: Place | None) -> list[Node]:
-        fitting = [node for node in self.nodes.values() if node.fits(place)]
-        if place is None or not fitting:
-            return fitting
-        if place not in self._chosen:
-            counted = Counter(self.kinds.get(node.id, "") for node in fitting)
-            self._chosen[place] = min(counted, key=lambda kind: (-counted[kind], kind))
-        return [node for node in fitting if self.kinds.get(node.id, "") == self._chosen[place]]
+        chosen = "" if place is None else self._chosen.get(place, "")
+        nodes = [node for node in self.nodes.values() if node.fits(place)]
+        if not chosen:
+            return nodes
+        # nodes that have not answered yet compare their kind themselves
+        return [node for node in nodes if node.id not in self.fingerprints or self.fingerprints[node.id].kind == chosen]
 
-    def _seat(self, step: Step, candidates: list[Node]) -> Reservation:
-        named = {name: amount for name, amount in asked_for(step.place or Place()).items() if name != "GPU"}
+    def _requirement(self, place: Place | None) -> NodeRequirement:
+        on_nodes: dict[str, tuple[str, str]] = {}
+        for node_id, fingerprint in self.fingerprints.items():
+            name = self.nodes[node_id].name if node_id in self.nodes else node_id[:8]
+            for package in fingerprint.packages.keys() - self.driver.packages.keys():
+                on_nodes.setdefault(package, (fingerprint.packages[package], name))
+        return NodeRequirement(self.driver, on_nodes, "" if place is None else self._chosen.get(place, ""))
+
+    def _choose(self, step: Step, candidates: list[Node]) -> Reservation:
+        named = {name: amount for name, amount in required_resources(step.place or Place()).items() if name != "GPU"}
         if is_alone(step):
-            node = min(candidates, key=lambda one: (self._taken[one.id], one.id))
+            node = min(candidates, key=lambda node: (self._taken[node.id], node.id))
             gpus = {"": 0, "one": 1, "all": node.gpus}[step.task.gpus]
             rooms = _rooms(step, node)
             cpus = node.cpus if rooms == 1 else max(1.0, math.floor(node.cpus / rooms))
@@ -213,26 +351,26 @@ class NodePool:
         share = self._share(open_)
         return Reservation(frozenset(node.id for node in open_), {"CPU": share, "GPU": gpus, **named})
 
-    def _take(self, seat: Reservation | None, sign: int = 1) -> None:
-        if seat is not None and seat.alone:
-            for node in seat.nodes:
-                self._taken[node] += sign * seat.alone
+    def _take(self, reservation: Reservation | None, sign: int = 1) -> None:
+        if reservation is not None and reservation.alone:
+            for node in reservation.nodes:
+                self._taken[node] += sign * reservation.alone
 
     def _is_open(self, node: Node) -> bool:
-        """Whether there is a part of it that nobody wants for himself."""
+        """Return whether a part of it is not reserved for steps that are alone."""
         return self._taken[node.id] < 0.99
 
     def _share(self, nodes: Collection[Node]) -> float:
-        """CPUs of a general step: so that the usual node does as many at a time as one machine would."""
+        """Compute the CPUs of a general step: the usual node does as many at a time as one machine would."""
         share = statistics.median_low([node.cpus for node in nodes]) / self.jobs
         return float(math.floor(share)) if share >= 1 else math.floor(share * 1000) / 1000 or 0.001
 
 
 def is_alone(step: Step) -> bool:
-    """Whether nothing else may run beside it: a measurement, or what takes all GPUs."""
+    """Return whether nothing else may run beside a step: a measurement, or one that takes all GPUs."""
     return step.task.exclusive or step.task.gpus == "all"
 
 
 def _rooms(step: Step, node: Node) -> int:
-    """How many such steps can be alone on a node at a time: with a GPU each, where each takes one."""
+    """Count how many such steps can be alone on a node at a time: with a GPU each, where each takes one."""
     return max(1, node.gpus) if step.task.gpus == "one" else 1

@@ -1,4 +1,7 @@
-"""What runs on a node of a Ray cluster: a step as on any machine, in the same isolated worker, fed from the store."""
+"""Run a step on a node of a Ray cluster, in the same isolated worker as anywhere, with inputs from the store.
+
+The node compares itself with the request's requirement before it does anything; every answer brings its fingerprint.
+"""
 
 import contextlib
 import errno
@@ -6,55 +9,53 @@ import fcntl
 import functools
 import os
 import platform
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.errors import EnginesmithError, SourceError, StepCrashed, StoreError
+from enginesmith.pipeline.errors import EnginesmithError, SourceError, StoreError
 from enginesmith.pipeline.execution.executor import StepCache, StepRequest
 from enginesmith.pipeline.execution.local import Gpus, LocalExecutor, show_only
-from enginesmith.pipeline.execution.ray.connection import ray
-from enginesmith.pipeline.execution.ray.fingerprint import NodeFingerprint, own_fingerprint
-from enginesmith.pipeline.execution.ray.placement import Node, Reservation
-from enginesmith.pipeline.execution.ray.runtime_env import project_here
+from enginesmith.pipeline.execution.ray.connection import find_project, ray
+from enginesmith.pipeline.execution.ray.placement import NodeFingerprint, NodeRequirement, own_fingerprint
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.store import retry
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system import worker
 
-# Cores of this machine, claimed by one process at a time: thread pools that share cores would spin against each other.
-#
-# Claims are locks on files, one a core, so that processes which know nothing of each other keep apart; the
-# kernel drops
-# them with the process.
+_LOG_BYTES = 4 << 20
+_CHANGED_BY_RAY = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+"""Variables that Ray sets for each task; a step's process sees them as whoever started the node did."""
+_FULL = ("no space left", os.strerror(errno.EDQUOT).lower())
+"""Words in messages about the store when a disk is full."""
 
 
 @contextlib.contextmanager
-def claimed(count: int | None, folder: Path | None = None) -> Iterator[frozenset[int] | None]:
-    """So many cores of those that this process may use; None, which is all of them, where there are not more.
+def claim_cores(count: int | None, folder: Path | None = None) -> Iterator[frozenset[int] | None]:
+    """Claim cores of this machine, as thread pools that share cores would spin against each other.
 
-    Where fewer are free than wanted, those; where none is, all: nobody waits for a core.
+    Claims are locks on files, one a core, so that processes which know nothing of each other keep apart; the kernel
+    drops them with the process. Nobody waits for a core: if fewer are free, those are yielded; if none is, or all are
+    wanted, None, which stands for all of them.
     """
     usable = sorted(os.sched_getaffinity(0))
     if count is None or count >= len(usable):
         yield None
         return
-    place = folder or Path(tempfile.gettempdir(), f"enginesmith-cores-{os.getuid()}")
-    place.mkdir(mode=0o700, exist_ok=True)
+    folder = folder or Path(tempfile.gettempdir(), f"enginesmith-cores-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
     with contextlib.ExitStack() as locks:
         mine: set[int] = set()
         for core in usable:
-            if len(mine) < count and _locked(place / str(core), locks):
+            if len(mine) < count and _try_lock(folder / str(core), locks):
                 mine.add(core)
         yield frozenset(mine) or None
 
 
-def _locked(path: Path, locks: contextlib.ExitStack) -> bool:
+def _try_lock(path: Path, locks: contextlib.ExitStack) -> bool:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,40 +66,40 @@ def _locked(path: Path, locks: contextlib.ExitStack) -> bool:
     return True
 
 
-_LOG_BYTES = 4 << 20
-_CHANGED_BY_RAY = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-"""Variables that Ray sets for each task; a step's process sees them as whoever started the node did."""
-
-
-_FULL = ("no space left", os.strerror(errno.EDQUOT).lower())
-"""In messages about the store, where a disk is full."""
-
-
 @dataclass(frozen=True)
 class Request:
-    """A step, as it is sent to a node."""
+    """A step as it is sent to a node."""
 
     step: Step
     inputs: Mapping[str, Artifact]
     store: str
     reuse: bool
+    token: str
+    token_file: str
+    """File in the store's folder that holds the token; empty if the store is no folder."""
+    requirement: NodeRequirement
     project: str
-    """The user's folder on the machine that asks."""
+    """The user's folder on the machine that runs the command."""
     files: tuple[str, ...]
-    """Files that the step's task names: absolute, or from that folder."""
+    """Files that the step's task names: absolute, or relative to that folder."""
     log: str
     """Name of the log file."""
     preloaded: tuple[tuple[str, ...], tuple[str, ...]]
-    """What fork servers import besides, and instead of what they usually do."""
+    """Modules that fork servers import in addition, and instead of the usual ones."""
     cores: int | None = None
     timeout_seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a request."""
+    """A node's reply to a request."""
 
     node: str
+    """Host name."""
+    node_id: str
+    fingerprint: NodeFingerprint
+    refusal: str = ""
+    """Reason why the node cannot be used; empty if it can."""
     artifact: Artifact | None = None
     """Its files are taken from the store, by its key."""
     cached: bool = False
@@ -106,38 +107,26 @@ class Answer:
     full: bool = False
     """Whether the error is a disk of the node that has no space left."""
     notes: tuple[str, ...] = ()
-    """Events on the node that people should know, such as a store that was away."""
+    """Events on the node that people should know, such as a store that could not be reached."""
     log: bytes = b""
     """The end of what the step's process wrote."""
 
 
-@dataclass(frozen=True)
-class Visit:
-    """What a node has to show before it is given steps."""
-
-    store: str
-    token: str
-    token_file: str
-    """A file in the folder of the store that holds the token; empty where the store is no folder."""
-
-
-def visit(what: Visit) -> tuple[NodeFingerprint, str]:
-    """The facts of this node, and why it cannot use the store; empty where it can."""
-    _as_started()
-    return own_fingerprint(), _trouble_with_store(what)
-
-
-def look_up(request: Request) -> Answer | None:
-    """What the store has of a step, as this machine would make it."""
-    _as_started()
+def lookup(request: Request) -> Answer:
+    """Look up a step in the store with the key that it has on this node."""
+    answer, fits = _introduce(request)
+    if not fits:
+        return answer
     store = _store(request.store, request.reuse)
-    found = StepCache(_at_home(request), request.inputs, store).lookup()
-    return None if found is None else Answer(platform.node(), store.share(found), cached=True)
+    artifact = StepCache(_localize(request), request.inputs, store).lookup()
+    return answer if artifact is None else replace(answer, artifact=store.share(artifact), cached=True)
 
 
-def carry_out(request: Request, gpus: tuple[str, ...]) -> Answer:
+def execute(request: Request) -> Answer:
     """Do a step, or take it from the store; errors are part of the answer."""
-    _as_started()
+    answer, fits = _introduce(request)
+    if not fits:
+        return answer
     besides, instead = request.preloaded
     worker.also_preload(besides)
     worker.preload_only(instead)
@@ -146,21 +135,47 @@ def carry_out(request: Request, gpus: tuple[str, ...]) -> Answer:
     with tempfile.TemporaryDirectory(prefix="enginesmith-log-") as folder, retry.notifications_to(notes.append):
         log = Path(folder, Path(request.log).name)
         try:
-            step = _at_home(request)
-            inputs = {role: _fetched(executor.store, one) for role, one in request.inputs.items()}
+            step = _localize(request)
+            inputs = {role: _fetch(executor.store, artifact) for role, artifact in request.inputs.items()}
             here = StepRequest(step, inputs, log, _ignore, _ignore, request.timeout_seconds, notes.append)
-            executor.cores, executor.gpus = request.cores, gpus
+            executor.cores = request.cores
+            executor.gpus = tuple(map(str, ray().get_runtime_context().get_accelerator_ids().get("GPU", ())))
             result = executor.run(here)
             artifact = executor.store.share(result.artifact) if result.cached else result.artifact
+            answer = replace(answer, artifact=artifact, cached=result.cached)
         except EnginesmithError as error:
             error.remedy = error.remedy.replace(str(log), request.log)
             full = isinstance(error, StoreError) and any(words in error.message for words in _FULL)
-            return Answer(platform.node(), error=error, full=full, notes=tuple(notes), log=_end_of(log))
-        return Answer(platform.node(), artifact, result.cached, notes=tuple(notes), log=_end_of(log))
+            answer = replace(answer, error=error, full=full)
+        return replace(answer, notes=tuple(notes), log=_read_end(log))
+
+
+def _introduce(request: Request) -> tuple[Answer, bool]:
+    """Compare this node with a request; returns an answer that identifies it, and whether it may do the step."""
+    _restore_environment()
+    fingerprint = _fingerprint()
+    refusal = "; ".join(request.requirement.mismatches(fingerprint)) or _check_store_folder(request)
+    answer = Answer(platform.node(), ray().get_runtime_context().get_node_id(), fingerprint, refusal)
+    return answer, not refusal and request.requirement.kind in ("", fingerprint.kind)
+
+
+_fingerprint = functools.cache(own_fingerprint)
+
+
+def _check_store_folder(request: Request) -> str:
+    """Explain why the folder of the store is not the driver's; empty if it is, or if the store is no folder."""
+    address, file = request.store, request.token_file
+    try:
+        if not file or Path(file).read_text() == request.token:
+            return ""
+    except OSError as error:
+        reason = os.strerror(error.errno or 0).lower()
+        return f"the folder of the store {address} is not there, or not the same one ({reason})"
+    return f"the folder of the store {address} is another one there"
 
 
 class _NodeExecutor(LocalExecutor):
-    """One step at a time, on cores and GPUs that Ray gave it."""
+    """Runs one step at a time, on cores and GPUs that Ray gave it."""
 
     cores: int | None = None
     gpus: tuple[str, ...] = ()
@@ -171,7 +186,7 @@ class _NodeExecutor(LocalExecutor):
 
     @contextmanager
     def _cores(self) -> Iterator[frozenset[int] | None]:
-        with claimed(self.cores) as cores:
+        with claim_cores(self.cores) as cores:
             yield cores
 
     @contextmanager
@@ -184,8 +199,8 @@ def _store(address: str, reuse: bool) -> Store:
     return Store(address, reuse=reuse)
 
 
-def _fetched(store: Store, artifact: Artifact) -> Artifact:
-    """An input as it lies in this node's store, with the history that it has for the one who asked."""
+def _fetch(store: Store, artifact: Artifact) -> Artifact:
+    """Fetch an input from this node's store, with the history that it has in the request."""
     return store.fetch(artifact.key, artifact.sha256).model_copy(update={"history": artifact.history})
 
 
@@ -194,9 +209,9 @@ def _executor(address: str, reuse: bool) -> _NodeExecutor:
     return _NodeExecutor(_store(address, reuse))
 
 
-def _as_started() -> None:
-    """Work in the user's folder, with the environment that the node was started with."""
-    project = project_here()
+def _restore_environment() -> None:
+    """Enter the user's folder, and undo Ray's changes to the environment that the node was started with."""
+    project = find_project()
     if project is not None:
         os.chdir(project)
     raylet = os.environ.get("RAY_RAYLET_PID", str(os.getppid()))
@@ -208,8 +223,8 @@ def _as_started() -> None:
             os.environ.pop(name, None)
 
 
-def _at_home(request: Request) -> Step:
-    """The step with the path of the user's model as it is here.
+def _localize(request: Request) -> Step:
+    """Rewrite the path of the user's model in a step to the one on this node.
 
     Raises:
         SourceError: a file that the step reads is not on this node.
@@ -229,81 +244,13 @@ def _at_home(request: Request) -> Step:
     return replace(step, task=step.task.model_copy(update={"source": source}))
 
 
-def _trouble_with_store(what: Visit) -> str:
-    if what.token_file:
-        try:
-            if Path(what.token_file).read_text() != what.token:
-                return f"{what.token_file} is another file there"
-        except OSError as error:
-            return f"its folder is not there, or not the same one ({os.strerror(error.errno or 0).lower()})"
-    try:
-        _store(what.store, True).get("0" * 64)
-    except EnginesmithError as error:
-        return error.message
-    return ""
-
-
 def _ignore(*_: object) -> None:
     """Drop progress: the log and the notes come back with the result."""
 
 
-def _end_of(log: Path) -> bytes:
+def _read_end(log: Path) -> bytes:
     if not log.is_file():
         return b""
     with log.open("rb") as stream:
         stream.seek(max(0, log.stat().st_size - _LOG_BYTES))
         return stream.read()
-
-
-# Steps as Ray tasks, and what an error of Ray's means for a step.
-
-_NODE_ID = re.compile(r"node ID: ([0-9a-f]{40,})")
-
-
-class NodeLost(Exception):
-    """Every node that a step was reserved on is gone, and nobody's step is to blame; says what was lost."""
-
-    def __init__(self, what: str, node_id: str = "") -> None:
-        super().__init__(what)
-        self.node_id = node_id
-        """Of the node that is gone; empty where the pool knows it already."""
-
-
-@dataclass(frozen=True)
-class RemoteStep:
-    """A step that was sent to a node, or waits for one."""
-
-    reservation: Reservation
-    reference: Any
-    """Ray's, to the answer."""
-
-
-def explain_loss(error: Exception, step: RemoteStep, nodes: Mapping[str, Node]) -> NodeLost | StepCrashed:
-    """Say what an error means that is left when Ray has retried: a node that is gone, or a step that cannot be done."""
-    kinds = ray().exceptions
-    gone = (kinds.NodeDiedError, kinds.ObjectLostError, kinds.LocalRayletDiedError, kinds.TaskUnschedulableError)
-    if isinstance(error, gone):
-        match, reserved = _NODE_ID.search(str(error)), step.reservation.nodes
-        node_id = match[1] if match else next(iter(reserved)) if len(reserved) == 1 else ""
-        return NodeLost(f"{nodes[node_id].name if node_id in nodes else 'its node'} was lost", node_id)
-    words = " ".join(str(error).split())
-    return StepCrashed(
-        f"Ray could not do it ({type(error).__name__}: {words[:200]})",
-        "see `ray status`, Ray's logs, and whether the nodes have the memory for it",
-    )
-
-
-def do(request: Request) -> tuple[str, Answer]:
-    """On a node: do a step; gives back the node's id, too."""
-    context = ray().get_runtime_context()
-    return context.get_node_id(), carry_out(request, tuple(map(str, context.get_accelerator_ids().get("GPU", ()))))
-
-
-def errands_look_up(request: Request) -> Answer | None:
-    """On a node: look up what the store has of a step that depends on the machine."""
-    return look_up(request)
-
-
-def errands_visit(what: Visit) -> tuple[NodeFingerprint, str]:
-    """On a node: tell what it is."""
-    return visit(what)
