@@ -51,8 +51,6 @@ FAULTY = """
 import torch
 from torch import nn
 
-SIZE = 4
-
 class Fixed(nn.Module):
     def forward(self, x):
         return x.reshape(2, 4) * 2
@@ -77,12 +75,6 @@ def nothing():
 
 def state_dict():
     return nn.Linear(2, 2).state_dict()
-
-def number():
-    return 7
-
-def words():
-    return nn.Linear(4, 3), {"input": "a text"}
 
 def broken():
     return Broken(), torch.ones(2, 4)
@@ -206,9 +198,6 @@ MODEL = (
     Case("missing Python file", "export gone.py:build", 2, "gone.py|does not exist|current folder"),
     Case("file without a factory", "export net.py", 2, "net.py|no factory|net.py:build"),
     Case("wrong factory", "export net.py:biuld", 2, "no 'biuld'|build, bare"),
-    Case(
-        "missing module", "export nosuch.module:build", 2, "no module 'nosuch'|current folder|nosuch.module.py:factory"
-    ),
     Case("factory raises", "export faulty.py:raises", 2, f"ValueError: no weights|{at('faulty.py', '# raises')}"),
     Case("factory exits", "export faulty.py:leaves", 2, f"SystemExit: called exit|{at('faulty.py', 'called exit')}"),
     Case(
@@ -218,15 +207,10 @@ MODEL = (
         "SyntaxError: invalid syntax|bad.py:2",
         file("bad.py", "\ndef build(:\n"),
     ),
-    Case("import error", "export bad.py:build", 2, "'nosuch'|bad.py:2", file("bad.py", "\nimport nosuch\n")),
     Case("factory gives None", "export faulty.py:nothing", 2, "returned None|nn.Module|example_inputs"),
     Case("factory gives weights", "export faulty.py:state_dict", 2, "state dict|weights without a model|nn.Module"),
-    Case("factory gives a number", "export faulty.py:number", 2, "returned an int|nn.Module"),
     Case("factory takes other arguments", "export 'net.py:build(depth=3)'", 2, "'depth'|parameters are ()"),
-    Case("factory is no callable", "export faulty.py:SIZE", 2, "an int, not a factory|callable"),
-    Case("unreadable arguments", "export 'net.py:build(depth=os)'", 2, "depth=os|no literal|build(depth=50)"),
     Case("no example", "export net.py:bare", 2, "no example inputs|return (module, example_inputs)|--input"),
-    Case("example is no tensor", "export faulty.py:words", 2, "'input' is a str|tensor|wrap"),
     Case("forward raises", "export faulty.py:broken", 2, f"example inputs failed|{at('faulty.py', '# takes five')}"),
     Case("forward gives no tensor", "export faulty.py:deaf", 2, "faulty.py:deaf|no tensor"),
     Case(
@@ -244,8 +228,6 @@ MODEL = (
     ),
     Case("broken archive", "export m.pt2", 2, "m.pt2|torch.export.save", file("m.pt2", b"PK nothing")),
     Case("unknown zoo model", "export resnet51", 2, "'resnet51'|did you mean resnet50|zoo: digits"),
-    Case("zoo model without that argument", "export 'digits(depth=3)'", 2, "'depth'|parameters are ("),
-    Case("hf: without folder", "export hf:./gone", 2, "./gone|does not exist|config.json"),
     Case(
         "hf: without config",
         "export hf:./bert",
@@ -254,7 +236,6 @@ MODEL = (
         lambda folder: (folder / "bert").mkdir(),
     ),
     Case("hf: with broken config", "export hf:.", 2, "config.json", file("config.json", "{")),
-    Case("hf: of unknown type", "export hf:.", 2, "config.json|model_type", file("config.json", "{}")),
     Case("hf: without weights", "export hf:.", 2, "safetensors", file("config.json", '{"model_type": "bert"}')),
 )
 INPUTS = (
@@ -266,14 +247,10 @@ INPUTS = (
         2,
         "float32[2, 4]|expected x:float32:batch,5|agree",
     ),
-    Case("wrong rank", "export net.py:build --input x:float32:batch,2,2", 2, "float32[2, 4]|x:float32:batch,2,2"),
     Case(
         "shape that forward refuses", "export net.py:bare --input x:float32:batch,5", 2, at("net.py", "self.linear(x)")
     ),
     Case("unreadable", "export net.py:build --input x,float32", 2, "'x,float32'|name:dtype:batch"),
-    Case("unknown dtype", "export net.py:build --input x:float:batch,4", 2, "unknown dtype 'float'|float32"),
-    Case("unreadable dimension", "export net.py:build --input x:float32:batch,-4", 2, "'-4'|positive number or a word"),
-    Case("same name twice", "export net.py:build --input x:float32:batch,4 --input x:float32:4", 2, "'x'|twice"),
     Case(
         "dimension cannot vary", "export faulty.py:fixed --input x:float32:batch,4", 2, "batch = 2|instead of 'batch'"
     ),
@@ -283,7 +260,6 @@ INPUTS = (
     Case("range without dimension", "export net.py:build --shape 1:8:64", 2, "1:8:64|batch=1:8:64"),
     Case("batch out of range", "export net.py:build --shape batch=1:2:4 --batch 8", 2, "--batch 8|1:2:4|widen"),
     Case("batch of zero", "export net.py:build --batch 0", 2, "batch|at least 1|0"),
-    Case("batch is no number", "export net.py:build --batch one", 2, "'one'|1,8,64"),
 )
 GRAPHS = (
     Case("truncated", "simplify m.onnx", 1, "m.onnx|truncated|copy it again", file("m.onnx", ONNX[:60])),
@@ -320,7 +296,6 @@ CHOICES = (
     Case("unknown device", "optimize net.py:build --device tpu", 2, "'tpu'|cpu, cuda or cuda:1"),
     Case("unknown objective", "optimize net.py:build --objective speed", 2, "'speed'|latency"),
     Case("size without sense", "optimize net.py:build --max-memory lots", 2, "'lots'|256MiB"),
-    Case("unknown unit", "optimize net.py:build --max-latency 5parsec", 2, "'parsec'|ms"),
     Case("old opset", "export net.py:build --opset 9", 2, "export.opset|18|9"),
     Case("output of another kind", "export net.py:build -o m.trt", 2, "m.trt|.onnx"),
     Case("not a run", "resume .", 2, "no run|optimize"),
@@ -332,7 +307,6 @@ CHOICES = (
         "r.yaml is not YAML|line 2|init",
         file("r.yaml", "a: [1\nb: }"),
     ),
-    Case("recipe no mapping", "optimize digits --recipe r.yaml", 2, "r.yaml|no mapping|init", file("r.yaml", "- a\n")),
     Case(
         "unknown field",
         "optimize digits --recipe r.yaml",
@@ -340,46 +314,11 @@ CHOICES = (
         "'bach'|did you mean batch",
         file("r.yaml", "bach: [1]\n"),
     ),
-    Case(
-        "unknown inner field",
-        "optimize digits --recipe r.yaml",
-        2,
-        "'max_ram'|budgets|max_memory_bytes",
-        file("r.yaml", "budgets: {max_ram: 1}\n"),
-    ),
-    Case(
-        "field of another type",
-        "optimize digits --recipe r.yaml",
-        2,
-        "batch|valid list|'many'",
-        file("r.yaml", "batch: many\n"),
-    ),
-    Case(
-        "part of another type",
-        "optimize digits --recipe r.yaml",
-        2,
-        "export|valid mapping|17",
-        file("r.yaml", "export: 17\n"),
-    ),
 )
 DATA = (
     Case("missing", "optimize net.py:build --eval gone.npz", 2, "gone.npz|check the path"),
-    Case("unknown form", "optimize net.py:build --eval d.csv", 2, "d.csv|.npz|.safetensors", file("d.csv", "1,2")),
     Case("wrong names", "optimize net.py:build --eval data.npz", 2, "holds 'y'|takes 'x'|name the arrays", arrays(y=X)),
-    Case("wrong shape", "optimize net.py:build --eval data.npz", 2, "[6, 3]|[samples, 4]", arrays(x=X[:, :3])),
-    Case("wrong dtype", "optimize net.py:build --eval data.npz", 2, "int64|float32", arrays(x=X.astype(np.int64))),
-    Case("no rows", "optimize net.py:build --eval data.npz", 2, "data.npz is empty|one sample", arrays(x=X[:0])),
     Case("NaN", "optimize net.py:build --eval data.npz", 2, "'x'|NaN", arrays(x=X * np.nan)),
-    Case(
-        "no archive", "optimize net.py:build --eval data.npz", 2, "cannot read data.npz|savez", file("data.npz", "x,y")
-    ),
-    Case(
-        "labels of another number",
-        "optimize net.py:build --eval data.npz",
-        2,
-        "'labels'|6 rows",
-        arrays(x=X, labels=LABELS[:4]),
-    ),
     Case(
         "no labels for the metric",
         "optimize net.py:build --eval data.npz --metric top5",
@@ -394,20 +333,6 @@ DATA = (
         "optimize net.py:build --eval data.npz --metric metrics:odd",
         2,
         "metrics:odd|out of order",
-        arrays(x=X, labels=LABELS),
-    ),
-    Case(
-        "unknown metric",
-        "optimize net.py:build --eval data.npz --metric top3",
-        2,
-        "'top3'|top1, top5, mse",
-        arrays(x=X, labels=LABELS),
-    ),
-    Case(
-        "metric without module",
-        "optimize net.py:build --eval data.npz --metric nosuch:odd",
-        2,
-        "no module 'nosuch'|give the metric as",
         arrays(x=X, labels=LABELS),
     ),
 )
@@ -476,7 +401,6 @@ STORAGE = (
         1,
         "net.py/m.onnx|a file is where a folder|another place",
     ),
-    Case("output where nobody writes", "export net.py:build -o /proc/m.onnx", 1, "/proc/m.onnx|no such file|path"),
     Case(
         "output on a full disk",
         "export net.py:build",
@@ -486,17 +410,7 @@ STORAGE = (
     ),
     Case("run directory below a file", "optimize net.py:build --out net.py/run", 1, "net.py/run|not a directory|path"),
     Case(
-        "run directory where nobody writes", "optimize net.py:build --out /proc/run", 1, "/proc/run|no such file|path"
-    ),
-    Case(
         "full disk below a run", "optimize net.py:build", 1, "out|no space left|free some space", patch=refuse_to_copy
-    ),
-    Case(
-        "full disk below the record",
-        "export net.py:build",
-        1,
-        "no space left|free some space",
-        patch=fill_disk("model.json"),
     ),
     Case(
         "full disk below the graph",
@@ -504,13 +418,6 @@ STORAGE = (
         1,
         "no space left|free some space",
         patch=fill_disk("model.onnx"),
-    ),
-    Case(
-        "full disk below the samples",
-        "export net.py:build",
-        1,
-        "no space left|free some space",
-        patch=fill_disk("feeds-0.npz"),
     ),
     Case(
         "full disk below the manifest",
