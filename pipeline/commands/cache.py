@@ -76,9 +76,9 @@ def cache_prune(max_size: str | None, max_age: str | None, store: str | None, lo
 
 
 def _opened(store: str | None, local: bool) -> "Store":
-    from enginesmith.pipeline.store.address import address, default_address
+    from enginesmith.pipeline.store.address import default_address, parse_address
     from enginesmith.pipeline.store.store import Store
 
     if not local:
         return Store(store, make=False)
-    return Store((address(store) if store else default_address()).folder, make=False)
+    return Store((parse_address(store) if store else default_address()).folder, make=False)

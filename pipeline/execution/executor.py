@@ -199,7 +199,7 @@ class StepCache:
             out = stack.enter_context(self.store.workspace())
             begun = None
             if isinstance(step.task, ResumableTask):
-                begun = stack.enter_context(self.store.begun(self._name))
+                begun = stack.enter_context(self.store.partial_work(self._name))
             done = work(out, begun)
             read = self.store.dependencies(self._name).record(done.effect.reads, done.effect.packages)
             return self.store.publish(

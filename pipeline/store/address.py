@@ -1,4 +1,4 @@
-"""Where a store is: a folder of this machine, or a URL that others use too, with the folder that caches it here."""
+"""Parse the address of a store, a folder or a shared URL, and open the file system of a URL."""
 
 import difflib
 import inspect
@@ -26,25 +26,25 @@ _READ_ONLY = ("http", "https", "data", "git", "github", "zip")
 
 @dataclass(frozen=True)
 class Address:
-    """A store's place."""
+    """A store's address."""
 
     text: str
-    """What opens the same store on another machine: the URL, or the absolute path."""
+    """Opens the same store on another machine: the URL, or the absolute path."""
     folder: Path
-    """On this machine: the store itself, or the cache of the shared one."""
+    """Folder on this machine: the store itself, or the cache of the shared one."""
     url: str = ""
     """Empty for a folder."""
 
 
-def address(place: Path | str) -> Address:
-    """Read what was given as a store.
+def parse_address(place: Path | str) -> Address:
+    """Parse the path or URL of a store.
 
     Raises:
-        UsageError: a URL that names no place, or with a password in it.
+        UsageError: the URL names no place, or has a password in it.
     """
     if isinstance(place, str) and "://" in place:
         url = _url(place)
-        return Address(url, _cache_of(url), url)
+        return Address(url, _cache_folder(url), url)
     path = Path(place)
     if path.parts and path.parts[0].endswith(":"):
         meant = f"{path.parts[0]}//{'/'.join(path.parts[1:])}"
@@ -54,25 +54,25 @@ def address(place: Path | str) -> Address:
 
 
 def default_address() -> Address:
-    """``$ENGINESMITH_STORE``, else ``enginesmith`` in the user's cache folder."""
-    return address(os.environ.get("ENGINESMITH_STORE") or _user_cache() / "enginesmith")
+    """Return ``$ENGINESMITH_STORE``, else ``enginesmith`` in the user's cache folder."""
+    return parse_address(os.environ.get("ENGINESMITH_STORE") or _user_cache() / "enginesmith")
 
 
-def credentials_of(protocol: str) -> str:
-    """The environment variables that credentials of a protocol are taken from."""
+def credential_variables(protocol: str) -> str:
+    """Name the environment variables that hold the credentials of a protocol."""
     return _CREDENTIALS.get(protocol, f"FSSPEC_{protocol.upper()}_…, as FSSPEC_{protocol.upper()}_PASSWORD")
 
 
 def _url(text: str) -> str:
-    found = _URL.fullmatch(text)
-    protocol, rest = (found[1].lower(), found[2]) if found else ("", "")
+    match = _URL.fullmatch(text)
+    protocol, rest = (match[1].lower(), match[2]) if match else ("", "")
     if re.match(r"[^@]*:[^@]*@", rest) or "?" in rest:
         raise UsageError(
             f"the URL of the {protocol}:// store holds a password or a signature, which others would see",
-            f"leave it away; credentials are read from the environment: {credentials_of(protocol)}",
+            f"leave it away; credentials are read from the environment: {credential_variables(protocol)}",
         )
     if "::" in text or not rest.strip("/"):
-        raise UsageError(f"{text} is no place for a store", "name one as s3://bucket/folder")
+        raise UsageError(f"{text} is no valid address of a store", "name one as s3://bucket/folder")
     if protocol in _READ_ONLY:
         raise UsageError(f"{text} cannot be written to", "name a place that can, as s3://bucket/folder")
     if protocol == "local":  # another name of it
@@ -84,8 +84,8 @@ def _url(text: str) -> str:
     return f"{protocol}://{rest.rstrip('/')}"
 
 
-def _cache_of(url: str) -> Path:
-    """A folder for each URL below ``$ENGINESMITH_CACHE``, else below the user's cache folder."""
+def _cache_folder(url: str) -> Path:
+    """Return the folder that caches a URL, below ``$ENGINESMITH_CACHE`` or the user's cache folder."""
     chosen = os.environ.get("ENGINESMITH_CACHE")
     root = Path(chosen).expanduser().absolute() if chosen else _user_cache() / "enginesmith-shared"
     readable = re.sub(r"[^A-Za-z0-9]+", "-", url)[-40:].strip("-")
@@ -95,8 +95,6 @@ def _cache_of(url: str) -> Path:
 def _user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
-
-# What reads and writes at a URL: the file systems of fsspec, opened so that nothing stale is remembered.
 
 _PACKAGES = {
     "s3": "s3fs",
@@ -108,13 +106,13 @@ _PACKAGES = {
 }
 
 
-def opened(url: str) -> tuple[Any, str]:
-    """What reads a URL, and the path in it.
+def open_filesystem(url: str) -> tuple[Any, str]:
+    """Open fsspec's file system for a URL, without caches of listings; returns it and the path in it.
 
     Raises:
         UsageError: no file system has that protocol.
         MissingCapability: the package for it is not installed.
-        Exception: what the file system's library raises, where it connects to a service now and that fails.
+        Exception: as the file system's library raises, where it connects to a service now and that fails.
     """
     protocol = url.partition("://")[0]
     try:
@@ -138,7 +136,7 @@ def opened(url: str) -> tuple[Any, str]:
     return system, root.rstrip("/")
 
 
-def in_one_request(system: Any) -> dict[str, int]:
-    """Options for reading a small file: s3fs would ask for its size first, and read parts of it at the same time."""
+def single_request_options(system: Any) -> dict[str, int]:
+    """Return options to read a small file in one request: s3fs would ask for its size first, and read parts of it."""
     read = getattr(system, "_cat_file", None)
     return {"max_concurrency": 1} if read and "max_concurrency" in inspect.signature(read).parameters else {}

@@ -1,11 +1,11 @@
-"""The part of a store that lies on this machine: published entries, and folders for work in flight.
+"""Keep the part of a store on this machine: published entries, and folders for work in flight.
 
     ROOT/objects/ab/abcdef…/artifact.json + files      published artifacts, named by key
-    ROOT/begun/…                                       what a long step has so far; gone once it is done
+    ROOT/begun/…                                       partial work of a long step; gone once it is done
     ROOT/tmp/PID@HOST-…                                work in flight; nobody reads it
 
-An entry appears whole or not at all: it is written under ``tmp`` and renamed. What is read is held against its
-digests; a damaged entry is thrown away and made again.
+An entry appears whole or not at all: it is written under ``tmp`` and renamed. Files are checked against
+their digests when they are read; a damaged entry is removed and made again.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from pathlib import Path
 
 from enginesmith.pipeline.artifact import files_below
 from enginesmith.pipeline.errors import storage_errors
-from enginesmith.pipeline.store import manifest
 from enginesmith.pipeline.store.manifest import (
     MANIFEST,
     UNFINISHED,
     Entry,
     Manifest,
-    as_it_was,
     decode_checked,
     encode,
     entry_of,
+    is_unchanged,
+    prune_entries,
 )
 
 
@@ -38,7 +38,7 @@ class LocalStore:
     """A folder of entries by key; several processes may use one at the same time."""
 
     def __init__(self, root: Path, *, make: bool = True) -> None:
-        """Open the folder, making it if needed; or if not to ``make``, with the first thing that is put there.
+        """Open the folder, and make it if needed; unless ``make``, it is made with the first entry.
 
         Raises:
             StoreError: it cannot be made or written.
@@ -51,15 +51,15 @@ class LocalStore:
         self.remove_abandoned()
 
     def folder(self, key: str) -> Path:
-        """Where an entry lies, if it is there."""
+        """Return the folder of an entry, whether it exists or not."""
         return self.root / f"objects/{key[:2]}/{key}"
 
     def find(self, key: str) -> Manifest | None:
-        """The manifest of a whole entry, or None where there is none; a damaged one is removed and counts as none."""
+        """Read the manifest of an entry and check its files; None if there is none. A damaged entry is removed."""
         folder = self.folder(key)
         if not os.access(folder / MANIFEST, os.F_OK):
             return None
-        manifest = _intact(folder) or _intact(folder)  # it may have been replaced while it was looked at
+        manifest = _read_intact(folder) or _read_intact(folder)  # it may have been replaced while it was looked at
         if manifest is None:
             shutil.rmtree(folder, ignore_errors=True)
             return None
@@ -68,9 +68,9 @@ class LocalStore:
         return manifest
 
     def install(self, key: str, folder: Path, manifest: Manifest, *, replace: bool) -> Manifest:
-        """Move a workspace's content under its key, in one step; give back what is there then.
+        """Move a workspace's content under its key, in one step; return the manifest that is there then.
 
-        What another process put there meanwhile stays, if it is whole and final, unless it is to be replaced.
+        An entry of another process stays, if it is whole and final, unless it is to be replaced.
 
         Raises:
             StoreError: the disk is full or cannot be written.
@@ -84,12 +84,12 @@ class LocalStore:
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[Path]:
-        """An empty folder on the store's own file system; what is not published from it is removed.
+        """Make an empty folder on the store's own file system, and remove it afterwards unless it was published.
 
         Raises:
             StoreError: it cannot be made.
         """
-        folder = self.root / "tmp" / _own_name()
+        folder = self.root / "tmp" / _workspace_name()
         with storage_errors(f"the store {self.root}"):
             folder.mkdir(parents=True)
         try:
@@ -98,53 +98,52 @@ class LocalStore:
             shutil.rmtree(folder, ignore_errors=True)
 
     @contextlib.contextmanager
-    def begun(self, name: str, *, go_on: bool) -> Iterator[Path]:
-        """What a step has so far, as the last process that was ended left it; removed when this block ends well.
+    def partial_work(self, name: str, *, resume: bool) -> Iterator[Path]:
+        """Open the folder of a step's partial work, as the last interrupted process left it; removed on success.
 
-        A second process that does the same step at the same time has an empty workspace instead. What others left is
-        removed first, unless this is to ``go_on`` from it; what this block leaves if it ends badly is there for the
-        next.
+        A second process that does the same step at the same time has an empty workspace instead. Earlier content is
+        removed first, unless ``resume``; content that is left on failure is there for the next process.
 
         Raises:
             StoreError: it cannot be made.
         """
         folder = self.root / "begun" / name
         with contextlib.ExitStack() as stack:
-            if (lock := _claimed(folder)) is not None:
+            if (lock := _try_claim(folder)) is not None:
                 stack.callback(os.close, lock)
                 stack.callback(_remove_if_empty, folder)
-                if not go_on:
-                    _empty(folder)
+                if not resume:
+                    _remove_content(folder)
                 yield folder
                 shutil.rmtree(folder, ignore_errors=True)
             else:
                 yield stack.enter_context(self.workspace())
 
     def entries(self) -> list[Entry]:
-        """Everything published or begun, the latest used first."""
-        found = []
+        """List published entries and partial work, most recently used first."""
+        entries = []
         for path in self.root.glob(f"objects/*/*/{MANIFEST}"):
             folder = path.parent
             with contextlib.suppress(FileNotFoundError):  # another process removed it meanwhile
-                found.append(entry_of(folder.name, _read(folder), folder.stat().st_mtime))
+                entries.append(entry_of(folder.name, _read(folder), folder.stat().st_mtime))
         for folder in self.root.glob("begun/*"):
             with contextlib.suppress(FileNotFoundError):  # its step has ended meanwhile
                 total = sum((folder / name).stat().st_size for name in files_below(folder))
-                found.append(Entry(folder.name, "unfinished", UNFINISHED, total, folder.stat().st_mtime))
-        return sorted(found, key=lambda entry: -entry.used)
+                entries.append(Entry(folder.name, "unfinished", UNFINISHED, total, folder.stat().st_mtime))
+        return sorted(entries, key=lambda entry: -entry.used)
 
     def verify(self) -> list[str]:
-        """Hash every file of every entry; remove the damaged ones and give back their keys."""
+        """Hash every file of every entry; remove the damaged entries and return their keys."""
         damaged = []
         for path in sorted(self.root.glob(f"objects/*/*/{MANIFEST}")):
-            if _intact(path.parent, every_byte=True) is None:
+            if _read_intact(path.parent, every_byte=True) is None:
                 damaged.append(path.parent.name)
                 shutil.rmtree(path.parent, ignore_errors=True)
         return damaged
 
     def prune(self, max_bytes: int | None, max_age_seconds: float | None) -> list[Entry]:
-        """Remove entries as :func:`stored_entry.prune` says, and what processes that were killed left."""
-        removed = manifest.prune(self.entries(), self._removed, max_bytes, max_age_seconds)
+        """Remove entries as :func:`.manifest.prune_entries` does, and the workspaces of killed processes."""
+        removed = prune_entries(self.entries(), self._try_remove, max_bytes, max_age_seconds)
         self.remove_abandoned()
         if max_age_seconds is not None:
             self._forget_reads(time.time() - max_age_seconds)
@@ -158,20 +157,20 @@ class LocalStore:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _forget_reads(self, oldest: float) -> None:
-        """Remove what steps read that were not looked up since then."""
+        """Remove the candidates of names that were not looked up since then."""
         for path in self.root.glob("reads/*/*.json"):
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < oldest:
                     path.unlink()
                     path.parent.rmdir()
 
-    def _removed(self, entry: Entry) -> bool:
-        """Whether it could be removed: what a process is at work on stays."""
+    def _try_remove(self, entry: Entry) -> bool:
+        """Remove an entry and return whether it could be: partial work that a process is at stays."""
         if entry.kind != UNFINISHED:
             shutil.rmtree(self.folder(entry.key), ignore_errors=True)
             return True
         folder = self.root / "begun" / entry.key
-        if (lock := _claimed(folder)) is None:
+        if (lock := _try_claim(folder)) is None:
             return False
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
@@ -185,9 +184,9 @@ class LocalStore:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-            if not replace and (there := _intact(target)) is not None and not there.incomplete:
+            if not replace and (present := _read_intact(target)) is not None and not present.incomplete:
                 return
-            displaced = self.root / "tmp" / _own_name()
+            displaced = self.root / "tmp" / _workspace_name()
             with contextlib.suppress(FileNotFoundError):  # another process was quicker
                 target.rename(displaced)
             shutil.rmtree(displaced, ignore_errors=True)
@@ -200,34 +199,34 @@ def _read(folder: Path) -> Manifest | None:
         return None
 
 
-def _intact(folder: Path, *, every_byte: bool = False) -> Manifest | None:
+def _read_intact(folder: Path, *, every_byte: bool = False) -> Manifest | None:
     manifest = _read(folder)
     if manifest is None or files_below(folder, skip=[MANIFEST]) != sorted(manifest.files):
         return None
     try:
-        whole = all(as_it_was(folder / name, file, every_byte) for name, file in manifest.files.items())
+        whole = all(is_unchanged(folder / name, file, every_byte) for name, file in manifest.files.items())
     except OSError:  # another process removed it meanwhile
         return None
     return manifest if whole else None
 
 
-def _claimed(folder: Path) -> int | None:
-    """A descriptor that holds the folder, which is made if needed, for this process; None if another one does."""
+def _try_claim(folder: Path) -> int | None:
+    """Lock a folder, which is made if needed, for this process; returns a descriptor, or None if another one has it."""
     with storage_errors(f"the folder {folder}"):
         folder.mkdir(exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        held = os.fstat(descriptor).st_nlink > 0  # else another process removed it between the two
+        claimed = os.fstat(descriptor).st_nlink > 0  # else another process removed it between the two
     except BlockingIOError:
-        held = False
-    if not held:
+        claimed = False
+    if not claimed:
         os.close(descriptor)
         return None
     return descriptor
 
 
-def _empty(folder: Path) -> None:
+def _remove_content(folder: Path) -> None:
     with storage_errors(f"the folder {folder}"):
         for entry in folder.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -238,6 +237,6 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _own_name() -> str:
-    """A name that says whose it is: process and machine."""
+def _workspace_name() -> str:
+    """Make up a name that identifies process and machine."""
     return f"{os.getpid()}@{platform.node()}-{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""What a store says about an entry: its manifest, under a seal that a torn or edited one breaks."""
+"""Describe a store's entries: the manifest of each, encoded with a digest that a torn or edited one breaks."""
 
 import hashlib
 import json
@@ -14,10 +14,8 @@ from pydantic import Base64Bytes, BaseModel, ConfigDict, ValidationError
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, file_digest, folder_digest
 from enginesmith.pipeline.tensors import Signature
 
-# A file by its content, and how to see without reading it that it is as it was.
-
 _ALWAYS_HASH_BYTES = 32 << 20
-"""Files below this are read again, whatever their inode says."""
+"""Smaller files are hashed again, even if their inode is unchanged."""
 
 
 class StoredFile(BaseModel):
@@ -30,20 +28,20 @@ class StoredFile(BaseModel):
     inode: tuple[int, int, int] | None = None
     """Inode number, modification and change time in ns: while none has changed, the bytes have not either.
 
-    None where it is told of a file of another machine.
+    None for a file of another machine.
     """
 
 
-def as_it_was(path: Path, stored: StoredFile, every_byte: bool) -> bool:
-    """Whether a file has the content that was stored; a large one by its inode, unless ``every_byte`` is asked."""
+def is_unchanged(path: Path, stored: StoredFile, every_byte: bool) -> bool:
+    """Return whether a file has the content that was stored; a large one by its inode, unless ``every_byte``."""
     stat = path.stat()
     if _inode(stat) == stored.inode and stored.bytes > _ALWAYS_HASH_BYTES and not every_byte:
         return True
     return stat.st_size == stored.bytes and file_digest(path) == stored.sha256
 
 
-def stored_file(path: Path, before: StoredFile | None = None) -> StoredFile:
-    """The file as it is now; hashed only if it is not in the state that it was in before."""
+def describe_file(path: Path, before: StoredFile | None = None) -> StoredFile:
+    """Describe a file's present content; it is hashed only if its inode differs from ``before``."""
     stat = path.stat()
     if before is not None and before.inode == _inode(stat):
         return before
@@ -58,11 +56,11 @@ MANIFEST = "artifact.json"
 DAY_SECONDS = 86400.0
 """How often a shared store notes a use."""
 UNFINISHED = "unfinished"
-"""The kind of an entry that a step has begun, and not ended."""
+"""The kind of an entry with partial work of a step."""
 
 
 class Manifest(BaseModel):
-    """What ``artifact.json`` holds."""
+    """Content of ``artifact.json``."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -83,12 +81,12 @@ class Manifest(BaseModel):
 
     @property
     def is_safe(self) -> bool:
-        """Whether all names stay within the folder that the files are put in: others can write what stands in there."""
+        """Whether all names stay within the folder of the entry: others can write a shared store's manifests."""
         return self.upload.isalnum() and all(map(_is_within, [self.file, *self.files]))
 
     @property
     def sha256(self) -> str:
-        """Of all files, by name and content."""
+        """Digest of all files, by name and content."""
         return folder_digest({name: file.sha256 for name, file in self.files.items()})
 
     @property
@@ -98,11 +96,11 @@ class Manifest(BaseModel):
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """Size of all files."""
         return sum(file.bytes for file in self.files.values())
 
     def artifact(self, folder: Path, key: str) -> Artifact:
-        """The artifact whose files lie in a folder."""
+        """Build the artifact whose files are in a folder."""
         return Artifact(
             kind=self.kind,
             path=folder / self.file,
@@ -134,7 +132,7 @@ def _is_within(name: str) -> bool:
 
 
 def entry_of(key: str, manifest: Manifest | None, used: float) -> Entry:
-    """The line for a manifest, or for one that cannot be read."""
+    """Build the line for a manifest, or for one that cannot be read."""
     if manifest is None:
         return Entry(key, "unreadable", "?", 0, used)
     return Entry(key, manifest.step, manifest.kind, manifest.bytes, used)
@@ -144,35 +142,35 @@ _SEAL = re.compile(rb'\{"digest": "([0-9a-f]{64})",\n"manifest": (.*)\}', re.DOT
 
 
 def encode(manifest: Manifest) -> bytes:
-    """A manifest with the digest of its text, as it lies in a store."""
+    """Encode a manifest with the digest of its text, as it is stored."""
     text = json.dumps(manifest.model_dump(mode="json"), indent=1).encode()
     return b'{"digest": "%b",\n"manifest": %b}' % (hashlib.sha256(text).hexdigest().encode(), text)
 
 
 def decode_checked(data: bytes) -> Manifest | None:
-    """The manifest, or None where it is not as it was written."""
-    found = _SEAL.fullmatch(data)
-    if found is None or hashlib.sha256(found[2]).hexdigest().encode() != found[1]:
+    """Decode a manifest; None if its digest does not match."""
+    match = _SEAL.fullmatch(data)
+    if match is None or hashlib.sha256(match[2]).hexdigest().encode() != match[1]:
         return None
     try:
-        return Manifest.model_validate_json(found[2])
+        return Manifest.model_validate_json(match[2])
     except ValidationError:
         return None
 
 
-def prune(
+def prune_entries(
     entries: Iterable[Entry], remove: Callable[[Entry], bool], max_bytes: int | None, max_age_seconds: float | None
 ) -> list[Entry]:
-    """Remove those not used for so long, then the least recently used until the rest fits; give them back.
+    """Remove entries not used for so long, then the least recently used until the rest fits; return the removed ones.
 
-    ``entries`` come the latest used first; ``remove`` says whether it could be done.
+    ``entries`` are sorted, most recently used first; ``remove`` returns whether it could be done.
     """
-    removed, kept = [], 0
+    removed, total = [], 0
     oldest = time.time() - max_age_seconds if max_age_seconds is not None else 0.0
     for entry in entries:
-        kept += entry.bytes
-        unwanted = entry.used < oldest or (max_bytes is not None and kept > max_bytes)
+        total += entry.bytes
+        unwanted = entry.used < oldest or (max_bytes is not None and total > max_bytes)
         if unwanted and remove(entry):
-            kept -= entry.bytes
+            total -= entry.bytes
             removed.append(entry)
     return removed

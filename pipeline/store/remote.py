@@ -1,12 +1,12 @@
-"""A store that several machines use, on any file system that fsspec knows: S3, Google Cloud, Azure, a mounted folder …
+"""Read and write a store that several machines share, on any fsspec file system: S3, Google Cloud, Azure, a folder …
 
-    ROOT/enginesmith-store.json                     says what this is
+    ROOT/enginesmith-store.json                     marks the folder as a store
     ROOT/objects/ab/KEY/artifact.json               the entry: its manifest, which holds its files or names their upload
     ROOT/objects/ab/KEY/UPLOAD/<files>              files of an entry that is not small, each upload in its own folder
-    ROOT/reads/NAME.json                            what steps read of the user's files, by name
+    ROOT/reads/NAME.json                            the user's files that steps read, by name
 
 A manifest is written after all of its files, so an entry is there when its manifest is, and holds. Of two writers the
-last manifest wins, and both are whole. Files that no manifest names are what an interrupted upload left: nobody sees
+last manifest wins, and both are whole. Files that no manifest names are leftovers of an interrupted upload: nobody sees
 them, and ``cache prune`` removes them a day later.
 
 A request to a service far away takes its time, so few come one after the other: nothing is asked for before it is read,
@@ -27,42 +27,40 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from enginesmith.pipeline.errors import StoreError, UsageError, storage_errors
-from enginesmith.pipeline.store import address
+from enginesmith.pipeline.store.address import open_filesystem, single_request_options
 from enginesmith.pipeline.store.manifest import (
     DAY_SECONDS,
     MANIFEST,
     Manifest,
     StoredFile,
     decode_checked,
+    describe_file,
     encode,
-    stored_file,
 )
 from enginesmith.pipeline.store.retry import Retries
-
-# What says of a place that it is a store: a file at its root, which a new store begins with.
 
 _FILE, _SCHEMA = "enginesmith-store.json", "enginesmith.store/1"
 
 
 class StoreMarker:
-    """The file of one store; seen once, it is not asked for again."""
+    """The file at the root that marks a folder as a store; seen once, it is not read again."""
 
     def __init__(
         self, place: str, has_folders: bool, read: Callable[[str], bytes], write: Callable[[str, bytes], None]
     ) -> None:
-        """``place`` is for messages; ``read`` and ``write`` take a path below the root."""
+        """Take the store's name for messages, and functions that ``read`` and ``write`` a path below the root."""
         self._place, self._has_folders, self._read, self._write = place, has_folders, read, write
         self._known = False
         self._failed: tuple[float, StoreError] | None = None
-        """When the service could not be asked, and why."""
+        """Time and error of the last failure."""
         self._lock = threading.Lock()
 
     def ensure_exists(self) -> None:
-        """Before anything else: that this is a store, which a new one is made to be.
+        """Check before anything else that this is a store, or mark an empty folder as one.
 
         Raises:
             UsageError: the bucket is not there, or the folder cannot be.
-            StoreError: it is a store of another version; the service refuses it, or was away for too long.
+            StoreError: it is a store of another version; the service refuses access, or cannot be reached.
         """
         if self._known:
             return
@@ -80,7 +78,7 @@ class StoreMarker:
             self._known = True
 
     def validate_exists(self) -> None:
-        """Insist that there is a store already, which looking after it is not to make.
+        """Check that there is a store, without making one.
 
         Raises:
             UsageError: there is none.
@@ -107,18 +105,18 @@ class StoreMarker:
 
     def _validate_schema(self, content: bytes) -> None:
         with contextlib.suppress(ValueError, LookupError, TypeError):
-            found = json.loads(content)["schema"]
-            if found != _SCHEMA:
+            schema = json.loads(content)["schema"]
+            if schema != _SCHEMA:
                 raise StoreError(
-                    f"{self._place} is of another version of enginesmith: {found!r} instead of {_SCHEMA!r}",
+                    f"{self._place} is of another version of enginesmith: {schema!r} instead of {_SCHEMA!r}",
                     "use another folder of the bucket, or the same version everywhere",
                 )
 
 
 _AT_ONCE = 8
-"""Files that are carried at the same time, where the file system can do that."""
+"""Files that are transferred at the same time, if the file system can do that."""
 _SMALL_BYTES = 256 << 10
-"""Files that are no more than that together come with the manifest."""
+"""Files that are no larger than that together are part of the manifest."""
 _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "memory"}
 """Protocols where a path is only a name; asked to make a folder, some of them would make a bucket."""
 
@@ -130,76 +128,76 @@ class SharedStore:
     """Entries at a URL; safe for any number of processes and threads."""
 
     def __init__(self, url: str, tell: Callable[[str], None]) -> None:
-        """Find out how the URL is read; of most services nothing is asked yet.
+        """Open the file system of the URL; most services are not connected to yet.
 
         Raises:
             UsageError: no file system has that protocol.
             MissingCapability: the package for it is not installed.
-            StoreError: a service that has to be connected to, as sftp, refuses it, or was away for too long.
+            StoreError: a service that is connected to now, as sftp, refuses access, or cannot be reached.
         """
         self.url = url
         self.retries = Retries(f"the store {url}", tell)
-        self.system, self.root = self.retries(address.opened, url)
-        self._at_once = address.in_one_request(self.system)
+        self.system, self.root = self.retries(open_filesystem, url)
+        self._at_once = single_request_options(self.system)
         self._has_folders = url.partition("://")[0] not in _WITHOUT_FOLDERS
         self._damaged: set[str] = set()
         """Keys whose entry was found damaged, and could perhaps not be removed."""
         self.marker = StoreMarker(self.retries.place, self._has_folders, self._read, self._write)
 
     def fetch(self, key: str, folder: Path, *, touch: bool = True) -> Manifest | None:
-        """Bring an entry's files into an empty folder; None where there is no entry that holds.
+        """Download an entry's files into an empty folder; None if there is no intact entry.
 
-        The manifest that comes back is this machine's: with the state of the files here. A damaged entry is removed.
+        The manifest that is returned has the state of the files on this machine. A damaged entry is removed.
         With ``touch`` the entry counts as used.
 
         Raises:
-            StoreError: the service refuses it, or was away for too long; the folder cannot be written.
+            StoreError: the service refuses access, or could not be reached for too long; the folder cannot be written.
         """
         manifest = self.manifest(key)
         while manifest is not None:
-            files = self._brought(key, manifest, folder)
+            files = self._download(key, manifest, folder)
             if files is not None:
                 if touch:
                     self._touch(key, manifest)
                 return manifest.model_copy(update={"files": files, "upload": "", "contents": {}, "used": 0.0})
             shutil.rmtree(folder)
             folder.mkdir()
-            now = self.manifest(key)
-            if now is not None and now.upload == manifest.upload:  # else it was replaced, or removed, meanwhile
+            current = self.manifest(key)
+            if current is not None and current.upload == manifest.upload:  # else it was replaced, or removed, meanwhile
                 self.retries.tell(f"{self.retries.place}: the entry {key[:16]} is damaged; it is made again")
                 self.remove(key)
                 return None
-            manifest = now
+            manifest = current
         return None
 
     def manifest(self, key: str) -> Manifest | None:
-        """An entry's manifest, its files unseen; None where there is none that holds."""
+        """Read an entry's manifest, without a look at its files; None if there is no intact one."""
         content = self.read(self._place(key, MANIFEST))
         if content is None:
             return None
-        found = decode_checked(content)
-        if found is not None and found.is_safe:
-            return found
+        manifest = decode_checked(content)
+        if manifest is not None and manifest.is_safe:
+            return manifest
         if key not in self._damaged:
-            self.retries.tell(f"{self.retries.place}: the entry {key[:16]} is damaged, and counts as none")
+            self.retries.tell(f"{self.retries.place}: the entry {key[:16]} is damaged; it is ignored")
         self._damaged.add(key)
         return None
 
-    def whole(self, key: str) -> Manifest | None:
-        """The manifest of an entry that need not be published again: all of its files are there, and it is final."""
-        found = self.manifest(key)
-        if found is None or found.incomplete or key in self._damaged:
+    def find_complete(self, key: str) -> Manifest | None:
+        """Read the manifest of an entry that need not be published again: it is final, and has all of its files."""
+        manifest = self.manifest(key)
+        if manifest is None or manifest.incomplete or key in self._damaged:
             return None
-        if found.is_complete:
-            return found
-        sizes = {name: info["size"] for name, info in self.files(self._place(key, found.upload)).items()}
-        return found if sizes == {name: file.bytes for name, file in found.files.items()} else None
+        if manifest.is_complete:
+            return manifest
+        sizes = {name: info["size"] for name, info in self.files(self._place(key, manifest.upload)).items()}
+        return manifest if sizes == {name: file.bytes for name, file in manifest.files.items()} else None
 
     def publish(self, key: str, folder: Path, manifest: Manifest) -> None:
-        """Upload an entry's files, then what makes it an entry; or both at once.
+        """Upload an entry's files, then its manifest; or both at once.
 
         Raises:
-            StoreError: the service refuses it, or was away for too long.
+            StoreError: the service refuses access, or could not be reached for too long.
         """
         self.marker.ensure_exists()
         upload, contents = uuid.uuid4().hex, {}
@@ -209,12 +207,12 @@ class SharedStore:
         else:
             self.each(lambda name: self._put(folder / name, self._path(key, upload, name)), manifest.files)
         files = {name: StoredFile(sha256=file.sha256, bytes=file.bytes) for name, file in manifest.files.items()}
-        told = {"files": files, "upload": upload, "contents": contents, "used": time.time()}
-        self.write(self._place(key, MANIFEST), encode(manifest.model_copy(update=told)))
+        update = {"files": files, "upload": upload, "contents": contents, "used": time.time()}
+        self.write(self._place(key, MANIFEST), encode(manifest.model_copy(update=update)))
         self._damaged.discard(key)
 
     def read(self, place: str) -> bytes | None:
-        """A small file by its path below the root; None where there is none."""
+        """Read a small file by its path below the root; None if there is none."""
         self.marker.ensure_exists()
         try:
             return self._read(place)
@@ -222,45 +220,45 @@ class SharedStore:
             return None
 
     def write(self, place: str, content: bytes) -> None:
-        """Write a small file at once; a mounted folder gets it under another name first: others may read it then.
+        """Write a small file in one request; in a mounted folder it is renamed when whole, as others may read it.
 
         Raises:
-            StoreError: the service refuses it, or was away for too long; its place was removed at the same moment.
+            StoreError: as for :meth:`publish`; or its folder was removed at the same moment.
         """
         self.marker.ensure_exists()
         try:
             self._write(place, content)
         except FileNotFoundError as error:
-            raise _removed_meanwhile(place, error) from error
+            raise _explain_removal(place, error) from error
 
     def remove(self, key: str) -> None:
-        """Take an entry away, its manifest first; where that is refused, it counts as none for this object."""
+        """Remove an entry, its manifest first; if that is refused, this object ignores it from now on."""
         self._damaged.add(key)
         with contextlib.suppress(StoreError):
-            found = self.manifest(key)
+            manifest = self.manifest(key)
             self.delete([self._path(key, MANIFEST)])
-            if found is not None and not found.is_complete:
-                self.delete(self._path(key, found.upload, name) for name in found.files)
+            if manifest is not None and not manifest.is_complete:
+                self.delete(self._path(key, manifest.upload, name) for name in manifest.files)
 
     def files(self, folder: str) -> dict[str, Mapping[str, Any]]:
-        """All files below a folder by their names from there, with what the file system says about each."""
+        """List all files below a folder by their relative paths, with the file system's description of each."""
         place = f"{self.root}/{folder}"
         try:
-            found = self.retries(self.system.find, place, detail=True)
+            infos = self.retries(self.system.find, place, detail=True)
         except FileNotFoundError:
             return {}
-        return {path[len(place) + 1 :]: info for path, info in found.items() if path.startswith(f"{place}/")}
+        return {path[len(place) + 1 :]: info for path, info in infos.items() if path.startswith(f"{place}/")}
 
     def modified(self, info: Mapping[str, Any]) -> float:
-        """When a file was written, in seconds since the epoch; now, where the file system does not say."""
+        """Return when a file was written, in seconds since the epoch; now, if the file system does not say."""
         names = ("LastModified", "mtime", "updated", "last_modified", "modified", "created")
-        found = next((info[name] for name in names if info.get(name)), None)
-        if isinstance(found, datetime.datetime):
-            return found.timestamp()
-        return float(found) if isinstance(found, (int, float)) else time.time()
+        written = next((info[name] for name in names if info.get(name)), None)
+        if isinstance(written, datetime.datetime):
+            return written.timestamp()
+        return float(written) if isinstance(written, (int, float)) else time.time()
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete files by their whole paths, those that are still there; and folders that have nothing left."""
+        """Delete files by their absolute paths, if they still exist; and folders that are empty then."""
         paths = list(paths)
         self.each(self._delete, paths)
         if self._has_folders:
@@ -269,18 +267,18 @@ class SharedStore:
                     self.system.rmdir(folder)
 
     def each(self, work: Callable[[A], B], items: Iterable[A]) -> list[B]:
-        """Do it for each, several at a time where the file system is made for that."""
+        """Call ``work`` with each item, several at a time if the file system supports that."""
         items = list(items)
         if len(items) < 2 or not self.system.async_impl:
             return [work(item) for item in items]
-        contexts = [contextvars.copy_context() for _ in items]  # what is told there is for whom this thread tells it to
+        contexts = [contextvars.copy_context() for _ in items]  # their messages go where this thread's go
         with ThreadPoolExecutor(min(_AT_ONCE, len(items))) as pool:
             return list(pool.map(lambda context, item: context.run(work, item), contexts, items))
 
-    def _brought(self, key: str, manifest: Manifest, folder: Path) -> dict[str, StoredFile] | None:
-        """Bring them here; None where a file is not there, or has other bytes the second time, too."""
+    def _download(self, key: str, manifest: Manifest, folder: Path) -> dict[str, StoredFile] | None:
+        """Download an entry's files; None if one is missing, or has other bytes the second time, too."""
 
-        def bring(name: str) -> StoredFile | None:
+        def download(name: str) -> StoredFile | None:
             target = folder / name
             with storage_errors(f"the folder {folder}"):
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -289,21 +287,21 @@ class SharedStore:
             for _ in range(2):
                 if not manifest.is_complete:
                     self.retries(self.system.get_file, self._path(key, manifest.upload, name), str(target))
-                found = stored_file(target)
-                if (found.sha256, found.bytes) == (manifest.files[name].sha256, manifest.files[name].bytes):
-                    return found
+                file = describe_file(target)
+                if (file.sha256, file.bytes) == (manifest.files[name].sha256, manifest.files[name].bytes):
+                    return file
             return None
 
         try:
-            brought = map(bring, manifest.files) if manifest.is_complete else self.each(bring, manifest.files)
-            found = dict(zip(manifest.files, brought, strict=True))
+            results = map(download, manifest.files) if manifest.is_complete else self.each(download, manifest.files)
+            files = dict(zip(manifest.files, results, strict=True))
         except FileNotFoundError:
             return None
-        whole = {name: file for name, file in found.items() if file is not None}
-        return whole if len(whole) == len(found) else None
+        intact = {name: file for name, file in files.items() if file is not None}
+        return intact if len(intact) == len(files) else None
 
     def _touch(self, key: str, manifest: Manifest) -> None:
-        """Have an entry that is used count as used, once a day; that need not succeed."""
+        """Note once a day that an entry is used; failures are ignored."""
         if manifest.used < time.time() - DAY_SECONDS:
             with contextlib.suppress(StoreError):
                 self.write(self._place(key, MANIFEST), encode(manifest.model_copy(update={"used": time.time()})))
@@ -313,7 +311,7 @@ class SharedStore:
         try:
             self.retries(self.system.put_file, str(file), path)
         except FileNotFoundError as error:
-            raise _removed_meanwhile(path, error) from error
+            raise _explain_removal(path, error) from error
 
     def _read(self, place: str) -> bytes:
         content: bytes = self.retries(self.system.cat_file, f"{self.root}/{place}", **self._at_once)
@@ -345,5 +343,5 @@ class SharedStore:
         return "/".join(("objects", key[:2], key, *parts))
 
 
-def _removed_meanwhile(path: str, error: FileNotFoundError) -> StoreError:
+def _explain_removal(path: str, error: FileNotFoundError) -> StoreError:
     return StoreError(f"{path} cannot be uploaded: {error}", "is it removed at the same time?")

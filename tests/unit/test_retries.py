@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.errors import StoreError
-from enginesmith.pipeline.store.retry import Retries, is_transient, refusal
+from enginesmith.pipeline.store.retry import Retries, explain_refusal, is_transient
 
 PLACE = "the store s3://team/x"
 
@@ -89,7 +89,7 @@ def test_only_what_may_pass_is_tried_again(error: Exception, again: bool) -> Non
     ids=repr,
 )
 def test_a_refusal_says_what_to_do(error: Exception, message: str, remedy: str) -> None:
-    found = refusal(error, PLACE)
+    found = explain_refusal(error, PLACE)
     assert message in found.message
     assert remedy in found.remedy
 
@@ -205,7 +205,7 @@ def test_a_call_from_before_the_outage_does_not_say_that_it_is_over() -> None:
 
     def long() -> str:
         assert retries(failing(1)) == "here"  # away meanwhile, and back
-        retries._is_away(ConnectionError("away again"), 60.0)
+        retries._report_failure(ConnectionError("away again"), 60.0)
         return "done"
 
     assert retries(long) == "done"

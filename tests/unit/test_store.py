@@ -10,7 +10,7 @@ import pytest
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.errors import StoreError, UsageError
-from enginesmith.pipeline.store.address import address, default_address
+from enginesmith.pipeline.store.address import default_address, parse_address
 from enginesmith.pipeline.store.store import Store, default_root
 
 HISTORY = (HistoryEntry(step="export", parameters={}, tools={}, seconds=1.0, host_peak_bytes=None, effect="made"),)
@@ -149,14 +149,14 @@ def test_the_environment_names_the_place(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_what_was_begun_is_found_again_until_it_is_done(store: Store) -> None:
     def interrupted() -> None:
-        with store.begun("work") as folder:
+        with store.partial_work("work") as folder:
             (folder / "half").write_bytes(b"so far")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert [(entry.step, entry.bytes) for entry in store.entries()] == [("unfinished", 6)]
-    with store.begun("work") as folder, store.begun("work") as other:
+    with store.partial_work("work") as folder, store.partial_work("work") as other:
         assert (folder / "half").read_bytes() == b"so far"
         assert other != folder
         assert not list(other.iterdir())
@@ -166,11 +166,11 @@ def test_what_was_begun_is_found_again_until_it_is_done(store: Store) -> None:
 
 def test_without_reuse_what_others_began_is_not_gone_on_from_and_what_it_begins_can_be(store: Store) -> None:
     for one, left in ((store, b"of before"), (Store(store.root, reuse=False), b"so far")):
-        with contextlib.suppress(KeyboardInterrupt), one.begun("work") as folder:
+        with contextlib.suppress(KeyboardInterrupt), one.partial_work("work") as folder:
             (folder / "state").mkdir()  # there is nothing yet
             (folder / "state" / "half").write_bytes(left)
             raise KeyboardInterrupt
-    with store.begun("work") as folder:
+    with store.partial_work("work") as folder:
         assert (folder / "state" / "half").read_bytes() == b"so far"
 
 
@@ -184,7 +184,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_path_is_a_folder_of_this_machine(tmp_path: Path) -> None:
     for given in ("store", Path("store"), tmp_path / "store"):
-        found = address(given)
+        found = parse_address(given)
         assert (found.text, found.folder, found.url) == (str(tmp_path / "store"), tmp_path / "store", "")
 
 
@@ -199,17 +199,17 @@ def test_a_path_is_a_folder_of_this_machine(tmp_path: Path) -> None:
     ],
 )
 def test_a_url_is_shared_and_has_a_cache_of_its_own(given: str, url: str, tmp_path: Path) -> None:
-    found = address(given)
+    found = parse_address(given)
     assert found.text == found.url == url.format(here=tmp_path)
     assert found.folder.parent == tmp_path / "user" / "enginesmith-shared"
-    assert address(found.text) == found
-    assert address("s3://team/other").folder != found.folder
+    assert parse_address(found.text) == found
+    assert parse_address("s3://team/other").folder != found.folder
 
 
 def test_the_cache_can_be_put_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINESMITH_CACHE", str(tmp_path / "fast"))
-    assert address("s3://team/store").folder.parent == tmp_path / "fast"
-    assert address("store").folder == tmp_path / "store"
+    assert parse_address("s3://team/store").folder.parent == tmp_path / "fast"
+    assert parse_address("store").folder == tmp_path / "store"
 
 
 @pytest.mark.parametrize(
@@ -222,15 +222,15 @@ def test_the_cache_can_be_put_elsewhere(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_credentials_in_a_url_are_refused_and_not_repeated(given: str, variables: str) -> None:
     with pytest.raises(UsageError) as caught:
-        address(given)
+        parse_address(given)
     assert variables in str(caught.value)
     assert "cr3t" not in str(caught.value)
 
 
 @pytest.mark.parametrize("given", ["s3://", "s3:///", "simplecache::s3://team/x", "s3://team/x::file://y"])
 def test_other_places_are_refused(given: str) -> None:
-    with pytest.raises(UsageError, match="no place for a store"):
-        address(given)
+    with pytest.raises(UsageError, match="no valid address of a store"):
+        parse_address(given)
 
 
 @pytest.mark.parametrize(
@@ -238,12 +238,12 @@ def test_other_places_are_refused(given: str) -> None:
 )
 def test_places_that_could_not_be_shared(given: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        address(given)
+        parse_address(given)
 
 
 def test_a_url_that_became_a_path_is_noticed() -> None:
     with pytest.raises(UsageError, match="lost a slash"):
-        address(Path("s3://team/store"))
+        parse_address(Path("s3://team/store"))
 
 
 def test_the_environment_names_a_place_that_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,7 +290,7 @@ def test_a_damaged_entry_is_noticed_removed_and_made_again(harm: str, machine: M
         assert not system.exists(manifest)
     else:
         assert two.get(KEY) is None
-        assert [line.endswith("is damaged, and counts as none") for line in said] == [True]  # once
+        assert [line.endswith("is damaged; it is ignored") for line in said] == [True]  # once
     put(two)
     found = machine("three").get(KEY)
     assert found is not None
@@ -339,7 +339,7 @@ def test_an_entry_that_is_replaced_meanwhile_is_taken_as_it_is_then(
     put(machine("one"))
     system, root = remote(url)
     old = [f"{root}/{path}" for path in below(url) if not path.endswith(MANIFEST)]
-    bring = SharedStore._brought
+    bring = SharedStore._download
 
     def replaced_first(self: SharedStore, *arguments: Any) -> Any:
         if old:
@@ -349,7 +349,7 @@ def test_an_entry_that_is_replaced_meanwhile_is_taken_as_it_is_then(
             old.clear()
         return bring(self, *arguments)
 
-    monkeypatch.setattr(SharedStore, "_brought", replaced_first)
+    monkeypatch.setattr(SharedStore, "_download", replaced_first)
     found = machine("two", tell=pytest.fail).get(KEY)
     assert found is not None
     assert found.path.read_bytes() == b"newer"
@@ -521,7 +521,7 @@ def test_what_could_not_be_uploaded_is_not_lost(machine: Machine, url: str, monk
         ("nix://team/x", UsageError, "Protocol not known"),
         ("s4://team/x", UsageError, "did you mean s3://"),
         ("gs://team/x", MissingCapability, "pip install gcsfs"),
-        ("file://", UsageError, "no place"),
+        ("file://", UsageError, "no valid address"),
         ("file:///proc/x", UsageError, "no folder can be made there"),
         ("ftp://127.0.0.1:1/x", StoreError, "cannot be reached"),
     ],
