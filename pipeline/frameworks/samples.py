@@ -1,10 +1,11 @@
-"""Which feeds a model is run on, at which sizes: the same samples for eager and for everything made from it.
+"""Choose the feeds that a model is run on, and their sizes: for eager and for everything made from it.
 
 An artifact of kind ``reference`` holds them: ``samples.json`` and, for each set of sizes, ``feeds-N.npz`` and
-``outputs-N.npz`` with what the baseline answered.
+``outputs-N.npz`` with what the baseline answered; ``feeds-N-K.npz`` and ``outputs-N-K.npz`` of further calls.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from enginesmith.pipeline.tensors import Array, Feeds, Point, ShapeRange, Signat
 
 RECORD = "samples.json"
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
+JUDGED_SAMPLES = 8
+"""Samples of given data that fidelity is judged on at each point, at least; on all where there are fewer."""
 
 
 class Case(BaseModel):
@@ -27,6 +30,8 @@ class Case(BaseModel):
     batch: int
     points: tuple[Point, ...] = ()
     measured: bool = False
+    calls: int = 1
+    """Calls whose outputs are judged, each with feeds of its own; the first one's feeds are those that are measured."""
 
 
 class Samples(BaseModel):
@@ -128,11 +133,35 @@ def plan_cases(signature: Signature, ranges: Mapping[str, ShapeRange], batches: 
     return tuple(cases.values())
 
 
-def feeds_for(case: Case, signature: Signature, example: Feeds, data: Dataset | None, seed: int) -> dict[str, Array]:
-    """Feeds of exactly these sizes: rows of the data where there is some, else like the example."""
+def with_calls(case: Case, data: Dataset | None) -> Case:
+    """Plan as many calls at a point as make up :data:`JUDGED_SAMPLES` of the data; one call without data."""
+    if data is None or not case.points:
+        return case
+    return case.model_copy(update={"calls": math.ceil(min(JUDGED_SAMPLES, len(data)) / case.batch)})
+
+
+def judged_calls(case: Case) -> range:
+    """Number the calls of a case whose outputs are compared with the reference's: none where it is only measured."""
+    return range(case.calls if case.points else 0)
+
+
+def read_calls(folder: Path) -> Iterator[tuple[Case, Sequence[Feeds], Sequence[Feeds]]]:
+    """Read each case that is judged: feeds and the reference's outputs, call by call."""
+    for index, case in enumerate(read(folder).cases):
+        if case.points:
+            feeds, outputs = (
+                [read_arrays(folder, what, index, call) for call in judged_calls(case)] for what in ("feeds", "outputs")
+            )
+            yield case, feeds, outputs
+
+
+def feeds_for(
+    case: Case, signature: Signature, example: Feeds, data: Dataset | None, seed: int, call: int = 0
+) -> dict[str, Array]:
+    """Make feeds of exactly these sizes: of the data the rows of this call, else values like the example's."""
     symbol = batch_symbol(signature)
     if data is not None:
-        rows = data.batch(0, case.batch)
+        rows = data.batch(call * case.batch, case.batch)
         return {spec.name: _fitted(rows[spec.name], spec, case.sizes) for spec in signature.inputs}
     if symbol is None:
         return {spec.name: _fitted(example[spec.name], spec, case.sizes) for spec in signature.inputs}
@@ -182,9 +211,13 @@ def read_vector(file: Path) -> tuple[dict[str, Array], dict[str, Array]]:
     return feeds, outputs
 
 
-def write_arrays(out: Path, what: str, index: int, arrays: Feeds) -> None:
-    """Write ``feeds`` or ``outputs`` of a case."""
-    np.savez(out / f"{what}-{index}.npz", **arrays)  # type: ignore[arg-type]
+def _file(what: str, index: int, call: int) -> str:
+    return f"{what}-{index}-{call}.npz" if call else f"{what}-{index}.npz"
+
+
+def write_arrays(out: Path, what: str, index: int, arrays: Feeds, call: int = 0) -> None:
+    """Write ``feeds`` or ``outputs`` of one call of a case."""
+    np.savez(out / _file(what, index, call), **arrays)  # type: ignore[arg-type]
 
 
 def read(folder: Path) -> Samples:
@@ -192,7 +225,7 @@ def read(folder: Path) -> Samples:
     return Samples.model_validate_json((folder / RECORD).read_bytes())
 
 
-def read_arrays(folder: Path, what: str, index: int) -> dict[str, Array]:
-    """Read ``feeds`` or ``outputs`` of a case."""
-    with np.load(folder / f"{what}-{index}.npz", allow_pickle=False) as stored:
+def read_arrays(folder: Path, what: str, index: int, call: int = 0) -> dict[str, Array]:
+    """Read ``feeds`` or ``outputs`` of one call of a case."""
+    with np.load(folder / _file(what, index, call), allow_pickle=False) as stored:
         return {name: stored[name] for name in stored.files}

@@ -1,7 +1,7 @@
-"""How near outputs are to the reference's: numbers per output, the worst over all outputs, and a verdict.
+"""Compare outputs with the reference's: numbers per output, the worst over all outputs, and a verdict.
 
-SQNR = 10·log10(Σ reference² / Σ (reference − actual)²), in float64. Identical outputs have no finite one: they get
-``SQNR_CAP_DB``, as does everything above it.
+SQNR = 10·log10(Σ reference² / Σ (reference − actual)²), in float64, over all samples together. Identical outputs have
+no finite one: they get ``SQNR_CAP_DB``, as does everything above it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -89,14 +89,27 @@ def thresholds_for(precision: str) -> Thresholds:
 
 
 def compare(reference: Feeds, actual: Feeds, thresholds: Thresholds) -> Fidelity:
-    """Hold outputs against the reference's, by name.
+    """Compare outputs with the reference's, by name.
 
     Raises:
         FidelityError: an output is missing, or has another shape or another kind of dtype.
     """
-    if set(reference) != set(actual):
-        raise FidelityError(f"the outputs are {list(actual)}, and the reference's are {list(reference)}")
-    outputs = tuple(_output(name, value, actual[name], thresholds) for name, value in reference.items())
+    return compare_calls([(reference, actual)], thresholds)
+
+
+def compare_calls(calls: Sequence[tuple[Feeds, Feeds]], thresholds: Thresholds) -> Fidelity:
+    """Compare the outputs of several calls with the reference's; each is the reference's outputs and those in question.
+
+    Samples of all calls are pooled, as those of one larger batch are.
+
+    Raises:
+        FidelityError: an output is missing, or has another shape or another kind of dtype.
+    """
+    for reference, actual in calls:
+        if set(reference) != set(actual):
+            raise FidelityError(f"the outputs are {list(actual)}, and the reference's are {list(reference)}")
+    names = calls[0][0]
+    outputs = tuple(_output(name, [(one[name], two[name]) for one, two in calls], thresholds) for name in names)
     worst = {
         "sqnr_db": _worst(min, outputs, "sqnr_db"),
         "cosine": _worst(min, outputs, "cosine"),
@@ -118,28 +131,35 @@ def _reasons(outputs: Sequence[OutputFidelity], field: str) -> list[str]:
     return list(dict.fromkeys(output.reasons.get(field, "") for output in outputs)) or ["there are no outputs"]
 
 
-def _output(name: str, reference: Array, actual: Array, thresholds: Thresholds) -> OutputFidelity:
-    floats = [np.issubdtype(array.dtype, np.floating) for array in (reference, actual)]
-    if reference.shape != actual.shape or floats[0] != floats[1]:
-        given, wanted = (f"{array.dtype}{list(array.shape)}" for array in (actual, reference))
-        raise FidelityError(f"output {name!r} is {given}, and the reference's is {wanted}")
-    if not reference.size:
+_Pairs = Sequence[tuple[Array, Array]]
+"""An output of the reference and of what is compared with it, for each call."""
+
+
+def _output(name: str, pairs: _Pairs, thresholds: Thresholds) -> OutputFidelity:
+    for reference, actual in pairs:
+        floats = [np.issubdtype(array.dtype, np.floating) for array in (reference, actual)]
+        if reference.shape != actual.shape or floats[0] != floats[1]:
+            given, wanted = (f"{array.dtype}{list(array.shape)}" for array in (actual, reference))
+            raise FidelityError(f"output {name!r} is {given}, and the reference's is {wanted}")
+    filled = [pair for pair in pairs if pair[0].size]
+    if not filled:
         return _with_reasons(OutputFidelity(name=name, passed=True), {}, "the output is empty")
-    return _exact(name, reference, actual, thresholds) if not floats[0] else _near(name, reference, actual, thresholds)
+    return (_near if np.issubdtype(filled[0][0].dtype, np.floating) else _exact)(name, filled, thresholds)
 
 
-def _exact(name: str, reference: Array, actual: Array, thresholds: Thresholds) -> OutputFidelity:
-    agreement = float(np.mean(reference == actual))
-    apart = max(float(np.abs(one.astype(np.float64) - two).max()) for one, two in _chunks(reference, actual))
+def _exact(name: str, pairs: _Pairs, thresholds: Thresholds) -> OutputFidelity:
+    equal = sum(int(np.count_nonzero(reference == actual)) for reference, actual in pairs)
+    agreement = equal / sum(reference.size for reference, _ in pairs)
+    error = max(float(np.abs(one.astype(np.float64) - two).max()) for pair in pairs for one, two in _chunks(*pair))
     found = OutputFidelity(
-        name=name, max_abs_error=apart, agreement=agreement, passed=agreement >= thresholds.min_agreement
+        name=name, max_abs_error=error, agreement=agreement, passed=agreement >= thresholds.min_agreement
     )
-    return _with_reasons(found, {}, f"{reference.dtype} outputs are compared by equality")
+    return _with_reasons(found, {}, f"{pairs[0][0].dtype} outputs are compared by equality")
 
 
-def _near(name: str, reference: Array, actual: Array, thresholds: Thresholds) -> OutputFidelity:
-    sums = _Sums.of(reference, actual)
-    argmax, why_not = _argmax_agreement(reference, actual)
+def _near(name: str, pairs: _Pairs, thresholds: Thresholds) -> OutputFidelity:
+    sums = _Sums.of(pairs)
+    argmax, why_not = _argmax_agreement(pairs)
     sqnr, error = sums.sqnr_db, sums.error_of_range
     near = (sqnr is not None and sqnr >= thresholds.min_sqnr_db) or error <= thresholds.max_error_of_range
     found = OutputFidelity(
@@ -177,10 +197,11 @@ class _Sums:
     finite: bool = True
 
     @classmethod
-    def of(cls, reference: Array, actual: Array) -> "_Sums":
+    def of(cls, pairs: _Pairs) -> "_Sums":
         sums = cls()
-        for wanted, given in _chunks(reference, actual):
-            sums._add(wanted.astype(np.float64), given.astype(np.float64))
+        for pair in pairs:
+            for wanted, given in _chunks(*pair):
+                sums._add(wanted.astype(np.float64), given.astype(np.float64))
         return sums
 
     def _add(self, wanted: Array, given: Array) -> None:
@@ -226,8 +247,11 @@ def _chunks(reference: Array, actual: Array) -> Iterator[tuple[Array, Array]]:
         yield one[start : start + _CHUNK], two[start : start + _CHUNK]
 
 
-def _argmax_agreement(reference: Array, actual: Array) -> tuple[float | None, str]:
-    axis = 1 if reference.ndim >= 4 else -1
-    if reference.ndim < 2 or reference.shape[axis] < 2:
+def _argmax_agreement(pairs: _Pairs) -> tuple[float | None, str]:
+    """Return the share of positions with the same greatest class, or None and why there is none."""
+    shape = pairs[0][0].shape
+    axis = 1 if len(shape) >= 4 else -1
+    if len(shape) < 2 or shape[axis] < 2:
         return None, "the output has no axis of classes"
-    return float(np.mean(reference.argmax(axis) == actual.argmax(axis))), ""
+    same = [(reference.argmax(axis) == actual.argmax(axis)).reshape(-1) for reference, actual in pairs]
+    return float(np.mean(np.concatenate(same))), ""

@@ -19,7 +19,7 @@ from enginesmith.pipeline.engines.base import BuildRequest, Engine, Session
 from enginesmith.pipeline.errors import DataError, MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, macs, model_file
-from enginesmith.pipeline.measure.fidelity import Fidelity, compare, thresholds_for
+from enginesmith.pipeline.measure.fidelity import Fidelity, compare_calls, thresholds_for
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.candidate import Candidate as TimedCandidate
 from enginesmith.pipeline.measure.latency.rows import measure_latency
@@ -184,13 +184,8 @@ class Goal(BaseModel):
         if self.min_sqnr_db is not None:
             thresholds = thresholds.model_copy(update={"min_sqnr_db": self.min_sqnr_db, "max_error_of_range": 0.0})
         found = [
-            compare(
-                samples.read_arrays(reference.folder, "outputs", index),
-                session.run(samples.read_arrays(reference.folder, "feeds", index)),
-                thresholds,
-            )
-            for index, case in enumerate(samples.read(reference.folder).cases)
-            if case.points
+            compare_calls(list(zip(expected, map(session.run, feeds), strict=True)), thresholds)
+            for _, feeds, expected in samples.read_calls(reference.folder)
         ]
         return min(found, key=lambda one: (one.passed, one.sqnr_db if one.sqnr_db is not None else -1e3))
 

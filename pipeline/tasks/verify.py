@@ -17,7 +17,7 @@ from enginesmith.pipeline.errors import ModelError, SignatureError, SourceError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage, model_file, shares
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
-from enginesmith.pipeline.measure.fidelity import Fidelity, Thresholds, compare, thresholds_for
+from enginesmith.pipeline.measure.fidelity import Fidelity, Thresholds, compare_calls, thresholds_for
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
@@ -55,18 +55,22 @@ class Sample(Task):
         _hold_feedable(signature)
         given, sizes = example(model)
         ranges = samples.plan_ranges(signature, self.ranges, self.batches, sizes)
-        cases = samples.plan_cases(signature, ranges, self.batches)
         data, read = self._open(signature)
+        planned = samples.plan_cases(signature, ranges, self.batches)
+        cases = tuple(samples.with_calls(case, data) for case in planned)
         odd: dict[str, float] = {}
         with self.engine.load(model, Device()) as session:
             for index, case in enumerate(cases):
                 feeds = samples.feeds_for(case, signature, given, data, self.seed)
                 samples.write_arrays(out, "feeds", index, feeds)
-                if case.points:
+                for call in samples.judged_calls(case):
                     progress(f"running {self.engine.name} at {_shown(case.sizes)}")
+                    if call:
+                        feeds = samples.feeds_for(case, signature, given, data, self.seed, call)
+                        samples.write_arrays(out, "feeds", index, feeds, call)
                     outputs = session.run(feeds)
                     odd |= {key: _not_finite(value) for key, value in outputs.items() if _not_finite(value)}
-                    samples.write_arrays(out, "outputs", index, outputs)
+                    samples.write_arrays(out, "outputs", index, outputs, call)
         name = data.name if data else "synthetic"
         samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases))
         if any(share == 1.0 for share in odd.values()):
@@ -107,12 +111,9 @@ class Verify(Task):
         reference = inputs["reference"].folder
         found = []
         with self.engine.load(inputs["model"], self.device) as session:
-            for index, case in enumerate(samples.read(reference).cases):
-                if case.points:
-                    progress(f"comparing at {_shown(case.sizes)}")
-                    feeds = samples.read_arrays(reference, "feeds", index)
-                    expected = samples.read_arrays(reference, "outputs", index)
-                    found += self._compare(session, case, feeds, expected)
+            for case, feeds, expected in samples.read_calls(reference):
+                progress(f"comparing at {_shown(case.sizes)}")
+                found += self._compare(session, case, feeds, expected)
         write_records(out, found)
         failed = [entry for entry in found if not entry.passed]
         worst = min((entry.sqnr_db for entry in found if entry.sqnr_db is not None), default=None)
@@ -122,9 +123,11 @@ class Verify(Task):
             rejected=f"after {self.stage} at {failed[0].point}: {failed[0].reason}" if failed else "",
         )
 
-    def _compare(self, session: Session, case: samples.Case, feeds: Feeds, expected: Feeds) -> list[StageFidelity]:
-        thresholds = required((str(value.dtype) for value in expected.values()), self.precision, self.min_sqnr_db)
-        result = compare(expected, session.run(feeds), thresholds)
+    def _compare(
+        self, session: Session, case: samples.Case, feeds: Sequence[Feeds], expected: Sequence[Feeds]
+    ) -> list[StageFidelity]:
+        thresholds = required((str(value.dtype) for value in expected[0].values()), self.precision, self.min_sqnr_db)
+        result = compare_calls(list(zip(expected, map(session.run, feeds), strict=True)), thresholds)
         return [
             StageFidelity(
                 stage=self.stage,
@@ -253,23 +256,22 @@ class Answers(Task):
         known = samples.read(given)
         with self.engine.load(inputs["model"], Device()) as session:
             for index, case in enumerate(known.cases):
-                feeds = samples.read_arrays(given, "feeds", index)
-                samples.write_arrays(out, "feeds", index, feeds)
-                if not case.points:
-                    continue
-                progress(f"running the changed model at batch {case.batch}")
-                outputs = session.run(feeds)
-                before = samples.read_arrays(given, "outputs", index)
-                for name, value in outputs.items():
-                    if not _finite(value) and _finite(before[name]):
-                        raise ModelError(
-                            f"the changed model answers NaN or Inf in {name!r}, and the given one does not",
-                            "prune less, or with other weights left",
-                        )
-                samples.write_arrays(out, "outputs", index, outputs)
+                for call in range(case.calls):
+                    feeds = samples.read_arrays(given, "feeds", index, call)
+                    samples.write_arrays(out, "feeds", index, feeds, call)
+                    if case.points:
+                        progress(f"running the changed model at batch {case.batch}")
+                        outputs = session.run(feeds)
+                        _check_finite(outputs, samples.read_arrays(given, "outputs", index, call))
+                        samples.write_arrays(out, "outputs", index, outputs, call)
         samples.write(out, known)
         return Effect(file=samples.RECORD, summary=f"{len(known.cases)} sets of feeds answered", notes=())
 
 
-def _finite(value: np.ndarray) -> bool:
-    return not np.issubdtype(value.dtype, np.floating) or bool(np.isfinite(value).all())
+def _check_finite(outputs: Feeds, before: Feeds) -> None:
+    for name, value in outputs.items():
+        if _not_finite(value) and not _not_finite(before[name]):
+            raise ModelError(
+                f"the changed model answers NaN or Inf in {name!r}, and the given one does not",
+                "prune less, or with other weights left",
+            )

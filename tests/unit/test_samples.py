@@ -1,14 +1,23 @@
-"""Which feeds a model is run on, and at which sizes."""
+"""Feeds that a model is run on, their sizes, and how many of them are judged."""
 
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 from enginesmith.calibration.dataset import Dataset
+from enginesmith.calibration.options import DataOptions
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import SignatureError, UsageError
 from enginesmith.pipeline.frameworks import samples
+from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.samples import Case, Samples, check_feeds, plan_cases, plan_ranges
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.base import read_records
+from enginesmith.pipeline.tasks.verify import Sample, Verify
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
 
 
@@ -133,3 +142,44 @@ def test_a_fixed_batch_is_named(inputs: tuple[str, ...]) -> None:
 def test_anything_else_is_said_as_it_is(spec: str, shape: tuple[int, ...], dtype: str) -> None:
     with pytest.raises(SignatureError, match=f"expected {spec}"):
         check_feeds(takes(spec), {"x": np.ones(shape, dtype)})
+
+
+@pytest.mark.parametrize(("rows", "batch", "calls"), [(20, 1, 8), (5, 1, 5), (20, 3, 3), (2, 8, 1), (None, 1, 1)])
+def test_eight_samples_of_given_data_are_judged(rows: int | None, batch: int, calls: int) -> None:
+    data = None if rows is None else Dataset("d", {"x": np.zeros((rows, 3), np.float32)})
+    case = Case(sizes={"batch": batch}, batch=batch, points=("min",), measured=True)
+    assert samples.judged_calls(samples.with_calls(case, data)) == range(calls)
+    only_measured = case.model_copy(update={"points": ()})
+    assert list(samples.judged_calls(samples.with_calls(only_measured, data))) == []
+
+
+def graph(path: Path, operator: str, *constants: float) -> Artifact:
+    """Save ``y = operator(x, constants …)``."""
+    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", 3]) for name in "xy"]
+    stored = [numpy_helper.from_array(np.float32(value), f"c{index}") for index, value in enumerate(constants)]
+    nodes = [helper.make_node(operator, ["x", *(one.name for one in stored)], ["y"])]
+    made = helper.make_graph(nodes, "g", ends[:1], ends[1:], stored)
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return Artifact(kind="onnx", path=path, sha256="", bytes=0, signature=model_file.signature(path))
+
+
+def test_a_graph_that_is_bad_on_some_samples_is_rejected_at_batch_1(tmp_path: Path) -> None:
+    rows = np.ones((20, 3), np.float32)
+    rows[5] = 10.0  # what saturates at 4 is right on the first sample, and on all but this one
+    np.savez(tmp_path / "data.npz", x=rows)
+    (reference := tmp_path / "reference").mkdir()
+    engine = OnnxRuntime(graph_optimization="disabled")
+    data = str(tmp_path / "data.npz")
+    sample = Sample(engine=engine, ranges={}, batches=(1,), data=data, data_options=DataOptions(), seed=0)
+    effect = sample.run({"model": graph(tmp_path / "float.onnx", "Identity")}, reference, lambda _: None)
+    judged = Artifact(kind="reference", path=reference / effect.file, sha256="", bytes=0)
+    measured = samples.read_arrays(reference, "feeds", 0)["x"]
+    assert measured.tolist() == rows[:1].tolist()  # what is measured is one sample as before
+    for name, most, passed in (("good", 10.0, True), ("bad", 4.0, False)):
+        (out := tmp_path / name).mkdir()
+        verify = Verify(stage="engine", engine=engine, device=Device(), precision="int8", min_sqnr_db=None)
+        made = graph(tmp_path / f"{name}.onnx", "Clip", -most, most)
+        effect = verify.run({"model": made, "reference": judged}, out, lambda _: None)
+        assert (effect.rejected == "") is passed
+        entries = read_records(Artifact(kind="record", path=out / effect.file, sha256="", bytes=0))
+        assert [entry["passed"] for entry in entries] == [passed] * 3
