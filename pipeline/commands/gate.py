@@ -12,7 +12,7 @@ from enginesmith.pipeline.commands.options import as_json_option, with_budgets
 if TYPE_CHECKING:
     from enginesmith.pipeline.recipe import Recipe
     from enginesmith.pipeline.results.gate import Demands
-    from enginesmith.pipeline.results.verdicts import FleetGate, Gate
+    from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 
 
 @click.command()

@@ -10,6 +10,7 @@ Medians and ratios are taken of undisturbed calls, where there are some: those a
 What decides is the kernel's account of waiting, never how long the call took; percentiles are of all calls.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -87,6 +88,19 @@ class Interval(BaseModel):
     def between(self, form: Callable[[float], str]) -> str:
         """Format the ends: ``[302, 318]``, or that the interval is too noisy to tell."""
         return TOO_NOISY if self.too_noisy else f"[{form(self.low)}, {form(self.high)}]"
+
+
+def divide(above: Interval, below: Interval) -> Interval:
+    """Divide two independent positive estimates.
+
+    The distance from the quotient to each of its ends is the root of the sum of squares of the two distances that lead
+    there, on the log scale (Zou & Donner, "Construction of confidence limits about effect measures: a general
+    approach", Statistics in Medicine 27, 2008). Noise that both have in common makes the true interval narrower.
+    """
+    centre = math.log(above.median / below.median)
+    down = math.hypot(math.log(above.median / above.low), math.log(below.high / below.median))
+    up = math.hypot(math.log(above.high / above.median), math.log(below.median / below.low))
+    return Interval(median=math.exp(centre), low=math.exp(centre - down), high=math.exp(centre + up))
 
 
 def percentile(samples: Samples, rank: float) -> tuple[float | None, str]:

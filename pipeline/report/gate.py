@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from enginesmith.pipeline.report.markdown import plain
-from enginesmith.pipeline.results.verdicts import FleetGate, Gate
+from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 
 
 def lines(found: Gate) -> list[str]:

@@ -133,9 +133,7 @@ def _render_budgets(run: Run) -> list[str]:
 
 def _render_fidelity(run: Run) -> str:
     """Sum up all comparisons with the reference in one line."""
-    judged = [
-        (record, entry) for record in run.variants for entry in record.fidelity if not (entry.passed and entry.reason)
-    ]
+    judged = [(record, entry) for record in run.variants for entry in record.judged_fidelity]
     if not judged:
         return "Fidelity: nothing was compared."
     good = sum(entry.passed for _, entry in judged)

@@ -475,8 +475,8 @@ def tabulate_losses(run: Run) -> Table:
 def _find_lowest(record: VariantRecord) -> dict[str, float]:
     """Find the lowest SQNR of all shapes by stage, in dB, without stages that change the model on purpose."""
     lowest: dict[str, float] = {}
-    for entry in record.fidelity:
-        if entry.sqnr_db is not None and not (entry.passed and entry.reason):
+    for entry in record.judged_fidelity:
+        if entry.sqnr_db is not None:
             lowest[entry.stage] = min(entry.sqnr_db, lowest.get(entry.stage, entry.sqnr_db))
     return lowest
 

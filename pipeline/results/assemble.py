@@ -13,8 +13,8 @@ from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results import explain, variant_record
 from enginesmith.pipeline.results.run import ModelRecord, Run, StepRecord, StoredArtifact, VariantRecord, deciding_batch
-from enginesmith.pipeline.results.select import decide, select
 from enginesmith.pipeline.results.variant_record import artifact_of
+from enginesmith.pipeline.results.verdicts import judge_compression, judge_precision, select_winner
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.measure import ENVIRONMENT
 
@@ -50,7 +50,7 @@ def assemble(
         for variant in (plan.baseline, *plan.variants)
     )
     variants = [
-        explain.hold(record, variant.device, asked=variant.lowering is not None)
+        judge_precision(record, variant.device, asked=variant.lowering is not None)
         for record, variant in zip(records, plan.variants, strict=True)
     ]
     batch = deciding_batch(recipe, (row for rows in latency.values() for row in rows))
@@ -58,8 +58,8 @@ def assemble(
     variants = _remarked(variants, plan, batch, environment)
     variants = [record.model_copy(update=dict((kept or {}).get(record.id, {}))) for record in variants]
     by_id = {record.id: record for record in (baseline, *variants)}
-    variants = [decide(record, by_id, recipe.budgets, batch) for record in variants]
-    chosen = select([baseline, *variants], recipe.budgets, recipe.objective, batch, recipe.min_sqnr_db)
+    variants = [judge_compression(record, by_id, recipe.budgets, batch) for record in variants]
+    chosen = select_winner([baseline, *variants], recipe.budgets, recipe.objective, batch, recipe.min_sqnr_db)
     return Run(
         name=header.name,
         created=header.created,

@@ -6,7 +6,6 @@ To add a budget, declare its field in ``options.Budgets`` and add its row to :da
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from enginesmith.pipeline.recipe.options import Budgets
 from enginesmith.pipeline.results.run import Run, VariantRecord, Verdict
 from enginesmith.pipeline.units import format_bytes, format_seconds
 
@@ -52,9 +51,8 @@ def read_throughput(record: VariantRecord, batch: int) -> float | None:
 
 
 def _read_lowest_sqnr(record: VariantRecord, batch: int) -> float | None:
-    """Read the lowest SQNR of all stages and points, in dB; outputs that are no floats have none."""
-    known = [entry.sqnr_db for entry in record.fidelity if not (entry.passed and entry.reason)]
-    return min((value for value in known if value is not None), default=None)
+    """Read the lowest SQNR of all stages and shapes, in dB; outputs that are no floats have none."""
+    return min((entry.sqnr_db for entry in record.judged_fidelity if entry.sqnr_db is not None), default=None)
 
 
 def _explain_latency(record: VariantRecord, batch: int) -> str:
@@ -72,8 +70,7 @@ def _explain_memory(record: VariantRecord, batch: int) -> str | None:
 
 
 def _explain_fidelity(record: VariantRecord, batch: int) -> str:
-    judged = any(not (entry.passed and entry.reason) for entry in record.fidelity)
-    return "no outputs are floats" if judged else "its outputs were not judged"
+    return "no outputs are floats" if record.judged_fidelity else "its outputs were not judged"
 
 
 def _format_ms(value: float) -> str:
@@ -115,34 +112,6 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("min_sqnr_db", "fidelity", _read_lowest_sqnr, _explain_fidelity, lambda value: f"SQNR {value:.1f} dB"),
 )
 _BY_FIELD = {budget.field: budget for budget in BUDGETS}
-
-
-def verdicts(
-    record: VariantRecord, budgets: Budgets, batch: int, min_sqnr_db: float | None = None
-) -> tuple[Verdict, ...]:
-    """Judge a record by each budget that was set; what is unknown does not pass.
-
-    ``min_sqnr_db`` is for records that are compared with the baseline, which leaves out the baseline itself.
-    """
-    limits: dict[str, float | None] = {**budgets.model_dump(), "min_sqnr_db": min_sqnr_db}
-    return tuple(
-        _judge(budget, record, batch, limit) for budget in BUDGETS if (limit := limits.get(budget.field)) is not None
-    )
-
-
-def _judge(budget: Budget, record: VariantRecord, batch: int, limit: float) -> Verdict:
-    value = budget.read(record, batch)
-    reason = "" if value is not None else why_unknown(record, budget.field, batch)
-    passed = _agrees(record, limit) if budget.field == "min_sqnr_db" else budget.allows(value, limit)
-    return Verdict(budget=budget.field, limit=limit, actual=value, passed=passed, reason=reason)
-
-
-def _agrees(record: VariantRecord, min_sqnr_db: float) -> bool:
-    """Judge every stage and point: by its SQNR, or by its own check where outputs are no floats."""
-    judged = [entry for entry in record.fidelity if not (entry.passed and entry.reason)]
-    return bool(judged) and all(
-        entry.passed if entry.sqnr_db is None else entry.sqnr_db >= min_sqnr_db for entry in judged
-    )
 
 
 def why_unknown(record: VariantRecord, field: str, batch: int) -> str:

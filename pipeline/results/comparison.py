@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.rows import LatencyRow
-from enginesmith.pipeline.measure.statistics import LEAST_LAUNCHES, NOISE_REMEDY, TOO_NOISY, Interval
+from enginesmith.pipeline.measure.statistics import LEAST_LAUNCHES, NOISE_REMEDY, TOO_NOISY, Interval, divide
 from enginesmith.pipeline.results import differences
 from enginesmith.pipeline.results.budgets import why_unknown
 from enginesmith.pipeline.results.differences import Differences
@@ -25,11 +25,6 @@ from enginesmith.pipeline.results.run import Run, VariantRecord
 # neighbours differ. What both have is the baseline, measured in turn with every variant. Where it is the same
 # model run
 # in the same way, the two speed-ups over it are compared, and what slowed everything down alike cancels.
-#
-# The interval of a ratio of two estimates is made of theirs, on the log scale: the distance from the estimate
-# to each end
-# is the root of the sum of squares of the two distances that lead there (Zou & Donner, "Construction of confidence
-# limits about effect measures: a general approach", Statistics in Medicine 27, 2008).
 
 Basis = Literal["speed-up over eager", "milliseconds"]
 _SAME = "both runs hold the same measurement: the second took it from the store"
@@ -82,9 +77,9 @@ def latency_change(before: Run, after: Run, variant: str, batch: int, successor:
     apart = _no_yardstick(before, after, names, first, second)
     if not apart and _positive(first.speedup) and _positive(second.speedup):
         baselines = [found for run in (before, after) if (found := run.baseline.row(batch))]
-        return _judged(ratio(second.speedup, first.speedup), "speed-up over eager", rows, baselines, "")
+        return _judged(divide(first.speedup, second.speedup), "speed-up over eager", rows, baselines, "")
     if _positive(first.median_ms) and _positive(second.median_ms):
-        return _judged(ratio(first.median_ms, second.median_ms), "milliseconds", rows, (), apart)
+        return _judged(divide(second.median_ms, first.median_ms), "milliseconds", rows, (), apart)
     few = next((row.reasons["median_ms"] for row in rows if "median_ms" in row.reasons), "the rows have none")
     bare = second.p50_ms / first.p50_ms if first.p50_ms and second.p50_ms else None
     return Change(median=bare, basis="milliseconds", note=f"{apart}; there is no interval: {few}")
@@ -93,14 +88,6 @@ def latency_change(before: Run, after: Run, variant: str, batch: int, successor:
 def record_of(run: Run, variant: str) -> VariantRecord | None:
     """A variant, or the baseline, by its id."""
     return next((record for record in run.records if record.id == variant), None)
-
-
-def ratio(below: Interval, above: Interval) -> Interval:
-    """``above / below`` of two independent positive estimates."""
-    centre = math.log(above.median / below.median)
-    down = math.hypot(math.log(above.median / above.low), math.log(below.high / below.median))
-    up = math.hypot(math.log(above.high / above.median), math.log(below.median / below.low))
-    return Interval(median=math.exp(centre), low=math.exp(centre - down), high=math.exp(centre + up))
 
 
 def _positive(found: Interval | None) -> TypeGuard[Interval]:

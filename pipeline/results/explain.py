@@ -1,9 +1,8 @@
-"""In words: whether a variant is what its precision's name says, and whether that paid.
+"""Explain in words how much of a variant is in the precision of its name, and whether that precision pays.
 
-The name is held against what the engine really computes in, where it tells, and against its graph where it does not.
+The name is compared with what the engine really computes in, where it tells, and with its graph where it does not.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,10 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginesmith.pipeline.engines import title
-from enginesmith.pipeline.errors import WrongEngine
 from enginesmith.pipeline.frameworks.onnx.shares import HALF, Coverage, percent, words
-from enginesmith.pipeline.measure.rows import LatencyRow
-from enginesmith.pipeline.measure.statistics import Interval
+from enginesmith.pipeline.measure.statistics import TOO_NOISY, divide
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
 from enginesmith.pipeline.results.run import VariantRecord
 from enginesmith.pipeline.system.device import Device
@@ -31,29 +28,15 @@ _FIRST_CAPABILITY = {"fp16": 7.0, "int8": 7.5, "bf16": 8.0, "fp8": 8.9}
 
 
 def claimed(precision: str) -> str | None:
-    """The narrowest type that a precision's name promises; None where that is plain float32."""
+    """Return the narrowest type that a precision's name promises; None for plain float32."""
     if precision == AS_GIVEN:
         return None
     first = precision.partition("+")[0].removesuffix("-dynamic").removesuffix("-weights")
     return first if first != "fp32" else None
 
 
-def hold(record: VariantRecord, where: Device, *, asked: bool = True) -> VariantRecord:
-    """The record, failed where nothing of it is in the precision it is called after, or with its shortfall in words.
-
-    A model that came in its precision, so that nobody ``asked`` for one, can be used however the engine computes it.
-    """
-    found = _shortfall(record, where)
-    if found is None or record.status == "failed":
-        return record
-    share, text = found
-    if share > 0 or not asked:
-        return record.model_copy(update={"shortfall": text})
-    return record.model_copy(update={"status": "failed", "reason": text, "failure": WrongEngine.failure})
-
-
-def _shortfall(record: VariantRecord, where: Device) -> tuple[float, str] | None:
-    """The share that is in the claimed precision where that is too little, and the sentence on it."""
+def find_shortfall(record: VariantRecord, where: Device) -> tuple[float, str] | None:
+    """Return the share that is in the claimed precision and a sentence on it; None if it is at least a half."""
     low, evidence = claimed(record.precision), record.engine_coverage or record.coverage
     if low is None:
         return None
@@ -133,11 +116,13 @@ def remarks(record: VariantRecord, siblings: Sequence[VariantRecord], given: Cir
     if best is None or (theirs := best.row(given.batch)) is None:
         return ()
     evidence = list(_evidence(record, low, given))
-    ratio = _ratio(mine, theirs)
+    ratio = divide(mine.speedup, theirs.speedup) if mine.speedup and theirs.speedup else None
     against = f"{best.id} at batch {given.batch}"
     if ratio is None:
         return (f"too few rounds to tell whether {low} pays against {against}",)
-    said = f"{ratio.median:.2f}× [{ratio.low:.2f}, {ratio.high:.2f}] the speed of {against}"
+    if ratio.too_noisy:
+        return (f"whether {low} pays against {against} is {TOO_NOISY}",)
+    said = f"{ratio.times()} the speed of {against}"
     if ratio.low > 1:
         return (f"{low} pays: {said}" + (f", with {evidence[0]}" if evidence else ""),)
     verdict = f"{low} is not measurably faster" if ratio.high > 1 else f"{low} does not pay"
@@ -157,21 +142,6 @@ def _best_float(record: VariantRecord, siblings: Sequence[VariantRecord], batch:
         and (row := one.row(batch))
     ]
     return min(others)[2] if others else None
-
-
-def _ratio(mine: LatencyRow, theirs: LatencyRow) -> Interval | None:
-    """How many times as fast. Both were paired with the same baseline; the interval takes them as independent.
-
-    Method of variance estimates recovery for ratios (Donner and Zou 2012), on logarithms; what they share of the
-    baseline's noise makes the true interval narrower.
-    """
-    if mine.speedup is None or theirs.speedup is None:
-        return None
-    a, b = mine.speedup, theirs.speedup
-    median = a.median / b.median
-    down = math.hypot(math.log(a.median / a.low), math.log(b.high / b.median))
-    up = math.hypot(math.log(a.high / a.median), math.log(b.median / b.low))
-    return Interval(median=median, low=median * math.exp(-down), high=median * math.exp(up))
 
 
 def _evidence(record: VariantRecord, low: str, given: Circumstances) -> Iterator[str]:

@@ -14,10 +14,10 @@ from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, TOO_NOISY, Int
 from enginesmith.pipeline.recipe.options import Budgets
 from enginesmith.pipeline.results import budgets, differences, remeasure
 from enginesmith.pipeline.results import run as runs
-from enginesmith.pipeline.results.budgets import verdicts
 from enginesmith.pipeline.results.comparison import MetricDelta, Quantity, latency_change, quantities
+from enginesmith.pipeline.results.gate_report import Gate, GateCheck
 from enginesmith.pipeline.results.remeasure import Limits, Stored
-from enginesmith.pipeline.results.verdicts import Gate, GateCheck
+from enginesmith.pipeline.results.verdicts import judge_budgets, why_ineligible
 from enginesmith.pipeline.units import format_bytes, ms
 
 DEFAULT_SECONDS = 20.0
@@ -120,19 +120,13 @@ def _without_winner(folder: Path, demands: Demands) -> Gate:
 
 def _status(after: Stored) -> Iterator[GateCheck]:
     """A variant that was not measured, or that must not be used, is broken whatever its numbers are."""
-    record = after.record
-    if record.status != "measured":
-        said = f"{record.id} was not measured ({record.status}): {record.reason or 'no reason is known'}"
-    elif record.rejected:
-        said = f"{record.id} was rejected: {record.rejected}"
-    else:
-        return
-    yield GateCheck(name="status", against="run", passed=False, text=said)
+    if reason := why_ineligible(after.record):
+        yield GateCheck(name="status", against="run", passed=False, text=reason)
 
 
 def _budgets(after: Stored, demands: Demands) -> Iterator[GateCheck]:
     sqnr = demands.min_sqnr_db if after.record.id != after.run.baseline.id else None
-    for one in verdicts(after.record, demands.budgets, after.run.deciding_batch, sqnr):
+    for one in judge_budgets(after.record, demands.budgets, after.run.deciding_batch, sqnr):
         yield GateCheck(
             name=one.budget,
             against="budget",

@@ -182,13 +182,18 @@ class VariantRecord(_Part):
         return next((row for row in self.latency if row.batch == batch and row.p50_ms is not None), None)
 
     @property
+    def judged_fidelity(self) -> tuple[StageFidelity, ...]:
+        """Return the comparisons with the reference that judge, without those of stages that change the model."""
+        return tuple(entry for entry in self.fidelity if not (entry.passed and entry.reason))
+
+    @property
     def peak_bytes(self) -> int | None:
         """Peak device memory, if it was measured."""
         return self.memory.peak_bytes if self.memory else None
 
 
 class Verdict(_Part):
-    """A budget and whether the winner holds it."""
+    """Judge the winner by one budget, as :mod:`~enginesmith.pipeline.results.verdicts` does."""
 
     budget: str
     limit: float

@@ -26,8 +26,8 @@ from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.fleet import RUNS, EntryRecord, FleetRecord, Found, entry_record
 from enginesmith.pipeline.results.fleet_history import Earlier
 from enginesmith.pipeline.results.gate import Demands
+from enginesmith.pipeline.results.gate_report import FleetGate, Gate, GateCheck
 from enginesmith.pipeline.results.run import Run
-from enginesmith.pipeline.results.verdicts import FleetGate, Gate, GateCheck
 from enginesmith.pipeline.workflows import optimize as job
 from enginesmith.pipeline.workflows.optimize import RunRequest
 from enginesmith.pipeline.workflows.run_directory import held

@@ -38,7 +38,7 @@ def _append(path: Path) -> None:
 def test_only_code_that_makes_artifacts_is_part_of_keys(copy: Path) -> None:
     code = "from enginesmith.pipeline.execution.executor import own_code; print(own_code())"
     before = _python(copy, "-c", code)
-    for renders in ("report/markdown.py", "results/select.py", "commands/optimize.py", "planning/planner.py"):
+    for renders in ("report/markdown.py", "results/verdicts.py", "commands/optimize.py", "planning/planner.py"):
         _append(copy / "pipeline" / renders)
     assert _python(copy, "-c", code) == before
     for makes in ("pipeline/passes/simplify.py", "pipeline/engines/base.py", "calibration/histogram.py"):

@@ -11,11 +11,11 @@ import pytest
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow
-from enginesmith.pipeline.measure.statistics import Interval, Timed, paired_ratio
+from enginesmith.pipeline.measure.statistics import Interval, Timed, divide, paired_ratio
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import comparison as rendering
 from enginesmith.pipeline.results import comparison
-from enginesmith.pipeline.results.comparison import compare, latency_change, ratio
+from enginesmith.pipeline.results.comparison import compare, latency_change
 from enginesmith.pipeline.results.run import BuildRecord, ModelRecord, Run, StoredArtifact, VariantRecord
 
 ENGINE = "onnxruntime-fp32"
@@ -106,7 +106,7 @@ def outcomes(true: float, count: int) -> tuple[float, float]:
     """The share of comparisons whose interval holds the true change of a variant's time, and of those that are told
     from no change."""
     rng = np.random.default_rng(7)
-    found = [ratio(measured(rng, 2.0 / true), measured(rng, 2.0)) for _ in range(count)]
+    found = [divide(measured(rng, 2.0), measured(rng, 2.0 / true)) for _ in range(count)]
     covering = sum(one.low <= true <= one.high for one in found)
     return covering / count, sum(not one.low <= 1 <= one.high for one in found) / count
 

@@ -8,8 +8,9 @@ from enginesmith.pipeline.frameworks.onnx.shares import Coverage
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.results import explain
-from enginesmith.pipeline.results.explain import Circumstances, claimed, hold, remarks
+from enginesmith.pipeline.results.explain import Circumstances, claimed, remarks
 from enginesmith.pipeline.results.run import Assignment, BuildRecord, VariantRecord
+from enginesmith.pipeline.results.verdicts import judge_precision
 from enginesmith.pipeline.system.device import Device
 
 CPU, GPU = Device(), Device(kind="cuda")
@@ -49,15 +50,15 @@ def test_names_promise_their_narrowest_type(precision: str, low: str | None) -> 
 def test_what_is_covered_is_left_alone() -> None:
     for precision, macs in (("fp32", {"fp32": 1.0}), ("int8", {"int8": 0.6, "fp32": 0.4}), ("fp16", {"fp16": 1.0})):
         given = record(precision, engine_coverage=coverage(macs))
-        assert hold(given, CPU) == given
-    assert hold(record("int8"), CPU) == record("int8"), "nothing is known of it"
+        assert judge_precision(given, CPU) == given
+    assert judge_precision(record("int8"), CPU) == record("int8"), "nothing is known of it"
 
 
 def test_fp16_that_runs_in_fp32_is_failed_in_words() -> None:
     given = record("fp16", coverage=coverage({"fp16": 1.0}), engine_coverage=coverage({"fp32": 1.0}, casts=2))
-    found = hold(given, CPU)
+    found = judge_precision(given, CPU)
     assert (found.status, found.failure) == ("failed", "wrong result")
-    given_so = hold(given, CPU, asked=False)
+    given_so = judge_precision(given, CPU, asked=False)
     assert (given_so.status, given_so.shortfall) == ("measured", found.reason), "a file that came like this"
     assert found.reason == (
         "none of the multiply-adds is computed in fp16; the rest is fp32: MatMul 100 %; "
@@ -71,7 +72,7 @@ def test_pairs_that_are_not_fused_are_told() -> None:
         coverage=coverage({"int8": 1.0}),
         engine_coverage=coverage({"fp32": 0.57, "int8": 0.43}, unfused=7),
     )
-    assert "of 20 products, 7 not fused with the Q/DQ around" in hold(given, CPU).shortfall
+    assert "of 20 products, 7 not fused with the Q/DQ around" in judge_precision(given, CPU).shortfall
 
 
 def test_groups_left_out_on_purpose_are_told_with_the_reasons() -> None:
@@ -80,16 +81,16 @@ def test_groups_left_out_on_purpose_are_told_with_the_reasons() -> None:
         for index, why in enumerate(["sensitive", "sensitive", "asked for", ""])
     ]
     given = record("int8", coverage=coverage({"fp32": 0.8, "int8": 0.2}), assignment=groups)
-    assert hold(given, CPU).shortfall.endswith("3 of 4 groups stay in fp32: sensitive (2), asked for (1)")
+    assert judge_precision(given, CPU).shortfall.endswith("3 of 4 groups stay in fp32: sensitive (2), asked for (1)")
     low = [one.model_copy(update={"precision": "int8-dynamic"}) for one in groups[3:]]
     given = record("int8-dynamic", coverage=coverage({"fp32": 0.8, "int8": 0.2}), assignment=[*groups[:3], *low])
-    assert "3 of 4 groups stay in fp32" in hold(given, CPU).shortfall
+    assert "3 of 4 groups stay in fp32" in judge_precision(given, CPU).shortfall
 
 
 def test_the_engine_counts_more_than_the_graph() -> None:
     given = record("int8", coverage=coverage({"int8": 1.0}), engine_coverage=coverage({"fp32": 1.0}))
-    assert hold(given, CPU).status == "failed"
-    assert hold(given.model_copy(update={"engine_coverage": None}), CPU).status == "measured"
+    assert judge_precision(given, CPU).status == "failed"
+    assert judge_precision(given.model_copy(update={"engine_coverage": None}), CPU).status == "measured"
 
 
 def test_tensorrt_is_held_against_its_kernels() -> None:
@@ -97,14 +98,14 @@ def test_tensorrt_is_held_against_its_kernels() -> None:
         build = BuildRecord(seconds=1, host_peak_bytes=None, engine_bytes=1, layers=layers)
         return record("int8+fp16", RTX, coverage=coverage({"int8": 0.9, "fp16": 0.1}), build=build, status="built")
 
-    assert hold(built(int8=3, fp16=9), GPU).status == "built"
-    found = hold(built(fp16=9, fp32=1), GPU)
+    assert judge_precision(built(int8=3, fp16=9), GPU).status == "built"
+    found = judge_precision(built(fp16=9, fp32=1), GPU)
     assert (found.status, found.reason) == ("failed", "none of its kernels reads int8 (9 fp16, 1 fp32)")
 
 
 def test_int4_is_a_matter_of_weights() -> None:
     def weights(**shares: float) -> VariantRecord:
-        return hold(record("int4-weights", coverage=coverage({"fp32": 1.0}, shares)), CPU)
+        return judge_precision(record("int4-weights", coverage=coverage({"fp32": 1.0}, shares)), CPU)
 
     assert weights(int4=0.8, fp32=0.2).shortfall == ""
     assert weights(int4=0.3, fp32=0.7).shortfall == "only 30 % of the weights is stored in int4; the rest is fp32 70 %"
@@ -114,7 +115,7 @@ def test_int4_is_a_matter_of_weights() -> None:
 
 def test_a_failure_keeps_its_own_reason() -> None:
     given = record("int8", coverage=coverage({"fp32": 1.0}), status="failed", reason="it crashed")
-    assert hold(given, CPU).reason == "it crashed"
+    assert judge_precision(given, CPU).reason == "it crashed"
 
 
 def given(where: Device = CPU, **environment: Any) -> Circumstances:

@@ -17,8 +17,8 @@ from enginesmith.pipeline.recipe.options import Budgets
 from enginesmith.pipeline.results import baseline, gate, remeasure
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.gate import Demands, parse_tolerance
+from enginesmith.pipeline.results.gate_report import Gate
 from enginesmith.pipeline.results.run import ModelRecord, Run, StoredArtifact, VariantRecord
-from enginesmith.pipeline.results.verdicts import Gate
 
 MACHINE = {"processor": "A", "usable_cores": 2, "architecture": "x86_64"}
 MODEL = ModelRecord(source="digits", sha256="0" * 64, signature=None, data="digits")

@@ -9,9 +9,8 @@ from enginesmith.pipeline.measure.roofline import Work
 from enginesmith.pipeline.measure.rows import LatencyRow, LimitRow, MemoryRow, StageFidelity
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe.options import Budgets
-from enginesmith.pipeline.results.budgets import verdicts
 from enginesmith.pipeline.results.run import BuildRecord, StoredArtifact, VariantRecord
-from enginesmith.pipeline.results.select import decide, select
+from enginesmith.pipeline.results.verdicts import judge_budgets, judge_compression, select_winner
 
 
 def record(name: str, ms: float | None, memory: int | None = 100, size: int = 10, **more: object) -> VariantRecord:
@@ -35,30 +34,30 @@ SMALL = record("small", 5.0, 50, 5)
     ("objective", "winner"), [("latency", "fast"), ("throughput", "fast"), ("memory", "small"), ("size", "small")]
 )
 def test_the_objective_decides_among_all(objective: str, winner: str) -> None:
-    assert select([EAGER, FAST, SMALL], Budgets(), objective, 1).winner == winner  # type: ignore[arg-type]
+    assert select_winner([EAGER, FAST, SMALL], Budgets(), objective, 1).winner == winner  # type: ignore[arg-type]
 
 
 def test_a_budget_excludes_the_fastest() -> None:
-    chosen = select([EAGER, FAST, SMALL], Budgets(max_memory_bytes=200), "latency", 1)
+    chosen = select_winner([EAGER, FAST, SMALL], Budgets(max_memory_bytes=200), "latency", 1)
     assert chosen.winner == "small"
     assert [(one.budget, one.actual, one.passed) for one in chosen.verdicts] == [("max_memory_bytes", 50, True)]
 
 
 def test_nobody_wins_when_nobody_holds_the_budgets() -> None:
-    chosen = select([EAGER, FAST], Budgets(max_latency_ms=0.5), "latency", 1)
+    chosen = select_winner([EAGER, FAST], Budgets(max_latency_ms=0.5), "latency", 1)
     assert chosen.winner is None
     assert "fast" in chosen.reason
     assert not chosen.verdicts[0].passed
 
 
 def test_an_unknown_number_holds_no_budget() -> None:
-    chosen = select([record("blind", 1.0, None)], Budgets(max_memory_bytes=10**12), "latency", 1)
+    chosen = select_winner([record("blind", 1.0, None)], Budgets(max_memory_bytes=10**12), "latency", 1)
     assert chosen.winner is None
 
 
 def test_failed_and_unmeasured_variants_never_win() -> None:
     failed = FAST.model_copy(update={"status": "failed"})
-    assert select([EAGER, failed, record("blank", None)], Budgets(), "latency", 1).winner == "eager"
+    assert select_winner([EAGER, failed, record("blank", None)], Budgets(), "latency", 1).winner == "eager"
 
 
 def check(sqnr_db: float | None, passed: bool = True, reason: str = "") -> StageFidelity:
@@ -77,9 +76,11 @@ def test_every_budget_is_held_against_its_number() -> None:
         ("max_build_seconds", 3.0),
     ):
         for limit, passed in ((number, True), (number + (1 if budget.startswith("min") else -1), False)):
-            (found,) = verdicts(full, Budgets(**{budget: limit}), 1)
+            (found,) = judge_budgets(full, Budgets(**{budget: limit}), 1)
             assert (found.budget, found.actual, found.passed) == (budget, number, passed)
-        (unknown,) = verdicts(record("x", None, None).model_copy(update={"artifact": None}), Budgets(**{budget: 1}), 1)
+        (unknown,) = judge_budgets(
+            record("x", None, None).model_copy(update={"artifact": None}), Budgets(**{budget: 1}), 1
+        )
         assert (unknown.actual, unknown.passed) == (None, False)
         assert unknown.reason
 
@@ -87,18 +88,18 @@ def test_every_budget_is_held_against_its_number() -> None:
 def test_fidelity_is_a_budget_of_what_is_held_against_the_baseline() -> None:
     told = check(3.0, reason="changed on purpose")
     good = FAST.model_copy(update={"fidelity": (check(60.0), check(40.0), told)})
-    assert [(one.actual, one.passed) for one in verdicts(good, Budgets(), 1, 40.0)] == [(40.0, True)]
-    assert [one.passed for one in verdicts(good, Budgets(), 1, 41.0)] == [False]
+    assert [(one.actual, one.passed) for one in judge_budgets(good, Budgets(), 1, 40.0)] == [(40.0, True)]
+    assert [one.passed for one in judge_budgets(good, Budgets(), 1, 41.0)] == [False]
     whole = FAST.model_copy(update={"fidelity": (check(None),)})
-    assert [(one.actual, one.passed) for one in verdicts(whole, Budgets(), 1, 40.0)] == [(None, True)]
-    assert [one.passed for one in verdicts(FAST, Budgets(), 1, 40.0)] == [False], "nobody judged its outputs"
-    assert select([EAGER, good], Budgets(), "latency", 1, 41.0).winner == "eager", "it is what others are held against"
-    assert select([EAGER, good], Budgets(), "latency", 1, 40.0).verdicts[0].budget == "min_sqnr_db"
+    assert [(one.actual, one.passed) for one in judge_budgets(whole, Budgets(), 1, 40.0)] == [(None, True)]
+    assert [one.passed for one in judge_budgets(FAST, Budgets(), 1, 40.0)] == [False], "nobody judged its outputs"
+    assert select_winner([EAGER, good], Budgets(), "latency", 1, 41.0).winner == "eager", "it is the reference"
+    assert select_winner([EAGER, good], Budgets(), "latency", 1, 40.0).verdicts[0].budget == "min_sqnr_db"
 
 
 def test_the_front_holds_what_nobody_beats() -> None:
     slow = record("slow", 20.0, 400)
-    assert select([EAGER, FAST, SMALL, slow], Budgets(), "latency", 1).pareto == ("fast", "small")
+    assert select_winner([EAGER, FAST, SMALL, slow], Budgets(), "latency", 1).pareto == ("fast", "small")
 
 
 ALLOWED = Budgets(max_drop=0.01)
@@ -130,7 +131,7 @@ def limit(floor_ms: float, bound_by: str) -> LimitRow:
 
 
 def decided(one: VariantRecord, dense: VariantRecord | None = None, budgets: Budgets = ALLOWED) -> str:
-    return decide(one, {DENSE: dense or measured(DENSE, 2.0)}, budgets, 1).rejected
+    return judge_compression(one, {DENSE: dense or measured(DENSE, 2.0)}, budgets, 1).rejected
 
 
 def test_one_that_is_faster_within_the_budget_is_accepted() -> None:
@@ -138,7 +139,7 @@ def test_one_that_is_faster_within_the_budget_is_accepted() -> None:
 
 
 def test_dense_variants_are_left_alone() -> None:
-    assert decide(measured(DENSE, 2.0), {}, Budgets(), 1) == measured(DENSE, 2.0)
+    assert judge_compression(measured(DENSE, 2.0), {}, Budgets(), 1) == measured(DENSE, 2.0)
 
 
 def test_one_whose_interval_includes_1_is_rejected_with_the_numbers() -> None:
@@ -173,6 +174,6 @@ def test_a_loss_that_nobody_knows_or_allowed_cannot_win() -> None:
 
 def test_rejected_ones_never_win() -> None:
     dense = measured(DENSE, 2.0)
-    slow = decide(pruned(1.0, 0.9, 1.1), {DENSE: dense}, Budgets(), 1)
-    assert select([dense, slow], Budgets(), "latency", 1).winner == DENSE
-    assert select([dense, slow], Budgets(), "latency", 1).pareto == (DENSE,)
+    slow = judge_compression(pruned(1.0, 0.9, 1.1), {DENSE: dense}, Budgets(), 1)
+    assert select_winner([dense, slow], Budgets(), "latency", 1).winner == DENSE
+    assert select_winner([dense, slow], Budgets(), "latency", 1).pareto == (DENSE,)
