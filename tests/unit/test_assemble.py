@@ -1,0 +1,144 @@
+"""From outcomes to the document: what audits, calibration and the search left is read, and variants are held to it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enginesmith.pipeline.artifact import Artifact, HistoryEntry
+from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
+from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
+from enginesmith.pipeline.engines.torch.eager import Eager
+from enginesmith.pipeline.execution.scheduler import Outcome
+from enginesmith.pipeline.frameworks.onnx.shares import Coverage
+from enginesmith.pipeline.planning.plan import LATENCY, LOAD, Plan, Step, Variant, add_audits
+from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.results.assemble import Header, assemble
+from enginesmith.pipeline.results.run import Run, VariantRecord
+from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks.verify import Audit
+
+HEADER = Header("demo", "2026-01-01T00:00:00+00:00", 1.0, {"vector_units": ["avx2"]})
+BASELINE = Variant("eager", Eager(), "fp32", LOAD, Device())
+FLOAT = Variant("onnxruntime-fp32", OnnxRuntime(), "fp32", "build-fp32", Device())
+INT8 = Variant(
+    *("onnxruntime-int8", OnnxRuntime(), "int8", "build-int8", Device()),
+    lowering="int8",
+    calibration="calibrate",
+    assignment="assign",
+    search=("search-1", "search-2", "search-3"),
+    audits=("audit-graph", "audit-engine"),
+)
+
+
+class Outcomes:
+    """What steps left, as files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.found = folder, dict[str, Outcome]()
+
+    def put(self, step: str, content: Any, kind: str = "record") -> "Outcomes":
+        folder = self.folder / step
+        folder.mkdir()
+        (folder / "records.json").write_text(json.dumps(content))
+        entry = HistoryEntry(step=step, parameters={}, tools={}, seconds=1, host_peak_bytes=None, effect="made")
+        values = {"kind": kind, "path": folder / "records.json", "sha256": "0", "bytes": 1, "history": (entry,)}
+        self.found[step] = Outcome(step, "done", Artifact.model_validate(values))
+        return self
+
+    def run(self, *variants: Variant) -> Run:
+        steps = tuple(Step(name, Audit()) for name in (LOAD, "build-fp32", "build-int8"))
+        plan = Plan(steps, BASELINE, variants, LATENCY)
+        return assemble(HEADER, make({"model": "digits"}), plan, self.found, {})
+
+    def record(self, variant: Variant) -> VariantRecord:
+        return self.run(variant).variants[0]
+
+
+def coverage(**macs: float) -> dict[str, Any]:
+    found = Coverage(total_macs=1, macs=macs, operators={name: {} for name in macs}, weights=macs, products={})
+    return found.model_dump(mode="json")
+
+
+def latency(variant: str, ms: float) -> dict[str, Any]:
+    speedup = {"median": 10 / ms, "low": 9.9 / ms, "high": 10.1 / ms}
+    return {"variant": variant, "row": {"batch": 1, "p50_ms": ms, "speedup": speedup}}
+
+
+@pytest.fixture
+def outcomes(tmp_path: Path) -> Outcomes:
+    return Outcomes(tmp_path).put("build-int8", {}, "engine").put("build-fp32", {}, "engine")
+
+
+def test_audits_are_part_of_the_record(outcomes: Outcomes) -> None:
+    outcomes.put("audit-graph", [coverage(int8=1.0)]).put("audit-engine", [coverage(int8=0.7, fp32=0.3)])
+    found = outcomes.record(INT8)
+    assert found.coverage
+    assert found.coverage.macs == {"int8": 1.0}
+    assert found.engine_coverage
+    assert found.engine_coverage.macs == {"int8": 0.7, "fp32": 0.3}
+    assert not {"coverage", "engine_coverage"} & set(found.reasons)
+
+
+def test_what_was_not_looked_at_has_a_reason(outcomes: Outcomes) -> None:
+    outcomes.found["audit-graph"] = Outcome("audit-graph", "failed", reason="it crashed")
+    found = outcomes.record(INT8)
+    assert (found.coverage, found.reasons["coverage"]) == (None, "it crashed")
+    assert found.reasons["engine_coverage"] == "not reached: audit-engine"
+    assert found.status == "built", "an audit that failed says nothing about the variant"
+    assert outcomes.run().baseline.reasons["coverage"] == "eager runs the module itself"
+    assert outcomes.record(FLOAT).reasons["coverage"] == "not asked for"
+
+
+def test_a_variant_that_is_not_what_it_is_called_cannot_win(outcomes: Outcomes) -> None:
+    outcomes.put("audit-engine", [coverage(fp32=1.0)])
+    outcomes.put(LATENCY, [latency("eager", 10), latency("onnxruntime-fp32", 5), latency("onnxruntime-int8", 2)])
+    (outcomes.folder / LATENCY / "environment.json").write_text("{}")
+    run = outcomes.run(FLOAT, INT8)
+    assert run.winner == "onnxruntime-fp32"
+    assert (run.variants[1].status, run.variants[1].failure) == ("failed", "wrong result")
+    assert run.variants[1].reason.startswith("none of the multiply-adds is computed in int8")
+    given = replace(INT8, lowering=None)
+    assert outcomes.run(FLOAT, given).winner == "onnxruntime-int8", "nobody asked for more than that file"
+
+
+def test_what_paid_is_remarked(outcomes: Outcomes) -> None:
+    outcomes.put("audit-engine", [coverage(int8=1.0)])
+    outcomes.put(LATENCY, [latency("eager", 10), latency("onnxruntime-fp32", 5), latency("onnxruntime-int8", 10)])
+    (outcomes.folder / LATENCY / "environment.json").write_text('{"vector_units": ["avx512_vnni"]}')
+    (said,) = outcomes.run(FLOAT, INT8).variants[1].remarks
+    assert said.startswith("int8 does not pay: 0.50×")
+    assert "avx512_vnni" in said, "as the machine was when it was measured"
+
+
+@pytest.mark.parametrize("synthetic", [True, False])
+def test_made_up_calibration_data_is_noted(outcomes: Outcomes, synthetic: bool) -> None:
+    outcomes.put("calibrate", {"provenance": {"synthetic": synthetic}})
+    assert outcomes.record(INT8).synthetic_calibration is synthetic
+    half = Variant("onnxruntime-fp16", OnnxRuntime(), "fp16", "build-int8", Device(), lowering="fp16")
+    half = replace(half, calibration="calibrate")
+    assert not outcomes.record(half).synthetic_calibration, "ranges are no part of that graph"
+
+
+def test_the_search_is_that_of_its_last_step(outcomes: Outcomes) -> None:
+    groups = [{"group": name, "operator": "Conv", "precision": "int8", "method": "mse"} for name in "abc"]
+    trial = {"phase": "everything", "method": "mse", "kept": [], "why": "all", "passed": False, "error": 1.0}
+    second = {**trial, "phase": "sensitive", "kept": ["a"], "passed": True, "speedup": 1.5, "seconds": 2.0}
+    outcomes.put("assign", groups).put("search-1", [trial]).put("search-2", [trial, second])
+    found = outcomes.record(INT8)
+    assert [one.group for one in found.assignment] == ["a", "b", "c"]
+    assert [(one.step, one.quantised, one.kept, one.passed) for one in found.search] == [
+        (1, 3, 0, False),
+        (2, 2, 1, True),
+    ]
+    assert found.search[1].speedup == 1.5
+
+
+def test_audits_are_planned_for_what_can_be_seen() -> None:
+    variant, steps = add_audits(FLOAT, "simplify")
+    assert variant.audits == tuple(step.id for step in steps) == ("audit-simplify", "audit-onnxruntime-fp32")
+    assert steps[1].inputs["model"] == "build-fp32"
+    hidden = Variant("tensorrt_rtx-fp32", TensorRT.model_construct(), "fp32", "build-rtx", Device(kind="cuda"))
+    assert [step.id for step in add_audits(hidden, "simplify")[1]] == ["audit-simplify"]
