@@ -51,6 +51,7 @@ _FLEET_SUFFIXES = (".yaml", ".yml")
 @under(
     VARIANTS,
     option("--graph-optimization", multiple=True, help="ONNX Runtime's level: disabled, basic, extended, all."),
+    option("--pass", "passes", multiple=True, metavar="NAME", help="One more pass on the graph: a plug-in's name."),
     option("--no-simplify", is_flag=True, default=None, help="Leave the exported graph as it is."),
     advanced=True,
 )

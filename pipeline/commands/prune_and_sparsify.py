@@ -76,6 +76,7 @@ def sparsify(
     from enginesmith.pipeline.workflows import stages
 
     chosen = SparsifyOptions(scope="layer" if per_layer else "global", protect=protect)
+    recipe = recipe_of(model, None, {**options, "sparsity": (sparsity,)}).model_copy(update={"sparsifying": chosen})
     with settings_of(options, quiet) as settings:
-        result = stages.sparsify(recipe_of(model, None, options), sparsity, chosen, output, settings)
+        result = stages.sparsify(recipe, output, settings)
     shown().show_stage(result, as_json)

@@ -1,11 +1,98 @@
-"""Passes: one per file, listed here as ``module:Class`` so that naming them imports nothing heavy."""
+"""Look up passes by name. A pass is one file or folder here and one line in this table; or it is a plug-in.
 
-PASSES: tuple[str, ...] = (
-    "enginesmith.pipeline.passes.export.export:Export",
-    "enginesmith.pipeline.passes.simplify:Simplify",
-    "enginesmith.pipeline.passes.export.attention:DecomposeAttention",
-    "enginesmith.pipeline.passes.rescale.equalize:Equalise",
-    "enginesmith.pipeline.passes.rescale.smooth_quant:Smooth",
-    "enginesmith.pipeline.passes.quantize.precision:Precision",
-    "enginesmith.pipeline.passes.sparsify.sparsify:Sparsify",
-)
+Nothing is imported until passes are asked for. ``passes/base.py`` has the contract, docs/extending.md an example.
+"""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from enginesmith.pipeline.errors import MissingCapability, UsageError
+from enginesmith.pipeline.system import plugins
+
+if TYPE_CHECKING:
+    from enginesmith.pipeline.artifact import Kind
+    from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Stage
+
+
+PASSES: Mapping[str, str] = {
+    "export": "enginesmith.pipeline.passes.export.export:Export",
+    "simplify": "enginesmith.pipeline.passes.simplify:Simplify",
+    "decompose-attention": "enginesmith.pipeline.passes.export.attention:DecomposeAttention",
+    "sparsify": "enginesmith.pipeline.passes.sparsify.sparsify:Sparsify",
+    "equalise": "enginesmith.pipeline.passes.rescale.equalize:Equalise",
+    "smooth": "enginesmith.pipeline.passes.rescale.smooth_quant:Smooth",
+    "precision": "enginesmith.pipeline.passes.quantize.precision:Precision",
+}
+"""Name → ``module:Class``. Passes of one stage run in this order."""
+
+
+def pass_class(name: str) -> "type[Pass]":
+    """Import a pass by name; only a name that the table lacks is looked up among the installed plug-ins.
+
+    Raises:
+        UsageError: no pass has that name.
+        MissingCapability: it is a plug-in that cannot be loaded, or that is no pass of that name.
+    """
+    if name in PASSES:
+        module, _, attribute = PASSES[name].partition(":")
+        own: type[Pass] = getattr(importlib.import_module(module), attribute)
+        return own
+    if not plugins.offered(plugins.PASSES, name):
+        raise UsageError(f"there is no pass {name!r}", f"use {_requestable()}")
+    from enginesmith.pipeline.passes import base
+
+    loaded = plugins.load(plugins.PASSES, name)
+    if not isinstance(loaded, type) or not issubclass(loaded, base.Pass) or getattr(loaded, "name", None) != name:
+        raise MissingCapability(
+            f"the plug-in {name!r} gives {loaded!r}, which is no pass of that name",
+            f"its entry point has to name a subclass of {base.__name__}.Pass whose name is {name!r}",
+        )
+    return loaded
+
+
+def requested_pass(name: str) -> "type[Pass]":
+    """Import a pass that ``--pass`` may name: one from ONNX to ONNX that nothing else asks for.
+
+    Raises:
+        UsageError: no pass has that name, or it is not asked for like that.
+        MissingCapability: as in :func:`pass_class`.
+    """
+    found = pass_class(name)
+    if found.stage != "request" or found.requires or (found.consumes, found.produces) != ("onnx", "onnx"):
+        raise UsageError(f"the pass {name!r} is not asked for by --pass", f"use {_requestable()}")
+    return found
+
+
+def passes_for(
+    stage: "Stage", recipe: Any, kind: "Kind" = "onnx", request: "PrecisionRequest | None" = None
+) -> "Iterator[Pass]":
+    """Make the passes of a stage that a recipe asks for, in the table's order, each with the fields that it reads.
+
+    ``kind`` is that of the artifact that the first of them gets.
+    """
+    for name in PASSES:
+        found = pass_class(name)
+        if found.stage == stage and found.consumes == kind:
+            for step in _make(found, recipe, request):
+                kind = step.produces
+                yield step
+
+
+def graph_passes(recipe: Any, kind: "Kind") -> "Iterator[Pass]":
+    """Make the passes from a loaded model to the float graph of all engines; those that ``--pass`` names are last."""
+    yield from passes_for("graph", recipe, kind)
+    for name in recipe.passes:
+        yield from _make(requested_pass(name), recipe, None)
+
+
+def _make(found: "type[Pass]", recipe: Any, request: "PrecisionRequest | None") -> "Iterator[Pass]":
+    from enginesmith.pipeline.passes.base import PrecisionRequest
+
+    yield from found.requested({field: getattr(recipe, field) for field in found.reads}, request or PrecisionRequest())
+
+
+def _requestable() -> str:
+    own = [name for name in PASSES if pass_class(name).stage == "request"]
+    installed = [f"{one.name} (of {one.distribution})" for one in plugins.installed(plugins.PASSES)]
+    return ", ".join([*own, *installed]) + ("" if installed else "; no installed distribution offers others")

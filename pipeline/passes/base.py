@@ -1,24 +1,44 @@
 """What a pass is: a pure function from artifact to artifact, with its promises checked before and after."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
+from enginesmith.calibration.ranges import Method
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks.onnx import evaluator, model_file
+from enginesmith.pipeline.passes.quantize.precisions import Name, Placement
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
 
 Progress = Callable[[str], None]
 Records = Mapping[str, Artifact]
+Stage = Literal["graph", "request", "sparsity", "rescale", "precision"]
+"""Places in a plan, in their order.
+
+``graph``: from what was loaded to the float graph of all engines; ``request``: after those, if ``--pass`` names it;
+``sparsity``: each makes a variant of the float graph; ``rescale``: on the way to a precision, with ranges of what it
+gets, and new ranges after it; ``precision``: makes the graph that an engine of that precision is built from.
+"""
 
 
 _SHOWN, _NAMES = 5, 3
 """Reasons that are written out, and names for each."""
+
+
+@dataclass(frozen=True)
+class PrecisionRequest:
+    """A variant that passes work for: its precision, and its engine's rules."""
+
+    precision: Name = "fp32"
+    placement: Placement = "inputs"
+    weight_bits: int = 8
+    """Bits of int8 weights, where the recipe leaves them to the engine."""
 
 
 class Pass(BaseModel):
@@ -35,6 +55,26 @@ class Pass(BaseModel):
     produces: ClassVar[Kind]
     tools: ClassVar[tuple[str, ...]]
     """Distributions whose versions decide what comes out."""
+    stage: ClassVar[Stage] = "request"
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Fields of the recipe that :meth:`requested` is given."""
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Roles of the records that :meth:`apply` cannot do without."""
+
+    @classmethod
+    def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
+        """Make the passes that a recipe asks for, by the fields that ``reads`` names; one by default."""
+        return (cls(),)
+
+    @property
+    def step_name(self) -> str:
+        """Return the name of the step that applies it."""
+        return self.name
+
+    @model_serializer(mode="wrap")
+    def _with_name(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Tell passes with equal fields apart, wherever one is a field of a task."""
+        return {"pass": self.name, **serialize(self)}
 
     @abstractmethod
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
@@ -42,6 +82,25 @@ class Pass(BaseModel):
 
         ``records`` holds what was found out about the artifact before, by role; most passes need none.
         """
+
+
+class PrecisionPass(Pass):
+    """A pass that computes groups of operators in fewer bits, but those that an ``assignment`` record keeps."""
+
+    precision: Name
+    placement: Placement = "inputs"
+    """Where Q/DQ pairs go. With ``inputs``, what is beside fp8 and int4 becomes float16."""
+    method: Method = "mse"
+    """Whose ranges; an assignment may say otherwise."""
+
+    @property
+    @abstractmethod
+    def remainder(self) -> str:
+        """Return the type that operators get which are not quantised."""
+
+    @abstractmethod
+    def rounding_inputs(self) -> Self:
+        """Return the pass that rounds inputs of products alone, so that the error of each can be told."""
 
 
 def by_reason(what: str, left: Mapping[str, str]) -> tuple[str, ...]:

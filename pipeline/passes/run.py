@@ -4,7 +4,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from enginesmith.pipeline.artifact import Artifact, Effect
-from enginesmith.pipeline.errors import InvalidGraph, ModelError
+from enginesmith.pipeline.errors import InvalidGraph, ModelError, UsageError
 from enginesmith.pipeline.passes.base import Pass, Progress, Records
 
 
@@ -14,10 +14,15 @@ def run_pass(
     """Apply a pass and hold it to its promises.
 
     Raises:
+        UsageError: a record that the pass requires is not among ``records``.
         ModelError: the artifact is not what the pass consumes, or what came out is not sound.
     """
     if artifact.kind != pass_.consumes:
         raise ModelError(f"the pass {pass_.name!r} takes a {pass_.consumes} artifact, and got a {artifact.kind} one")
+    if lacking := [role for role in pass_.requires if role not in records]:
+        raise UsageError(
+            f"the pass {pass_.name!r} needs {' and '.join(lacking)} of the graph, and got none", "calibrate it first"
+        )
     effect = pass_.apply(artifact, out, progress, records)
     if not (out / effect.file).is_file():
         raise ModelError(f"the pass {pass_.name!r} did not write {effect.file!r}")

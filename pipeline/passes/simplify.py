@@ -6,16 +6,16 @@ against what went in; if it is not provably as good, the graph is passed on as i
 """
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
 from enginesmith.pipeline.frameworks.onnx import edit
-from enginesmith.pipeline.passes.base import Pass, Progress, Records
+from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.export.attention import absorb_heads
 
 if TYPE_CHECKING:
@@ -33,8 +33,15 @@ class Simplify(Pass):
     consumes: ClassVar[Kind] = "onnx"
     produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("onnx", "onnx-ir", "onnxscript")
+    stage: ClassVar[Stage] = "graph"
+    reads: ClassVar[tuple[str, ...]] = ("simplify", "export")
 
     external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
+
+    @classmethod
+    def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
+        """Make one, unless the recipe wants the graph as it is."""
+        return (cls(external_data_bytes=options["export"].external_data_bytes),) if options["simplify"] else ()
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Simplify, check, and keep the better of both graphs."""

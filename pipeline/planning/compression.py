@@ -14,10 +14,10 @@ from typing import Any
 from enginesmith.pipeline.engines import DEFAULT, baseline, simulation
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.passes.export.export import Export
+from enginesmith.pipeline.passes import graph_passes, passes_for
+from enginesmith.pipeline.passes.base import Pass
 from enginesmith.pipeline.passes.prune.options import PruneOptions, Target
 from enginesmith.pipeline.passes.sparsify.options import Sparsity
-from enginesmith.pipeline.passes.sparsify.sparsify import Sparsify
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, Variant
 from enginesmith.pipeline.planning.precision import feeder
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, list_variants
@@ -134,7 +134,8 @@ def compress(resolved: ResolvedRecipe, trunk: Trunk) -> tuple[list[Variant], lis
     """
     recipe = resolved.recipe
     graphs = [variant for variant in trunk.variants if variant.engine.consumes == "onnx"]
-    sparse = [_sparse(recipe, pattern, trunk) for pattern in recipe.sparsities]
+    made = passes_for("sparsity", recipe)
+    sparse = [_sparse(pattern, step, trunk) for pattern, step in zip(recipe.sparsities, made, strict=True)]
     variants = [one.variant(variant) for one in sparse for variant in graphs]
     steps = [step for one in sparse for step in one.steps()]
     for target in recipe.prune_targets:
@@ -192,8 +193,7 @@ def _cut(resolved: ResolvedRecipe, name: str, target: Target, options: PruneOpti
     measured = _measured_on(resolved, target)
     engine = measured.engine
     shapes = {SHAPES: SHAPES} if engine.needs_shapes else {}
-    export = Export(**recipe.export.model_dump())
-    way = ToEngine(engine=engine, device=measured.device, export=export, simplify=recipe.simplify)
+    way = ToEngine(engine=engine, device=measured.device, passes=tuple(graph_passes(recipe, "torch")))
     dense = Step(f"{name}-{DENSE}", DenseEngine(way=way), {"model": last, **shapes})
     yield dense
     wanted = PruneToLatency.model_validate(asked)
@@ -238,10 +238,9 @@ def _recover(recipe: Recipe, turns: int) -> Recover:
     )
 
 
-def _sparse(recipe: Recipe, pattern: Sparsity, trunk: Trunk) -> Changed:
-    made = Sparsify(**pattern.model_dump(), external_data_bytes=recipe.export.external_data_bytes)
+def _sparse(pattern: Sparsity, made: Pass, trunk: Trunk) -> Changed:
     suffix = f"-{pattern.slug}"
-    name = f"sparsify{suffix}"
+    name = f"{made.step_name}{suffix}"
     steps = [Step(name, Transform(step=made), {"model": trunk.graph}), *_answered(name, suffix, simulation())]
     shared = (trunk.shared | {LOAD} | {one.id for one in trunk.to_graph}) - {trunk.graph}
     branch = Branch(suffix, {trunk.graph: name, REFERENCE: f"reference{suffix}"}, shared)

@@ -13,6 +13,7 @@ from enginesmith.pipeline.engines.base import MAX, SWEPT, Engine, WorkspaceEngin
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
+from enginesmith.pipeline.passes import graph_passes
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.planning.compression import Trunk, compress
 from enginesmith.pipeline.planning.plan import LATENCY, LIMITS, LOAD, REFERENCE, Plan, Step, Variant, add_audits
@@ -176,19 +177,12 @@ def _sample(recipe: Recipe, source: Source) -> Task:
 
 def graph_steps(resolved: ResolvedRecipe) -> tuple[str, tuple[str, ...], list[Step]]:
     """Plan the way from the loaded model to the graph of engines; each stage is verified as it is, unoptimised."""
-    from enginesmith.pipeline.passes.export.export import Export
-    from enginesmith.pipeline.passes.simplify import Simplify
-
     recipe = resolved.recipe
-    stages: dict[str, Task] = {}
-    if resolved.source.is_torch:
-        stages["export"] = Transform(step=Export(**recipe.export.model_dump()))
-    if recipe.simplify:
-        stages["simplify"] = Transform(step=Simplify(external_data_bytes=recipe.export.external_data_bytes))
     runtime = baseline("onnx")
     steps, checks, parent = [], [], LOAD
-    for name, task in stages.items():
-        steps.append(Step(name, task, {"model": parent}))
+    for made in graph_passes(recipe, "torch" if resolved.source.is_torch else "onnx"):
+        name = f"pass-{made.step_name}" if made.stage == "request" else made.step_name
+        steps.append(Step(name, Transform(step=made), {"model": parent}))
         checks.append(verify_step(recipe, name, name, name, runtime, Device()))
         parent = name
     return parent, tuple(check.id for check in checks), [*steps, *checks]

@@ -10,12 +10,9 @@ from functools import partial
 
 from enginesmith.calibration.ranges import METHODS
 from enginesmith.pipeline.engines import engine_class, simulation
-from enginesmith.pipeline.engines.base import Engine
-from enginesmith.pipeline.passes.base import Pass
-from enginesmith.pipeline.passes.quantize.precision import Precision
-from enginesmith.pipeline.passes.quantize.precisions import KINDS, Name
-from enginesmith.pipeline.passes.rescale.equalize import Equalise
-from enginesmith.pipeline.passes.rescale.smooth_quant import Smooth
+from enginesmith.pipeline.passes import passes_for
+from enginesmith.pipeline.passes.base import PrecisionPass, PrecisionRequest
+from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.planning.plan import REFERENCE, Step, Variant
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
@@ -60,8 +57,12 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: str, quality: Step 
     """
     assert variant.lowering is not None
     name, kind = variant.lowering, KINDS[variant.lowering]
-    given = _prepared(recipe, name, graph)
-    step = _precision(recipe, name, variant.engine, variant.device)
+    asked = recipe.quantisation.placement
+    placement = (variant.engine if asked == "auto" else engine_class(asked)).placement
+    request = PrecisionRequest(name, placement, variant.engine.weight_bits(variant.device))
+    given = _prepared(recipe, request, graph)
+    (step,) = passes_for("precision", recipe, request=request)
+    assert isinstance(step, PrecisionPass)
     suffix = name if kind.rest != "fp32" and not kind.searched else f"{name}-{variant.engine.name}"
     needs = {"model": given.graph, "ranges": given.ranges}
     steps: list[Step] = list(given.steps)
@@ -91,54 +92,26 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: str, quality: Step 
     )
 
 
-def _precision(recipe: Recipe, name: Name, engine: Engine, device: Device) -> Precision:
-    options = recipe.quantisation
-    placement = engine.placement if options.placement == "auto" else engine_class(options.placement).placement
-    return Precision(
-        precision=name,
-        placement=placement,
-        method="mse" if options.ranges == "auto" else options.ranges,
-        weight_bits=options.weight_bits or engine.weight_bits(device),
-        keep_io_types=not options.convert_io,
-        bias_correction=options.bias_correction,
-        external_data_bytes=recipe.export.external_data_bytes,
-    )
-
-
 def feeder(recipe: Recipe) -> Feeder:
     """Where calibration's feeds come from."""
     return Feeder(data=recipe.calibration_data, samples=recipe.samples, seed=recipe.seed, options=recipe.data_options)
 
 
-def _prepared(recipe: Recipe, name: Name, graph: str) -> _Floating:
-    """Through the passes that make a float graph easier to quantise, each followed by ranges of its own."""
+def _prepared(recipe: Recipe, request: PrecisionRequest, graph: str) -> _Floating:
+    """Plan the passes that make a float graph easier to quantise, each followed by ranges of its own."""
     found = _Floating(graph, "calibrate", (), (_calibrate(recipe, graph, "calibrate"),))
-    options, static = recipe.quantisation, KINDS[name].calibrated
-    size = recipe.export.external_data_bytes
-    if static and options.equalise:
-        found = _passed(recipe, found, "equalise", Equalise(external_data_bytes=size))
-    if static and options.smooth is not None:
-        alpha = None if options.smooth == "auto" else options.smooth
-        smooth = Smooth(alpha=alpha, insert=options.smooth_insert, external_data_bytes=size)
-        found = _passed(recipe, found, "smooth", smooth)
-    if name == "int4-weights" and options.awq:
-        found = _passed(
-            recipe, found, "awq", Smooth(mode="awq", insert=options.smooth_insert, external_data_bytes=size)
-        )
+    for step in passes_for("rescale", recipe, request=request):
+        name = step.step_name if found.graph == graph else f"{step.step_name}-{found.graph}"
+        made = Step(name, Transform(step=step), {"model": found.graph, "ranges": found.ranges})
+        check = _check(recipe, name, name, "fp32")
+        ranges = _calibrate(recipe, name, f"calibrate-{name}")
+        found = _Floating(name, ranges.id, (*found.checks, check.id), (*found.steps, made, check, ranges))
     return found
 
 
 def _calibrate(recipe: Recipe, graph: str, name: str) -> Step:
     task = Calibrate(feeder=feeder(recipe), percentile=recipe.quantisation.percentile)
     return Step(name, task, {"model": graph, REFERENCE: REFERENCE})
-
-
-def _passed(recipe: Recipe, before: _Floating, word: str, step: Pass) -> _Floating:
-    name = f"{word}-{before.graph}" if before.graph in ("equalise", "smooth") else word
-    made = Step(name, Transform(step=step), {"model": before.graph, "ranges": before.ranges})
-    check = _check(recipe, name, name, "fp32")
-    ranges = _calibrate(recipe, name, f"calibrate-{name}")
-    return _Floating(name, ranges.id, (*before.checks, check.id), (*before.steps, made, check, ranges))
 
 
 def _check(recipe: Recipe, name: str, stage: str, threshold: str) -> Step:
@@ -151,7 +124,7 @@ def _check(recipe: Recipe, name: str, stage: str, threshold: str) -> Step:
 def _search(
     recipe: Recipe,
     variant: Variant,
-    step: Precision,
+    step: PrecisionPass,
     goal: Goal,
     given: _Floating,
     graph: str,

@@ -8,8 +8,8 @@ from enginesmith.pipeline.engines import BASELINES, baseline, engine_class, read
 from enginesmith.pipeline.engines.base import PORTABLE, Engine
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.source import Source, resolve
+from enginesmith.pipeline.passes import passes_for
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
-from enginesmith.pipeline.passes.sparsify.sparsify import Sparsify
 from enginesmith.pipeline.planning.compression import pruning_steps
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, Variant
 from enginesmith.pipeline.planning.planner import (
@@ -78,10 +78,11 @@ def _untouched(resolved: ResolvedRecipe) -> ResolvedRecipe:
     return resolved if resolved.source.is_torch else resolved.updated(simplify=False)
 
 
-def sparsify_steps(resolved: ResolvedRecipe, asked: Sparsify) -> tuple[Step, ...]:
+def sparsify_steps(resolved: ResolvedRecipe) -> tuple[Step, ...]:
     """Plan ``sparsify``: from a model, or a file as it is, to a graph with sparse weights."""
     recipe = resolved.recipe
     graph, _, steps = graph_steps(_untouched(resolved))
+    (asked,) = passes_for("sparsity", recipe)
     made = Step(SPARSIFY, Transform(step=asked), {"model": graph})
     task = Verify(
         stage=SPARSIFY,

@@ -50,7 +50,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
         name: (name,)
         for name in ("inputs", "targets", "engines", "graph_optimization", "device", "threads", "eval_data", "metric")
         + ("precisions", "calibration", "samples", "synthetic_calibration", "eval_samples", "objective", "seed")
-        + ("allow_pickle", "prune", "sparsity")
+        + ("allow_pickle", "passes", "prune", "sparsity")
     },
 }
 """Option, as commands call its value → where that goes in the recipe."""
@@ -62,7 +62,7 @@ _WITH_WORK: Mapping[str, tuple[str, ...]] = {
 }
 """The same of those whose values have to be read first, or that are called otherwise."""
 _OPTION = re.compile(r"--([a-z][a-z0-9-]*)")
-_ENDS = ("", "s", "_data")
+_ENDS = ("", "s", "es", "_data")
 """What a value's name has more than its option: ``--engine`` fills ``engines``, ``--eval`` ``eval_data``."""
 
 
@@ -72,7 +72,9 @@ def option_for(place: tuple[str, ...]) -> str:
     name = known.get(place)
     if name is None:
         return ".".join(place)
-    return "--" + (name.removesuffix("s") if name == place[0] else name).replace("_", "-")
+    if name == place[0]:
+        name = name.removesuffix("es" if name.endswith("sses") else "s")
+    return "--" + name.replace("_", "-")
 
 
 def fields_for(text: str) -> list[str]:

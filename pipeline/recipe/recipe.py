@@ -41,6 +41,7 @@ class Recipe(EngineOptions, ModelOptions):
     )
     batch: tuple[int, ...] = Field((1, 8), min_length=1, description="batch sizes that are measured")
     simplify: bool = Field(True, description="clean the exported graph")
+    passes: tuple[str, ...] = Field((), description="more passes on that graph, in their order: names of plug-ins")
     export: ExportOptions = ExportOptions()
     calibration: str | None = Field(
         None, description="data that ranges are taken from: an embedded set, .npz, .npy, .safetensors, images, texts …"

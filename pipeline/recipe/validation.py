@@ -10,6 +10,7 @@ from enginesmith.calibration.sources import Request
 from enginesmith.pipeline.engines import ENGINES, engine_class
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.quality import METRICS
+from enginesmith.pipeline.passes import requested_pass
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.recipe.cli_options import option_for
 from enginesmith.pipeline.recipe.recipe import Recipe
@@ -23,6 +24,7 @@ def hold_together(recipe: Recipe) -> None:
     """
     _check_smaller(recipe)
     _check_metric(recipe)
+    _check_passes(recipe)
     _check_engines(recipe)
     _check_calibration(recipe)
     _check_files(recipe)
@@ -55,6 +57,18 @@ def _given(recipe: Recipe, field: str) -> str:
         return option_for((field,))
     changed = next(name for name in type(value).model_fields if getattr(value, name) != getattr(default, name))
     return option_for((field, changed))
+
+
+def _check_passes(recipe: Recipe) -> None:
+    """Check that each pass which the recipe names is there, before anything is exported for it."""
+    for index, name in enumerate(recipe.passes):
+        requested_pass(name)
+        if name in recipe.passes[:index]:
+            raise UsageError(f"--pass is given twice as {name}", "give each one once")
+    if recipe.passes and not any(engine_class(name).consumes == "onnx" for name in recipe.engines):
+        raise UsageError(
+            f"--pass has no effect on {', '.join(recipe.engines)}", "add --engine onnxruntime, or leave it away"
+        )
 
 
 def _check_calibration(recipe: Recipe) -> None:

@@ -23,9 +23,8 @@ from enginesmith.pipeline.measure.fidelity import Fidelity, compare_calls, thres
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.candidate import Candidate as TimedCandidate
 from enginesmith.pipeline.measure.latency.rows import measure_latency
-from enginesmith.pipeline.passes.base import Progress
+from enginesmith.pipeline.passes.base import PrecisionPass, Progress
 from enginesmith.pipeline.passes.quantize import layers, precision, search
-from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.quantize.qdq import require_opset
 from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact, Judgement, Trial, best, propose
 from enginesmith.pipeline.passes.run import run_pass
@@ -48,7 +47,7 @@ class Sensitivity(Task):
     title: ClassVar[str] = "sensitivity"
     produces: ClassVar[Kind] = "record"
 
-    step: Precision
+    step: SerializeAsAny[PrecisionPass]
     """The precision, with everything quantised."""
     feeder: Feeder
     """Where the feeds come from."""
@@ -94,7 +93,7 @@ class Sensitivity(Task):
             quantised, both = Path(folder, "quantised"), Path(folder, "joint")
             for place in (quantised, both):
                 place.mkdir()
-            alone = self.step.model_copy(update={"inputs_only": True, "rest": "fp32"})
+            alone = self.step.rounding_inputs()
             records = {name: artifact for name, artifact in inputs.items() if name == "ranges"}
             effect = run_pass(alone, model, quantised, progress, records)
             left = {entry["group"]: entry["why"] for entry in precision.read(quantised)}
@@ -202,7 +201,7 @@ class Search(Task):
     produces: ClassVar[Kind] = "record"
     exclusive: ClassVar[bool] = True
 
-    step: Precision
+    step: SerializeAsAny[PrecisionPass]
     """The precision, with everything quantised."""
     engine: SerializeAsAny[Engine]
     device: Device
@@ -312,7 +311,7 @@ class Assign(Task):
     produces: ClassVar[Kind] = "record"
     in_process: ClassVar[bool] = True
 
-    step: Precision
+    step: SerializeAsAny[PrecisionPass]
     keep: tuple[str, ...]
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
@@ -344,7 +343,7 @@ def assignment(
     groups: Sequence[GroupFact],
     kept: Sequence[str] | frozenset[str],
     method: str,
-    step: Precision,
+    step: PrecisionPass,
     reasons: Mapping[str, str],
 ) -> list[dict[str, Any]]:
     """What each group gets, as the precision pass reads it and reports show it."""

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,10 +18,8 @@ from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.candidate import Candidate
 from enginesmith.pipeline.measure.latency.rows import measure_latency
 from enginesmith.pipeline.passes.base import Pass, Progress
-from enginesmith.pipeline.passes.export.export import Export
 from enginesmith.pipeline.passes.prune.options import PruneOptions, Target
 from enginesmith.pipeline.passes.run import run_pass
-from enginesmith.pipeline.passes.simplify import Simplify
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_records, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, Feeding
@@ -30,7 +28,6 @@ from enginesmith.pipeline.tasks.measure import logs_in_own_log, measured_feeds, 
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.frameworks.torch.module import LoadedModel
-    from enginesmith.pipeline.passes.prune.budget import LatencyTrial
     from enginesmith.pipeline.passes.prune.importance import Sample
     from enginesmith.pipeline.passes.prune.prune import Pruned
 
@@ -198,13 +195,66 @@ def summary(facts: Facts) -> str:
     return f"{width}; {macs} and {numbers} gone"
 
 
-# Pruning to a share of the latency on an engine: one task is one trial, and knows those before it.
+# Pruning to a share of the latency on an engine: bisection over the share of MACs that is left. One task is one trial,
+# and knows those before it.
 
 TRIALS = "latency-trials.json"
-"""Beside the pruned model: what was tried, as :class:`~enginesmith.pipeline.passes.prune.budget.LatencyTrial`."""
+"""Beside the pruned model: what was tried, as :class:`LatencyTrial`."""
 DENSE, BEFORE, REFERENCE = "dense", "before", "reference"
 _LONGEST_SECONDS = 6.0
 _UNSURE = "its latency was measured in too few rounds to know how exact it is; a longer --measure-time gives more"
+
+
+CLOSE = 0.02
+"""A trial that misses what is wanted by no more than this share ends the search."""
+_LEAST, _FINEST = 0.05, 0.01
+
+
+class LatencyTrial(BaseModel):
+    """One trial: the MACs that were left, and the latency; both as shares of the dense model's."""
+
+    model_config = ConfigDict(frozen=True)
+
+    macs_left: float
+    latency_left: float | None
+    low: float | None = None
+    high: float | None = None
+    """95 % interval of the latency; None where there were too few rounds."""
+    reason: str = ""
+    """Why there is no latency: so few MACs cannot be had."""
+
+
+def propose_share(trials: Sequence[LatencyTrial], wanted: float) -> float | None:
+    """Bisect for the share of MACs to try next; return None where the search is over."""
+    low, high, share = _LEAST, 1.0, wanted
+    for one in trials:
+        left = one.latency_left
+        if left is not None and abs(left - wanted) <= CLOSE * wanted:
+            return None
+        if left is None or left < wanted:
+            low = one.macs_left
+        else:
+            high = one.macs_left
+        if high - low <= _FINEST:
+            return None
+        share = round((low + high) / 2, 4)
+    return share
+
+
+def choose_trial(trials: Sequence[LatencyTrial], wanted: float) -> LatencyTrial | None:
+    """Return the trial that keeps the most MACs among those that are fast enough, or None."""
+    most = wanted * (1 + CLOSE)
+    fast = [one for one in trials if one.latency_left is not None and one.latency_left <= most]
+    return max(fast, key=lambda one: one.macs_left, default=None)
+
+
+def describe_fastest(trials: Sequence[LatencyTrial]) -> str:
+    """Describe the fastest of trials none of which is fast enough."""
+    known = {one.latency_left: one for one in trials if one.latency_left is not None}
+    if not known:
+        return trials[-1].reason
+    best = known[min(known)]
+    return f"the fastest of {len(trials)} trials takes {best.latency_left:.1%} with {best.macs_left:.1%} of the MACs"
 
 
 class ToEngine(BaseModel):
@@ -214,22 +264,20 @@ class ToEngine(BaseModel):
 
     engine: SerializeAsAny[Engine]
     device: Device
-    export: Export = Export()
-    simplify: bool = True
+    passes: tuple[SerializeAsAny[Pass], ...]
+    """From the module to the graph that the engine is built from."""
 
     @property
     def tools(self) -> tuple[str, ...]:
         """Distributions whose versions decide what comes out."""
-        return (*self.export.tools, *self.engine.tools)
+        return (*(tool for step in self.passes for tool in step.tools), *self.engine.tools)
 
     def build(self, inputs: Inputs, model: Artifact, out: Path, progress: Progress) -> Effect:
         """The engine of a module in the folder ``out``; graphs on the way are thrown away."""
-        passes: list[Pass] = [self.export]
-        passes += [Simplify(external_data_bytes=self.export.external_data_bytes)] if self.simplify else []
         ranges = read_ranges(inputs[SHAPES]) if SHAPES in inputs else {}
         with tempfile.TemporaryDirectory(prefix="enginesmith-prune-") as scratch:
             graph = model
-            for step in passes:
+            for step in self.passes:
                 place = Path(scratch, step.name)
                 place.mkdir()
                 effect = run_pass(step, graph, place, progress)
@@ -286,22 +334,18 @@ class TryLatency(Task):
             UsageError: the model cannot be pruned like that, however little.
             ModelError: it cannot be built or measured.
         """
-        from enginesmith.pipeline.passes.prune import budget
-
         trials = _trials(inputs)
-        share = budget.propose(trials, self.prune.target.left)
+        share = propose_share(trials, self.prune.target.left)
         if share is None:
             summary = "the search is over"
         else:
             progress(f"{share:.1%} of MACs")
             trials.append(self._try(share, inputs, not trials, progress))
-            summary = _told(trials[-1])
+            summary = describe_trial(trials[-1])
         write_records(out, trials)
         return Effect(file=RECORDS, summary=summary)
 
-    def _try(self, share: float, inputs: Inputs, first: bool, progress: Progress) -> "LatencyTrial":
-        from enginesmith.pipeline.passes.prune import budget
-
+    def _try(self, share: float, inputs: Inputs, first: bool, progress: Progress) -> LatencyTrial:
         with tempfile.TemporaryDirectory(prefix="enginesmith-prune-") as scratch:
             small, engine = Path(scratch, "small"), Path(scratch, "engine")
             small.mkdir()
@@ -311,16 +355,14 @@ class TryLatency(Task):
             except UsageError as error:
                 if first and not isinstance(error, EmptyLayer):
                     raise
-                return budget.LatencyTrial(macs_left=share, latency_left=None, reason=error.message)
+                return LatencyTrial(macs_left=share, latency_left=None, reason=error.message)
             model = _artifact("torch", small / effect.file, inputs[MODEL])
             built = self.way.build(inputs, model, engine, progress)
             made = _artifact("engine", engine / built.file, model)
             return self._measured(share, made, inputs, progress)
 
-    def _measured(self, share: float, made: Artifact, inputs: Inputs, progress: Progress) -> "LatencyTrial":
+    def _measured(self, share: float, made: Artifact, inputs: Inputs, progress: Progress) -> LatencyTrial:
         """Median latency at the first batch size, as a share of the dense engine's measured beside it."""
-        from enginesmith.pipeline.passes.prune import budget
-
         batch, feeds = next(iter(measured_feeds(inputs[REFERENCE]).items()))
         candidates = [
             Candidate(name, self.way.engine, artifact, self.way.device)
@@ -331,11 +373,11 @@ class TryLatency(Task):
             rows = measure_latency(candidates, {batch: feeds}, settings, logs, progress).rows
         dense, pruned = rows[DENSE][0], rows["pruned"][0]
         if (faster := pruned.speedup) is not None:
-            return budget.LatencyTrial(
+            return LatencyTrial(
                 macs_left=share, latency_left=1 / faster.median, low=1 / faster.high, high=1 / faster.low
             )
         if dense.p50_ms and pruned.p50_ms:  # in too few rounds for an interval
-            return budget.LatencyTrial(macs_left=share, latency_left=pruned.p50_ms / dense.p50_ms)
+            return LatencyTrial(macs_left=share, latency_left=pruned.p50_ms / dense.p50_ms)
         why = dense.failure or pruned.failure or pruned.reasons.get("p50_ms", "")
         raise ModelError(f"the pruned model was not measured in {self.way.engine.name}: {why}", "allow more time")
 
@@ -349,12 +391,10 @@ class PruneToLatency(Prune):
         Raises:
             UsageError: no model that can be had is fast enough; the message names the fastest.
         """
-        from enginesmith.pipeline.passes.prune import budget
-
         trials = _trials(inputs)
-        best = budget.chosen(trials, self.target.left)
+        best = choose_trial(trials, self.target.left)
         if best is None:
-            raise UsageError(f"--prune {self.target} is not reached: {budget.told(trials)}", "ask for less")
+            raise UsageError(f"--prune {self.target} is not reached: {describe_fastest(trials)}", "ask for less")
         effect = _to_macs(self, best.macs_left).run(inputs, out, progress)
         (out / TRIALS).write_text(json.dumps([one.model_dump(mode="json") for one in trials], indent=1) + "\n")
         summary = f"{effect.summary}; {best.latency_left:.1%} of the dense latency, in {len(trials)} trials"
@@ -367,17 +407,11 @@ def _to_macs(task: Prune, share: float) -> Prune:
     return Prune(target=target, options=task.options, feeder=task.feeder, seed=task.seed)
 
 
-def _trials(inputs: Inputs) -> "list[LatencyTrial]":
-    from enginesmith.pipeline.passes.prune import budget
-
-    return (
-        [budget.LatencyTrial.model_validate(entry) for entry in read_records(inputs[BEFORE])]
-        if BEFORE in inputs
-        else []
-    )
+def _trials(inputs: Inputs) -> list[LatencyTrial]:
+    return [LatencyTrial.model_validate(entry) for entry in read_records(inputs[BEFORE])] if BEFORE in inputs else []
 
 
-def _told(trial: "LatencyTrial") -> str:
+def describe_trial(trial: LatencyTrial) -> str:
     macs = f"{trial.macs_left:.1%} of MACs"
     return f"{macs}: {trial.reason or f'{trial.latency_left:.1%} of the dense latency'}"
 

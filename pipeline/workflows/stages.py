@@ -16,8 +16,6 @@ from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks.source import SAVED, Source
 from enginesmith.pipeline.frameworks.torch.pruning_facts import Facts
 from enginesmith.pipeline.measure.rows import StageFidelity
-from enginesmith.pipeline.passes.sparsify.options import SparsifyOptions
-from enginesmith.pipeline.passes.sparsify.sparsify import Sparsify
 from enginesmith.pipeline.planning import stages as plans
 from enginesmith.pipeline.planning.plan import Step, libraries_of
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
@@ -114,20 +112,19 @@ def precision(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     return result
 
 
-def sparsify(recipe: Recipe, sparsity: str, options: SparsifyOptions, output: Path, settings: Settings) -> StageResult:
+def sparsify(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     """Turn a model into an ONNX file with sparse weights; how far its answers are from the dense one's is told.
 
     That judges nothing unless the recipe has a least SQNR.
 
     Raises:
-        UsageError: a sparsity that there is none of, or an option that does nothing to it.
+        UsageError: an option that does nothing to the pattern.
         EnginesmithError: as in :func:`export`.
     """
-    asked = Sparsify.parse(sparsity, options, recipe.export.external_data_bytes)
-    if asked.pattern == "2:4" and options.scope != "global":
+    if recipe.sparsities[0].pattern == "2:4" and recipe.sparsifying.scope != "global":
         raise UsageError("a threshold for each layer has no effect on weights that are 2:4", "leave --per-layer away")
     resolved = resolve_recipe(recipe)
-    return _to_file(resolved, plans.sparsify_steps(resolved, asked), plans.SPARSIFY, output, settings)
+    return _to_file(resolved, plans.sparsify_steps(resolved), plans.SPARSIFY, output, settings)
 
 
 def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:

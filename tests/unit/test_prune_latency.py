@@ -11,12 +11,22 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.source import resolve
-from enginesmith.pipeline.passes.prune.budget import LatencyTrial, chosen, propose, told
 from enginesmith.pipeline.passes.prune.options import PruneOptions, Target
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_records, write_records
 from enginesmith.pipeline.tasks.load import Load
-from enginesmith.pipeline.tasks.prune import TRIALS, Prune, PruneToLatency, ToEngine, TryLatency, read_facts
+from enginesmith.pipeline.tasks.prune import (
+    TRIALS,
+    LatencyTrial,
+    Prune,
+    PruneToLatency,
+    ToEngine,
+    TryLatency,
+    choose_trial,
+    describe_fastest,
+    propose_share,
+    read_facts,
+)
 
 NETS = f"{Path(__file__).parents[1] / 'data' / 'nets.py'}:mlp"
 Steps = list[tuple[float, float | None]]
@@ -49,7 +59,7 @@ def wanted(**options: Any) -> PruneToLatency:
 
 
 def trial(**options: Any) -> TryLatency:
-    return TryLatency(prune=wanted(**options), way=ToEngine(engine=OnnxRuntime(), device=Device()))
+    return TryLatency(prune=wanted(**options), way=ToEngine(engine=OnnxRuntime(), device=Device(), passes=()))
 
 
 def test_the_trial_that_keeps_the_most_is_made_again(tmp_path: Path) -> None:
@@ -111,7 +121,7 @@ MOST = 12
 
 def searched(latency: Callable[[float], float | None], wanted: float) -> list[LatencyTrial]:
     trials: list[LatencyTrial] = []
-    while (share := propose(trials, wanted)) is not None:
+    while (share := propose_share(trials, wanted)) is not None:
         left = latency(share)
         trials.append(LatencyTrial(macs_left=share, latency_left=left, reason="" if left else "too few"))
         assert len(trials) <= MOST
@@ -121,32 +131,32 @@ def searched(latency: Callable[[float], float | None], wanted: float) -> list[La
 @pytest.mark.parametrize("fixed", [0.0, 0.2, 0.5])
 def test_it_comes_near_where_part_of_the_time_stays(fixed: float) -> None:
     trials = searched(lambda share: fixed + (1 - fixed) * share, 0.6)
-    best = chosen(trials, 0.6)
+    best = choose_trial(trials, 0.6)
     assert best is trials[-1]
     assert best.latency_left == pytest.approx(0.6, rel=0.02)
 
 
 def test_the_first_trial_may_do() -> None:
     assert len(searched(lambda share: share, 0.6)) == 1
-    assert propose([], 0.6) == 0.6
+    assert propose_share([], 0.6) == 0.6
 
 
 def test_of_those_that_are_fast_enough_the_largest_is_chosen() -> None:
     steps = [(0.6, 0.8), (0.3, 0.4), (0.45, 0.5), (0.5, 0.7)]
     trials = [LatencyTrial(macs_left=macs, latency_left=left) for macs, left in steps]
-    assert chosen(trials, 0.6) is trials[2]
-    assert propose(trials[:3], 0.6) == pytest.approx(0.525)
+    assert choose_trial(trials, 0.6) is trials[2]
+    assert propose_share(trials[:3], 0.6) == pytest.approx(0.525)
 
 
 def test_what_cannot_be_pruned_that_far_is_tried_with_more() -> None:
     trials = searched(lambda share: share if share > 0.5 else None, 0.3)
     assert trials[0].latency_left is None
     assert trials[1].macs_left > trials[0].macs_left
-    assert chosen(trials, 0.3) is None
+    assert choose_trial(trials, 0.3) is None
     fastest = min(one.latency_left for one in trials if one.latency_left)
-    assert told(trials).startswith(f"the fastest of {len(trials)} trials takes {fastest:.1%}")
+    assert describe_fastest(trials).startswith(f"the fastest of {len(trials)} trials takes {fastest:.1%}")
 
 
 def test_where_none_can_be_had_the_reason_is_told() -> None:
     trials = searched(lambda share: None, 0.3)
-    assert (chosen(trials, 0.3), told(trials)) == (None, "too few")
+    assert (choose_trial(trials, 0.3), describe_fastest(trials)) == (None, "too few")

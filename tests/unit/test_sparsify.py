@@ -322,9 +322,8 @@ def test_a_threshold_makes_exactly_the_share_zero(ratio: float) -> None:
     ],
 )
 def test_what_can_be_asked_for(text: str, pattern: str, ratio: float, slug: str) -> None:
-    found = Sparsify.parse(text, SparsifyOptions(protect=("head",)), 5)
+    found = Sparsity.parse(text, SparsifyOptions(protect=("head",)))
     assert (found.pattern, found.ratio, found.slug, found.protect) == (pattern, ratio, slug, ("head",))
-    assert found.external_data_bytes == 5
     assert str(Sparsity.parse(text)) == text.strip().lower()
 
 

@@ -4,14 +4,15 @@ Shapes are those of the operator: B batch, H heads, L queries, S keys, E head si
 """
 
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.frameworks.onnx import edit
-from enginesmith.pipeline.passes.base import Pass, Progress, Records
+from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:
@@ -295,8 +296,14 @@ class DecomposeAttention(Pass):
     consumes: ClassVar[Kind] = "onnx"
     produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("onnx", "onnx-ir")
+    reads: ClassVar[tuple[str, ...]] = ("export",)
 
     external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
+
+    @classmethod
+    def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
+        """Make one."""
+        return (cls(external_data_bytes=options["export"].external_data_bytes),)
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Rewrite the graph, weights untouched."""

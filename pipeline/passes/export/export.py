@@ -2,14 +2,14 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ExportError
 from enginesmith.pipeline.frameworks.onnx import edit
-from enginesmith.pipeline.passes.base import Pass, Progress, Records
+from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -28,11 +28,18 @@ class Export(Pass):
     consumes: ClassVar[Kind] = "torch"
     produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("torch", "onnx", "onnx-ir", "onnxscript")
+    stage: ClassVar[Stage] = "graph"
+    reads: ClassVar[tuple[str, ...]] = ("export",)
 
     opset: int = 23
     exporter: Literal["auto", "dynamo", "torchscript"] = "auto"
     attention: Literal["fused", "decomposed"] = "fused"
     external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
+
+    @classmethod
+    def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
+        """Make the export of a module."""
+        return (cls(**options["export"].model_dump()),)
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Load the module and export it."""

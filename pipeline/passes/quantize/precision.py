@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 
@@ -19,9 +19,9 @@ from enginesmith.calibration.ranges import METHODS, Method, Ranges
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit
-from enginesmith.pipeline.passes.base import Pass, Progress, Records, by_reason
+from enginesmith.pipeline.passes.base import PrecisionPass, PrecisionRequest, Progress, Records, Stage, by_reason
 from enginesmith.pipeline.passes.quantize import layers
-from enginesmith.pipeline.passes.quantize.precisions import KINDS, Placement
+from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.quantize.qdq import ON_REQUEST
 from enginesmith.pipeline.passes.quantize.writer import Writer
 from enginesmith.pipeline.tensors import Array
@@ -116,19 +116,17 @@ def read(folder: Path) -> list[dict[str, str]]:
 _NAMES = 3
 
 
-class Precision(Pass):
+class Precision(PrecisionPass):
     """Bring a float32 graph into another precision; ``int8`` and ``fp8`` need ``ranges`` of the same graph."""
 
     name: ClassVar[str] = "precision"
     consumes: ClassVar[Kind] = "onnx"
     produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("ml-dtypes", "networkx", "numpy", "onnx", "onnx-ir", "onnxscript")
+    stage: ClassVar[Stage] = "precision"
+    reads: ClassVar[tuple[str, ...]] = ("quantisation", "export")
 
     precision: Literal["fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights"]
-    placement: Placement = "inputs"
-    """Where Q/DQ pairs go. With ``inputs``, what is beside fp8 and int4 becomes float16."""
-    method: Method = "mse"
-    """Whose ranges; an assignment may say otherwise."""
     weight_bits: Literal[7, 8] = 8
     """Of int8 weights; 7 where the processor would saturate."""
     keep_io_types: bool = True
@@ -141,6 +139,21 @@ class Precision(Pass):
     inputs_only: bool = False
     """Whether nothing but inputs of products is rounded, so that the error of each can be told from the others'."""
     external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
+
+    @classmethod
+    def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
+        """Make the one for a variant's precision, by its engine's rules where the recipe has none."""
+        asked = options["quantisation"]
+        values = {
+            "precision": request.precision,
+            "placement": request.placement,
+            "method": "mse" if asked.ranges == "auto" else asked.ranges,
+            "weight_bits": asked.weight_bits or request.weight_bits,
+            "keep_io_types": not asked.convert_io,
+            "bias_correction": asked.bias_correction,
+            "external_data_bytes": options["export"].external_data_bytes,
+        }
+        return (cls.model_validate(values),)
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Rewrite the graph, and write down what became of each group.
@@ -184,6 +197,9 @@ class Precision(Pass):
     def _low(self) -> str:
         """What quantised groups are said to be in."""
         return self.precision.partition("+")[0]
+
+    def rounding_inputs(self) -> Self:
+        return self.model_copy(update={"inputs_only": True, "rest": "fp32"})
 
     @property
     def remainder(self) -> Literal["fp32", "fp16", "bf16"]:

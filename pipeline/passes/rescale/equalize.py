@@ -9,17 +9,18 @@ the scale that all of them share would grow with it. A Clip (ReLU6) is only pass
 bound, on those data and by some margin after they were scaled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from enginesmith.calibration.ranges import Ranges
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.frameworks.onnx import edit
-from enginesmith.pipeline.passes.base import Pass, Progress, Records
+from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
+from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.rescale import channels
 from enginesmith.pipeline.passes.rescale.channels import Product, Trail
 from enginesmith.pipeline.tensors import Array
@@ -241,8 +242,17 @@ class Equalise(Pass):
     consumes: ClassVar[Kind] = "onnx"
     produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir")
+    stage: ClassVar[Stage] = "rescale"
+    reads: ClassVar[tuple[str, ...]] = ("quantisation", "export")
 
     external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
+
+    @classmethod
+    def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
+        """Make one for a precision with ranges of activations, where the recipe wants it."""
+        if not (KINDS[request.precision].calibrated and options["quantisation"].equalise):
+            return ()
+        return (cls(external_data_bytes=options["export"].external_data_bytes),)
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Rewrite weights and biases; names stay.

@@ -4,19 +4,19 @@ Where what comes before can take 1/s, as a normalisation or a product can, it co
 factors are good is found out in :mod:`enginesmith.pipeline.passes.rescale.smooth_quant`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field
 
 from enginesmith.calibration.ranges import ChannelStatistics, Ranges
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.onnx import edit
-from enginesmith.pipeline.passes.base import Pass, Progress, Records
+from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
+from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.quantize.quantizers import block_size, blocked
 from enginesmith.pipeline.passes.rescale import channels
 from enginesmith.pipeline.passes.rescale.channels import Product
@@ -311,6 +311,9 @@ class Smooth(Pass):
     consumes: ClassVar[Kind] = "onnx"
     produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir")
+    stage: ClassVar[Stage] = "rescale"
+    reads: ClassVar[tuple[str, ...]] = ("quantisation", "export")
+    requires: ClassVar[tuple[str, ...]] = ("ranges",)
 
     mode: Mode = "smooth"
     """``smooth`` for activations in few bits, ``awq`` for weights in int4 beside exact activations."""
@@ -320,18 +323,30 @@ class Smooth(Pass):
     """Whether a multiplication may be added where the factors do not fit into what is there."""
     external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
 
+    @classmethod
+    def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
+        """Make one for activations in few bits, or for weights in int4, where the recipe wants it."""
+        asked = options["quantisation"]
+        common = {"insert": asked.smooth_insert, "external_data_bytes": options["export"].external_data_bytes}
+        if KINDS[request.precision].calibrated and asked.smooth is not None:
+            yield cls(alpha=None if asked.smooth == "auto" else asked.smooth, **common)
+        if request.precision == "int4-weights" and asked.awq:
+            yield cls(mode="awq", **common)
+
+    @property
+    def step_name(self) -> str:
+        """Return the name of its method."""
+        return self.mode
+
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Rewrite weights, and what comes before them.
 
         Raises:
-            UsageError: there are no ranges.
             DataError: the ranges are of another graph.
         """
         from enginesmith.calibration import ranges as calibration
         from enginesmith.pipeline.frameworks.onnx import model_file
 
-        if "ranges" not in records:
-            raise UsageError("smoothing needs the ranges of activations, and got none", "calibrate the graph first")
         ranges = calibration.load(records["ranges"].path, model_sha256=artifact.sha256)
         model = edit.load(artifact.path)
         progress("finding factors")

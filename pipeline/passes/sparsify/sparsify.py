@@ -5,11 +5,11 @@ with sparse tensor cores, an unstructured one only compresses better.
 """
 
 import difflib
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -17,9 +17,9 @@ from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator
 from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
-from enginesmith.pipeline.passes.base import Pass, Progress, Records, by_reason
+from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage, by_reason
 from enginesmith.pipeline.passes.quantize import layers
-from enginesmith.pipeline.passes.sparsify.options import SparsifyOptions, Sparsity
+from enginesmith.pipeline.passes.sparsify.options import Sparsity
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:
@@ -35,17 +35,16 @@ class Sparsify(Sparsity, Pass):
     produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("numpy", "onnx", "onnx-ir", evaluator.LIBRARY)
 
+    stage: ClassVar[Stage] = "sparsity"
+    reads: ClassVar[tuple[str, ...]] = ("sparsities", "export")
+
     external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
 
     @classmethod
-    def parse(
-        cls,
-        text: str,
-        options: SparsifyOptions | None = None,
-        external_data_bytes: int = edit.EXTERNAL_DATA_BYTES,
-    ) -> "Sparsify":
-        """The pass for ``2:4`` or ``unstructured=0.5``; errors as in :meth:`Sparsity.parse`."""
-        return super().parse(text, options).model_copy(update={"external_data_bytes": external_data_bytes})
+    def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
+        """Make one for each pattern."""
+        size = options["export"].external_data_bytes
+        return tuple(cls(**pattern.model_dump(), external_data_bytes=size) for pattern in options["sparsities"])
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Put zeros into the weights.
