@@ -24,11 +24,10 @@ from enginesmith.models import MODELS
 from enginesmith.pipeline.artifact import Artifact, Effect, file_digest
 from enginesmith.pipeline.engines.base import BuildRequest
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
-from enginesmith.pipeline.frameworks.onnx import edit, model_file
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, load
 from enginesmith.pipeline.measure.fidelity import compare, thresholds_for
-from enginesmith.pipeline.passes import base
 from enginesmith.pipeline.passes.export.export import Export, export_module
 from enginesmith.pipeline.passes.quantize.precision import Precision
 from enginesmith.pipeline.passes.run import run_pass
@@ -87,7 +86,7 @@ def _sparsify(dense: Path, out: Path, feeds: Feeds, name: str) -> dict[str, Any]
     effect, seconds = _timed(lambda: run_pass(Sparsify(), _artifact(dense), out, _quiet))
     made = out / effect.file
     names = [spec.name for spec in model_file.signature(dense).outputs]
-    outputs = [dict(zip(names, base.run(path, feeds), strict=True)) for path in (dense, made)]
+    outputs = [dict(zip(names, evaluator.run_graph(path, feeds), strict=True)) for path in (dense, made)]
     found = compare(outputs[0], outputs[1], thresholds_for("fp32"))
     return {
         "summary": effect.summary,
@@ -103,7 +102,7 @@ def _top1(path: Path, name: str) -> float | None:
         return None
     data = embedded("digits", "test")
     inputs = {spec.name: data.arrays[spec.name] for spec in model_file.signature(path).inputs}
-    (scores,) = base.run(path, inputs)
+    (scores,) = evaluator.run_graph(path, inputs)
     assert data.labels is not None
     return float((scores.argmax(axis=1) == data.labels).mean())
 

@@ -12,8 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from enginesmith.calibration.ranges import ChannelStatistics, Provenance, Ranges, TensorRange
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError
-from enginesmith.pipeline.frameworks.onnx import edit, model_file
-from enginesmith.pipeline.passes import base
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.passes.rescale import channels
 from enginesmith.pipeline.passes.rescale.equalize import Equalise, Equalised, equalise
 from enginesmith.pipeline.passes.run import run_pass
@@ -83,7 +82,7 @@ def measured(path: Path, x: Any, *names: str) -> Ranges:
             model.graph.output.add().name = name
     tapped = path.with_name("tapped.onnx")
     onnx.save(model, tapped)
-    values = dict(zip([value.name for value in model.graph.output], base.run(tapped, {"x": x}), strict=True))
+    values = dict(zip([value.name for value in model.graph.output], evaluator.run_graph(tapped, {"x": x}), strict=True))
     axes = {name: tuple(axis for axis in range(values[name].ndim) if axis != 1) for name in names}
     tensors = {
         name: TensorRange(minimum=float(v.min()), maximum=float(v.max()), count=v.size) for name, v in values.items()
@@ -117,7 +116,7 @@ def written(path: Path, ranges: Ranges | None = None) -> tuple[Path, Equalised]:
 
 def difference(before: Path, after: Path, x: Any) -> float:
     """Greatest difference of any output, as a share of its range."""
-    return base.worst(base.run(before, {"x": x}), base.run(after, {"x": x}))
+    return evaluator.largest_difference(evaluator.run_graph(before, {"x": x}), evaluator.run_graph(after, {"x": x}))
 
 
 def naive_int8(path: Path, x: Any) -> Path:
@@ -158,8 +157,8 @@ def test_a_badly_scaled_depthwise_net_survives_int8_afterwards(tmp_path: Path) -
     assert done.ratio_before > 500
     assert done.ratio_after < 30
     assert difference(before, after, x) < 1e-6
-    (expected,) = base.run(before, {"x": x})
-    lost, kept = (sqnr_db(expected, base.run(naive_int8(path, x), {"x": x})[0]) for path in (before, after))
+    (expected,) = evaluator.run_graph(before, {"x": x})
+    lost, kept = (sqnr_db(expected, evaluator.run_graph(naive_int8(path, x), {"x": x})[0]) for path in (before, after))
     assert lost < 15
     assert kept > lost + 15
 

@@ -7,7 +7,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from enginesmith.pipeline.passes import base
+from enginesmith.pipeline.frameworks.onnx import evaluator
 from enginesmith.pipeline.passes.quantize.layers import Group
 from enginesmith.pipeline.passes.quantize.search import NOISE, SIGNAL, output_name, side_by_side
 from enginesmith.pipeline.tensors import Array
@@ -66,7 +66,7 @@ def test_energies_are_those_of_the_group_alone(weights: dict[str, Array], tmp_pa
     onnx.checker.check_model(path, full_check=True)
     x = np.random.default_rng(1).standard_normal((5, 4), np.float32)
     names = [value.name for value in onnx.load(path).graph.output]
-    found = dict(zip(names, base.run(path, {"x": x}), strict=True))
+    found = dict(zip(names, evaluator.run_graph(path, {"x": x}), strict=True))
     r = np.maximum(x @ weights["a"], 0)
     exact = r @ weights["b"]
     rounded = (np.clip(np.rint(r / 0.03), -128, 127) * 0.03) @ (np.rint(weights["b"] / 0.02) * 0.02)

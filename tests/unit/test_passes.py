@@ -10,8 +10,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.errors import ExportError
-from enginesmith.pipeline.frameworks.onnx import edit, model_file
-from enginesmith.pipeline.passes import base, simplify
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
+from enginesmith.pipeline.passes import simplify
 from enginesmith.pipeline.passes.export import attention
 from enginesmith.pipeline.passes.export.export import Export, export_module
 from enginesmith.pipeline.passes.simplify import simplify_file
@@ -85,7 +85,7 @@ def test_shape_arithmetic_disappears_and_dimensions_stay_dynamic(tmp_path: Path)
     assert operators(model) == ["Reshape", "Relu"]
     assert not notes
     feeds = {"x": np.ones((5, 7, 12), np.float32)}
-    assert base.run(tmp_path / "out" / edit.FILE, feeds)[0].shape == (5, 7, 3, 4)
+    assert evaluator.run_graph(tmp_path / "out" / edit.FILE, feeds)[0].shape == (5, 7, 3, 4)
 
 
 def recurrent(states: list[float]) -> tuple[list[onnx.NodeProto], dict[str, Any]]:
@@ -275,8 +275,8 @@ def test_attention_written_out_is_the_formula(tmp_path: Path, mask: str, key_hea
     model_file.check(tmp_path / edit.FILE)
     assert "Attention" not in model_file.summary(tmp_path / edit.FILE).operators
     assert model_file.summary(tmp_path / edit.FILE).nodes < 32
-    found = base.run(tmp_path / edit.FILE, feeds)
-    assert base.worst([expected.astype(np.float32)], found) < 1e-5
+    found = evaluator.run_graph(tmp_path / edit.FILE, feeds)
+    assert evaluator.largest_difference([expected.astype(np.float32)], found) < 1e-5
 
 
 def test_rare_features_fall_back_to_the_body_of_the_specification(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_rare_features_fall_back_to_the_body_of_the_specification(tmp_path: Path
     assert attention.decompose_attention(model) == 1
     edit.save(model, tmp_path, LIMIT)
     assert "Attention" not in model_file.summary(tmp_path / edit.FILE).operators
-    base.compare(path, tmp_path / edit.FILE)
+    evaluator.compare_graphs(path, tmp_path / edit.FILE)
 
 
 # --- export
@@ -334,8 +334,8 @@ def test_export_keeps_names_dimensions_and_module_paths(tmp_path: Path, exporter
     assert {p.value for node in nodes for p in node.metadata_props if p.key == model_file.MODULE_KEY} == {"0", "1"}
     for batch in (1, 5):  # the example's batch is 1: it must not be taken for a constant
         value = torch.randn(batch, 4)
-        found = base.run(tmp_path / effect.file, {"input": value.numpy()})
-        assert base.worst([model.module(value)[0].detach().numpy()], found) < 1e-5
+        found = evaluator.run_graph(tmp_path / effect.file, {"input": value.numpy()})
+        assert evaluator.largest_difference([model.module(value)[0].detach().numpy()], found) < 1e-5
 
 
 def test_a_fixed_dimension_is_named(tmp_path: Path) -> None:
@@ -452,4 +452,4 @@ def test_attention_is_one_operator_or_none(tmp_path: Path) -> None:
     written = exported(tmp_path / "written", model, attention="decomposed")
     assert model_file.summary(tmp_path / "fused" / fused.file).operators == {"Attention": 1}
     assert "Softmax" in model_file.summary(tmp_path / "written" / written.file).operators
-    base.compare(tmp_path / "fused" / fused.file, tmp_path / "written" / written.file)
+    evaluator.compare_graphs(tmp_path / "fused" / fused.file, tmp_path / "written" / written.file)

@@ -12,8 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from enginesmith.calibration.ranges import ChannelStatistics, Provenance, Ranges, TensorRange
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError, UsageError
-from enginesmith.pipeline.frameworks.onnx import edit, model_file
-from enginesmith.pipeline.passes import base
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.passes.rescale import smooth_quant
 from enginesmith.pipeline.passes.rescale.smooth_quant import Settings, Smooth, Smoothed, smooth
 from enginesmith.pipeline.passes.run import run_pass
@@ -67,7 +66,7 @@ def values_of(path: Path, x: Any, names: tuple[str, ...]) -> dict[str, Any]:
     tapped = path.with_name("tapped.onnx")
     onnx.save(model, tapped)
     outputs = [value.name for value in model.graph.output]
-    return dict(zip(outputs, base.run(tapped, {"x": x}), strict=True))
+    return dict(zip(outputs, evaluator.run_graph(tapped, {"x": x}), strict=True))
 
 
 def measured(path: Path, *names: str, axis: int = -1, x: Any = None) -> Ranges:
@@ -101,7 +100,7 @@ def written(path: Path, ranges: Ranges, **settings: Any) -> tuple[Path, Smoothed
 
 def difference(before: Path, after: Path, x: Any = None) -> float:
     feeds = {"x": feed() if x is None else x}
-    return base.worst(base.run(before, feeds), base.run(after, feeds))
+    return evaluator.largest_difference(evaluator.run_graph(before, feeds), evaluator.run_graph(after, feeds))
 
 
 def weight(path: Path, name: str) -> Any:

@@ -1,8 +1,14 @@
 """Bring in ONNX Runtime as a library that computes graphs, for calibration, comparisons and probes."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from enginesmith.pipeline.errors import MissingCapability, install_command
+import numpy as np
+
+from enginesmith.pipeline.errors import MissingCapability, ModelError, install_command
+from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
 
 LIBRARY, TITLE = "onnxruntime", "ONNX Runtime"
 TOOLS = (LIBRARY, "onnxruntime-gpu")
@@ -33,3 +39,86 @@ def session_options(library: Any, threads: int) -> Any:
     options.execution_mode = library.ExecutionMode.ORT_SEQUENTIAL
     options.graph_optimization_level = library.GraphOptimizationLevel.ORT_DISABLE_ALL
     return options
+
+
+# Compare two graphs by running both on the same feeds, with the runtime's own optimisations off.
+
+TOLERANCE = 1e-4  # of the output's range: the project's bound for "equal"
+_FIRST, _OTHERS = 2, (3, 16, 64, 224)  # sizes tried for dynamic first dimensions, and for all other ones
+
+
+def compare_graphs(before: Path, after: Path) -> None:
+    """Run both on the same feeds; sizes of dynamic dimensions are guessed until the first graph takes them.
+
+    Raises:
+        ModelError: their outputs differ, or nothing could be compared.
+        MissingCapability: ONNX Runtime is not installed.
+    """
+    reason = "no feeds"
+    for feeds in _candidates(model_file.signature(before)):
+        try:
+            expected = run_graph(before, feeds)
+        except ModelError as error:
+            reason = error.message
+            continue
+        distance = largest_difference(expected, run_graph(after, feeds))
+        if distance > TOLERANCE:
+            raise ModelError(f"the outputs differ by {distance:.1e} of their range")
+        return
+    raise ModelError(f"it could not be run for comparison ({reason})")
+
+
+def run_graph(path: Path, feeds: Feeds) -> list[Array]:
+    """Run a graph on the CPU for its outputs; feeds that it does not read are left out.
+
+    Raises:
+        ModelError: it cannot be loaded, or does not take these feeds.
+        MissingCapability: ONNX Runtime is not installed.
+    """
+    library, failures = import_library()
+    options = library.SessionOptions()
+    options.graph_optimization_level = library.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    try:
+        session = library.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        inputs = {value.name for value in session.get_inputs()}
+        return list(session.run(None, {name: value for name, value in feeds.items() if name in inputs}))
+    except failures as error:
+        raise ModelError(str(error).splitlines()[0][:200]) from error
+
+
+def largest_difference(expected: list[Array], actual: list[Array]) -> float:
+    """Compute the greatest difference of any output as a share of that output's range; infinite where shapes differ."""
+    return max((_distance(a, b) for a, b in zip(expected, actual, strict=True)), default=0.0)
+
+
+def _distance(expected: Array, actual: Array) -> float:
+    if expected.shape != actual.shape or expected.dtype != actual.dtype:
+        return float("inf")
+    same = (expected == actual) | ((expected != expected) & (actual != actual))
+    if same.all():
+        return 0.0
+    if not np.issubdtype(expected.dtype, np.floating):
+        return float("inf")
+    a, b = (value[~same].astype(np.float64) for value in (expected, actual))
+    finite = np.abs(expected[np.isfinite(expected)].astype(np.float64))
+    span = max(float(finite.max(initial=0.0)), float(np.finfo(expected.dtype).tiny))
+    difference = float(np.abs(a - b).max())
+    return difference / span if np.isfinite(difference) else float("inf")
+
+
+def _candidates(signature: Signature) -> Iterator[dict[str, Array]]:
+    first = {spec.shape[0] for spec in signature.inputs if spec.shape}
+    for other in _OTHERS if set(signature.symbols) - first else _OTHERS[:1]:
+        sizes = {symbol: _FIRST if symbol in first else other for symbol in signature.symbols}
+        generator = np.random.default_rng(0)
+        yield {spec.name: _feed(spec, spec.resolve(sizes), generator) for spec in signature.inputs}
+
+
+def _feed(spec: TensorSpec, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
+    """Draw normal numbers; zeros and ones for integers, which are valid as tokens, masks and indices alike."""
+    dtype = np.dtype(spec.dtype)
+    if np.issubdtype(dtype, np.floating):
+        return generator.standard_normal(shape, dtype=np.float32).astype(dtype)
+    return generator.integers(0, 2, shape).astype(dtype)
