@@ -34,10 +34,11 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "data" / "cluster"))
 import ray_processes
 
 from enginesmith.pipeline.artifact import Artifact, Effect
+from enginesmith.pipeline.execution.events import Outcomes
 from enginesmith.pipeline.execution.executor import Executor, Result, StepCache, StepRequest
 from enginesmith.pipeline.execution.local import LocalExecutor
 from enginesmith.pipeline.execution.merge import deduplicate_steps
-from enginesmith.pipeline.execution.scheduler import Outcomes, Runner
+from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.planning.plan import LOAD, Step
 from enginesmith.pipeline.planning.planner import plan

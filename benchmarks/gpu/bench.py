@@ -21,7 +21,7 @@ from record import Record
 from variants import Field, field, why_not
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.execution.scheduler import Event, Outcome
+from enginesmith.pipeline.execution.events import Event, Outcome
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.candidate import Candidate

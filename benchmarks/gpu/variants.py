@@ -10,7 +10,7 @@ from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
 from enginesmith.pipeline.engines.tensorrt.options import RunOptions
 from enginesmith.pipeline.engines.torch.eager import Compiled, Eager
-from enginesmith.pipeline.execution.scheduler import Outcome
+from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, Variant
 from enginesmith.pipeline.planning.planner import plan, verify_step
 from enginesmith.pipeline.planning.variants import device_for, resolve_recipe

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from enginesmith.pipeline.artifact import json_digest
-from enginesmith.pipeline.execution.scheduler import Outcome, Outcomes
+from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.planning.plan import Plan, Step, Variant
 from enginesmith.pipeline.recipe.fleet import Place
 

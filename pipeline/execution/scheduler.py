@@ -12,10 +12,10 @@ from concurrent.futures import Executor as Pool
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import EnginesmithError, StepTimeout
+from enginesmith.pipeline.execution.events import Event, Listener, Outcome, Outcomes
 from enginesmith.pipeline.execution.executor import Executor, Result, StepRequest
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.store import retry
@@ -24,34 +24,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _LOOK_AGAIN_SECONDS = 5.0
 """A step that had to wait longer for its turn is looked up once more: another one may have done it meanwhile."""
-Status = Literal["done", "failed", "skipped", "unavailable"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a step ended."""
-
-    step: str
-    status: Status
-    artifact: Artifact | None = None
-    cached: bool = False
-    error: EnginesmithError | None = None
-    reason: str = ""
-
-    @property
-    def good(self) -> bool:
-        """Whether there is an artifact to go on with."""
-        return self.artifact is not None and not self.artifact.rejected
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something for people to see."""
-
-    kind: Literal["planned", "started", "progress", "note", "finished"]
-    step: Step
-    text: str = ""
-    outcome: Outcome | None = None
 
 
 @dataclass(frozen=True)
@@ -60,11 +32,6 @@ class _LookUp:
 
     at: float
     notes: tuple[str, ...]
-
-
-Listener = Callable[[Event], None]
-Outcomes = Mapping[str, Outcome]
-"""By step, how it ended."""
 
 
 @dataclass

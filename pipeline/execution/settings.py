@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from enginesmith.pipeline.execution.events import Listener
 from enginesmith.pipeline.execution.executor import Executor
 from enginesmith.pipeline.execution.local import LocalExecutor
-from enginesmith.pipeline.execution.scheduler import Listener
 from enginesmith.pipeline.store.store import Store
 
 

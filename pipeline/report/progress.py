@@ -7,8 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from enginesmith.pipeline.execution.scheduler import Event, Listener, Outcome
-from enginesmith.pipeline.planning.plan import Step
+from enginesmith.pipeline.execution.events import Event, Listener, Outcome, ShownStep
 from enginesmith.pipeline.units import format_seconds
 
 _HEARTBEAT_SECONDS = 30.0
@@ -20,7 +19,7 @@ _ENDED_SHOWN = 100
 class _Line:
     """Keep a step's state."""
 
-    step: Step
+    step: ShownStep
     started: float | None = None
     ended: float | None = None
     text: str = ""
@@ -32,7 +31,7 @@ class _Board:
     """Keep the lines of all steps that have begun, in order, and what is left to do."""
 
     lines: dict[str, _Line] = field(default_factory=dict)
-    left: dict[str, Step] = field(default_factory=dict)
+    left: dict[str, ShownStep] = field(default_factory=dict)
     """Planned steps that have not ended, by id."""
     planned: int = 0
     _seconds: dict[str, list[float]] = field(default_factory=dict)

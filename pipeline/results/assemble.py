@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from enginesmith.pipeline.execution.scheduler import Outcome, Outcomes
+from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan

@@ -11,7 +11,7 @@ from enginesmith.pipeline.artifact import RECORDS, Artifact, HistoryEntry, files
 from enginesmith.pipeline.engines import DEFAULT_BUILD, engine_class, read_file
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.errors import ModelError, StepError, UsageError, WrongEngine, storage_errors
-from enginesmith.pipeline.execution.scheduler import Outcome
+from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.planning import stages
 from enginesmith.pipeline.planning.plan import LOAD

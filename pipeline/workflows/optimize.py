@@ -16,9 +16,10 @@ from enginesmith.pipeline.errors import (
     UsageError,
     storage_errors,
 )
+from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.execution.executor import Executor
 from enginesmith.pipeline.execution.merge import DeduplicatedSteps, assign_machines, deduplicate_steps
-from enginesmith.pipeline.execution.scheduler import Outcome, Outcomes, Runner
+from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks.source import Source, resolve
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, libraries_of

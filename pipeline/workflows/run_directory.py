@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from enginesmith.pipeline.artifact import RECORDS, Artifact, Kind, file_digest, files_below, holds, write_whole
 from enginesmith.pipeline.errors import UsageError, storage_errors
-from enginesmith.pipeline.execution.scheduler import Outcome, Outcomes
+from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.rows import SAMPLES
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, Variant

@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.engines import DEFAULT, PORTABLE_PLACEMENT
 from enginesmith.pipeline.errors import FidelityError, UsageError, storage_errors
+from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.execution.merge import assign_step_machines
-from enginesmith.pipeline.execution.scheduler import Outcome, Outcomes, Runner
+from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks.source import SAVED, Source
 from enginesmith.pipeline.frameworks.torch.pruning_facts import Facts

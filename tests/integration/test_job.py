@@ -19,7 +19,7 @@ import pytest
 
 from enginesmith.pipeline import Recipe, Run, Settings, load_run, optimize, resume
 from enginesmith.pipeline.errors import EnginesmithError
-from enginesmith.pipeline.execution.scheduler import Event
+from enginesmith.pipeline.execution.events import Event
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.results.run import json_schema
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from enginesmith.pipeline.execution.scheduler import Event
+from enginesmith.pipeline.execution.events import Event
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.workflows import optimize

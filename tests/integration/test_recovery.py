@@ -13,8 +13,9 @@ from safetensors.numpy import load_file
 from enginesmith.calibration.dataset import embedded
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import DataError, StepKilled, StepOutOfMemory
+from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.execution.local import LocalExecutor
-from enginesmith.pipeline.execution.scheduler import Outcome, Runner
+from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.frameworks.torch import saved
 from enginesmith.pipeline.passes.finetune.options import RecoverOptions, Recovery, read

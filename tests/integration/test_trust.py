@@ -15,7 +15,7 @@ import torch
 
 from enginesmith.pipeline import Settings, load_run, optimize, resume
 from enginesmith.pipeline.errors import FidelityError, SourceError
-from enginesmith.pipeline.execution.scheduler import Event
+from enginesmith.pipeline.execution.events import Event
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.workflows.stages import export
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.execution.merge import assign_machines, deduplicate_steps
-from enginesmith.pipeline.execution.scheduler import Outcome
 from enginesmith.pipeline.planning.plan import LATENCY, LOAD, REFERENCE, Plan
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.variants import resolve_recipe

@@ -14,8 +14,9 @@ from onnx import TensorProto, helper
 from enginesmith import cli
 from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.errors import ModelError, UsageError
+from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.execution.local import Gpus, LocalExecutor
-from enginesmith.pipeline.execution.scheduler import Outcome, Outcomes, Runner
+from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.frameworks import source
 from enginesmith.pipeline.planning.plan import REFERENCE, Step
 from enginesmith.pipeline.planning.planner import Plan, plan

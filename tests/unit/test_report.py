@@ -141,7 +141,7 @@ def test_a_damaged_or_foreign_document_is_refused(tmp_path: object) -> None:
 
 
 def test_what_happened_to_a_step_is_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    from enginesmith.pipeline.execution.scheduler import Event
+    from enginesmith.pipeline.execution.events import Event
     from enginesmith.pipeline.planning.planner import plan
     from enginesmith.pipeline.report import progress
 
@@ -298,7 +298,7 @@ def test_a_tail_far_above_the_median_is_explained_once() -> None:
 
 def test_overall_progress_has_the_time_left_where_every_step_left_is_known() -> None:
     from enginesmith.pipeline.artifact import Artifact, HistoryEntry
-    from enginesmith.pipeline.execution.scheduler import Event, Outcome
+    from enginesmith.pipeline.execution.events import Event, Outcome
     from enginesmith.pipeline.planning.planner import plan
 
     board = _Board()

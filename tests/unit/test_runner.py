@@ -12,9 +12,10 @@ import pytest
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import StepError
 from enginesmith.pipeline.execution import scheduler
+from enginesmith.pipeline.execution.events import Event, Outcome
 from enginesmith.pipeline.execution.executor import Executor, Result, StepRequest
 from enginesmith.pipeline.execution.local import LocalExecutor
-from enginesmith.pipeline.execution.scheduler import Event, Outcome, Runner
+from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.planning.planner import plan
