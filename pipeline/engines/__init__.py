@@ -104,6 +104,14 @@ def describe_file(path: "Path") -> dict[str, object]:
     return type(read_file(path).engine).describe_file(path)
 
 
+def needs_cuda(name: str) -> bool:
+    """Tell whether an engine runs on CUDA alone; of a plug-in that is not installed any more, nothing is known."""
+    from enginesmith.pipeline.system import plugins
+
+    known = name in ENGINES or plugins.offered(plugins.ENGINES, name)
+    return known and engine_class(name).kinds == ("cuda",)
+
+
 def title(name: str) -> str:
     """Name an engine as people call it; its name in recipes if that is of a plug-in, which is not loaded for this."""
     return engine_class(name).title if name in ENGINES else name

@@ -69,16 +69,7 @@ class EngineOptions(_Part):
     eager: ModuleOptions = ModuleOptions()
     onnxruntime: OnnxRuntimeOptions = OnnxRuntimeOptions()
 
-    @field_validator("engines")
-    @classmethod
-    def _known_engines(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        known = table.names()
-        for name in value:
-            if name not in known:
-                raise ValueError(f"there is no engine {name!r}; the engines are {', '.join(known)}")
-        return tuple(dict.fromkeys(value))
-
-    @field_validator("targets", "workspace")
+    @field_validator("engines", "targets", "workspace")
     @classmethod
     def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(value))
@@ -106,7 +97,7 @@ class EngineOptions(_Part):
             UsageError: it is neither cpu nor cuda.
         """
         if self.device is None:
-            on_cuda = any(table.engine_class(name).kinds == ("cuda",) for name in self.engines)
+            on_cuda = any(table.needs_cuda(name) for name in self.engines)
             return Device(kind="cuda" if on_cuda and cuda_device(0) else "cpu", threads=self.threads)
         kind, _, index = self.device.partition(":")
         if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline.engines import ENGINES, engine_class
+from enginesmith.pipeline.engines import ENGINES, engine_class, needs_cuda
 from enginesmith.pipeline.frameworks.samples import batch_symbol
 from enginesmith.pipeline.results.run import Run
 
@@ -107,7 +107,7 @@ def device_kind(run: Run) -> str:
     measured = (record.memory.device for record in run.records if record.memory)
     if known := next(measured, run.recipe.device):
         return known.partition(":")[0]
-    needs = any(engine_class(name).kinds == ("cuda",) for name in run.recipe.engines)
+    needs = any(needs_cuda(name) for name in run.recipe.engines)
     return "cuda" if needs and run.environment.get("gpus") else "cpu"
 
 

@@ -63,6 +63,8 @@ def test_its_engine_is_built_verified_and_measured(site: Path, home: Path) -> No
     assert any(one["stage"] == "engine" and one["passed"] for one in variant["fidelity"])
     assert variant["latency"][0]["p50_ms"] > 0
     assert not built_from_store(first)
+    reported = enginesmith(home / "nothing", home, "report", "first")
+    assert reported.returncode == 0, "a run is read where the plug-in is not installed: " + reported.stderr
     assert built_from_store(optimized(site, home, "again"))
     changed = shutil.copytree(site, home / "changed")
     with (changed / "enginesmith_example.py").open("a") as module:

@@ -73,7 +73,7 @@ def test_the_zoo_brings_its_own_data() -> None:
         ({"batch": []}, "batch"),
         ({"export": 17}, "export: .*mapping.*17"),
         ({"export": {"opset": 9}}, "export.opset: .*18"),
-        ({"engines": ["tensorflow"]}, "'tensorflow'.*onnxruntime"),
+        ({"engines": ["tensorflow"]}, "'tensorflow'.*\n.*onnxruntime"),
         ({"device": "tpu"}, "'tpu'.*\n.*cuda"),
         ({"device": "cuda:one"}, "'cuda:one'"),
         ({"inputs": ["x"]}, "name:dtype"),

@@ -99,7 +99,6 @@ def test_fields_that_were_not_there_yet_have_their_defaults(tmp_path: Path) -> N
             r"variants\[0\]\.latency\[0\]\.p50_ms",
         ),
         (lambda found: found.update(variants={}), "variants: Input should be a valid tuple"),
-        (lambda found: found["recipe"].update(engines=["abacus"]), r"recipe\.engines: there is no engine 'abacus'"),
         (lambda found: found["environment"].update(warnings="busy"), 'environment: warnings: .*it is "busy"'),
         (lambda found: found["environment"].update(gpus=[3]), r"environment: gpus\[0\]"),
         (lambda found: found.update(seconds=float("nan")), "NaN is no number"),
