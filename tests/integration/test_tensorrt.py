@@ -256,7 +256,7 @@ CASES = (
     ),
     Case("limit of nothing", MLP, f"{T86} --workspace 0", 2, "workspace|at least 1 byte"),
     Case("limit too small", MLP, f"{T86} --workspace 4KiB", 1, "a workspace of 4 KiB|--workspace sweep"),
-    Case("missing plugin library", MLP, f"{T86} --plugins gone.so", 2, "gone.so|.so file"),
+    Case("missing plugin library", MLP, f"{T86} --plugins gone.so", 2, "gone.so|not there"),
     Case(
         "unknown operator",
         model(node("Wobble", "x", "y", "encoder.act", domain="acme"), domain="acme"),

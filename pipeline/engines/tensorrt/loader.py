@@ -338,13 +338,13 @@ def refit(engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effe
     torch.cuda.set_device(device.index)
     with listening(trt, log) as sink:
         runtime = trt.Runtime(sink)
-        native = runtime.deserialize_cuda_engine(engine.path.read_bytes())
-        if native is None:
+        built = runtime.deserialize_cuda_engine(engine.path.read_bytes())
+        if built is None:
             raise BuilderFailed("TensorRT cannot open the engine that is to be refitted", "build it again here")
-        _set_weights(trt, native, sink, graph.path, log)
-        config = native.create_serialization_config()
-        config.clear_flag(trt.SerializationFlag.EXCLUDE_WEIGHTS)  # left set, a stripped engine answers zeros
-        file.write_bytes(native.serialize_with_config(config))
+        _set_weights(trt, built, sink, graph.path, log)
+        serialization = built.create_serialization_config()
+        serialization.clear_flag(trt.SerializationFlag.EXCLUDE_WEIGHTS)  # left set, a stripped engine answers zeros
+        file.write_bytes(built.serialize_with_config(serialization))
     record = before.model_copy(update=_changed(before, graph, file))
     manifest.path_beside(file).write_text(record.model_dump_json(indent=1) + "\n")
     file.with_name(file.name + ".log").write_text(log.text)
