@@ -1,7 +1,7 @@
 """Say in words what a run comes to: its verdict, what to know before believing its numbers, and what became of each
 variant."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, TOO_NOISY, Interval
 from enginesmith.pipeline.report.tables import mark, marked, points, speedup
@@ -166,36 +166,48 @@ def describe_out_of_memory(run: Run) -> Iterator[str]:
 
 
 def describe_noise(run: Run) -> Iterator[str]:
-    """Say once what noise others made: speed-ups that tell nothing, or medians that are of disturbed calls."""
+    """Say in one sentence what other work on the machine did to the numbers, and what helps."""
+    parts = [*_describe_disturbed(run), *_describe_tails(run)]
+    if parts:
+        yield "; ".join([*parts, NOISE_REMEDY])
+
+
+def _describe_disturbed(run: Run) -> Iterator[str]:
+    """Name speed-ups that tell nothing, or else count medians that are of disturbed calls."""
     rows = [(record, row) for record in run.records for row in record.latency]
     noisy = [f"{marked(record)} at batch {row.batch}" for record, row in rows if row.speedup and row.speedup.too_noisy]
     shares = [row.disturbed_share for _, row in rows if (row.disturbed_share or 0.0) > MOSTLY_DISTURBED]
     if noisy:
-        yield f"the speed-up is {TOO_NOISY} of {', '.join(noisy)}; {NOISE_REMEDY}"
+        yield f"the speed-up is {TOO_NOISY} of {_name_some(noisy)}"
     elif shares and not any(str(text).startswith(BUSY) for text in run.environment.get("warnings", ())):
         waited = f"in up to {max(filter(None, shares)):.0%} of their calls threads waited for a core that others had"
-        yield f"{len(shares)} of {len(rows)} measurements were disturbed: {waited}; {NOISE_REMEDY}"
+        yield f"{len(shares)} of {len(rows)} measurements were disturbed: {waited}"
 
 
-def explain_tails(run: Run) -> tuple[str, ...]:
-    """Explain percentiles that are far above the median: one note for all rows, none where there are no such tails."""
+def _describe_tails(run: Run) -> Iterator[str]:
+    """Explain percentiles that are far above the median by the longest of them."""
     tails = [
         (row.p99_ms / row.p50_ms, f"{marked(record)} at batch {row.batch} is {ms(row.p99_ms)} ms", ms(row.p50_ms))
         for record in run.records
         for row in record.latency
         if row.p50_ms and row.p99_ms and row.p99_ms > LONG_TAIL * row.p50_ms
     ]
-    if not tails:
-        return ()
-    _, longest, median = max(tails)
-    others = f" (and {len(tails) - 1} more)" if len(tails) > 1 else ""
-    return (
-        f"p99 of {longest} beside a p50 of {median} ms{others}: on a busy machine that is usually time in which the "
-        "scheduler gave its cores to other work, and says little of the engine. Measure on a machine that is otherwise "
-        "idle, or with fewer --threads than it has cores",
-    )
+    if tails:
+        _, longest, median = max(tails)
+        others = f" ({len(tails) - 1} more are like it)" if len(tails) > 1 else ""
+        yield f"p99 of {longest} beside a p50 of {median} ms{others}, as calls waited while other work had the cores"
+
+
+def _name_some(names: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def list_measurement_notes(run: Run) -> tuple[str, ...]:
-    """List what disturbed measurements: noise, long tails, and memory that ran out."""
-    return (*describe_noise(run), *explain_tails(run), *describe_out_of_memory(run))
+    """List what disturbed measurements: other work, and memory that ran out."""
+    return (*describe_noise(run), *describe_out_of_memory(run))
+
+
+def list_notes(run: Run) -> list[str]:
+    """List what to know before believing the numbers, the most important first."""
+    return [*_warn_of_fixed_batch(run), *describe_noise(run), *map(str, run.environment.get("warnings", ()))]

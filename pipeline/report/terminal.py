@@ -18,6 +18,8 @@ _WIDE = 200
 """Columns of a table that goes to a file or a pipe."""
 _MOST_ROWS = 15
 """Rows of an assignment; report.html has all of them."""
+_MOST_NOTES = 3
+"""Notes after a run; report.html has all of them."""
 
 
 def print_json(value: Any) -> None:
@@ -35,6 +37,8 @@ def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
             click.echo(line)
         for name, text in sentences.list_remarks(run):
             click.echo(f"{name}: {text}")
+        for line in (*sentences.list_reasons(run), *sentences.describe_out_of_memory(run)):
+            click.echo(line)
         _print_assignments(run)
         for tabulate in (
             sections.tabulate_pruning,
@@ -43,9 +47,10 @@ def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
             sections.tabulate_profile,
         ):
             _print_table(tabulate(run))
-        profiles, notes = sentences.describe_profiles(run), sentences.list_measurement_notes(run)
-        for caution in (*sentences.list_cautions(run), *profiles, *notes):
-            click.echo(f"note: {caution}")
+        for line in sentences.describe_profiles(run):
+            click.echo(line)
+        for note in sentences.list_notes(run)[:_MOST_NOTES]:
+            click.echo(f"note: {note}")
         if folder is not None:
             click.echo(f"report: {folder / 'report.html'}")
     broken = [verdict for verdict in run.verdicts if not verdict.passed]

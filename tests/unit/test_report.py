@@ -254,7 +254,7 @@ def test_a_variant_is_not_shown_as_what_it_is_not(capsys: pytest.CaptureFixture[
     flagged = quantised(shortfall="only 3 % is int8", engine_coverage=covered({"fp32": 0.97, "int8": 0.03}))
     shown = run(variants=(flagged,), winner=INT8)
     assert sections.tabulate_variants(shown).rows[1][-1] == "measured, mostly fp32"
-    assert "note: onnxruntime-int8: only 3 % is int8" in printed(shown, capsys)
+    assert "onnxruntime-int8: only 3 % is int8" in printed(shown, capsys)
     assert "- **onnxruntime-int8**: only 3 % is int8" in markdown.render(shown)
 
 
@@ -274,7 +274,7 @@ def test_a_profile_says_whose_figures_it_has_and_what_it_cost(capsys: pytest.Cap
     said = " ".join(printed(shown, capsys).split())
     assert tuple(sentences.describe_profiles(shown)) == lines
     for line in lines:
-        assert f"note: {line}" in said
+        assert line in said
 
 
 def test_a_tail_far_above_the_median_is_explained_once() -> None:
@@ -289,11 +289,25 @@ def test_a_tail_far_above_the_median_is_explained_once() -> None:
         )
 
     some = run(baseline=with_p99(1.0, 398.0))
-    (note,) = sentences.explain_tails(some)
-    assert note.startswith("p99 of eager at batch 1 is 398 ms beside a p50 of 1 ms (and 1 more): ")
+    (note,) = sentences.describe_noise(some)
+    assert note.startswith(
+        "p99 of eager at batch 1 is 398 ms beside a p50 of 1 ms (1 more are like it), as calls waited"
+    )
     assert note in sentences.list_measurement_notes(some)
     assert "beside a p50 of 1 ms" in markdown.render(some)
-    assert sentences.explain_tails(run(baseline=with_p99(1.0, 19.0))) == ()
+    assert not list(sentences.describe_noise(run(baseline=with_p99(1.0, 19.0))))
+
+
+def test_at_most_three_notes_follow_a_run_and_noise_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    wide = LatencyRow(batch=1, p50_ms=0.5, p99_ms=50.0, speedup=Interval(median=2.7, low=0.15, high=581))
+    noisy = record("x", 0.5, 4.0).model_copy(update={"latency": (wide,)})
+    warned = {"warnings": ["the machine is busy: very", "it is hot", "it is throttled", "it is far away"]}
+    shown = run(variants=(noisy,), winner="x", environment=warned, recipe=make({"model": "digits", "batch": [1]}))
+    notes = [line for line in printed(shown, capsys).splitlines() if "note:" in line]
+    assert len(notes) == 3
+    assert notes[0].startswith("note: the speed-up is too noisy to tell of x at batch 1; p99 of x at batch 1 is 50 ms")
+    assert notes[0].count("measure on a quiet machine") == 1
+    assert notes[1] == "note: the machine is busy: very"
 
 
 def test_overall_progress_has_the_time_left_where_every_step_left_is_known() -> None:
