@@ -30,7 +30,7 @@ def resumable(folder: Path, settings: "Settings") -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        hint = f"; `{settings.resuming(folder)}` goes on from here" if _is_begun(folder) else ""
+        hint = f"; `{settings.resume_command(folder)}` goes on from here" if _is_begun(folder) else ""
         raise KeyboardInterrupt(hint) from None
 
 

@@ -1,4 +1,4 @@
-"""The contract of an executor, and what all of them do with a step: look it up in the store, else do it and publish."""
+"""Define the contract of executors, and look up and publish the results of steps in the store."""
 
 import contextlib
 import functools
@@ -28,28 +28,28 @@ _MAKERS = ("calibration", "models", *(f"pipeline/{room}" for room in _ROOMS))
 
 @dataclass(frozen=True)
 class StepRequest:
-    """One step to carry out."""
+    """A step to execute."""
 
     step: Step
     inputs: Mapping[str, Artifact]
-    """By role, in the store of the one who orders."""
+    """By role, in the store of the caller."""
     log: Path
-    """The file that is to hold what the step's process wrote."""
+    """File for the output of the step's process."""
     on_start: Callable[[], None]
-    """Called when it turns out that it has to be done, and is not in the store."""
+    """Called when the step is executed, as it is not in the store."""
     on_progress: Callable[[str], None]
-    """Takes what the step is at, a line that stands for the one before."""
+    """Takes the state of the step, a line that replaces the one before."""
     timeout_seconds: float | None = None
     on_note: Callable[[str], None] = lambda text: None
-    """Takes what happened to it and people should know, as a node that was lost."""
+    """Takes events that people should know, as a node that was lost."""
     earlier_notes: tuple[str, ...] = ()
-    """What did so far, and is to stand in its log."""
+    """Earlier events, for its log."""
 
     @contextlib.contextmanager
     def with_notes(self) -> Iterator[Self]:
-        """The same, for the thread that carries it out: its notes, and what the store tells it, also go to its log.
+        """Copy the request for the thread that executes it: notes, and messages of the store, also go to its log.
 
-        They stand at the top of it when this block ends.
+        They are at the top of the log when this block ends.
 
         Raises:
             StoreError: the log cannot be written.
@@ -73,69 +73,69 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a request."""
+    """Result of a request."""
 
     artifact: Artifact
     cached: bool
 
 
 class Executor(ABC):
-    """Carries out steps; used as a context, which ends whatever still runs when it is left."""
+    """Executes steps; a context, which ends running steps on an error."""
 
     slots: int
-    """Orders that may be given at the same time, each from a thread of its own."""
+    """Requests that may be executed at the same time, each from a thread of its own."""
     max_lookups: int = 16
-    """Steps that may be looked up at the same time, beside those: most of that is waiting for a store far away.
+    """Steps that may be looked up at the same time, beside those: most of that is waiting for a distant store.
 
-    Where it is one, the runner's own thread does it.
+    If it is one, the runner's own thread does it.
     """
     is_local: bool
-    """Whether this machine is the only one that steps run on."""
+    """Whether all steps run on this machine."""
 
     @abstractmethod
     def why_unavailable(self, place: Place) -> str:
-        """Why nothing can run in such a place, as far as can be known before; empty where it can."""
+        """Explain why nothing can run in a place, as far as is known before; empty if it can."""
 
     @abstractmethod
     def can_start(self, step: Step, running: Collection[Step]) -> bool:
-        """Whether a step may be ordered now, beside those."""
+        """Return whether a step may start now, beside the running ones."""
 
     def run(self, request: StepRequest) -> Result:
-        """Take a step from the store, or do it.
+        """Take a step's result from the store, or execute the step.
 
         Raises:
             EnginesmithError: it failed.
         """
-        found = self.lookup(request)
-        return self.execute(request) if found is None else Result(found, cached=True)
+        artifact = self.lookup(request)
+        return self.execute(request) if artifact is None else Result(artifact, cached=True)
 
     @abstractmethod
     def lookup(self, request: StepRequest) -> Artifact | None:
-        """What the store has of a step.
+        """Look up a step in the store.
 
         Raises:
-            StoreError: it refuses to tell, or was away for too long.
+            StoreError: it refuses access, or cannot be reached.
         """
 
     def allows_lookups(self, step: Step) -> bool:
-        """Whether a step may begin while others are looked up."""
+        """Return whether a step may start while others are looked up."""
         return True
 
     @abstractmethod
     def execute(self, request: StepRequest) -> Result:
-        """Do a step that is not known; returns when it is done.
+        """Execute a step that is not in the store; returns when it is done.
 
         Raises:
-            EnginesmithError: it failed; what the executor could mend itself, as a node that was lost, is no failure.
+            EnginesmithError: it failed. The executor itself deals with faults such as a node that was lost.
         """
 
     @abstractmethod
     def stop(self) -> None:
-        """End what is running now; threads in :meth:`lookup` and :meth:`execute` come back with an error."""
+        """End running steps; threads in :meth:`lookup` and :meth:`execute` raise an error."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what was held."""
+        """Release resources."""
 
     def __enter__(self) -> Self:
         return self
@@ -150,7 +150,7 @@ class Executor(ABC):
 
 @dataclass(frozen=True)
 class StepCache:
-    """A step with its inputs, held against a store: on the machine that it would be done on."""
+    """The entry of a step with its inputs in a store, with the key of this machine."""
 
     step: Step
     inputs: Mapping[str, Artifact]
@@ -163,7 +163,7 @@ class StepCache:
 
     @functools.cached_property
     def _identity(self) -> str:
-        """Digest of all that is known before it has run."""
+        """Digest of everything that is known before it has run."""
         return json_digest(
             {
                 "task": self.step.task.identity,
@@ -177,19 +177,21 @@ class StepCache:
 
     @functools.cached_property
     def _name(self) -> str:
-        """What it is known by before it has run, on any machine."""
+        """Name for :class:`InputDependencies`, known before it has run, and the same on any machine."""
         return json_digest([self._identity, to_portable_path(self.step.task.place)])
 
     def lookup(self) -> Artifact | None:
-        """What the store has of it, with the history of these inputs: others may have come to the same another way."""
-        for known in self.store.dependencies(self._name).candidates():
-            found = self.store.get(self._key(known))
-            if found is not None and not found.incomplete:
-                return found.model_copy(update={"history": (*self._before, found.history[-1])})
+        """Look up the artifact, with the history of these inputs: other inputs may have had the same content."""
+        for read in self.store.dependencies(self._name).candidates():
+            artifact = self.store.get(self._key(read))
+            if artifact is not None and not artifact.incomplete:
+                return artifact.model_copy(update={"history": (*self._before, artifact.history[-1])})
         return None
 
     def make(self, work: Callable[[Path, Path | None], Done]) -> Artifact:
-        """Do it and publish what comes out; ``work`` takes the empty folder, and for a long task the one it goes on in.
+        """Execute the step and publish its files.
+
+        ``work`` takes an empty folder, and for a resumable task that of its partial work.
 
         Raises:
             EnginesmithError: as the work raises; the store cannot be written.
@@ -197,10 +199,10 @@ class StepCache:
         step = self.step
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(self.store.workspace())
-            begun = None
+            partial = None
             if isinstance(step.task, ResumableTask):
-                begun = stack.enter_context(self.store.partial_work(self._name))
-            done = work(out, begun)
+                partial = stack.enter_context(self.store.partial_work(self._name))
+            done = work(out, partial)
             read = self.store.dependencies(self._name).record(done.effect.reads, done.effect.packages)
             return self.store.publish(
                 self._key(read),
@@ -231,12 +233,12 @@ class StepCache:
 
     @property
     def _before(self) -> tuple[HistoryEntry, ...]:
-        """What was done to the artifact that the step goes on with."""
+        """History of the artifact that the step continues."""
         return self.inputs["model"].history if "model" in self.inputs else ()
 
 
 def _versions(distributions: Iterable[str]) -> dict[str, str]:
-    return {name: found for name in distributions if (found := _version(name))}
+    return {name: version for name in distributions if (version := _version(name))}
 
 
 @functools.cache

@@ -1,7 +1,7 @@
-"""Steps in processes of this machine.
+"""Execute steps in processes of this machine.
 
-Measurements are alone: on the machine, or, where there are several GPUs of one kind, on a GPU of their own, with builds
-beside them as far as memory goes.
+Measurements run alone: on the machine, or, if there are several GPUs of one kind, on a GPU of their own, with builds
+beside them as far as memory allows.
 """
 
 import contextlib
@@ -23,18 +23,15 @@ from enginesmith.pipeline.measure.memory.usage import available_bytes
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.store.store import Store
-from enginesmith.pipeline.system import cuda
-from enginesmith.pipeline.system import worker as workers
+from enginesmith.pipeline.system import cuda, worker
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import Done, execute, execute_on
-
-# The GPUs of this machine, handed out one by one: a step sees the one it was given as ``cuda:0``.
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Gpus:
-    """Those that are of the kind of the first one, so that it makes no difference which of them a step is given."""
+    """GPUs of this machine of the first one's kind, so that any of them serves a step, which sees it as ``cuda:0``."""
 
     def __init__(self, alike: int) -> None:
         self._free = set(range(alike))
@@ -43,12 +40,12 @@ class Gpus:
 
     @property
     def several(self) -> bool:
-        """Whether there is a choice."""
+        """Whether there is more than one."""
         return self.count > 1
 
     @classmethod
     def detect(cls) -> "Gpus":
-        """As the driver shows them."""
+        """Count them as the driver shows them."""
         devices = cuda.driver().devices
         alike = 0
         for device in devices:
@@ -59,7 +56,7 @@ class Gpus:
 
     @contextmanager
     def reserve(self, device: Device) -> Iterator[dict[str, str]]:
-        """Hold a GPU; yields the environment in which it is the first one.
+        """Reserve a GPU; yields the environment in which it is the first one.
 
         A device with an index was chosen by the user, and is that one.
         """
@@ -77,24 +74,24 @@ class Gpus:
 
     @staticmethod
     def _name(index: int) -> str:
-        """What CUDA calls a device in the environment, where some may be hidden already."""
+        """Return CUDA's name of a device in the environment, where some may be hidden already."""
         shown = [name.strip() for name in os.environ.get(_VISIBLE, "").split(",") if name.strip()]
         return shown[index] if index < len(shown) else str(index)
 
 
 def show_only(variables: Mapping[str, str]) -> None:
-    """In a worker before CUDA starts: take over the environment that came with a GPU."""
+    """Set the environment of a reserved GPU; called in a worker before CUDA starts."""
     os.environ.update(variables)
 
 
 _ROOM_BYTES = 2 << 30
-"""Memory that has to be left for one more step to be started beside others."""
-_LOOK_SECONDS = 0.1
-"""How old what is known of memory may be: steps that are taken from the store follow each other fast."""
+"""Free memory that is required to start one more step beside others."""
+_POLL_SECONDS = 0.1
+"""How long a figure of free memory is used: steps that are taken from the store follow each other fast."""
 
 
 class LocalExecutor(Executor):
-    """Runs ``jobs`` steps at a time, each in a fresh process; cheap ones share a process, one after the other."""
+    """Runs ``jobs`` steps at a time, each in a fresh process; cheap ones share processes."""
 
     is_local = True
 
@@ -108,60 +105,60 @@ class LocalExecutor(Executor):
         """Cores for each of several steps: thread pools that share cores would spin against each other."""
         for slot in range(self.slots):
             self._shares.put(frozenset(cores[slot % len(cores) :: self.slots] or cores))
-        self._active: set[workers.Worker] = set()
-        self._spare: list[workers.Worker] = []
-        """Processes that did a cheap step, and can do the next one."""
-        self._at_work = 0
-        self._looked, self._has_room = -math.inf, True
+        self._active: set[worker.Worker] = set()
+        self._spare: list[worker.Worker] = []
+        """Idle processes for cheap steps."""
+        self._running = 0
+        self._memory_read_at, self._enough_memory = -math.inf, True
         self._lock = threading.Lock()
         self._stopped = False
 
     def why_unavailable(self, place: Place) -> str:
-        """Only the GPU is looked at: resources are what nodes of a cluster declare."""
+        """Explain why the GPU of a place is not available; resources are for clusters, and ignored here."""
         if place.device == "cpu":
             return ""
-        found = cuda.driver()
-        if not found.devices:
-            return f"this machine has no GPU: {found.reason}"
-        name = found.devices[0].name
-        if not is_called(name, place.accelerator):
-            return f"the GPU of this machine is {name}, and {place.accelerator} was asked for"
+        driver = cuda.driver()
+        if not driver.devices:
+            return f"this machine has no GPU: {driver.reason}"
+        name = driver.devices[0].name
+        if not matches_accelerator(name, place.accelerator):
+            return f"the GPU of this machine is {name}, and {place.accelerator} was requested"
         return ""
 
     def can_start(self, step: Step, running: Collection[Step]) -> bool:
-        """Whether there is a slot and memory left, and nothing disturbs a measurement."""
+        """Return whether there is a slot and memory left, and nothing disturbs a measurement."""
         if not running:
             return True
-        return len(running) < self.slots and self._undisturbed([step, *running]) and self._room()
+        return len(running) < self.slots and self._is_undisturbed([step, *running]) and self._has_memory()
 
-    def _room(self) -> bool:
-        if time.monotonic() - self._looked > _LOOK_SECONDS:
+    def _has_memory(self) -> bool:
+        if time.monotonic() - self._memory_read_at > _POLL_SECONDS:
             free = available_bytes()
-            self._looked, self._has_room = time.monotonic(), free is None or free >= _ROOM_BYTES
-        return self._has_room
+            self._memory_read_at, self._enough_memory = time.monotonic(), free is None or free >= _ROOM_BYTES
+        return self._enough_memory
 
-    def _undisturbed(self, together: Collection[Step]) -> bool:
-        measuring = [one.task for one in together if one.task.exclusive]
+    def _is_undisturbed(self, together: Collection[Step]) -> bool:
+        measuring = [step.task for step in together if step.task.exclusive]
         if not measuring:
             return len(together) <= self._jobs
-        gpus = [one.task.gpus for one in together if one.task.gpus]
+        gpus = [step.task.gpus for step in together if step.task.gpus]
         on_their_own = all(task.gpus == "one" for task in measuring)
         return self._gpus.several and on_their_own and "all" not in gpus and len(gpus) <= self._gpus.count
 
     def allows_lookups(self, step: Step) -> bool:
-        """A measurement bears them only where it is done beside builds, too."""
+        """Return whether lookups may go on; a measurement tolerates them only where it tolerates builds."""
         return self._gpus.several or not step.task.exclusive
 
     def lookup(self, request: StepRequest) -> Artifact | None:
-        """Only the store is asked: who made it does not matter."""
+        """Look up a step in the store, whichever machine made it."""
         return StepCache(request.step, request.inputs, self._store).lookup()
 
     def execute(self, request: StepRequest) -> Result:
-        """Do it in a worker; one that was killed from outside is started once more."""
+        """Execute a step in a worker; one that was killed from outside is repeated once."""
         with request.with_notes() as noted:
-            return self._carried_out(noted)
+            return self._execute_with_retry(noted)
 
-    def _carried_out(self, request: StepRequest) -> Result:
+    def _execute_with_retry(self, request: StepRequest) -> Result:
         cache = StepCache(request.step, request.inputs, self._store)
         request.on_start()
         try:
@@ -172,53 +169,53 @@ class LocalExecutor(Executor):
             request.on_note(f"{killed}; it is done once more")
             return Result(cache.make(functools.partial(self._work, request)), cached=False)
 
-    def _work(self, request: StepRequest, out: Path, begun: Path | None) -> Done:
+    def _work(self, request: StepRequest, out: Path, partial: Path | None) -> Done:
         with storage_errors(f"the logs in {request.log.parent}"):
             request.log.parent.mkdir(parents=True, exist_ok=True)
             request.log.unlink(missing_ok=True)
         try:
             if request.step.task.in_process:
-                return self._done_quickly(request, out)
-            return self._done(request, out, begun)
+                return self._run_in_shared_worker(request, out)
+            return self._run_in_worker(request, out, partial)
         except (StepError, BuilderFailed) as error:
             error.remedy += f"; its log: {request.log}"
             raise
 
-    def _done(self, request: StepRequest, out: Path, begun: Path | None) -> Done:
+    def _run_in_worker(self, request: StepRequest, out: Path, partial: Path | None) -> Done:
         with contextlib.ExitStack() as stack:
             cores = stack.enter_context(self._cores())
             prepare = stack.enter_context(self._gpu(request.step))
-            worker: list[workers.Worker] = []
-            stack.callback(self._forget, worker)
+            started: list[worker.Worker] = []
+            stack.callback(self._forget, started)
 
-            def started(this: workers.Worker) -> None:
-                worker.append(this)
-                self._remember(this)
+            def remember(process: worker.Worker) -> None:
+                started.append(process)
+                self._remember(process)
 
-            done: Done = workers.run(
-                execute if begun is None else execute_on,
+            done: Done = worker.run(
+                execute if partial is None else execute_on,
                 request.step.task,
                 request.inputs,
                 out,
-                *([] if begun is None else [begun]),
+                *([] if partial is None else [partial]),
                 log=request.log,
                 on_progress=request.on_progress,
-                on_start=started,
+                on_start=remember,
                 timeout_seconds=request.timeout_seconds,
                 cores=cores,
                 prepare=prepare,
             )
             return done
 
-    def _done_quickly(self, request: StepRequest, out: Path) -> Done:
-        """In a process that may have done others like it, and may do more."""
+    def _run_in_shared_worker(self, request: StepRequest, out: Path) -> Done:
+        """Execute a cheap step in a process that is used for others, too."""
         with self._lock:
-            worker = self._spare.pop() if self._spare else None
-        if worker is None:
-            worker = workers.Worker(serve_steps, log=request.log)
-            self._remember(worker)
+            process = self._spare.pop() if self._spare else None
+        if process is None:
+            process = worker.Worker(serve_steps, log=request.log)
+            self._remember(process)
         try:
-            done: Done = worker.request(
+            done: Done = process.request(
                 request.step.task,
                 request.inputs,
                 out,
@@ -226,18 +223,18 @@ class LocalExecutor(Executor):
                 timeout_seconds=request.timeout_seconds,
             )
         except BaseException:
-            worker.kill()
-            self._forget([worker])
+            process.kill()
+            self._forget([process])
             raise
         with self._lock:
-            self._spare.append(worker)
+            self._spare.append(process)
         return done
 
     @contextlib.contextmanager
     def _cores(self) -> Iterator[frozenset[int] | None]:
-        """A share of the cores; all of them, None, for a step that starts while no other one is at work."""
+        """Reserve a share of the cores; all of them, None, for a step that starts while no other one runs."""
         with self._lock:
-            alone, self._at_work = not self._at_work, self._at_work + 1
+            alone, self._running = not self._running, self._running + 1
         share = None if alone else self._shares.get()
         try:
             yield share
@@ -245,49 +242,49 @@ class LocalExecutor(Executor):
             if share is not None:
                 self._shares.put(share)
             with self._lock:
-                self._at_work -= 1
+                self._running -= 1
 
     @contextlib.contextmanager
     def _gpu(self, step: Step) -> Iterator[Callable[[], None] | None]:
-        """What has a worker see the one GPU that it is given; None where there is no choice."""
+        """Reserve a GPU; yields the function that has a worker see only that one, or None if there is no choice."""
         if step.task.gpus != "one" or not self._gpus.several:
             yield None
             return
         with self._gpus.reserve(step.task.runs_on) as variables:
             yield functools.partial(show_only, variables)
 
-    def _remember(self, worker: workers.Worker) -> None:
+    def _remember(self, process: worker.Worker) -> None:
         with self._lock:
-            self._active.add(worker)
+            self._active.add(process)
         if self._stopped:
-            worker.kill()
+            process.kill()
 
-    def _forget(self, gone: Collection[workers.Worker]) -> None:
+    def _forget(self, gone: Collection[worker.Worker]) -> None:
         with self._lock:
             self._active.difference_update(gone)
 
     def stop(self) -> None:
-        """Kill all workers, and let nobody wait for the store."""
+        """Kill all workers, and wait no longer for the store."""
         self._stopped = True
         self._store.stop()
         with self._lock:
-            for worker in self._active:
-                worker.kill()
+            for process in self._active:
+                process.kill()
 
     def close(self) -> None:
-        """End the processes that wait for another cheap step."""
+        """End the idle processes."""
         with self._lock:
-            for worker in self._spare:
-                worker.kill()
+            for process in self._spare:
+                process.kill()
             self._active.difference_update(self._spare)
             self._spare.clear()
 
 
 def serve_steps(connection: Connection) -> None:
-    """A worker's body: one step after the other."""
-    workers.serve(connection, execute)
+    """Execute one step after the other in a worker."""
+    worker.serve(connection, execute)
 
 
-def is_called(name: str, accelerator: str) -> bool:
-    """Whether a GPU's full name, as drivers give it, is of that type: ``NVIDIA H100 80GB HBM3`` is an H100."""
+def matches_accelerator(name: str, accelerator: str) -> bool:
+    """Return whether a GPU's full name, as drivers give it, is of a type: ``NVIDIA H100 80GB HBM3`` is an H100."""
     return accelerator.casefold().replace("-", " ") in name.casefold().replace("-", " ")

@@ -1,4 +1,4 @@
-"""How work is carried out: with which store, and on which machines. Nothing here changes what comes out."""
+"""Choose the store, the machines and the number of jobs. None of it changes results."""
 
 import os
 import shlex
@@ -14,34 +14,34 @@ from enginesmith.pipeline.store.store import Store
 
 @dataclass(frozen=True)
 class Settings:
-    """Where and how a job is done."""
+    """Where and how steps are executed."""
 
     store: str | Path | None = None
-    """A folder, or the URL of a store that others use too."""
+    """A folder, or the URL of a shared store."""
     reuse: bool = True
     jobs: int = field(default_factory=lambda: min(2, len(os.sched_getaffinity(0))))
-    """Steps at the same time on one machine; measurements are always alone."""
+    """Steps that run at the same time on one machine; measurements are always alone."""
     time_limit_seconds: float | None = None
     listener: Listener = lambda event: None
     executor: Literal["local", "ray"] = "local"
     ray_address: str | None = None
-    """Of the cluster; None stands for the one that this machine is part of."""
+    """Address of the cluster; None for the one that this machine is a node of."""
 
     def open_store(self) -> Store:
-        """The store to work with."""
+        """Open the store."""
         return Store(self.store, reuse=self.reuse)
 
-    def resuming(self, folder: Path) -> str:
-        """The command that goes on in a folder, in the same store and on the same machines."""
+    def resume_command(self, folder: Path) -> str:
+        """Return the command that resumes a run directory, with the same store and executor."""
         given = {"--store": self.store, "--executor": self.executor, "--ray-address": self.ray_address}
         words = [str(word) for name, value in given.items() if value and value != "local" for word in (name, value)]
         return shlex.join(["enginesmith", "resume", str(folder), *words])
 
     def open_executor(self) -> Executor:
-        """What carries out steps; a context that ends what still runs.
+        """Open the executor, a context.
 
         Raises:
-            MissingCapability: the package or the cluster is not there.
+            MissingCapability: the package or the cluster is not available.
         """
         if self.executor == "local":
             return LocalExecutor(self.open_store(), self.jobs)

@@ -201,7 +201,7 @@ class OptimizeJob:
             return RunResult(None, self._errors[one.name])
         run, outcomes = active.directory.write(), active.outcomes
         reused = sum(outcome.cached or step in active.shared for step, outcome in outcomes.items())
-        again = self._settings.resuming(one.fleet or one.out)
+        again = self._settings.resume_command(one.fleet or one.out)
         return RunResult(run, _why_unusable(run, outcomes, again), len(outcomes), reused)
 
 

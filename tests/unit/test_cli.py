@@ -83,8 +83,8 @@ def test_what_goes_on_is_the_same_command_with_the_same_machines() -> None:
 
     far = Settings(store="s3://a/b c", executor="ray", ray_address="ray://HEAD:10001")
     said = "enginesmith resume run --store 's3://a/b c' --executor ray --ray-address ray://HEAD:10001"
-    assert far.resuming(Path("run")) == said
-    assert Settings().resuming(Path("a b")) == "enginesmith resume 'a b'"
+    assert far.resume_command(Path("run")) == said
+    assert Settings().resume_command(Path("a b")) == "enginesmith resume 'a b'"
 
 
 @pytest.mark.parametrize("begun", [True, False])
