@@ -46,9 +46,10 @@ def report(run: Path, output: Path | None, formats: tuple[str, ...], as_json: bo
 def _report_fleet(folder: Path, output: Path | None, formats: tuple[str, ...]) -> list[Path]:
     """Write the reports of a fleet, and return their paths."""
     from enginesmith.pipeline.report import fleet as files
+    from enginesmith.pipeline.report.files import REPORTS
     from enginesmith.pipeline.results import fleet_history
 
     fleet = fleet_history.opened(folder)
     runs = {one.name: run for one in fleet.record.entries if (run := fleet.run(one))}
-    chosen = tuple(name for name in files.NAMES if name in formats) or files.REPORTS
+    chosen = tuple(name for name in files.NAMES if name in formats) or REPORTS
     return files.write(fleet.record, output or fleet.folder, runs, chosen)

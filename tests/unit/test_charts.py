@@ -393,6 +393,19 @@ def test_summaries_say_what_is_seen() -> None:
     assert found["memory"].summary.endswith("3 of 4 hold the budget of 50 MiB.")
 
 
+def test_noise_is_said_and_not_drawn_as_an_interval() -> None:
+    wild = Interval(median=1.0, low=0.01, high=500)
+    noisy = latency(1, 1.0)
+    level = noisy.concurrency[0].model_copy(update={"samples_per_s": wild})
+    rows = (noisy.model_copy(update={"median_ms": wild, "concurrency": (level,)}), latency(8, 2.0))
+    found = by_id(run(record("a", 1, 1, None, latency=rows)))
+    for name in ("latency-by-batch", "concurrency", "pareto"):
+        said = [text for trace in traces(found[name]) for text in texts(trace)]
+        assert name == "pareto" or any("too noisy to tell" in text for text in said)
+        bars = [bar for trace in traces(found[name]) for key, bar in trace.items() if key.startswith("error_")]
+        assert all(high < 100 for bar in bars for high in bar["array"])
+
+
 def test_what_is_missing_is_told_in_the_runs_own_words() -> None:
     found = by_id(nothing())
     assert all(chart.figure is None for chart in found.values())

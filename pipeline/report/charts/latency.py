@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from enginesmith.pipeline.measure.rows import LatencyRow, Throughput
-from enginesmith.pipeline.measure.statistics import Interval
+from enginesmith.pipeline.measure.statistics import TOO_NOISY, Interval
 from enginesmith.pipeline.report.charts.plotly import (
     Cast,
     Chart,
@@ -112,9 +112,9 @@ def _latency_figure(cast: Cast, rows: _Rows) -> Figure:
 
 def _latency_words(row: LatencyRow) -> str:
     tail = f", p99 {ms(row.p99_ms)} ms" if row.p99_ms is not None else ""
-    between = (
-        f", median within {row.median_ms.between(ms)} ms" if row.median_ms else ", in too few rounds for an interval"
-    )
+    between = ", in too few rounds for an interval"
+    if row.median_ms:
+        between = f", {TOO_NOISY}" if row.median_ms.too_noisy else f", median within {row.median_ms.between(ms)} ms"
     return f"batch {row.batch}: p50 {ms(row.p50_ms)} ms{tail}{between}"
 
 
@@ -156,9 +156,12 @@ def _throughput_interval(row: LatencyRow) -> Interval | None:
 
 def _throughput_words(row: LatencyRow) -> str:
     best = best_level(row)
-    between = f" {best.samples_per_s.between(rate)}" if best else ""
-    callers = counted(best.callers if best else 1, "caller")
-    return f"batch {row.batch}: {rate(row.throughput_per_s)}{between} samples/s with {callers}"
+    said = _format_rate(best.samples_per_s) if best else f"{rate(row.throughput_per_s)} samples/s"
+    return f"batch {row.batch}: {said} with {counted(best.callers if best else 1, 'caller')}"
+
+
+def _format_rate(interval: Interval) -> str:
+    return f"throughput {TOO_NOISY}" if interval.too_noisy else f"{interval.format(rate)} samples/s"
 
 
 def _throughput_summary(run: Run, cast: Cast, rows: _Rows) -> str:
@@ -332,7 +335,7 @@ def _trace(
 
 
 def _words(level: Throughput, knee: int | None) -> str:
-    text = f"{counted(level.callers, 'caller')}: {level.samples_per_s.format(rate)} samples/s, "
+    text = f"{counted(level.callers, 'caller')}: {_format_rate(level.samples_per_s)}, "
     text += f"p50 {ms(level.p50_ms)} ms, p99 {ms(level.p99_ms)} ms"
     return text + (", the knee: more callers gain less than 5 %" if level.callers == knee else "")
 

@@ -190,7 +190,7 @@ def render_environment(run: Run, placed: Placed) -> tuple[Block, ...]:
     """List the machine, its warnings and its software."""
     warnings = tuple(f"{one}." for one in run.environment.get("warnings", ()))
     machine = provenance.tabulate_machine(run.environment)
-    known = [Fact(*row) for row in machine.rows if row[0] in _TELLING or row[0].startswith("GPU")]
+    known = [Fact(name, text) for name, text in machine.rows if name in _TELLING or name.startswith("GPU")]
     versions = provenance.list_versions(run.environment).items()
     packages = make_table("packages", "Packages", ({"package": name, "version": version} for name, version in versions))
     quiet = Words("Nothing was seen that spoils measurements.", "good")
