@@ -3,8 +3,10 @@
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -150,22 +152,30 @@ class Elsewhere(Desk):
     def __init__(self) -> None:
         super().__init__()
         self.logs: dict[str, tuple[str, ...]] = {}
+        self.looked_up: dict[str, threading.Event] = defaultdict(threading.Event)
+        self.seconds = 0.0
+        """What the clock of the scheduler says."""
 
     def lookup(self, request: StepRequest) -> Artifact | None:
         if request.step.id == "new":
             retry.notify("the store is away")
         again = f"? {request.step.id}" in self.asked
         super().lookup(request)
+        self.looked_up[request.step.id].set()
         return artifact() if again else None
 
     def execute(self, request: StepRequest) -> Result:
         self.logs[request.step.id] = request.earlier_notes
-        return super().execute(request)
+        if request.step.id == "slow":
+            assert self.looked_up["later"].wait(30)
+        result = super().execute(request)
+        self.seconds += 60
+        return result
 
 
 def test_what_waited_for_its_turn_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "_LOOK_AGAIN_SECONDS", 0.1)
     desk = Elsewhere()
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: desk.seconds))
     outcomes = run(desk, Step("slow", Idle()), Step("later", Idle()))
     assert {name: outcome.cached for name, outcome in outcomes.items()} == {"slow": False, "later": True}
     assert desk.asked.count("? slow") == 1
