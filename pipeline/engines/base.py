@@ -146,12 +146,12 @@ class Session(ABC):
 
     @property
     def cuda_stream(self) -> int | None:
-        """Handle of the CUDA stream that ``enqueue`` puts its work on; None on the CPU."""
+        """Give the handle of the CUDA stream that ``enqueue`` puts its work on; None on the CPU."""
         return None
 
     @property
     def first_call_note(self) -> str:
-        """What the first call does besides, or is spared: compiling kernels, say. Empty if nothing."""
+        """Tell what the first call does besides, or is spared: compiling kernels, say. Empty if nothing."""
         return ""
 
     @abstractmethod
@@ -168,16 +168,16 @@ class Session(ABC):
 
     @abstractmethod
     def fetch(self) -> dict[str, Array]:
-        """Outputs of the last inference as host arrays, by name; later inferences leave them as they are."""
+        """Copy the outputs of the last inference to host arrays, by name; later inferences leave them as they are."""
 
     @property
     def sibling_note(self) -> str:
-        """What a sibling costs besides its own activations and outputs: weights of its own, say. Empty if nothing."""
+        """Tell what a sibling costs besides its activations and outputs: weights of its own, say. Empty if nothing."""
         return ""
 
     @abstractmethod
     def sibling(self) -> "Session":
-        """Another session on the same weights, which can run at the same time as this one.
+        """Open another session on the same weights, which can run at the same time as this one.
 
         It is made, used and closed in the thread that uses it, while this one is open; either may be closed first.
 
@@ -193,7 +193,7 @@ class Session(ABC):
         """
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
-        """One whole inference: feeds in, outputs out.
+        """Run one whole inference: feeds in, outputs out.
 
         Raises:
             SignatureError: the feeds do not fit.
@@ -431,11 +431,11 @@ class Engine(BaseModel, ABC):
     @classmethod
     @abstractmethod
     def available(cls, device: Device) -> Availability:
-        """Whether this machine can run it on that device."""
+        """Tell whether this machine can run it on that device; if not, why, and what to do about it."""
 
     @classmethod
     def require(cls, device: Device) -> None:
-        """Insist on :meth:`available`.
+        """Insist that this machine can run it on that device.
 
         Raises:
             MissingCapability: it is not; says why and what to do about it.
@@ -448,16 +448,16 @@ class Engine(BaseModel, ABC):
 
     @classmethod
     def buildable(cls) -> Availability:
-        """Whether this machine can build it."""
+        """Tell whether this machine can build it."""
         return cls.available(Device())
 
     def runnable(self, device: Device) -> Availability:
-        """Whether this machine can run what these options build; :meth:`available` says it of the engine as such."""
+        """Tell whether this machine can run what these options build."""
         return type(self).available(device)
 
     @property
     def built_ahead(self) -> bool:
-        """Whether these options build it for a device that need not be there, so that any machine will do."""
+        """Tell whether these options build it for a device that need not be there, so that any machine will do."""
         return False
 
     @property
@@ -469,15 +469,15 @@ class Engine(BaseModel, ABC):
         return "fp32"
 
     def facts(self, artifact: Artifact) -> EngineFacts:
-        """What a built engine says of itself."""
+        """Read what a built engine records of its memory and layers."""
         return EngineFacts()
 
     def executed(self, artifact: Artifact, device: Device, scratch: Path) -> Path:
-        """The ONNX file of exactly those operators that a session runs; it may be written into ``scratch``."""
+        """Give the ONNX file of exactly those operators that a session runs; it may be written into ``scratch``."""
         raise TypeError(f"{self.name} does not show the graph that it runs")
 
     def environment_key(self, device: Device) -> dict[str, Any]:
-        """Facts about this machine that decide what ``build`` writes, where there are any."""
+        """Collect facts about this machine that decide what ``build`` writes; they are part of the key."""
         return {}
 
     def build(self, request: BuildRequest) -> Effect:
@@ -485,7 +485,7 @@ class Engine(BaseModel, ABC):
         raise TypeError(f"{self.name} runs the module itself and is not built")
 
     def profile(self, request: ProfileRequest) -> Profiled:
-        """Time per operator, by the engine's own profiler; what runs is slower than it is without.
+        """Time each operator by the engine's own profiler; what runs is slower than it is without.
 
         Raises:
             MissingCapability: the engine has no profiler, or none that tells times here.

@@ -76,7 +76,7 @@ class EngineOptions(_Part):
 
     @property
     def workspace_limits(self) -> tuple[int | Literal["sweep"] | None, ...]:
-        """The limits, read: bytes, None for the builder's default, or a sweep.
+        """Read the limits: bytes, None for the builder's default, or a sweep.
 
         Raises:
             UsageError: one is no size.
@@ -86,12 +86,12 @@ class EngineOptions(_Part):
 
     @property
     def engine_files(self) -> dict[str, tuple[str, ...]]:
-        """Option → paths of the files that it names for an engine."""
+        """List the files that options name for an engine: option → paths."""
         return {"--plugins": self.tensorrt.plugins}
 
     @property
     def where(self) -> Device:
-        """The device, read; where none was named, cuda if an engine runs only there and this machine has it.
+        """Read the device; where none was named, cuda if an engine runs only there and this machine has it.
 
         Raises:
             UsageError: it is neither cpu nor cuda.

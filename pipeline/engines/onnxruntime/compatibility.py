@@ -35,7 +35,7 @@ def _builds(stack: Stack) -> Iterator[Check]:
 
 
 def _libraries_of_onnxruntime(stack: Stack) -> Iterator[Check]:
-    """Its metadata names them under two extras; torch brings the same ones where its CUDA is of the same version."""
+    """Check the CUDA libraries, which its metadata names under two extras; torch may bring the same ones."""
     fix = f"pip install 'onnxruntime-gpu[cuda,cudnn]=={stack.versions['onnxruntime-gpu']}'"
     asked = [one for one in stack.requirements.get("onnxruntime-gpu", ()) if one.extra in ("cuda", "cudnn")]
     if stack.onnxruntime_cuda is None:

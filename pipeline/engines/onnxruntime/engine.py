@@ -110,11 +110,11 @@ class OnnxRuntime(Engine):
 
     @classmethod
     def running_options(cls, asked: "EngineOptions") -> dict[str, Any]:
-        """Whether products may be rounded to TF32."""
+        """Read whether products may be rounded to TF32."""
         return {"tf32": asked.onnxruntime.tf32}
 
     def package_facts(self, main: Path, device: Device) -> PackageFacts:
-        """Options by the names that onnxruntime has for them; ``session`` is for the session itself."""
+        """List options by the names that onnxruntime has for them; ``session`` is for the session itself."""
         cuda_options = {"CUDAExecutionProvider": {"use_tf32": str(int(self.tf32))}} if device.kind == "cuda" else {}
         providers: dict[str, dict[str, str]] = {**cuda_options, "CPUExecutionProvider": {}}
         options = {
@@ -130,19 +130,19 @@ class OnnxRuntime(Engine):
 
     @classmethod
     def from_package(cls, options: Mapping[str, Any]) -> Engine:
-        """The optimisation level; the graph is optimised when it is loaded."""
+        """Take the optimisation level alone; the graph is optimised when it is loaded."""
         by_name = {value: key for key, value in sessions.LEVELS.items()}
         level = by_name.get(options.get("graph_optimization_level", ""), "all")
         return cls(graph_optimization=level, save_optimized=False)
 
     @classmethod
     def infer_script(cls) -> Path:
-        """A script that needs numpy and onnxruntime."""
+        """Name a script that needs numpy and onnxruntime."""
         return Path(__file__).with_name("infer.py")
 
     @classmethod
     def triton(cls) -> "TritonBackend":
-        """The ONNX Runtime backend."""
+        """Describe the ONNX Runtime backend."""
         from enginesmith.pipeline.engines.onnxruntime.triton import BACKEND
 
         return BACKEND
@@ -156,7 +156,7 @@ class OnnxRuntime(Engine):
 
     @classmethod
     def weight_bits(cls, device: Device) -> int:
-        """7 on x86 processors without VNNI, whose products of int8 saturate."""
+        """Give 7 on x86 processors without VNNI, whose products of int8 saturate, else 8."""
         return int8_weight_bits() if device.kind == "cpu" else 8
 
     @classmethod
@@ -176,7 +176,7 @@ class OnnxRuntime(Engine):
         return cuda.available(device.index)
 
     def runnable(self, device: Device) -> Availability:
-        """As :meth:`available`; TF32 is for CUDA devices."""
+        """Check the device; TF32 can be had on CUDA only."""
         found = type(self).available(device)
         if not found.ok or not self.tf32 or device.kind == "cuda":
             return found
@@ -188,7 +188,7 @@ class OnnxRuntime(Engine):
         return "tf32" if self.tf32 else "fp32"
 
     def environment_key(self, device: Device) -> dict[str, Any]:
-        """The processor and version that an optimised graph holds for."""
+        """Collect the processor and version that an optimised graph holds for."""
         return _here(device).model_dump() if self._saves(device) else {}
 
     def build(self, request: BuildRequest) -> Effect:
@@ -216,12 +216,12 @@ class OnnxRuntime(Engine):
         )
 
     def _saves(self, device: Device) -> bool:
-        """Whether the engine is the optimised graph; on CUDA it never is, as that is not proven to load everywhere."""
+        """Tell whether the engine is the optimised graph; never on CUDA, where that may not load elsewhere."""
         wanted = self.save_optimized and self.graph_optimization != "disabled" and not self.emulate
         return wanted and device.kind == "cpu"
 
     def executed(self, artifact: Artifact, device: Device, scratch: Path) -> Path:
-        """The engine itself where it is the optimised graph, else what a session makes of it when it is loaded."""
+        """Give the engine itself where it is the optimised graph, else what a session makes of it when it is loaded."""
         if (artifact.folder / _RECORD).is_file():
             return artifact.path
         self.require(device)
@@ -323,7 +323,7 @@ def _version() -> str:
 
 
 def _here(device: Device) -> _Record:
-    """What a graph that is optimised here depends on."""
+    """Record what a graph that is optimised here depends on."""
     return _Record(onnxruntime=_version(), processor=_processor(), device=device.kind)
 
 

@@ -52,7 +52,7 @@ _POINTS: tuple[Point, ...] = ("min", "opt", "max")
 
 
 def plan(signature: Signature, ranges: Mapping[str, ShapeRange], more: tuple[str, ...]) -> tuple[Profile, ...]:
-    """The profiles asked for, in their order, and the whole range as the last one.
+    """Plan the optimisation profiles asked for, in their order, and the whole range as the last one.
 
     Raises:
         UsageError: a dynamic dimension without a range; a profile of another dimension, or beyond its range.
@@ -132,13 +132,13 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def check_options(cls, asked: "EngineOptions") -> None:
-        """A budget for streamed weights needs an engine that streams them."""
+        """Refuse a budget for streamed weights without an engine that streams them."""
         if asked.tensorrt_run.weight_streaming_budget is not None and not asked.tensorrt.weight_streaming:
             raise UsageError("--weight-streaming-budget needs an engine that streams weights", "add --weight-streaming")
 
     @classmethod
     def read_file(cls, path: Path) -> EngineFile | None:
-        """The manifest beside it, and the options that loading takes."""
+        """Read the manifest beside it, and choose the options that loading takes."""
         found = manifest.read(path)
         if found.engine != cls.name:
             return None
@@ -154,12 +154,12 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def describe_file(cls, path: Path) -> dict[str, Any]:
-        """The manifest, as far as people read it, and whether the engine can run here."""
+        """Show the manifest, and whether the engine can run here."""
         return manifest.describe(path)
 
     @classmethod
     def shares_activations(cls, asked: "EngineOptions") -> bool:
-        """As the run options say."""
+        """Read the run options."""
         return asked.tensorrt_run.share_activation_memory
 
     @classmethod
@@ -171,42 +171,42 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def check_targets(cls) -> tuple[str, ...]:
-        """All that the builder has."""
+        """List all that the builder has."""
         return cls.known().targets
 
     @classmethod
     def refit(cls, engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effect:
-        """Only engines that were built for it, on a device that runs them."""
+        """Refit engines that were built for it, on a device that runs them."""
         from enginesmith.pipeline.engines.tensorrt.loader import refit
 
         return refit(engine, graph, file, device)
 
     @classmethod
     def restore_options(cls, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the build options only whether products are rounded."""
+        """Keep, of the build options, only whether products are rounded."""
         given = record.get("options")
         tf32 = bool(given.get("tf32")) if isinstance(given, dict) else False
         return {**super().restore_options(record), "options": BuildOptions(tf32=tf32)}
 
     def package_facts(self, main: Path, device: Device) -> PackageFacts:
-        """What the manifest says."""
+        """Read the manifest."""
         found = manifest.read(main)
         options = {"tf32": found.options.tf32, "version_compatible": found.options.version_compatible}
         return PackageFacts(found.version, found.compute_capabilities, options)
 
     @classmethod
     def from_package(cls, options: Mapping[str, Any]) -> "TensorRT":
-        """Whether products are rounded."""
+        """Read whether products are rounded."""
         return cls(options=BuildOptions(tf32=bool(options.get("tf32", True))))
 
     @classmethod
     def infer_script(cls) -> Path:
-        """A script for both flavours."""
+        """Name the script for both flavours."""
         return Path(__file__).with_name("infer.py")
 
     @classmethod
     def triton(cls) -> "TritonBackend | None":
-        """The TensorRT backend loads engines of this flavour alone: the other has a runtime of its own."""
+        """Describe the TensorRT backend, which loads engines of this flavour alone."""
         from enginesmith.pipeline.engines.triton import TritonBackend
 
         def remark(engine: Mapping[str, Any]) -> tuple[str, ...]:
@@ -217,7 +217,7 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def gates_workspace(cls) -> bool:
-        """As the flavour's capabilities say."""
+        """Look it up in the flavour's capabilities."""
         return cls.known().workspace_is_a_gate
 
     @classmethod
@@ -227,12 +227,12 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def workspace_points(cls, unlimited: EngineFacts, smallest: int, count: int) -> tuple[int, ...]:
-        """Limits from the smallest to what the largest shape works in, evenly on a log scale."""
+        """Space limits from the smallest to what the largest shape works in, evenly on a log scale."""
         return builder.points(unlimited, smallest, count)
 
     @classmethod
     def available(cls, device: Device) -> Availability:
-        """On CUDA, when the package is installed and there is a driver with that device, and a torch for it."""
+        """Check for CUDA, the package, a driver with that device, and a torch for it."""
         if device.kind not in cls.kinds:
             return Availability(ok=False, reason="it runs on CUDA only", remedy="use --device cuda")
         found = versions.importable(cls.flavour)
@@ -250,7 +250,7 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def buildable(cls) -> Availability:
-        """Where the package is installed and, for this flavour, a device is there."""
+        """Check that the package is installed and, for this flavour, that a device is there."""
         found = versions.importable(cls.flavour)
         if not found.ok or cls.known().builds_without_gpu:
             return found
@@ -258,7 +258,7 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def known(cls) -> Capabilities:
-        """What the installed version can do."""
+        """Look up what the installed version can do."""
         return versions.capabilities(cls.flavour)
 
     @property
@@ -268,11 +268,11 @@ class TensorRT(WorkspaceEngine):
 
     @property
     def built_ahead(self) -> bool:
-        """Whether a target was named, to a builder that needs no GPU."""
+        """Tell whether a target was named, to a builder that needs no GPU."""
         return bool(self.target) and self.known().builds_without_gpu
 
     def runnable(self, device: Device) -> Availability:
-        """Whether the device is there and is one that the target stands for."""
+        """Check that the device is there and is one that the target stands for."""
         found = type(self).available(device)
         targets = compute_capabilities(self.target, self.known())
         here = cuda.cuda_device(device.index)
@@ -282,7 +282,7 @@ class TensorRT(WorkspaceEngine):
         return Availability(ok=False, reason=reason, remedy=f"build it for --target {here.target}")
 
     def environment_key(self, device: Device) -> dict[str, Any]:
-        """The device and driver that the builder times kernels on, where no target was named; plugins by content."""
+        """Collect the device and driver that kernels are timed on, where no target was named; plugins by content."""
         plugins = {name: file_digest(Path(name)) for name in self.options.plugins if Path(name).is_file()}
         found: dict[str, Any] = {"plugins": plugins} if plugins else {}
         if self.built_ahead:
@@ -343,7 +343,7 @@ class TensorRT(WorkspaceEngine):
         )
 
     def targets(self, here: cuda.CudaDevice | None) -> tuple[str, ...]:
-        """What the builder is told to compile for, where ``here`` is the device at hand.
+        """List what the builder is told to compile for, where ``here`` is the device at hand.
 
         Raises:
             UsageError: a target that this flavour does not have, or none where there is no device to take it from.
@@ -374,7 +374,7 @@ class TensorRT(WorkspaceEngine):
         return compute_capabilities(self.target, known)
 
     def _timing_cache(self, known: Capabilities, here: cuda.CudaDevice | None) -> Path | None:
-        """The file of kernel timings: the one that was named, else one for each device and version."""
+        """Name the file of kernel timings: the one that was given, else one for each device and version."""
         if not known.timing_cache or here is None:
             return None
         if self.options.timing_cache:
@@ -416,7 +416,7 @@ class TensorRT(WorkspaceEngine):
         )
 
     def facts(self, artifact: Artifact) -> EngineFacts:
-        """The builder's own figures and the audit's layers, as the manifest has them."""
+        """Read the builder's own figures and the audit's layers from the manifest."""
         found = manifest.read(artifact.path)
         return EngineFacts(
             workspace_limit_bytes=found.workspace_limit_bytes,

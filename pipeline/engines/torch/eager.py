@@ -74,7 +74,7 @@ class Eager(Engine):
 
     @classmethod
     def available(cls, device: Device) -> Availability:
-        """On the CPU always; on CUDA when this torch is built for it and finds the device."""
+        """Accept the CPU always; CUDA when this torch is built for it and finds the device."""
         if device.kind == "cpu":
             return Availability(ok=True)
         import torch
@@ -92,7 +92,7 @@ class Eager(Engine):
         return Availability(ok=True)
 
     def runnable(self, device: Device) -> Availability:
-        """As :meth:`available`; TF32 and CUDA graphs need a CUDA device, TF32 one of compute capability 8.0."""
+        """Check the device; TF32 and CUDA graphs need a CUDA device, TF32 one of compute capability 8.0."""
         found = type(self).available(device)
         if not found.ok:
             return found
@@ -144,7 +144,7 @@ class Eager(Engine):
             return profiler.profile(session, request, modules=True, notes=notes)
 
     def forward(self, module: "torch.nn.Module") -> "Forward":
-        """What a session calls; engines that transform the module do it here."""
+        """Give what a session calls; engines that transform the module do it here."""
         return module
 
     def enter_thread(self, device: Device) -> None:
@@ -203,7 +203,7 @@ class Compiled(Eager):
 
     @classmethod
     def available(cls, device: Device) -> Availability:
-        """As eager; on the CPU Inductor also needs a C++ compiler and Python's headers."""
+        """Check for what eager needs; on the CPU Inductor also needs a C++ compiler and Python's headers."""
         found = Eager.available(device)
         if not found.ok or device.kind == "cuda":
             return found
@@ -227,14 +227,14 @@ class Compiled(Eager):
             return profiler.profile(session, request, modules=False, notes=(_NO_MODULES,))
 
     def forward(self, module: "torch.nn.Module") -> "Forward":
-        """The module, compiled at the first call with each set of shapes."""
+        """Compile the module at the first call with each set of shapes."""
         import torch
 
         compiled: Forward = torch.compile(module, dynamic=False, mode=self.mode)
         return compiled
 
     def enter_thread(self, device: Device) -> None:
-        """As eager; Dynamo's settings are of a thread, too."""
+        """Make the settings of eager, and Dynamo's, which are of a thread, too."""
         from torch._dynamo import config
 
         super().enter_thread(device)
