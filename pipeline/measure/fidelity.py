@@ -78,7 +78,7 @@ class Fidelity(BaseModel):
 
 
 def thresholds_for(precision: str) -> Thresholds:
-    """The defaults of a precision.
+    """Look up the default thresholds of a precision.
 
     Raises:
         UsageError: it is not known.

@@ -1,4 +1,4 @@
-"""Where a session's time goes: its operators by the module of the model that they do the work of.
+"""Divide a session's time among the modules of the model that its operators do the work of.
 
 Profilers slow down what they look at, so a profile says how time is divided, and the latency measurement how much there
 is. A session is profiled alone in a fresh process.
@@ -20,7 +20,7 @@ from enginesmith.pipeline.measure.rows import ROOT, Profile, ProfileRow
 from enginesmith.pipeline.system.worker import run
 from enginesmith.pipeline.tensors import Feeds
 
-# Profiles side by side: a row for each module, what it takes in each variant, and what is known of why.
+# Profiles side by side: a row for each module, its time in each variant, and the reasons of differences.
 
 _CONVERTING = 0.1
 """Share of a row's time that conversions take before they are mentioned."""
@@ -137,7 +137,7 @@ def _added(name: str, rows: Sequence[JoinedRow]) -> JoinedRow:
 
 
 def _agreed(rows: Sequence[JoinedRow], variant: str) -> str:
-    """What is said of every row: in a single one it may be the machine's noise."""
+    """Keep the phrases that hold for every row: in a single one it may be the machine's noise."""
     first, *others = (_NUMBER.sub("*", row.why.get(variant, "")).split("; ") for row in rows)
     return "; ".join(phrase for phrase in first if all(phrase in one for one in others))
 
@@ -153,7 +153,7 @@ def _ratios(ms: dict[str, float | None]) -> dict[str, float | None]:
 
 
 def _ordered(rows: Sequence[JoinedRow]) -> tuple[JoinedRow, ...]:
-    """What lost time first, then what costs most."""
+    """Sort rows: those that lost time first, then those that cost most."""
     enough = _LOST * sum(next(iter(row.ms.values())) or 0.0 for row in rows)
     return tuple(sorted(rows, key=lambda row: (-row.lost_ms if row.lost_ms > enough else 0.0, -row.most_ms)))
 
@@ -191,7 +191,7 @@ def _why(part: _Part, base: float | None, key: tuple[str, ...], names: dict[str,
 
 
 def _without(whole: _Indexed, key: tuple[str, ...], names: dict[str, str]) -> str:
-    """Why a variant has no operator for some modules: where they are fused into others, else nothing is known."""
+    """Say why a variant has no operator for some modules: where they are fused into others, else nothing is known."""
     holders: dict[str, list[str]] = {}
     for place, index in sorted(
         (place, index) for index, path in enumerate(key) for place in whole.holders.get(path, ())
@@ -243,7 +243,7 @@ def columns(profiles: Sequence[Profile]) -> tuple[str, ...]:
 
 
 def cells(profiles: Sequence[Profile], most: int = 30) -> list[tuple[str, ...]]:
-    """The table as people read it: at most so many modules, what is left of them in one row, and the totals.
+    """Format the table for people: at most so many modules, what is left of them in one row, and the totals.
 
     Where there are more, layers that differ in their number alone are shown together.
     """
@@ -271,7 +271,7 @@ def _cells(name: str, ms: dict[str, float | None], ratio: dict[str, float | None
 
 
 def _reasons(row: JoinedRow) -> str:
-    """Of one variant as it stands; of several under their names, those of one reason together."""
+    """Join reasons: of one variant as it stands; of several under their names, those of one reason together."""
     by_text: dict[str, list[str]] = {}
     for variant, text in row.why.items():
         by_text.setdefault(text, []).append(variant)
@@ -281,7 +281,7 @@ def _reasons(row: JoinedRow) -> str:
 
 
 def groups(together: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Modules by path → all those that share a row with it, because some operator does the work of several."""
+    """Group modules that share a row because an operator does the work of several: path → all of its row."""
     found: dict[str, tuple[str, ...]] = {}
     for modules in together:
         merged = tuple(dict.fromkeys(path for one in modules for path in found.get(one, (one,))))
@@ -290,7 +290,7 @@ def groups(together: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
 
 
 def label(modules: Sequence[str], known: set[str]) -> str:
-    """What a row is called: its module, the one that holds all of its modules and no other, or ``a + b``."""
+    """Name a row: by its module, the one that holds all of its modules and no other, or ``a + b``."""
     names = [path.removeprefix(NODE) or ROOT for path in modules]
     if len(names) == 1:
         return names[0]
@@ -304,7 +304,7 @@ def label(modules: Sequence[str], known: set[str]) -> str:
 
 
 def _common(modules: Sequence[str]) -> str:
-    """The closest module that all of these are in; empty where that is the model."""
+    """Find the closest module that all of these are in; empty where that is the model."""
     parts = [path.split(".") for path in modules]
     shared = 0
     while all(len(one) > shared and one[: shared + 1] == parts[0][: shared + 1] for one in parts):
@@ -356,7 +356,7 @@ def _unknown(profile: Profile, reason: str) -> Profile:
 
 
 def of(profile: Profile, found: Profiled) -> Profile:
-    """The profile with the operators that were found."""
+    """Fill the profile with the operators that were found."""
     total = sum(one.seconds for one in found.operators)
     together = groups(one.origin.modules for one in found.operators)
     members: dict[tuple[str, ...], list[OperatorTime]] = {}

@@ -1,4 +1,4 @@
-"""The task's own metric on labelled data, and what it loses against eager on the same samples."""
+"""Compute the task's own metric on labelled data, and its drop against eager on the same samples."""
 
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +55,7 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Array, seed: 
 
 
 def find_metric(text: str) -> Metric:
-    """The metric of that name.
+    """Look up a metric by its name.
 
     Raises:
         DataError: there is none, or the code that holds it cannot be imported.
@@ -74,7 +74,7 @@ def find_metric(text: str) -> Metric:
 
 
 def _apply(name: str, function: Metric, outputs: Feeds, labels: Array) -> Samples:
-    """The metric's values: shape () or (samples,)."""
+    """Apply a metric; returns values of shape () or (samples,)."""
     try:
         values = np.asarray(function(dict(outputs), labels), dtype=np.float64)
     except DataError:

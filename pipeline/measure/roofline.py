@@ -1,4 +1,4 @@
-"""How far an inference is from what its device could do: the least time its work takes, and what that is bound by.
+"""Compute the least time that an inference takes on its device (the roofline), and what bounds it.
 
 The floor is the largest of three times, as arithmetic, memory and the start of operators may go on side by side
 (Williams, Waterman and Patterson, "Roofline", 2009). Each is a lower bound: what is not known is left out.
@@ -23,7 +23,7 @@ _WORDS: Mapping[Bound, str] = {"arithmetic": "arithmetic", "memory": "memory", "
 
 
 def floor(work: Work, limits: DeviceLimits, measured_ms: float | None) -> LimitRow:
-    """Hold a measured time of one inference, in ms, against the work and the device."""
+    """Compare a measured time of one inference, in ms, with the least that its work takes on the device."""
     reasons = dict(work.reasons)
     arithmetic_ms, arithmetic = _arithmetic(work, limits, reasons)
     memory_ms, memory = _memory(work, limits, reasons)
@@ -55,7 +55,7 @@ def floor(work: Work, limits: DeviceLimits, measured_ms: float | None) -> LimitR
 
 
 def _arithmetic(work: Work, limits: DeviceLimits, reasons: dict[str, str]) -> tuple[float | None, str]:
-    """Milliseconds of all products one after the other, and how many of what kind those are."""
+    """Add up the milliseconds of all products one after the other; returns a description, too."""
     found: list[tuple[float, str]] = []
     for precision, count in work.flops.items():
         fastest = limits.product(precision)
@@ -74,7 +74,7 @@ def _arithmetic(work: Work, limits: DeviceLimits, reasons: dict[str, str]) -> tu
 
 
 def _memory(work: Work, limits: DeviceLimits, reasons: dict[str, str]) -> tuple[float | None, str]:
-    """Milliseconds for what memory has to deliver, and for all of it to pass through the caches: the longer one.
+    """Compute milliseconds for what memory delivers, and for all of it to pass through the caches: the longer one.
 
     What fits into the caches may be there from the inference before. Of a result that does not, the rest is written to
     memory and read again.
@@ -98,7 +98,7 @@ def _memory(work: Work, limits: DeviceLimits, reasons: dict[str, str]) -> tuple[
 
 
 def _launch(work: Work, limits: DeviceLimits, reasons: dict[str, str]) -> tuple[float | None, str]:
-    """Milliseconds of the start of each operator; of one that does nothing, the whole call takes longer than that."""
+    """Add up the milliseconds of the start of each operator; of a call with one operator, of the whole call."""
     if work.launches is None or limits.operators is None:
         missing = limits.reasons.get("operators", "it was not measured how fast operators are started")
         reasons["launch_ms"] = work.reasons.get("launches", missing) if work.launches is None else missing
@@ -111,7 +111,7 @@ def _launch(work: Work, limits: DeviceLimits, reasons: dict[str, str]) -> tuple[
 
 
 def _summary(ratio: float | None, parts: Mapping[Bound, float], how: Mapping[Bound, str], limits: DeviceLimits) -> str:
-    """One sentence on the parts, the largest first."""
+    """Describe the parts in one sentence, the largest first."""
     if not parts:
         return "nothing is known of the least time that this takes"
     bound, *others = sorted(parts, key=lambda name: -parts[name])
@@ -141,7 +141,7 @@ def _told_ms(value: float) -> str:
     return f"{value:.3g} ms" if value >= 1e-3 else f"{1e3 * value:.3g} µs"
 
 
-# Count the work of one inference of a graph: operations, least bytes and operators, at concrete sizes.
+# Work of one inference of a graph: operations, least bytes and operators, at concrete sizes.
 
 _PICKING = ("Gather", "GatherElements", "GatherND", "Slice")
 """Operators that read no more of their first input than they give back."""
@@ -195,7 +195,7 @@ def count_work(path: Path, sizes: Mapping[str, int], batch: int, *, executed: bo
 
 
 def _least_bytes(path: Path, seen: View, float32_as: str) -> tuple[int, list[str]]:
-    """Weights and inputs as far as they are read, and outputs; and the names of those whose size is not known."""
+    """Add up bytes of weights and inputs as far as they are read, and of outputs; name those of unknown size."""
     signature = model_file.signature(path)
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in seen.nodes.values():
@@ -216,7 +216,7 @@ def _least_bytes(path: Path, seen: View, float32_as: str) -> tuple[int, list[str
 
 
 def _read(node: "onnx.NodeProto", name: str, size: int, seen: View) -> int:
-    """Bytes of an input that a node reads."""
+    """Count the bytes of an input that a node reads."""
     if node.op_type in _LOOKING:
         return 0
     if node.op_type in _PICKING and name not in list(node.input)[1:]:
@@ -226,7 +226,7 @@ def _read(node: "onnx.NodeProto", name: str, size: int, seen: View) -> int:
 
 
 def _large(path: Path, seen: View) -> tuple[int, ...]:
-    """Bytes of large results that another operator reads as a whole."""
+    """List the bytes of large results that another operator reads as a whole."""
     outputs = {spec.name for spec in model_file.signature(path).outputs}
     made = {name for node in seen.nodes.values() if node.op_type not in _VIEWS for name in node.output}
     found: dict[str, int] = {}
@@ -284,5 +284,5 @@ class _Traffic:
 
 
 def _launches(path: Path) -> int:
-    """Operators of the graph itself that do something; those of loops and branches may never run."""
+    """Count operators of the graph itself that do something; those of loops and branches may never run."""
     return sum(node.op_type not in _VIEWS for node in model_file.skeleton(path).graph.node)

@@ -196,12 +196,12 @@ class DeviceLimits(BaseModel):
 
     @property
     def memory_bandwidth(self) -> Rate | None:
-        """The faster one of copying and reading: what no mixture of both is faster than."""
+        """Return the faster one of copying and reading: no mixture of both is faster than that."""
         known = [rate for rate in (self.copy_bandwidth, self.read_bandwidth) if rate]
         return max(known, key=lambda rate: rate.per_second, default=None)
 
     def product(self, precision: str) -> tuple[str, Rate] | None:
-        """The fastest way to multiply what is in a precision, in it or in a type that holds its values; its name."""
+        """Find the fastest way to multiply values of a precision: in it or in a type that holds them; with its name."""
         named = ((name, self.products.get(name)) for name in (precision, *_HOLDS.get(precision, ())))
         known = [(name, rate) for name, rate in named if rate]
         return max(known, key=lambda one: one[1].per_second, default=None)
@@ -307,7 +307,7 @@ class Profile(BaseModel):
     reasons: dict[str, str] = {}
 
     def overhead(self, p50_ms: float | None) -> str:
-        """What profiling cost, in words, against the latency measured without it; empty if either is unknown."""
+        """Say what profiling cost beside the latency measured without it; empty if either is unknown."""
         if self.call_ms is None or not p50_ms:
             return ""
         return f"{self.call_ms:.3g} ms a call while profiled, {p50_ms:.3g} ms without: {self.call_ms / p50_ms:.2f}×"

@@ -1,4 +1,4 @@
-"""The processor as the kernel shows it in /sys and /proc: clocks, topology, what was lost to heat and to a host."""
+"""Read the processor from /sys and /proc: clocks, topology, what was lost to heat and to a host."""
 
 import contextlib
 import math
@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Self
 
-# How long this process's threads wanted a core and had none: the kernel's own account of what others took from it.
+# Waiting for a core: the kernel's own account of how long this process's threads wanted one and had none.
 
 _TASKS = Path("/proc/self/task")
 _ENABLED = Path("/proc/self/schedstat")
@@ -48,7 +48,7 @@ class RunQueue:
         self._files = []
 
 
-# What the processor can do for few-bit arithmetic, read from the kernel.
+# Vector units: instructions for few-bit arithmetic, read from the kernel.
 
 _UNITS = re.compile(r"\b(?:avx|fma|amx|asimd|sve|i8mm|bf16)\w*")
 
@@ -75,7 +75,7 @@ def int8_weight_bits() -> int:
 
 
 def text(path: Path) -> str | None:
-    """A file's content, stripped; None where there is none."""
+    """Read a file's content, stripped; None where there is none."""
     try:
         return path.read_text().strip() or None
     except (OSError, UnicodeDecodeError):
@@ -120,12 +120,12 @@ class Time(NamedTuple):
 
 
 def first_core() -> Path:
-    """The folder of a core that this process may run on."""
+    """Return the folder of a core that this process may run on."""
     return _CPU_FOLDER / f"cpu{min(os.sched_getaffinity(0))}"
 
 
 def model() -> str:
-    """The processor's name."""
+    """Read the processor's name."""
     return fields(_CPUINFO).get("model name") or platform.processor() or platform.machine()
 
 
@@ -148,19 +148,19 @@ def own_load() -> float:
 
 
 def is_virtual() -> bool | None:
-    """Whether this is a virtual machine, as x86 processors tell; None for others."""
+    """Tell whether this is a virtual machine, as x86 processors do; None for others."""
     flags = fields(_CPUINFO).get("flags")
     return None if flags is None else "hypervisor" in flags.split()
 
 
 def governor() -> str | None:
-    """Of the cores that this process may run on; several are joined by a comma."""
+    """Read the governor of the cores that this process may run on; several are joined by a comma."""
     files = (_CPU_FOLDER / f"cpu{core}/cpufreq/scaling_governor" for core in sorted(os.sched_getaffinity(0)))
     return ", ".join(sorted({found for file in files if (found := text(file))})) or None
 
 
 def frequency_mhz() -> float | None:
-    """The kernel's figure for the first core; where it shows none, what /proc/cpuinfo says."""
+    """Read the first core's clock from the kernel; where it shows none, from /proc/cpuinfo."""
     found = _megahertz("scaling_cur_freq")
     if found is not None:
         return found
@@ -169,12 +169,12 @@ def frequency_mhz() -> float | None:
 
 
 def frequency_limits_mhz() -> tuple[float | None, float | None]:
-    """The least and the most that the governor may choose."""
+    """Read the least and the most that the governor may choose."""
     return _megahertz("scaling_min_freq"), _megahertz("scaling_max_freq")
 
 
 def turbo() -> bool | None:
-    """Whether clocks may go above the nominal one; None where the kernel does not show it."""
+    """Tell whether clocks may go above the nominal one; None where the kernel does not show it."""
     no_turbo = text(_CPU_FOLDER / "intel_pstate/no_turbo")
     if no_turbo is not None:
         return no_turbo == "0"
@@ -194,14 +194,14 @@ def numa_nodes() -> int | None:
 
 
 def thermal_throttles() -> int | None:
-    """How often cores or the package were slowed down by heat since the start, over all cores."""
+    """Count how often heat slowed cores or the package down since the start, over all cores."""
     files = _CPU_FOLDER.glob("cpu[0-9]*/thermal_throttle/*_throttle_count")
     counts = [int(found) for file in files if (found := text(file))]
     return sum(counts) if counts else None
 
 
 def time() -> Time | None:
-    """From the first line of /proc/stat."""
+    """Read total and stolen time from the first line of /proc/stat."""
     ticks = (text(_STAT) or "").partition("\n")[0].split()[1:]
     if len(ticks) < _TICKS_TOLD:
         return None
@@ -215,12 +215,12 @@ def _megahertz(name: str) -> float | None:
 
 
 def _count(listed: str) -> int:
-    """How many there are in ``0-1,64``."""
+    """Count the numbers in ``0-1,64``."""
     ranges = re.findall(r"(\d+)(?:-(\d+))?", listed)
     return sum(int(last or first) - int(first) + 1 for first, last in ranges)
 
 
-# What the container of this process may use, and how often it was held to that (cgroups(7), both versions).
+# Limits of the container of this process, and how often it was throttled (cgroups(7), both versions).
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
@@ -272,7 +272,7 @@ def memory_limit() -> MemoryLimit | None:
 
 
 def throttling() -> Throttling | None:
-    """Of the group that was held back the most; None where no group has a quota or counts."""
+    """Read the counts of the group that was throttled most; None where no group has a quota or counts."""
     counts = [numbers(folder / "cpu.stat") for folder in (*_folders(""), *_folders("cpu"))]
     found = [
         Throttling(
@@ -287,14 +287,14 @@ def throttling() -> Throttling | None:
 
 
 def _folders(controller: str) -> list[Path]:
-    """This process's group and those above it, as far as they are mounted."""
+    """List this process's group and those above it, as far as they are mounted."""
     root = _CGROUP / controller if controller else _CGROUP
     group = Path(_own_group(controller).lstrip("/"))
     return [root / group, *(root / parent for parent in group.parents)]
 
 
 def _own_group(controller: str) -> str:
-    """The path of this process's control group; ``controller`` is empty for version 2."""
+    """Find the path of this process's control group; ``controller`` is empty for version 2."""
     for line in (text(_OWN) or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == controller or controller in controllers.split(","):

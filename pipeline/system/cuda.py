@@ -1,4 +1,4 @@
-"""The CUDA driver, asked directly: which devices are there, without importing a framework or starting a context."""
+"""Ask the CUDA driver directly which devices are there, without importing a framework or starting a context."""
 
 import ctypes
 import functools
@@ -70,13 +70,13 @@ def _device(library: ctypes.CDLL, index: int) -> CudaDevice:
 
 
 def cuda_device(index: int) -> CudaDevice | None:
-    """The device, if it is there."""
+    """Return the device, if it is there."""
     devices = driver().devices
     return devices[index] if index < len(devices) else None
 
 
 def available(index: int) -> Availability:
-    """Whether the driver shows that device."""
+    """Tell whether the driver shows that device."""
     if cuda_device(index):
         return Availability(ok=True)
     found = driver()

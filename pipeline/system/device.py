@@ -1,4 +1,4 @@
-"""What an engine is: something that loads an artifact and answers feeds. It never times or measures itself."""
+"""Name the device that sessions run on, and whether an engine can be used there."""
 
 import os
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ DEVICE_KINDS = ("cpu", "cuda")
 
 
 class Availability(BaseModel):
-    """Whether an engine can be used here; if not, why, and what to do about it."""
+    """Tell whether an engine can be used here; if not, why, and what to do about it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -23,7 +23,7 @@ class Availability(BaseModel):
 
 
 class Device(BaseModel):
-    """Where sessions run: ``cpu`` with a number of threads, or ``cuda`` with an index."""
+    """Name where sessions run: ``cpu`` with a number of threads, or ``cuda`` with an index."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -1,4 +1,4 @@
-"""What a measurement was made on: facts of the machine, and what about it spoils numbers. Takes some milliseconds."""
+"""Describe the machine of a measurement, and what about it spoils numbers. Takes some milliseconds."""
 
 import os
 import platform
@@ -138,7 +138,7 @@ def environment(packages: Iterable[str] = PACKAGES) -> Environment:
 
 
 def fingerprint(machine: Environment) -> str:
-    """A digest of what decides how fast things run: measurements of machines that share it may be reused."""
+    """Digest what decides how fast things run: measurements of machines that share it may be reused."""
     lasting = (
         *("processor", "architecture", "usable_cores", "threads_per_core", "quota_cores", "governor", "turbo"),
         *("memory_bytes", "kernel", "python", "packages", "thread_variables"),
@@ -184,7 +184,7 @@ def warnings_of(machine: Environment, own_load: float = 0.0) -> list[str]:
 
 
 def interference(before: Environment, after: Environment, during: Iterable[Sequence[GpuState]] = ()) -> tuple[str, ...]:
-    """What happened between two looks at the machine that spoils what was measured meanwhile, in words.
+    """Describe what happened between two readings of the machine that spoils what was measured meanwhile.
 
     ``during`` are looks at the GPUs (:func:`gpu_states`) while they worked: clocks and their limits are those of the
     moment, and after a measurement they are those of rest.
@@ -215,7 +215,7 @@ def interference(before: Environment, after: Environment, during: Iterable[Seque
 
 
 def gpu_states() -> tuple[GpuState, ...]:
-    """The GPUs now, in CUDA's order; none where there are none, or nothing can be seen of them."""
+    """Read the state of the GPUs, in CUDA's order; none where there are none, or nothing can be seen of them."""
     return _gpus()[0] or ()
 
 
@@ -255,7 +255,7 @@ def _is_ours(pid: int) -> bool:
 
 
 def _grown(before: float | None, after: float | None) -> float:
-    """How much a counter grew; 0 where it is not known, and nothing can be said."""
+    """Compute how much a counter grew; 0 where it is not known."""
     return max(0.0, after - before) if before is not None and after is not None else 0.0
 
 
@@ -275,7 +275,7 @@ def _system() -> str:
 
 
 def _gpus() -> tuple[tuple[GpuState, ...] | None, str]:
-    """All GPUs that CUDA shows, or None and why. Where NVML says nothing of one, CUDA's facts are left."""
+    """List all GPUs that CUDA shows, or None and why. Where NVML says nothing of one, CUDA's facts are left."""
     shown = cuda.driver()
     if not shown.devices:
         return None, shown.reason

@@ -148,7 +148,7 @@ class Nvml:
         return own.used_bytes, ""
 
     def _find(self, index: int) -> tuple[str, Any, Any]:
-        """A device's address, and NVML's handles of the device and of the part that this process may use."""
+        """Find a device's address, and NVML's handles of the device and of the part that this process may use."""
         ordinal, address = c_int(), create_string_buffer(_ADDRESS_BYTES)
         if self._driver.cuDeviceGet(byref(ordinal), c_int(index)):
             raise MissingCapability(f"CUDA shows no cuda:{index}", "look at CUDA_VISIBLE_DEVICES")
@@ -234,7 +234,7 @@ def _compute_mode(number: int) -> str:
 
 
 def _strange(processes: tuple[GpuProcess, ...]) -> int | None:
-    """A listed process that there is none of here, where processes have other numbers than on the host."""
+    """Find a listed process that does not run here, where processes have other numbers than on the host."""
     if (_PROC / "self/ns/pid").is_symlink() and str((_PROC / "self/ns/pid").readlink()) == _HOST_NAMESPACE:
         return None
     return next((process.pid for process in processes if not (_PROC / str(process.pid)).is_dir()), None)

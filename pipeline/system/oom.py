@@ -1,4 +1,4 @@
-"""What allocators say when memory runs out, and how much was asked for; each library has words of its own.
+"""Recognize the messages of allocators when memory runs out, and read how much was asked for.
 
 Seen with torch 2.13, ONNX Runtime 1.31 and numpy 2 under an address-space limit, and read in the sources of torch's
 ``CUDACachingAllocator`` and of TensorRT's logs:
@@ -52,25 +52,25 @@ _REMEDY = "use a smaller batch"
 
 
 def says_out_of_memory(text: str) -> bool:
-    """Whether it is about memory that ran out."""
+    """Tell whether a message is about memory that ran out."""
     lower = text.lower()
     return any(words in lower for words in _WORDS)
 
 
 def out_of_memory(text: str, message: str = "", remedy: str = _REMEDY) -> StepOutOfMemory:
-    """The error for what an allocator said; ``message`` is what people read, else its first line."""
+    """Make the error for what an allocator said; ``message`` is what people read, else its first line."""
     first = next(iter(text.strip().splitlines()), "")
     return StepOutOfMemory(message or first, remedy, asked_bytes=asked_bytes(text), free_bytes=free_bytes(text))
 
 
 def asked_bytes(text: str) -> int | None:
-    """The size that was refused, as exactly as it was told."""
+    """Read the size that was refused, as exactly as it was told."""
     found = (pattern.search(text) for pattern in _ASKED)
     return next((_bytes(*match.groups()) for match in found if match), None)
 
 
 def free_bytes(text: str) -> int | None:
-    """What was free then: on the device, or of the share that the process was allowed."""
+    """Read what was free then: on the device, or of the share that the process was allowed."""
     match = _FREE.search(text)
     if match is None:
         return None
@@ -94,7 +94,7 @@ def find_cause(error: BaseException) -> StepOutOfMemory | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and those that it was raised from."""
+    """Follow an exception to those that it was raised from."""
     one: BaseException | None = error
     while one is not None:
         yield one

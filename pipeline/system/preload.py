@@ -1,4 +1,4 @@
-"""What the fork server imports, so that no worker has to; what is broken is left for the worker to stumble over."""
+"""Import what workers need into the fork server; what is broken is left for the worker to report."""
 
 import contextlib
 import importlib

@@ -1,4 +1,4 @@
-"""What is installed, and what it was built for; read from files, without importing anything heavy."""
+"""Read what is installed, and what it was built for, from files, without importing anything heavy."""
 
 import ctypes
 import importlib.metadata
@@ -25,7 +25,7 @@ class Requirement(NamedTuple):
 
 
 def version(name: str) -> str | None:
-    """Of a package, or None if it is not installed."""
+    """Return a package's installed version, or None."""
     try:
         return importlib.metadata.version(name)
     except PackageNotFoundError:
@@ -33,17 +33,17 @@ def version(name: str) -> str | None:
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Of those that are installed."""
+    """Return the versions of the packages that are installed."""
     return {name: found for name in names if (found := version(name))}
 
 
 def numbers(text: str) -> Numbers:
-    """``9.10.2`` as numbers; what follows them (``+cu130``, ``rc1``) is left out."""
+    """Read ``9.10.2`` as numbers; what follows them (``+cu130``, ``rc1``) is left out."""
     return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[^\d.]", text)[0]))
 
 
 def meets(version: str, wanted: str) -> bool:
-    """Whether a version is among ``==13.0.48``, ``~=9.0`` or ``>=12,<13`` (PEP 440, for plain numbers)."""
+    """Tell whether a version is among ``==13.0.48``, ``~=9.0`` or ``>=12,<13`` (PEP 440, for plain numbers)."""
     here = numbers(version)
     for clause in filter(None, (part.strip() for part in wanted.split(","))):
         operator, there = re.match(r"[=~<>!]*", clause)[0], numbers(clause.lstrip("=~<>! "))  # type: ignore[index]
@@ -64,12 +64,12 @@ def meets(version: str, wanted: str) -> bool:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA that torch was built for, ``13.0``; None for a build without it, or no torch."""
+    """Read the CUDA that torch was built for, ``13.0``; None for a build without it, or no torch."""
     return cuda_of("torch", "version.py")
 
 
 def find(package: str) -> Path | None:
-    """The folder that a package would be imported from."""
+    """Find the folder that a package would be imported from."""
     found = importlib.util.find_spec(package)
     return Path(found.origin).parent if found and found.origin else None
 
@@ -82,7 +82,7 @@ def cuda_of(package: str, file: str) -> str | None:
 
 
 def requirements(package: str, start: str = "nvidia-") -> list[Requirement]:
-    """What an installed package asks for by names that start like that."""
+    """List what an installed package asks for by names that start like that."""
     found = []
     for text in importlib.metadata.requires(package) or () if version(package) else ():
         name = _NAME.match(text)
@@ -95,7 +95,7 @@ def requirements(package: str, start: str = "nvidia-") -> list[Requirement]:
 
 
 def cuda_variants(package: str) -> dict[int, list[str]]:
-    """CUDA's major version → a package's distributions for it: tensorrt-cu12, say, and tensorrt-cu12-libs."""
+    """List a package's distributions by CUDA's major version: tensorrt-cu12, say, and tensorrt-cu12-libs."""
     pattern = re.compile(rf"{package.replace('-', '[-_]')}[-_]cu(\d+)(?:[-_](?:libs|bindings))?", re.IGNORECASE)
     found: dict[int, list[str]] = {}
     for one in importlib.metadata.distributions():
@@ -106,7 +106,7 @@ def cuda_variants(package: str) -> dict[int, list[str]]:
 
 
 def needed_glibc(package: str) -> str | None:
-    """The C library that a package's wheel was made for: ``2.28`` of a ``manylinux_2_28`` tag."""
+    """Read the C library that a package's wheel was made for: ``2.28`` of a ``manylinux_2_28`` tag."""
     try:
         tags = importlib.metadata.distribution(package).read_text("WHEEL") or ""
     except PackageNotFoundError:
@@ -116,7 +116,7 @@ def needed_glibc(package: str) -> str | None:
 
 
 def loads(library: str) -> bool:
-    """Whether the system's loader finds a library; it stays loaded."""
+    """Tell whether the system's loader finds a library; it stays loaded."""
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -125,7 +125,7 @@ def loads(library: str) -> bool:
 
 
 def cudnn() -> str | None:
-    """Of NVIDIA's packages, which torch and ONNX Runtime take it from; else of what the system's loader finds."""
+    """Read cuDNN's version: of NVIDIA's packages, which torch takes it from; else of what the system's loader finds."""
     packaged = version("nvidia-cudnn-cu13") or version("nvidia-cudnn-cu12")
     if packaged or not loads("libcudnn.so.9"):
         return packaged

@@ -1,4 +1,4 @@
-"""Where work runs: a fresh process from a fork server, so that a crash, a leak or a time limit ends that work alone.
+"""Run work in a fresh process from a fork server, so that a crash, a leak or a time limit ends that work alone.
 
 The fork server imports the heavy libraries once; a new worker is then a fork of it, ready in a fraction of a second,
 with no thread pool started and CUDA not initialised. Both ends talk over a pipe: requests in, progress and one answer
@@ -152,7 +152,7 @@ class Worker:
 
 
 def serve(connection: Connection, answer: Callable[..., Any]) -> None:
-    """A worker's loop: ``answer(*message, progress)`` for each request, until the other end hangs up."""
+    """Answer requests in a worker: ``answer(*message, progress)`` for each, until the other end hangs up."""
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             message = connection.recv()
@@ -170,7 +170,7 @@ def _reporter(connection: Connection) -> Progress:
 
 
 def _attempt(function: Callable[..., Any], args: Sequence[Any]) -> tuple[str, Any]:
-    """The one place where everything is caught: whatever a step raises becomes an answer."""
+    """Catch whatever a step raises and turn it into an answer: the one place where everything is caught."""
     try:
         return _DONE, function(*args)
     except EnginesmithError as error:
@@ -242,7 +242,7 @@ def main_module_hidden() -> Iterator[None]:
 
 
 def _tail(log: Path, since: int) -> str:
-    """The last lines of what was written after the first ``since`` bytes."""
+    """Read the last lines of what was written after the first ``since`` bytes."""
     if not log.is_file():
         return "empty"
     text = log.read_bytes()[since:][-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
@@ -269,7 +269,7 @@ def _preload_named() -> Iterator[None]:
 
 
 def preloaded() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What was named with :func:`also_preload` and :func:`preload_only`, for fork servers of other machines."""
+    """List what was named with :func:`also_preload` and :func:`preload_only`, for fork servers of other machines."""
     return tuple(_wanted), tuple(_only)
 
 

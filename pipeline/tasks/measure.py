@@ -1,4 +1,4 @@
-"""Measurements as tasks: latency of all variants together, memory of each alone."""
+"""Measure variants: latency of all together; memory, quality and profile of each alone; limits of the machine."""
 
 import contextlib
 import datetime
@@ -48,7 +48,7 @@ VERIFIED = "verified"
 
 
 class Latency(Task):
-    """Latency of all variants, interleaved; the first one is the baseline."""
+    """Measure the latency of all variants, interleaved; the first one is the baseline."""
 
     title: ClassVar[str] = "latency"
     produces: ClassVar[Kind] = "record"
@@ -115,7 +115,7 @@ class Latency(Task):
         return Effect(file=RECORDS, summary="; ".join([summary, *failed]), incomplete=bool(failed))
 
     def _settings(self) -> LatencySettings:
-        """A sweep on the CPU has a limit in any case: without one the kernel would end other processes, too."""
+        """Give a sweep on the CPU a limit in any case: without one the kernel would end other processes, too."""
         limit = self.settings.memory_limit_bytes
         if self.most is None or limit is not None:
             return self.settings
@@ -132,7 +132,7 @@ def _within_free(limit_bytes: int | None, device: Device) -> int | None:
 
 
 class Memory(Task):
-    """Peak memory of one variant at one batch size."""
+    """Measure the peak memory of one variant at one batch size."""
 
     title: ClassVar[str] = "memory"
     produces: ClassVar[Kind] = "record"
@@ -175,12 +175,12 @@ class Memory(Task):
 
 @functools.cache
 def this_machine() -> dict[str, Any]:
-    """What decides how fast things run here."""
+    """Digest what decides how fast things run here."""
     return {"machine": devices.fingerprint(environment())}
 
 
 def measured_feeds(reference: Artifact) -> dict[int, dict[str, Array]]:
-    """Feeds by batch size."""
+    """Read the measured feeds by batch size."""
     cases = enumerate(samples.read(reference.folder).cases)
     return {case.batch: samples.read_arrays(reference.folder, "feeds", index) for index, case in cases if case.measured}
 
@@ -190,7 +190,7 @@ def _with_warnings(machine: devices.Environment, more: tuple[str, ...]) -> devic
 
 
 def _larger(reference: Artifact, model: Artifact) -> FeedsAt | None:
-    """Feeds of any batch size, made of those of the largest measured one; None where the batch is fixed."""
+    """Make feeds of any batch size of those of the largest measured one; None where the batch is fixed."""
     assert model.signature is not None
     signature, symbol = model.signature, samples.batch_symbol(model.signature)
     if symbol is None:
@@ -203,7 +203,7 @@ def _larger(reference: Artifact, model: Artifact) -> FeedsAt | None:
 
 @contextlib.contextmanager
 def logs_in_own_log() -> Iterator[Path]:
-    """A folder for the logs of processes below this one; what they wrote ends up in this one's log."""
+    """Yield a folder for the logs of processes below this one; what they wrote ends up in this one's log."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             yield Path(folder)
@@ -212,7 +212,7 @@ def logs_in_own_log() -> Iterator[Path]:
                 sys.stderr.write(f"--- {log.stem}\n{log.read_text(errors='replace')}")
 
 
-# The task's metric as a task: one variant on labelled data, against the baseline on the same samples.
+# Quality: the metric of one variant on labelled data, against the baseline on the same samples.
 
 BASELINE = "baseline"
 _OUTPUTS = "outputs.npz"
@@ -221,7 +221,7 @@ _TOGETHER_BYTES = 32 << 20
 
 
 class Quality(Task):
-    """The task's metric of one variant on labelled data, against the baseline on the same samples."""
+    """Compute the metric of one variant on labelled data, and its drop against the baseline on the same samples."""
 
     title: ClassVar[str] = "quality"
     produces: ClassVar[Kind] = "record"
@@ -257,7 +257,7 @@ class Quality(Task):
     def judge(
         self, session: Session, baseline: Artifact | None, progress: Progress
     ) -> tuple[quality.Quality | None, dict[str, Array], tuple[Path, ...]]:
-        """The metric of a session against an artifact of this task, or against itself; its answers; the files read.
+        """Compute a session's metric against an artifact of this task, or against itself; its answers; the files read.
 
         Raises:
             DataError: a metric was asked for, and the data has no labels.
@@ -296,11 +296,11 @@ class Quality(Task):
         return max(self.batch, fitting)
 
 
-# Limits of the hardware as tasks: what the device can do at best, and what a model asks of it.
+# Roofline: what the device can do at best, and what a model asks of it.
 
 
 class DeviceRates(Task):
-    """What a device can do at best; measured once on a machine, with nothing beside it."""
+    """Measure what a device can do at best, once on a machine, with nothing beside it."""
 
     title: ClassVar[str] = "limits"
     produces: ClassVar[Kind] = "record"
@@ -326,7 +326,7 @@ class DeviceRates(Task):
 
 
 class CountWork(Task):
-    """What one inference has to do, at each measured batch size.
+    """Count what one inference has to do, at each measured batch size.
 
     Of an engine that shows the graph that it runs, that one is counted; for another engine, "model" is an ONNX graph
     of the same model that stands in for what it makes of it.
@@ -360,12 +360,12 @@ class CountWork(Task):
 
 
 def read_limits(record: Artifact) -> DeviceLimits:
-    """What :class:`DeviceRates` wrote."""
+    """Read what :class:`DeviceRates` wrote."""
     return DeviceLimits.model_validate(read_records(record)[0])
 
 
 def read_work(record: Artifact) -> dict[int, Work]:
-    """What :class:`CountWork` wrote, by batch size."""
+    """Read what :class:`CountWork` wrote, by batch size."""
     return {work.batch: work for work in map(Work.model_validate, read_records(record))}
 
 
@@ -381,14 +381,14 @@ def _told_work(work: Work) -> str:
     return f"batch {work.batch}: {flops}, at least {format_bytes(work.least_bytes)}"
 
 
-# Profiling as a task: where one variant's time goes, at one batch size.
+# Profile: where one variant's time goes, at one batch size.
 
 GRAPH = "graph"
 """Role of the ONNX graph that the engine was built from, whose nodes say which module they came from."""
 
 
 class ProfileVariant(Task):
-    """Time by module of one variant; takes its ``model``, the ``reference``, and the ``graph`` where there is one."""
+    """Profile one variant by module; takes its ``model``, the ``reference``, and the ``graph`` where there is one."""
 
     title: ClassVar[str] = "profile"
     produces: ClassVar[Kind] = "record"

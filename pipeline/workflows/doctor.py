@@ -1,4 +1,4 @@
-"""What this machine is and can do, whether its software fits together, and the command for what does not."""
+"""Find out what this machine can do, whether its software fits together, and the command for what does not."""
 
 import importlib.util
 from typing import Any
@@ -28,7 +28,7 @@ _UNKNOWN = "unknown"
 
 
 class Diagnosis(BaseModel):
-    """All that is found out."""
+    """Hold all that is found out."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -83,7 +83,7 @@ def _usable(row: Facts) -> str:
 
 
 def readable(found: Diagnosis) -> Facts:
-    """The same for people: what is here, what spoils numbers, what fits and runs, and last what is to be done."""
+    """Describe it for people: what is here, what spoils numbers, what fits and runs, and last what is to be done."""
     machine = found.environment
     gpus = {f"cuda:{index}": _gpu(gpu) for index, gpu in enumerate(machine.gpus or ())}
     return {

@@ -1,4 +1,4 @@
-"""Facts for people: what is in a file, what this machine can do, what the tables and the store hold."""
+"""List facts for people: what is in a file, what this machine can do, what the tables and the store hold."""
 
 import zipfile
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Derive rows of latency from side-by-side measurements, with a reason for each number that is missing.
 
-The clock is in ``clock.py``, the interleaving in ``race.py``, the formulas in ``statistics.py``.
+The clock is in ``timer.py``, the interleaving in ``benchmark.py``, the formulas in ``statistics.py``.
 """
 
 import itertools
@@ -278,7 +278,7 @@ def _milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
 
 
-# Measure batch sizes that nobody named: larger ones until memory ends, and the largest that fits.
+# Sweep: larger batch sizes until memory ends, and the largest that fits.
 #
 # Wherever a batch size does not fit, the next smaller ones are tried: first in fresh processes that only load and call
 # once, to find the largest that fits; that one is then measured like any other.

@@ -1,4 +1,4 @@
-"""Device memory of one session alone in a fresh process, by every instrument there is; ``cuda_lenses`` reads them.
+"""Measure the device memory of one session alone in a fresh process, by every instrument there is.
 
 Eager takes its memory from torch's caching allocator by itself. TensorRT is handed an allocator that does, and so is
 ONNX Runtime while a ledger counts (``engines/cuda_ledger``): the peaks of all are counted by one instrument, exactly.
@@ -137,7 +137,7 @@ def measure_on_cuda(
 def _session(
     engine: Engine, artifact: Artifact, device: Device, feeds: Feeds, ledger: CudaAllocationTracker
 ) -> dict[str, Any]:
-    """One session from loading to closing: fields of :class:`CudaPhases`."""
+    """Measure a session from loading to closing; returns fields of :class:`CudaPhases`."""
     moments, before = {"start": moment(device)}, ledger.account().taken
     _reset(device)
     ledger.reset_peak()
@@ -175,7 +175,7 @@ def _session(
 
 
 def _deployed(engine: Engine, artifact: Artifact, device: Device, feeds: Feeds) -> Known:
-    """What a session adds that allocates as in production; libraries and modules are there by now."""
+    """Measure what a session adds that allocates as in production; libraries and modules are there by now."""
     _settle(device)
     before = device_used(device)
     try:
@@ -195,7 +195,7 @@ def _run(session: "Session", bound: Any) -> None:
 
 
 def moment(device: Device) -> Moment:
-    """How things are once the device has caught up."""
+    """Read all instruments once the device has caught up."""
     import torch
 
     torch.cuda.synchronize(device.index)
@@ -209,7 +209,7 @@ def moment(device: Device) -> Moment:
 
 
 def peaks(device: Device) -> Peaks:
-    """The most since the figures were reset."""
+    """Read the peaks since the figures were reset."""
     import torch
 
     stats = torch.cuda.memory_stats(device.index)
@@ -217,7 +217,7 @@ def peaks(device: Device) -> Peaks:
 
 
 def device_used(device: Device) -> int:
-    """In use on the device by everyone, as the driver says."""
+    """Return the bytes in use on the device by everyone, as the driver says."""
     import torch
 
     free, total = torch.cuda.mem_get_info(device.index)
@@ -229,7 +229,7 @@ def _stat(stats: Mapping[str, Any], name: str, which: str) -> int:
 
 
 def _process(device: Device) -> Known:
-    """What NVML says of this process."""
+    """Ask NVML for the bytes of this process."""
     from enginesmith.pipeline.system import nvml
 
     try:
@@ -256,7 +256,7 @@ def _settle(device: Device) -> None:
     torch.cuda.empty_cache()
 
 
-# What the instruments of ``cuda_memory`` say, side by side: each figure with its source, and what lies between.
+# Breakdown: the figures of all instruments side by side, each with its source, and what lies between.
 
 _TORCH = "torch's caching allocator"
 _LEDGER = "the ledger of what the engine asked torch's allocator for"
@@ -303,7 +303,7 @@ def split(seen: CudaPhases) -> Split | None:
 
 
 def figures(seen: CudaPhases) -> dict[str, Figure]:
-    """Every figure that there is, by the name of its lens."""
+    """Collect every figure that there is, by the name of its lens."""
     return {**_by_allocator(seen), **_by_device(seen), **_by_engine(seen)}
 
 
@@ -352,7 +352,7 @@ def _returned(seen: CudaPhases) -> str:
 
 
 def _by_tag(seen: CudaPhases) -> dict[str, Figure]:
-    """What the peak was made of: by the ledger where the engine asked it, else by the phase that took it."""
+    """Split the peak: by the ledger where the engine asked it, else by the phase that took it."""
     if seen.account.taken:
         tags, source = dict(seen.account.peak_by_tag), _LEDGER
         everything = max(seen.load.requested, seen.run.requested) - seen.start.requested
@@ -413,12 +413,12 @@ def _by_device(seen: CudaPhases) -> dict[str, Figure]:
 
 
 def _outside(seen: CudaPhases) -> int:
-    """What the device's use grew by, less what the allocator took of it."""
+    """Compute what the device's use grew by, less what the allocator took of it."""
     return seen.ended.device - seen.start.device - (seen.ended.reserved - seen.start.reserved)
 
 
 def _explained(seen: CudaPhases) -> str:
-    """Where the device's figure comes from, in numbers."""
+    """Explain in numbers where the device's figure comes from."""
     reserved, allocated = (getattr(seen.ended, name) - getattr(seen.start, name) for name in ("reserved", "allocated"))
     outside = _outside(seen)
     other = (

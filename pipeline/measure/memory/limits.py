@@ -1,4 +1,4 @@
-"""Holding a process to a limit of memory, and seeing how near to it the process came.
+"""Hold a process to a limit of memory, and see how near to it the process came.
 
 On the CPU the limit is on address space and on what of it can be written (RLIMIT_AS and RLIMIT_DATA, getrlimit(2)):
 allocators reserve room for later, which takes address space when it is reserved and counts as data when it is used.
@@ -26,7 +26,7 @@ _WATCH_SECONDS = 0.005
 
 
 def set_memory_limit(limit_bytes: int | None, device: Device) -> None:
-    """From here on this process may take that much more; call it when libraries and pools are in (``Engine.prime``)."""
+    """Limit what this process may take from here on; call it when libraries and pools are in (``Engine.prime``)."""
     if limit_bytes is None:
         return
     if device.kind == "cuda":
@@ -41,7 +41,7 @@ def set_memory_limit(limit_bytes: int | None, device: Device) -> None:
 
 
 def _hold_device(limit_bytes: int, index: int) -> None:
-    """A share of the device's memory, as torch takes it; what it has taken already is not counted."""
+    """Limit torch to a share of the device's memory; what it has taken already is not counted."""
     import torch
 
     torch.cuda.empty_cache()
@@ -80,7 +80,7 @@ def explaining(device: Device) -> Iterator[None]:
 
 
 def _left(device: Device) -> int | None:
-    """What is free now; below a limit on address space at the fullest, as libraries let go of memory when they fail."""
+    """Return the free bytes; below a limit on address space at the fullest, as libraries free memory when they fail."""
     if device.kind == "cuda":
         import torch
 
@@ -120,7 +120,7 @@ class HeadroomMonitor:
 
 
 def _gap(process: str) -> int | None:
-    """What a limit on address space left at the fullest; None where there is no limit.
+    """Return the bytes that a limit on address space left at the fullest; None where there is no limit.
 
     The high-water mark is of the process's whole life; one above the limit is of before.
     """
@@ -132,7 +132,7 @@ def _gap(process: str) -> int | None:
 
 
 def _limit(process: str) -> int | None:
-    """The soft limit on address space (proc_pid_limits(5)): ``Max address space  SOFT  HARD  bytes``."""
+    """Read the soft limit on address space (proc_pid_limits(5)): ``Max address space  SOFT  HARD  bytes``."""
     name = "Max address space"
     rows = (text(Path(f"/proc/{process}/limits")) or "").splitlines()
     soft = next((row.removeprefix(name).split()[0] for row in rows if row.startswith(name)), "unlimited")
@@ -145,11 +145,11 @@ def _status(process: str) -> dict[str, int]:
     return {name: kibibytes(found[name]) for name in ("VmSize", "VmPeak", "VmData")}
 
 
-# What work inside of this process takes at the fullest, beyond what it held when the meter was made.
+# Peak memory of work inside of this process, beyond what it held when the meter was made.
 
 
 class StepMeter:
-    """Runs something and says how many bytes were taken: resident ones on the CPU, torch's reserved ones on CUDA."""
+    """Run an action and count the bytes that it took: resident ones on the CPU, torch's reserved ones on CUDA."""
 
     def __init__(self, device: Device, limit_bytes: int | None) -> None:
         """Make it once libraries are loaded, and before anything large is; a limit on CUDA is held from here on."""

@@ -1,4 +1,4 @@
-"""Out of memory as an answer: a session alone in a process, and what is said of it when it does not fit.
+"""Run a session alone in a process, and describe what happened where it ran out of memory.
 
 Its process has ended by then, and what was in use is in use no more, which is looked at and said too. With a limit
 (``holding.py``) all of this happens on any machine; without one it is the device's own memory that ran out.
@@ -49,7 +49,7 @@ def run_held(
     limit_bytes: int | None = None,
     timeout_seconds: float | None = None,
 ) -> Any:
-    """As :func:`workers.run`, and an :class:`OutOfMemory` where memory ran out; ``function`` holds itself to the limit.
+    """Run as :func:`worker.run`; returns an :class:`OutOfMemory` where memory ran out; ``function`` sets its own limit.
 
     Raises:
         EnginesmithError: anything else that ended it.
@@ -85,7 +85,7 @@ def run_held(
 
 
 def largest_fit(fits: Callable[[int], bool], start: int, over: int) -> int:
-    """The largest batch that fits, between ``start``, which does, and ``over``, which does not; 0 where none does.
+    """Find the largest batch that fits, between ``start``, which does, and ``over``, which does not; 0 where none does.
 
     It stops where the two are 1, or a sixteenth of what fits, apart.
     """
@@ -128,7 +128,7 @@ def _nothing(progress: Progress) -> None:
 
 
 def outcome(error: StepError, before: int | None, device: Device, limit_bytes: int | None) -> OutOfMemory:
-    """What a session that did not fit leaves; waits a while for its memory to be back."""
+    """Describe a session that did not fit; waits a while for its memory to be back."""
     after, why = _used_again(before, device)
     reasons: dict[str, str] = {}
     if why:
@@ -156,7 +156,7 @@ def outcome(error: StepError, before: int | None, device: Device, limit_bytes: i
 
 
 def _used_again(before: int | None, device: Device) -> tuple[int | None, str]:
-    """In use once it is back to within 1 % of before, or the least within a few seconds."""
+    """Read the bytes in use once they are back to within 1 % of before, or the least within a few seconds."""
     deadline = time.monotonic() + _BACK_SECONDS
     least, why = used_bytes(device)
     while before is not None and least is not None and least > before * (1 + _BACK_WITHIN):
@@ -168,7 +168,7 @@ def _used_again(before: int | None, device: Device) -> tuple[int | None, str]:
 
 
 def _crashed_at_limit(said: str, gap: int | None, limit_bytes: int) -> str:
-    """Why a crash under a limit is taken for lack of memory; empty where nothing speaks for it."""
+    """Say why a crash under a limit is taken for lack of memory; empty where nothing speaks for it."""
     if oom.says_out_of_memory(said) or "MemoryError" in said:
         return "it ended itself when an allocation failed"
     if gap is None or gap > max(_NEAR_BYTES, limit_bytes // 20):

@@ -1,4 +1,4 @@
-"""Peak memory of one session alone in a fresh process; on CUDA as ``cuda_memory`` says.
+"""Measure the peak memory of one session alone in a fresh process; on CUDA as ``memory/cuda.py`` does.
 
 On the CPU it is resident growth over the loaded-libraries baseline:
 
@@ -69,7 +69,7 @@ def measure_memory(
 
 
 def _cuda_row(found: CudaPhases, device: str, batch: int) -> MemoryRow:
-    """The allocator's figures where it counts the engine, else the device's."""
+    """Take the allocator's figures where it counts the engine, else the device's."""
     lenses = {name: Lens(**figure._asdict()) for name, figure in cuda.figures(found).items()}
     reasons = cuda.reasons(found)
     common: dict[str, Any] = {"device": device, "batch": batch, "host_peak_bytes": found.host_peak, "lenses": lenses}
@@ -94,7 +94,7 @@ def _unknown(row: MemoryRow, reason: str) -> MemoryRow:
 def _measure(
     candidate: Candidate, feeds: Feeds, memory_limit_bytes: int | None, progress: Progress
 ) -> "_Phases | CudaPhases":
-    """In the fresh process: prime, load, run."""
+    """Prime, load and run in the fresh process."""
     engine, artifact, device = candidate.engine, candidate.artifact, candidate.device
     if device.kind == "cuda":
         with explaining(device):

@@ -1,4 +1,4 @@
-"""What a process has resident, read from Linux's /proc: the raw counters behind ``memory.py``.
+"""Read what a process has resident from Linux's /proc: the raw counters behind ``peak.py``.
 
 Freed memory is made to return to the kernel: at once for blocks from 128 KiB on (a fixed mmap threshold turns off
 glibc's adaptive one, under which eager's peak varied by 10 % from run to run, and what is free inside the heap is taken
@@ -51,7 +51,7 @@ class Phase:
 
 
 def return_freed_memory() -> None:
-    """From now on freed blocks go back to the kernel; call before anything large is allocated.
+    """Make freed blocks go back to the kernel at once; call before anything large is allocated.
 
     Threads share one arena, as each would reserve 64 MiB of address space for its own.
     """
@@ -105,12 +105,12 @@ def lower_mark() -> None:
 
 
 def high_water() -> int:
-    """The most that the process had resident since the mark was lowered, libraries and all; cheap to ask for."""
+    """Read the most that the process had resident since the mark was lowered, libraries and all; cheap to ask for."""
     return _status()["VmHWM"]
 
 
 def so_far() -> Phase:
-    """As if a phase that began when the mark was lowered ended now."""
+    """Read a phase as if it began when the mark was lowered and ended now."""
     found = Phase()
     _fill(found)
     return found
@@ -124,13 +124,13 @@ def _fill(found: Phase) -> None:
 
 
 def resident() -> Resident:
-    """What is resident now; read line by line, as the whole text is a megabyte of its own."""
+    """Read what is resident now, line by line, as the whole text is a megabyte of its own."""
     with Path("/proc/self/smaps").open() as lines:
         return parse_smaps(lines)
 
 
 def trimmed() -> Resident:
-    """What is resident once free memory is handed back."""
+    """Read what is resident once free memory is handed back."""
     _trim()
     return resident()
 

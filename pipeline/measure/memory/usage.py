@@ -1,4 +1,4 @@
-"""How much memory is in use where a session runs, seen from another process."""
+"""Read how much memory is in use where a session runs, from another process."""
 
 import os
 import threading
@@ -57,12 +57,12 @@ def _own_bytes(device: Device, process: int) -> tuple[int | None, str]:
 
 
 def killed_by_kernel() -> int | None:
-    """How many processes the kernel has killed for lack of memory since the machine started; None if untold."""
+    """Count the processes that the kernel has killed for lack of memory since the machine started; None if untold."""
     return numbers(Path("/proc/vmstat")).get("oom_kill")
 
 
 def available_bytes() -> int | None:
-    """What the machine could still hand out without swapping (MemAvailable, proc_meminfo(5))."""
+    """Return the bytes that the machine could still hand out without swapping (MemAvailable, proc_meminfo(5))."""
     row = fields(Path("/proc/meminfo")).get("MemAvailable")
     return kibibytes(row) if row else None
 
@@ -91,7 +91,7 @@ def kibibytes(field: str) -> int:
     return int(field.split()[0]) * 1024
 
 
-# The largest of what is read again and again while something runs: a bound from below, with its interval.
+# Sampling: the largest of repeated readings while something runs, a bound from below, with its interval.
 
 INTERVAL_SECONDS = 0.002
 
@@ -107,7 +107,7 @@ class Sampled:
     """Between two readings, as it really was."""
 
     def words(self) -> str:
-        """How it was sampled."""
+        """Describe how it was sampled."""
         return (
             f"{self.samples} readings, one every {1e3 * self.interval_seconds:g} ms, "
             f"at most {1e3 * self.longest_gap_seconds:.1f} ms apart; shorter peaks are missed"
