@@ -32,10 +32,11 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# What is made from the code: the JSON Schemas of run.json and fleet.json, and the reference of recipes.
+# What is made from the code: the JSON Schemas of run.json and fleet.json, the options and the reference of recipes.
 documents: $(VENV)/.dev
 	$(BIN)/python -c 'import json; from enginesmith.pipeline.results.run import json_schema; print(json.dumps(json_schema(), indent=1))' > pipeline/report/run.schema.json
 	$(BIN)/python -c 'import json; from enginesmith.pipeline.results.fleet import json_schema; print(json.dumps(json_schema(), indent=1))' > pipeline/report/fleet.schema.json
+	$(BIN)/python -c 'import json; from enginesmith.pipeline.recipe.cli_options import list_options; print(json.dumps(list_options(), indent=1, ensure_ascii=False))' > pipeline/commands/options.json
 	$(BIN)/python -c 'from enginesmith.pipeline.report.reference import recipe_reference; print(recipe_reference(), end="")' > docs/recipe.md
 
 clean:

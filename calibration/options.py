@@ -1,8 +1,12 @@
 """How data is read, where the data alone does not tell: what images and texts are made into."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from enginesmith.pipeline.units import COMMA_LIST, Heading, Option
+
+_DATA: Heading = "Data and accuracy"
 
 
 class DataOptions(BaseModel):
@@ -10,27 +14,31 @@ class DataOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    resize: int | tuple[int, int] | None = Field(
+    resize: Annotated[int | tuple[int, int] | None, Option(_DATA, metavar="N|H,W")] = Field(
         None, description="images: the shorter side in pixels, or [height, width] exactly"
     )
-    crop: int | tuple[int, int] | None = Field(
+    crop: Annotated[int | tuple[int, int] | None, Option(_DATA, metavar="N|H,W")] = Field(
         None, description="images: the centre that is cut out after that, a side in pixels or [height, width]"
     )
     rescale: float | None = Field(None, gt=0, description="images: pixels of 0 to 255 times this; 1/255 without it")
-    mean: tuple[float, ...] | None = Field(
+    mean: Annotated[tuple[float, ...] | None, COMMA_LIST, Option(_DATA, metavar="X,X,X")] = Field(
         None, description="images: subtracted after rescaling, one number or one a channel"
     )
-    std: tuple[float, ...] | None = Field(None, description="images: divided by after that, likewise")
-    tokenizer: str | None = Field(
+    std: Annotated[tuple[float, ...] | None, COMMA_LIST, Option(_DATA, metavar="X,X,X")] = Field(
+        None, description="images: divided by after that, likewise"
+    )
+    tokenizer: Annotated[str | None, Option(_DATA, metavar="PATH")] = Field(
         None, description="texts: a tokenizer.json, or a Hugging Face folder; looked for beside the texts without it"
     )
-    text_field: str = Field("text", description="texts: the key of the text in each line")
-    labels: str | None = Field(
+    text_field: Annotated[str, Option(_DATA, metavar="KEY")] = Field(
+        "text", description="texts: key of the text in each line"
+    )
+    labels: Annotated[str | None, Option(_DATA, everyday=True, metavar="KEY")] = Field(
         None,
         min_length=1,
-        description="the key of the labels: labels without it, and label in each line of texts",
+        description="key of the labels; by default labels, in texts label",
     )
-    max_length: int | None = Field(
+    max_length: Annotated[int | None, Option(_DATA)] = Field(
         None,
         gt=0,
         description="texts: tokens in each row, where the model's own length is dynamic; the longest without it",
@@ -39,6 +47,12 @@ class DataOptions(BaseModel):
         None, description="texts: the side that short ones are padded on; the tokenizer's own without it"
     )
     most_rows: int = Field(65_536, gt=0, description="functions: rows taken from one that may go on for ever")
+
+    @field_validator("resize", "crop", mode="before")
+    @classmethod
+    def _split_sides(cls, value: Any) -> Any:
+        """Read ``224,256`` as height and width."""
+        return value.split(",") if isinstance(value, str) and "," in value else value
 
     @model_validator(mode="after")
     def _sound(self) -> "DataOptions":

@@ -1,7 +1,12 @@
-"""Sizes and durations as people write them: ``256MiB``, ``5ms``, ``30m``."""
+"""Read and write sizes and durations (``256MiB``, ``5ms``), and annotate fields with units and options."""
 
 import math
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field
 
 from enginesmith.pipeline.errors import UsageError
 
@@ -76,3 +81,55 @@ def ms(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+# Metadata of a recipe's fields: the units that text is read in, and the options of the command line.
+
+Heading = Literal[
+    "Model and inputs",
+    "Variants",
+    "Data and accuracy",
+    "Budgets",
+    "Building engines",
+    "Measuring",
+    "Where and how it runs",
+]
+"""The headings of ``--help``, in their order."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """Declare the option of the command line that fills a field."""
+
+    heading: Heading
+    flags: str = ""
+    """``--max-memory``, ``--no-simplify`` or ``--tf32/--no-tf32``; the field's name where it is empty."""
+    everyday: bool = False
+    """``--help`` shows it; the others are shown by ``--help-all``."""
+    metavar: str = ""
+
+
+def flag_of(part: type[BaseModel], field: str) -> str:
+    """Spell the option that fills a field of a part of the recipe; empty where there is none."""
+    option = next((item for item in part.model_fields[field].metadata if isinstance(item, Option)), None)
+    if option is None:
+        return ""
+    return option.flags.partition("/")[0] or "--" + field.replace("_", "-")
+
+
+def _of_text(read: Callable[[str], Any]) -> BeforeValidator:
+    """Make a validator that reads text and leaves other values alone."""
+    return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
+
+
+COMMA_LIST = _of_text(lambda text: [part.strip() for part in text.split(",")])
+"""Annotates lists that may be written as ``1,8,64``."""
+SIZE = _of_text(parse_bytes)
+DURATION = _of_text(parse_seconds)
+_MILLISECONDS = _of_text(lambda text: parse_seconds(text) * 1e3)
+METAVARS = {SIZE: "SIZE", DURATION: "TIME", _MILLISECONDS: "TIME"}
+"""Unit → what ``--help`` calls a value in it."""
+
+Bytes = Annotated[int, Field(gt=0), SIZE]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), DURATION]
+Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False), _MILLISECONDS]

@@ -42,7 +42,7 @@ def benchmark(models: tuple[str, ...], recipe_file: Path | None, as_json: bool, 
     """
     from enginesmith.pipeline.workflows import benchmark
 
-    options["limits"] = options["limits"] is not False
+    options["measure__limits"] = options["measure__limits"] is not False
     with settings_of(options, quiet) as settings:
         run = benchmark.benchmark(recipe_of(models[0], recipe_file, options), models, settings)
     code: int = shown().show_run(run, None, as_json)

@@ -70,73 +70,31 @@ def recipe_of(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe
 
 def changed(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """The values of a recipe, with those of the options that were given in their places."""
-    _place(values, options)
-    for name in ("resize", "crop", "mean", "std"):
-        if options.get(name):
-            values.setdefault("data_options", {})[name] = _sizes(name, options[name])
-    if options.get("recover"):
-        values["recover"] = True
-        values["recovery"] = {**(values.get("recovery") or {}), "method": options["recover"]}
-    if options.get("no_simplify"):
-        values["simplify"] = False
-    if options.get("workspace"):
-        values["workspace"] = [part.strip() for part in options["workspace"].split(",")]
-    if options.get("batch") == "sweep":
-        values["batch"] = [1]
-        values["measure"] = {**(values.get("measure") or {}), "sweep": True}
-    elif options.get("batch"):
-        values["batch"] = _numbers("batch", options["batch"])
-    if options.get("concurrency"):
-        values["measure"] = {
-            **(values.get("measure") or {}),
-            "concurrency": _numbers("concurrency", options["concurrency"]),
-        }
-    if options.get("shapes"):
-        values["shapes"] = {**(values.get("shapes") or {}), **dict(_pair(text) for text in options["shapes"])}
+    from enginesmith.pipeline.commands.options import RECIPE_OPTIONS, parameter_name
+
+    for row in RECIPE_OPTIONS:
+        value = options.get(parameter_name(row["field"]))
+        if value is None or value == ():
+            continue
+        *parts, last = row["field"].split(".")
+        place = values
+        for part in parts:
+            inner = place.get(part)
+            place[part] = dict(inner) if isinstance(inner, dict) else {}
+            place = place[part]
+        if row["kind"] == "mapping":
+            place[last] = {**(place.get(last) or {}), **dict(map(_pair, value))}
+        else:
+            place[last] = list(value) if isinstance(value, tuple) else value
     return values
 
 
 def budgets_of(recipe: "Recipe", options: dict[str, Any]) -> "tuple[Budgets, float | None]":
     """A recipe's budgets and its fidelity threshold, changed by the options that were given."""
     from enginesmith.pipeline.recipe import read_budgets
-    from enginesmith.pipeline.recipe.cli_options import OPTIONS
 
     values = {"budgets": recipe.budgets.model_dump(), "min_sqnr_db": recipe.min_sqnr_db}
-    _place(values, {name: value for name, value in options.items() if OPTIONS.get(name, ("",))[0] in values})
-    return read_budgets(values)
-
-
-def _place(values: dict[str, Any], options: dict[str, Any]) -> None:
-    """Put each option that was given in its place."""
-    from enginesmith.pipeline.recipe.cli_options import OPTIONS
-
-    for name, (*parts, last) in OPTIONS.items():
-        value = options.get(name)
-        if value is None or value == ():
-            continue
-        place = values
-        for part in parts:
-            inner = place.get(part) or {}
-            place[part] = dict(inner) if isinstance(inner, dict) else {}
-            place = place[part]
-        place[last] = list(value) if isinstance(value, tuple) else value
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise click.BadParameter(f"{text!r} is no list of numbers like 1,8,64", param_hint=f"--{option}")
-    return [int(part) for part in parts]
-
-
-def _sizes(option: str, text: str) -> float | list[float]:
-    """``224`` as a number, ``0.5,0.5`` as several."""
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r} is no number or list of numbers", param_hint=f"--{option}") from error
-    whole = [int(number) if number.is_integer() and option in ("resize", "crop") else number for number in numbers]
-    return whole[0] if len(whole) == 1 and option in ("resize", "crop") else whole
+    return read_budgets(changed(values, {name: options[name] for name in options if name.partition("__")[0] in values}))
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @with_budgets
-@click.option("--max-drop", type=float, help="Largest loss of the metric.")
 @click.option("--variant", metavar="ID", help="Which variant is judged; default: the winner.")
 @click.option("--baseline", type=click.Path(path_type=Path), metavar="RUN", help="A run that this one is held against.")
 @click.option("--tolerance", default="5%", show_default=True, help="By how much a number may be worse than there.")

@@ -15,24 +15,14 @@ from enginesmith.pipeline.commands.context import (
     shown,
 )
 from enginesmith.pipeline.commands.options import (
-    BUDGETS,
     INPUTS,
-    VARIANTS,
     WORK,
     Command,
-    how_to_build,
-    how_to_calibrate,
-    how_to_export,
-    how_to_measure,
-    how_to_prune,
-    how_to_run_tensorrt,
     how_to_work,
     model_argument,
     option,
+    recipe_options,
     under,
-    what_to_load,
-    where_to_run,
-    with_budgets,
 )
 
 _FLEET_SUFFIXES = (".yaml", ".yml")
@@ -41,33 +31,8 @@ _FLEET_SUFFIXES = (".yaml", ".yml")
 @click.command(cls=Command)
 @model_argument
 @under(INPUTS, option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe; options change it."))
-@under(
-    VARIANTS,
-    option("--engine", "engines", multiple=True, help="onnxruntime, compiled, tensorrt_rtx …; may be repeated."),
-    option("--precision", "precisions", multiple=True, help="fp32, fp16, bf16, int8, int8+fp16, int8-dynamic …"),
-    option("--prune", multiple=True, metavar="TARGET", help="What is removed: 30% of channels, macs=-50% …"),
-    option("--sparsity", multiple=True, metavar="PATTERN", help="Zeros in weights: 2:4, or unstructured=0.5."),
-)
-@under(
-    VARIANTS,
-    option("--graph-optimization", multiple=True, help="ONNX Runtime's level: disabled, basic, extended, all."),
-    option("--pass", "passes", multiple=True, metavar="NAME", help="One more pass on the graph: a plug-in's name."),
-    option("--no-simplify", is_flag=True, default=None, help="Leave the exported graph as it is."),
-    advanced=True,
-)
-@with_budgets
-@under(
-    BUDGETS, option("--objective", type=click.Choice(["latency", "throughput", "memory", "size"]), help="What wins.")
-)
+@recipe_options()
 @under(WORK, option("--out", type=click.Path(path_type=Path), help="Run directory; default runs/MODEL-TIME."))
-@what_to_load
-@how_to_export
-@how_to_calibrate
-@how_to_prune
-@how_to_build
-@how_to_run_tensorrt
-@where_to_run
-@how_to_measure
 @how_to_work
 @under(
     WORK,

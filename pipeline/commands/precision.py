@@ -14,6 +14,7 @@ from enginesmith.pipeline.commands.options import (
     how_to_work,
     model_argument,
     output_option,
+    recipe_options,
     what_to_load,
     where_to_run,
 )
@@ -24,7 +25,7 @@ from enginesmith.pipeline.commands.options import (
 @output_option
 @click.option("--precision", "precisions", multiple=True, required=True, help="fp16, bf16, int8, int8+fp16 …")
 @click.option("--engine", "engines", multiple=True, help="Made for this engine; without it, for all of them.")
-@click.option("--min-sqnr", type=float, metavar="DB", help="Fidelity threshold.")
+@recipe_options("min_sqnr_db")
 @what_to_load
 @how_to_export
 @how_to_calibrate
@@ -37,8 +38,8 @@ def precision(model: str, output: Path, as_json: bool, quiet: bool, **options: A
     """
     from enginesmith.pipeline.workflows import stages
 
-    if not options["engines"] and not options["placement"]:
-        options["placement"] = engines.PORTABLE_PLACEMENT
+    if not options["engines"] and not options["quantisation__placement"]:
+        options["quantisation__placement"] = engines.PORTABLE_PLACEMENT
     with settings_of(options, quiet) as settings:
         result = stages.precision(recipe_of(model, None, options), output, settings)
     shown().show_stage(result, as_json)

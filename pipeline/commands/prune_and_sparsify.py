@@ -13,6 +13,7 @@ from enginesmith.pipeline.commands.options import (
     how_to_work,
     model_argument,
     output_option,
+    recipe_options,
     what_to_load,
 )
 
@@ -52,7 +53,7 @@ def prune(model: str, output: Path, prune: str, as_json: bool, quiet: bool, **op
 @click.option("--sparsity", default="2:4", show_default=True, metavar="PATTERN", help="2:4, or unstructured=0.5.")
 @click.option("--per-layer", is_flag=True, help="Unstructured: a threshold for each layer, not one for all.")
 @click.option("--protect", multiple=True, metavar="NAME", help="Weight, node, module or pattern that stays dense.")
-@click.option("--min-sqnr", type=float, metavar="DB", help="Fail if the outputs are farther from the dense ones.")
+@recipe_options("min_sqnr_db")
 @what_to_load
 @how_to_export
 @how_to_work

@@ -6,13 +6,13 @@ from typing import Any
 import click
 
 from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
-from enginesmith.pipeline.commands.options import Command, how_to_work, what_to_load, where_to_run
+from enginesmith.pipeline.commands.options import Command, how_to_work, recipe_options, what_to_load, where_to_run
 
 
 @click.command(cls=Command)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--against", "model", metavar="MODEL", help="What the outputs have to equal; not for a bundle.")
-@click.option("--min-sqnr", type=float, metavar="DB", help="Fidelity threshold.")
+@recipe_options("min_sqnr_db")
 @what_to_load
 @where_to_run
 @how_to_work

@@ -1,7 +1,6 @@
 """Declare what a recipe can say about engines; each engine reads the fields that concern it."""
 
-from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -10,7 +9,7 @@ from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptio
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.system.cuda import cuda_device
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.units import parse_bytes
+from enginesmith.pipeline.units import COMMA_LIST, Option, parse_bytes
 
 GraphOptimization = Literal["disabled", "basic", "extended", "all"]
 _MOST_BYTES = 1 << 50
@@ -33,37 +32,29 @@ class OnnxRuntimeOptions(_Part):
     tf32: bool = Field(False, description="let fp32 products be rounded to TF32's 10 bits, on CUDA")
 
 
-OPTIONS: Mapping[str, tuple[str, ...]] = {
-    **{name: ("tensorrt", name) for name in BuildOptions.model_fields},
-    **{name: ("tensorrt_run", name) for name in RunOptions.model_fields if name != "kernel_cache"},
-    "optimization_profile": ("tensorrt", "profiles"),
-}
-"""Option of the command line → the field of the recipe that it fills, for the parts that belong to engines."""
-UNITS: Mapping[tuple[str, str], Callable[[str], float]] = {
-    ("tensorrt", "tactic_dram"): parse_bytes,
-    ("tensorrt", "tactic_shared_memory"): parse_bytes,
-    ("tensorrt_run", "weight_streaming_budget"): parse_bytes,
-}
-"""Fields that may be written with a unit."""
-
-
 class EngineOptions(_Part):
     """The fields of a recipe that engines read."""
 
-    engines: tuple[str, ...] = Field(table.DEFAULT, min_length=1, description="what the model is made into")
-    graph_optimization: tuple[GraphOptimization, ...] = Field(
+    engines: Annotated[tuple[str, ...], Option("Variants", "--engine", everyday=True)] = Field(
+        table.DEFAULT, min_length=1, description="engines to make, each a variant"
+    )
+    graph_optimization: Annotated[tuple[GraphOptimization, ...], Option("Variants", metavar="LEVEL")] = Field(
         ("all",), min_length=1, description="ONNX Runtime's optimisation levels; each one is a variant"
     )
-    device: str | None = Field(
-        None, description="cpu, cuda or cuda:1; without it cuda where an engine needs it and there is one, else cpu"
+    device: Annotated[str | None, Option("Where and how it runs", everyday=True, metavar="cpu|cuda[:I]")] = Field(
+        None,
+        description="device: cpu, cuda or cuda:1; by default cuda if an engine needs it and there is one",
     )
-    threads: int = Field(0, ge=0, description="CPU threads of a session; 0 means one a core")
-    targets: tuple[str, ...] = Field(
-        (), description="what TensorRT-RTX builds for: sm86, portable, …; the device that is here without it"
+    threads: Annotated[int, Option("Where and how it runs")] = Field(
+        0, ge=0, description="CPU threads of a session; 0 means one per core"
     )
-    workspace: tuple[str, ...] = Field(
-        (), description="TensorRT's limits for intermediate buffers, each a variant: 64MiB, max; or sweep"
+    targets: Annotated[tuple[str, ...], Option("Building engines", "--target", everyday=True)] = Field(
+        (),
+        description="GPUs that TensorRT-RTX builds for, present or not: sm86, portable …; by default the one here",
     )
+    workspace: Annotated[
+        tuple[str, ...], COMMA_LIST, Option("Building engines", everyday=True, metavar="SIZE,SIZE")
+    ] = Field((), description="TensorRT's limits for intermediate buffers, each a variant: 64MiB, max; or sweep")
     tensorrt: BuildOptions = BuildOptions()
     tensorrt_run: RunOptions = RunOptions()
     eager: ModuleOptions = ModuleOptions()

@@ -1,90 +1,127 @@
-"""Where options of the command line go in a recipe, and what they are called there."""
+"""List the options of the command line that the fields of a recipe declare, and translate between their names.
+
+``make documents`` writes :func:`list_options` to ``commands/options.json``: ``--help`` has no time to import pydantic.
+"""
 
 import re
-from collections.abc import Iterator, Mapping
+import types
+import typing
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Literal
 
-from enginesmith.pipeline.engines import options as engines
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "opset": ("export", "opset"),
-    "exporter": ("export", "exporter"),
-    "attention": ("export", "attention"),
-    "external_data": ("export", "external_data_bytes"),
-    "measure_time": ("measure", "seconds"),
-    "precision_target": ("measure", "precision"),
-    "memory_limit": ("measure", "memory_limit_bytes"),
-    **{name: ("measure", name) for name in ("memory", "limits", "profile")},
-    "max_drop": ("budgets", "max_drop"),
-    "max_memory": ("budgets", "max_memory_bytes"),
-    "max_latency": ("budgets", "max_latency_ms"),
-    "max_p99": ("budgets", "max_p99_ms"),
-    "min_throughput": ("budgets", "min_throughput_per_s"),
-    "max_size": ("budgets", "max_size_bytes"),
-    "max_build_time": ("budgets", "max_build_seconds"),
-    "min_sqnr": ("min_sqnr_db",),
-    "search_limit": ("quantisation", "search_limit_seconds"),
-    **{
-        name: ("quantisation", name)
-        for name in (
-            "ranges",
-            "percentile",
-            "placement",
-            "weight_bits",
-            "keep",
-            "smooth",
-            "smooth_insert",
-            "awq",
-            "equalise",
-            "bias_correction",
-        )
-        + ("convert_io", "search_steps")
-    },
-    **engines.OPTIONS,
-    **{name: ("pruning", name) for name in ("importance", "multiple_of", "protect", "heads")},
-    "prune_scope": ("pruning", "scope"),
-    "prune_steps": ("pruning", "steps"),
-    "recover_time": ("recovery", "seconds"),
-    "recover_memory": ("recovery", "memory_bytes"),
-    **{name: ("data_options", name) for name in ("labels", "tokenizer", "text_field", "max_length")},
-    **{
-        name: (name,)
-        for name in ("inputs", "targets", "engines", "graph_optimization", "device", "threads", "eval_data", "metric")
-        + ("precisions", "calibration", "samples", "synthetic_calibration", "eval_samples", "objective", "seed")
-        + ("allow_pickle", "passes", "prune", "sparsity")
-    },
-}
-"""Option, as commands call its value → where that goes in the recipe."""
-_WITH_WORK: Mapping[str, tuple[str, ...]] = {
-    **{name: ("data_options", name) for name in ("resize", "crop", "mean", "std")},
-    **{name: (name,) for name in ("batch", "workspace", "recover", "shapes")},
-    "concurrency": ("measure", "concurrency"),
-    "simplify": ("simplify",),
-}
-"""The same of those whose values have to be read first, or that are called otherwise."""
-_OPTION = re.compile(r"--([a-z][a-z0-9-]*)")
-_ENDS = ("", "s", "es", "_data")
-"""What a value's name has more than its option: ``--engine`` fills ``engines``, ``--eval`` ``eval_data``."""
+from enginesmith.pipeline.recipe.recipe import Recipe
+from enginesmith.pipeline.units import COMMA_LIST, METAVARS, Option, flag_of
+
+Kind = Literal["text", "integer", "number", "choice", "flag", "list", "mapping"]
+_OPTION = re.compile(r"--[a-z][a-z0-9-]*")
+
+
+def walk_fields(part: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tuple[str, type[BaseModel], FieldInfo]]:
+    """Yield every field of a recipe with its path (``budgets.max_drop``) and the model that declares it."""
+    for name, field in part.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from walk_fields(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name, part, field
+
+
+def list_options() -> list[dict[str, Any]]:
+    """Describe each option as plain values, which ``commands/options.py`` makes options of click from."""
+    return [_describe(*entry) for entry in walk_fields() if flag_of(entry[1], entry[0].rpartition(".")[2])]
+
+
+def _describe(path: str, part: type[BaseModel], field: FieldInfo) -> dict[str, Any]:
+    option = next(item for item in field.metadata if isinstance(item, Option))
+    kind, choices = _kind(field, option)
+    default = _default(field)
+    flags = option.flags or flag_of(part, path.rpartition(".")[2])
+    about = f"do not {field.description}" if flags.startswith("--no-") else field.description or ""
+    help_ = about[:1].upper() + about[1:]
+    return {
+        "field": path,
+        "flags": flags,
+        "heading": option.heading,
+        "everyday": option.everyday,
+        "metavar": option.metavar or next((METAVARS[unit] for unit in metadata(field) if unit in METAVARS), None),
+        "kind": kind,
+        "choices": choices,
+        "help": f"{help_}; default {default}." if default else f"{help_}.".replace("….", "…"),
+    }
+
+
+def _kind(field: FieldInfo, option: Option) -> tuple[Kind, list[str]]:
+    """Choose how click reads the values of a field, and list the words that it takes, if they are a few."""
+    members = [member for member in _members(field.annotation) if member is not types.NoneType]
+    kind: Any = members[0] if len(members) == 1 else None
+    if COMMA_LIST in field.metadata or any(unit in METAVARS for unit in metadata(field)):
+        return "text", []
+    if kind is bool:
+        return ("text" if option.metavar else "flag"), []
+    if typing.get_origin(kind) is Literal:
+        words = list(_words(kind))
+        return ("choice", words) if isinstance(words[0], str) else ("integer", [])
+    if typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        return "list", [str(word) for word in _words(item)] if typing.get_origin(item) is Literal else []
+    if typing.get_origin(kind) is dict:
+        return "mapping", []
+    return {int: "integer", float: "number"}.get(kind, "text"), []  # type: ignore[return-value]
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """Split a union into its members, without their metadata."""
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members = typing.get_args(annotation) if union else (annotation,)
+    return tuple(typing.get_args(one)[0] if typing.get_origin(one) is typing.Annotated else one for one in members)
+
+
+def metadata(field: FieldInfo) -> Iterator[Any]:
+    """Yield the metadata of a field, and of the members of its union."""
+    yield from field.metadata
+    for member in typing.get_args(field.annotation):
+        yield from getattr(member, "__metadata__", ())
+
+
+def _words(literal: Any) -> Iterator[Any]:
+    for word in typing.get_args(literal):
+        yield from _words(word) if typing.get_origin(word) is Literal else (word,)
+
+
+def _default(field: FieldInfo) -> str:
+    """Write the default as on the command line; empty where it says nothing, as for flags."""
+    value = field.get_default()
+    if value is None or isinstance(value, bool) or value in ((), {}, ""):
+        return ""
+    for unit in metadata(field):
+        if unit in METAVARS:
+            return f"{value >> 20}MiB" if METAVARS[unit] == "SIZE" else f"{value:g}s"
+    return (
+        ",".join(map(str, value))
+        if isinstance(value, tuple)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+@cache
+def _fields_of_flags() -> dict[str, str]:
+    return {flag: row["field"] for row in list_options() for flag in row["flags"].split("/")}
 
 
 def option_for(place: tuple[str, ...]) -> str:
     """Name the option that fills a field of the recipe, or the field itself where there is none for it."""
-    known = {value: name for name, value in {**OPTIONS, **_WITH_WORK}.items()}
-    name = known.get(place)
-    if name is None:
-        return ".".join(place)
-    if name == place[0]:
-        name = name.removesuffix("es" if name.endswith("sses") else "s")
-    return "--" + name.replace("_", "-")
+    path = ".".join(place)
+    return next((flag_of(part, place[-1]) for known, part, _ in walk_fields() if known == path), "") or path
 
 
 def fields_for(text: str) -> list[str]:
-    """The fields of a recipe that stand for the options which a text names, as they are written there."""
-    return list(dict.fromkeys(_fields(text)))
-
-
-def _fields(text: str) -> Iterator[str]:
-    known = {**OPTIONS, **_WITH_WORK}
-    for option in _OPTION.findall(text):
-        name = option.replace("-", "_").removeprefix("no_")
-        if place := next((known[name + end] for end in _ENDS if name + end in known), None):
-            yield ": {".join(place) + ": …" + "}" * (len(place) - 1)
+    """List the fields of a recipe that stand for the options which a text names, as they are written in YAML."""
+    known = _fields_of_flags()
+    places = [known[flag].split(".") for flag in _OPTION.findall(text) if flag in known]
+    return list(dict.fromkeys(": {".join(place) + ": …" + "}" * (len(place) - 1) for place in places))

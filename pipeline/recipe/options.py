@@ -6,6 +6,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from enginesmith.calibration.ranges import Method
 from enginesmith.pipeline.engines import ENGINES
+from enginesmith.pipeline.units import COMMA_LIST, DURATION, SIZE, Bytes, Heading, Milliseconds, Option, Seconds
+
+_DATA: Heading = "Data and accuracy"
+_MEASURING: Heading = "Measuring"
+_EXPORT = Option("Variants")
+_BUDGET = Option("Budgets", everyday=True)
+_QUANTISING = Option(_DATA)
 
 Objective = Literal["latency", "throughput", "memory", "size"]
 
@@ -19,67 +26,118 @@ class Part(BaseModel):
 class ExportOptions(Part):
     """How the module becomes a graph."""
 
-    opset: int = Field(23, ge=18, description="ONNX opset version of the graph")
-    exporter: Literal["auto", "dynamo", "torchscript"] = Field(
+    opset: Annotated[int, _EXPORT] = Field(23, ge=18, description="ONNX opset version of the graph")
+    exporter: Annotated[Literal["auto", "dynamo", "torchscript"], _EXPORT] = Field(
         "auto", description="auto tries torch.export first, then TorchScript"
     )
-    attention: Literal["fused", "decomposed"] = Field(
+    attention: Annotated[Literal["fused", "decomposed"], _EXPORT] = Field(
         "fused", description="fused keeps the Attention operator of opset 23; decomposed is for engines that refuse it"
     )
-    external_data_bytes: int = Field(128 << 20, ge=0, description="weights above this go to a file beside the graph")
+    external_data_bytes: Annotated[Annotated[int, Field(ge=0), SIZE], Option("Variants", "--external-data")] = Field(
+        128 << 20, description="weights above this go to a file beside the graph"
+    )
 
 
 class MeasureOptions(Part):
     """How latency is measured; docs/measurement.md explains the numbers."""
 
-    precision: float = Field(0.02, gt=0, lt=1, description="stop when every median is known to within ± this share")
-    seconds: float = Field(20.0, gt=0, description="longest time for one batch size, over all variants together")
-    latency: bool = Field(True, description="measure latency")
-    memory: bool = Field(True, description="measure peak memory")
-    limits: bool = Field(False, description="measure what the machine can do, and hold every variant against it")
-    profile: bool = Field(False, description="time every operator, by the module that it comes from")
-    concurrency: tuple[Annotated[int, Field(ge=1, le=256)], ...] = Field(
-        (), description="numbers of callers at the same time that throughput is measured with"
+    precision: Annotated[float, Option(_MEASURING, "--precision-target", metavar="SHARE")] = Field(
+        0.02, gt=0, lt=1, description="stop when every median is known to within ± this share"
     )
-    sweep: bool = Field(False, description="go on to larger batch sizes until one does not fit")
-    memory_limit_bytes: int | None = Field(
-        None, gt=0, description="what a measured session may take; a batch that needs more is out of memory"
+    seconds: Annotated[Seconds, Option(_MEASURING, "--measure-time", everyday=True)] = Field(
+        20.0, description="longest time for one batch size, over all variants together"
+    )
+    latency: bool = Field(True, description="measure latency")
+    memory: Annotated[bool, Option(_MEASURING, "--no-memory")] = Field(True, description="measure peak memory")
+    limits: Annotated[bool, Option(_MEASURING, "--limits/--no-limits")] = Field(
+        False, description="measure what the machine can do at best, and compare every variant with it"
+    )
+    profile: Annotated[bool, Option(_MEASURING, everyday=True)] = Field(
+        False, description="time every operator, by its module"
+    )
+    concurrency: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=256)], ...], COMMA_LIST, Option(_MEASURING, metavar="N,N")
+    ] = Field((), description="numbers of concurrent clients to measure throughput with")
+    sweep: bool = Field(False, description="measure ever larger batch sizes until one does not fit")
+    memory_limit_bytes: Annotated[Bytes | None, Option(_MEASURING, "--memory-limit")] = Field(
+        None, description="memory that a measured session may use; a batch that needs more is out of memory"
     )
 
 
 class Budgets(Part):
     """What a variant has to hold to win."""
 
-    max_drop: float | None = Field(
-        None, ge=0, allow_inf_nan=False, description="largest loss of the metric against eager"
+    max_drop: Annotated[float | None, _BUDGET] = Field(
+        None, ge=0, allow_inf_nan=False, description="largest drop of the metric against eager"
     )
-    max_memory_bytes: int | None = Field(None, gt=0, description="largest peak device memory")
-    max_latency_ms: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="largest median latency at the first batch size"
+    max_memory_bytes: Annotated[Bytes | None, Option("Budgets", "--max-memory", everyday=True)] = Field(
+        None, description="largest peak device memory"
     )
-    max_p99_ms: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="largest 99th percentile of latency, there"
+    max_latency_ms: Annotated[Milliseconds | None, Option("Budgets", "--max-latency", everyday=True)] = Field(
+        None, description="largest median latency (first batch size)"
     )
-    min_throughput_per_s: float | None = Field(
-        None,
-        gt=0,
-        allow_inf_nan=False,
-        description="smallest throughput in samples a second, at the batch size that has the most",
+    max_p99_ms: Annotated[Milliseconds | None, Option("Budgets", "--max-p99", everyday=True)] = Field(
+        None, description="largest p99 latency (first batch size)"
     )
-    max_size_bytes: int | None = Field(None, gt=0, description="largest size of the engine's files together")
-    max_build_seconds: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="longest time that building the engine takes"
+    min_throughput_per_s: Annotated[float | None, Option("Budgets", "--min-throughput", everyday=True, metavar="N")] = (
+        Field(
+            None,
+            gt=0,
+            allow_inf_nan=False,
+            description="smallest throughput in samples a second, at the best batch size",
+        )
+    )
+    max_size_bytes: Annotated[Bytes | None, Option("Budgets", "--max-size", everyday=True)] = Field(
+        None, description="largest size of the engine's files together"
+    )
+    max_build_seconds: Annotated[Seconds | None, Option("Budgets", "--max-build-time")] = Field(
+        None, description="longest time that building the engine takes"
     )
 
 
 class QuantisationOptions(Part):
     """How ranges are chosen and graphs are quantised; docs/precision.md explains it."""
 
-    ranges: Literal["auto", Method] = Field(
-        "auto", description="how ranges are taken from histograms; auto tries mse first, and the others if that fails"
+    ranges: Annotated[Literal["auto", Method], _QUANTISING] = Field(
+        "auto", description="method that takes ranges from histograms; auto tries mse first, then the others"
     )
-    placement: str = Field(
+    placement: Annotated[str, Option(_DATA, metavar="auto|ENGINE")] = Field(
         "auto", description="whose rules Q/DQ pairs are placed by; auto takes the engine's. TensorRT's run everywhere"
+    )
+    percentile: Annotated[float, _QUANTISING] = Field(
+        99.99, gt=50, le=100, description="percentage of the values inside the range, for the method percentile"
+    )
+    weight_bits: Annotated[Literal[7, 8] | None, _QUANTISING] = Field(
+        None, description="bits of int8 weights; by default 7 for ONNX Runtime on x86 CPUs without VNNI, which saturate"
+    )
+    keep: Annotated[tuple[str, ...], Option(_DATA, everyday=True, metavar="NAME")] = Field(
+        (), description="groups to keep in floating point: names of nodes or modules, * for any part"
+    )
+    smooth: Annotated[
+        Annotated[float, Field(ge=0, le=1)] | Literal["auto"] | None, Option(_DATA, metavar="ALPHA|auto")
+    ] = Field(
+        None,
+        description="SmoothQuant's alpha: how much of activations' outliers moves into weights; auto searches the best",
+    )
+    smooth_insert: Annotated[bool, _QUANTISING] = Field(
+        False,
+        description="apply SmoothQuant also where no operator can absorb its factors, which costs a multiplication",
+    )
+    awq: Annotated[bool, _QUANTISING] = Field(False, description="scale weights by their activations before int4 (AWQ)")
+    equalise: Annotated[bool, _QUANTISING] = Field(
+        False, description="equalise the ranges of channels across layers, for depthwise networks"
+    )
+    bias_correction: Annotated[bool, _QUANTISING] = Field(
+        False, description="take the mean error of quantised weights out of the biases"
+    )
+    convert_io: Annotated[bool, _QUANTISING] = Field(
+        False, description="convert inputs and outputs of fp16 and bf16 graphs, too"
+    )
+    search_limit_seconds: Annotated[Annotated[float, Field(ge=0), DURATION], Option(_DATA, "--search-limit")] = Field(
+        600.0, description="time for searching which groups stay in floating point"
+    )
+    search_steps: Annotated[int, _QUANTISING] = Field(
+        12, ge=1, le=64, description="most assignments of precisions that the search tries"
     )
 
     @field_validator("placement")
@@ -89,24 +147,3 @@ class QuantisationOptions(Part):
         if value not in known:
             raise ValueError(f"there are no rules of {value!r}; give one of {', '.join(known)}")
         return value
-
-    percentile: float = Field(99.99, gt=50, le=100, description="share of the values that ranges by percentile hold")
-    weight_bits: Literal[7, 8] | None = Field(
-        None, description="bits of int8 weights; by default 7 for ONNX Runtime on x86 CPUs without VNNI, which saturate"
-    )
-    keep: tuple[str, ...] = Field(
-        (), description="groups that stay in floating point: names of nodes or modules, * for any part"
-    )
-    smooth: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] | None = Field(
-        None,
-        description="SmoothQuant's alpha: how much of activations' outliers goes into weights; auto looks for the best",
-    )
-    smooth_insert: bool = Field(
-        False, description="also where factors cost a multiplication, as nothing before can take them up"
-    )
-    awq: bool = Field(False, description="scale weights by their activations before int4 (AWQ)")
-    equalise: bool = Field(False, description="equalise the ranges of channels across layers, for depthwise networks")
-    bias_correction: bool = Field(False, description="take the mean error of quantised weights out of the biases")
-    convert_io: bool = Field(False, description="give inputs and outputs the type of fp16 and bf16 graphs too")
-    search_limit_seconds: float = Field(600.0, ge=0, description="time for trying which groups stay in floating point")
-    search_steps: int = Field(12, ge=1, le=64, description="most assignments that are tried")

@@ -9,35 +9,17 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from enginesmith.pipeline.engines import options as engines
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.recipe import validation
 from enginesmith.pipeline.recipe.options import Budgets, Part
 from enginesmith.pipeline.recipe.recipe import Recipe
 from enginesmith.pipeline.tensors import ShapeRange
-from enginesmith.pipeline.units import parse_bytes, parse_seconds
 
 _YAML_WORDS = {"Value": "", "tuple": "list", "dicti": "mapping"}
 
 
 _IN_PYTHON_WORDS = re.compile(r"^Value error, |tuple|dictionary or instance of \w+|dictionary")
 """What pydantic says of Python, in the words of a recipe."""
-
-
-_UNITS = {
-    ("budgets", "max_memory_bytes"): parse_bytes,
-    ("budgets", "max_latency_ms"): lambda text: parse_seconds(text) * 1e3,
-    ("budgets", "max_p99_ms"): lambda text: parse_seconds(text) * 1e3,
-    ("budgets", "max_size_bytes"): parse_bytes,
-    ("budgets", "max_build_seconds"): parse_seconds,
-    ("measure", "seconds"): parse_seconds,
-    ("measure", "memory_limit_bytes"): parse_bytes,
-    ("quantisation", "search_limit_seconds"): parse_seconds,
-    ("recovery", "seconds"): parse_seconds,
-    ("recovery", "memory_bytes"): parse_bytes,
-    ("export", "external_data_bytes"): parse_bytes,
-    **engines.UNITS,
-}
 
 
 def make(values: dict[str, Any]) -> Recipe:
@@ -58,7 +40,7 @@ def parsed(values: dict[str, Any]) -> Recipe:
         UsageError: a key or a value that does not belong there.
     """
     try:
-        recipe = Recipe.model_validate(_within_shape(_read_units(values)))
+        recipe = Recipe.model_validate(_within_shape(values))
     except ValidationError as error:
         raise _misfit(error) from error
     _ = recipe.specs, recipe.ranges, recipe.where, recipe.workspace_limits  # each raises its own message
@@ -72,7 +54,7 @@ def read_budgets(values: dict[str, Any]) -> tuple[Budgets, float | None]:
         UsageError: one is no number, or makes no sense.
     """
     try:
-        found = _Demands.model_validate(_read_units(values))
+        found = _Demands.model_validate(values)
     except ValidationError as error:
         raise _misfit(error) from error
     return found.budgets, found.min_sqnr_db
@@ -93,15 +75,6 @@ def _within_shape(values: dict[str, Any]) -> dict[str, Any]:
         return values
     range_, default = ShapeRange.parse(given), Recipe.model_fields["batch"].default
     return {**values, "batch": [one for one in default if range_.min <= one <= range_.max] or [range_.opt]}
-
-
-def _read_units(values: dict[str, Any]) -> dict[str, Any]:
-    read = dict(values)
-    for (part, name), parse in _UNITS.items():
-        inner = read.get(part)
-        if isinstance(inner, dict) and isinstance(inner.get(name), str):
-            read[part] = {**inner, name: parse(inner[name])}
-    return read
 
 
 def _misfit(error: ValidationError) -> UsageError:

@@ -1,8 +1,8 @@
 """What the user asks for, as one document; every default of the project stands here."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.models import MODELS
@@ -21,6 +21,10 @@ from enginesmith.pipeline.recipe.options import (
     QuantisationOptions,
 )
 from enginesmith.pipeline.tensors import ShapeRange, TensorSpec
+from enginesmith.pipeline.units import COMMA_LIST, Heading, Option
+
+_INPUTS: Heading = "Model and inputs"
+_DATA: Heading = "Data and accuracy"
 
 _LARGEST_SWEPT = 1 << 16
 
@@ -29,51 +33,90 @@ class ModelOptions(Part):
     """What is optimised."""
 
     model: str = Field(description="zoo name, file.py:factory, package.module:factory, .onnx, .pt2, hf:…, timm:…")
-    inputs: tuple[str, ...] = Field((), description="name:dtype:batch,3,224,224 for each input; words are dynamic")
-    shapes: dict[str, str] = Field({}, description="min:opt:max for each dynamic dimension")
+    inputs: Annotated[tuple[str, ...], Option(_INPUTS, "--input", everyday=True, metavar="NAME:DTYPE:DIMS")] = Field(
+        (), description="such as x:float32:batch,3,224,224"
+    )
+    shapes: Annotated[dict[str, str], Option(_INPUTS, "--shape", everyday=True, metavar="DIM=MIN:OPT:MAX")] = Field(
+        {}, description="min:opt:max of each dynamic dimension"
+    )
 
 
 class Recipe(EngineOptions, ModelOptions):
     """The whole of what ``optimize`` is asked to do."""
 
-    precisions: tuple[Name, ...] = Field(
-        ("fp32",), min_length=1, description=f"each one is a variant of each engine: {', '.join(KINDS)}"
+    precisions: Annotated[tuple[Name, ...], Option("Variants", "--precision", everyday=True, metavar="NAME")] = Field(
+        ("fp32",), min_length=1, description=f"of each engine: {', '.join(KINDS)}"
     )
-    batch: tuple[int, ...] = Field((1, 8), min_length=1, description="batch sizes that are measured")
-    simplify: bool = Field(True, description="clean the exported graph")
-    passes: tuple[str, ...] = Field((), description="more passes on that graph, in their order: names of plug-ins")
+    batch: Annotated[tuple[int, ...], COMMA_LIST, Option(_INPUTS, everyday=True, metavar="N,N")] = Field(
+        (1, 8), min_length=1, description="batch sizes to measure, or sweep"
+    )
+    simplify: Annotated[bool, Option("Variants", "--no-simplify")] = Field(True, description="clean the exported graph")
+    passes: Annotated[tuple[str, ...], Option("Variants", "--pass", metavar="NAME")] = Field(
+        (), description="more passes on that graph, in their order: names of plug-ins"
+    )
     export: ExportOptions = ExportOptions()
-    calibration: str | None = Field(
-        None, description="data that ranges are taken from: an embedded set, .npz, .npy, .safetensors, images, texts …"
+    calibration: Annotated[str | None, Option(_DATA, everyday=True, metavar="DATA")] = Field(
+        None,
+        description="data that quantisation takes ranges from: an embedded set, .npz, .safetensors, images, texts …",
     )
-    samples: int = Field(128, gt=0, description="how many samples of it are used")
-    synthetic_calibration: bool = Field(
-        False, description="take ranges from made-up data where there is none: speed is right then, accuracy is not"
+    samples: Annotated[int, Option(_DATA, everyday=True)] = Field(
+        128, gt=0, description="samples of the calibration data that are used"
+    )
+    synthetic_calibration: Annotated[bool, Option(_DATA)] = Field(
+        False,
+        description="calibrate on random data where there is none: speed and memory are right then, accuracy is not",
     )
     data_options: DataOptions = AS_FOUND
     quantisation: QuantisationOptions = QuantisationOptions()
-    prune: tuple[str, ...] = Field(
+    prune: Annotated[tuple[str, ...], Option("Variants", everyday=True, metavar="TARGET")] = Field(
         (),
-        description="what pruning removes, each one more variant: 30% of the channels, macs=-50%, latency=-40%",
+        description="what to prune: 30% of the channels, macs=-50%, params=-50% or latency=-40%",
     )
     pruning: PruneOptions = PruneOptions()
-    recover: bool = Field(False, description="train what was pruned back, with the calibration data")
+    recover: Annotated[bool, Option("Variants", everyday=True, metavar="METHOD")] = Field(
+        False,
+        description="train pruned models on the calibration data: distil, supervised or module:function",
+    )
     recovery: RecoverOptions = RecoverOptions()
-    sparsity: tuple[str, ...] = Field(
-        (), description="zeros in the weights, each one more variant: 2:4, or unstructured=0.5"
+    sparsity: Annotated[tuple[str, ...], Option("Variants", everyday=True, metavar="PATTERN")] = Field(
+        (), description="weights to set to zero: 2:4, or unstructured=0.5"
     )
     sparsifying: SparsifyOptions = SparsifyOptions()
-    eval_data: str | None = Field(None, description="labelled data: an embedded set, .npz, .npy, .safetensors …")
-    metric: str | None = Field(
-        None, description="top1, top5, mse, or module:function; top1 without it, where the data has labels"
+    eval_data: Annotated[str | None, Option(_DATA, "--eval", everyday=True, metavar="DATA")] = Field(
+        None, description="labelled data to measure accuracy on"
     )
-    eval_samples: int | None = Field(None, gt=0, description="how many samples of it are used; all without it")
+    metric: Annotated[str | None, Option(_DATA, everyday=True)] = Field(
+        None, description="accuracy metric: top1, top5, mse or module:function; by default top1, if there are labels"
+    )
+    eval_samples: Annotated[int | None, Option(_DATA)] = Field(
+        None, gt=0, description="how many samples of the labelled data are used; all by default"
+    )
     measure: MeasureOptions = MeasureOptions()
     budgets: Budgets = Budgets()
-    objective: Objective = Field("latency", description="what the winner is best at, among those within the budgets")
-    min_sqnr_db: float | None = Field(None, description="fidelity threshold, instead of the one for the precision")
-    seed: int = Field(0, ge=0, description="seed of random weights, samples and the order of rounds")
-    allow_pickle: bool = Field(False, description="let the model's own code read pickles, which can run any code")
+    objective: Annotated[Objective, Option("Budgets", everyday=True)] = Field(
+        "latency", description="what the winner is best at, within the budgets"
+    )
+    min_sqnr_db: Annotated[float | None, Option("Budgets", "--min-sqnr", metavar="DB")] = Field(
+        None, description="lowest fidelity in dB (SQNR), instead of the threshold of the precision"
+    )
+    seed: Annotated[int, Option(_INPUTS)] = Field(
+        0, ge=0, description="seed of random weights, samples and the order of rounds"
+    )
+    allow_pickle: Annotated[bool, Option(_INPUTS)] = Field(
+        False, description="let the model's own code read pickles, which can run any code"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_shorthands(cls, values: Any) -> Any:
+        """Read ``batch: sweep`` and ``recover: METHOD``, which stand for two fields each."""
+        if not isinstance(values, dict):
+            return values
+        if values.get("batch") == "sweep":
+            values = {**values, "batch": [1], "measure": {**(values.get("measure") or {}), "sweep": True}}
+        if isinstance(method := values.get("recover"), str):
+            values = {**values, "recover": True, "recovery": {**(values.get("recovery") or {}), "method": method}}
+        return values
 
     @field_validator("batch")
     @classmethod

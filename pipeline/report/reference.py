@@ -1,12 +1,12 @@
-"""The reference of recipes as Markdown, made from the models themselves."""
+"""Write the reference of recipes as Markdown, from the fields of the recipe."""
 
 import typing
-from collections.abc import Iterator
 
 import yaml
-from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
-from enginesmith.pipeline.recipe import Recipe
+from enginesmith.pipeline.recipe.cli_options import metadata, walk_fields
+from enginesmith.pipeline.units import METAVARS
 
 _HEAD = """# The recipe
 
@@ -20,18 +20,15 @@ and durations may be written as text: `2GiB`, `5ms`, `30s`. A key that is not li
 
 
 def recipe_reference() -> str:
-    """docs/recipe.md, whole."""
-    return _HEAD + "\n".join(_rows(Recipe, "")) + "\n"
+    """Write docs/recipe.md."""
+    return _HEAD + "".join(f"{_row(path, field)}\n" for path, _, field in walk_fields())
 
 
-def _rows(part: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in part.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _rows(kind, f"{prefix}{name}.")
-            continue
-        default = "required" if field.is_required() else f"`{_plain(field.get_default())}`"
-        yield f"| `{prefix}{name}` | {_kind(kind)} | {default} | {field.description} |"
+def _row(path: str, field: FieldInfo) -> str:
+    default = "required" if field.is_required() else f"`{_plain(field.get_default())}`"
+    unit = next((METAVARS[one] for one in metadata(field) if one in METAVARS), "")
+    kind = {"SIZE": "size, in bytes", "TIME": "duration, in ms" if path.endswith("_ms") else "duration, in s"}.get(unit)
+    return f"| `{path}` | {kind or _kind(field.annotation)} | {default} | {field.description} |"
 
 
 def _plain(value: object) -> str:

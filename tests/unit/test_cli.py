@@ -63,12 +63,14 @@ def test_the_zoo_is_listed_as_json() -> None:
 
 
 def test_options_change_the_recipe_file(tmp_path: object) -> None:
-    values = {"opset": 21, "batch": "2,4", "shapes": ("sequence=8:16:32",), "max_memory": "2GiB", "inputs": ()}
+    values = {"export__opset": 21, "batch": "2,4", "shapes": ("sequence=8:16:32",), "inputs": ()}
+    values |= {"budgets__max_memory_bytes": "2GiB", "data_options__crop": "224,256", "recover": None}
     recipe = context.recipe_of("digits", None, values)
     assert recipe.export.opset == 21
     assert recipe.batch == (2, 4)
     assert recipe.shapes == {"sequence": "8:16:32"}
     assert recipe.budgets.max_memory_bytes == 2 << 30
+    assert recipe.data_options.crop == (224, 256)
 
 
 @pytest.mark.parametrize("arguments", [["optimize"], ["optimize", "digits", "--nonsense"], ["export", "digits"]])

@@ -9,6 +9,7 @@ import pytest
 
 from enginesmith.pipeline import errors
 from enginesmith.pipeline.recipe import make
+from enginesmith.pipeline.recipe.cli_options import list_options
 from enginesmith.pipeline.report.reference import recipe_reference
 from enginesmith.pipeline.results.run import json_schema
 
@@ -18,6 +19,10 @@ ROOT = Path(__file__).parents[2]
 def test_the_shipped_schema_is_that_of_the_code() -> None:
     shipped = json.loads((ROOT / "pipeline/report/run.schema.json").read_text())
     assert shipped == json.loads(json.dumps(json_schema())), "run `make documents`"
+
+
+def test_the_options_of_the_command_line_are_those_of_the_recipes_fields() -> None:
+    assert json.loads((ROOT / "pipeline/commands/options.json").read_text()) == list_options(), "run `make documents`"
 
 
 def test_the_recipe_reference_is_that_of_the_code() -> None:

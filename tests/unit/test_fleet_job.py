@@ -114,7 +114,7 @@ def test_options_and_patterns_of_the_command_line(jobs: Jobs) -> None:
     assert found.only == ("digits", "lenet@edge")
     run = json.loads(Path("runs/a/runs/digits@cpu/run.json").read_text())
     assert (run["recipe"]["batch"], run["recipe"]["budgets"]["max_latency_ms"]) == ([4], 5.0)
-    assert found.options == {"batch": [4], "budgets": {"max_latency_ms": "5ms"}}
+    assert found.options == {"batch": "4", "budgets": {"max_latency_ms": "5ms"}}
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_an_interrupted_fleet_is_told_and_goes_on_where_it_was_begun(
     assert (after.created, after.folder) == (found.created, found.folder)
     assert jobs.places == [Path(found.folder)] * 2
     assert 100 < after.seconds < 200
-    assert json.loads(done.output)["options"] == {"batch": [4]}
+    assert json.loads(done.output)["options"] == {"batch": "4"}
     assert Path.cwd().name == "elsewhere"
 
 

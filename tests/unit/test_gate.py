@@ -282,13 +282,19 @@ def test_the_recipes_budgets_are_changed_by_options() -> None:
     recipe = make(
         {"model": "digits", "budgets": {"max_latency_ms": "5ms", "max_size_bytes": "1MiB"}, "min_sqnr_db": 20}
     )
-    assert budgets_of(recipe, {"max_latency": "2ms", "max_p99": "1s", "max_build_time": "2m", "tolerance": "5%"}) == (
+    options = {"max_latency_ms": "2ms", "max_p99_ms": "1s", "max_build_seconds": "2m"}
+    given = {**{f"budgets__{name}": value for name, value in options.items()}, "tolerance": "5%"}
+    assert budgets_of(recipe, given) == (
         Budgets(max_latency_ms=2, max_size_bytes=1 << 20, max_p99_ms=1000, max_build_seconds=120),
         20,
     )
-    for options in ({"max_latency": "0ms"}, {"min_throughput": float("nan")}, {"max_memory": "much"}):
+    for name, value in (
+        ("max_latency_ms", "0ms"),
+        ("min_throughput_per_s", float("nan")),
+        ("max_memory_bytes", "much"),
+    ):
         with pytest.raises(UsageError):
-            budgets_of(recipe, options)
+            budgets_of(recipe, {f"budgets__{name}": value})
 
 
 def test_samples_are_put_back_into_blocks_and_launches() -> None:

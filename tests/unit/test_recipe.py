@@ -68,7 +68,7 @@ def test_the_zoo_brings_its_own_data() -> None:
         ({"presicion": 1}, "no field 'presicion'"),
         ({"bach": [1]}, "did you mean batch.*\n.*the fields are model, inputs"),
         ({"budgets": {"max_ram": 1}}, "no field 'max_ram' in budgets.*\n.*max_memory_bytes"),
-        ({"batch": "many"}, "batch: .*list.*'many'"),
+        ({"batch": "many"}, "batch.0: .*valid integer.*'many'"),
         ({"batch": [0]}, "at least 1"),
         ({"batch": []}, "batch"),
         ({"export": 17}, "export: .*mapping.*17"),

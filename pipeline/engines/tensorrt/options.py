@@ -1,11 +1,15 @@
 """What a build can be asked for, and what of it a flavour does not do: said, never silently dropped."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from enginesmith.pipeline.engines.tensorrt.versions import NEEDS_DEVICE, Capabilities, FlavourName
 from enginesmith.pipeline.errors import MissingCapability
+from enginesmith.pipeline.units import SIZE, Bytes, Heading, Option, flag_of
+
+_BUILDING: Heading = "Building engines"
+_ADVANCED = Option(_BUILDING)
 
 
 class BuildOptions(BaseModel):
@@ -13,29 +17,55 @@ class BuildOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tactic_dram: int | None = Field(None, gt=0, description="bytes of device memory that trying one kernel may take")
-    tactic_shared_memory: int | None = Field(None, gt=0, description="bytes of shared memory that a kernel may use")
-    optimization_level: int | None = Field(None, ge=0, le=5, description="0 builds fastest, 5 searches longest")
-    aux_streams: int | None = Field(None, ge=0, description="most streams besides the main one")
-    tiling: Literal["none", "fast", "moderate", "full"] | None = Field(None, description="search for tiled kernels")
-    sparse_weights: bool = Field(
+    tactic_dram: Annotated[Bytes | None, _ADVANCED] = Field(
+        None, description="device memory that trying one kernel may take"
+    )
+    tactic_shared_memory: Annotated[Bytes | None, _ADVANCED] = Field(
+        None, description="shared memory that a kernel may use"
+    )
+    optimization_level: Annotated[int | None, _ADVANCED] = Field(
+        None, ge=0, le=5, description="effort of the builder: 0 is fastest, 5 searches longest"
+    )
+    aux_streams: Annotated[int | None, _ADVANCED] = Field(None, ge=0, description="most streams besides the main one")
+    tiling: Annotated[Literal["none", "fast", "moderate", "full"] | None, _ADVANCED] = Field(
+        None, description="effort of the search for tiled kernels"
+    )
+    sparse_weights: Annotated[bool, _ADVANCED] = Field(
         False, description="use kernels for 2:4 sparse weights; always on for graphs that were made 2:4"
     )
-    weight_streaming: bool = Field(False, description="let weights be streamed from the host while it runs")
-    strip_plan: bool = Field(False, description="leave the weights out of the engine, to be refitted later")
-    refit: bool = Field(False, description="let the weights be replaced in the built engine")
-    version_compatible: bool = Field(False, description="let later versions of TensorRT load the engine")
-    hardware_compatibility: Literal["none", "ampere_plus", "same_compute_capability"] = Field(
+    weight_streaming: Annotated[bool, _ADVANCED] = Field(
+        False, description="let weights be streamed from the host while it runs"
+    )
+    strip_plan: Annotated[bool, _ADVANCED] = Field(
+        False, description="leave the weights out of the engine, to be refitted later"
+    )
+    refit: Annotated[bool, _ADVANCED] = Field(False, description="let the weights be replaced in the built engine")
+    version_compatible: Annotated[bool, _ADVANCED] = Field(
+        False, description="let later versions of TensorRT load the engine"
+    )
+    hardware_compatibility: Annotated[Literal["none", "ampere_plus", "same_compute_capability"], _ADVANCED] = Field(
         "none", description="devices besides the one that it is built on"
     )
-    tf32: bool = Field(True, description="let fp32 products be rounded to TF32's 10 bits")
-    plugins: tuple[str, ...] = Field((), description="paths of plugin libraries to load; they are code, and are run")
-    timing_cache: str | None = Field(None, description="file of kernel timings; one per device and version without it")
-    locked: bool = Field(False, description="fail where a timing is missing, so that the same engine comes out")
-    profiles: tuple[str, ...] = Field(
-        (), description="more optimisation profiles, as in batch=1:1:1,seq=1:128:128; tried before the whole range"
+    tf32: Annotated[bool, Option(_BUILDING, "--tf32/--no-tf32")] = Field(
+        True, description="let fp32 products be rounded to TF32's 10 bits"
     )
-    host_code: bool = Field(False, description="let an engine bring its own host code along when it is loaded")
+    plugins: Annotated[tuple[str, ...], Option(_BUILDING, metavar="FILE.so")] = Field(
+        (), description="paths of plugin libraries to load; they are code, and are run"
+    )
+    timing_cache: Annotated[str | None, Option(_BUILDING, metavar="FILE")] = Field(
+        None, description="file of kernel timings; one per device and version without it"
+    )
+    locked: Annotated[bool, _ADVANCED] = Field(
+        False, description="fail where a timing is missing, so that the same engine comes out"
+    )
+    profiles: Annotated[tuple[str, ...], Option(_BUILDING, "--optimization-profile", metavar="DIM=MIN:OPT:MAX,…")] = (
+        Field(
+            (), description="more optimisation profiles, as in batch=1:1:1,seq=1:128:128; tried before the whole range"
+        )
+    )
+    host_code: Annotated[bool, _ADVANCED] = Field(
+        False, description="let an engine bring its own host code along when it is loaded"
+    )
 
     @field_validator("tiling", mode="before")
     @classmethod
@@ -57,12 +87,14 @@ class RunOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    cuda_graphs: bool = Field(False, description="capture each set of shapes once as a CUDA graph, and replay it")
-    share_activation_memory: bool = Field(
+    cuda_graphs: Annotated[bool, _ADVANCED] = Field(
+        False, description="capture each set of shapes once as a CUDA graph, and replay it"
+    )
+    share_activation_memory: Annotated[bool, _ADVANCED] = Field(
         False, description="let all engines of a process work in one buffer for activations, one at a time"
     )
-    weight_streaming_budget: int | None = Field(
-        None, ge=0, description="bytes of streamed weights kept on the device; for engines built with weight_streaming"
+    weight_streaming_budget: Annotated[Annotated[int, Field(ge=0), SIZE] | None, _ADVANCED] = Field(
+        None, description="streamed weights kept on the device; for engines built with weight_streaming"
     )
     kernel_cache: bool = Field(True, description="keep the kernels that TensorRT-RTX compiles at a first run")
 
@@ -87,10 +119,6 @@ def hold(options: BuildOptions, flavour: FlavourName, known: Capabilities, *, de
     )
 
 
-_WRITTEN = {"profiles": "optimization_profile"}
-"""Options that are given once for each, so that they are not called as the list of them is."""
-
-
 def option_name(field: str) -> str:
-    """``sparse_weights`` as it is written on the command line."""
-    return "--" + _WRITTEN.get(field, field).replace("_", "-")
+    """Spell a build option as on the command line: ``--sparse-weights``."""
+    return flag_of(BuildOptions, field)

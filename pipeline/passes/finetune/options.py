@@ -2,11 +2,12 @@
 
 import difflib
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from enginesmith.calibration.user_code import is_reference
+from enginesmith.pipeline.units import Bytes, Option, Seconds
 
 METHODS = ("distil", "supervised")
 
@@ -21,7 +22,9 @@ class RecoverOptions(BaseModel):
         description="distil learns from the dense model, without labels; supervised from labels; module:function is "
         "called with (student, teacher, batch) and returns the loss",
     )
-    seconds: float = Field(120.0, gt=0, description="time for it; the steps are planned to fit")
+    seconds: Annotated[Seconds, Option("Variants", "--recover-time")] = Field(
+        120.0, description="time for recovery; its steps are planned to fit"
+    )
     epochs: int | None = Field(
         None, ge=1, description="most passes over the data; as many as there is time for if null"
     )
@@ -35,8 +38,8 @@ class RecoverOptions(BaseModel):
     evaluations: int = Field(20, ge=1, description="how often the metric is looked at, if that takes little time")
     patience: int = Field(10, ge=1, description="evaluations without a better one after which it stops")
     held_back: float = Field(0.2, gt=0, lt=1, description="share of the samples that only the metric sees")
-    memory_bytes: int | None = Field(
-        None, gt=0, description="what recovery may take; batches are worked through in parts that fit"
+    memory_bytes: Annotated[Bytes | None, Option("Variants", "--recover-memory")] = Field(
+        None, description="memory for recovery; batches are split into parts that fit"
     )
     autocast: Literal["auto", "bf16", "off"] = Field(
         "auto", description="bfloat16 products while training; auto means where a GPU has them"

@@ -2,11 +2,14 @@
 
 import math
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.units import Option
+
+_ADVANCED = Option("Variants")
 
 Importance = Literal["l1", "l2", "taylor", "bn", "random"]
 
@@ -16,23 +19,25 @@ class PruneOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    importance: Importance = Field(
-        "l2", description="what channels are ranked by: weights (l1, l2), gradients (taylor), BN scale (bn), or random"
+    importance: Annotated[Importance, _ADVANCED] = Field(
+        "l2", description="ranking of channels: weights (l1, l2), gradients (taylor), batch-norm scale (bn), or random"
     )
-    scope: Literal["global", "uniform"] = Field(
+    scope: Annotated[Literal["global", "uniform"], Option("Variants", "--prune-scope")] = Field(
         "global", description="global ranks the channels of all layers together; uniform takes the same share of each"
     )
-    multiple_of: int = Field(
+    multiple_of: Annotated[int, _ADVANCED] = Field(
         16,
         ge=1,
         le=256,
-        description="channels are kept at multiples of this, and at parts of it only where the target needs that",
+        description="keep channel counts multiples of this, unless the target cannot be reached so",
     )
-    protect: tuple[str, ...] = Field(
-        (), description="layers whose outputs stay whole: names of modules, * for any part"
+    protect: Annotated[tuple[str, ...], Option("Variants", metavar="NAME")] = Field(
+        (), description="layers that keep all outputs: names of modules, * for any part"
     )
-    steps: int = Field(1, ge=1, le=100, description="in how many steps; importance is found anew before each")
-    heads: bool = Field(True, description="whether whole attention heads are pruned, too")
+    steps: Annotated[int, Option("Variants", "--prune-steps")] = Field(
+        1, ge=1, le=100, description="number of pruning steps; importance is computed again before each"
+    )
+    heads: Annotated[bool, Option("Variants", "--no-heads")] = Field(True, description="prune whole attention heads")
 
 
 # Read and write how far a model is to be pruned: always the share that is removed.
