@@ -33,8 +33,24 @@ from enginesmith.pipeline.commands import (
 _INTERRUPTED = 130
 
 
+_SECTIONS = {
+    "Optimise a model": ("optimize", "resume", "init"),
+    "Read and judge a run": ("report", "compare", "gate", "package"),
+    "Single stages": ("export", "simplify", "precision", "prune", "sparsify", "build", "verify", "benchmark", "fit"),
+    "Look around": ("inspect", "doctor", "models", "engines", "cache"),
+}
+"""Heading of ``--help`` → the commands below it."""
+
+
 class _Commands(click.Group):
     """Commands whose errors become one clear message and an exit code."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands, a section for each kind."""
+        for heading, names in _SECTIONS.items():
+            with formatter.section(heading):
+                width = formatter.width - 6 - max(map(len, self.commands))
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(width)) for name in names])
 
     def main(self, args: Sequence[str] | None = None, **kwargs: Any) -> NoReturn:  # type: ignore[override]
         given = sys.argv[1:] if args is None else args

@@ -1,1 +1,1 @@
-"""The commands of the command line: options in, one call into the pipeline, a rendering out."""
+"""Implement the commands: read the options, make one call, print the result."""

@@ -1,4 +1,4 @@
-"""Measuring models as they are."""
+"""Measure models as they are."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from enginesmith.pipeline.commands.options import (
 @click.option("--precision", "precisions", multiple=True, help="fp32, fp16 or bf16: what those engines cast it to.")
 @how_to_work
 def benchmark(models: tuple[str, ...], recipe_file: Path | None, as_json: bool, quiet: bool, **options: Any) -> int:
-    """Measure latency and peak memory of MODELS side by side, interleaved.
+    """Measure latency and peak memory of MODELS side by side.
 
     The first PyTorch model is the baseline, which runs as it is; without one, the first ONNX file.
 

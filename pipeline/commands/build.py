@@ -14,7 +14,7 @@ from enginesmith.pipeline.engines import DEFAULT_BUILD
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Engine file to write.")
 @click.option("--refit-engine", metavar="ENGINE", help="Put FILE's weights into this engine instead of building one.")
-@click.option("--check", is_flag=True, help="Only say for which targets it builds; nothing is written.")
+@click.option("--check", is_flag=True, help="Only report for which targets it builds; nothing is written.")
 @click.option("--engine", "engines", multiple=True, default=(DEFAULT_BUILD,), show_default=True, help="Which engine.")
 @what_to_load
 @how_to_build
@@ -29,7 +29,9 @@ def build(
     quiet: bool,
     **options: Any,
 ) -> int:
-    """Build a TensorRT engine from an ONNX FILE, as it is, and audit it; or say whether it builds.
+    """Build a TensorRT engine from an ONNX FILE, or check that it builds.
+
+    The graph is built as it is, and the engine's layers are audited.
 
     Example: enginesmith build net.onnx -o net.engine --target sm86 --shape batch=1:8:64
     """

@@ -1,4 +1,4 @@
-"""The store of finished steps."""
+"""Manage the store of finished steps."""
 
 from typing import TYPE_CHECKING
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @click.group()
 def cache() -> None:
-    """Look after the store of finished steps."""
+    """Manage the store of finished steps."""
 
 
 _which = together(
     store_option,
-    click.option("--local", is_flag=True, help="Of a shared store, only what this machine keeps of it."),
+    click.option("--local", is_flag=True, help="Only this machine's copy of a shared store."),
 )
 
 
@@ -26,7 +26,7 @@ _which = together(
 @_which
 @as_json_option
 def cache_list(store: str | None, local: bool, as_json: bool) -> None:
-    """List what is kept, the latest used first.
+    """List the kept steps, the latest used first.
 
     Example: enginesmith cache list
     """
@@ -39,7 +39,7 @@ def cache_list(store: str | None, local: bool, as_json: bool) -> None:
 @_which
 @as_json_option
 def cache_verify(store: str | None, local: bool, as_json: bool) -> None:
-    """Read everything and remove what is damaged; it is made again when it is needed.
+    """Read every entry and remove damaged ones; they are made again when needed.
 
     Example: enginesmith cache verify
     """
@@ -49,13 +49,13 @@ def cache_verify(store: str | None, local: bool, as_json: bool) -> None:
 
 @cache.command("prune")
 @click.option("--max-size", metavar="SIZE", help="Keep the latest used up to this size.")
-@click.option("--max-age", metavar="TIME", help="Remove what was not used for so long: 30d.")
+@click.option("--max-age", metavar="TIME", help="Remove entries not used for this long: 30d.")
 @_which
 @as_json_option
 def cache_prune(max_size: str | None, max_age: str | None, store: str | None, local: bool, as_json: bool) -> None:
-    """Remove what was not used lately, and leftovers of processes that were killed.
+    """Remove entries not used lately, and leftovers of killed processes.
 
-    Of a shared store, others lose it, too: it has to be named with --store.
+    Other machines lose the entries of a shared store, too: name it with --store.
 
     Example: enginesmith cache prune --max-size 5GiB --max-age 30d
     """

@@ -14,9 +14,10 @@ from enginesmith.pipeline.commands.options import as_json_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write it as Markdown into this file.")
 @as_json_option
 def compare(runs: tuple[Path, ...], any_device: bool, output: Path | None, as_json: bool) -> None:
-    """Show the same variants of RUNS side by side, what differs for certain, and what else changed; or two fleets.
+    """Compare runs, variant by variant, or two fleets.
 
-    The first run is the reference of all others. Runs of different devices are refused.
+    Significant differences are marked, and changes of model, recipe and machine listed. The first run is the reference
+    of all others. Runs of different devices are refused.
 
     Example: enginesmith compare runs/before runs/after -o compare.md
     """

@@ -9,7 +9,7 @@ from enginesmith.pipeline.commands.options import as_json_option
 @click.command()
 @as_json_option
 def doctor(as_json: bool) -> None:
-    """Say what this machine can do, what is missing, and how to get it.
+    """Report what this machine can do and how to install the rest.
 
     Example: enginesmith doctor
     """

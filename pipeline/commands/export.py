@@ -23,7 +23,7 @@ from enginesmith.pipeline.commands.options import (
 @how_to_export
 @how_to_work
 def export(model: str, output: Path, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Export MODEL to ONNX and hold the graph against eager.
+    """Export MODEL to ONNX and compare the graph with PyTorch.
 
     Example: enginesmith export net.py:build -o net.onnx --input image:float32:batch,3,224,224
     """

@@ -36,7 +36,7 @@ def fit(
 
     TensorRT's builder says what its engines take, without a GPU. For --engine onnxruntime batches are run.
 
-    With a run directory that has measured a workspace sweep: the smallest workspace that keeps the speed.
+    For a run directory with a workspace sweep: find the smallest workspace that keeps the speed.
 
     Example: enginesmith fit net.onnx --memory 8GiB --target sm86
     """

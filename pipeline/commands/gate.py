@@ -1,4 +1,4 @@
-"""Budgets and a baseline as an exit code."""
+"""Check a run against budgets and a baseline run."""
 
 from functools import partial
 from pathlib import Path
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 @click.argument("run", type=click.Path(path_type=Path))
 @with_budgets
 @click.option("--variant", metavar="ID", help="Which variant is judged; default: the winner.")
-@click.option("--baseline", type=click.Path(path_type=Path), metavar="RUN", help="A run that this one is held against.")
+@click.option(
+    "--baseline", type=click.Path(path_type=Path), metavar="RUN", help="The run that this one is compared with."
+)
 @click.option("--tolerance", default="5%", show_default=True, help="By how much a number may be worse than there.")
-@click.option("--update-baseline", is_flag=True, help="If the budgets hold, make RUN the baseline, whatever it was.")
+@click.option("--update-baseline", is_flag=True, help="If the budgets hold, make RUN the baseline.")
 @click.option("--measure-time", metavar="TIME", help="Longest time for measuring both engines again; default 20s.")
-@click.option("--no-measure", is_flag=True, help="Compare what both runs stored, which is less sharp.")
+@click.option("--no-measure", is_flag=True, help="Compare stored numbers only, which is less precise.")
 @click.option("--any-machine", is_flag=True, help="Compare latency also where it was measured on other machines.")
 @click.option("--quiet", is_flag=True, help="No progress on standard error.")
 @as_json_option
@@ -36,13 +38,15 @@ def gate(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Hold RUN, or all runs of a fleet, against budgets and a baseline; exit with 3 if one is broken, and say which.
+    """Check a run or a fleet against budgets and a baseline run.
+
+    The exit code is 3 if a budget is exceeded or a number is worse than in the baseline run.
 
     Budgets are those of the run's recipe, and those given here. A regression is worse than the baseline by more than
     the tolerance, and for certain: both engines are measured again, side by side, where that can be done.
 
-    With --update-baseline nothing is held against the old baseline: RUN replaces it if the budgets hold. The baseline
-    of a fleet is a fleet, entry by entry.
+    With --update-baseline only the budgets are checked: if they hold, RUN replaces the baseline. The baseline of a
+    fleet is a fleet, entry by entry.
 
     Example: enginesmith gate runs/net --max-latency 5ms --baseline runs/main --tolerance 5%
     """

@@ -11,7 +11,7 @@ from enginesmith.pipeline.commands.options import model_argument
 @model_argument
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="File to write; otherwise standard output.")
 def init(model: str, output: Path | None) -> None:
-    """Write a commented recipe for MODEL to start from.
+    """Write a recipe for MODEL with every option explained.
 
     Example: enginesmith init net.py:build -o recipe.yaml
     """

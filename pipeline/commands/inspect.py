@@ -12,7 +12,9 @@ from enginesmith.pipeline.commands.options import as_json_option
 @click.argument("file", type=click.Path(path_type=Path))
 @as_json_option
 def inspect_file(file: Path, as_json: bool) -> None:
-    """Show what is inside an ONNX model, a torch.export archive, a data set, a run directory or a fleet.
+    """Show what is inside a model, an engine, a data set or a run.
+
+    FILE is an ONNX file, a torch.export archive, an engine, a data set, a run directory or a fleet's folder.
 
     Example: enginesmith inspect net.onnx
     """

@@ -9,7 +9,7 @@ from enginesmith.pipeline.commands.options import as_json_option
 @click.command()
 @as_json_option
 def models(as_json: bool) -> None:
-    """List the zoo: parameters, FLOPs of one sample and inputs.
+    """List the models of the zoo: parameters, FLOPs, inputs.
 
     Example: enginesmith models
     """
@@ -22,7 +22,7 @@ def models(as_json: bool) -> None:
 @click.option("--device", default="cpu", show_default=True, help="Device to look at.")
 @as_json_option
 def engines(device: str, as_json: bool) -> None:
-    """List the engines: which can be used here, and why not.
+    """List the engines, and why some are not available here.
 
     Example: enginesmith engines --device cuda
     """

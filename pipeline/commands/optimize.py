@@ -54,9 +54,9 @@ def optimize(
     quiet: bool,
     **options: Any,
 ) -> int:
-    """Make every variant of MODEL, prove them right, measure them, and name the winner.
+    """Build, verify and measure variants of MODEL, and choose the best one.
 
-    Where MODEL is a fleet file, as fleet.yaml, do that for all its models and targets.
+    MODEL may be a fleet file such as fleet.yaml: many models for many targets.
 
     Example: enginesmith optimize net.py:build --precision fp32 --precision int8 --calibration data.npz --max-drop 0.01
     """

@@ -160,7 +160,7 @@ as_json_option = option("--json", "as_json", is_flag=True, help="Print one JSON 
 model_argument = click.argument("model")
 
 
-store_option = option("--store", metavar="FOLDER|URL", help="The store, perhaps shared; else $ENGINESMITH_STORE.")
+store_option = option("--store", metavar="FOLDER|URL", help="Store, which may be shared; default $ENGINESMITH_STORE.")
 
 
 output_option = option("-o", "--output", type=click.Path(path_type=Path), required=True, help="File to write.")

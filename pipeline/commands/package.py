@@ -1,4 +1,4 @@
-"""A run's engine as a folder that serves it elsewhere."""
+"""Package an engine of a run for use elsewhere."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from enginesmith.pipeline.commands.options import as_json_option
 @click.option("--variant", metavar="ID", help="Which variant; the run's winner without it.")
 @as_json_option
 def package(run: Path, form: str, output: Path, variant: str | None, as_json: bool) -> None:
-    """Write the winner of RUN as a folder of its own: a bundle with a script, or a Triton model repository.
+    """Package the winner of RUN: a bundle with a script, or for Triton.
 
     Everything in it is named by its sha256 in manifest.json. Engines are code: serve only what you trust.
 

@@ -32,7 +32,9 @@ from enginesmith.pipeline.commands.options import (
 @where_to_run
 @how_to_work
 def precision(model: str, output: Path, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Turn MODEL, or an ONNX file, into an ONNX graph of another precision, calibrated and held against it.
+    """Convert MODEL or an ONNX file to another precision.
+
+    The graph is calibrated where the precision needs it, and compared with the original.
 
     Example: enginesmith precision net.onnx -o net-int8.onnx --precision int8 --calibration data.npz
     """

@@ -35,7 +35,9 @@ from enginesmith.pipeline.commands.options import (
 @what_to_load
 @how_to_work
 def prune(model: str, output: Path, prune: str, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Take channels, hidden units and attention heads out of MODEL; the result is a smaller model.
+    """Remove channels, hidden units and attention heads of MODEL.
+
+    The result is a folder with a smaller model, which all commands take as MODEL.
 
     Example: enginesmith prune net.py:build -o pruned --prune macs=-50% --recover distil --data data.npz
     """
@@ -67,9 +69,10 @@ def sparsify(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Set weights of MODEL, or of an ONNX file, to zero: 2:4 for sparse tensor cores, or the smallest ones.
+    """Set weights of MODEL or of an ONNX file to zero.
 
-    One shot, without training; how far the answers are from the dense model's is shown.
+    Use 2:4 for sparse tensor cores, or unstructured for the smallest weights. Nothing is trained; the distance from
+    the dense model's outputs is shown.
 
     Example: enginesmith sparsify net.onnx -o net-24.onnx --sparsity 2:4
     """

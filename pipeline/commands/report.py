@@ -21,7 +21,9 @@ from enginesmith.pipeline.commands.options import as_json_option
 )
 @as_json_option
 def report(run: Path, output: Path | None, formats: tuple[str, ...], as_json: bool) -> None:
-    """Write the reports of the run directory RUN anew, from its run.json and samples.npz; or those of a fleet.
+    """Write the reports of a run or a fleet again.
+
+    They are made of run.json and samples.npz in the run directory RUN.
 
     Example: enginesmith report runs/net -f html -o public
     """
@@ -45,11 +47,11 @@ def report(run: Path, output: Path | None, formats: tuple[str, ...], as_json: bo
 
 def _report_fleet(folder: Path, output: Path | None, formats: tuple[str, ...]) -> list[Path]:
     """Write the reports of a fleet, and return their paths."""
-    from enginesmith.pipeline.report import fleet as files
-    from enginesmith.pipeline.report.files import REPORTS
+    from enginesmith.pipeline.report import files
+    from enginesmith.pipeline.report import fleet as fleet_files
     from enginesmith.pipeline.results import fleet_history
 
     fleet = fleet_history.opened(folder)
     runs = {one.name: run for one in fleet.record.entries if (run := fleet.run(one))}
-    chosen = tuple(name for name in files.NAMES if name in formats) or REPORTS
-    return files.write(fleet.record, output or fleet.folder, runs, chosen)
+    chosen = tuple(name for name in fleet_files.NAMES if name in formats) or files.REPORTS
+    return fleet_files.write(fleet.record, output or fleet.folder, runs, chosen)

@@ -13,7 +13,7 @@ from enginesmith.pipeline.commands.options import Command, how_to_work
 @click.argument("run", type=click.Path(path_type=Path))
 @how_to_work
 def resume(run: Path, as_json: bool, quiet: bool, **options: Any) -> int:
-    """Do what is still missing in the run directory RUN, or in a fleet's folder.
+    """Finish an interrupted run or fleet, from its folder RUN.
 
     Example: enginesmith resume runs/net
     """

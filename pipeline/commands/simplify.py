@@ -15,7 +15,7 @@ from enginesmith.pipeline.commands.options import Command, how_to_work, output_o
 @what_to_load
 @how_to_work
 def simplify(file: Path, output: Path, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Clean the graph of an ONNX FILE and hold the result against it.
+    """Simplify an ONNX FILE and compare the result with it.
 
     Example: enginesmith simplify net.onnx -o net-clean.onnx
     """

@@ -11,13 +11,15 @@ from enginesmith.pipeline.commands.options import Command, how_to_work, recipe_o
 
 @click.command(cls=Command)
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--against", "model", metavar="MODEL", help="What the outputs have to equal; not for a bundle.")
+@click.option("--against", "model", metavar="MODEL", help="Model to compare with; not for a bundle.")
 @recipe_options("min_sqnr_db")
 @what_to_load
 @where_to_run
 @how_to_work
 def verify(file: Path, model: str | None, as_json: bool, quiet: bool, **options: Any) -> int:
-    """Compare the outputs of an ONNX FILE with those of a model, at the smallest, usual and largest shape.
+    """Compare the outputs of an ONNX FILE with those of a model.
+
+    They are compared at the smallest, usual and largest shape.
 
     Where FILE is a bundle that `package` wrote, check every file's digest and run its test vector.
 

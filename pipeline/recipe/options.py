@@ -111,7 +111,7 @@ class QuantisationOptions(Part):
         None, description="bits of int8 weights; by default 7 for ONNX Runtime on x86 CPUs without VNNI, which saturate"
     )
     keep: Annotated[tuple[str, ...], Option(_DATA, everyday=True, metavar="NAME")] = Field(
-        (), description="groups to keep in floating point: names of nodes or modules, * for any part"
+        (), description="nodes or modules to keep in floating point, * for any part"
     )
     smooth: Annotated[
         Annotated[float, Field(ge=0, le=1)] | Literal["auto"] | None, Option(_DATA, metavar="ALPHA|auto")

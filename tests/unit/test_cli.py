@@ -127,6 +127,10 @@ def test_what_options_are_called_in_a_recipe_is_known() -> None:
     }
 
 
+def test_help_lists_every_command_once() -> None:
+    assert sorted(name for names in cli._SECTIONS.values() for name in names) == sorted(cli.main.commands)
+
+
 def test_help_lists_everyday_options_under_headings_and_help_all_lists_every_one() -> None:
     command = cli.main.commands["optimize"]
     brief, whole = (CliRunner().invoke(cli.main, ["optimize", flag]).output for flag in ("--help", "--help-all"))
