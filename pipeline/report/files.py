@@ -1,4 +1,4 @@
-"""The files that a run is read in: written beside its run.json, or anywhere else."""
+"""Write a run's reports beside its run.json, or anywhere else."""
 
 import os
 import signal
@@ -57,7 +57,7 @@ class Writer:
         self._futures: list[Future[None]] = []
 
     def write(self, folder: Path) -> None:
-        """The reports of one."""
+        """Write the reports of one run directory."""
         if self._pool is None:
             _from_record(folder)
             return
@@ -105,7 +105,7 @@ def _page(run: Run, samples: Samples | None) -> str:
 
 
 def read_samples(folder: Path) -> dict[str, NDArray[Any]] | None:
-    """The latencies of a run directory, in the form that latency is measured in; None where there are none.
+    """Read the latencies of a run directory, in seconds by variant and batch size; None where there are none.
 
     Raises:
         UsageError: the file is damaged.

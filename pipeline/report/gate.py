@@ -1,4 +1,4 @@
-"""What a gate found, as people read it: lines in a terminal, and Markdown."""
+"""Render a gate's checks as lines and as Markdown, and annotate runs of GitHub Actions."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,12 +8,12 @@ from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 
 
 def lines(found: Gate) -> list[str]:
-    """One for each judgement, one for each thing to know, and what that comes to."""
+    """List a line for each check and caution, and one that sums them up."""
     return _in_one_line([*_said(found), sentence(found)])
 
 
 def fleet_lines(found: FleetGate) -> list[str]:
-    """The same of every entry, by name, and what all of that comes to."""
+    """List the checks and cautions of all entries by name, and a line that sums them up."""
     said = [line for name, one in found.entries.items() for line in _said(one, f"{name}: ")]
     return _in_one_line([*said, fleet_sentence(found)])
 
@@ -28,7 +28,7 @@ def _in_one_line(texts: list[str]) -> list[str]:
 
 
 def sentence(found: Gate) -> str:
-    """The gate in one sentence."""
+    """Sum up a gate in one sentence."""
     about = f"{found.variant} of {found.run}" if found.variant else found.run
     broken = len(found.breaches)
     if broken:
@@ -39,7 +39,7 @@ def sentence(found: Gate) -> str:
 
 
 def fleet_sentence(found: FleetGate) -> str:
-    """The gate of a fleet in one sentence."""
+    """Sum up the gate of a fleet in one sentence."""
     broken = [name for name, one in found.entries.items() if not one.passed]
     if broken:
         return f"{found.fleet}: {len(broken)} of {len(found.entries)} entries broken: {', '.join(broken)}"
@@ -52,12 +52,12 @@ def fleet_sentence(found: FleetGate) -> str:
 
 
 def markdown(found: Gate) -> str:
-    """The same for the summary of a job, or a comment."""
+    """Render a gate as Markdown."""
     return _markdown(found.run, found.passed, sentence(found), _items(found))
 
 
 def fleet_markdown(found: FleetGate) -> str:
-    """The same of a fleet."""
+    """Render the gate of a fleet as Markdown."""
     items = [item for name, one in found.entries.items() for item in _items(one, f"{plain(name)}: ")]
     return _markdown(found.fleet, found.passed, fleet_sentence(found), items)
 
@@ -80,12 +80,12 @@ _LONGEST = 4_000
 
 
 def is_here(environment: Mapping[str, str]) -> bool:
-    """Whether this process runs in GitHub Actions, which says so by ``GITHUB_ACTIONS=true``."""
+    """Tell whether this process runs in GitHub Actions, which sets ``GITHUB_ACTIONS=true``."""
     return environment.get("GITHUB_ACTIONS") == "true"
 
 
 def annotations(title: str, errors: Sequence[str], warnings: Sequence[str]) -> list[str]:
-    """A line for each, as GitHub reads them from the log ("Workflow commands for GitHub Actions").
+    """Write a line for each message, as GitHub reads them from the log ("Workflow commands for GitHub Actions").
 
     Text of a model or a file cannot end the line or begin a command of its own.
     """

@@ -1,4 +1,4 @@
-"""``junit.xml``: each budget, each variant and each fidelity check as a test case, for whatever shows test results."""
+"""Render ``junit.xml``: each budget, variant and fidelity check is a test case."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +25,12 @@ class _Case:
 
 
 def render(run: Run) -> str:
-    """The run as JUnit XML: a suite of budgets, and one for each variant."""
+    """Render a run as JUnit XML: a suite of budgets, and one for each variant."""
     return _document(run.name, run.created, run.seconds, _suites(run))
 
 
 def render_fleet(record: FleetRecord, found: Mapping[str, Run]) -> str:
-    """The fleet: whether each entry has what can be used, and the suites of its run, of those that are ``found``."""
+    """Render a fleet as JUnit XML: a suite of entries, and the suites of those runs that are ``found``."""
     suites: dict[str, list[_Case]] = {"entries": [_ended(one) for one in record.entries]}
     for name, run in found.items():
         suites |= {f"{name} {suite}": cases for suite, cases in _suites(run).items()}
@@ -86,7 +86,7 @@ def _made(record: VariantRecord) -> _Case:
 
 
 def _checked(entry: StageFidelity) -> _Case:
-    """A comparison with the reference; one that was made and judged nothing says so in its reason."""
+    """Make the case of a comparison with the reference, skipped where it judged nothing."""
     name = f"{entry.stage} at {entry.point} (batch {entry.batch})"
     if not entry.passed:
         return _Case(name, "failure", entry.reason or "it differs from the reference by more than is allowed")

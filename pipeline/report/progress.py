@@ -92,7 +92,7 @@ class _Board:
 
 @contextlib.contextmanager
 def watching(quiet: bool = False) -> Iterator[Listener]:
-    """A listener for a runner, for as long as the block lasts; a ``quiet`` one says only what people should know."""
+    """Show events as long as the block lasts; ``quiet`` shows only notes."""
     if quiet:
         yield _say_notes
     elif sys.stderr.isatty():

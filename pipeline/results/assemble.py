@@ -1,4 +1,4 @@
-"""From the outcomes of steps to the document of the run."""
+"""Assemble ``run.json`` from the outcomes of steps."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from enginesmith.pipeline.tasks.measure import ENVIRONMENT
 
 @dataclass(frozen=True)
 class Header:
-    """What is known of a run besides its outcomes."""
+    """Hold what is known of a run besides its outcomes."""
 
     name: str
     created: str
@@ -39,7 +39,7 @@ def assemble(
     artifacts: Mapping[str, Path],
     kept: Mapping[str, Mapping[str, StoredArtifact]] | None = None,
 ) -> Run:
-    """The run as far as it has come.
+    """Assemble the run as far as it has come.
 
     ``artifacts`` are the engines' files in the run directory by variant, ``kept`` by variant what else is kept there
     for it: fields of its record.
@@ -82,7 +82,7 @@ def assemble(
 def _remarked(
     records: Sequence[VariantRecord], plan: Plan, batch: int, environment: Mapping[str, Any]
 ) -> list[VariantRecord]:
-    """The records with a remark on each whose precision was to make it faster."""
+    """Add a remark to each record whose precision was to make it faster."""
     devices = {variant.id: variant.device for variant in plan.variants}
     return [
         record.model_copy(
@@ -131,7 +131,7 @@ def _latency(plan: Plan, outcomes: Outcomes) -> dict[str, tuple[LatencyRow, ...]
 
 
 def _environment(header: Header, plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
-    """The machine when latency was measured, which may have been in an earlier run; all warnings."""
+    """Describe the machine when latency was measured, which may have been in an earlier run, with all warnings."""
     found = artifact_of(outcomes, plan.latency)
     measured = json.loads((found.folder / ENVIRONMENT).read_bytes()) if found else {}
     environment = {**header.environment, **measured}

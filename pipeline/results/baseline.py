@@ -80,7 +80,7 @@ def _replace(target: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _copy(source: Stored, whole: Path) -> None:
-    """The document, the samples, and the files of the variant that later runs are held against."""
+    """Copy the document, the samples, and the files of the variant that later runs are compared with."""
     whole.mkdir(parents=True)
     record = source.record
     kept = [_inside(one.path) for one in (record.artifact, record.graph, record.test_vector) if one]

@@ -1,4 +1,4 @@
-"""Runs side by side: the same variants, what became of their numbers and how sure that is, and what else changed.
+"""Compare runs: the numbers of their variants with intervals, and what else changed.
 
 The first run is the reference of all others. How latency is compared stands in ``latency_change.py``, what runs differ
 in besides numbers in ``differences.py``.
@@ -86,7 +86,7 @@ def latency_change(before: Run, after: Run, variant: str, batch: int, successor:
 
 
 def record_of(run: Run, variant: str) -> VariantRecord | None:
-    """A variant, or the baseline, by its id."""
+    """Look up a variant, or the baseline, by its id."""
     return next((record for record in run.records if record.id == variant), None)
 
 
@@ -95,7 +95,7 @@ def _positive(found: Interval | None) -> TypeGuard[Interval]:
 
 
 def _judged(found: Interval, basis: Basis, rows: Rows, yardsticks: Rows, note: str) -> Change:
-    """``yardsticks`` are the baselines' rows, where they are part of it."""
+    """Judge a ratio; ``yardsticks`` are the baselines' rows, where they are part of it."""
     noise = f"not judged: {TOO_NOISY}; {NOISE_REMEDY}" if found.too_noisy else ""
     unjudged = next((why for why in (_few_launches(rows), noise, _disturbed((*rows, *yardsticks))) if why), "")
     return Change(
@@ -126,7 +126,7 @@ def _disturbed(rows: Rows) -> str:
 
 
 def _no_yardstick(before: Run, after: Run, names: tuple[str, str], first: LatencyRow, second: LatencyRow) -> str:
-    """Why milliseconds are compared, and not speed-ups; empty where speed-ups can be."""
+    """Explain why milliseconds are compared, and not speed-ups; empty where speed-ups can be."""
     drift = "what else happened on the machine at either time is in them"
     if names[0] == before.baseline.id or names[1] == after.baseline.id:
         return f"milliseconds of the baseline itself: {drift}"
@@ -212,7 +212,7 @@ def _size(earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
 
 
 def _drop(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
-    """The difference of two drops; what the metric's samples have in common was taken out in each run by itself."""
+    """Compare two drops; what the metric's samples have in common was taken out in each run by itself."""
     one, other = earlier.quality, later.quality
     found = MetricDelta(name="drop", before=one and one.drop, after=other and other.drop)
     if one is None or other is None:
@@ -234,7 +234,7 @@ def _drop(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord)
 
 
 def _fidelity(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
-    """The lowest SQNR of the last stage, over the points of the shape range; it has no spread on the same samples."""
+    """Compare the lowest SQNR of the last stage over all shapes, which has no spread on the same samples."""
     values = [_lowest(record) for record in (earlier, later)]
     found = MetricDelta(name="sqnr_db", before=values[0], after=values[1])
     if None in values:
@@ -251,7 +251,7 @@ def _lowest(record: VariantRecord) -> float | None:
 
 
 def _build(earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
-    """Builds are timed once each, so whether a difference is more than chance is not known."""
+    """Compare the seconds of builds, each timed once, so that chance cannot be told from a difference."""
     seconds = [record.build.seconds if record.build else None for record in (earlier, later)]
     found = MetricDelta(name="build_seconds", before=seconds[0], after=seconds[1])
     if None in seconds:
@@ -324,7 +324,7 @@ class Pair(_Part):
 
 
 class Comparison(_Part):
-    """The whole document."""
+    """Hold the whole document."""
 
     schema_name: Literal["enginesmith.comparison/1"] = Field(SCHEMA, alias="schema")
     pairs: tuple[Pair, ...]
@@ -387,7 +387,7 @@ def _measured(run: Run) -> bool:
 
 
 def beside(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> VariantComparison:
-    """A variant of the first run and one of the second, which may have another name."""
+    """Compare a variant of the first run with one of the second, which may have another name."""
     batches = dict.fromkeys(row.batch for record in (earlier, later) for row in record.latency)
     return VariantComparison(
         id=earlier.id,
@@ -413,7 +413,7 @@ def _batch(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord
 
 
 def _cautions(before: Side, after: Side, one: Run, other: Run, variants: Sequence[VariantComparison]) -> Iterator[str]:
-    """What has to be known before any number is believed, the gravest first."""
+    """List what has to be known before any number is believed, the gravest first."""
     if differences.same_model(one, other) is False:
         yield "the runs are of different models: what differs may be due to that alone"
     for apart in differences.other_device(one, other):

@@ -1,4 +1,4 @@
-"""What two runs differ in besides their results: model, recipe, versions, machine, data; and what that forbids.
+"""List what two runs differ in besides their results: model, recipe, versions, machine and data.
 
 Only what differs is listed, field by field, with dotted names; a side that has no such field is None.
 """
@@ -23,7 +23,7 @@ _GPU_STATE = (*_GPU, "driver", "power_limit_watts", "ecc")
 
 
 class Changed(BaseModel):
-    """One field, as each run has it."""
+    """Hold one field, as each run has it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -33,7 +33,7 @@ class Changed(BaseModel):
 
 
 class Differences(BaseModel):
-    """All that two runs differ in, by what it is about."""
+    """Hold all that two runs differ in, by subject."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -50,7 +50,7 @@ class Differences(BaseModel):
 
 
 def between(before: Run, after: Run) -> Differences:
-    """Everything that differs."""
+    """List everything that two runs differ in besides their results."""
     return Differences(
         model=_changed(_model(before), _model(after)),
         recipe=_changed(before.recipe.model_dump(mode="json"), after.recipe.model_dump(mode="json")),
@@ -61,7 +61,7 @@ def between(before: Run, after: Run) -> Differences:
 
 
 def same_model(before: Run, after: Run) -> bool | None:
-    """Whether both runs loaded the same model; None where that is not known.
+    """Tell whether both runs loaded the same model; None where that is not known.
 
     Runs without the model's digest had the same one where an engine of both is the same, byte for byte.
     """
@@ -76,7 +76,7 @@ def same_model(before: Run, after: Run) -> bool | None:
 
 
 def of_baseline(before: Run, after: Run) -> str:
-    """Why the baseline of one run is no yardstick for the other; empty where it is one.
+    """Explain why the baseline of one run is no yardstick for the other; empty where it is one.
 
     It is one where the same model ran on the same inputs by the same versions on the same kind of machine.
     """
@@ -93,7 +93,7 @@ def of_baseline(before: Run, after: Run) -> str:
 
 
 def other_device(before: Run, after: Run) -> tuple[Changed, ...]:
-    """In what the devices differ that latency and memory were measured on; empty where they are of one kind."""
+    """List how the devices differ that latency and memory were measured on; empty where they are of one kind."""
     kinds = device_kind(before), device_kind(after)
     if kinds[0] != kinds[1]:
         return (Changed(name="device", before=kinds[0], after=kinds[1]),)
@@ -103,7 +103,7 @@ def other_device(before: Run, after: Run) -> tuple[Changed, ...]:
 
 
 def device_kind(run: Run) -> str:
-    """Where a run measured, or would have: cpu or cuda."""
+    """Return the kind of device that a run measured on, or would have: cpu or cuda."""
     measured = (record.memory.device for record in run.records if record.memory)
     if known := next(measured, run.recipe.device):
         return known.partition(":")[0]
@@ -151,7 +151,7 @@ def _data(run: Run) -> dict[str, Any]:
 
 
 def _lasting(run: Run) -> dict[str, Any]:
-    """What decides how fast the baseline is, besides model and machine."""
+    """Collect what decides how fast the baseline is, besides model and machine."""
     engine = run.baseline.engine
     tools = engine_class(engine).tools if engine in ENGINES else ()
     packages = run.environment.get("packages", {})

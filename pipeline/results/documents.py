@@ -1,4 +1,4 @@
-"""JSON documents of this and of other versions: what cannot be read is said by field, and what is unknown is named.
+"""Read JSON documents of this and of other versions, naming invalid and unknown fields.
 
 What is wrong is a ``ValueError`` with a sentence; who knows what the document is for makes a ``UsageError`` of it.
 """
@@ -46,7 +46,7 @@ def load(path: Path) -> Any:
 
 
 def fitted(kind: type[Model], values: Any) -> tuple[Model, tuple[str, ...]]:
-    """The model of plain values, and the dotted names of fields that it does not have, which are taken out of them.
+    """Validate plain values as a model, taking out fields that it does not have; also returns their dotted names.
 
     Raises:
         ValueError: a field is missing, or of the wrong type; says which.
@@ -69,7 +69,7 @@ def fitted(kind: type[Model], values: Any) -> tuple[Model, tuple[str, ...]]:
 
 
 def made(kind: type[Model], fields: Any, what: str) -> Model:
-    """The model of fields that a document keeps as they came.
+    """Validate fields that a document keeps as they came.
 
     Raises:
         UsageError: they are not of that kind, or of another version's.
@@ -81,7 +81,7 @@ def made(kind: type[Model], fields: Any, what: str) -> Model:
 
 
 def first(error: ValidationError) -> str:
-    """What is wrong with the first field that is not as it should be."""
+    """Describe the first invalid field."""
     return _sentence(error.errors(include_url=False)[0])
 
 

@@ -82,7 +82,7 @@ def _kept(record: VariantRecord, low: str) -> Iterator[str]:
 
 
 def _not_taken_over(record: VariantRecord, low: str, where: Device) -> Iterator[str]:
-    """What the graph asks for and ONNX Runtime does otherwise."""
+    """Explain where ONNX Runtime does otherwise than the graph asks."""
     ran, asked = record.engine_coverage, record.coverage
     if ran is None:
         return
@@ -108,7 +108,7 @@ class Circumstances:
 
 
 def remarks(record: VariantRecord, siblings: Sequence[VariantRecord], given: Circumstances) -> tuple[str, ...]:
-    """Whether a low precision is faster than the best float variant of the same engine, with the evidence."""
+    """Say whether a low precision is faster than the best float variant of the same engine, with the evidence."""
     low, mine = claimed(record.precision), record.row(given.batch)
     if low is None or mine is None or record.status != "measured":
         return ()
@@ -130,7 +130,7 @@ def remarks(record: VariantRecord, siblings: Sequence[VariantRecord], given: Cir
 
 
 def _best_float(record: VariantRecord, siblings: Sequence[VariantRecord], batch: int) -> VariantRecord | None:
-    """The fastest variant of the same engine in wider floats."""
+    """Find the fastest variant of the same engine in wider floats."""
     wider = ("fp32",) if record.precision in HALF else _FLOATS
     others = [
         (row.p50_ms, one.id, one)
@@ -145,7 +145,7 @@ def _best_float(record: VariantRecord, siblings: Sequence[VariantRecord], batch:
 
 
 def _evidence(record: VariantRecord, low: str, given: Circumstances) -> Iterator[str]:
-    """What speaks for or against the low precision: coverage first."""
+    """List the evidence for or against the low precision, coverage first."""
     found = record.engine_coverage or record.coverage
     if found is not None:
         shares = found.weights if record.precision in _WEIGHTS_ONLY else found.macs
@@ -160,7 +160,7 @@ def _evidence(record: VariantRecord, low: str, given: Circumstances) -> Iterator
 
 
 def _reformatting(record: VariantRecord) -> Iterator[str]:
-    """What is executed besides the model's own operators, to change between types and layouts."""
+    """Count the operators that only change between types and layouts."""
     found, asked = record.engine_coverage, record.coverage
     if found is None or not found.islands:
         return
@@ -180,7 +180,7 @@ def _count(count: int, one: str, more: str = "") -> str:
 
 
 def hardware(low: str, where: Device, environment: Mapping[str, Any]) -> str:
-    """What the hardware has for a type, from what was recorded of the machine; empty where that says nothing."""
+    """Describe the hardware's units for a type, by the record of the machine; empty where that says nothing."""
     if where.kind == "cuda":
         return _gpu_support(low, where, environment.get("gpus") or ())
     units = [str(unit) for unit in environment.get("vector_units", ())]

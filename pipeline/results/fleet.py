@@ -135,7 +135,7 @@ class Last(_Part):
 
 
 class FleetRecord(_Part):
-    """The whole document."""
+    """Hold the whole document."""
 
     schema_name: Literal["enginesmith.fleet/1"] = Field(SCHEMA, alias="schema")
     name: str
@@ -159,7 +159,7 @@ class FleetRecord(_Part):
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     def having(self, status: EntryStatus) -> tuple[EntryRecord, ...]:
-        """The entries that ended so."""
+        """List the entries of a status."""
         return tuple(one for one in self.entries if one.status == status)
 
     @property
@@ -203,7 +203,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def is_fleet(folder: Path) -> bool:
-    """Whether a path is a fleet's folder, or the document in it."""
+    """Tell whether a path is a fleet's folder, or the document in it."""
     return (folder / FILE).is_file() or (folder.name == FILE and folder.is_file())
 
 
@@ -234,7 +234,7 @@ def read(folder: Path, *, to_go_on: bool = False) -> FleetRecord:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of ``fleet.json``."""
+    """Return the JSON Schema of ``fleet.json``."""
     return FleetRecord.model_json_schema(by_alias=True, mode="serialization")
 
 
@@ -255,7 +255,7 @@ class Found:
 
 
 def entry_record(entry: Entry, found: Found, folder: Path, siblings: Sequence[str] = ()) -> EntryRecord:
-    """The record of an entry, whose run directory lies in the fleet's folder.
+    """Make the record of an entry, whose run directory lies in the fleet's folder.
 
     ``siblings`` are the names of entries of the same model: the logs of steps that they share are with one of them.
     """
@@ -312,7 +312,7 @@ def _reason(found: Found) -> str:
 
 
 def winner(run: Run) -> Winner | None:
-    """The winner of a run, in short."""
+    """Summarise the winner of a run."""
     if run.winner is None:
         return None
     record, batch = named(run, run.winner), run.deciding_batch
@@ -350,7 +350,7 @@ def _why(run: Run, record: VariantRecord, found: Winner) -> Iterator[tuple[str, 
 
 
 def _failures(found: Found, folder: Path, homes: Sequence[str]) -> Iterator[Failure]:
-    """The entry's own, then those of its variants."""
+    """List the entry's own failure, then those of its variants."""
     run = found.run
     broken = [one.id for one in run.steps if one.status == "failed"] if run else []
     if found.error is not None:
@@ -365,6 +365,6 @@ def _failures(found: Found, folder: Path, homes: Sequence[str]) -> Iterator[Fail
 
 
 def _log(folder: Path, homes: Sequence[str], step: str) -> str | None:
-    """The step's log from the fleet's folder, in the first of the run directories that has it."""
+    """Find a step's log in the first of the run directories that has it; the path is from the fleet's folder."""
     names = (f"{RUNS}/{home}/logs/{step}.log" for home in homes)
     return next((name for name in names if (folder / name).is_file()), None)

@@ -1,4 +1,4 @@
-"""Earlier fleets: which one this is held against, what became faster or slower, and what need not be done again."""
+"""Compare a fleet with earlier ones, and find the entries that need not be done again."""
 
 import contextlib
 import os
@@ -30,17 +30,17 @@ from enginesmith.pipeline.results.run import Run, named
 
 @dataclass(frozen=True)
 class Earlier:
-    """A fleet that was made before, in its folder."""
+    """Hold an earlier fleet and its folder."""
 
     folder: Path
     record: FleetRecord
 
     def entry(self, name: str) -> EntryRecord | None:
-        """Its entry of that name."""
+        """Look up an entry by name."""
         return next((one for one in self.record.entries if one.name == name), None)
 
     def run(self, entry: EntryRecord) -> Run | None:
-        """The run of an entry, if it is still there."""
+        """Read the run of an entry, if it is still there."""
         try:
             return runs.read(self.folder / entry.run) if entry.run else None
         except UsageError:
@@ -48,7 +48,7 @@ class Earlier:
 
 
 def opened(folder: Path) -> Earlier:
-    """The fleet of a folder.
+    """Open the fleet of a folder.
 
     Raises:
         UsageError: there is none.
@@ -57,7 +57,7 @@ def opened(folder: Path) -> Earlier:
 
 
 def last_beside(out: Path, begun: FleetRecord) -> Earlier | None:
-    """The newest fleet of the same file's name in a folder beside ``out`` that was begun before.
+    """Find the newest fleet of the same file's name beside ``out`` that was begun before.
 
     One that was interrupted is no yardstick, and one that was made with ``--only`` is none for another choice.
     """
@@ -70,7 +70,7 @@ def last_beside(out: Path, begun: FleetRecord) -> Earlier | None:
 
 
 def _begun(path: Path, now: FleetRecord) -> tuple[str, Path] | None:
-    """When the fleet of a document was begun, if it can be held against the one of now; not all of it is looked at."""
+    """Return when a document's fleet was begun, if it can be compared with the present one."""
     try:
         values = documents.load(path)
         created, file, only = (str(values["created"]), values["file"], tuple(values["only"]))
@@ -82,7 +82,7 @@ def _begun(path: Path, now: FleetRecord) -> tuple[str, Path] | None:
 
 
 def change(earlier: Earlier, name: str, folder: Path, now: Run | None, *, any_device: bool = False) -> EntryChange:
-    """An entry whose run lies in ``folder`` beside the same one of an earlier fleet."""
+    """Compare an entry whose run lies in ``folder`` with the same one of an earlier fleet."""
     entry = earlier.entry(name)
     if entry is None:
         return EntryChange(note="not in the last fleet")
@@ -108,19 +108,19 @@ def change(earlier: Earlier, name: str, folder: Path, now: Run | None, *, any_de
 
 
 def last(earlier: Earlier, out: Path, only: Sequence[str], entries: Sequence[EntryRecord]) -> Last:
-    """The earlier fleet as the one in ``out``, made with ``only`` such patterns, names it."""
+    """Name the earlier fleet in the record of the one in ``out``, made with ``only`` such patterns."""
     here = {one.name for one in entries}
     gone = () if only else tuple(one.name for one in earlier.record.entries if one.name not in here)
     return Last(path=path_from(out, earlier.folder), created=earlier.record.created, without=gone)
 
 
 def path_from(out: Path, folder: Path) -> str:
-    """A folder as it is named in the documents of another one."""
+    """Return a folder's path as the documents of another one name it."""
     return os.path.relpath(folder.resolve(), out.resolve())
 
 
 def beside(earlier: Earlier, now: Earlier, *, any_device: bool = False) -> FleetRecord:
-    """The record of a fleet held against another one than when it was made."""
+    """Compare a fleet with another one than when it was made."""
     entries = []
     for entry in now.record.entries:
         folder, run = now.folder / RUNS / entry.name, now.run(entry)
@@ -142,7 +142,7 @@ class State:
 
 
 def unchanged(earlier: Earlier, entry: Entry, state: State) -> Run | str:
-    """The run that stands for an entry still, or what has changed since: why it has to be done again."""
+    """Find the run that still stands for an entry, or explain what has changed since."""
     then = earlier.entry(entry.name)
     if then is None:
         return "it was not there"
@@ -205,7 +205,7 @@ def take_over(earlier: Earlier, name: str, folder: Path) -> None:
 
 
 def digests(recipes: Sequence[Recipe]) -> list[dict[str, str]]:
-    """For each recipe by name, as it stands there; names of sets, modules and metrics that are no files are left out.
+    """Digest the files that each recipe names, by name; data sets, modules and metrics that are no files are left out.
 
     Modules that a named file imports are not looked at.
 

@@ -1,4 +1,4 @@
-"""Budgets and a stored baseline, held against a run: what is broken, in a sentence each.
+"""Check a run against budgets and a stored baseline, a sentence for each check.
 
 A regression is worse by more than the tolerance, *and* its interval leaves out that nothing changed. What cannot be
 judged counts as broken, with the reason: a gate that lets through what it does not know is none.
@@ -34,7 +34,7 @@ _HELD: dict[Quantity, tuple[str, Callable[[float], str]]] = {
 
 @dataclass(frozen=True)
 class Demands:
-    """What a run is held against."""
+    """Hold what a run is checked against."""
 
     budgets: Budgets
     min_sqnr_db: float | None = None
@@ -48,7 +48,7 @@ class Demands:
 
 
 def parse_tolerance(text: str) -> float:
-    """The share in ``5%``.
+    """Parse the share in ``5%``.
 
     Raises:
         UsageError: it is no percentage, or one that nothing could exceed.
@@ -93,7 +93,7 @@ def gate(folder: Path, demands: Demands, variant: str | None = None, baseline: P
 
 
 def stored_in(folder: Path, variant: str | None) -> Stored | None:
-    """A run and its variant of that name, else the winner; None without a winner.
+    """Read a run and its variant of that name, else the winner; None without a winner.
 
     Raises:
         UsageError: there is no such run or variant, or nothing was measured in it.
@@ -119,7 +119,7 @@ def _without_winner(folder: Path, demands: Demands) -> Gate:
 
 
 def _status(after: Stored) -> Iterator[GateCheck]:
-    """A variant that was not measured, or that must not be used, is broken whatever its numbers are."""
+    """Fail a variant that was not measured or must not be used, whatever its numbers are."""
     if reason := why_ineligible(after.record):
         yield GateCheck(name="status", against="run", passed=False, text=reason)
 
@@ -146,7 +146,7 @@ def _regressions(before: Stored, after: Stored, demands: Demands) -> Iterator[Ga
 
 
 def _quantity(one: MetricDelta, tolerance: float) -> GateCheck:
-    """Memory and size by the tolerance; quality by its interval alone, as a share of a loss near 0 says nothing."""
+    """Check memory and size by the tolerance, and quality by its interval alone, as a loss may be near 0."""
     title, shown = _HELD[one.name]
     assert one.before is not None
     common = {"name": one.name, "against": "baseline", "before": one.before, "actual": one.after}
@@ -162,7 +162,7 @@ def _quantity(one: MetricDelta, tolerance: float) -> GateCheck:
 
 
 def _latency(before: Stored, after: Stored, demands: Demands) -> GateCheck:
-    """Measured again side by side where that can be done, else from what both runs stored."""
+    """Check latency by measuring side by side where that can be done, else by what both runs stored."""
     apart = differences.other_device(before.run, after.run)
     if apart and not demands.any_machine:
         where = "; ".join(f"{one.name} {one.before} and {one.after}" for one in apart)
@@ -191,7 +191,7 @@ def _measured(before: Stored, after: Stored, demands: Demands) -> GateCheck:
 
 
 def _from_stored(before: Stored, after: Stored, demands: Demands, why: str) -> GateCheck:
-    """By what both runs stored; an interval that would be needed and is not there is a breach."""
+    """Judge latency by what both runs stored; a missing interval is a breach."""
     batch = after.run.deciding_batch
     change = latency_change(before.run, after.run, before.record.id, batch, after.record.id)
     basis = f"from what both runs stored, by {change.basis}" if change.basis else "from what both runs stored"

@@ -1,4 +1,4 @@
-"""What a run found out: the document ``run.json``, and how the outcomes of steps become one.
+"""Define and read the document ``run.json``.
 
 A number that could not be had is null, and a reason stands beside it.
 """
@@ -25,7 +25,7 @@ from enginesmith.pipeline.tensors import Signature
 
 
 class _Read(BaseModel):
-    """What is taken from it again, as ``measure/device.py`` wrote it."""
+    """Type the fields that are read again."""
 
     processor: str | None = None
     usable_cores: int | None = None
@@ -62,7 +62,7 @@ class _Part(BaseModel):
 
 
 class StoredArtifact(_Part):
-    """An engine's main file in the run directory, with the digest and size of all its files."""
+    """Name an engine's main file in the run directory, with the digest and size of all its files."""
 
     path: str
     sha256: str
@@ -70,7 +70,7 @@ class StoredArtifact(_Part):
 
 
 class BuildRecord(_Part):
-    """What building the engine took and gave."""
+    """Record what building the engine took and gave."""
 
     seconds: float
     host_peak_bytes: int | None
@@ -86,7 +86,7 @@ class BuildRecord(_Part):
 
 
 class Assignment(_Part):
-    """What one operator is computed in, and why."""
+    """Record the precision of one operator, and why."""
 
     group: str
     module: str = ""
@@ -99,7 +99,7 @@ class Assignment(_Part):
 
 
 class SearchStep(_Part):
-    """One assignment that was tried on the way to the one that is used."""
+    """Record an assignment that was tried on the way to the one that is used."""
 
     step: int
     method: str = ""
@@ -119,7 +119,7 @@ class SearchStep(_Part):
 
 
 class VariantRecord(_Part):
-    """One way to run the model, and everything that is known of it. The baseline is one too."""
+    """Record one way to run the model, the baseline's included, and everything that is known of it."""
 
     id: str
     engine: str
@@ -178,7 +178,7 @@ class VariantRecord(_Part):
         return next((one for one in kept if isinstance(one, dict) and isinstance(one.get("engine"), dict)), {})
 
     def row(self, batch: int) -> LatencyRow | None:
-        """The latency at a batch size, if it was measured."""
+        """Look up the latency at a batch size; None if it was not measured."""
         return next((row for row in self.latency if row.batch == batch and row.p50_ms is not None), None)
 
     @property
@@ -204,7 +204,7 @@ class Verdict(_Part):
 
 
 class ModelRecord(_Part):
-    """What the run is about."""
+    """Record the model that a run is of."""
 
     source: str
     sha256: str | None = None
@@ -216,7 +216,7 @@ class ModelRecord(_Part):
 
 
 class StepRecord(_Part):
-    """A step of the plan and how it ended."""
+    """Record a step of the plan and how it ended."""
 
     id: str
     status: Literal["done", "failed", "skipped", "pending"]
@@ -227,7 +227,7 @@ class StepRecord(_Part):
 
 
 class Run(_Part):
-    """The whole document."""
+    """Hold the whole document."""
 
     schema_name: Literal["enginesmith.run/1"] = Field(SCHEMA, alias="schema")
     name: str
@@ -238,7 +238,7 @@ class Run(_Part):
     recipe: Recipe
     environment: RunEnvironment
     limits: DeviceLimits | None = None
-    """What the device can do at best, where that was measured."""
+    """Read what the device can do at best; None if that was not measured."""
     model: ModelRecord
     steps: tuple[StepRecord, ...]
     baseline: VariantRecord
@@ -263,13 +263,13 @@ class Run(_Part):
 
 
 def deciding_batch(recipe: Recipe, rows: Iterable[LatencyRow]) -> int:
-    """The batch size whose latency counts: the recipe's first, or the only one that a model of fixed batch has."""
+    """Choose the batch size whose latency counts: the recipe's first, or the only one of a model of fixed batch."""
     measured = [row.batch for row in rows]
     return recipe.batch[0] if recipe.batch[0] in measured or not measured else measured[0]
 
 
 def named(run: Run, name: str) -> VariantRecord:
-    """The baseline or variant of that name.
+    """Look up the baseline or a variant by name.
 
     Raises:
         UsageError: there is none.
@@ -328,5 +328,5 @@ def read(folder: Path, *, to_go_on: bool = False) -> Run:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of ``run.json``."""
+    """Return the JSON Schema of ``run.json``."""
     return Run.model_json_schema(by_alias=True, mode="serialization")

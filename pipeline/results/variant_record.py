@@ -1,4 +1,4 @@
-"""From what steps left to the record of one variant: what is known of it, and why where something is not."""
+"""Make the record of one variant from its steps' artifacts: its numbers, and reasons for those that are missing."""
 
 import json
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def why_missing(step: str | None, outcomes: Outcomes) -> str:
 def record(
     variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...], file: Path | None
 ) -> VariantRecord:
-    """The record as far as it is known; ``rows`` are its latencies, ``file`` is the engine's in the run directory."""
+    """Make a variant's record as far as it is known, of its latencies and the engine's file in the run directory."""
     own = artifact_of(outcomes, variant.artifact)
     failure, kind = _failure(variant, plan, outcomes, rows)
     unfinished = _unfinished(variant, plan, outcomes)
@@ -106,7 +106,7 @@ def record(
 
 
 def device_limits(plan: Plan, outcomes: Outcomes) -> DeviceLimits | None:
-    """What the device can do at best, where that was measured."""
+    """Read what the device can do at best; None if that was not measured."""
     found = artifact_of(outcomes, plan.limits)
     return read_limits(found) if found else None
 
@@ -122,7 +122,7 @@ def _held_against_limits(
 
 
 def _audits(variant: Variant, outcomes: Outcomes) -> tuple[dict[str, Coverage], dict[str, str]]:
-    """What the graph asks for and what the engine runs, and for what is not known the reason."""
+    """Read what the graph asks for and what the engine runs, and the reason for what is not known."""
     found: dict[str, Coverage] = {}
     reasons: dict[str, str] = {}
     for index, name in enumerate(("coverage", "engine_coverage")):
@@ -142,7 +142,7 @@ def _audits(variant: Variant, outcomes: Outcomes) -> tuple[dict[str, Coverage], 
 
 
 def _search(variant: Variant, outcomes: Outcomes, groups: int | None) -> tuple[SearchStep, ...]:
-    """The trials, which the record of the last step that was done holds all of."""
+    """Read all trials from the last step of the search that was done."""
     done = [step for step in variant.search if artifact_of(outcomes, step)]
     return tuple(
         SearchStep.model_validate(
@@ -158,7 +158,7 @@ def _search(variant: Variant, outcomes: Outcomes, groups: int | None) -> tuple[S
 
 
 def _synthetic(variant: Variant, outcomes: Outcomes) -> bool:
-    """Whether ranges that are part of the graph come from made-up data."""
+    """Tell whether ranges that are part of the graph come from synthetic data."""
     found = artifact_of(outcomes, variant.calibration)
     if found is None or variant.lowering is None or not KINDS[variant.lowering].calibrated:
         return False
@@ -167,7 +167,7 @@ def _synthetic(variant: Variant, outcomes: Outcomes) -> bool:
 
 @cache
 def _made_up(ranges: Path) -> bool:
-    """What stands in the store stays as it is, and the document may be large."""
+    """Tell whether ranges are synthetic; remembered, as the document may be large and never changes."""
     return bool(json.loads(ranges.read_bytes())["provenance"]["synthetic"])
 
 
@@ -196,7 +196,7 @@ def _own_steps(variant: Variant, plan: Plan) -> list[str]:
 
 
 def _failure(variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...]) -> tuple[str, str]:
-    """Why the variant cannot be used, if it cannot, and the class of the failure.
+    """Explain why a variant cannot be used, with the class of the failure; empty if it can.
 
     It is the first step of its own that failed, or was not good enough.
     """

@@ -1,4 +1,4 @@
-"""Charts of a run: plotly.js figures as plain data, made from the numbers in run.json and the latency samples."""
+"""Draw the charts of a run: plotly.js figures as plain data, of the numbers in run.json and the latency samples."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ __all__ = ["DARK", "LIGHT", "Chart", "charts"]
 
 
 def charts(run: Run, samples: Mapping[str, NDArray[Any]] | None = None) -> tuple[Chart, ...]:
-    """All charts of a run, in the order of its questions; ``samples`` are those of samples.npz.
+    """Draw all charts of a run, in the order of its questions; ``samples`` are those of samples.npz.
 
     Their ids: pareto, ecdf-BATCH (or ecdf, where there is none), memory, latency-by-batch, throughput-by-batch,
     concurrency, fidelity, sensitivity, limits, profile, recovery.

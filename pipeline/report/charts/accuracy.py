@@ -1,4 +1,4 @@
-"""How near outputs are to the reference's after each stage: where accuracy was lost."""
+"""Draw fidelity by stage, the sensitivity of groups, and how training pruned models back went."""
 
 import itertools
 import re
@@ -56,7 +56,7 @@ def fidelity(run: Run) -> Chart:
 
 
 def _worst(found: Sequence[StageFidelity]) -> dict[str, StageFidelity]:
-    """By stage, in order, the point with the lowest SQNR; one that failed comes before all that passed."""
+    """Find by stage, in order, the shape with the lowest SQNR, one that failed before all that passed."""
     worst: dict[str, StageFidelity] = {}
     for one in found:
         kept = worst.get(one.stage)
@@ -70,7 +70,7 @@ def _badness(one: StageFidelity) -> tuple[bool, float]:
 
 
 def _stages(found: _Worst) -> list[str]:
-    """All stages, so that each variant's own are in its order; the engine is last."""
+    """Order all stages so that each variant's own are in its order, the engine last."""
     ordered: list[str] = []
     for each in found.values():
         place = 0
@@ -98,7 +98,7 @@ def _figure(run: Run, cast: Cast, found: _Worst) -> Figure:
 
 
 def _thresholds(run: Run, shown: Sequence[VariantRecord]) -> list[tuple[float, str]]:
-    """The recipe's threshold, else those of the precisions: what engines are held to."""
+    """List the thresholds that engines have to reach: the recipe's, else those of the precisions."""
     if run.recipe.min_sqnr_db is not None:
         return [(run.recipe.min_sqnr_db, f"threshold {run.recipe.min_sqnr_db:g} dB")]
     by_value: dict[float, dict[str, None]] = {}
@@ -110,7 +110,7 @@ def _thresholds(run: Run, shown: Sequence[VariantRecord]) -> list[tuple[float, s
 
 
 def _traces(style: Style, record: VariantRecord, each: _Stages, stages: Sequence[str]) -> list[Figure]:
-    """The stages that are judged as a line, and those that change the model on purpose as markers beside it."""
+    """Draw judged stages as a line, and those that change the model on purpose as markers beside it."""
     judged, changed = _judged(each), {stage: one for stage, one in each.items() if stage not in _judged(each)}
     passed = [style.symbol if one.passed else "x-open" for one in judged.values()]
     sizes = [style.size if one.passed else 14 for one in judged.values()]
@@ -128,7 +128,7 @@ def _traces(style: Style, record: VariantRecord, each: _Stages, stages: Sequence
 
 
 def _broken(stage: str) -> list[str]:
-    """A stage's name in lines, broken where it has hyphens."""
+    """Break a stage's name into lines at its hyphens."""
     lines = [""]
     for part in re.findall(r"[^-]+-?", shortened(stage)):
         if lines[-1] and len(lines[-1]) + len(part) > _TICK:
@@ -146,7 +146,7 @@ def _line(each: _Stages, stages: Sequence[str]) -> tuple[list[float], list[float
 
 
 def _judged(each: _Stages) -> dict[str, StageFidelity]:
-    """Without the stages that change the model on purpose: those after them are held against what they made."""
+    """Leave out the stages that change the model on purpose, whose result later stages are compared with."""
     return {stage: one for stage, one in each.items() if not (one.passed and one.reason)}
 
 
@@ -157,7 +157,7 @@ def _words(one: StageFidelity) -> str:
 
 
 def _summary(run: Run, cast: Cast, found: _Worst) -> str:
-    """The largest fall from one stage to the next, of the winner or else of whoever fell most."""
+    """Describe the largest fall from one stage to the next, the winner's or else the largest of all."""
     records = [record for record in cast.records if record.id in found]
     winner = [record for record in records if record.id == run.winner]
     falls = [fall for record in winner or records if (fall := _fall(record, _judged(found[record.id])))]
@@ -282,7 +282,7 @@ _Turn = tuple[VariantRecord, int, Recovery]
 
 
 def recovery(run: Run) -> Chart:
-    """The metric on held-back samples, and the loss, by step; one line for each time that a model was trained back."""
+    """Draw metric on held-back samples and loss by step, a line for each time that a model was trained back."""
     turns = [(record, turn, one) for record in pruned(run) for turn, one in enumerate(record.recovery, 1) if one.curve]
     metric = " and ".join(dict.fromkeys(one.metric for _, _, one in turns)) or "metric"
     title = f"Training pruned models back: {metric} on held-back samples, and training loss, by step"

@@ -1,4 +1,4 @@
-"""Latency and throughput by batch size."""
+"""Draw latency and throughput by batch size, distributions of latency, and throughput by callers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -84,13 +84,13 @@ def _batches(rows: _Rows) -> Figure:
 
 
 def _single(rows: _Rows) -> str:
-    """Why there is nothing to draw, where there is one batch size only."""
+    """Explain that one batch size only leaves nothing to draw; empty where there are several."""
     sizes = {row.batch for found in rows.values() for row in found}
     return "" if len(sizes) > 1 else f"Only batch {sizes.pop()} was measured: --batch 1,8,32 or --sweep measures more."
 
 
 def _lines(cast: Cast, rows: _Rows, value: _Numbers, between: _Intervals, words: _Words) -> tuple[list[Figure], int]:
-    """A number of each row by batch size, with its interval, for those that are named; and entries of the legend."""
+    """Draw a number by batch size with its interval for each named record; also count the entries of the legend."""
     traces: list[Figure] = []
     if rest := cast.rest(rows):
         lines = [([row.batch for row in rows[one.id]], list(map(value, rows[one.id]))) for one in rest]
@@ -134,7 +134,7 @@ def _latency_summary(run: Run, cast: Cast, rows: _Rows) -> str:
 
 
 def _told(run: Run, cast: Cast, rows: _Rows) -> VariantRecord:
-    """Whom the summary is about: the winner, else the fastest at its smallest batch size."""
+    """Choose the record that the summary is about: the winner, else the fastest at its smallest batch size."""
     having = [record for record in cast.records if record.id in rows]
     winner = next((record for record in having if record.id == run.winner), None)
     return winner or min(having, key=lambda record: rows[record.id][0].p50_ms or float("inf"))
@@ -186,7 +186,7 @@ _TAIL = (0.995, 0.999, 1.0)
 
 
 def ecdf(run: Run, samples: Samples | None) -> tuple[Chart, ...]:
-    """A chart for each of the first batch sizes, that of the budgets first."""
+    """Draw a chart for each of the first batch sizes, that of the budgets first."""
     sizes = {row.batch for record in run.records for row in record.latency if row.p50_ms is not None}
     ordered = sorted(sizes, key=lambda size: (size != run.deciding_batch, size))
     charts = [_chart(run, samples or {}, size, sizes) for size in ordered[:_MOST_CHARTS]]

@@ -1,4 +1,4 @@
-"""Peak memory of each variant, by what it is for."""
+"""Draw the peak memory of each variant by part."""
 
 from collections.abc import Sequence
 
@@ -88,7 +88,7 @@ def _pattern(shape: str) -> Figure:
 
 
 def _key(part: str, pattern: str) -> Figure:
-    """The part in the legend, in a colour that is no variant's."""
+    """Draw a part's entry in the legend, in a colour that is no variant's."""
     marker = {"color": NEUTRAL, **_pattern(pattern)}
     return {"type": "bar", "orientation": "h", "name": part, "x": [None], "y": [0], "marker": marker}
 

@@ -1,4 +1,4 @@
-"""Latency against peak memory: who is on the front, and who holds the budgets."""
+"""Draw latency against peak memory, with the Pareto front and the budgets."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

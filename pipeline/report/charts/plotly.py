@@ -1,4 +1,4 @@
-"""What figures are made of: axes, layouts, traces; and which numbers of a run they are about."""
+"""Make the parts of figures: axes, layouts and traces, and a style for each variant."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ def escaped(text: str) -> str:
 
 
 def shortened(text: str, most: int = _LONGEST) -> str:
-    """A long name without its middle: beginnings and ends tell names apart."""
+    """Shorten a long name in its middle, as beginnings and ends tell names apart."""
     if len(text) <= most:
         return text
     tail = (most - 1) // 2
@@ -82,17 +82,17 @@ def shortened(text: str, most: int = _LONGEST) -> str:
 
 
 def label(name: str, most: int = _LONGEST) -> str:
-    """A name for legends and ticks."""
+    """Format a name for legends and ticks."""
     return escaped(shortened(name, most))
 
 
 def whole(name: str) -> str:
-    """A name for hover texts: all of it, in lines."""
+    """Break a whole name into lines for hover texts."""
     return "<br>".join(escaped(name[start : start + _TEXT_LINE]) for start in range(0, len(name), _TEXT_LINE))
 
 
 def said(*lines: str) -> str:
-    """A hover text of lines that are plain."""
+    """Join plain lines to a hover text."""
     return "<br>".join(whole(line) for line in lines if line)
 
 
@@ -155,7 +155,7 @@ class Style:
 
 
 def called(record: VariantRecord) -> str:
-    """A record's name in sentences."""
+    """Format a record's name for sentences."""
     return shortened(marked(record), _IN_SENTENCES)
 
 
@@ -199,22 +199,22 @@ class Cast:
         return star + label(marked(record))
 
     def style(self, record: VariantRecord) -> Style:
-        """How a record looks."""
+        """Return how a record is drawn."""
         return self._styles[record.id]
 
     def named(self, having: Container[str]) -> tuple[VariantRecord, ...]:
-        """Of those that have something to show, the most important ones, in the run's order."""
+        """Choose the most important of the records that have something to show, in the run's order."""
         found = sorted((one for one in self.records if one.id in having), key=lambda one: self._ranks[one.id])
         kept = {record.id for record in found[:MOST_NAMED]}
         return tuple(record for record in self.records if record.id in kept)
 
     def rest(self, having: Container[str]) -> tuple[VariantRecord, ...]:
-        """Those that have something to show, and are not named."""
+        """List the records that have something to show and are not named."""
         kept = {record.id for record in self.named(having)}
         return tuple(record for record in self.records if record.id in having and record.id not in kept)
 
     def unnamed(self, having: Container[str], what: str = "grey") -> str:
-        """What becomes of the rest, as the end of a sentence; empty where there is none."""
+        """Describe the records that are not named, as the end of a sentence; empty where there are none."""
         count = len(self.rest(having))
         return f"; {count} more {'is' if count == 1 else 'are'} {what}" if count else ""
 
@@ -229,12 +229,12 @@ _PLOT, _LINE, _ROW, _FRAME = 330, 23, 38, 110
 
 
 def why_none(run: Run, field: str, otherwise: str) -> str:
-    """Why no record has a field, in the run's own words where it has some."""
+    """Explain why no record has a field, in the run's own words where it has some."""
     return _first([record.reasons.get(field) or record.reason for record in run.records], otherwise)
 
 
 def why_no_memory(run: Run) -> str:
-    """The same for peak memory, which may be missing in a measurement that there is."""
+    """Explain why no record has a peak of memory, which its measurement may lack."""
     records, at = run.records, run.deciding_batch
     return _first([why_unknown(record, "max_memory_bytes", at) for record in records], "it was not measured")
 
@@ -246,7 +246,7 @@ def _first(reasons: Sequence[str], otherwise: str) -> str:
 
 
 def axis(title: str, values: Iterable[float | None] = (), *, log: bool | None = None, zero: bool = True) -> Figure:
-    """An axis with its unit; logarithmic where the values ask for it, else from zero on unless told otherwise."""
+    """Make an axis with its unit, logarithmic where the values ask for it, else from zero on if ``zero``."""
     known = [value for value in values if value is not None]
     found: Figure = {"title": {"text": escaped(title), "standoff": 8}, "automargin": True}
     if not (is_wide(known) if log is None else log):
@@ -256,18 +256,18 @@ def axis(title: str, values: Iterable[float | None] = (), *, log: bool | None = 
 
 
 def places(title: str, labels: Mapping[float, str], **more: Any) -> Figure:
-    """An axis with labels at some places of it alone."""
+    """Make an axis with labels at some places of it alone."""
     found: Figure = {"title": {"text": escaped(title), "standoff": 8}, "automargin": True, "tickmode": "array"}
     return {**found, "tickvals": list(labels), "ticktext": list(labels.values()), **more}
 
 
 def is_wide(values: Sequence[float]) -> bool:
-    """Whether values need a logarithmic axis, and can have one."""
+    """Tell whether values need a logarithmic axis, and can have one."""
     return len(values) > 1 and min(values) > 0 and max(values) / min(values) > _WIDE
 
 
 def layout(x: Figure, y: Figure, legend: int, *, plot: int = _PLOT, **more: Any) -> Figure:
-    """A layout for so many entries in the legend, which stands below a plot of so many pixels."""
+    """Make a layout for so many entries in the legend, which stands below a plot of so many pixels."""
     above = sum(one.get("xref", "x") == "x" and one.get("yref") == "paper" for one in more.get("shapes", ()))
     height = plot + _FRAME + legend * _LINE + 14 * above
     return {
@@ -292,7 +292,7 @@ def layout(x: Figure, y: Figure, legend: int, *, plot: int = _PLOT, **more: Any)
 
 
 def listed(x: Figure, names: Sequence[str], legend: int, **more: Any) -> Figure:
-    """A layout of rows from the top, a name above each: beside them, long ones would take a phone's width.
+    """Make a layout of rows from the top with a name above each, as beside them long ones would fill a phone.
 
     Rows are at 0, 1, 2 …, as names may be alike when shortened.
     """
@@ -354,7 +354,7 @@ def bars(found: Sequence[Interval], colour: str) -> Figure:
 
 
 def others(lines: Sequence[tuple[Sequence[float], Sequence[float | None]]], mode: str = "lines") -> Figure:
-    """All that is not named as one grey trace, with gaps between its lines."""
+    """Draw all records that are not named as one grey trace, with gaps between its lines."""
     x: list[float | None] = []
     y: list[float | None] = []
     for xs, ys in lines:
@@ -376,7 +376,7 @@ def others(lines: Sequence[tuple[Sequence[float], Sequence[float | None]]], mode
 
 
 def limit(direction: str, value: float, text: str, values: Sequence[float], line: int = 0) -> Figure:
-    """A line at a budget or threshold across the plot, ``"x"`` being a vertical one; ``values`` are what is drawn.
+    """Draw a line at a budget across the plot, ``"x"`` being a vertical one; ``values`` are those in the plot.
 
     Texts stand on the side that has room, those of vertical lines above the plot, in as many lines as there are.
     """
@@ -401,5 +401,5 @@ def limit(direction: str, value: float, text: str, values: Sequence[float], line
 
 
 def measured(records: Iterable[VariantRecord], at: int) -> dict[str, LatencyRow]:
-    """By record, its latency at a batch size, as far as it was measured."""
+    """Look up each record's latency at a batch size, as far as it was measured."""
     return {record.id: row for record in records if (row := record.row(at)) is not None}

@@ -1,4 +1,4 @@
-"""Where the time goes: by module, the baseline beside variants."""
+"""Draw time by module, and each variant's distance from the device's limits."""
 
 from collections.abc import Mapping, Sequence
 
@@ -47,7 +47,7 @@ def profile(run: Run) -> Chart:
 
 
 def _modules(profiles: Sequence[Profile]) -> list[JoinedRow]:
-    """The modules that cost most somewhere, and in one more row all that are left."""
+    """Choose the modules that cost most somewhere, and sum up all that are left in one more row."""
     rows = joined(profiles)
     if len(rows) > _MOST_MODULES:
         rows = repeated(rows)
@@ -139,7 +139,7 @@ def _limits_figure(cast: Cast, rows: Mapping[str, LimitRow]) -> Figure:
 
 
 def _distance(style: Style, record: VariantRecord, row: LimitRow, place: int) -> list[Figure]:
-    """A line from the floor to what was measured, with a marker at each end."""
+    """Draw a line from the floor to what was measured, with a marker at each end."""
     assert row.floor_ms is not None
     hover = said(marked(record), _words(row), row.summary)
     common = {"type": "scatter", "hovertext": hover, "hoverinfo": "text", "showlegend": False}
@@ -156,7 +156,7 @@ def _distance(style: Style, record: VariantRecord, row: LimitRow, place: int) ->
 
 
 def _key(name: str, symbol: str) -> Figure:
-    """What a marker means, in a colour that is no variant's."""
+    """Draw a marker's entry in the legend, in a colour that is no variant's."""
     marker = {"color": NEUTRAL, "symbol": symbol, "size": 12, "line": {"width": 2.5, "color": NEUTRAL}}
     return {"type": "scatter", "mode": "markers", "name": name, "x": [None], "y": [None], "marker": marker}
 

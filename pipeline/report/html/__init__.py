@@ -1,1 +1,1 @@
-"""``report.html``: a run as one page that needs nothing but a browser."""
+"""Render ``report.html``, a page that needs nothing but a browser."""

@@ -1,4 +1,4 @@
-"""A run as one HTML file."""
+"""Render a run as one HTML file."""
 
 import base64
 import functools
@@ -51,14 +51,14 @@ from enginesmith.pipeline.results.run import Run, Verdict
 
 
 def verdict(run: Run) -> Words:
-    """The run in one sentence."""
+    """Sum up the run in one sentence, coloured by how it ended."""
     broken = any(not one.passed for one in run.verdicts)
     tone: Tone = "bad" if run.winner is None and run.complete else "caution" if run.winner is None or broken else "good"
     return Words(sentences.summarize(run), tone)
 
 
 def budget_facts(run: Run) -> tuple[Fact, ...]:
-    """Each budget with its number and its limit, those that nothing was held against too."""
+    """List each budget with its number and its limit, and those that were not judged."""
     judged = tuple(_budget(one) for one in run.verdicts)
     open_ = tuple(Fact(budgets.format_title(name), "not judged", "", "caution") for name in budgets.list_unjudged(run))
     return judged + open_
@@ -72,7 +72,7 @@ def _budget(one: Verdict) -> Fact:
 
 
 def unfinished(run: Run) -> tuple[Words, ...]:
-    """What is missing of a run that was interrupted, or has steps for another machine."""
+    """Say what is missing of a run that was interrupted, or has steps for another machine."""
     if run.complete:
         return ()
     left = [step.id for step in run.steps if step.status == "pending"]
@@ -97,19 +97,19 @@ def library() -> str:
 
 @functools.cache
 def own() -> str:
-    """What makes tables sortable and draws charts and long tables."""
+    """Load the script that makes tables sortable and draws charts and long tables."""
     return (TEMPLATES / "page.js").read_text(encoding="utf-8")
 
 
 @functools.cache
 def style() -> str:
-    """The page's style."""
+    """Load the page's style."""
     return (TEMPLATES / "style.css").read_text(encoding="utf-8")
 
 
 @functools.cache
 def policy(texts: tuple[str, ...]) -> str:
-    """A content security policy: these scripts, the page's style, and nothing from anywhere."""
+    """Write a content security policy that allows these scripts and the page's style, and nothing from anywhere."""
     scripts = " ".join(f"'sha256-{_digest(text)}'" for text in texts)
     return f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
 
@@ -122,7 +122,7 @@ def _digest(text: str) -> str:
 
 
 def lay_out(template: str, parts: Sequence[Section], figures: Mapping[str, Any] | None = None, **values: Any) -> str:
-    """The page; ``figures`` are what its charts are drawn of, and without them it has no library that draws."""
+    """Render a page; without ``figures`` for charts it has no library that draws."""
     shown = within_limits(parts)
     libraries = (library(),) if figures is not None else ()
     return _template(template).render(
@@ -139,7 +139,7 @@ def lay_out(template: str, parts: Sequence[Section], figures: Mapping[str, Any] 
 
 @functools.cache
 def _known(script: str) -> Markup:
-    """A script that is ours, and stands in the page as it is."""
+    """Mark a script of ours as safe, so that it stands in the page as it is."""
     return Markup(script)
 
 
@@ -206,7 +206,7 @@ SECTIONS: tuple[SectionRow, ...] = (
 
 
 def render(run: Run, samples: Mapping[str, NDArray[Any]] | None = None) -> str:
-    """The page; ``samples`` are the latencies of samples.npz, whose distribution is drawn."""
+    """Render the page of a run; ``samples`` are the latencies of samples.npz, whose distribution is drawn."""
     placed = Placed(charts.charts(run, samples))
     return lay_out(
         "page.html.j2",

@@ -36,17 +36,17 @@ class Placed:
     charts: Sequence[Chart]
 
     def under(self, *names: str) -> tuple[Drawn | Words, ...]:
-        """Those of the names, in their order, with a reason in the place of one that is empty."""
+        """Return the named charts in their order, with a reason in the place of one that is empty."""
         by_id = {one.id: one for one in self.charts}
         return tuple(_shown(by_id[name]) for name in names if name in by_id)
 
     def by_batch(self, name: str, first: int) -> tuple[Drawn | Words, ...]:
-        """Those of a name that there is one of for each batch size, one batch size first."""
+        """Return the charts of a name that there is one of for each batch size, one batch size first."""
         found = [one for one in self.charts if one.id == name or one.id.startswith(f"{name}-")]
         return tuple(_shown(one) for one in sorted(found, key=lambda one: one.id != f"{name}-{first}"))
 
     def why(self, run: Run, field: str, what: str) -> Words:
-        """Why no variant has something."""
+        """Explain why no variant has a field."""
         records = run.records
         reason = next((one.reasons[field] for one in records if one.reasons.get(field)), "")
         return Words(f"{what}: {reason}." if reason else f"{what}.")
@@ -96,7 +96,7 @@ def render_precision(run: Run, placed: Placed) -> tuple[Block, ...]:
 
 
 def _assignments(run: Run) -> Iterator[Folded]:
-    """What every group is computed in, variants that agree in all of it together."""
+    """List the precision of every group, variants that agree in all of them together."""
     together: dict[tuple[object, ...], list[VariantRecord]] = {}
     for record in run.variants:
         if record.assignment:
@@ -111,7 +111,7 @@ def _assignments(run: Run) -> Iterator[Folded]:
 
 
 def _mixed(record: VariantRecord) -> bool:
-    """Whether some groups are in its low precision, and some are not."""
+    """Tell whether some groups are in its low precision, and some are not."""
     low = {claimed(one.precision) == claimed(record.precision) for one in record.assignment}
     return len(low) > 1
 
@@ -156,7 +156,7 @@ def render_rejected(run: Run, placed: Placed) -> tuple[Block, ...]:
 
 
 def _how(record: VariantRecord) -> str:
-    """In a word what became of a variant."""
+    """Say in a word what became of a variant."""
     if record.status == "failed":
         return f"failed: {record.failure}" if record.failure else "failed"
     return f"{record.status}, with a shortfall" if record.shortfall else record.status

@@ -1,4 +1,4 @@
-"""What a reviewer asks of a run, each answered in a line, with the section that has the rest."""
+"""Answer a reviewer's questions on a run in a line each, naming the section that has the rest."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +17,7 @@ _DISTURBED = 0.1
 
 
 def facts(run: Run) -> tuple[Fact, ...]:
-    """The answers, in the order of the sections."""
+    """Answer a reviewer's questions, in the order of the sections."""
     return (
         Fact("Did the budget hold at p99?", _p99(run), "latency"),
         Fact("Which clock, how many rounds?", _clock(run), "method"),
@@ -33,7 +33,7 @@ def facts(run: Run) -> tuple[Fact, ...]:
 
 
 def chosen(run: Run) -> VariantRecord:
-    """The variant that answers are about: the winner, else the one that latency puts first, else the baseline."""
+    """Choose the variant that answers are about: the winner, else the fastest, else the baseline."""
     records = {record.id: record for record in run.records}
     if run.winner in records:
         return records[run.winner]
@@ -169,7 +169,7 @@ def _data(run: Run) -> str:
 
 
 def calibration(run: Run) -> str:
-    """The data that ranges were taken from, as the step says."""
+    """Name the data that ranges were taken from, as the step says."""
     step = next((one for one in run.steps if one.id.startswith("calibrate") and one.effect), None)
     return step.effect if step else f"{run.recipe.calibration_data or 'no data'}, up to {run.recipe.samples} samples"
 

@@ -73,7 +73,7 @@ class Chosen:
 
 
 def choose(folder: Path, variant: str | None) -> Chosen:
-    """The variant of that name, else the winner.
+    """Choose the variant of that name, else the winner.
 
     Raises:
         UsageError: there is no such run or variant, or it is nothing that can be packaged.
@@ -98,7 +98,7 @@ def _winner(run: Run) -> VariantRecord:
 
 
 def _cautions(run: Run, record: VariantRecord) -> Iterator[str]:
-    """What speaks against a variant that was asked for by name."""
+    """List what speaks against a variant that was asked for by name."""
     if record.id == run.winner:
         return
     if record.status == "failed":
@@ -131,7 +131,7 @@ def _hold_packagable(folder: Path, run: Run, record: VariantRecord) -> None:
 
 
 def _hold_whole(chosen: Chosen) -> None:
-    """What is packaged is what the run made, byte for byte."""
+    """Check that what is packaged is what the run made, byte for byte."""
     kept, main = chosen.loaded, chosen.main
     again = f"run `enginesmith resume {chosen.folder}`, which makes it again"
     if not main.is_file():
@@ -152,7 +152,7 @@ _CHANNELS = (1, 3, 4)
 def describe(
     chosen: Chosen, form: Literal["bundle", "triton"], file: str, files: Mapping[str, PackagedFile]
 ) -> Manifest:
-    """The manifest of a package of these files, of which the engine loads ``file``."""
+    """Describe a package of these files in a manifest; the engine loads ``file``."""
     run, record = chosen.run, chosen.record
     assert run.model.signature is not None
     engine, device = engine_of(chosen), device_of(chosen)
@@ -182,14 +182,14 @@ def describe(
 
 
 def engine_of(chosen: Chosen) -> Engine:
-    """The engine with the options that the run had it built and measured with."""
+    """Make the engine with the options that the run built and measured it with."""
     kind = engine_class(chosen.record.engine)
     options = {**chosen.engine_options, **kind.running_options(chosen.run.recipe)}
     return documents.made(kind, options, f"what {chosen.record.id} was built with")
 
 
 def device_of(chosen: Chosen) -> Device:
-    """What the run measured it on."""
+    """Return the device that the run measured it on."""
     return device_for(chosen.run.recipe, engine_of(chosen))
 
 
@@ -215,7 +215,7 @@ def _engine(chosen: Chosen, engine: Engine, device: Device, file: str) -> Engine
 
 
 def _thresholds(chosen: Chosen, engine: Engine) -> Thresholds:
-    """Those that the run held the engine to."""
+    """Return the thresholds that the run judged the engine by."""
     signature, kind = chosen.run.model.signature, KINDS.get(chosen.record.precision)  # type: ignore[call-overload]
     assert signature is not None
     row = kind.threshold if kind and kind.threshold != "fp32" else engine.arithmetic
@@ -258,7 +258,7 @@ def _preprocessing(chosen: Chosen) -> Preprocessing:
 
 
 def _layout(spec: TensorSpec) -> str:
-    """How images lie in an input, where its sizes tell."""
+    """Name the layout of images in an input, where its sizes tell."""
     if len(spec.shape) != 4:
         return ""
     if spec.shape[1] in _CHANNELS:

@@ -96,7 +96,7 @@ class Preprocessing(_Part):
 
 
 class Manifest(_Part):
-    """The whole document."""
+    """Hold the whole document."""
 
     schema_name: Literal["enginesmith.bundle/1"] = Field(SCHEMA, alias="schema")
     format: Literal["bundle", "triton"]
@@ -118,12 +118,12 @@ class Manifest(_Part):
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     def text(self) -> str:
-        """As it is written."""
+        """Write the manifest as YAML."""
         return self.model_dump_json(indent=1, by_alias=True) + "\n"
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a package.
+    """Read the manifest of a package.
 
     Raises:
         UsageError: there is none, it is damaged, or of another schema.
@@ -144,7 +144,7 @@ def read(folder: Path) -> Manifest:
 
 
 def files_of(folder: Path) -> dict[str, PackagedFile]:
-    """Every file in a folder but the manifest."""
+    """List every file in a folder but the manifest."""
     return {
         name: PackagedFile(sha256=file_digest(folder / name), bytes=(folder / name).stat().st_size)
         for name in files_below(folder, skip=[FILE])
@@ -181,6 +181,6 @@ def hold_files(folder: Path, manifest: Manifest) -> None:
 
 
 def plain(manifest: Manifest) -> dict[str, Any]:
-    """The manifest as plain values."""
+    """Convert the manifest to plain values."""
     values: dict[str, Any] = json.loads(manifest.text())
     return values

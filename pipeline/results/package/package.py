@@ -111,5 +111,5 @@ def package(run: Path, form: Format, output: Path, variant: str | None = None) -
 
 
 def _typed(path: Path) -> str:
-    """A path as a shell takes it."""
+    """Quote a path for a shell."""
     return shlex.quote(str(path))

@@ -1,4 +1,4 @@
-"""Whether a bundle is what was packaged, and answers its test vector, in a process of its own."""
+"""Verify a bundle's files by digest, and its answer to the test vector in a process of its own."""
 
 import importlib.metadata
 import tempfile
@@ -57,12 +57,12 @@ def verify(folder: Path, timeout_seconds: float | None = None) -> tuple[str, Sta
 
 
 def engine_of(found: Manifest) -> Engine:
-    """The engine that a manifest names, with no option that a file could allow itself."""
+    """Make the engine that a manifest names, with no option that a file could allow itself."""
     return engine_class(found.engine.name).from_package(found.engine.options)
 
 
 def answer(folder: Path, found: Manifest, engine: Engine, device: Device, progress: Callable[[str], None]) -> Fidelity:
-    """In the worker: load what was packaged and hold its answer against the test vector's."""
+    """Load what was packaged in the worker, and compare its answer with the test vector's."""
     feeds, expected = samples.read_vector(folder / manifests.VECTOR)
     kept = found.files[found.engine.file]
     kind: Kind = "onnx" if engine.loads_graph else "engine"
@@ -96,7 +96,7 @@ def _other_version(found: Manifest, engine: Engine) -> str:
 
 
 def _installed(distributions: Iterable[str]) -> str:
-    """The version of the first that is installed; empty if none is."""
+    """Return the version of the first that is installed; empty if none is."""
     for name in distributions:
         try:
             return importlib.metadata.version(name)
