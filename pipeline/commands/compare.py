@@ -44,8 +44,8 @@ def _compare_fleets(paths: tuple[Path, ...], any_device: bool, output: Path | No
 
     if len(paths) != 2:
         raise click.UsageError("fleets are compared two at a time: compare BEFORE AFTER")
-    before, after = map(fleet_history.opened, paths)
-    changes = fleet_history.beside(before, after, any_device=any_device)
+    before, after = map(fleet_history.open_fleet, paths)
+    changes = fleet_history.compare_fleets(before, after, any_device=any_device)
     if output is not None:
         fleet.write_text(output, "\n\n".join(render_changes(changes, linked=False)) + "\n")
     shown().show_fleets(changes, as_json)

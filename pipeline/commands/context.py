@@ -47,7 +47,7 @@ def settings_of(options: dict[str, Any], quiet: bool) -> "Iterator[Settings]":
     limit = options["time_limit"]
     if options["ray_address"] and options["executor"] != "ray":
         raise click.UsageError("--ray-address names a Ray cluster, and steps run here: add --executor ray")
-    with progress.watching(quiet) as listener:
+    with progress.show_progress(quiet) as listener:
         yield Settings(
             store=options["store"],
             reuse=not options["no_cache"],
@@ -120,7 +120,7 @@ def announce(title: str, errors: Sequence[str], warnings: Sequence[str], summary
     from enginesmith.pipeline.report import gate
 
     if gate.is_here(os.environ):
-        for line in gate.annotations(title, errors, warnings):
+        for line in gate.annotate(title, errors, warnings):
             click.echo(line)
     try:
         gate.append_summary(os.environ, summary)

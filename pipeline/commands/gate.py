@@ -76,7 +76,7 @@ def _gate_run(
 
     demands = _demands(runs.read(run).recipe, options, quiet)
     if update_baseline and baseline is not None:
-        baselines.hold_replaceable(run, baseline)
+        baselines.check_replaceable(run, baseline)
         found = gates.gate(run, demands, variant)
         if found.passed and (source := gates.stored_in(run, found.variant)):
             baselines.keep(source, baseline)
@@ -96,7 +96,7 @@ def _gate_fleet(
 
     demands_of = partial(_demands, options=options, quiet=quiet)
     if update_baseline and baseline is not None:
-        baselines.hold_replaceable(fleet, baseline, records.read)
+        baselines.check_replaceable(fleet, baseline, records.read)
         found = fleet_gate.gate(fleet, demands_of)
         if found.passed:
             fleet_gate.keep(fleet, baseline)
@@ -138,20 +138,20 @@ def _unheard(text: str) -> None:
 def _show(found: "Gate", as_json: bool) -> None:
     from enginesmith.pipeline.report import gate
 
-    _told(found, gate.lines(found), as_json)
+    _told(found, gate.list_lines(found), as_json)
     if not as_json:
-        announce("gate", [one.text for one in found.breaches], found.cautions, gate.markdown(found))
+        announce("gate", [one.text for one in found.breaches], found.cautions, gate.render(found))
 
 
 def _show_fleet(found: "FleetGate", as_json: bool) -> None:
     from enginesmith.pipeline.report import gate
 
-    _told(found, gate.fleet_lines(found), as_json)
+    _told(found, gate.list_fleet_lines(found), as_json)
     if as_json:
         return
     broken = [f"{name}: {one.text}" for name, entry in found.entries.items() for one in entry.breaches]
     cautions = [f"{name}: {text}" for name, entry in found.entries.items() for text in entry.cautions]
-    announce("gate", broken, cautions, gate.fleet_markdown(found))
+    announce("gate", broken, cautions, gate.render_fleet(found))
 
 
 def _told(found: "Gate | FleetGate", lines: list[str], as_json: bool) -> None:

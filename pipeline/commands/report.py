@@ -51,7 +51,7 @@ def _report_fleet(folder: Path, output: Path | None, formats: tuple[str, ...]) -
     from enginesmith.pipeline.report import fleet as fleet_files
     from enginesmith.pipeline.results import fleet_history
 
-    fleet = fleet_history.opened(folder)
+    fleet = fleet_history.open_fleet(folder)
     runs = {one.name: run for one in fleet.record.entries if (run := fleet.run(one))}
     chosen = tuple(name for name in fleet_files.NAMES if name in formats) or files.REPORTS
     return fleet_files.write(fleet.record, output or fleet.folder, runs, chosen)

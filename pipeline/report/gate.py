@@ -7,15 +7,15 @@ from enginesmith.pipeline.report.markdown import plain
 from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 
 
-def lines(found: Gate) -> list[str]:
+def list_lines(found: Gate) -> list[str]:
     """List a line for each check and caution, and one that sums them up."""
-    return _in_one_line([*_said(found), sentence(found)])
+    return _in_one_line([*_said(found), summarize(found)])
 
 
-def fleet_lines(found: FleetGate) -> list[str]:
+def list_fleet_lines(found: FleetGate) -> list[str]:
     """List the checks and cautions of all entries by name, and a line that sums them up."""
     said = [line for name, one in found.entries.items() for line in _said(one, f"{name}: ")]
-    return _in_one_line([*said, fleet_sentence(found)])
+    return _in_one_line([*said, summarize_fleet(found)])
 
 
 def _said(found: Gate, who: str = "") -> list[str]:
@@ -27,7 +27,7 @@ def _in_one_line(texts: list[str]) -> list[str]:
     return [" ".join(text.split()) for text in texts]
 
 
-def sentence(found: Gate) -> str:
+def summarize(found: Gate) -> str:
     """Sum up a gate in one sentence."""
     about = f"{found.variant} of {found.run}" if found.variant else found.run
     broken = len(found.breaches)
@@ -38,7 +38,7 @@ def sentence(found: Gate) -> str:
     return f"{about}: all {len(found.verdicts)} held" if found.verdicts else f"{about}: nothing was judged"
 
 
-def fleet_sentence(found: FleetGate) -> str:
+def summarize_fleet(found: FleetGate) -> str:
     """Sum up the gate of a fleet in one sentence."""
     broken = [name for name, one in found.entries.items() if not one.passed]
     if broken:
@@ -51,15 +51,15 @@ def fleet_sentence(found: FleetGate) -> str:
     return f"{found.fleet}: all {total} held, of {entries} {'entry' if entries == 1 else 'entries'}"
 
 
-def markdown(found: Gate) -> str:
+def render(found: Gate) -> str:
     """Render a gate as Markdown."""
-    return _markdown(found.run, found.passed, sentence(found), _items(found))
+    return _markdown(found.run, found.passed, summarize(found), _items(found))
 
 
-def fleet_markdown(found: FleetGate) -> str:
+def render_fleet(found: FleetGate) -> str:
     """Render the gate of a fleet as Markdown."""
     items = [item for name, one in found.entries.items() for item in _items(one, f"{plain(name)}: ")]
-    return _markdown(found.fleet, found.passed, fleet_sentence(found), items)
+    return _markdown(found.fleet, found.passed, summarize_fleet(found), items)
 
 
 def _items(found: Gate, who: str = "") -> list[str]:
@@ -84,7 +84,7 @@ def is_here(environment: Mapping[str, str]) -> bool:
     return environment.get("GITHUB_ACTIONS") == "true"
 
 
-def annotations(title: str, errors: Sequence[str], warnings: Sequence[str]) -> list[str]:
+def annotate(title: str, errors: Sequence[str], warnings: Sequence[str]) -> list[str]:
     """Write a line for each message, as GitHub reads them from the log ("Workflow commands for GitHub Actions").
 
     Text of a model or a file cannot end the line or begin a command of its own.

@@ -91,7 +91,7 @@ class _Board:
 
 
 @contextlib.contextmanager
-def watching(quiet: bool = False) -> Iterator[Listener]:
+def show_progress(quiet: bool = False) -> Iterator[Listener]:
     """Show events as long as the block lasts; ``quiet`` shows only notes."""
     if quiet:
         yield _say_notes

@@ -25,7 +25,7 @@ from enginesmith.pipeline.report.tables import (
     time_cell,
 )
 from enginesmith.pipeline.results import budgets
-from enginesmith.pipeline.results.explain import claimed
+from enginesmith.pipeline.results.explain import narrowest_type
 from enginesmith.pipeline.results.run import Assignment, Run, VariantRecord
 from enginesmith.pipeline.units import format_seconds, ms
 
@@ -361,11 +361,11 @@ def _shares(coverage: Coverage) -> dict[str, str]:
 
 def tabulate_assignment(record: VariantRecord, name: str = "") -> Table:
     """List the precision of each group; those first that are not in the variant's low precision."""
-    low = claimed(record.precision)
+    low = narrowest_type(record.precision)
     total = sum(group.macs or 0 for group in record.assignment)
 
     def rank(group: Assignment) -> tuple[bool, int, str]:
-        return claimed(group.precision) == low, -(group.macs or 0), group.group
+        return narrowest_type(group.precision) == low, -(group.macs or 0), group.group
 
     rows = (
         {
@@ -387,8 +387,8 @@ def summarize_assignment(record: VariantRecord) -> str:
     """Count the groups in low precision in one sentence; empty where there is no assignment."""
     if not record.assignment:
         return ""
-    low, total = claimed(record.precision), len(record.assignment)
-    count = sum(claimed(group.precision) == low for group in record.assignment)
+    low, total = narrowest_type(record.precision), len(record.assignment)
+    count = sum(narrowest_type(group.precision) == low for group in record.assignment)
     return f"{marked(record)}: {count} of {total} groups in {low}"
 
 

@@ -46,7 +46,7 @@ def assemble(
     """
     latency = _latency(plan, outcomes)
     baseline, *records = (
-        variant_record.record(variant, plan, outcomes, latency.get(variant.id, ()), artifacts.get(variant.id))
+        variant_record.make_record(variant, plan, outcomes, latency.get(variant.id, ()), artifacts.get(variant.id))
         for variant in (plan.baseline, *plan.variants)
     )
     variants = [
@@ -67,7 +67,7 @@ def assemble(
         complete=all(step.id in outcomes and outcomes[step.id].status != "unavailable" for step in plan.steps),
         recipe=recipe,
         environment=environment,
-        limits=variant_record.device_limits(plan, outcomes),
+        limits=variant_record.read_device_limits(plan, outcomes),
         model=_model(recipe, outcomes),
         steps=tuple(_step(step.id, outcomes.get(step.id)) for step in plan.steps),
         baseline=baseline,
@@ -87,7 +87,7 @@ def _remarked(
     return [
         record.model_copy(
             update={
-                "remarks": explain.remarks(
+                "remarks": explain.explain_gain(
                     record, records, explain.Circumstances(batch, devices[record.id], environment)
                 )
             }

@@ -15,7 +15,7 @@ from enginesmith.pipeline.results.remeasure import Stored
 _FILES = ("run.json", "samples.npz")
 
 
-def hold_replaceable(source: Path, target: Path, read: Callable[[Path], object] = runs.read) -> None:
+def check_replaceable(source: Path, target: Path, read: Callable[[Path], object] = runs.read) -> None:
     """Insist on a folder that is new, empty, or holds what ``read`` reads, and nothing of what is to be kept.
 
     Raises:
@@ -43,7 +43,7 @@ def keep(source: Stored, target: Path) -> None:
         UsageError: there is something else in that folder.
         StoreError: it cannot be written.
     """
-    hold_replaceable(source.folder, target)
+    check_replaceable(source.folder, target)
     _replace(target, lambda whole: _copy(source, whole))
 
 
@@ -59,7 +59,7 @@ def keep_fleet(fleet: Earlier, winners: Mapping[str, Stored], target: Path) -> N
             _copy(source, whole / RUNS / name)
         records.write(fleet.record.model_copy(update={"last": None}), whole)
 
-    hold_replaceable(fleet.folder, target, records.read)
+    check_replaceable(fleet.folder, target, records.read)
     _replace(target, fill)
 
 

@@ -58,7 +58,7 @@ class Change(BaseModel):
         return Interval(median=self.median, low=self.low, high=self.high).too_noisy
 
 
-def latency_change(before: Run, after: Run, variant: str, batch: int, successor: str = "") -> Change:
+def compare_latency(before: Run, after: Run, variant: str, batch: int, successor: str = "") -> Change:
     """Compare a variant's latency at a batch size in two runs; the baseline is a variant, too.
 
     ``successor`` is the one of the second run, where that has another name.
@@ -66,7 +66,7 @@ def latency_change(before: Run, after: Run, variant: str, batch: int, successor:
     rows: list[LatencyRow] = []
     names = variant, successor or variant
     for which, run, name in zip(("first", "second"), (before, after), names, strict=True):
-        record = record_of(run, name)
+        record = _find_record(run, name)
         row = record.row(batch) if record else None
         if row is None:
             return Change(note=_why_none(record, batch, f"the {which} run"))
@@ -85,7 +85,7 @@ def latency_change(before: Run, after: Run, variant: str, batch: int, successor:
     return Change(median=bare, basis="milliseconds", note=f"{apart}; there is no interval: {few}")
 
 
-def record_of(run: Run, variant: str) -> VariantRecord | None:
+def _find_record(run: Run, variant: str) -> VariantRecord | None:
     """Look up a variant, or the baseline, by its id."""
     return next((record for record in run.records if record.id == variant), None)
 
@@ -134,7 +134,7 @@ def _no_yardstick(before: Run, after: Run, names: tuple[str, str], first: Latenc
         if not _positive(row.speedup):
             why = row.reasons.get("speedup", "not recorded")
             return f"the {which} run has no speed-up ({why}), so milliseconds: {drift}"
-    changed = differences.of_baseline(before, after)
+    changed = differences.why_no_yardstick(before, after)
     return f"the baselines are not the same ({changed}), so milliseconds: {drift}" if changed else ""
 
 
@@ -179,7 +179,7 @@ class MetricDelta(BaseModel):
     """Why a number is missing, or how it was judged."""
 
 
-def quantities(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> tuple[MetricDelta, ...]:
+def compare_metrics(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> tuple[MetricDelta, ...]:
     """Compare all of them; a missing number has its reason."""
     return (
         _memory(earlier, later),
@@ -265,8 +265,6 @@ def _missing(found: MetricDelta, budget: str, earlier: VariantRecord, later: Var
     return found.model_copy(update={"note": "; ".join(f"none in the {which} run: {why}" for which, why in lacking)})
 
 
-__all__ = ["Change", "Comparison", "MetricDelta", "Pair", "beside", "compare", "latency_change"]
-
 SCHEMA: Literal["enginesmith.comparison/1"] = "enginesmith.comparison/1"
 
 _MANY = 20
@@ -346,12 +344,12 @@ def compare(runs: Sequence[tuple[Path, Run]], *, any_device: bool = False) -> Co
     (reference, before), *others = runs
     for path, after in others:
         if not any_device:
-            _hold_device(reference, before, path, after)
+            _check_device(reference, before, path, after)
     return Comparison(pairs=tuple(_pair(reference, before, path, after) for path, after in others))
 
 
-def _hold_device(reference: Path, before: Run, path: Path, after: Run) -> None:
-    apart = differences.other_device(before, after)
+def _check_device(reference: Path, before: Run, path: Path, after: Run) -> None:
+    apart = differences.compare_devices(before, after)
     if apart and _measured(before) and _measured(after):
         where = "; ".join(f"{one.name} {one.before} and {one.after}" for one in apart)
         raise UsageError(
@@ -364,13 +362,13 @@ def _pair(reference: Path, before: Run, path: Path, after: Run) -> Pair:
     earlier = {record.id: record for record in before.records}
     later = {record.id: record for record in after.records}
     both = [name for name in earlier if name in later]
-    variants = tuple(beside(before, after, earlier[name], later[name]) for name in both)
+    variants = tuple(compare_variants(before, after, earlier[name], later[name]) for name in both)
     sides = _side(reference, before), _side(path, after)
     return Pair(
         before=sides[0],
         after=sides[1],
         cautions=tuple(_cautions(*sides, before, after, variants)),
-        changed=differences.between(before, after),
+        changed=differences.list_differences(before, after),
         variants=variants,
         only_before=tuple(name for name in earlier if name not in later),
         only_after=tuple(name for name in later if name not in earlier),
@@ -386,7 +384,7 @@ def _measured(run: Run) -> bool:
     return any(record.peak_bytes is not None or any(row.p50_ms for row in record.latency) for record in records)
 
 
-def beside(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> VariantComparison:
+def compare_variants(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> VariantComparison:
     """Compare a variant of the first run with one of the second, which may have another name."""
     batches = dict.fromkeys(row.batch for record in (earlier, later) for row in record.latency)
     return VariantComparison(
@@ -394,7 +392,7 @@ def beside(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord
         before_status=earlier.status,
         after_status=later.status,
         latency=tuple(_batch(before, after, earlier, later, batch) for batch in sorted(batches)),
-        numbers=quantities(before, after, earlier, later),
+        numbers=compare_metrics(before, after, earlier, later),
     )
 
 
@@ -408,15 +406,15 @@ def _batch(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord
         after_p99_ms=second and second.p99_ms,
         before_speedup=first and first.speedup,
         after_speedup=second and second.speedup,
-        change=latency_change(before, after, earlier.id, batch, later.id),
+        change=compare_latency(before, after, earlier.id, batch, later.id),
     )
 
 
 def _cautions(before: Side, after: Side, one: Run, other: Run, variants: Sequence[VariantComparison]) -> Iterator[str]:
     """List what has to be known before any number is believed, the gravest first."""
-    if differences.same_model(one, other) is False:
+    if differences.is_same_model(one, other) is False:
         yield "the runs are of different models: what differs may be due to that alone"
-    for apart in differences.other_device(one, other):
+    for apart in differences.compare_devices(one, other):
         yield f"measured on different devices: {apart.name} is {apart.before} and {apart.after}"
     for side, run in ((before, one), (after, other)):
         if not side.measured:

@@ -49,7 +49,7 @@ class Differences(BaseModel):
         return tuple((name, getattr(self, name)) for name in type(self).model_fields)
 
 
-def between(before: Run, after: Run) -> Differences:
+def list_differences(before: Run, after: Run) -> Differences:
     """List everything that two runs differ in besides their results."""
     return Differences(
         model=_changed(_model(before), _model(after)),
@@ -60,7 +60,7 @@ def between(before: Run, after: Run) -> Differences:
     )
 
 
-def same_model(before: Run, after: Run) -> bool | None:
+def is_same_model(before: Run, after: Run) -> bool | None:
     """Tell whether both runs loaded the same model; None where that is not known.
 
     Runs without the model's digest had the same one where an engine of both is the same, byte for byte.
@@ -75,12 +75,12 @@ def same_model(before: Run, after: Run) -> bool | None:
     return True if alike else None
 
 
-def of_baseline(before: Run, after: Run) -> str:
+def why_no_yardstick(before: Run, after: Run) -> str:
     """Explain why the baseline of one run is no yardstick for the other; empty where it is one.
 
     It is one where the same model ran on the same inputs by the same versions on the same kind of machine.
     """
-    same = same_model(before, after)
+    same = is_same_model(before, after)
     if not same:
         return "other models" if same is False else "whether the model is the same was not recorded"
     if before.baseline.engine != after.baseline.engine:
@@ -92,7 +92,7 @@ def of_baseline(before: Run, after: Run) -> str:
     return f"{changed[0].name}: {_brief(changed[0].before)} and {_brief(changed[0].after)}" if changed else ""
 
 
-def other_device(before: Run, after: Run) -> tuple[Changed, ...]:
+def compare_devices(before: Run, after: Run) -> tuple[Changed, ...]:
     """List how the devices differ that latency and memory were measured on; empty where they are of one kind."""
     kinds = device_kind(before), device_kind(after)
     if kinds[0] != kinds[1]:

@@ -45,7 +45,7 @@ def load(path: Path) -> Any:
         raise ValueError("its lists and mappings are nested too deeply") from error
 
 
-def fitted(kind: type[Model], values: Any) -> tuple[Model, tuple[str, ...]]:
+def parse_known_fields(kind: type[Model], values: Any) -> tuple[Model, tuple[str, ...]]:
     """Validate plain values as a model, taking out fields that it does not have; also returns their dotted names.
 
     Raises:
@@ -68,7 +68,7 @@ def fitted(kind: type[Model], values: Any) -> tuple[Model, tuple[str, ...]]:
     return found, tuple(dict.fromkeys(unknown))
 
 
-def made(kind: type[Model], fields: Any, what: str) -> Model:
+def parse_fields(kind: type[Model], fields: Any, what: str) -> Model:
     """Validate fields that a document keeps as they came.
 
     Raises:
@@ -77,15 +77,17 @@ def made(kind: type[Model], fields: Any, what: str) -> Model:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise UsageError(f"{what} cannot be read: {first(error)}", "run optimize again with this version") from error
+        raise UsageError(
+            f"{what} cannot be read: {describe_first_error(error)}", "run optimize again with this version"
+        ) from error
 
 
-def first(error: ValidationError) -> str:
+def describe_first_error(error: ValidationError) -> str:
     """Describe the first invalid field."""
     return _sentence(error.errors(include_url=False)[0])
 
 
-def hold_schema(path: Path, values: Any, schema: str, command: str) -> None:
+def check_schema(path: Path, values: Any, schema: str, command: str) -> None:
     """Insist on the schema that this version reads: ``enginesmith.run/1``, which ``command`` writes.
 
     Raises:

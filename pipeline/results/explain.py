@@ -27,7 +27,7 @@ _FIRST_CAPABILITY = {"fp16": 7.0, "int8": 7.5, "bf16": 8.0, "fp8": 8.9}
 """Compute capabilities that brought matrix units for a type (CUDA C++ Programming Guide, "Compute Capabilities")."""
 
 
-def claimed(precision: str) -> str | None:
+def narrowest_type(precision: str) -> str | None:
     """Return the narrowest type that a precision's name promises; None for plain float32."""
     if precision == AS_GIVEN:
         return None
@@ -37,7 +37,7 @@ def claimed(precision: str) -> str | None:
 
 def find_shortfall(record: VariantRecord, where: Device) -> tuple[float, str] | None:
     """Return the share that is in the claimed precision and a sentence on it; None if it is at least a half."""
-    low, evidence = claimed(record.precision), record.engine_coverage or record.coverage
+    low, evidence = narrowest_type(record.precision), record.engine_coverage or record.coverage
     if low is None:
         return None
     layers = record.build.layers if record.build else None
@@ -74,7 +74,7 @@ def _because(record: VariantRecord, low: str, where: Device) -> str:
 
 def _kept(record: VariantRecord, low: str) -> Iterator[str]:
     """Groups that were left out on purpose, and why."""
-    kept = [one for one in record.assignment if claimed(one.precision) != low]
+    kept = [one for one in record.assignment if narrowest_type(one.precision) != low]
     if kept:
         reasons = Counter(one.why or "no reason is recorded" for one in kept).most_common(_SHOWN)
         why = ", ".join(f"{reason} ({count})" for reason, count in reasons)
@@ -107,9 +107,9 @@ class Circumstances:
     environment: Mapping[str, Any]
 
 
-def remarks(record: VariantRecord, siblings: Sequence[VariantRecord], given: Circumstances) -> tuple[str, ...]:
+def explain_gain(record: VariantRecord, siblings: Sequence[VariantRecord], given: Circumstances) -> tuple[str, ...]:
     """Say whether a low precision is faster than the best float variant of the same engine, with the evidence."""
-    low, mine = claimed(record.precision), record.row(given.batch)
+    low, mine = narrowest_type(record.precision), record.row(given.batch)
     if low is None or mine is None or record.status != "measured":
         return ()
     best = _best_float(record, siblings, given.batch)
@@ -155,7 +155,7 @@ def _evidence(record: VariantRecord, low: str, given: Circumstances) -> Iterator
             yield f"{found.unknown_products} products of unknown size, which are in no share"
     yield from _reformatting(record)
     yield from _not_taken_over(record, low, given.where)
-    if support := hardware(low, given.where, given.environment):
+    if support := describe_hardware(low, given.where, given.environment):
         yield support
 
 
@@ -179,7 +179,7 @@ def _count(count: int, one: str, more: str = "") -> str:
     return f"{count} {one if count == 1 else more or one + 's'}" if count else ""
 
 
-def hardware(low: str, where: Device, environment: Mapping[str, Any]) -> str:
+def describe_hardware(low: str, where: Device, environment: Mapping[str, Any]) -> str:
     """Describe the hardware's units for a type, by the record of the machine; empty where that says nothing."""
     if where.kind == "cuda":
         return _gpu_support(low, where, environment.get("gpus") or ())

@@ -14,7 +14,7 @@ from enginesmith.pipeline.recipe.fleet import Entry, Fleet, remedy_of
 from enginesmith.pipeline.results import documents
 from enginesmith.pipeline.results.budgets import why_unknown
 from enginesmith.pipeline.results.comparison import Pair, VariantComparison
-from enginesmith.pipeline.results.run import Run, VariantRecord, VariantStatus, Verdict, named
+from enginesmith.pipeline.results.run import Run, VariantRecord, VariantStatus, Verdict, find_record
 
 SCHEMA: Literal["enginesmith.fleet/1"] = "enginesmith.fleet/1"
 FILE = "fleet.json"
@@ -216,8 +216,8 @@ def read(folder: Path, *, to_go_on: bool = False) -> FleetRecord:
     path = folder / FILE if folder.is_dir() else folder
     try:
         values = documents.load(path)
-        documents.hold_schema(path, values, SCHEMA, "optimize")
-        found, unknown = documents.fitted(FleetRecord, values)
+        documents.check_schema(path, values, SCHEMA, "optimize")
+        found, unknown = documents.parse_known_fields(FleetRecord, values)
     except OSError as error:
         if (folder / "run.json").is_file():
             raise UsageError(f"{folder} is a single run, and a fleet is needed here", _GIVE) from error
@@ -315,7 +315,7 @@ def winner(run: Run) -> Winner | None:
     """Summarise the winner of a run."""
     if run.winner is None:
         return None
-    record, batch = named(run, run.winner), run.deciding_batch
+    record, batch = find_record(run, run.winner), run.deciding_batch
     row = record.row(batch)
     found = Winner(
         id=record.id,

@@ -25,7 +25,7 @@ from enginesmith.pipeline.results.fleet import (
     read,
     winner,
 )
-from enginesmith.pipeline.results.run import Run, named
+from enginesmith.pipeline.results.run import Run, find_record
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Earlier:
             return None
 
 
-def opened(folder: Path) -> Earlier:
+def open_fleet(folder: Path) -> Earlier:
     """Open the fleet of a folder.
 
     Raises:
@@ -56,7 +56,7 @@ def opened(folder: Path) -> Earlier:
     return Earlier(folder if folder.is_dir() else folder.parent, read(folder))
 
 
-def last_beside(out: Path, begun: FleetRecord) -> Earlier | None:
+def find_last(out: Path, begun: FleetRecord) -> Earlier | None:
     """Find the newest fleet of the same file's name beside ``out`` that was begun before.
 
     One that was interrupted is no yardstick, and one that was made with ``--only`` is none for another choice.
@@ -65,7 +65,7 @@ def last_beside(out: Path, begun: FleetRecord) -> Earlier | None:
     others = (path for path in here.parent.glob(f"*/{FILE}") if path.parent != here)
     for _, path in sorted(filter(None, (_begun(path, begun) for path in others)), reverse=True):
         with contextlib.suppress(UsageError):  # of another version, perhaps, which is no reason to do nothing now
-            return opened(path.parent)
+            return open_fleet(path.parent)
     return None
 
 
@@ -81,7 +81,9 @@ def _begun(path: Path, now: FleetRecord) -> tuple[str, Path] | None:
     return (created, path) if fits and created < now.created else None
 
 
-def change(earlier: Earlier, name: str, folder: Path, now: Run | None, *, any_device: bool = False) -> EntryChange:
+def compare_entry(
+    earlier: Earlier, name: str, folder: Path, now: Run | None, *, any_device: bool = False
+) -> EntryChange:
     """Compare an entry whose run lies in ``folder`` with the same one of an earlier fleet."""
     entry = earlier.entry(name)
     if entry is None:
@@ -96,18 +98,18 @@ def change(earlier: Earlier, name: str, folder: Path, now: Run | None, *, any_de
         return found.model_copy(update={"note": "there is no run now"})
     if folder.resolve() == (earlier.folder / str(entry.run)).resolve():
         return found.model_copy(update={"note": "taken over: nothing has changed"})
-    if not any_device and (apart := differences.other_device(then, now)):
+    if not any_device and (apart := differences.compare_devices(then, now)):
         where = "; ".join(f"{one.name} was {one.before}, and is {one.after}" for one in apart)
         return found.model_copy(update={"note": f"other machine: {where}"})
     sides = [(earlier.folder / str(entry.run), then), (folder, now)]
     (pair,) = comparison.compare(sides, any_device=True).pairs
     winners = None
     if then.winner and now.winner and then.winner != now.winner:
-        winners = comparison.beside(then, now, named(then, then.winner), named(now, now.winner))
+        winners = comparison.compare_variants(then, now, find_record(then, then.winner), find_record(now, now.winner))
     return found.model_copy(update={"pair": pair, "winners": winners})
 
 
-def last(earlier: Earlier, out: Path, only: Sequence[str], entries: Sequence[EntryRecord]) -> Last:
+def name_last(earlier: Earlier, out: Path, only: Sequence[str], entries: Sequence[EntryRecord]) -> Last:
     """Name the earlier fleet in the record of the one in ``out``, made with ``only`` such patterns."""
     here = {one.name for one in entries}
     gone = () if only else tuple(one.name for one in earlier.record.entries if one.name not in here)
@@ -119,14 +121,14 @@ def path_from(out: Path, folder: Path) -> str:
     return os.path.relpath(folder.resolve(), out.resolve())
 
 
-def beside(earlier: Earlier, now: Earlier, *, any_device: bool = False) -> FleetRecord:
+def compare_fleets(earlier: Earlier, now: Earlier, *, any_device: bool = False) -> FleetRecord:
     """Compare a fleet with another one than when it was made."""
     entries = []
     for entry in now.record.entries:
         folder, run = now.folder / RUNS / entry.name, now.run(entry)
-        found = change(earlier, entry.name, folder, run, any_device=any_device)
+        found = compare_entry(earlier, entry.name, folder, run, any_device=any_device)
         entries.append(entry.model_copy(update={"since_last": found}))
-    against = last(earlier, now.folder, now.record.only, entries)
+    against = name_last(earlier, now.folder, now.record.only, entries)
     return now.record.model_copy(update={"entries": tuple(entries), "last": against})
 
 
@@ -141,7 +143,7 @@ class State:
     packages: Mapping[str, str]
 
 
-def unchanged(earlier: Earlier, entry: Entry, state: State) -> Run | str:
+def find_unchanged(earlier: Earlier, entry: Entry, state: State) -> Run | str:
     """Find the run that still stands for an entry, or explain what has changed since."""
     then = earlier.entry(entry.name)
     if then is None:
@@ -204,7 +206,7 @@ def take_over(earlier: Earlier, name: str, folder: Path) -> None:
 # Digests of the files that recipes name: the same name may hold other data the next time.
 
 
-def digests(recipes: Sequence[Recipe]) -> list[dict[str, str]]:
+def digest_files(recipes: Sequence[Recipe]) -> list[dict[str, str]]:
     """Digest the files that each recipe names, by name; data sets, modules and metrics that are no files are left out.
 
     Modules that a named file imports are not looked at.

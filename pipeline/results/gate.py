@@ -14,7 +14,7 @@ from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, TOO_NOISY, Int
 from enginesmith.pipeline.recipe.options import Budgets
 from enginesmith.pipeline.results import budgets, differences, remeasure
 from enginesmith.pipeline.results import run as runs
-from enginesmith.pipeline.results.comparison import MetricDelta, Quantity, latency_change, quantities
+from enginesmith.pipeline.results.comparison import MetricDelta, Quantity, compare_latency, compare_metrics
 from enginesmith.pipeline.results.gate_report import Gate, GateCheck
 from enginesmith.pipeline.results.remeasure import Limits, Stored
 from enginesmith.pipeline.results.verdicts import judge_budgets, why_ineligible
@@ -109,7 +109,7 @@ def stored_in(folder: Path, variant: str | None) -> Stored | None:
     name = variant or run.winner
     if name is None:
         return None
-    return Stored(folder if folder.is_dir() else folder.parent, run, runs.named(run, name))
+    return Stored(folder if folder.is_dir() else folder.parent, run, runs.find_record(run, name))
 
 
 def _without_winner(folder: Path, demands: Demands) -> Gate:
@@ -140,7 +140,7 @@ def _budgets(after: Stored, demands: Demands) -> Iterator[GateCheck]:
 def _regressions(before: Stored, after: Stored, demands: Demands) -> Iterator[GateCheck]:
     if after.record.status == "measured":
         yield _latency(before, after, demands)
-    for one in quantities(before.run, after.run, before.record, after.record):
+    for one in compare_metrics(before.run, after.run, before.record, after.record):
         if one.name in _HELD and one.before is not None:
             yield _quantity(one, demands.tolerance)
 
@@ -163,7 +163,7 @@ def _quantity(one: MetricDelta, tolerance: float) -> GateCheck:
 
 def _latency(before: Stored, after: Stored, demands: Demands) -> GateCheck:
     """Check latency by measuring side by side where that can be done, else by what both runs stored."""
-    apart = differences.other_device(before.run, after.run)
+    apart = differences.compare_devices(before.run, after.run)
     if apart and not demands.any_machine:
         where = "; ".join(f"{one.name} {one.before} and {one.after}" for one in apart)
         said = f"latency was measured on different machines ({where}); --any-machine compares it all the same"
@@ -193,7 +193,7 @@ def _measured(before: Stored, after: Stored, demands: Demands) -> GateCheck:
 def _from_stored(before: Stored, after: Stored, demands: Demands, why: str) -> GateCheck:
     """Judge latency by what both runs stored; a missing interval is a breach."""
     batch = after.run.deciding_batch
-    change = latency_change(before.run, after.run, before.record.id, batch, after.record.id)
+    change = compare_latency(before.run, after.run, before.record.id, batch, after.record.id)
     basis = f"from what both runs stored, by {change.basis}" if change.basis else "from what both runs stored"
     basis = "; ".join(filter(None, [f"{basis} ({why})", change.note]))
     rows = [stored.record.row(batch) for stored in (before, after)]
@@ -257,7 +257,7 @@ def _cautions(before: Stored | None, after: Stored, found: list[GateCheck]) -> I
         yield f"{after.record.id} is held against {before.record.id}, the baseline's winner"
     if before.run.model.source != after.run.model.source:
         yield f"the run is of {after.run.model.source}, and the baseline of {before.run.model.source}"
-    changed = differences.between(before.run, after.run)
+    changed = differences.list_differences(before.run, after.run)
     for one in changed.versions:
         yield f"{one.name} is {one.after}, and was {one.before}"
     for name, number in (("peak memory", before.record.peak_bytes), ("quality", before.record.quality)):

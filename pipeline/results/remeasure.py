@@ -86,7 +86,7 @@ def why_not(before: Stored, after: Stored, *, any_machine: bool) -> str:
         return "the inputs or outputs are not the same"
     if _vector(after) is None:
         return "the run keeps no test vector that engines could be fed with"
-    apart = differences.other_device(after.run, _here(after.run))
+    apart = differences.compare_devices(after.run, _here(after.run))
     if apart and not any_machine:
         return f"this is not the kind of machine that the runs were measured on ({apart[0].name})"
     return ""
@@ -179,12 +179,14 @@ def _engine(record: VariantRecord) -> Engine:
     """Rebuild the engine's settings; nothing that a file says and that would run code is taken over."""
     kind = engine_class(record.engine)
     options = kind.restore_options(record.built_with.get("engine", {}))
-    return documents.made(kind, options, f"what {record.id} was built with")
+    return documents.parse_fields(kind, options, f"what {record.id} was built with")
 
 
 def _device(stored: Stored) -> Device:
     fields = stored.record.built_with.get("device")
-    return documents.made(Device, fields, f"where {stored.record.id} ran") if fields else stored.run.recipe.where
+    return (
+        documents.parse_fields(Device, fields, f"where {stored.record.id} ran") if fields else stored.run.recipe.where
+    )
 
 
 def _vector(stored: Stored) -> Path | None:

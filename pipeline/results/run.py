@@ -36,15 +36,15 @@ class _Read(BaseModel):
     warnings: tuple[str, ...] = ()
 
 
-def _hold_types(value: dict[str, Any]) -> dict[str, Any]:
+def _check_types(value: dict[str, Any]) -> dict[str, Any]:
     try:
         _Read.model_validate(value)
     except ValidationError as error:
-        raise ValueError(documents.first(error)) from error
+        raise ValueError(documents.describe_first_error(error)) from error
     return value
 
 
-RunEnvironment = Annotated[dict[str, Any], AfterValidator(_hold_types)]
+RunEnvironment = Annotated[dict[str, Any], AfterValidator(_check_types)]
 
 
 SCHEMA: Literal["enginesmith.run/1"] = "enginesmith.run/1"
@@ -268,7 +268,7 @@ def deciding_batch(recipe: Recipe, rows: Iterable[LatencyRow]) -> int:
     return recipe.batch[0] if recipe.batch[0] in measured or not measured else measured[0]
 
 
-def named(run: Run, name: str) -> VariantRecord:
+def find_record(run: Run, name: str) -> VariantRecord:
     """Look up the baseline or a variant by name.
 
     Raises:
@@ -300,8 +300,8 @@ def read(folder: Path, *, to_go_on: bool = False) -> Run:
     path = folder / "run.json" if folder.is_dir() else folder
     try:
         values = documents.load(path)
-        documents.hold_schema(path, values, SCHEMA, "optimize")
-        run, unknown = documents.fitted(Run, values)
+        documents.check_schema(path, values, SCHEMA, "optimize")
+        run, unknown = documents.parse_known_fields(Run, values)
     except OSError as error:
         if (folder / "fleet.json").is_file():
             few = ", ".join(str(one) for one in sorted((folder / "runs").glob("*"))[:_MOST_NAMED]) or f"{folder}/runs/…"

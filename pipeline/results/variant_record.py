@@ -51,7 +51,7 @@ def why_missing(step: str | None, outcomes: Outcomes) -> str:
     return outcome.reason or (outcome.artifact.history[-1].effect if outcome.artifact else outcome.status)
 
 
-def record(
+def make_record(
     variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...], file: Path | None
 ) -> VariantRecord:
     """Make a variant's record as far as it is known, of its latencies and the engine's file in the run directory."""
@@ -105,7 +105,7 @@ def record(
     )
 
 
-def device_limits(plan: Plan, outcomes: Outcomes) -> DeviceLimits | None:
+def read_device_limits(plan: Plan, outcomes: Outcomes) -> DeviceLimits | None:
     """Read what the device can do at best; None if that was not measured."""
     found = artifact_of(outcomes, plan.limits)
     return read_limits(found) if found else None
@@ -114,7 +114,7 @@ def device_limits(plan: Plan, outcomes: Outcomes) -> DeviceLimits | None:
 def _held_against_limits(
     variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...]
 ) -> tuple[LimitRow, ...]:
-    limits, counted = device_limits(plan, outcomes), artifact_of(outcomes, variant.work)
+    limits, counted = read_device_limits(plan, outcomes), artifact_of(outcomes, variant.work)
     if limits is None or counted is None:
         return ()
     measured = {row.batch: row.median_ms.median if row.median_ms else row.p50_ms for row in rows}

@@ -55,7 +55,7 @@ def optimize(file: Path, out: Path, settings: Settings | None = None, choice: Ch
     choice, out = choice or Choice(), out.absolute()
     fleet = read(file)
     entries = fleet.entries(choice.only, choice.options)
-    since = fleet_history.opened(choice.changed_since) if choice.changed_since else None
+    since = fleet_history.open_fleet(choice.changed_since) if choice.changed_since else None
     with held(out):
         begun = FleetRecord(
             name=out.name,
@@ -137,7 +137,7 @@ class _Work:
     def __init__(self, begun: FleetRecord, entries: Sequence[Entry], out: Path) -> None:
         self._begun, self._entries, self._out = begun, entries, out
         self._started = time.monotonic()
-        self._files = fleet_history.digests([one.recipe for one in entries])
+        self._files = fleet_history.digest_files([one.recipe for one in entries])
         self._last = _last(begun, out)
         self.found: dict[str, Found] = {}
         """What came of entries, by name; nothing as long as they have not ended."""
@@ -150,11 +150,11 @@ class _Work:
         """Let entries stand that have not changed since the earlier fleet, if one was named."""
         if self._begun.changed_since is None:
             return
-        since = fleet_history.opened(self._out / self._begun.changed_since)
+        since = fleet_history.open_fleet(self._out / self._begun.changed_since)
         models = job.load_digests([self._request(one) for one in self._entries], settings)
         for entry, named in zip(self._entries, self._files, strict=True):
             state = fleet_history.State(models.get(entry.name), named, self._begun.packages)
-            found = fleet_history.unchanged(since, entry, state)
+            found = fleet_history.find_unchanged(since, entry, state)
             folder = self._out / RUNS / entry.name
             if isinstance(found, str):
                 self._because[entry.name] = found
@@ -182,7 +182,7 @@ class _Work:
             update={
                 "seconds": round(self._begun.seconds + time.monotonic() - self._started, 3),
                 "entries": entries,
-                "last": self._last and fleet_history.last(self._last, self._out, self._begun.only, entries),
+                "last": self._last and fleet_history.name_last(self._last, self._out, self._begun.only, entries),
             }
         )
 
@@ -192,7 +192,7 @@ class _Work:
         record = entry_record(entry, found, self._out, siblings)
         folder, change = self._out / RUNS / entry.name, None
         if self._last is not None and record.status != "pending":
-            change = fleet_history.change(self._last, entry.name, folder, found.run)
+            change = fleet_history.compare_entry(self._last, entry.name, folder, found.run)
         return record.model_copy(
             update={
                 "files": dict(named),
@@ -212,8 +212,8 @@ def _last(begun: FleetRecord, out: Path) -> Earlier | None:
     """The fleet to hold this one against: the one that was named, or that it was held against before, or the newest."""
     known = begun.changed_since or (begun.last.path if begun.last else None)
     if known is not None and records.is_fleet(out / known):
-        return fleet_history.opened(out / known)
-    return fleet_history.last_beside(out, begun)
+        return fleet_history.open_fleet(out / known)
+    return fleet_history.find_last(out, begun)
 
 
 # A gate for each entry of a fleet, against the same entry of a fleet that is the baseline, where one is given.
@@ -225,8 +225,8 @@ def gate(folder: Path, demands_of: Callable[[Recipe], Demands], baseline: Path |
     Raises:
         UsageError: one of the folders holds no fleet, or the demands make no sense for a recipe.
     """
-    fleet = fleet_history.opened(folder)
-    before = fleet_history.opened(baseline) if baseline else None
+    fleet = fleet_history.open_fleet(folder)
+    before = fleet_history.open_fleet(baseline) if baseline else None
     found = {one.name: _entry(fleet, one, demands_of, before) for one in fleet.record.entries}
     return FleetGate(
         fleet=str(folder),
@@ -243,7 +243,7 @@ def keep(folder: Path, target: Path) -> None:
         UsageError: there is something else in that folder.
         StoreError: it cannot be written.
     """
-    fleet = fleet_history.opened(folder)
+    fleet = fleet_history.open_fleet(folder)
     winners = {one.name: gates.stored_in(fleet.folder / str(one.run), None) for one in fleet.record.entries}
     baselines.keep_fleet(fleet, {name: found for name, found in winners.items() if found}, target)
 

@@ -83,7 +83,7 @@ def test_a_model_that_answers_otherwise_fails(bundle: Path, cli: Cli) -> None:
     vector = dict(np.load(bundle / "test_vector.npz"))
     np.savez(bundle / "test_vector.npz", **{**vector, "output:logits": -vector["output:logits"]})
     values = json.loads((bundle / "manifest.json").read_text())
-    values["files"] = {name: one.model_dump() for name, one in manifest.files_of(bundle).items()}
+    values["files"] = {name: one.model_dump() for name, one in manifest.list_files(bundle).items()}
     (bundle / "manifest.json").write_text(json.dumps(values))
     assert "is not what the run answered" in infer(bundle).stderr
     failed = cli("verify", bundle)

@@ -24,7 +24,7 @@ from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.passes.finetune.options import Point, Recovery, TrainingPlan
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report.charts import Chart, charts
-from enginesmith.pipeline.report.charts.plotly import COLOURS, MOST_NAMED, NEUTRAL, Cast, shortened
+from enginesmith.pipeline.report.charts.plotly import COLOURS, MOST_NAMED, NEUTRAL, Cast, shorten_name
 from enginesmith.pipeline.results.run import Assignment, ModelRecord, Run, VariantRecord
 
 IDS = {
@@ -368,8 +368,8 @@ def test_names_are_shown_as_they_stand() -> None:
 
 def test_long_names_lose_their_middle_in_legends_and_nothing_in_hover_texts() -> None:
     name = "x" * 250 + "y" * 250
-    assert shortened(name) == "x" * 16 + "…" + "y" * 15
-    assert shortened("short") == "short"
+    assert shorten_name(name) == "x" * 16 + "…" + "y" * 15
+    assert shorten_name("short") == "short"
     chart = by_id(odd())["latency-by-batch"]
     line = next(trace for trace in traces(chart) if trace.get("name", "").startswith("xx"))
     assert len(line["name"]) == 32

@@ -15,7 +15,7 @@ from enginesmith.pipeline.measure.statistics import Interval, Timed, divide, pai
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report import comparison as rendering
 from enginesmith.pipeline.results import comparison
-from enginesmith.pipeline.results.comparison import compare, latency_change
+from enginesmith.pipeline.results.comparison import compare, compare_latency
 from enginesmith.pipeline.results.run import BuildRecord, ModelRecord, Run, StoredArtifact, VariantRecord
 
 ENGINE = "onnxruntime-fp32"
@@ -83,11 +83,11 @@ FIRST = run(variant(row(0.5, 2.0)))
 
 
 def test_what_is_slower_for_certain_is_told() -> None:
-    found = latency_change(FIRST, run(variant(row(0.55, 1.8))), ENGINE, 1)
+    found = compare_latency(FIRST, run(variant(row(0.55, 1.8))), ENGINE, 1)
     assert (found.significant, round(found.median or 0, 3)) == (True, 1.111)
     assert found.low is not None
     assert 1.05 < found.low < 1.111
-    back = latency_change(run(variant(row(0.55, 1.8))), FIRST, ENGINE, 1)
+    back = compare_latency(run(variant(row(0.55, 1.8))), FIRST, ENGINE, 1)
     assert (back.significant, round(back.median or 0, 3)) == (True, 0.9)
 
 
@@ -132,7 +132,7 @@ def test_intervals_hold_the_true_change_and_find_large_ones() -> None:
     ],
 )
 def test_another_baseline_is_no_yardstick(changes: dict[str, Any], words: str) -> None:
-    found = latency_change(FIRST, run(variant(row(0.6, 2.0)), **changes), ENGINE, 1)
+    found = compare_latency(FIRST, run(variant(row(0.6, 2.0)), **changes), ENGINE, 1)
     assert found.basis == "milliseconds"
     assert found.median == pytest.approx(1.2)
     assert words in found.note
@@ -140,11 +140,11 @@ def test_another_baseline_is_no_yardstick(changes: dict[str, Any], words: str) -
 
 def test_other_versions_of_what_the_baseline_does_not_use_leave_it_one() -> None:
     other = run(variant(row(0.6, 2.2)), environment={"packages": {"torch": "2.11", "onnxruntime": "1.24"}})
-    assert latency_change(FIRST, other, ENGINE, 1).basis == "speed-up over eager"
+    assert compare_latency(FIRST, other, ENGINE, 1).basis == "speed-up over eager"
 
 
 def test_the_baseline_itself_is_compared_in_milliseconds() -> None:
-    found = latency_change(FIRST, run(baseline=eager(row(1.5, 1.0))), "eager", 1)
+    found = compare_latency(FIRST, run(baseline=eager(row(1.5, 1.0))), "eager", 1)
     assert (found.basis, found.median) == ("milliseconds", 1.5)
     assert "baseline itself" in found.note
 
@@ -159,14 +159,14 @@ def test_the_baseline_itself_is_compared_in_milliseconds() -> None:
     ],
 )
 def test_what_was_not_measured_has_a_reason(after: Run, words: str) -> None:
-    found = latency_change(FIRST, after, ENGINE, 1)
+    found = compare_latency(FIRST, after, ENGINE, 1)
     assert (found.median, found.low, found.significant, found.basis) == (None, None, None, None)
     assert words in found.note
 
 
 def test_an_interval_that_says_nothing_is_not_shown() -> None:
     wild = variant(row(1.0, 1.0, speedup=Interval(median=2.7, low=0.15, high=580.0)))
-    found = latency_change(FIRST, run(wild), ENGINE, 1)
+    found = compare_latency(FIRST, run(wild), ENGINE, 1)
     assert found.significant is None
     assert found.note.startswith("not judged: too noisy to tell; measure on a quiet machine")
     assert rendering.format_percent(found) == "too noisy to tell"
@@ -177,24 +177,24 @@ def test_what_others_disturbed_is_not_judged_by(side: str) -> None:
     shares = {"engine": 0.1, "baseline": 0.1, side: 0.9}
     engine = variant(row(1.0, 1.0, disturbed_share=shares["engine"]))
     after = run(engine, baseline=eager(row(1.0, 1.0, disturbed_share=shares["baseline"])))
-    found = latency_change(FIRST, after, ENGINE, 1)
+    found = compare_latency(FIRST, after, ENGINE, 1)
     assert (found.median, found.significant) == (2.0, None)
     assert "90% of the calls of one side waited" in found.note
 
 
 @pytest.mark.parametrize("speedup", [None, Interval(median=2.0, low=0.0, high=3.0)])
 def test_without_a_speed_up_or_an_interval_what_is_left_is_shown(speedup: Interval | None) -> None:
-    found = latency_change(FIRST, run(variant(row(0.6, 2.0, speedup=speedup))), ENGINE, 1)
+    found = compare_latency(FIRST, run(variant(row(0.6, 2.0, speedup=speedup))), ENGINE, 1)
     assert found.basis == "milliseconds"
     assert "has no speed-up" in found.note
     bare = row(0.6, 2.0, speedup=None, median_ms=None, reasons={"median_ms": "too few rounds"})
-    found = latency_change(FIRST, run(variant(bare)), ENGINE, 1)
+    found = compare_latency(FIRST, run(variant(bare)), ENGINE, 1)
     assert (found.median, found.low, found.significant) == (1.2, None, None)
     assert found.note.endswith("there is no interval: too few rounds")
 
 
 def test_a_measurement_from_the_store_is_not_a_second_one() -> None:
-    found = latency_change(FIRST, FIRST, ENGINE, 1)
+    found = compare_latency(FIRST, FIRST, ENGINE, 1)
     assert (found.median, found.significant) == (1.0, False)
     assert "took it from the store" in found.note
 

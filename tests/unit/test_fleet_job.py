@@ -265,9 +265,9 @@ def test_named_files_are_part_of_what_may_change(tmp_path: Path, monkeypatch: py
         parsed({"model": "digits", "calibration": "data.npz", "eval_data": "images", "metric": "metric.py:mine"}),
         parsed({"model": "digits", "calibration": "digits/test", "eval_data": "package:function"}),
     ]
-    first = fleet_history.digests(recipes)
+    first = fleet_history.digest_files(recipes)
     assert [sorted(one) for one in first] == [["data.npz", "images", "metric.py:mine"], []]
     for name in ("data.npz", "images/b.png", "metric.py"):
         Path(name).write_bytes(b"two")
-        assert fleet_history.digests(recipes) != first
-        first = fleet_history.digests(recipes)
+        assert fleet_history.digest_files(recipes) != first
+        first = fleet_history.digest_files(recipes)

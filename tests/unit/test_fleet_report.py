@@ -36,7 +36,7 @@ def fleet(made_fleets: ModuleType, folder: Path) -> FleetRecord:
     entries = asked.entries()
     before = [made_fleets.entry(one, folder / "before", made_fleets.run(one)) for one in entries[:-1]]
     records.write(made_fleets.record(asked, *before, created="2026-01-01"), folder / "before")
-    last = fleet_history.opened(folder / "before")
+    last = fleet_history.open_fleet(folder / "before")
     other = {**made_fleets.MACHINE, "processor": "Another CPU"}
     synthetic = made_fleets.variant(made_fleets.INT8, 0.5, 4.0, synthetic_calibration=True)
     kinds = [
@@ -54,7 +54,7 @@ def fleet(made_fleets: ModuleType, folder: Path) -> FleetRecord:
     for entry, kind in zip(entries, kinds, strict=True):
         one = made_fleets.entry(entry, now, kind)
         run = None if one.run is None else kind
-        since = fleet_history.change(last, entry.name, now / RUNS / entry.name, run)
+        since = fleet_history.compare_entry(last, entry.name, now / RUNS / entry.name, run)
         made.append(one.model_copy(update={"since_last": since}))
     beside = Last(path="../before", created="2026-01-01", without=("gone@cpu",))
     found = made_fleets.record(asked, *made, last=beside)
@@ -179,9 +179,9 @@ def test_the_page_needs_no_network_and_no_more_than_its_own_script(pages: Module
     elements = pages.Elements(text)
     assert len(text) < 200_000
     assert not any("src" in attributes for _, attributes in elements.all)
-    assert re.findall(r"<script>(.*?)</script>", text, re.S) == [page.own()]
+    assert re.findall(r"<script>(.*?)</script>", text, re.S) == [page.load_script()]
     policy = next(one["content"] for one in elements.named("meta") if one.get("http-equiv"))
-    assert policy == page.policy((page.own(),))
+    assert policy == page.write_policy((page.load_script(),))
 
 
 def evil(made_fleets: ModuleType, made_runs: ModuleType, folder: Path) -> FleetRecord:

@@ -104,7 +104,7 @@ def test_it_can_be_written(run: MakeRun, text: str) -> None:
 
 
 def test_annotations_are_one_line_each() -> None:
-    found = gate.annotations("gate: a, b", ["too slow\n::error::made up\r100 %"], ["busy"])
+    found = gate.annotate("gate: a, b", ["too slow\n::error::made up\r100 %"], ["busy"])
     assert found == [
         "::error title=gate%3A a%2C b::too slow%0A::error::made up%0D100 %25",
         "::warning title=gate%3A a%2C b::busy",
@@ -112,7 +112,7 @@ def test_annotations_are_one_line_each() -> None:
 
 
 def test_long_texts_are_cut() -> None:
-    (line,) = gate.annotations("t", ["x" * 10_000], [])
+    (line,) = gate.annotate("t", ["x" * 10_000], [])
     assert len(line) < 4_100
 
 

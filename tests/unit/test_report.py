@@ -146,13 +146,13 @@ def test_what_happened_to_a_step_is_a_line_of_its_own(capsys: pytest.CaptureFixt
     from enginesmith.pipeline.report import progress
 
     step = plan(resolve_recipe(make({"model": "digits"}))).steps[0]
-    with progress.watching() as listener:
+    with progress.show_progress() as listener:
         listener(Event("started", step))
         listener(Event("progress", step, "half of it"))
         listener(Event("note", step, "a node was lost; it is done once more"))
     lost = "load: a node was lost; it is done once more"
     assert capsys.readouterr().err.splitlines() == ["load: started", lost]
-    with progress.watching(quiet=True) as listener:
+    with progress.show_progress(quiet=True) as listener:
         listener(Event("started", step))
         listener(Event("note", step, "a node was lost; it is done once more"))
     assert capsys.readouterr().err.splitlines() == [lost]

@@ -15,23 +15,23 @@ from enginesmith.pipeline.report.charts.plotly import (
     Figure,
     Style,
     axis,
-    called,
-    escaped,
+    draw_others,
+    escape,
+    hover_text,
     label,
     layout,
     limit,
-    listed,
-    missing,
-    others,
+    list_layout,
+    make_empty_chart,
     places,
     points,
-    said,
-    shortened,
+    short_name,
+    shorten_name,
     why_none,
 )
 from enginesmith.pipeline.report.sections import pruned, thin_curve
 from enginesmith.pipeline.report.tables import marked
-from enginesmith.pipeline.results.explain import claimed
+from enginesmith.pipeline.results.explain import narrowest_type
 from enginesmith.pipeline.results.run import Assignment, Run, VariantRecord
 
 _ID = "fidelity"
@@ -51,7 +51,7 @@ def fidelity(run: Run) -> Chart:
     if not known:
         why = "No output has an SQNR" if found else "No stage was held against the reference"
         told = why_none(run, "fidelity", "outputs are whole numbers" if found else "nothing has run yet")
-        return missing(_ID, _TITLE, f"{why}: {told}.")
+        return make_empty_chart(_ID, _TITLE, f"{why}: {told}.")
     return Chart(_ID, _TITLE, _figure(run, cast, known), _summary(run, cast, known))
 
 
@@ -87,10 +87,10 @@ def _figure(run: Run, cast: Cast, found: _Worst) -> Figure:
     stages, shown, rest = _stages(found), cast.named(found), cast.rest(found)
     traces: list[Figure] = []
     if rest:
-        traces.append(others([_line(_judged(found[record.id]), stages) for record in rest]))
+        traces.append(draw_others([_line(_judged(found[record.id]), stages) for record in rest]))
     for record in shown:
         traces += _traces(cast.style(record), record, found[record.id], stages)
-    ticks = {float(place): "<br>".join(map(escaped, _broken(stage))) for place, stage in enumerate(stages)}
+    ticks = {float(place): "<br>".join(map(escape, _broken(stage))) for place, stage in enumerate(stages)}
     x_axis = places("stage", ticks, range=[-0.4, len(stages) - 0.6], tickangle=0)
     y_axis = axis("SQNR (dB)", log=False)
     shapes = [limit("y", value, text, ()) for value, text in _thresholds(run, shown)]
@@ -130,7 +130,7 @@ def _traces(style: Style, record: VariantRecord, each: _Stages, stages: Sequence
 def _broken(stage: str) -> list[str]:
     """Break a stage's name into lines at its hyphens."""
     lines = [""]
-    for part in re.findall(r"[^-]+-?", shortened(stage)):
+    for part in re.findall(r"[^-]+-?", shorten_name(stage)):
         if lines[-1] and len(lines[-1]) + len(part) > _TICK:
             lines.append("")
         lines[-1] += part
@@ -138,7 +138,7 @@ def _broken(stage: str) -> list[str]:
 
 
 def _hover(record: VariantRecord, each: _Stages) -> list[str]:
-    return [said(marked(record), _words(one)) for one in each.values()]
+    return [hover_text(marked(record), _words(one)) for one in each.values()]
 
 
 def _line(each: _Stages, stages: Sequence[str]) -> tuple[list[float], list[float | None]]:
@@ -169,8 +169,8 @@ def _summary(run: Run, cast: Cast, found: _Worst) -> str:
         return f"No stage loses accuracy against the one before it{least}; {ends}{cast.unnamed(found)}."
     by, record, before, after = max(falls, key=lambda fall: fall[0])
     assert before.sqnr_db is not None
-    text = f"{called(record)} loses most at {after.stage}, from {before.sqnr_db:.1f} dB to {before.sqnr_db - by:.1f} dB"
-    return f"{text}; {ends}{cast.unnamed(found)}."
+    fall = f"from {before.sqnr_db:.1f} dB to {before.sqnr_db - by:.1f} dB"
+    return f"{short_name(record)} loses most at {after.stage}, {fall}; {ends}{cast.unnamed(found)}."
 
 
 _Fall = tuple[float, VariantRecord, StageFidelity, StageFidelity]
@@ -200,7 +200,7 @@ def quantised(run: Run) -> Chart:
     }
     found = {name: groups for name, groups in found.items() if groups}
     if not found:
-        return missing("sensitivity", title, _why(run))
+        return make_empty_chart("sensitivity", title, _why(run))
     worst: dict[str, float] = {}
     for groups in found.values():
         for group, one in groups.items():
@@ -226,7 +226,7 @@ def _sensitivity_figure(cast: Cast, found: Mapping[str, Mapping[str, Assignment]
     traces: list[Figure] = []
     for record in shown:
         mine = [one for group, one in found[record.id].items() if group in places]
-        low = [one for one in mine if claimed(one.precision) == claimed(record.precision)]
+        low = [one for one in mine if narrowest_type(one.precision) == narrowest_type(record.precision)]
         kept = [one for one in mine if one not in low]
         style = cast.style(record)
         traces += [
@@ -235,7 +235,7 @@ def _sensitivity_figure(cast: Cast, found: Mapping[str, Mapping[str, Assignment]
             if part
         ]
     names = [label(group) for group in groups]
-    return {"data": traces, "layout": listed(axis("SQNR (dB)", log=False), names, len(shown))}
+    return {"data": traces, "layout": list_layout(axis("SQNR (dB)", log=False), names, len(shown))}
 
 
 def _markers(
@@ -253,7 +253,7 @@ def _markers(
         "legendgroup": style.name,
         "x": [one.sqnr_db for one in found],
         "y": [places[one.group] for one in found],
-        "hovertext": [said(marked(record), _sensitivity_words(one)) for one in found],
+        "hovertext": [hover_text(marked(record), _sensitivity_words(one)) for one in found],
         "hoverinfo": "text",
         "marker": {**style.marker, "symbol": symbol, "line": {"width": 1.5, "color": style.colour}},
         **more,
@@ -270,7 +270,7 @@ def _sensitivity_summary(cast: Cast, found: Mapping[str, Mapping[str, Assignment
         ((record, one) for record in cast.records for one in found.get(record.id, {}).values()),
         key=lambda pair: pair[1].sqnr_db or 0.0,
     )
-    text = f"{one.group} ({one.operator}) loses most in low precision, to {one.sqnr_db:.1f} dB in {called(record)}"
+    text = f"{one.group} ({one.operator}) loses most in low precision, to {one.sqnr_db:.1f} dB in {short_name(record)}"
     shown = f"; the {_MOST_GROUPS} worst of {len(ordered)} groups are shown" if len(ordered) > _MOST_GROUPS else ""
     return f"{text}{shown}{cast.unnamed(found, 'in the table only')}."
 
@@ -288,7 +288,9 @@ def recovery(run: Run) -> Chart:
     title = f"Training pruned models back: {metric} on held-back samples, and training loss, by step"
     if not turns:
         why = "No model was pruned in this run." if not any(one.prune for one in run.variants) else ""
-        return missing(_RECOVERY_ID, title, why or "Pruned models were not trained back: --recover distil does it.")
+        return make_empty_chart(
+            _RECOVERY_ID, title, why or "Pruned models were not trained back: --recover distil does it."
+        )
     return Chart(
         id=_RECOVERY_ID,
         title=title,
@@ -306,7 +308,7 @@ def _recovery_figure(cast: Cast, turns: Sequence[_Turn], metric: str) -> Figure:
     for record, turn, found in turns:
         style, name, curve = cast.style(record), _name(record, turn), thin_curve(found.curve)
         steps = [point.step for point in curve]
-        hover = [said(name, _recovery_words(found, point)) for point in curve]
+        hover = [hover_text(name, _recovery_words(found, point)) for point in curve]
         common = {"name": label(name), "legendgroup": name, "marker": {**style.marker, "size": 5}}
         traces.append(points(style, steps, [point.metric for point in curve], hover, **common))
         losses = [point.loss for point in curve]

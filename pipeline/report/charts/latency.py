@@ -15,17 +15,17 @@ from enginesmith.pipeline.report.charts.plotly import (
     Style,
     axis,
     bars,
-    called,
-    counted,
+    count_words,
+    draw_others,
+    find_rows,
+    hover_text,
     interval,
     layout,
     limit,
-    measured,
-    missing,
-    others,
+    make_empty_chart,
     places,
     points,
-    said,
+    short_name,
     why_none,
 )
 from enginesmith.pipeline.report.tables import best_level, marked, rate
@@ -45,7 +45,7 @@ def latency_by_batch(run: Run) -> Chart:
     rows = {record.id: found for record in cast.records if (found := [row for row in record.latency if row.p50_ms])}
     if not rows:
         why = f"No latency was measured: {why_none(run, 'latency', 'nothing has run yet')}."
-        return missing("latency-by-batch", title, why)
+        return make_empty_chart("latency-by-batch", title, why)
     single = _single(rows)
     return Chart(
         id="latency-by-batch",
@@ -67,7 +67,7 @@ def throughput_by_batch(run: Run) -> Chart:
     }
     if not rows:
         why = f"No throughput was measured: {why_none(run, 'latency', 'nothing has run yet')}."
-        return missing("throughput-by-batch", title, why)
+        return make_empty_chart("throughput-by-batch", title, why)
     single = _single(rows)
     return Chart(
         id="throughput-by-batch",
@@ -94,11 +94,11 @@ def _lines(cast: Cast, rows: _Rows, value: _Numbers, between: _Intervals, words:
     traces: list[Figure] = []
     if rest := cast.rest(rows):
         lines = [([row.batch for row in rows[one.id]], list(map(value, rows[one.id]))) for one in rest]
-        traces.append(others(lines, "lines+markers"))
+        traces.append(draw_others(lines, "lines+markers"))
     shown = cast.named(rows)
     for record in shown:
         style, mine = cast.style(record), rows[record.id]
-        x, hover = [row.batch for row in mine], [said(marked(record), words(row)) for row in mine]
+        x, hover = [row.batch for row in mine], [hover_text(marked(record), words(row)) for row in mine]
         traces.append(points(style, x, list(map(value, mine)), hover))
         traces += [bar] if (bar := interval(style, x, list(map(between, mine)))) else []
     return traces, len(shown) + bool(rest)
@@ -123,13 +123,17 @@ def _latency_summary(run: Run, cast: Cast, rows: _Rows) -> str:
     mine = rows[record.id]
     first, last = mine[0], mine[-1]
     if first is last:
-        text = f"{called(record)} takes {ms(first.p50_ms)} ms at batch {first.batch}, the only one that was measured"
+        text = (
+            f"{short_name(record)} takes {ms(first.p50_ms)} ms at batch {first.batch}, the only one that was measured"
+        )
     else:
-        text = f"{called(record)} goes from {ms(first.p50_ms)} ms at batch {first.batch} to {ms(last.p50_ms)} ms at "
+        text = (
+            f"{short_name(record)} goes from {ms(first.p50_ms)} ms at batch {first.batch} to {ms(last.p50_ms)} ms at "
+        )
         text += f"batch {last.batch}"
     theirs = run.baseline.row(last.batch)
     if theirs and record.id != run.baseline.id:
-        text += f", where {called(run.baseline)} takes {ms(theirs.p50_ms)} ms"
+        text += f", where {short_name(run.baseline)} takes {ms(theirs.p50_ms)} ms"
     return f"{text}{cast.unnamed(rows)}."
 
 
@@ -157,7 +161,7 @@ def _throughput_interval(row: LatencyRow) -> Interval | None:
 def _throughput_words(row: LatencyRow) -> str:
     best = best_level(row)
     said = _format_rate(best.samples_per_s) if best else f"{rate(row.throughput_per_s)} samples/s"
-    return f"batch {row.batch}: {said} with {counted(best.callers if best else 1, 'caller')}"
+    return f"batch {row.batch}: {said} with {count_words(best.callers if best else 1, 'caller')}"
 
 
 def _format_rate(interval: Interval) -> str:
@@ -169,10 +173,10 @@ def _throughput_summary(run: Run, cast: Cast, rows: _Rows) -> str:
         ((record, row) for record in cast.records for row in rows.get(record.id, ())),
         key=lambda pair: pair[1].throughput_per_s or 0.0,
     )
-    text = f"{called(best)} answers most, {rate(row.throughput_per_s)} samples/s at batch {row.batch}"
+    text = f"{short_name(best)} answers most, {rate(row.throughput_per_s)} samples/s at batch {row.batch}"
     theirs = next((one for one in rows.get(run.baseline.id, ()) if one.batch == row.batch), None)
     if theirs and best.id != run.baseline.id and theirs.throughput_per_s:
-        text += f", where {called(run.baseline)} answers {rate(theirs.throughput_per_s)}"
+        text += f", where {short_name(run.baseline)} answers {rate(theirs.throughput_per_s)}"
     return f"{text}{cast.unnamed(rows)}."
 
 
@@ -193,7 +197,7 @@ def ecdf(run: Run, samples: Samples | None) -> tuple[Chart, ...]:
     if charts:
         return tuple(charts)
     why = f"No latency was measured: {why_none(run, 'latency', 'nothing has run yet')}."
-    return (missing("ecdf", "Distribution of latency (ms)", why),)
+    return (make_empty_chart("ecdf", "Distribution of latency (ms)", why),)
 
 
 def _chart(run: Run, samples: Samples, size: int, sizes: set[int]) -> Chart:
@@ -202,7 +206,7 @@ def _chart(run: Run, samples: Samples, size: int, sizes: set[int]) -> Chart:
     seconds = {one.id: samples[key] for one in cast.records if (key := f"{one.id}/{size}/seconds") in samples}
     found = {record: np.sort(values) * 1e3 for record, values in seconds.items() if values.size}
     if not found:
-        return missing(name, title, "The run has no latency samples: samples.npz is not in its folder.")
+        return make_empty_chart(name, title, "The run has no latency samples: samples.npz is not in its folder.")
     return Chart(
         id=name,
         title=title,
@@ -252,7 +256,7 @@ def _line(style: Style, record: VariantRecord, x: list[float], share: list[float
         "line": {**style.line, "shape": "hv"},
         "zorder": style.zorder,
         "hovertext": [f"{part:.4g} % within {ms(value)} ms" for value, part in zip(x, share, strict=True)],
-        "hovertemplate": f"{said(marked(record))}<br>%{{hovertext}}<extra></extra>",
+        "hovertemplate": f"{hover_text(marked(record))}<br>%{{hovertext}}<extra></extra>",
     }
 
 
@@ -260,14 +264,14 @@ def _summary(run: Run, cast: Cast, found: Mapping[str, NDArray[Any]], sizes: set
     records = [record for record in cast.records if record.id in found]
     best = min(records, key=lambda record: float(np.median(found[record.id])))
     values = found[best.id]
-    text = f"Half of {called(best)}'s {values.size} calls took at most {ms(float(np.median(values)))} ms, the slowest "
+    text = (
+        f"Half of {short_name(best)}'s {values.size} calls took at most {ms(float(np.median(values)))} ms, the slowest "
+    )
     text += f"{ms(float(values[-1]))} ms"
     if run.baseline.id in found and best.id != run.baseline.id:
         base = found[run.baseline.id]
         faster = float(np.mean(values < base[0]))
-        text += (
-            f"; {100 * faster:.3g} % of them were faster than the fastest of {called(run.baseline)} ({ms(base[0])} ms)"
-        )
+        text += f"; {100 * faster:.3g} % of them were faster than the fastest of {run.baseline.id} ({ms(base[0])} ms)"
     more = len(sizes) - _MOST_CHARTS
     text += f"; {more} more batch sizes are in the table of latencies" if more > 0 else ""
     return f"{text}{cast.unnamed(found, 'in the table only')}."
@@ -284,9 +288,9 @@ _NOT_ASKED = "Throughput of several callers was not measured: --concurrency 1,2,
 def concurrency(run: Run) -> Chart:
     """Throughput against the tail of latency, a point for each number of callers."""
     cast, at = Cast(run), run.deciding_batch
-    rows = {name: row for name, row in measured(cast.records, at).items() if row.concurrency}
+    rows = {name: row for name, row in find_rows(cast.records, at).items() if row.concurrency}
     if not rows:
-        return missing(_ID, f"Throughput (samples/s) against latency (ms) at batch {at}", _NOT_ASKED)
+        return make_empty_chart(_ID, f"Throughput (samples/s) against latency (ms) at batch {at}", _NOT_ASKED)
     rank = "p99" if any(level.p99_ms is not None for row in rows.values() for level in row.concurrency) else "p50"
     return Chart(
         id=_ID,
@@ -309,7 +313,7 @@ def _concurrency_figure(cast: Cast, rows: Mapping[str, LatencyRow], rank: str) -
     shown, rest = cast.named(found), cast.rest(found)
     traces: list[Figure] = []
     if rest:
-        traces.append(others([_concurrency_line(found[record.id]) for record in rest], "lines+markers"))
+        traces.append(draw_others([_concurrency_line(found[record.id]) for record in rest], "lines+markers"))
     for record in shown:
         numbered = len(shown) <= _MOST_NUMBERED or cast.style(record).winner
         traces.append(_trace(cast.style(record), record, found[record.id], rows[record.id].knee, numbered=numbered))
@@ -326,7 +330,7 @@ def _trace(
     style: Style, record: VariantRecord, known: Sequence[tuple[float, Throughput]], knee: int | None, *, numbered: bool
 ) -> Figure:
     x, y = _concurrency_line(known)
-    hover = [said(marked(record), _words(level, knee)) for _, level in known]
+    hover = [hover_text(marked(record), _words(level, knee)) for _, level in known]
     trace = points(style, x, y, hover, error_y=bars([level.samples_per_s for _, level in known], style.colour))
     if numbered:
         trace |= {"mode": "lines+markers+text", "textposition": "top center"}
@@ -335,7 +339,7 @@ def _trace(
 
 
 def _words(level: Throughput, knee: int | None) -> str:
-    text = f"{counted(level.callers, 'caller')}: {_format_rate(level.samples_per_s)}, "
+    text = f"{count_words(level.callers, 'caller')}: {_format_rate(level.samples_per_s)}, "
     text += f"p50 {ms(level.p50_ms)} ms, p99 {ms(level.p99_ms)} ms"
     return text + (", the knee: more callers gain less than 5 %" if level.callers == knee else "")
 
@@ -343,8 +347,8 @@ def _words(level: Throughput, knee: int | None) -> str:
 def _concurrency_summary(cast: Cast, rows: Mapping[str, LatencyRow], rank: str) -> str:
     pairs = [(one, level) for one in cast.records if one.id in rows for level in rows[one.id].concurrency]
     best, level = max(pairs, key=lambda pair: pair[1].samples_per_s.median)
-    most = f"{rate(level.samples_per_s.median)} samples/s with {counted(level.callers, 'caller')}"
-    text = f"{called(best)} answers most, {most}"
+    most = f"{rate(level.samples_per_s.median)} samples/s with {count_words(level.callers, 'caller')}"
+    text = f"{short_name(best)} answers most, {most}"
     value = _latency(level, rank)
     text += f", at {rank} {ms(value)} ms" if value is not None else ""
     knee = rows[best.id].knee

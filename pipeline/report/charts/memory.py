@@ -10,11 +10,11 @@ from enginesmith.pipeline.report.charts.plotly import (
     Chart,
     Figure,
     axis,
-    called,
+    hover_text,
     limit,
-    listed,
-    missing,
-    said,
+    list_layout,
+    make_empty_chart,
+    short_name,
     why_no_memory,
 )
 from enginesmith.pipeline.report.tables import marked
@@ -35,7 +35,7 @@ def memory(run: Run) -> Chart:
     title = f"Peak memory (MiB) on {where}, by part"
     if not rows:
         why = f"No peak memory is known: {why_no_memory(run)}."
-        return missing(_ID, title, why)
+        return make_empty_chart(_ID, title, why)
     shown = [(record, rows[record.id]) for record in cast.named(rows)]
     return Chart(
         id=_ID,
@@ -53,7 +53,7 @@ def _parts(row: MemoryRow) -> tuple[int | None, ...]:
 
 def _figure(run: Run, cast: Cast, shown: _Shown) -> Figure:
     colours = [cast.style(record).colour for record, _ in shown]
-    hover = [said(marked(record), _words(row)) for record, row in shown]
+    hover = [hover_text(marked(record), _words(row)) for record, row in shown]
     traces: list[Figure] = []
     for index, (part, pattern) in enumerate(_PARTS):
         sizes = [_parts(row)[index] for _, row in shown]
@@ -66,7 +66,7 @@ def _figure(run: Run, cast: Cast, shown: _Shown) -> Figure:
     x = axis("peak memory (MiB)", log=False)
     names = [cast.style(record).name for record, _ in shown]
     more = {"barmode": "stack", "bargap": 0.62, "shapes": shapes}
-    return {"data": traces, "layout": listed(x, names, 3, **more)}
+    return {"data": traces, "layout": list_layout(x, names, 3, **more)}
 
 
 def _bars(part: str, pattern: str, sizes: Sequence[int | None], colours: list[str], hover: list[str]) -> Figure:
@@ -120,12 +120,10 @@ def _words(row: MemoryRow) -> str:
 def _summary(run: Run, cast: Cast, rows: dict[str, MemoryRow]) -> str:
     records = [record for record in cast.records if record.id in rows]
     least = min(records, key=lambda record: record.peak_bytes or 0)
-    text = f"{called(least)} needs least, {_words(rows[least.id])}"
+    text = f"{short_name(least)} needs least, {_words(rows[least.id])}"
     base = run.baseline.peak_bytes
     if base and least.id != run.baseline.id:
-        text += (
-            f"; that is {100 * (least.peak_bytes or 0) / base:.0f} % of {called(run.baseline)}'s {format_bytes(base)}"
-        )
+        text += f"; that is {100 * (least.peak_bytes or 0) / base:.0f} % of {run.baseline.id}'s {format_bytes(base)}"
     budget = run.recipe.budgets.max_memory_bytes
     if budget is not None:
         holding = sum((record.peak_bytes or 0) <= budget for record in records)

@@ -13,14 +13,14 @@ from enginesmith.pipeline.report.charts.plotly import (
     Chart,
     Figure,
     axis,
-    called,
-    counted,
+    count_words,
+    find_rows,
+    hover_text,
     interval,
     layout,
     limit,
-    measured,
-    missing,
-    said,
+    make_empty_chart,
+    short_name,
     why_no_memory,
     why_none,
 )
@@ -51,14 +51,14 @@ def pareto(run: Run) -> Chart:
     at = run.deciding_batch
     title = f"Median latency (p50, ms) at batch {at} against peak memory (MiB)"
     cast = Cast(run)
-    rows = measured(cast.records, at)
+    rows = find_rows(cast.records, at)
     found = [
         _Point(record, row, row.p50_ms, record.peak_bytes / MEBIBYTE, record.id in run.pareto)
         for record in cast.records
         if (row := rows.get(record.id)) and row.p50_ms is not None and record.peak_bytes is not None
     ]
     if not found:
-        return missing(_ID, title, _why(run, bool(rows), at))
+        return make_empty_chart(_ID, title, _why(run, bool(rows), at))
     if any(point.drop is not None for point in found):
         title += "; the larger a marker, the larger the drop"
     return Chart(
@@ -120,7 +120,7 @@ def _rest(found: Sequence[_Point]) -> Figure:
         "name": f"{len(found)} more",
         "x": [one.p50_ms for one in found],
         "y": [one.peak_mib for one in found],
-        "hovertext": [said(marked(one.record), _numbers(one)) for one in found],
+        "hovertext": [hover_text(marked(one.record), _numbers(one)) for one in found],
         "hoverinfo": "text",
         "marker": {"color": REST, "size": 6, "opacity": 0.6},
     }
@@ -143,7 +143,7 @@ def _marker(run: Run, cast: Cast, point: _Point, scale: float) -> Figure:
         "name": style.name,
         "x": [point.p50_ms],
         "y": [point.peak_mib],
-        "hovertext": [said(marked(point.record), _numbers(point), _place(run, point))],
+        "hovertext": [hover_text(marked(point.record), _numbers(point), _place(run, point))],
         "hoverinfo": "text",
         "marker": {**style.marker, "size": size + (4 if style.winner else 0), "opacity": 0.9},
         "zorder": style.zorder,
@@ -172,13 +172,13 @@ def _place(run: Run, point: _Point) -> str:
 def _summary(run: Run, cast: Cast, found: Sequence[_Point]) -> str:
     best = min(found, key=lambda one: one.p50_ms)
     base = next((one for one in found if one.record.id == run.baseline.id), None)
-    first = f"{called(best.record)} has the lowest latency ({ms(best.p50_ms)} ms)"
+    first = f"{short_name(best.record)} has the lowest latency ({ms(best.p50_ms)} ms)"
     if base is not None and best is not base and base.peak_mib:
-        first += f" at {100 * best.peak_mib / base.peak_mib:.0f} % of {called(run.baseline)}'s peak memory"
+        first += f" at {100 * best.peak_mib / base.peak_mib:.0f} % of {short_name(run.baseline)}'s peak memory"
     else:
         first += f" at {format_bytes(best.record.peak_bytes)} of peak memory"
     front = sum(one.front for one in found)
-    on = f"{front} of {counted(len(found), 'variant')} {'is' if front == 1 else 'are'} on the front"
+    on = f"{front} of {count_words(len(found), 'variant')} {'is' if front == 1 else 'are'} on the front"
     without = len(cast.records) - len(found)
     left = f"; {without} without both numbers {'is' if without == 1 else 'are'} left out" if without else ""
     return f"{first}; {on}{left}{cast.unnamed({one.record.id for one in found})}."

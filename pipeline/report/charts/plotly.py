@@ -36,7 +36,7 @@ class Chart:
     """Why there is no figure."""
 
 
-def missing(name: str, title: str, why: str) -> Chart:
+def make_empty_chart(name: str, title: str, why: str) -> Chart:
     """Make a chart that has nothing to draw."""
     return Chart(id=name, title=title, figure=None, summary="", empty=why)
 
@@ -66,14 +66,14 @@ _TEXT_LINE = 80
 _LONGEST = 32
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """Text that plotly.js shows as it stands, in legends, ticks, annotations and hover templates."""
     for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("{", "&#123;"), ("$", "&#36;")):
         text = text.replace(character, entity)
     return " ".join(text.split())
 
 
-def shortened(text: str, most: int = _LONGEST) -> str:
+def shorten_name(text: str, most: int = _LONGEST) -> str:
     """Shorten a long name in its middle, as beginnings and ends tell names apart."""
     if len(text) <= most:
         return text
@@ -83,20 +83,20 @@ def shortened(text: str, most: int = _LONGEST) -> str:
 
 def label(name: str, most: int = _LONGEST) -> str:
     """Format a name for legends and ticks."""
-    return escaped(shortened(name, most))
+    return escape(shorten_name(name, most))
 
 
 def whole(name: str) -> str:
     """Break a whole name into lines for hover texts."""
-    return "<br>".join(escaped(name[start : start + _TEXT_LINE]) for start in range(0, len(name), _TEXT_LINE))
+    return "<br>".join(escape(name[start : start + _TEXT_LINE]) for start in range(0, len(name), _TEXT_LINE))
 
 
-def said(*lines: str) -> str:
+def hover_text(*lines: str) -> str:
     """Join plain lines to a hover text."""
     return "<br>".join(whole(line) for line in lines if line)
 
 
-def counted(number: int, one: str, many: str = "") -> str:
+def count_words(number: int, one: str, many: str = "") -> str:
     """``1 variant``, ``3 variants``."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
@@ -154,9 +154,9 @@ class Style:
         return {"color": self.colour, "dash": self.dash, "width": self.width}
 
 
-def called(record: VariantRecord) -> str:
+def short_name(record: VariantRecord) -> str:
     """Format a record's name for sentences."""
-    return shortened(marked(record), _IN_SENTENCES)
+    return shorten_name(marked(record), _IN_SENTENCES)
 
 
 class Cast:
@@ -241,14 +241,14 @@ def why_no_memory(run: Run) -> str:
 
 def _first(reasons: Sequence[str], otherwise: str) -> str:
     told = list(dict.fromkeys(filter(None, reasons)))
-    more = f" (and {counted(len(told) - 1, 'more reason')})" if len(told) > 1 else ""
+    more = f" (and {count_words(len(told) - 1, 'more reason')})" if len(told) > 1 else ""
     return f"{told[0]}{more}" if told else otherwise
 
 
 def axis(title: str, values: Iterable[float | None] = (), *, log: bool | None = None, zero: bool = True) -> Figure:
     """Make an axis with its unit, logarithmic where the values ask for it, else from zero on if ``zero``."""
     known = [value for value in values if value is not None]
-    found: Figure = {"title": {"text": escaped(title), "standoff": 8}, "automargin": True}
+    found: Figure = {"title": {"text": escape(title), "standoff": 8}, "automargin": True}
     if not (is_wide(known) if log is None else log):
         return {**found, "rangemode": "tozero"} if zero else found
     few = bool(known) and max(known) / min(known) < _DECADES
@@ -257,7 +257,7 @@ def axis(title: str, values: Iterable[float | None] = (), *, log: bool | None = 
 
 def places(title: str, labels: Mapping[float, str], **more: Any) -> Figure:
     """Make an axis with labels at some places of it alone."""
-    found: Figure = {"title": {"text": escaped(title), "standoff": 8}, "automargin": True, "tickmode": "array"}
+    found: Figure = {"title": {"text": escape(title), "standoff": 8}, "automargin": True, "tickmode": "array"}
     return {**found, "tickvals": list(labels), "ticktext": list(labels.values()), **more}
 
 
@@ -291,7 +291,7 @@ def layout(x: Figure, y: Figure, legend: int, *, plot: int = _PLOT, **more: Any)
     }
 
 
-def listed(x: Figure, names: Sequence[str], legend: int, **more: Any) -> Figure:
+def list_layout(x: Figure, names: Sequence[str], legend: int, **more: Any) -> Figure:
     """Make a layout of rows from the top with a name above each, as beside them long ones would fill a phone.
 
     Rows are at 0, 1, 2 …, as names may be alike when shortened.
@@ -353,7 +353,7 @@ def bars(found: Sequence[Interval], colour: str) -> Figure:
     }
 
 
-def others(lines: Sequence[tuple[Sequence[float], Sequence[float | None]]], mode: str = "lines") -> Figure:
+def draw_others(lines: Sequence[tuple[Sequence[float], Sequence[float | None]]], mode: str = "lines") -> Figure:
     """Draw all records that are not named as one grey trace, with gaps between its lines."""
     x: list[float | None] = []
     y: list[float | None] = []
@@ -381,13 +381,13 @@ def limit(direction: str, value: float, text: str, values: Sequence[float], line
     Texts stand on the side that has room, those of vertical lines above the plot, in as many lines as there are.
     """
     other = "y" if direction == "x" else "x"
-    label: Figure = {"text": escaped(text), "textposition": "end", "font": {"size": 11}}
+    label: Figure = {"text": escape(text), "textposition": "end", "font": {"size": 11}}
     left = sum(one < value for one in values) > len(values) / 2
     if direction == "y":
         label["yanchor"] = "top" if left else "bottom"
     else:
         above = {"textangle": 0, "xanchor": "right" if left else "left", "yanchor": "bottom"}
-        label |= {**above, "text": escaped(text) + "<br>&nbsp;" * line, "padding": 2}
+        label |= {**above, "text": escape(text) + "<br>&nbsp;" * line, "padding": 2}
     return {
         "type": "line",
         f"{direction}0": value,
@@ -400,6 +400,6 @@ def limit(direction: str, value: float, text: str, values: Sequence[float], line
     }
 
 
-def measured(records: Iterable[VariantRecord], at: int) -> dict[str, LatencyRow]:
+def find_rows(records: Iterable[VariantRecord], at: int) -> dict[str, LatencyRow]:
     """Look up each record's latency at a batch size, as far as it was measured."""
     return {record.id: row for record in records if (row := record.row(at)) is not None}

@@ -11,11 +11,11 @@ from enginesmith.pipeline.report.charts.plotly import (
     Figure,
     Style,
     axis,
-    called,
+    hover_text,
     label,
-    listed,
-    missing,
-    said,
+    list_layout,
+    make_empty_chart,
+    short_name,
     why_none,
 )
 from enginesmith.pipeline.report.tables import marked
@@ -35,7 +35,7 @@ def profile(run: Run) -> Chart:
     title = f"Time of an inference (ms) by module, at batch {sizes}" if found else "Time of an inference (ms) by module"
     if not found:
         why = f"Nothing was profiled: {why_none(run, 'profile', 'not asked for')}."
-        return missing(_ID, title, why)
+        return make_empty_chart(_ID, title, why)
     shown = [found[record.id] for record in cast.named(found)]
     modules = _modules(shown)
     return Chart(
@@ -73,7 +73,7 @@ def _figure(cast: Cast, modules: Sequence[JoinedRow]) -> Figure:
                 "x": [value for _, _, value in mine],
                 "y": [place for place, _, _ in mine],
                 "hovertext": [
-                    said(marked(record), f"{row.module}: {ms(value)} ms", row.why.get(record.id, ""))
+                    hover_text(marked(record), f"{row.module}: {ms(value)} ms", row.why.get(record.id, ""))
                     for _, row, value in mine
                 ],
                 "hoverinfo": "text",
@@ -82,14 +82,14 @@ def _figure(cast: Cast, modules: Sequence[JoinedRow]) -> Figure:
         )
     names = [label(row.module) for row in modules]
     x = axis("time in one inference (ms)", log=False)
-    return {"data": traces, "layout": listed(x, names, len(shown))}
+    return {"data": traces, "layout": list_layout(x, names, len(shown))}
 
 
 def _summary(
     run: Run, cast: Cast, shown: Sequence[Profile], modules: Sequence[JoinedRow], having: dict[str, Profile]
 ) -> str:
     told = next((one for one in shown if one.variant == run.winner), shown[0])
-    name = next(called(record) for record in cast.records if record.id == told.variant)
+    name = next(short_name(record) for record in cast.records if record.id == told.variant)
     total = told.total_ms or 0.0
     largest = max((row for row in modules if row.modules), key=lambda row: row.ms[told.variant] or 0.0, default=None)
     text = f"{name}'s operators take {ms(total)} ms in all"
@@ -116,7 +116,7 @@ def limits(run: Run) -> Chart:
     }
     if not rows:
         why = why_none(run, "limits", "no floor is known at this batch size")
-        return missing(_LIMITS_ID, title, f"Nothing was held against the device's limits: {why}.")
+        return make_empty_chart(_LIMITS_ID, title, f"Nothing was held against the device's limits: {why}.")
     return Chart(
         id=_LIMITS_ID,
         title=title,
@@ -135,13 +135,13 @@ def _limits_figure(cast: Cast, rows: Mapping[str, LimitRow]) -> Figure:
     times = [time for row in rows.values() for time in (row.measured_ms, row.floor_ms)]
     x = axis("time of an inference (ms)", times)
     names = [cast.style(record).name for record in shown]
-    return {"data": traces, "layout": listed(x, names, len(bounds))}
+    return {"data": traces, "layout": list_layout(x, names, len(bounds))}
 
 
 def _distance(style: Style, record: VariantRecord, row: LimitRow, place: int) -> list[Figure]:
     """Draw a line from the floor to what was measured, with a marker at each end."""
     assert row.floor_ms is not None
-    hover = said(marked(record), _words(row), row.summary)
+    hover = hover_text(marked(record), _words(row), row.summary)
     common = {"type": "scatter", "hovertext": hover, "hoverinfo": "text", "showlegend": False}
     found: list[Figure] = []
     if row.measured_ms is not None:
@@ -173,8 +173,8 @@ def _limits_summary(run: Run, cast: Cast, rows: Mapping[str, LimitRow]) -> str:
     if not told:
         return f"Floors of {len(rows)} variants are known, and none was measured{unnamed}."
     nearest = min(told, key=lambda record: rows[record.id].measured_over_floor or 0.0)
-    text = f"{called(nearest)} is nearest to what the device can do: {_words(rows[nearest.id])}"
+    text = f"{short_name(nearest)} is nearest to what the device can do: {_words(rows[nearest.id])}"
     base = rows.get(run.baseline.id)
     if base and nearest.id != run.baseline.id and base.measured_over_floor is not None:
-        text += f"; {called(run.baseline)} takes {base.measured_over_floor:.3g}× its own floor"
+        text += f"; {short_name(run.baseline)} takes {base.measured_over_floor:.3g}× its own floor"
     return f"{text}{unnamed}."

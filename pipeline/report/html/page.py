@@ -50,14 +50,14 @@ from enginesmith.pipeline.results.run import Run, Verdict
 # The first screen: the verdict, the budgets, the table of variants, the Pareto front; and answers in a line each.
 
 
-def verdict(run: Run) -> Words:
+def render_verdict(run: Run) -> Words:
     """Sum up the run in one sentence, coloured by how it ended."""
     broken = any(not one.passed for one in run.verdicts)
     tone: Tone = "bad" if run.winner is None and run.complete else "caution" if run.winner is None or broken else "good"
     return Words(sentences.summarize(run), tone)
 
 
-def budget_facts(run: Run) -> tuple[Fact, ...]:
+def list_budgets(run: Run) -> tuple[Fact, ...]:
     """List each budget with its number and its limit, and those that were not judged."""
     judged = tuple(_budget(one) for one in run.verdicts)
     open_ = tuple(Fact(budgets.format_title(name), "not judged", "", "caution") for name in budgets.list_unjudged(run))
@@ -71,7 +71,7 @@ def _budget(one: Verdict) -> Fact:
     return Fact(budgets.format_title(one.budget), text, "", "good" if one.passed else "bad")
 
 
-def unfinished(run: Run) -> tuple[Words, ...]:
+def render_progress(run: Run) -> tuple[Words, ...]:
     """Say what is missing of a run that was interrupted, or has steps for another machine."""
     if run.complete:
         return ()
@@ -86,7 +86,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 @functools.cache
-def library() -> str:
+def load_library() -> str:
     """Load plotly.js in its "basic" build, which draws scatter, bar and pie traces.
 
     The file is ``plotly-basic.min.js`` of the npm package ``plotly.js-basic-dist-min`` as it stands: a report is about
@@ -96,19 +96,19 @@ def library() -> str:
 
 
 @functools.cache
-def own() -> str:
+def load_script() -> str:
     """Load the script that makes tables sortable and draws charts and long tables."""
     return (TEMPLATES / "page.js").read_text(encoding="utf-8")
 
 
 @functools.cache
-def style() -> str:
+def load_style() -> str:
     """Load the page's style."""
     return (TEMPLATES / "style.css").read_text(encoding="utf-8")
 
 
 @functools.cache
-def policy(texts: tuple[str, ...]) -> str:
+def write_policy(texts: tuple[str, ...]) -> str:
     """Write a content security policy that allows these scripts and the page's style, and nothing from anywhere."""
     scripts = " ".join(f"'sha256-{_digest(text)}'" for text in texts)
     return f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
@@ -124,15 +124,15 @@ def _digest(text: str) -> str:
 def lay_out(template: str, parts: Sequence[Section], figures: Mapping[str, Any] | None = None, **values: Any) -> str:
     """Render a page; without ``figures`` for charts it has no library that draws."""
     shown = within_limits(parts)
-    libraries = (library(),) if figures is not None else ()
+    libraries = (load_library(),) if figures is not None else ()
     return _template(template).render(
         sections=shown,
         charts=script_data(figures or {}),
         tables=script_data(long_tables(shown)),
-        policy=Markup(policy((*libraries, own()))),
-        style=Markup(style()),
-        library=_known(library()) if libraries else "",
-        script=_known(own()),
+        policy=Markup(write_policy((*libraries, load_script()))),
+        style=Markup(load_style()),
+        library=_known(load_library()) if libraries else "",
+        script=_known(load_script()),
         **values,
     )
 
@@ -177,7 +177,7 @@ def _render_variants(run: Run, placed: Placed) -> Sequence[Block]:
 
 
 def _render_summary(run: Run, placed: Placed) -> Sequence[Block]:
-    return (Facts(summary.facts(run)),)
+    return (Facts(summary.answer_questions(run)),)
 
 
 SECTIONS: tuple[SectionRow, ...] = (
@@ -213,9 +213,9 @@ def render(run: Run, samples: Mapping[str, NDArray[Any]] | None = None) -> str:
         [Section(row.name, row.title, row.question, tuple(row.render(run, placed))) for row in SECTIONS],
         _figures(placed),
         run=run,
-        verdict=verdict(run),
-        unfinished=unfinished(run),
-        budgets=budget_facts(run),
+        verdict=render_verdict(run),
+        unfinished=render_progress(run),
+        budgets=list_budgets(run),
     )
 
 

@@ -20,9 +20,9 @@ from enginesmith.pipeline.report.html.blocks import (
     folded,
     points,
 )
-from enginesmith.pipeline.report.html.summary import calibration
+from enginesmith.pipeline.report.html.summary import describe_calibration
 from enginesmith.pipeline.report.tables import make_table, mark, marked
-from enginesmith.pipeline.results.explain import claimed
+from enginesmith.pipeline.results.explain import narrowest_type
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.units import format_seconds
 
@@ -88,7 +88,11 @@ def render_precision(run: Run, placed: Placed) -> tuple[Block, ...]:
     none = Words("No variant was quantised group by group: operators are in the precision of their variant's name.")
     return (
         *points(f"{note}." for note in sentences.list_footnotes(run)),
-        *([Words(f"Ranges come from {calibration(run)}.")] if any(one.assignment for one in run.variants) else []),
+        *(
+            [Words(f"Ranges come from {describe_calibration(run)}.")]
+            if any(one.assignment for one in run.variants)
+            else []
+        ),
         *(tuple(_assignments(run)) or (none,)),
         *filled(make_table("paid", "Whether low precision pays", paid)),
         *filled(sections.tabulate_coverage(run)),
@@ -112,7 +116,7 @@ def _assignments(run: Run) -> Iterator[Folded]:
 
 def _mixed(record: VariantRecord) -> bool:
     """Tell whether some groups are in its low precision, and some are not."""
-    low = {claimed(one.precision) == claimed(record.precision) for one in record.assignment}
+    low = {narrowest_type(one.precision) == narrowest_type(record.precision) for one in record.assignment}
     return len(low) > 1
 
 

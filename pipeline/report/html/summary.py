@@ -7,7 +7,7 @@ from enginesmith.pipeline.report import provenance, sections
 from enginesmith.pipeline.report.html.blocks import Fact
 from enginesmith.pipeline.report.tables import marked
 from enginesmith.pipeline.results import budgets
-from enginesmith.pipeline.results.explain import claimed
+from enginesmith.pipeline.results.explain import narrowest_type
 from enginesmith.pipeline.results.run import NOT_KNOWN, Assignment, Run, VariantRecord
 from enginesmith.pipeline.units import format_bytes
 
@@ -16,7 +16,7 @@ _NAMED = 3
 _DISTURBED = 0.1
 
 
-def facts(run: Run) -> tuple[Fact, ...]:
+def answer_questions(run: Run) -> tuple[Fact, ...]:
     """Answer a reviewer's questions, in the order of the sections."""
     return (
         Fact("Did the budget hold at p99?", _p99(run), "latency"),
@@ -32,7 +32,7 @@ def facts(run: Run) -> tuple[Fact, ...]:
     )
 
 
-def chosen(run: Run) -> VariantRecord:
+def choose_variant(run: Run) -> VariantRecord:
     """Choose the variant that answers are about: the winner, else the fastest, else the baseline."""
     records = {record.id: record for record in run.records}
     if run.winner in records:
@@ -42,7 +42,7 @@ def chosen(run: Run) -> VariantRecord:
 
 
 def _p99(run: Run) -> str:
-    record, batch = chosen(run), run.deciding_batch
+    record, batch = choose_variant(run), run.deciding_batch
     row = record.row(batch)
     if row is None:
         return f"Not known: {_why(record, 'latency')}."
@@ -94,7 +94,7 @@ def _quiet(run: Run) -> str:
 
 
 def _memory(run: Run) -> str:
-    record = chosen(run)
+    record = choose_variant(run)
     row = record.memory
     if row is None or row.peak_bytes is None:
         return f"Not known: {(row and row.reasons.get('peak_bytes')) or _why(record, 'memory')}."
@@ -108,7 +108,7 @@ def _memory(run: Run) -> str:
 
 def _lost(run: Run) -> str:
     rows = sections.tabulate_losses(run).rows
-    mine = next((row for row in rows if row[0] == marked(chosen(run))), next(iter(rows), None))
+    mine = next((row for row in rows if row[0] == marked(choose_variant(run))), next(iter(rows), None))
     if mine is None:
         return "No outputs were held against the baseline's."
     name, stage, fall, worst, metric = mine
@@ -119,8 +119,8 @@ def _lost(run: Run) -> str:
 def _kept(run: Run) -> str:
     found = []
     for record in run.variants:
-        low = claimed(record.precision)
-        kept = [one for one in record.assignment if claimed(one.precision) != low]
+        low = narrowest_type(record.precision)
+        kept = [one for one in record.assignment if narrowest_type(one.precision) != low]
         if kept:
             reasons = "; ".join(_because(kept))
             found.append(f"{marked(record)}: {len(kept)} of {len(record.assignment)}: {reasons}.")
@@ -160,22 +160,22 @@ def _data(run: Run) -> str:
     parts = []
     if any(record.assignment or record.synthetic_calibration for record in run.variants):
         made_up = any(record.synthetic_calibration for record in run.variants)
-        parts.append(f"ranges from {'made-up data' if made_up else calibration(run)}")
-    quality = next((one.quality for one in (chosen(run), *run.variants) if one.quality), None)
+        parts.append(f"ranges from {'made-up data' if made_up else describe_calibration(run)}")
+    quality = next((one.quality for one in (choose_variant(run), *run.variants) if one.quality), None)
     if quality:
         parts.append(f"{quality.metric} on {quality.samples} samples of {run.recipe.data or run.model.data}")
     parts.append(f"outputs and latency on {run.model.data or 'unknown'} data")
     return f"{'; '.join(parts)}."
 
 
-def calibration(run: Run) -> str:
+def describe_calibration(run: Run) -> str:
     """Name the data that ranges were taken from, as the step says."""
     step = next((one for one in run.steps if one.id.startswith("calibrate") and one.effect), None)
     return step.effect if step else f"{run.recipe.calibration_data or 'no data'}, up to {run.recipe.samples} samples"
 
 
 def _limit(run: Run) -> str:
-    record = chosen(run)
+    record = choose_variant(run)
     row = next((one for one in record.limits if one.batch == run.deciding_batch), next(iter(record.limits), None))
     if row is None:
         return f"Not known: {_why(record, 'limits')}."

@@ -81,10 +81,10 @@ def choose(folder: Path, variant: str | None) -> Chosen:
     """
     run = runs.read(folder)
     folder = folder if folder.is_dir() else folder.parent
-    record = runs.named(run, variant) if variant else _winner(run)
-    _hold_packagable(folder, run, record)
+    record = runs.find_record(run, variant) if variant else _winner(run)
+    _check_packagable(folder, run, record)
     chosen = Chosen(folder, run, record, tuple(_cautions(run, record)))
-    _hold_whole(chosen)
+    _check_digests(chosen)
     return chosen
 
 
@@ -110,7 +110,7 @@ def _cautions(run: Run, record: VariantRecord) -> Iterator[str]:
     yield f"it is not the run's winner, which is {run.winner or 'none'}"
 
 
-def _hold_packagable(folder: Path, run: Run, record: VariantRecord) -> None:
+def _check_packagable(folder: Path, run: Run, record: VariantRecord) -> None:
     if engine_class(record.engine).consumes == "torch":
         graphs = [one.id for one in run.variants if one.graph and one.status != "failed"]
         remedy = f"--variant {graphs[0]}, " if graphs else f"optimize with --engine {DEFAULT[0]}, "
@@ -130,7 +130,7 @@ def _hold_packagable(folder: Path, run: Run, record: VariantRecord) -> None:
         raise UsageError("the run does not know the model's inputs and outputs", f"`enginesmith resume {folder}`")
 
 
-def _hold_whole(chosen: Chosen) -> None:
+def _check_digests(chosen: Chosen) -> None:
     """Check that what is packaged is what the run made, byte for byte."""
     kept, main = chosen.loaded, chosen.main
     again = f"run `enginesmith resume {chosen.folder}`, which makes it again"
@@ -185,7 +185,7 @@ def engine_of(chosen: Chosen) -> Engine:
     """Make the engine with the options that the run built and measured it with."""
     kind = engine_class(chosen.record.engine)
     options = {**chosen.engine_options, **kind.running_options(chosen.run.recipe)}
-    return documents.made(kind, options, f"what {chosen.record.id} was built with")
+    return documents.parse_fields(kind, options, f"what {chosen.record.id} was built with")
 
 
 def device_of(chosen: Chosen) -> Device:

@@ -131,8 +131,8 @@ def read(folder: Path) -> Manifest:
     path = folder / FILE
     try:
         values = documents.load(path)
-        documents.hold_schema(path, values, SCHEMA, "enginesmith package")
-        found, _ = documents.fitted(Manifest, values)
+        documents.check_schema(path, values, SCHEMA, "enginesmith package")
+        found, _ = documents.parse_known_fields(Manifest, values)
     except OSError as error:
         raise UsageError(
             f"there is no bundle in {folder}: {FILE}: {error.strerror}",
@@ -143,7 +143,7 @@ def read(folder: Path) -> Manifest:
     return found
 
 
-def files_of(folder: Path) -> dict[str, PackagedFile]:
+def list_files(folder: Path) -> dict[str, PackagedFile]:
     """List every file in a folder but the manifest."""
     return {
         name: PackagedFile(sha256=file_digest(folder / name), bytes=(folder / name).stat().st_size)
@@ -151,7 +151,7 @@ def files_of(folder: Path) -> dict[str, PackagedFile]:
     }
 
 
-def hold_files(folder: Path, manifest: Manifest) -> None:
+def check_files(folder: Path, manifest: Manifest) -> None:
     """Insist on exactly the files that were packaged.
 
     Raises:
@@ -161,7 +161,7 @@ def hold_files(folder: Path, manifest: Manifest) -> None:
     outside = [name for name in manifest.files if not (folder / name).resolve().is_relative_to(folder.resolve())]
     missing = [name for name in manifest.files if not (folder / name).is_file()]
     try:
-        there = {} if missing or outside else files_of(folder)
+        there = {} if missing or outside else list_files(folder)
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be read: {error.strerror}", "check its rights") from error
     changed = [name for name, kept in manifest.files.items() if name in there and there[name] != kept]

@@ -38,7 +38,7 @@ def write(chosen: Chosen, folder: Path) -> None:
     assert chosen.record.test_vector is not None
     shutil.copyfile(chosen.folder / chosen.record.test_vector.path, folder / manifests.VECTOR)
     shutil.copyfile(script, folder / manifests.INFER)
-    found = describe(chosen, "bundle", chosen.main.name, manifests.files_of(folder))
+    found = describe(chosen, "bundle", chosen.main.name, manifests.list_files(folder))
     (folder / manifests.FILE).write_text(found.text())
 
 

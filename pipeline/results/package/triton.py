@@ -40,7 +40,7 @@ def write(chosen: Chosen, folder: Path) -> None:
         shutil.copyfile(source, target)
     found = describe(chosen, "triton", f"{VERSION}/{file}", {})
     (home / CONFIG).write_text(config(name, found))
-    whole = found.model_copy(update={"files": manifests.files_of(home)})
+    whole = found.model_copy(update={"files": manifests.list_files(home)})
     (home / manifests.FILE).write_text(whole.text())
 
 

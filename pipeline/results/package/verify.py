@@ -37,7 +37,7 @@ def verify(folder: Path, timeout_seconds: float | None = None) -> tuple[str, Sta
             f"{folder} is a {found.format} package, which has no test vector",
             "package the run as a bundle to verify it",
         )
-    manifests.hold_files(folder, found)
+    manifests.check_files(folder, found)
     engine, device = engine_of(found), Device(kind=found.engine.device)
     checked = f"{len(found.files)} files are what was packaged"
     if not engine.memory_from_torch:
