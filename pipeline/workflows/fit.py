@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -14,7 +14,7 @@ from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks.samples import batch_symbol
 from enginesmith.pipeline.measure.rows import MemoryRow
 from enginesmith.pipeline.planning import stages
-from enginesmith.pipeline.planning.plan import LOAD
+from enginesmith.pipeline.planning.plan import LOAD, Step
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results.run import Run
@@ -32,32 +32,67 @@ _MEASURED_WITH = (
 _PROBE_SLACK_BYTES = 2 << 30
 
 
+class Need(NamedTuple):
+    """Bytes that one engine needs at a batch."""
+
+    weights_bytes: int
+    activation_bytes: int
+    io_bytes: int
+    lacking: str = ""
+    """What is missing in these figures."""
+    facts: EngineFacts | None = None
+    """What the builder reported."""
+
+
 class MemoryEstimate(ABC):
     """Estimate the memory that a set of engines needs for a largest batch, all of them together."""
 
     source: ClassVar[str]
     """Where the figures come from, and what is not counted."""
+    shares_activations = False
+    """Whether all engines work in one buffer, so that only the largest activations count."""
+
+    def __init__(self, recipe: Recipe, models: Sequence[str], settings: Settings) -> None:
+        self._engine, self._settings = engine_class(recipe.engines[0]), settings
+        self._models = [resolve_recipe(recipe.model_copy(update={"model": text})) for text in models]
+        self._needs: dict[int, list[Need]] = {}
+
+    @abstractmethod
+    def _find_need(self, model: ResolvedRecipe, batch: int) -> Need:
+        """Build or run one model's engine at a batch."""
+
+    def needs(self, batch: int) -> list[Need]:
+        """Find the need of each engine; a batch is tried once."""
+        if batch not in self._needs:
+            self._needs[batch] = [self._find_need(model, batch) for model in self._models]
+        return self._needs[batch]
 
     @property
-    @abstractmethod
     def tried(self) -> int:
         """Count the batch sizes that were tried."""
+        return len(self._needs)
 
-    @abstractmethod
     def parts(self, batch: int) -> dict[str, int]:
         """Split the need into ``weights_bytes``, ``activation_bytes`` and ``io_bytes``."""
-
-    @abstractmethod
-    def workspace(self, batch: int) -> tuple[int | None, str]:
-        """Find the smallest limit that all engines build with, and say what it means for speed."""
-
-    @abstractmethod
-    def lacking(self, batch: int) -> str:
-        """Say what is missing in the figures; empty if nothing is."""
+        needs = self.needs(batch)
+        activations = [need.activation_bytes for need in needs]
+        return {
+            "weights_bytes": sum(need.weights_bytes for need in needs),
+            "activation_bytes": max(activations) if self.shares_activations else sum(activations),
+            "io_bytes": sum(need.io_bytes for need in needs),
+        }
 
     def needed(self, batch: int) -> int:
         """Add up the bytes of all engines."""
         return sum(self.parts(batch).values())
+
+    def lacking(self, batch: int) -> str:
+        """Say what is missing in the figures; empty if nothing is."""
+        return next((need.lacking for need in self.needs(batch) if need.lacking), "")
+
+    def workspace(self, batch: int) -> tuple[int | None, str]:
+        """Find the smallest limit that all engines build with, and say what it means for speed."""
+        return None, f"{self._engine.title} has no limit for its work space"
 
 
 def estimate_memory(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Settings) -> MemoryEstimate:
@@ -77,7 +112,7 @@ def estimate_memory(recipe: Recipe, models: Sequence[str], memory_bytes: int, se
 
 
 class BuiltSizes(MemoryEstimate):
-    """Memory of engines as their builder reports it; each batch is built once."""
+    """Estimate memory as the engines' builder reports it; each batch is built once."""
 
     source = (
         "the builder's figures for weights and activations, and the sizes of inputs and outputs; the CUDA context and "
@@ -85,74 +120,48 @@ class BuiltSizes(MemoryEstimate):
     )
 
     def __init__(self, recipe: Recipe, models: Sequence[str], settings: Settings) -> None:
-        self._settings, self._engine = settings, file_engine(recipe)
-        worker.preload_only((*self._engine.modules, *MODULES))
-        self._share = self._engine.shares_activations(recipe)
-        self._models = [resolve_recipe(recipe.model_copy(update={"model": text})) for text in models]
-        self._found: dict[int, list[tuple[EngineFacts, Signature]]] = {}
-
-    @property
-    def tried(self) -> int:
-        return len(self._found)
-
-    def lacking(self, batch: int) -> str:
-        return ""
-
-    def parts(self, batch: int) -> dict[str, int]:
-        found = self._facts(batch)
-        activations = [facts.activation_bytes or 0 for facts, _ in found]
-        return {
-            "weights_bytes": sum(facts.weights_bytes or 0 for facts, _ in found),
-            "activation_bytes": max(activations) if self._share else sum(activations),
-            "io_bytes": sum(_io_bytes(signature, batch) for _, signature in found),
-        }
+        engine = file_engine(recipe)
+        worker.preload_only((*engine.modules, *MODULES))
+        self.shares_activations = engine.shares_activations(recipe)
+        super().__init__(recipe, models, settings)
 
     def workspace(self, batch: int) -> tuple[int | None, str]:
-        if not issubclass(self._engine, WorkspaceEngine):
-            return None, f"{self._engine.title} has no limit for its work space"
-        if not self._engine.gates_workspace():
-            return None, "needs measured engines: optimize with --workspace sweep, then `enginesmith fit RUN`"
-        found = zip(self._models, self._facts(batch), strict=True)
         engine = self._engine
-        limits = [self._smallest(engine, model, batch, facts) for model, (facts, _) in found]
-        return max(limits), f"{self._engine.name} builds the same engine under any limit: it keeps all of the speed"
+        if not issubclass(engine, WorkspaceEngine):
+            return super().workspace(batch)
+        if not engine.gates_workspace():
+            return None, "needs measured engines: optimize with --workspace sweep, then `enginesmith fit RUN`"
+        found = zip(self._models, self.needs(batch), strict=True)
+        limits = [self._smallest(engine, model, batch, need.facts) for model, need in found if need.facts]
+        return max(limits), f"{engine.name} builds the same engine under any limit: it keeps all of the speed"
 
     def _smallest(self, engine: type[WorkspaceEngine], model: ResolvedRecipe, batch: int, facts: EngineFacts) -> int:
         def attempt(limit: int) -> None:
-            limited = model.updated(workspace=(str(limit),))
-            found = self._trial(limited, batch)[0]
-            if not found.builds:
-                kind = LimitTooSmall if found.failure == LimitTooSmall.failure else ModelError
-                raise kind(found.reason, found.remedy)
+            result, _ = self._trial(model.updated(workspace=(str(limit),)), batch)
+            if not result.builds:
+                kind = LimitTooSmall if result.failure == LimitTooSmall.failure else ModelError
+                raise kind(result.reason, result.remedy)
 
         return engine.smallest_workspace(attempt, facts)
 
-    def _facts(self, batch: int) -> list[tuple[EngineFacts, Signature]]:
-        if batch not in self._found:
-            found = []
-            for model in self._models:
-                result, signature = self._trial(model, batch)
-                if result.facts is None:
-                    raise ModelError(f"no engine for batch {batch}: {result.reason}", result.remedy)
-                found.append((result.facts, signature))
-            self._found[batch] = found
-        return self._found[batch]
+    def _find_need(self, model: ResolvedRecipe, batch: int) -> Need:
+        result, signature = self._trial(model, batch)
+        facts = result.facts
+        if facts is None:
+            raise ModelError(f"no engine for batch {batch}: {result.reason}", result.remedy)
+        io_bytes = _io_bytes(signature, batch)
+        return Need(facts.weights_bytes or 0, facts.activation_bytes or 0, io_bytes, facts=facts)
 
     def _trial(self, model: ResolvedRecipe, batch: int) -> tuple[TrialResult, Signature]:
         steps, trials = stages.trial_steps(model, batch)
         if len(trials) != 1:
             raise UsageError(f"{len(trials)} targets are named", "fit answers for one: --target sm86")
-        outcomes = run_steps(steps, self._settings, model.recipe)
-        artifact, loaded = outcomes[next(iter(trials.values()))].artifact, outcomes[LOAD].artifact
-        assert artifact is not None
-        assert loaded is not None
-        assert loaded.signature is not None
-        _batch_word(model.source.text, loaded.signature)
-        return TrialResult.model_validate(read_records(artifact)[0]), loaded.signature
+        record, signature, _ = _run(model, steps, next(iter(trials.values())), self._settings)
+        return TrialResult.model_validate(record), signature
 
 
 class MeasuredSizes(MemoryEstimate):
-    """Memory of engines that are run: the peak of each alone in a fresh process; each batch is tried once."""
+    """Estimate memory by running engines: the peak of each alone in a fresh process; each batch is tried once."""
 
     source = (
         "measured: the peak of loading and running in a fresh process, and the sizes of inputs; "
@@ -160,90 +169,71 @@ class MeasuredSizes(MemoryEstimate):
     )
 
     def __init__(self, recipe: Recipe, models: Sequence[str], settings: Settings, budget_bytes: int) -> None:
-        self._engine = engine_class(recipe.engines[0])
+        super().__init__(recipe, models, settings)
         worker.preload_only((*self._engine.modules, *_MEASURED_WITH))
-        self._settings, self._budget = settings, budget_bytes
-        self._models = [resolve_recipe(recipe.model_copy(update={"model": text})) for text in models]
-        self._found: dict[int, list[tuple[MemoryRow, int]]] = {}
+        self._budget = budget_bytes
+        self._limit = 2 * budget_bytes + _PROBE_SLACK_BYTES
+        """What one probe may take: so far above the budget that reserved addresses and stacks do not count."""
 
-    @property
-    def tried(self) -> int:
-        return len(self._found)
-
-    def parts(self, batch: int) -> dict[str, int]:
-        parts = [self._parts(row, input_bytes) for row, input_bytes in self._rows(batch)]
-        return {name: sum(part[name] for part in parts) for name in parts[0]}
-
-    def workspace(self, batch: int) -> tuple[int | None, str]:
-        return None, f"{self._engine.title} has no limit for its work space"
-
-    def lacking(self, batch: int) -> str:
-        refused = [row.oom.message for row, _ in self._rows(batch) if row.oom]
-        return f"that is a lower bound, as memory ran out: {refused[0]}" if refused else ""
-
-    def _parts(self, row: MemoryRow, input_bytes: int) -> dict[str, int]:
+    def _find_need(self, model: ResolvedRecipe, batch: int) -> Need:
         """Split a peak; where memory ran out, at least the budget was needed and one byte more."""
-        peak = row.peak_bytes
+        row, input_bytes = self._measure(model, batch)
+        peak, lacking = row.peak_bytes, ""
+        if row.oom:
+            lacking = f"that is a lower bound, as memory ran out: {row.oom.message}"
         if peak is None:
-            peak = max(self._budget + 1, _probe_limit(self._budget) if row.oom and row.oom.limit_bytes else 0)
+            peak = max(self._budget + 1, self._limit if row.oom and row.oom.limit_bytes else 0)
         activations = min(row.activation_bytes or 0, peak)
-        return {"weights_bytes": peak - activations, "activation_bytes": activations, "io_bytes": input_bytes}
-
-    def _rows(self, batch: int) -> list[tuple[MemoryRow, int]]:
-        if batch not in self._found:
-            self._found[batch] = [self._measure(model, batch) for model in self._models]
-        return self._found[batch]
+        return Need(peak - activations, activations, input_bytes, lacking)
 
     def _measure(self, model: ResolvedRecipe, batch: int) -> tuple[MemoryRow, int]:
-        """Measure one model at a batch; bytes of its inputs beside it.
+        """Measure one model at a batch; returns the bytes of its inputs, too.
 
         Raises:
             ModelError: it fails at this batch, and not for lack of memory.
             MissingCapability: this machine does not show what a process takes.
         """
-        steps = stages.memory_steps(model, batch, _probe_limit(self._budget))
-        outcomes = run_steps(steps, self._settings, model.recipe)
-        record, loaded = outcomes[stages.MEMORY].artifact, outcomes[LOAD].artifact
-        assert record is not None
-        assert loaded is not None
-        assert loaded.signature is not None
-        symbol = _batch_word(model.source.text, loaded.signature)
-        row = MemoryRow.model_validate(read_records(record)[0])
+        steps = stages.memory_steps(model, batch, self._limit)
+        record, signature, symbol = _run(model, steps, stages.MEMORY, self._settings)
+        row = MemoryRow.model_validate(record)
         if row.peak_bytes is None and row.oom is None:
             if row.failure:
                 raise ModelError(f"it does not run at batch {batch}: {row.failure}", "try it: enginesmith benchmark")
             raise MissingCapability(row.reasons["peak_bytes"], "measure on Linux, outside of a sandbox")
         sizes = {name: span.max for name, span in model.recipe.ranges.items()} | {symbol: batch}
-        sizes = {name: sizes.get(name, 1) for spec in loaded.signature.inputs for name in spec.symbols}
-        return row, total_bytes(loaded.signature.inputs, sizes)
+        sizes = {name: sizes.get(name, 1) for spec in signature.inputs for name in spec.symbols}
+        return row, total_bytes(signature.inputs, sizes)
 
 
-def _probe_limit(budget_bytes: int) -> int:
-    """Bound what one probe may take: far enough above the budget that reserved addresses and stacks do not count."""
-    return 2 * budget_bytes + _PROBE_SLACK_BYTES
+def _run(
+    model: ResolvedRecipe, steps: tuple[Step, ...], last: str, settings: Settings
+) -> tuple[dict[str, Any], Signature, str]:
+    """Run steps; returns the record of the last one, and the model's signature and dynamic batch.
+
+    Raises:
+        UsageError: the model has no dynamic batch.
+    """
+    outcomes = run_steps(steps, settings, model.recipe)
+    record, loaded = outcomes[last].artifact, outcomes[LOAD].artifact
+    assert record is not None
+    assert loaded is not None
+    assert loaded.signature is not None
+    symbol = batch_symbol(loaded.signature)
+    if symbol is None:
+        remedy = "export it with one: --input name:dtype:batch,…"
+        raise UsageError(f"{model.source.text} has no dynamic batch", remedy)
+    return read_records(record)[0], loaded.signature, symbol
 
 
 def _io_bytes(signature: Signature, batch: int) -> int:
-    """Inputs and outputs at a batch; dimensions of unknown size count as 1."""
+    """Add up inputs and outputs at a batch; dimensions of unknown size count as 1."""
     symbol = batch_symbol(signature)
     specs = (*signature.inputs, *signature.outputs)
     sizes = {dim: batch if dim == symbol else 1 for spec in specs for dim in spec.symbols}
     return total_bytes(specs, sizes)
 
 
-def _batch_word(model: str, signature: Signature) -> str:
-    """The word for the dynamic batch.
-
-    Raises:
-        UsageError: there is none.
-    """
-    found = batch_symbol(signature)
-    if found is None:
-        raise UsageError(f"{model} has no dynamic batch", "export it with one: --input name:dtype:batch,…")
-    return found
-
-
-# Find the largest batch that fits a memory budget, and the smallest workspace that builds or keeps the speed.
+# Search: the largest batch that fits a memory budget, and the smallest workspace that builds or keeps the speed.
 
 _LARGEST_BATCH = 1 << 16
 
