@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from typing import Any
 import onnx
 import pytest
 from onnx import TensorProto, helper
+
+from enginesmith.pipeline.engines.base import Engine
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "tests" / "data" / "plugin_example"
@@ -89,3 +92,12 @@ def test_the_document_shows_the_example() -> None:
     text = (ROOT / "docs" / "extending.md").read_text()
     for file in ("pyproject.toml", "enginesmith_example.py"):
         assert (EXAMPLE / file).read_text() in text
+
+
+def test_the_document_names_what_the_contract_has() -> None:
+    text = (ROOT / "docs" / "extending.md").read_text()
+    named = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    names = {name for part in named for name in re.findall(r"`(\w+)", part)}
+    assert len(names) > 30
+    missing = {name for name in names if not hasattr(Engine, name)} - set(Engine.__annotations__)
+    assert not missing
