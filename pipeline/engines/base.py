@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from enginesmith.pipeline.engines.compatibility import Check
     from enginesmith.pipeline.engines.options import EngineOptions
     from enginesmith.pipeline.engines.triton import TritonBackend
-    from enginesmith.pipeline.system.stack import Formats, Stack
+    from enginesmith.pipeline.system.software import Formats, Stack
 
 
 # What an engine's own profiler tells: the time that each of its operators takes, and where in the model it belongs.

@@ -6,8 +6,7 @@ from types import MappingProxyType
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.engines import ENGINES, engine_class
-from enginesmith.pipeline.system.software import Requirement, meets, numbers
-from enginesmith.pipeline.system.stack import Formats, Stack
+from enginesmith.pipeline.system.software import Formats, Requirement, Stack, meets, numbers
 
 _OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 """For all releases of a major version, by minor version compatibility: the release notes of the CUDA Toolkit, table of

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from enginesmith.pipeline.system import cuda, machine, software
 from enginesmith.pipeline.system.cpu import text
-from enginesmith.pipeline.system.stack import Formats, Stack
+from enginesmith.pipeline.system.software import Formats, Stack
 
 TENSORRTS = ("tensorrt", "tensorrt-rtx")
 _PCI = Path("/sys/bus/pci/devices")

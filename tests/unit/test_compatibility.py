@@ -8,8 +8,7 @@ from enginesmith.pipeline.engines import stack
 from enginesmith.pipeline.engines.compatibility import Check, checks
 from enginesmith.pipeline.system import software
 from enginesmith.pipeline.system.nvml import GpuState
-from enginesmith.pipeline.system.software import Requirement, meets, numbers
-from enginesmith.pipeline.system.stack import Formats, Stack
+from enginesmith.pipeline.system.software import Formats, Requirement, Stack, meets, numbers
 
 H100 = GpuState(
     name="NVIDIA H100", compute_capability="9.0", driver="580.65.06", compute_mode="default", pci_bus_id="0000:17:00.0"

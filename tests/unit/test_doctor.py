@@ -5,7 +5,7 @@ import pytest
 from enginesmith.pipeline.engines import stack
 from enginesmith.pipeline.system import machine
 from enginesmith.pipeline.system.nvml import GpuProcess, GpuState
-from enginesmith.pipeline.system.stack import Stack
+from enginesmith.pipeline.system.software import Stack
 from enginesmith.pipeline.workflows import doctor, inspect
 from enginesmith.pipeline.workflows.doctor import Check, Diagnosis
 

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from enginesmith.pipeline.engines.compatibility import Check, check, check_driver, check_packages
-from enginesmith.pipeline.system.software import numbers
-from enginesmith.pipeline.system.stack import Formats, Stack
+from enginesmith.pipeline.system.software import Formats, Stack, numbers
 
 _TENSORRT_OF_ONNXRUNTIME = 10
 """libnvinfer's major version that the TensorRT provider of onnxruntime-gpu is linked against (up to 1.31)."""

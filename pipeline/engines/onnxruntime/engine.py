@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from enginesmith.pipeline.engines.compatibility import Check
     from enginesmith.pipeline.engines.options import EngineOptions
     from enginesmith.pipeline.engines.triton import TritonBackend
-    from enginesmith.pipeline.system.stack import Formats, Stack
+    from enginesmith.pipeline.system.software import Formats, Stack
 
 
 _logger = logging.getLogger(__name__)

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from enginesmith.pipeline.engines.compatibility import Check, check, check_driver, check_packages
 from enginesmith.pipeline.engines.tensorrt.versions import capabilities
 from enginesmith.pipeline.system.nvml import GpuState
-from enginesmith.pipeline.system.software import numbers
-from enginesmith.pipeline.system.stack import Stack
+from enginesmith.pipeline.system.software import Stack, numbers
 
 _OLDEST_DRIVER = {12: "535", 13: "580.65.06"}
 """The prerequisites in TensorRT's installation guide."""

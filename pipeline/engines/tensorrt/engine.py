@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from enginesmith.pipeline.engines.options import EngineOptions
     from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
     from enginesmith.pipeline.engines.triton import TritonBackend
-    from enginesmith.pipeline.system.stack import Formats, Stack
+    from enginesmith.pipeline.system.software import Formats, Stack
 
 
 # Optimisation profiles: which shapes an engine takes, and the one that it is fastest at.

@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterator
 
 from enginesmith.pipeline.engines.compatibility import NO_GPU, Check, check, check_driver, check_packages
-from enginesmith.pipeline.system.software import Numbers, numbers
-from enginesmith.pipeline.system.stack import Stack
+from enginesmith.pipeline.system.software import Numbers, Stack, numbers
 
 
 def check_software(stack: Stack) -> Iterator[Check]:

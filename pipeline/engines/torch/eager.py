@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from enginesmith.pipeline.engines.compatibility import Check
     from enginesmith.pipeline.engines.options import EngineOptions
     from enginesmith.pipeline.engines.torch.session import Forward
-    from enginesmith.pipeline.system.stack import Formats, Stack
+    from enginesmith.pipeline.system.software import Formats, Stack
 
 
 _PRIMING_SIDE = 1024
