@@ -183,8 +183,8 @@ class LocalExecutor(Executor):
 
     def _run_in_worker(self, request: StepRequest, out: Path, partial: Path | None) -> Done:
         with contextlib.ExitStack() as stack:
-            cores = stack.enter_context(self._cores())
-            prepare = stack.enter_context(self._gpu(request.step))
+            cores = stack.enter_context(self._reserve_cores())
+            prepare = stack.enter_context(self._reserve_gpu(request.step))
             started: list[worker.Worker] = []
             stack.callback(self._forget, started)
 
@@ -231,7 +231,7 @@ class LocalExecutor(Executor):
         return done
 
     @contextlib.contextmanager
-    def _cores(self) -> Iterator[frozenset[int] | None]:
+    def _reserve_cores(self) -> Iterator[frozenset[int] | None]:
         """Reserve a share of the cores; all of them, None, for a step that starts while no other one runs."""
         with self._lock:
             alone, self._running = not self._running, self._running + 1
@@ -245,7 +245,7 @@ class LocalExecutor(Executor):
                 self._running -= 1
 
     @contextlib.contextmanager
-    def _gpu(self, step: Step) -> Iterator[Callable[[], None] | None]:
+    def _reserve_gpu(self, step: Step) -> Iterator[Callable[[], None] | None]:
         """Reserve a GPU; yields the function that has a worker see only that one, or None if there is no choice."""
         if step.task.gpus != "one" or not self._gpus.several:
             yield None

@@ -14,7 +14,7 @@ from enginesmith.pipeline.store.store import Store
 
 @dataclass(frozen=True)
 class Settings:
-    """Where and how steps are executed."""
+    """Store, executor and number of jobs of a run."""
 
     store: str | Path | None = None
     """A folder, or the URL of a shared store."""

@@ -19,7 +19,7 @@ from enginesmith.pipeline.execution.ray.placement import (
     NodePool,
     NodeRequirement,
     explain_lack,
-    nodes_of,
+    live_nodes,
     own_fingerprint,
 )
 from enginesmith.pipeline.execution.ray.remote import claim_cores
@@ -201,14 +201,14 @@ def test_a_node_that_is_avoided_or_has_no_cpu_gets_nothing() -> None:
 def test_there_is_room_for_somewhat_more_than_runs_at_a_time() -> None:
     there = pool(node("a"), node("b"))
     general, alone = step(General()), step(Alone(), Place())
-    assert there.room(general, [])
-    assert there.room(general, [general] * 7)
-    assert not there.room(general, [general] * 8)
-    assert there.room(alone, [general] * 8)
-    assert there.room(alone, [alone] * 3)
-    assert not there.room(alone, [alone] * 4)
+    assert there.has_room(general, [])
+    assert there.has_room(general, [general] * 7)
+    assert not there.has_room(general, [general] * 8)
+    assert there.has_room(alone, [general] * 8)
+    assert there.has_room(alone, [alone] * 3)
+    assert not there.has_room(alone, [alone] * 4)
     with there.reserve(alone), there.reserve(alone):
-        assert not there.room(general, [alone, alone]), "all nodes are kept for measurements"
+        assert not there.has_room(general, [alone, alone]), "all nodes are kept for measurements"
 
 
 def test_what_is_lacking_is_told_with_what_there_is() -> None:
@@ -226,7 +226,7 @@ def test_what_is_lacking_is_told_with_what_there_is() -> None:
 def test_nodes_are_those_that_are_alive(host: str) -> None:
     listed = {"NodeID": "0123456789", "Alive": True, host: "north", "Resources": {"CPU": 2.0}}
     dead = {**listed, "NodeID": "dead", "Alive": False}
-    found = nodes_of([listed, dead])
+    found = live_nodes([listed, dead])
     assert found.keys() == {"0123456789"}
     assert found["0123456789"].name == "north (01234567)"
 

@@ -220,7 +220,7 @@ def stage_folders(project: Path, skip: Path) -> Iterator[list[str]]:
             for name in OWN_FOLDERS:
                 shutil.copytree(root / name, code / name, ignore=shutil.ignore_patterns("__pycache__"))
             shutil.copyfile(root / "cli.py", code / "cli.py")
-            _link(project.resolve(), files, skip.resolve())
+            _link_project(project.resolve(), files, skip.resolve())
         yield [str(code), str(files)]
 
 
@@ -229,7 +229,7 @@ def find_named_files(task: Task, project: Path) -> tuple[str, ...]:
 
     Relative names are taken from the project folder. The model's own path is not listed if it was given from there.
     """
-    files = {text for text in _texts(task.model_dump(exclude={"source"})) if _is_file(project, text)}
+    files = {text for text in _walk_strings(task.model_dump(exclude={"source"})) if _is_file(project, text)}
     source = getattr(task, "source", None)
     if isinstance(source, Source) and Path(source.target).is_absolute():
         absolute = (
@@ -240,15 +240,15 @@ def find_named_files(task: Task, project: Path) -> tuple[str, ...]:
     return tuple(sorted(files))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _walk_strings(value: Any) -> Iterator[str]:
     """Walk the strings in nested mappings and collections."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from _texts([*value.values()])
+        yield from _walk_strings([*value.values()])
     elif isinstance(value, (list, tuple, set, frozenset)):
         for item in value:
-            yield from _texts(item)
+            yield from _walk_strings(item)
 
 
 def _is_file(project: Path, text: str) -> bool:
@@ -264,7 +264,7 @@ def find_project() -> Path | None:
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
-def _link(project: Path, files: Path, skip: Path) -> None:
+def _link_project(project: Path, files: Path, skip: Path) -> None:
     """Link the project's files that travel into the folder ``files``."""
     total, sizes = 0, {}
     files.mkdir()

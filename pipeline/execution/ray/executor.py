@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,7 +30,7 @@ from enginesmith.pipeline.errors import (
 from enginesmith.pipeline.execution.executor import Executor, Result, StepCache, StepRequest
 from enginesmith.pipeline.execution.ray import connection, remote
 from enginesmith.pipeline.execution.ray.connection import ray
-from enginesmith.pipeline.execution.ray.placement import Node, NodePool, Reservation, nodes_of, own_fingerprint
+from enginesmith.pipeline.execution.ray.placement import Node, NodePool, Reservation, live_nodes, own_fingerprint
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.store.store import Store
@@ -70,7 +70,7 @@ class RayExecutor(Executor):
             connection.connect(address or connection.AUTO, modules)
             stack.callback(connection.disconnect)
             token = stack.enter_context(_token_in_store(store.address))
-            self._pool.update(nodes_of(ray().nodes()))
+            self._pool.update(live_nodes(ray().nodes()))
             if not self._pool.nodes:
                 raise MissingCapability("the Ray cluster has no node with a CPU that can be used", "see `ray status`")
             self._dispatch = stack.enter_context(_Dispatch(store, folder, self._pool, token))
@@ -82,14 +82,14 @@ class RayExecutor(Executor):
 
     def can_start(self, step: Step, running: Collection[Step]) -> bool:
         """Return whether to submit one more step; Ray decides where and when each one runs."""
-        return self._pool.room(step, running)
+        return self._pool.has_room(step, running)
 
     def execute(self, request: StepRequest) -> Result:
         """Have a node do a step; repeat it where Ray lost it, or the disk there was full."""
         with request.with_notes() as noted:
             log = b""
             try:
-                with self._dispatch.under_way(request):
+                with self._dispatch.report_changes_to(request):
                     answer = self._request_answer(request, noted.on_note)
                 log = answer.log
             finally:
@@ -233,15 +233,6 @@ class NodeLost(Exception):
         """Node that is gone; empty where the pool knows it already."""
 
 
-@dataclass(frozen=True)
-class _RemoteStep:
-    """A step that was sent to a node, or waits for one."""
-
-    reservation: Reservation
-    reference: Any
-    """Ray's, to the answer."""
-
-
 class _Dispatch:
     """Sends steps to nodes and waits for answers; a context that watches who joins and leaves the cluster."""
 
@@ -267,7 +258,7 @@ class _Dispatch:
         self._watcher.join()
 
     @contextlib.contextmanager
-    def under_way(self, request: StepRequest) -> Iterator[None]:
+    def report_changes_to(self, request: StepRequest) -> Iterator[None]:
         """Report changes of the cluster to a request while the block runs."""
         self._requests.append(request)
         try:
@@ -299,9 +290,9 @@ class _Dispatch:
         """
         left = None if deadline is None else max(0.1, deadline - time.monotonic())
         sent = self._request(request, left, reservation.cores)
-        step = _RemoteStep(reservation, self._execute.options(**reservation.options).remote(sent))
+        reference = self._execute.options(**reservation.options).remote(sent)
         request.on_start()
-        answer = self._wait(step, deadline)
+        answer = self._wait(reference, reservation, deadline)
         for note in answer.notes:
             request.on_note(note)
         return answer
@@ -324,47 +315,47 @@ class _Dispatch:
             timeout_seconds=seconds,
         )
 
-    def _wait(self, step: _RemoteStep, deadline: float | None) -> remote.Answer:
+    def _wait(self, reference: Any, reservation: Reservation, deadline: float | None) -> remote.Answer:
         while True:
             if self.stopped.is_set():
-                self._cancel(step)
+                self._cancel(reference)
                 raise StepError("it was ended")
             try:
-                if self._ray.wait([step.reference], timeout=_POLL_SECONDS)[0]:
-                    answer: remote.Answer = self._ray.get(step.reference)
+                if self._ray.wait([reference], timeout=_POLL_SECONDS)[0]:
+                    answer: remote.Answer = self._ray.get(reference)
                     return answer
             except self._ray.exceptions.TaskCancelledError as error:
                 raise StepError("it was ended") from error
             except self._ray.exceptions.RayTaskError as error:
                 raise StepCrashed(f"its node failed: {error.cause!r}", "the log of the Ray worker has more") from error
             except self._ray.exceptions.RayError as error:
-                raise _explain_loss(error, step, self._pool.nodes) from error
+                raise _explain_loss(error, reservation, self._pool.nodes) from error
             if deadline is not None and time.monotonic() > deadline:
-                self._cancel(step)
+                self._cancel(reference)
                 raise StepTimeout("the time limit was over before it was done", "allow more: --time-limit; then resume")
-            if step.reservation.nodes.isdisjoint(self._pool.nodes):
-                self._cancel(step)
+            if reservation.nodes.isdisjoint(self._pool.nodes):
+                self._cancel(reference)
                 raise NodeLost("the node that it ran on, or waited for, was lost")
 
-    def _cancel(self, step: _RemoteStep) -> None:
+    def _cancel(self, reference: Any) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError, ValueError, ConnectionError):
-            self._ray.cancel(step.reference, force=True)
+            self._ray.cancel(reference, force=True)
 
     def _watch(self) -> None:
         """Keep the pool in step with the cluster, and report who left and joined to the first request."""
         while not self.stopped.wait(_POLL_SECONDS):
             with contextlib.suppress(self._ray.exceptions.RayError, ConnectionError):  # steps that wait will report it
-                for line in self._pool.update(nodes_of(self._ray.nodes())):
+                for line in self._pool.update(live_nodes(self._ray.nodes())):
                     for request in self._requests[:1]:
                         request.on_note(line)
 
 
-def _explain_loss(error: Exception, step: _RemoteStep, nodes: Mapping[str, Node]) -> NodeLost | StepCrashed:
+def _explain_loss(error: Exception, reservation: Reservation, nodes: Mapping[str, Node]) -> NodeLost | StepCrashed:
     """Turn an error that is left when Ray has retried into a lost node, or a step that cannot be done."""
     kinds = ray().exceptions
     gone = (kinds.NodeDiedError, kinds.ObjectLostError, kinds.LocalRayletDiedError, kinds.TaskUnschedulableError)
     if isinstance(error, gone):
-        match, reserved = _NODE_ID.search(str(error)), step.reservation.nodes
+        match, reserved = _NODE_ID.search(str(error)), reservation.nodes
         node_id = match[1] if match else next(iter(reserved)) if len(reserved) == 1 else ""
         return NodeLost(f"{nodes[node_id].name if node_id in nodes else 'its node'} was lost", node_id)
     text = " ".join(str(error).split())

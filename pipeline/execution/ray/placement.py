@@ -122,7 +122,7 @@ class Node:
         return self.cpus > 0 and all(self.resources.get(name, 0.0) >= amount for name, amount in wanted.items())
 
     @property
-    def offers(self) -> str:
+    def description(self) -> str:
         """Its resources in words."""
         counts = [f"{name} {self.resources[name]:g}" for name in ("CPU", "GPU") if self.resources.get(name)]
         return ", ".join([*counts, *(_in_words(name, self.resources[name]) for name in self.named)])
@@ -133,7 +133,7 @@ class Node:
         return sorted(name for name in self.resources if name not in _OWN and not name.startswith("node:"))
 
 
-def nodes_of(listing: Iterable[Mapping[str, Any]]) -> dict[str, Node]:
+def live_nodes(listing: Iterable[Mapping[str, Any]]) -> dict[str, Node]:
     """Convert the listing of ``ray.nodes()`` to the nodes that are alive, by id."""
     return {
         row["NodeID"]: Node(
@@ -162,12 +162,13 @@ def explain_lack(place: Place, nodes: Collection[Node]) -> str:
         return ""
     gpu = f"a GPU of type {place.accelerator}" if place.accelerator else "a GPU" if place.device == "cuda" else ""
     wanted = ", ".join(filter(None, [gpu, *(_in_words(*resource) for resource in place.resources)])) or "a CPU"
-    kinds = Counter(node.offers for node in nodes)
+    kinds = Counter(node.description for node in nodes)
     have = "; ".join(f"{count} × [{offers}]" for offers, count in sorted(kinds.items())) or "it has no node"
-    return f"no node of the Ray cluster has {wanted}{_near(required_resources(place), nodes)}; there are: {have}"
+    suggestion = _suggest_resource(required_resources(place), nodes)
+    return f"no node of the Ray cluster has {wanted}{suggestion}; there are: {have}"
 
 
-def _near(wanted: Collection[str], nodes: Collection[Node]) -> str:
+def _suggest_resource(wanted: Collection[str], nodes: Collection[Node]) -> str:
     """Suggest a resource with a similar name."""
     known = {name for node in nodes for name in node.named}
     near = [match for name in wanted for match in difflib.get_close_matches(name, known - {name}, n=1)]
@@ -308,19 +309,19 @@ class NodePool:
             with self._lock:
                 self._take(reservation, -1)
 
-    def room(self, step: Step, running: Collection[Step]) -> bool:
+    def has_room(self, step: Step, running: Collection[Step]) -> bool:
         """Return whether to submit one more: somewhat more than can run at a time, so that no node waits for work."""
         candidates = self.candidates(step.place)
         if not running or not candidates:
             return True
         if is_alone(step):
             waiting = sum(1 for other in running if is_alone(other) and other.place == step.place)
-            return waiting < 2 * sum(_rooms(step, node) for node in candidates)
+            return waiting < 2 * sum(_capacity(step, node) for node in candidates)
         with self._lock:
-            open_ = [node for node in candidates if self._is_open(node)]
+            available = [node for node in candidates if self._is_available(node)]
         share = self._share(candidates)
         general = sum(1 for other in running if not is_alone(other))
-        return bool(open_) and general < sum(int(node.cpus / share) + 2 for node in open_)
+        return bool(available) and general < sum(int(node.cpus / share) + 2 for node in available)
 
     def _candidates(self, place: Place | None) -> list[Node]:
         chosen = "" if place is None else self._chosen.get(place, "")
@@ -343,20 +344,20 @@ class NodePool:
         if is_alone(step):
             node = min(candidates, key=lambda node: (self._taken[node.id], node.id))
             gpus = {"": 0, "one": 1, "all": node.gpus}[step.task.gpus]
-            rooms = _rooms(step, node)
-            cpus = node.cpus if rooms == 1 else max(1.0, math.floor(node.cpus / rooms))
-            return Reservation(frozenset([node.id]), {"CPU": cpus, "GPU": gpus, **named}, alone=1 / rooms)
-        open_ = [node for node in candidates if self._is_open(node)] or candidates
+            capacity = _capacity(step, node)
+            cpus = node.cpus if capacity == 1 else max(1.0, math.floor(node.cpus / capacity))
+            return Reservation(frozenset([node.id]), {"CPU": cpus, "GPU": gpus, **named}, alone=1 / capacity)
+        available = [node for node in candidates if self._is_available(node)] or candidates
         gpus = 1 if step.task.gpus else 0
-        share = self._share(open_)
-        return Reservation(frozenset(node.id for node in open_), {"CPU": share, "GPU": gpus, **named})
+        share = self._share(available)
+        return Reservation(frozenset(node.id for node in available), {"CPU": share, "GPU": gpus, **named})
 
     def _take(self, reservation: Reservation | None, sign: int = 1) -> None:
         if reservation is not None and reservation.alone:
             for node in reservation.nodes:
                 self._taken[node] += sign * reservation.alone
 
-    def _is_open(self, node: Node) -> bool:
+    def _is_available(self, node: Node) -> bool:
         """Return whether a part of it is not reserved for steps that are alone."""
         return self._taken[node.id] < 0.99
 
@@ -371,6 +372,6 @@ def is_alone(step: Step) -> bool:
     return step.task.exclusive or step.task.gpus == "all"
 
 
-def _rooms(step: Step, node: Node) -> int:
+def _capacity(step: Step, node: Node) -> int:
     """Count how many such steps can be alone on a node at a time: with a GPU each, where each takes one."""
     return max(1, node.gpus) if step.task.gpus == "one" else 1

@@ -185,12 +185,12 @@ class _NodeExecutor(LocalExecutor):
         self.store = store
 
     @contextmanager
-    def _cores(self) -> Iterator[frozenset[int] | None]:
+    def _reserve_cores(self) -> Iterator[frozenset[int] | None]:
         with claim_cores(self.cores) as cores:
             yield cores
 
     @contextmanager
-    def _gpu(self, step: Step) -> Iterator[Callable[[], None] | None]:
+    def _reserve_gpu(self, step: Step) -> Iterator[Callable[[], None] | None]:
         yield functools.partial(show_only, {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}) if self.gpus else None
 
 
