@@ -1,6 +1,6 @@
 """Compute the task's own metric on labelled data, and its drop against eager on the same samples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from enginesmith.calibration import user_code
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.measure.statistics import Samples, mean_interval
+from enginesmith.pipeline.system import plugins
 from enginesmith.pipeline.tensors import Array, Feeds
 
 Metric = Callable[[dict[str, Array], Any], Any]
@@ -34,7 +35,7 @@ class Quality(BaseModel):
 def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Array, seed: int = 0) -> Quality:
     """Judge outputs and the baseline's outputs on the same labels; the first axis of each is the sample.
 
-    ``metric`` is ``top1``, ``top5``, ``mse`` (less is better), ``module:function`` or ``file.py:function``.
+    ``metric`` is ``top1``, ``top5``, ``mse`` (less is better), a plug-in's name, or ``module:function``.
 
     Raises:
         DataError: the metric is not found, raises, or returns no finite numbers; or there are no samples.
@@ -55,22 +56,43 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Array, seed: 
 
 
 def find_metric(text: str) -> Metric:
-    """Look up a metric by its name.
+    """Look up a metric by name; only a name that the table lacks is looked up elsewhere.
 
     Raises:
         DataError: there is none, or the code that holds it cannot be imported.
+        MissingCapability: it is a plug-in that cannot be loaded.
     """
     if text in METRICS:
         return METRICS[text]
     if ":" not in text:
-        raise DataError(
-            f"there is no metric {text!r}", f"use {', '.join(METRICS)}, module:function or file.py:function"
-        )
-    found = user_code.find(text, "metric")
+        check_metric(text)
+    found = user_code.find(text, "metric") if ":" in text else plugins.load(plugins.METRICS, text)
     if not callable(found):
         raise DataError(f"the metric {text} is no function", "give it as module:function or file.py:function")
     metric: Metric = found
     return metric
+
+
+def check_metric(text: str) -> None:
+    """Check that there is a metric of that name; none of other people's code is run.
+
+    Raises:
+        DataError: there is none, or ``module:function`` names no module.
+    """
+    if text in METRICS or plugins.offered(plugins.METRICS, text):
+        return
+    if ":" in text:
+        user_code.check_reference(text, "metric")
+        return
+    others = [f"{one.name} (of {one.distribution})" for one in plugins.installed(plugins.METRICS)]
+    known = ", ".join((*METRICS, *others))
+    raise DataError(f"there is no metric {text!r}", f"use {known}, module:function or file.py:function")
+
+
+def identify_metric(text: str | None) -> dict[str, str]:
+    """Compute what a plug-in's metric depends on, its distribution's version and code; empty for other metrics."""
+    named = text is not None and text not in METRICS and ":" not in text
+    return plugins.identify_code(find_metric(text)) if text is not None and named else {}
 
 
 def _apply(name: str, function: Metric, outputs: Feeds, labels: Array) -> Samples:
@@ -126,4 +148,5 @@ def _top(outputs: dict[str, Array], labels: Array, count: int) -> Samples:
     return np.asarray((best == labels[:, None]).any(axis=1), np.float64)
 
 
-METRICS: dict[str, Metric] = {"top1": top1, "top5": top5, "mse": mse}
+METRICS: Mapping[str, Metric] = {"top1": top1, "top5": top5, "mse": mse}
+"""Name → function. A metric is one function and one line here; or it is a plug-in's, or the user's."""

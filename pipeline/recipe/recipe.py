@@ -86,7 +86,7 @@ class Recipe(EngineOptions, ModelOptions):
         None, description="labelled data to measure accuracy on"
     )
     metric: Annotated[str | None, Option(_DATA, everyday=True)] = Field(
-        None, description="accuracy metric: top1, top5, mse or module:function"
+        None, description="accuracy metric: top1, top5, mse, a plug-in or module:function"
     )
     eval_samples: Annotated[int | None, Option(_DATA)] = Field(
         None, gt=0, description="how many samples of the labelled data are used; all by default"

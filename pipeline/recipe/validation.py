@@ -9,7 +9,7 @@ from enginesmith.calibration import file_formats, user_code
 from enginesmith.calibration.sources import Request
 from enginesmith.pipeline.engines import DEFAULT, ENGINES, engine_class
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.measure.quality import METRICS
+from enginesmith.pipeline.measure.quality import check_metric
 from enginesmith.pipeline.passes import requested_pass
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.recipe.cli_options import option_for
@@ -135,12 +135,8 @@ def _check_smaller(recipe: Recipe) -> None:
 def _check_metric(recipe: Recipe) -> None:
     """What was asked for, by name or by a budget on it, has to be there and needs data."""
     metric = recipe.metric
-    if metric and ":" not in metric and metric not in METRICS:
-        raise UsageError(
-            f"there is no metric {metric!r}", f"use {', '.join(METRICS)}, module:function or file.py:function"
-        )
-    if metric and metric not in METRICS:
-        user_code.check_reference(metric, "metric")
+    if metric:
+        check_metric(metric)
     if recipe.data is None and (metric or recipe.budgets.max_drop is not None):
         asked = f"the metric {metric}" if metric else "the budget max_drop"
         raise UsageError(f"{asked} needs labelled data, and there is none", "give some with --eval DATA")

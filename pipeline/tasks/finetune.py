@@ -57,7 +57,8 @@ class Recover(ResumableTask):
     def identity(self) -> dict[str, Any]:
         found = super().identity
         found["fields"]["options"].pop("checkpoint_seconds")
-        return found
+        code = quality.identify_metric(self.metric)
+        return {**found, **({"metric": code} if code else {})}
 
     @property
     def gpus(self) -> Literal["", "one", "all"]:

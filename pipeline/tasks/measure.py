@@ -240,6 +240,11 @@ class Quality(Task):
     seed: int
 
     @property
+    def identity(self) -> dict[str, Any]:
+        code = quality.identify_metric(self.metric)
+        return {**super().identity, **({"metric": code} if code else {})}
+
+    @property
     def tools(self) -> tuple[str, ...]:
         return (*self.engine.tools, "numpy")
 

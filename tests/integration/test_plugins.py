@@ -1,4 +1,4 @@
-"""A distribution of somebody else's brings an engine: it is listed, built, verified and measured by its name."""
+"""A distribution of somebody else's brings an engine, a pass and a metric, which are used by their names."""
 
 import json
 import os
@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
 from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.passes.base import Pass
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "tests" / "data" / "plugin_example"
@@ -88,10 +90,51 @@ def test_it_is_listed_and_not_imported(site: Path, home: Path) -> None:
     assert "No module named 'not_there_at_all'" in done.stderr
 
 
+def test_its_pass_and_its_metric_are_used(site: Path, home: Path) -> None:
+    described = onnx.load(home / "net.onnx")
+    described.graph.node[0].doc_string = "rectify"
+    onnx.save(described, home / "net.onnx")
+    logits = np.eye(4, dtype=np.float32)
+    np.savez(home / "data.npz", x=logits, labels=np.array([0, 1, 2, 0]))
+    words = ("optimize", "net.onnx", "--no-simplify", "--pass", "clear-docs", "--metric", "within_one", "--batch", "1")
+    more = ("--eval", "data.npz", "--measure-time", "1s", "--no-memory", "--out", "out")
+    done = enginesmith(site, home, *words, *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = json.loads((home / "out" / "run.json").read_text())
+    (variant,) = run["variants"]
+    (entry,) = (entry for entry in variant["history"] if entry["step"] == "pass-clear-docs")
+    assert entry["effect"] == "1 descriptions are gone"
+    assert entry["parameters"]["fields"]["step"]["pass"] == "clear-docs"
+    assert any(one["stage"] == "pass-clear-docs" and one["passed"] for one in variant["fidelity"])
+    assert (variant["quality"]["metric"], variant["quality"]["value"]) == ("within_one", 0.75)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("--pass", "sharpen"), 2, "there is no pass 'sharpen'"),
+        (("--pass", "sharpen"), 2, "clear-docs (of enginesmith-example)"),
+        (("--metric", "top7"), 2, "use top1, top5, mse, within_one (of enginesmith-example)"),
+        (("--pass", "clear-docs"), 4, "'clear-docs' of enginesmith-example 0.1 cannot be loaded"),
+    ],
+)
+def test_what_cannot_be_used_is_explained(
+    site: Path, home: Path, words: tuple[str, ...], code: int, message: str
+) -> None:
+    broken = shutil.copytree(site, home / "broken")
+    for name in ("pass", "metric"):
+        (broken / f"enginesmith_example_{name}.py").write_text("import not_there_at_all\n")
+    done = enginesmith(broken, home, "optimize", "net.onnx", "--eval", "digits", *words)
+    assert done.returncode == code, done.stderr
+    assert message in " ".join(done.stderr.split())
+
+
 def test_the_document_shows_the_example() -> None:
     text = (ROOT / "docs" / "extending.md").read_text()
-    for file in ("pyproject.toml", "enginesmith_example.py"):
-        assert (EXAMPLE / file).read_text() in text
+    files = sorted(EXAMPLE.glob("*.*"))
+    assert len(files) == 4
+    for file in files:
+        assert file.read_text() in text
 
 
 def test_the_document_names_what_the_contract_has() -> None:
@@ -99,5 +142,6 @@ def test_the_document_names_what_the_contract_has() -> None:
     named = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     names = {name for part in named for name in re.findall(r"`(\w+)", part)}
     assert len(names) > 30
-    missing = {name for name in names if not hasattr(Engine, name)} - set(Engine.__annotations__)
+    missing = {name for name in names if not hasattr(Engine, name) and not hasattr(Pass, name)}
+    missing -= {*Engine.__annotations__, *Pass.__annotations__}
     assert not missing
