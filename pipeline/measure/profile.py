@@ -114,7 +114,7 @@ def joined(profiles: Sequence[Profile]) -> tuple[JoinedRow, ...]:
     paths = set(together)
     labels = {group: label(group, paths) for group in set(together.values())}
     names = {path: labels[group] for path, group in together.items()}
-    return _ordered([_joined(key, found, names) for key in keys])
+    return _sort_rows([_joined(key, found, names) for key in keys])
 
 
 def repeated(rows: Sequence[JoinedRow]) -> tuple[JoinedRow, ...]:
@@ -122,7 +122,7 @@ def repeated(rows: Sequence[JoinedRow]) -> tuple[JoinedRow, ...]:
     alike: dict[str, list[JoinedRow]] = {}
     for row in rows:
         alike.setdefault(_NUMBER.sub("*", row.module) if row.modules else row.module, []).append(row)
-    return _ordered([_added(name, found) if len(found) > 1 else found[0] for name, found in alike.items()])
+    return _sort_rows([_added(name, found) if len(found) > 1 else found[0] for name, found in alike.items()])
 
 
 def _added(name: str, rows: Sequence[JoinedRow]) -> JoinedRow:
@@ -132,11 +132,11 @@ def _added(name: str, rows: Sequence[JoinedRow]) -> JoinedRow:
         modules=tuple(path for row in rows for path in row.modules),
         ms=ms,
         ratio=_ratios(ms),
-        why={variant: text for variant in ms if (text := _agreed(rows, variant))},
+        why={variant: text for variant in ms if (text := _keep_common_phrases(rows, variant))},
     )
 
 
-def _agreed(rows: Sequence[JoinedRow], variant: str) -> str:
+def _keep_common_phrases(rows: Sequence[JoinedRow], variant: str) -> str:
     """Keep the phrases that hold for every row: in a single one it may be the machine's noise."""
     first, *others = (_NUMBER.sub("*", row.why.get(variant, "")).split("; ") for row in rows)
     return "; ".join(phrase for phrase in first if all(phrase in one for one in others))
@@ -152,7 +152,7 @@ def _ratios(ms: dict[str, float | None]) -> dict[str, float | None]:
     return {variant: found / base if found is not None and base else None for variant, found in ms.items()}
 
 
-def _ordered(rows: Sequence[JoinedRow]) -> tuple[JoinedRow, ...]:
+def _sort_rows(rows: Sequence[JoinedRow]) -> tuple[JoinedRow, ...]:
     """Sort rows: those that lost time first, then those that cost most."""
     enough = _LOST * sum(next(iter(row.ms.values())) or 0.0 for row in rows)
     return tuple(sorted(rows, key=lambda row: (-row.lost_ms if row.lost_ms > enough else 0.0, -row.most_ms)))
@@ -186,7 +186,7 @@ def _why(part: _Part, base: float | None, key: tuple[str, ...], names: dict[str,
     found = []
     if base and part.ms > _SLOWER * base:
         found.append(f"mostly {next(iter(slowest.operators))}")
-    found += [_converting(part.rows, part.ms), _wide(part), _also(part.rows)]
+    found += [_converting(part.rows, part.ms), _wide(part), _list_fused(part.rows)]
     return "; ".join(filter(None, found))
 
 
@@ -228,7 +228,7 @@ def _wide(part: _Part) -> str:
     return f"computed in {wide}" + (" on what was dequantised: not fused" if between else "")
 
 
-def _also(rows: Sequence[ProfileRow]) -> str:
+def _list_fused(rows: Sequence[ProfileRow]) -> str:
     also = {path or "the model": found for row in rows for path, found in row.also.items()}
     shown = [f"{', '.join(operators)} of {path}" for path, operators in also.items()]
     more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""

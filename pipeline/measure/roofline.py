@@ -116,19 +116,19 @@ def _summary(ratio: float | None, parts: Mapping[Bound, float], how: Mapping[Bou
         return "nothing is known of the least time that this takes"
     bound, *others = sorted(parts, key=lambda name: -parts[name])
     others = [name for name in others if parts[name] > _WORTH_A_WORD * parts[bound]]
-    least = _told_ms(parts[bound])
+    least = _format_ms(parts[bound])
     words = f"bound by {_WORDS[bound]}: {how[bound]} take {least}"
     if others:
-        words += ", " + " and ".join(f"{_WORDS[name]} {_told_ms(parts[name])}" for name in others)
+        words += ", " + " and ".join(f"{_WORDS[name]} {_format_ms(parts[name])}" for name in others)
     if ratio is None:
         return f"its floor is {least}; {words}"
     if ratio >= 1:
         return f"{ratio:.3g} × its floor of {least}; {words}"
     wrong = f"the floor is wrong, at least {100 * (1 / ratio - 1):.3g} % too high"
-    return f"{ratio:.3g} × its floor of {least}, so {wrong}: {' '.join(_doubts(bound, limits))}; {words}"
+    return f"{ratio:.3g} × its floor of {least}, so {wrong}: {' '.join(_list_doubts(bound, limits))}; {words}"
 
 
-def _doubts(bound: Bound, limits: DeviceLimits) -> Iterator[str]:
+def _list_doubts(bound: Bound, limits: DeviceLimits) -> Iterator[str]:
     yield "the device is faster than it was when its limits were measured"
     if bound == "arithmetic":
         yield "or the engine multiplies less than the graph says (Winograd's convolutions, products with zeros)"
@@ -137,7 +137,7 @@ def _doubts(bound: Bound, limits: DeviceLimits) -> Iterator[str]:
     yield from (f"({one})" for one in limits.warnings)
 
 
-def _told_ms(value: float) -> str:
+def _format_ms(value: float) -> str:
     return f"{value:.3g} ms" if value >= 1e-3 else f"{1e3 * value:.3g} µs"
 
 
@@ -187,7 +187,7 @@ def count_work(path: Path, sizes: Mapping[str, int], batch: int, *, executed: bo
         batch=batch,
         flops=flops,
         least_bytes=least,
-        large_intermediates=_large(path, seen) if executed else (),
+        large_intermediates=_list_large_results(path, seen) if executed else (),
         traffic_bytes=traffic_bytes,
         launches=_launches(path) if executed else None,
         reasons=reasons,
@@ -209,13 +209,13 @@ def _least_bytes(path: Path, seen: View, float32_as: str) -> tuple[int, list[str
         if size is None:
             unknown.append(name)
         else:
-            total += max((_read(node, name, size, seen) for node in readers.get(name, ())), default=0)
+            total += max((_count_read_bytes(node, name, size, seen) for node in readers.get(name, ())), default=0)
     outputs = {spec.name: value_bytes(seen.value(spec.name)) for spec in signature.outputs}
     unknown += [name for name, size in outputs.items() if size is None]
     return total + sum(filter(None, outputs.values())), unknown
 
 
-def _read(node: "onnx.NodeProto", name: str, size: int, seen: View) -> int:
+def _count_read_bytes(node: "onnx.NodeProto", name: str, size: int, seen: View) -> int:
     """Count the bytes of an input that a node reads."""
     if node.op_type in _LOOKING:
         return 0
@@ -225,7 +225,7 @@ def _read(node: "onnx.NodeProto", name: str, size: int, seen: View) -> int:
     return size
 
 
-def _large(path: Path, seen: View) -> tuple[int, ...]:
+def _list_large_results(path: Path, seen: View) -> tuple[int, ...]:
     """List the bytes of large results that another operator reads as a whole."""
     outputs = {spec.name for spec in model_file.signature(path).outputs}
     made = {name for node in seen.nodes.values() if node.op_type not in _VIEWS for name in node.output}
@@ -233,7 +233,7 @@ def _large(path: Path, seen: View) -> tuple[int, ...]:
     for node in seen.nodes.values():
         for name in made.intersection(node.input) - outputs:
             size = value_bytes(seen.value(name)) or 0
-            if size > _LARGE_BYTES and _read(node, name, size, seen) == size:
+            if size > _LARGE_BYTES and _count_read_bytes(node, name, size, seen) == size:
                 found[name] = size
     return tuple(sorted(found.values(), reverse=True))
 

@@ -138,7 +138,7 @@ class Nvml:
             processes = self._processes(part)
         except self._calls.NVMLError as refusal:
             return None, f"NVML does not list processes: {refusal}"
-        if strange := _strange(processes):
+        if strange := _find_foreign_process(processes):
             return None, f"the driver numbers processes as the host does ({strange}, say), and this container otherwise"
         own = next((process for process in processes if process.pid == pid), None)
         if own is None:
@@ -233,7 +233,7 @@ def _compute_mode(number: int) -> str:
     return _COMPUTE_MODES[number] if number < len(_COMPUTE_MODES) else f"unknown mode {number}"
 
 
-def _strange(processes: tuple[GpuProcess, ...]) -> int | None:
+def _find_foreign_process(processes: tuple[GpuProcess, ...]) -> int | None:
     """Find a listed process that does not run here, where processes have other numbers than on the host."""
     if (_PROC / "self/ns/pid").is_symlink() and str((_PROC / "self/ns/pid").readlink()) == _HOST_NAMESPACE:
         return None

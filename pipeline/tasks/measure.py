@@ -95,7 +95,7 @@ class Latency(Task):
         with logs_in_own_log() as logs, LatencyBenchmark(candidates, settings, logs, progress, self.dense) as benchmark:
             for batch, arrays in sorted(feeds.items()):
                 benchmark.measure(batch, arrays)
-            larger = _larger(inputs["reference"], inputs[candidates[0].id])
+            larger = _make_larger_feeds(inputs["reference"], inputs[candidates[0].id])
             if larger is not None:
                 BatchSweep(benchmark, candidates, larger, settings, logs, progress).run(max(feeds), self.most)
             result = benchmark.result()
@@ -161,7 +161,7 @@ class Memory(Task):
         feeds: Feeds
         batch, feeds = max(measured_feeds(inputs["reference"]).items(), key=lambda item: item[0])
         limit = self.limit_bytes
-        if self.batch is not None and (feeds_at := _larger(inputs["reference"], inputs["model"])):
+        if self.batch is not None and (feeds_at := _make_larger_feeds(inputs["reference"], inputs["model"])):
             batch, feeds = self.batch, feeds_at(self.batch)
             limit = _within_free(limit, self.device)
         candidate = Candidate(self.engine.name, self.engine, inputs["model"], self.device)
@@ -189,7 +189,7 @@ def _with_warnings(machine: devices.Environment, more: tuple[str, ...]) -> devic
     return machine.model_copy(update={"warnings": tuple(dict.fromkeys((*machine.warnings, *more)))})
 
 
-def _larger(reference: Artifact, model: Artifact) -> FeedsAt | None:
+def _make_larger_feeds(reference: Artifact, model: Artifact) -> FeedsAt | None:
     """Make feeds of any batch size of those of the largest measured one; None where the batch is fixed."""
     assert model.signature is not None
     signature, symbol = model.signature, samples.batch_symbol(model.signature)
@@ -327,7 +327,7 @@ class DeviceRates(Task):
         found = measure_limits(self.device, progress)
         write_records(out, [found])
         notes = (*found.warnings, *(f"{name}: {why}" for name, why in found.reasons.items()))
-        return Effect(file=RECORDS, summary=_told(found), notes=notes)
+        return Effect(file=RECORDS, summary=_summarize_limits(found), notes=notes)
 
 
 class CountWork(Task):
@@ -361,7 +361,7 @@ class CountWork(Task):
                 for case in cases
             ]
         write_records(out, found)
-        return Effect(file=RECORDS, summary="; ".join(_told_work(work) for work in found))
+        return Effect(file=RECORDS, summary="; ".join(_summarize_work(work) for work in found))
 
 
 def read_limits(record: Artifact) -> DeviceLimits:
@@ -374,14 +374,14 @@ def read_work(record: Artifact) -> dict[int, Work]:
     return {work.batch: work for work in map(Work.model_validate, read_records(record))}
 
 
-def _told(found: DeviceLimits) -> str:
+def _summarize_limits(found: DeviceLimits) -> str:
     bandwidth = found.memory_bandwidth
     parts = [f"memory {format_si(bandwidth.per_second, 'B/s')}"] if bandwidth else []
     parts += [f"{name} {format_si(rate.per_second, 'FLOP/s')}" for name, rate in found.products.items()]
     return ", ".join(parts) or "nothing could be measured"
 
 
-def _told_work(work: Work) -> str:
+def _summarize_work(work: Work) -> str:
     flops = " + ".join(f"{format_si(count, 'FLOP')} in {name}" for name, count in work.flops.items()) or "no products"
     return f"batch {work.batch}: {flops}, at least {format_bytes(work.least_bytes)}"
 

@@ -16,9 +16,15 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import MissingCapability, ModelError, StepCrashed, StepError, StepOutOfMemory
 from enginesmith.pipeline.measure.latency.candidate import Candidate
 from enginesmith.pipeline.measure.memory import limits, out_of_memory, peak, rss, usage
-from enginesmith.pipeline.measure.memory.out_of_memory import explaining, largest_fit, outcome, run_held, try_batch
+from enginesmith.pipeline.measure.memory.out_of_memory import (
+    explain_out_of_memory,
+    largest_fit,
+    outcome,
+    run_limited,
+    try_batch,
+)
 from enginesmith.pipeline.measure.memory.peak import measure_memory
-from enginesmith.pipeline.measure.memory.rss import Phase, Resident, parse_smaps, phase, trimmed
+from enginesmith.pipeline.measure.memory.rss import Phase, Resident, parse_smaps, phase, read_trimmed
 from enginesmith.pipeline.measure.rows import OutOfMemory
 from enginesmith.pipeline.system.device import Device
 
@@ -51,7 +57,7 @@ def test_peak_of_a_phase_is_what_was_live_at_once() -> None:
         np.frombuffer(block, np.uint8)[:: mmap.PAGESIZE] = 1
         return block
 
-    base = trimmed()
+    base = read_trimmed()
     with phase() as found:
         pages(64 * MIB).close()
         second = pages(40 * MIB)
@@ -67,9 +73,9 @@ def test_mapped_data_counts_once_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     path.write_bytes(bytes(8 * MIB))
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        before = trimmed()
+        before = read_trimmed()
         assert not any(mapped[:: mmap.PAGESIZE])
-        assert trimmed().mapped_data - before.mapped_data == 8 * MIB
+        assert read_trimmed().mapped_data - before.mapped_data == 8 * MIB
 
 
 def test_kernel_that_does_not_reset_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +119,7 @@ def test_what_cannot_be_measured_has_a_reason(
     def fail(*arguments: Any, **options: Any) -> None:
         raise error
 
-    monkeypatch.setattr(peak, "run_held", fail)
+    monkeypatch.setattr(peak, "run_limited", fail)
     row = measure_memory(candidate, 4, {}, tmp_path, lambda text: None)
     assert row.peak_bytes is None
     assert str(error) in row.reasons["peak_bytes"]
@@ -142,7 +148,7 @@ def test_a_limit_is_on_what_is_taken_from_here_on() -> None:
         f"""
 set_memory_limit({LIMIT}, Device())
 try:
-    with explaining(Device()):
+    with explain_out_of_memory(Device()):
         kept = bytearray({LIMIT // 2})
         bytearray({LIMIT})
 except StepOutOfMemory as error:
@@ -165,7 +171,7 @@ def test_a_limit_counts_what_is_mapped_too() -> None:
 
 
 def test_other_errors_pass_as_they_are() -> None:
-    with pytest.raises(ValueError, match="of another kind"), explaining(CPU):
+    with pytest.raises(ValueError, match="of another kind"), explain_out_of_memory(CPU):
         raise ValueError("of another kind")
 
 
@@ -174,7 +180,7 @@ def test_what_was_free_is_told_where_it_can_be_believed(left: int, told: int | N
     """More free than was asked for: the libraries had let go of some before it could be read."""
     monkeypatch.setattr(limits, "_left", lambda device: left)
     monkeypatch.setattr(limits, "release", lambda: None)
-    with pytest.raises(StepOutOfMemory) as caught, explaining(CPU):
+    with pytest.raises(StepOutOfMemory) as caught, explain_out_of_memory(CPU):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")
     assert (caught.value.asked_bytes, caught.value.free_bytes) == (4096, told)
 
@@ -282,7 +288,7 @@ class TestRunHeld:
             monkeypatch.setattr(out_of_memory, "run", run)
             monkeypatch.setattr(limits.HeadroomMonitor, "__init__", lambda self: None)
             monkeypatch.setattr(limits.HeadroomMonitor, "stop", lambda self: None)
-            return run_held(print, device=CPU, log=log, limit_bytes=limit)
+            return run_limited(print, device=CPU, log=log, limit_bytes=limit)
 
         return call
 
@@ -366,7 +372,7 @@ def test_a_batch_is_tried_in_a_process_held_to_the_limit(monkeypatch: pytest.Mon
     candidate = Candidate("net", Engine(), Artifact(kind="torch", path=tmp_path, sha256="", bytes=0), CPU)  # type: ignore[arg-type]
     monkeypatch.setattr(out_of_memory, "set_memory_limit", lambda limit, device: order.append(limit))
     monkeypatch.setattr(
-        out_of_memory, "run_held", lambda function, *args, device, log, limit_bytes: function(*args, print)
+        out_of_memory, "run_limited", lambda function, *args, device, log, limit_bytes: function(*args, print)
     )
     assert try_batch(candidate, {}, tmp_path, LIMIT) is None
     assert order == ["prime", LIMIT, "load", {}, "close"]

@@ -89,7 +89,7 @@ def serve_session(connection: Connection, engine: Engine, artifact: Artifact, de
     }
 
     def answer(name: str, *arguments: Any) -> Any:
-        with out_of_memory.explaining(device):
+        with out_of_memory.explain_out_of_memory(device):
             return methods[name](*arguments[:-1])  # without the worker's progress, which nobody looks at
 
     serve(connection, answer)

@@ -120,21 +120,21 @@ def measure_on_cuda(
         primed()
         _settle(device)
         context = Known(*used_bytes(device))
-        seen = _session(engine, artifact, device, feeds, ledger)
+        seen = _measure_session(engine, artifact, device, feeds, ledger)
     facts = engine.facts(artifact) if artifact.kind == "engine" else None
     own_memory = not engine.memory_from_torch and seen["counted"]
     return CudaPhases(
         **seen,
         outset=outset,
         primed=context,
-        deployed=_deployed(engine, artifact, device, feeds) if own_memory else None,
+        deployed=_measure_deployed(engine, artifact, device, feeds) if own_memory else None,
         engine_weights=facts.weights_bytes if facts else None,
         engine_activations=facts.activation_bytes if facts else None,
         host_peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 
 
-def _session(
+def _measure_session(
     engine: Engine, artifact: Artifact, device: Device, feeds: Feeds, ledger: CudaAllocationTracker
 ) -> dict[str, Any]:
     """Measure a session from loading to closing; returns fields of :class:`CudaPhases`."""
@@ -174,7 +174,7 @@ def _session(
     }
 
 
-def _deployed(engine: Engine, artifact: Artifact, device: Device, feeds: Feeds) -> Known:
+def _measure_deployed(engine: Engine, artifact: Artifact, device: Device, feeds: Feeds) -> Known:
     """Measure what a session adds that allocates as in production; libraries and modules are there by now."""
     _settle(device)
     before = device_used(device)
@@ -304,7 +304,7 @@ def split(seen: CudaPhases) -> Split | None:
 
 def figures(seen: CudaPhases) -> dict[str, Figure]:
     """Collect every figure that there is, by the name of its lens."""
-    return {**_by_allocator(seen), **_by_device(seen), **_by_engine(seen)}
+    return {**_list_allocator_figures(seen), **_list_device_figures(seen), **_list_engine_figures(seen)}
 
 
 def reasons(seen: CudaPhases) -> dict[str, str]:
@@ -319,7 +319,7 @@ def reasons(seen: CudaPhases) -> dict[str, str]:
     return found
 
 
-def _by_allocator(seen: CudaPhases) -> dict[str, Figure]:
+def _list_allocator_figures(seen: CudaPhases) -> dict[str, Figure]:
     parts = split(seen)
     if parts is None:
         return {}
@@ -338,12 +338,12 @@ def _by_allocator(seen: CudaPhases) -> dict[str, Figure]:
             "the most that it took from the driver, with what it keeps back or is between blocks",
         ),
         "allocator_current": Figure(seen.ended.allocated - seen.start.allocated, _TORCH, "after the last call"),
-        "allocator_closed": Figure(seen.closed.allocated - seen.start.allocated, _TORCH, _returned(seen)),
-        **_by_tag(seen),
+        "allocator_closed": Figure(seen.closed.allocated - seen.start.allocated, _TORCH, _describe_return(seen)),
+        **_split_by_tag(seen),
     }
 
 
-def _returned(seen: CudaPhases) -> str:
+def _describe_return(seen: CudaPhases) -> str:
     account = seen.account
     wrong = {"given back twice": account.double_frees, "given back and never taken": account.unknown_frees}
     said = [f"{count} {what}" for what, count in wrong.items() if count]
@@ -351,7 +351,7 @@ def _returned(seen: CudaPhases) -> str:
     return "left after the session was closed" + (f": {', '.join(said)}" if said else "")
 
 
-def _by_tag(seen: CudaPhases) -> dict[str, Figure]:
+def _split_by_tag(seen: CudaPhases) -> dict[str, Figure]:
     """Split the peak: by the ledger where the engine asked it, else by the phase that took it."""
     if seen.account.taken:
         tags, source = dict(seen.account.peak_by_tag), _LEDGER
@@ -359,14 +359,14 @@ def _by_tag(seen: CudaPhases) -> dict[str, Figure]:
         if (rest := everything - seen.account.peak) > 0:
             tags[UNTAGGED] = tags.get(UNTAGGED, 0) + rest
     else:
-        tags, source = _by_phase(seen), f"{_TORCH}, by the phase that took it"
+        tags, source = _split_by_phase(seen), f"{_TORCH}, by the phase that took it"
     return {
         f"allocator_{tag}": Figure(size, source, f"at the time of the peak: {_TAGS.get(tag, tag)}")
         for tag, size in tags.items()
     }
 
 
-def _by_phase(seen: CudaPhases) -> dict[str, int]:
+def _split_by_phase(seen: CudaPhases) -> dict[str, int]:
     base, held = seen.start.allocated, seen.loaded.allocated
     if seen.load.allocated > seen.run.allocated:
         return {WEIGHTS: seen.load.allocated - base}
@@ -374,10 +374,10 @@ def _by_phase(seen: CudaPhases) -> dict[str, int]:
     return {WEIGHTS: held - base, TRANSFERS: bound, ACTIVATIONS: max(0, seen.run.allocated - held - bound)}
 
 
-def _by_device(seen: CudaPhases) -> dict[str, Figure]:
+def _list_device_figures(seen: CudaPhases) -> dict[str, Figure]:
     grown = seen.ended.device - seen.start.device
     found = {
-        "device": Figure(grown, _DRIVER, f"used at the end, over that before loading: {_explained(seen)}"),
+        "device": Figure(grown, _DRIVER, f"used at the end, over that before loading: {_explain_device(seen)}"),
         "device_peak": Figure(
             seen.sampled.peak - seen.start.device, _DRIVER, f"the most over that before loading; {seen.sampled.words()}"
         ),
@@ -387,7 +387,7 @@ def _by_device(seen: CudaPhases) -> dict[str, Figure]:
             "used once the session was closed, over before loading",
         ),
         "modules": Figure(
-            _outside(seen),
+            _count_outside(seen),
             f"{_DRIVER} less {_TORCH}",
             "kernels and handles that loading and running brought, and memory taken past it",
         ),
@@ -412,15 +412,15 @@ def _by_device(seen: CudaPhases) -> dict[str, Figure]:
     return found
 
 
-def _outside(seen: CudaPhases) -> int:
+def _count_outside(seen: CudaPhases) -> int:
     """Compute what the device's use grew by, less what the allocator took of it."""
     return seen.ended.device - seen.start.device - (seen.ended.reserved - seen.start.reserved)
 
 
-def _explained(seen: CudaPhases) -> str:
+def _explain_device(seen: CudaPhases) -> str:
     """Explain in numbers where the device's figure comes from."""
     reserved, allocated = (getattr(seen.ended, name) - getattr(seen.start, name) for name in ("reserved", "allocated"))
-    outside = _outside(seen)
+    outside = _count_outside(seen)
     other = (
         f"{format_bytes(outside)} of kernels, handles and what does not go through it"
         if outside >= 0
@@ -432,7 +432,7 @@ def _explained(seen: CudaPhases) -> str:
     )
 
 
-def _by_engine(seen: CudaPhases) -> dict[str, Figure]:
+def _list_engine_figures(seen: CudaPhases) -> dict[str, Figure]:
     weights, activations = seen.engine_weights, seen.engine_activations
     if weights is None or activations is None:
         return {}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from enginesmith.pipeline.errors import StepOutOfMemory
 from enginesmith.pipeline.measure.memory import rss
-from enginesmith.pipeline.measure.memory.rss import close_holes
+from enginesmith.pipeline.measure.memory.rss import fill_heap_holes
 from enginesmith.pipeline.measure.memory.usage import available_bytes, kibibytes
 from enginesmith.pipeline.system import oom
 from enginesmith.pipeline.system.cpu import fields, text
@@ -30,9 +30,9 @@ def set_memory_limit(limit_bytes: int | None, device: Device) -> None:
     if limit_bytes is None:
         return
     if device.kind == "cuda":
-        _hold_device(limit_bytes, device.index)
+        _limit_device(limit_bytes, device.index)
         return
-    close_holes()
+    fill_heap_holes()
     now = _status("self")
     for kind, counter in _LIMITS:
         _, hard = resource.getrlimit(kind)
@@ -40,7 +40,7 @@ def set_memory_limit(limit_bytes: int | None, device: Device) -> None:
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def _hold_device(limit_bytes: int, index: int) -> None:
+def _limit_device(limit_bytes: int, index: int) -> None:
     """Limit torch to a share of the device's memory; what it has taken already is not counted."""
     import torch
 
@@ -58,8 +58,8 @@ def release() -> None:
 
 
 @contextlib.contextmanager
-def explaining(device: Device) -> Iterator[None]:
-    """Have what fails inside for lack of memory say how much was free; the limit on the CPU ends there.
+def explain_out_of_memory(device: Device) -> Iterator[None]:
+    """Add to errors for lack of memory how much was free; the limit on the CPU ends there.
 
     Raises:
         StepOutOfMemory: something inside did not get its memory.
@@ -100,7 +100,7 @@ class HeadroomMonitor:
 
     def start(self, worker: Worker) -> None:
         """Begin to look."""
-        self._thread = threading.Thread(target=self._look, args=(worker.pid,), daemon=True)
+        self._thread = threading.Thread(target=self._read_gap, args=(worker.pid,), daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -109,7 +109,7 @@ class HeadroomMonitor:
         if self._thread:
             self._thread.join()
 
-    def _look(self, pid: int) -> None:
+    def _read_gap(self, pid: int) -> None:
         while not self._over.wait(_WATCH_SECONDS):
             try:
                 gap = _gap(str(pid))
@@ -162,7 +162,7 @@ class StepMeter:
             set_memory_limit(limit_bytes, device)
         else:
             rss.return_freed_memory()
-            rss.lower_mark()
+            rss.reset_high_water()
             now = rss.resident()
             self._before, self._libraries = now.counted, now.libraries
 
@@ -176,7 +176,7 @@ class StepMeter:
             return int(torch.cuda.max_memory_reserved(self._device.index)) - self._before
         with rss.phase() as found:
             action()
-        rss.lower_mark()  # what was tried is no part of what follows
+        rss.reset_high_water()  # what was tried is no part of what follows
         return found.peak - self._before
 
     def check(self) -> None:
@@ -190,13 +190,13 @@ class StepMeter:
         """
         if self._limit is None or self._device.kind == "cuda":
             return
-        if rss.high_water() - self._libraries - self._before <= self._limit:
+        if rss.read_high_water() - self._libraries - self._before <= self._limit:
             return
-        found = rss.so_far()
+        found = rss.read_phase_so_far()
         self._libraries = found.end.libraries
         taken = found.peak - self._before
         if taken > self._limit:
-            rss.lower_mark()
+            rss.reset_high_water()
             raise StepOutOfMemory(
                 f"{format_bytes(taken)} were taken, of {format_bytes(self._limit)} that were allowed",
                 "allow more memory, or use smaller inputs",

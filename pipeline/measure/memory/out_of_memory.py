@@ -11,7 +11,7 @@ from typing import Any
 
 from enginesmith.pipeline.errors import StepCrashed, StepError, StepOutOfMemory
 from enginesmith.pipeline.measure.latency.candidate import Candidate
-from enginesmith.pipeline.measure.memory.limits import HeadroomMonitor, explaining, set_memory_limit
+from enginesmith.pipeline.measure.memory.limits import HeadroomMonitor, explain_out_of_memory, set_memory_limit
 from enginesmith.pipeline.measure.memory.rss import return_freed_memory
 from enginesmith.pipeline.measure.memory.usage import killed_by_kernel, used_besides, used_bytes
 from enginesmith.pipeline.measure.rows import OutOfMemory
@@ -22,10 +22,10 @@ from enginesmith.pipeline.tensors import Feeds
 
 __all__ = [
     "OutOfMemory",
-    "explaining",
+    "explain_out_of_memory",
     "largest_fit",
     "outcome",
-    "run_held",
+    "run_limited",
     "set_memory_limit",
     "try_batch",
     "used_besides",
@@ -41,7 +41,7 @@ _FINEST = 16
 _THREADS = ("thread creation failed", "pthread_create", "can't start new thread")
 
 
-def run_held(
+def run_limited(
     function: Callable[..., Any],
     *args: Any,
     device: Device,
@@ -75,7 +75,7 @@ def run_held(
         monitor.stop()
         if limit_bytes is None:
             raise
-        why = _crashed_at_limit(log.read_bytes()[said_before:].decode(errors="replace"), monitor.gap, limit_bytes)
+        why = _explain_crash(log.read_bytes()[said_before:].decode(errors="replace"), monitor.gap, limit_bytes)
         if not why:
             raise
         found = StepOutOfMemory(f"{why}: {error.message}", error.remedy, free_bytes=monitor.gap)
@@ -103,7 +103,7 @@ def try_batch(
     Raises:
         EnginesmithError: it failed for another reason.
     """
-    found: OutOfMemory | None = run_held(
+    found: OutOfMemory | None = run_limited(
         _call_once,
         candidate,
         feeds,
@@ -119,7 +119,7 @@ def _call_once(candidate: Candidate, feeds: Feeds, memory_limit_bytes: int | Non
     engine, artifact, device = candidate.engine, candidate.artifact, candidate.device
     engine.prime(artifact, device)
     set_memory_limit(memory_limit_bytes, device)
-    with explaining(device), engine.load(artifact, device) as session:
+    with explain_out_of_memory(device), engine.load(artifact, device) as session:
         session.run(feeds)
 
 
@@ -129,7 +129,7 @@ def _nothing(progress: Progress) -> None:
 
 def outcome(error: StepError, before: int | None, device: Device, limit_bytes: int | None) -> OutOfMemory:
     """Describe a session that did not fit; waits a while for its memory to be back."""
-    after, why = _used_again(before, device)
+    after, why = _read_used_again(before, device)
     reasons: dict[str, str] = {}
     if why:
         reasons |= dict.fromkeys(("used_before_bytes", "used_after_bytes", "given_back"), why)
@@ -155,7 +155,7 @@ def outcome(error: StepError, before: int | None, device: Device, limit_bytes: i
     )
 
 
-def _used_again(before: int | None, device: Device) -> tuple[int | None, str]:
+def _read_used_again(before: int | None, device: Device) -> tuple[int | None, str]:
     """Read the bytes in use once they are back to within 1 % of before, or the least within a few seconds."""
     deadline = time.monotonic() + _BACK_SECONDS
     least, why = used_bytes(device)
@@ -167,7 +167,7 @@ def _used_again(before: int | None, device: Device) -> tuple[int | None, str]:
     return least, why
 
 
-def _crashed_at_limit(said: str, gap: int | None, limit_bytes: int) -> str:
+def _explain_crash(said: str, gap: int | None, limit_bytes: int) -> str:
     """Say why a crash under a limit is taken for lack of memory; empty where nothing speaks for it."""
     if oom.says_out_of_memory(said) or "MemoryError" in said:
         return "it ended itself when an allocation failed"

@@ -20,8 +20,8 @@ from enginesmith.pipeline.frameworks.samples import check_feeds
 from enginesmith.pipeline.measure.latency.candidate import Candidate
 from enginesmith.pipeline.measure.memory import cuda
 from enginesmith.pipeline.measure.memory.cuda import CudaPhases, measure_on_cuda
-from enginesmith.pipeline.measure.memory.out_of_memory import explaining, run_held, set_memory_limit
-from enginesmith.pipeline.measure.memory.rss import Phase, Resident, close_holes, phase, trimmed
+from enginesmith.pipeline.measure.memory.out_of_memory import explain_out_of_memory, run_limited, set_memory_limit
+from enginesmith.pipeline.measure.memory.rss import Phase, Resident, fill_heap_holes, phase, read_trimmed
 from enginesmith.pipeline.measure.rows import Lens, MemoryRow, OutOfMemory
 from enginesmith.pipeline.tensors import Feeds
 
@@ -49,7 +49,7 @@ def measure_memory(
     progress(f"memory of {candidate.id} at batch {batch}")
     log = log_folder / f"memory-{candidate.id}.log"
     try:
-        found: _Phases | CudaPhases | OutOfMemory = run_held(
+        found: _Phases | CudaPhases | OutOfMemory = run_limited(
             _measure,
             candidate,
             feeds,
@@ -97,25 +97,25 @@ def _measure(
     """Prime, load and run in the fresh process."""
     engine, artifact, device = candidate.engine, candidate.artifact, candidate.device
     if device.kind == "cuda":
-        with explaining(device):
+        with explain_out_of_memory(device):
             return measure_on_cuda(
                 engine, artifact, device, feeds, lambda: set_memory_limit(memory_limit_bytes, device)
             )
     engine.prime(artifact, device)
     set_memory_limit(memory_limit_bytes, device)
-    with explaining(device):
+    with explain_out_of_memory(device):
         return _measure_resident(candidate, feeds)
 
 
 def _measure_resident(candidate: Candidate, feeds: Feeds) -> "_Phases":
-    close_holes()
-    base = trimmed()
+    fill_heap_holes()
+    base = read_trimmed()
     with phase() as load:
         session = candidate.engine.load(candidate.artifact, candidate.device)
     with session:
         check_feeds(session.signature, feeds)
         bound = session.bind(feeds)
-        held = trimmed()
+        held = read_trimmed()
         with phase() as first:
             session.enqueue(bound)
             session.synchronize()

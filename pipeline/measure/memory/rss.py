@@ -62,7 +62,7 @@ def return_freed_memory() -> None:
         libc.mallopt(_M_ARENA_MAX, 1)
 
 
-def close_holes() -> int:
+def fill_heap_holes() -> int:
     """Take free room for large blocks inside the heap out of use, for good; the bytes are never touched, nor resident.
 
     Call it before what is to be measured: from here on a block of 128 KiB or more is a mapping of its own. glibc looks
@@ -88,13 +88,13 @@ def phase() -> Iterator[Phase]:
     Raises:
         MissingCapability: the kernel does not let it be reset.
     """
-    lower_mark()
+    reset_high_water()
     found = Phase()
     yield found
     _fill(found)
 
 
-def lower_mark() -> None:
+def reset_high_water() -> None:
     """Hand free memory back, and have the high-water mark begin anew at what is resident then.
 
     Raises:
@@ -104,12 +104,12 @@ def lower_mark() -> None:
     _reset()
 
 
-def high_water() -> int:
+def read_high_water() -> int:
     """Read the most that the process had resident since the mark was lowered, libraries and all; cheap to ask for."""
     return _status()["VmHWM"]
 
 
-def so_far() -> Phase:
+def read_phase_so_far() -> Phase:
     """Read a phase as if it began when the mark was lowered and ended now."""
     found = Phase()
     _fill(found)
@@ -129,7 +129,7 @@ def resident() -> Resident:
         return parse_smaps(lines)
 
 
-def trimmed() -> Resident:
+def read_trimmed() -> Resident:
     """Read what is resident once free memory is handed back."""
     _trim()
     return resident()
