@@ -9,7 +9,7 @@ from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
 from enginesmith.pipeline.commands.options import (
     Command,
     how_to_build,
-    how_to_run_tensorrt,
+    how_to_run_engines,
     how_to_work,
     what_to_load,
     where_to_run,
@@ -26,7 +26,7 @@ from enginesmith.pipeline.engines import DEFAULT_BUILD
 @click.option("--engine", "engines", multiple=True, default=(DEFAULT_BUILD,), show_default=True, help="Which engine.")
 @what_to_load
 @how_to_build
-@how_to_run_tensorrt
+@how_to_run_engines
 @where_to_run
 @how_to_work
 def fit(

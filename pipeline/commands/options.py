@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from enginesmith.pipeline.engines import BUILD_FIELDS, RUN_FIELDS
+
 Decorated = Callable[..., Any]
 
 INPUTS = "Model and inputs"
@@ -173,8 +175,8 @@ how_to_calibrate = recipe_options(
 )
 how_to_prune = recipe_options("pruning", "recover", "recovery")
 with_budgets = recipe_options("budgets", "min_sqnr_db")
-how_to_build = recipe_options("targets", "workspace", "tensorrt")
-how_to_run_tensorrt = recipe_options("tensorrt_run")
+how_to_build = recipe_options(*BUILD_FIELDS)
+how_to_run_engines = recipe_options(*RUN_FIELDS)
 where_to_run = recipe_options("device", "threads")
 how_to_measure = recipe_options("measure")
 

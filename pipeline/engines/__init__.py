@@ -29,6 +29,8 @@ DEFAULT = ("onnxruntime",)
 """What a model is made into where no engine is named."""
 DEFAULT_BUILD = "tensorrt_rtx"
 """The engine of commands that build and check files, where none is named."""
+BUILD_FIELDS, RUN_FIELDS = ("targets", "workspace", "tensorrt"), ("tensorrt_run",)
+"""Fields of the recipe that say how engines are built and run, which commands have options for."""
 PORTABLE_PLACEMENT = "tensorrt"
 """The engine whose rules for Q/DQ pairs are the strictest: a graph that keeps to them runs in every engine."""
 
