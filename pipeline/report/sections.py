@@ -1,13 +1,14 @@
 """Tabulate each section of a run once, for the terminal, Markdown and HTML."""
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from enginesmith.pipeline.frameworks.onnx.shares import Coverage, percent, words
 from enginesmith.pipeline.frameworks.torch.pruning_facts import Facts
 from enginesmith.pipeline.measure import profile
-from enginesmith.pipeline.measure.rows import LatencyRow, Throughput
+from enginesmith.pipeline.measure.rows import LatencyRow, LimitRow, MemoryRow, Throughput
 from enginesmith.pipeline.passes.finetune.options import Point
 from enginesmith.pipeline.report.tables import (
     Number,
@@ -98,6 +99,21 @@ def tabulate_front(run: Run) -> Table:
     return make_table("front", "Which variants are on the front", rows)
 
 
+def _place(record: VariantRecord, row: LatencyRow | MemoryRow | LimitRow) -> dict[str, str]:
+    return {"variant": marked(record), "batch": number_cell(row.batch)}
+
+
+def _times(row: object, *names: str) -> dict[str, str]:
+    """Format the fields of these names, ``p50 ms`` for ``p50_ms``."""
+    return {f"{name} ms": time_cell(getattr(row, f"{re.sub('[ .]', '_', name)}_ms")) for name in names}
+
+
+def _sizes(row: object, *names: str) -> dict[str, str]:
+    """Format the fields of these names, ``workspace limit`` for ``workspace_limit_bytes``."""
+    heads = {"activation": "activations"}
+    return {heads.get(name, name): size_cell(getattr(row, f"{name.replace(' ', '_')}_bytes")) for name in names}
+
+
 def _measured(run: Run) -> Iterator[tuple[VariantRecord, LatencyRow]]:
     return ((record, row) for record in run.records for row in record.latency)
 
@@ -107,21 +123,14 @@ def tabulate_latency(run: Run) -> Table:
     caption = f"Latency of one call by variant and batch size; speed-up is paired by round against {run.baseline.id}"
     rows = (
         {
-            "variant": marked(record),
-            "batch": number_cell(row.batch),
-            "p50 ms": time_cell(row.p50_ms),
-            "p90 ms": time_cell(row.p90_ms),
-            "p95 ms": time_cell(row.p95_ms),
-            "p99 ms": time_cell(row.p99_ms),
-            "p99.9 ms": time_cell(row.p99_9_ms),
-            "mean ms": time_cell(row.mean_ms),
+            **_place(record, row),
+            **_times(row, "p50", "p90", "p95", "p99", "p99.9", "mean"),
             "speed-up [95 %]": speedup(record, row.batch),
             "samples": number_cell(row.n),
             "rounds": number_cell(row.rounds),
             "launches": number_cell(row.launches),
             "disturbed": number_cell(row.disturbed_share, ".1%"),
-            "load ms": time_cell(row.load_ms),
-            "first call ms": time_cell(row.first_call_ms),
+            **_times(row, "load", "first call"),
             "stopped because": row.failure or row.stopped_because or "–",
         }
         for record, row in _measured(run)
@@ -131,14 +140,11 @@ def tabulate_latency(run: Run) -> Table:
 
 def tabulate_device_latency(run: Run) -> Table:
     """List the host's clock beside the device's, where there are two."""
+    heads = ("host p50 ms", "device p50 ms", "to the device ms", "from the device ms")
     rows = (
         {
-            "variant": marked(record),
-            "batch": number_cell(row.batch),
-            "host p50 ms": time_cell(row.p50_ms),
-            "device p50 ms": time_cell(row.device_p50_ms),
-            "to the device ms": time_cell(row.h2d_ms),
-            "from the device ms": time_cell(row.d2h_ms),
+            **_place(record, row),
+            **dict(zip(heads, map(time_cell, (row.p50_ms, row.device_p50_ms, row.h2d_ms, row.d2h_ms)), strict=True)),
         }
         for record, row in _measured(run)
         if row.device_p50_ms is not None
@@ -150,8 +156,7 @@ def tabulate_sweep(run: Run) -> Table:
     """List median latency and the best throughput of each variant by batch size."""
     rows = (
         {
-            "variant": marked(record),
-            "batch": number_cell(row.batch),
+            **_place(record, row),
             "p50 ms": time_cell(row.p50_ms),
             "95 % interval ms": row.median_ms.between(ms) if row.median_ms else "–",
             "p99 ms": time_cell(row.p99_ms),
@@ -168,12 +173,10 @@ def tabulate_throughput(run: Run) -> Table:
     """List throughput and latency for each number of concurrent callers."""
     rows = (
         {
-            "variant": marked(record),
-            "batch": number_cell(row.batch),
+            **_place(record, row),
             "callers": number_cell(level.callers),
             "samples/s [95 %]": Number(level.samples_per_s.format(rate), level.samples_per_s.median),
-            "p50 ms": time_cell(level.p50_ms),
-            "p99 ms": time_cell(level.p99_ms),
+            **_times(level, "p50", "p99"),
             "": "; ".join(_throughput_notes(level, row)),
         }
         for record, row in _measured(run)
@@ -199,10 +202,7 @@ def tabulate_engines(run: Run) -> Table:
             "variant": marked(record),
             "target": record.target or "–",
             "built in": Number(format_seconds(build.seconds), build.seconds),
-            "workspace limit": size_cell(build.workspace_limit_bytes),
-            "weights": size_cell(build.weights_bytes),
-            "activations": size_cell(build.activation_bytes),
-            "scratch": size_cell(build.scratch_bytes),
+            **_sizes(build, "workspace limit", "weights", "activation", "scratch"),
             "kernels": ", ".join(f"{count} {name}" for name, count in (build.layers or {}).items()) or "–",
         }
         for record in run.variants
@@ -216,11 +216,8 @@ def tabulate_memory(run: Run) -> Table:
     """List the peak memory of each variant by part."""
     rows = (
         {
-            "variant": marked(record),
-            "batch": number_cell(row.batch),
-            "peak": size_cell(row.peak_bytes),
-            "weights": size_cell(row.weights_bytes),
-            "activations": size_cell(row.activation_bytes),
+            **_place(record, row),
+            **_sizes(row, "peak", "weights", "activation"),
             "host": size_cell(row.host_peak_bytes),
             "what": row.failure or "measured",
         }
@@ -251,11 +248,9 @@ def tabulate_limits(run: Run) -> Table:
     """List how far each variant is from what the device can do."""
     rows = (
         {
-            "variant": marked(record),
-            "batch": number_cell(row.batch),
-            "measured ms": time_cell(row.measured_ms),
-            "floor ms": time_cell(row.floor_ms),
-            "measured/floor": Number(_times(row.measured_over_floor, ".3g"), row.measured_over_floor),
+            **_place(record, row),
+            **_times(row, "measured", "floor"),
+            "measured/floor": Number(_ratio(row.measured_over_floor, ".3g"), row.measured_over_floor),
             "bound by": row.bound_by,
             "in words": row.summary,
         }
@@ -265,7 +260,7 @@ def tabulate_limits(run: Run) -> Table:
     return make_table("distances", "Measured time beside the least that the device could take", rows, sortable=True)
 
 
-def _times(ratio: float | None, form: str) -> str:
+def _ratio(ratio: float | None, form: str) -> str:
     return "–" if ratio is None else f"{ratio:{form}}×"
 
 
@@ -298,7 +293,7 @@ def _module_rows(run: Run) -> Iterator[dict[str, str]]:
                     "variant": marked(record),
                     "ms": ms(row.ms.get(entry.variant)),
                     "baseline ms": ms(row.ms.get(run.baseline.id)),
-                    "over the baseline": _times(row.ratio.get(entry.variant), ".2f"),
+                    "over the baseline": _ratio(row.ratio.get(entry.variant), ".2f"),
                     "why": row.why.get(entry.variant, ""),
                 }
 
@@ -402,7 +397,7 @@ def tabulate_search(record: VariantRecord, name: str, caption: str) -> Table:
             "kept": str(trial.kept),
             "SQNR dB": number_cell(trial.sqnr_db, ".1f"),
             "drop": number_cell(trial.drop, "+.4f"),
-            "speed against float": _times(trial.speedup, ".2f"),
+            "speed against float": _ratio(trial.speedup, ".2f"),
             "reaches the goal": "yes" if trial.passed else f"no: {trial.reason}" if trial.reason else "no",
             "what": trial.why,
         }
