@@ -103,7 +103,7 @@ def _gate_fleet(
             found = found.model_copy(update={"baseline": str(baseline), "updated": True})
     else:
         found = fleet_gate.gate(fleet, demands_of, baseline)
-    _show_fleet(found, as_json)
+    _show(found, as_json)
     return found.exit_code
 
 
@@ -135,28 +135,12 @@ def _unheard(text: str) -> None:
     pass
 
 
-def _show(found: "Gate", as_json: bool) -> None:
+def _show(found: "Gate | FleetGate", as_json: bool) -> None:
     from enginesmith.pipeline.report import gate
 
-    _told(found, gate.list_lines(found), as_json)
-    if not as_json:
-        announce("gate", [one.text for one in found.breaches], found.cautions, gate.render(found))
-
-
-def _show_fleet(found: "FleetGate", as_json: bool) -> None:
-    from enginesmith.pipeline.report import gate
-
-    _told(found, gate.list_fleet_lines(found), as_json)
-    if as_json:
-        return
-    broken = [f"{name}: {one.text}" for name, entry in found.entries.items() for one in entry.breaches]
-    cautions = [f"{name}: {text}" for name, entry in found.entries.items() for text in entry.cautions]
-    announce("gate", broken, cautions, gate.render_fleet(found))
-
-
-def _told(found: "Gate | FleetGate", lines: list[str], as_json: bool) -> None:
     if as_json:
         shown().print_json(found.model_dump(mode="json", by_alias=True))
         return
-    for line in lines:
+    for line in gate.list_lines(found):
         click.echo(line)
+    announce("gate", gate.list_broken(found), gate.list_cautions(found), gate.render(found))

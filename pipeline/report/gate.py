@@ -1,34 +1,44 @@
 """Render a gate's checks as lines and as Markdown, and annotate runs of GitHub Actions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from enginesmith.pipeline.report.markdown import plain
 from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 
 
-def list_lines(found: Gate) -> list[str]:
+def list_broken(found: Gate | FleetGate) -> list[str]:
+    """List the checks that failed, by entry where there are several."""
+    return [f"{name}{check.text}" for name, gate in _entries(found) for check in gate.breaches]
+
+
+def list_cautions(found: Gate | FleetGate) -> list[str]:
+    """List what has to be known before the checks are believed, by entry where there are several."""
+    return [f"{name}{text}" for name, gate in _entries(found) for text in gate.cautions]
+
+
+def list_lines(found: Gate | FleetGate) -> list[str]:
     """List a line for each check and caution, and one that sums them up."""
-    return _in_one_line([*_said(found), summarize(found)])
+    lines = [f"{word}: {text}" for word, text in _items(found, "BROKEN")]
+    return [" ".join(line.split()) for line in (*lines, summarize(found))]
 
 
-def list_fleet_lines(found: FleetGate) -> list[str]:
-    """List the checks and cautions of all entries by name, and a line that sums them up."""
-    said = [line for name, one in found.entries.items() for line in _said(one, f"{name}: ")]
-    return _in_one_line([*said, summarize_fleet(found)])
+def _entries(found: Gate | FleetGate) -> list[tuple[str, Gate]]:
+    if isinstance(found, Gate):
+        return [("", found)]
+    return [(f"{name}: ", gate) for name, gate in found.entries.items()]
 
 
-def _said(found: Gate, who: str = "") -> list[str]:
-    judged = [f"{'held' if one.passed else 'BROKEN'}: {who}{one.text}" for one in found.verdicts]
-    return [*judged, *(f"note: {who}{text}" for text in found.cautions)]
+def _items(found: Gate | FleetGate, broken: str) -> Iterator[tuple[str, str]]:
+    for name, gate in _entries(found):
+        yield from (("held" if check.passed else broken, f"{name}{check.text}") for check in gate.verdicts)
+        yield from (("note", f"{name}{text}") for text in gate.cautions)
 
 
-def _in_one_line(texts: list[str]) -> list[str]:
-    return [" ".join(text.split()) for text in texts]
-
-
-def summarize(found: Gate) -> str:
+def summarize(found: Gate | FleetGate) -> str:
     """Sum up a gate in one sentence."""
+    if isinstance(found, FleetGate):
+        return _summarize_fleet(found)
     about = f"{found.variant} of {found.run}" if found.variant else found.run
     broken = len(found.breaches)
     if broken:
@@ -38,8 +48,7 @@ def summarize(found: Gate) -> str:
     return f"{about}: all {len(found.verdicts)} held" if found.verdicts else f"{about}: nothing was judged"
 
 
-def summarize_fleet(found: FleetGate) -> str:
-    """Sum up the gate of a fleet in one sentence."""
+def _summarize_fleet(found: FleetGate) -> str:
     broken = [name for name, one in found.entries.items() if not one.passed]
     if broken:
         return f"{found.fleet}: {len(broken)} of {len(found.entries)} entries broken: {', '.join(broken)}"
@@ -51,26 +60,12 @@ def summarize_fleet(found: FleetGate) -> str:
     return f"{found.fleet}: all {total} held, of {entries} {'entry' if entries == 1 else 'entries'}"
 
 
-def render(found: Gate) -> str:
+def render(found: Gate | FleetGate) -> str:
     """Render a gate as Markdown."""
-    return _markdown(found.run, found.passed, summarize(found), _items(found))
-
-
-def render_fleet(found: FleetGate) -> str:
-    """Render the gate of a fleet as Markdown."""
-    items = [item for name, one in found.entries.items() for item in _items(one, f"{plain(name)}: ")]
-    return _markdown(found.fleet, found.passed, summarize_fleet(found), items)
-
-
-def _items(found: Gate, who: str = "") -> list[str]:
-    mark = {True: "held", False: "**broken**"}
-    items = [f"- {mark[one.passed]}: {who}{plain(one.text)}" for one in found.verdicts]
-    return [*items, *(f"- note: {who}{plain(text)}" for text in found.cautions)]
-
-
-def _markdown(where: str, passed: bool, said: str, items: list[str]) -> str:
-    title = f"### Gate: {'passed' if passed else 'broken'}, {plain(Path(where).name)}"
-    return "\n".join([title, "", plain(said), "", *items]) + "\n"
+    where = found.run if isinstance(found, Gate) else found.fleet
+    title = f"### Gate: {'passed' if found.passed else 'broken'}, {plain(Path(where).name)}"
+    items = [f"- {word}: {plain(text)}" for word, text in _items(found, "**broken**")]
+    return "\n".join([title, "", plain(summarize(found)), "", *items]) + "\n"
 
 
 # What GitHub Actions shows of a run: annotations in its log, and a summary of the job.
