@@ -7,8 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from enginesmith.pipeline.report import fleet_tables as tables
-from enginesmith.pipeline.report import junit
+from enginesmith.pipeline.report import fleet_tables, junit
 from enginesmith.pipeline.report.files import REPORTS, Format
 from enginesmith.pipeline.report.html.blocks import Block, Code, Fact, Facts, Section, Words, filled, folded, points
 from enginesmith.pipeline.report.html.page import lay_out
@@ -35,9 +34,9 @@ def render(record: FleetRecord) -> str:
             _render_reproduction(record),
         ),
         record=record,
-        verdict=Words(tables.summarize(record), _tone(record)),
+        verdict=Words(fleet_tables.summarize(record), _tone(record)),
         unfinished=_unfinished(record),
-        facts=tuple(_fact(name, text) for name, text in tables.list_facts(record).items()),
+        facts=tuple(_fact(name, text) for name, text in fleet_tables.list_facts(record).items()),
     )
 
 
@@ -62,15 +61,15 @@ def _unfinished(record: FleetRecord) -> tuple[Words, ...]:
 
 
 def _render_winners(record: FleetRecord) -> Section:
-    matrix, entries = tables.tabulate_matrix(record), tables.tabulate_entries(record)
-    notes = tuple(Words(f"{note}.") for note in tables.list_footnotes(record))
+    matrix, entries = fleet_tables.tabulate_matrix(record), fleet_tables.tabulate_entries(record)
+    notes = tuple(Words(f"{note}.") for note in fleet_tables.list_footnotes(record))
     blocks = (matrix, entries) if len(matrix.columns) > 2 and len(matrix.rows) > 1 else (entries,)
     return Section("winners", "Winners", "Which engine for which model, on which target?", (*blocks, *notes))
 
 
 def _render_changes(record: FleetRecord) -> Section:
-    certain, rest = (tables.tabulate_changes(record, certain=certain) for certain in (True, False))
-    blocks: list[Block] = [*points(f"{text}." for text in tables.describe_last(record)), *filled(certain)]
+    certain, rest = (fleet_tables.tabulate_changes(record, certain=certain) for certain in (True, False))
+    blocks: list[Block] = [*points(f"{text}." for text in fleet_tables.describe_last(record)), *filled(certain)]
     if not certain.rows and record.last is not None:
         blocks.append(Words("No measured difference is certain.", "good"))
     blocks += folded("What did not change for certain", *filled(rest))
@@ -79,7 +78,7 @@ def _render_changes(record: FleetRecord) -> Section:
 
 def _render_failures(record: FleetRecord) -> Section:
     none = (Words("Nothing failed, and no budget is broken.", "good"),)
-    blocks = filled(tables.tabulate_failures(record)) or none
+    blocks = filled(fleet_tables.tabulate_failures(record)) or none
     return Section("failures", "What failed", "Why is there no winner, or one variant less?", blocks)
 
 
@@ -114,14 +113,14 @@ _PAGE = "fleet.html"
 
 def render_markdown(record: FleetRecord) -> str:
     """Render a fleet as Markdown."""
-    facts = ", ".join(f"{name}: {text}" for name, text in tables.list_facts(record).items())
-    failures = tables.tabulate_failures(record)
+    facts = ", ".join(f"{name}: {text}" for name, text in fleet_tables.list_facts(record).items())
+    failures = fleet_tables.tabulate_failures(record)
     parts = [
         f"# {plain(_shorten(record.name))}",
-        plain(tables.summarize(record)),
+        plain(fleet_tables.summarize(record)),
         plain(f"{facts}."),
-        _render_table(tables.tabulate_entries(record)),
-        render_list(map(plain, tables.list_footnotes(record)), _MOST_LINES, _PAGE),
+        _render_table(fleet_tables.tabulate_entries(record)),
+        render_list(map(plain, fleet_tables.list_footnotes(record)), _MOST_LINES, _PAGE),
         *render_changes(record),
         *(["## What failed, and why", _render_table(failures)] if failures.rows else []),
     ]
@@ -131,9 +130,9 @@ def render_markdown(record: FleetRecord) -> str:
 def render_changes(record: FleetRecord, *, linked: bool = True) -> Iterator[str]:
     """Render the changes since the last fleet as Markdown, with links from the fleet's folder."""
     yield "## Since the last fleet"
-    lines = (f"{plain(_shorten(text))}." for text in tables.describe_last(record))
+    lines = (f"{plain(_shorten(text))}." for text in fleet_tables.describe_last(record))
     yield render_list(lines, _MOST_LINES, _PAGE)
-    changes = tables.tabulate_changes(record, certain=True)
+    changes = fleet_tables.tabulate_changes(record, certain=True)
     if changes.rows:
         yield _render_table(changes if linked else replace(changes, links={}))
     elif record.last is not None:

@@ -15,6 +15,7 @@ from enginesmith.pipeline.report.charts.plotly import (
     Figure,
     Style,
     axis,
+    draw_markers,
     draw_others,
     escape,
     hover_text,
@@ -246,18 +247,10 @@ def _markers(
     symbol: str,
     **more: Any,
 ) -> Figure:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": style.name,
-        "legendgroup": style.name,
-        "x": [one.sqnr_db for one in found],
-        "y": [places[one.group] for one in found],
-        "hovertext": [hover_text(marked(record), _sensitivity_words(one)) for one in found],
-        "hoverinfo": "text",
-        "marker": {**style.marker, "symbol": symbol, "line": {"width": 1.5, "color": style.colour}},
-        **more,
-    }
+    marker = {**style.marker, "symbol": symbol, "line": {"width": 1.5, "color": style.colour}}
+    hover = [hover_text(marked(record), _sensitivity_words(one)) for one in found]
+    x, y = [one.sqnr_db for one in found], [places[one.group] for one in found]
+    return draw_markers(style.name, x, y, hover, marker=marker, legendgroup=style.name, **more)
 
 
 def _sensitivity_words(one: Assignment) -> str:

@@ -10,6 +10,7 @@ from enginesmith.pipeline.report.charts.plotly import (
     Chart,
     Figure,
     axis,
+    draw_markers,
     hover_text,
     limit,
     list_layout,
@@ -94,16 +95,8 @@ def _key(part: str, pattern: str) -> Figure:
 
 
 def _peaks(peaks: list[float], hover: list[str]) -> Figure:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": "peak",
-        "x": peaks,
-        "y": list(range(len(peaks))),
-        "hovertext": hover,
-        "hoverinfo": "text",
-        "marker": {"symbol": "line-ns", "size": 20, "color": NEUTRAL, "line": {"color": NEUTRAL, "width": 2.5}},
-    }
+    marker = {"symbol": "line-ns", "size": 20, "color": NEUTRAL, "line": {"color": NEUTRAL, "width": 2.5}}
+    return draw_markers("peak", peaks, range(len(peaks)), hover, marker=marker)
 
 
 def _words(row: MemoryRow) -> str:

@@ -14,6 +14,7 @@ from enginesmith.pipeline.report.charts.plotly import (
     Figure,
     axis,
     count_words,
+    draw_markers,
     find_rows,
     hover_text,
     interval,
@@ -114,16 +115,9 @@ def _front(found: Sequence[_Point]) -> Figure:
 
 
 def _rest(found: Sequence[_Point]) -> Figure:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": f"{len(found)} more",
-        "x": [one.p50_ms for one in found],
-        "y": [one.peak_mib for one in found],
-        "hovertext": [hover_text(marked(one.record), _numbers(one)) for one in found],
-        "hoverinfo": "text",
-        "marker": {"color": REST, "size": 6, "opacity": 0.6},
-    }
+    hover = [hover_text(marked(one.record), _numbers(one)) for one in found]
+    x, y = [one.p50_ms for one in found], [one.peak_mib for one in found]
+    return draw_markers(f"{len(found)} more", x, y, hover, marker={"color": REST, "size": 6, "opacity": 0.6})
 
 
 def _markers(run: Run, cast: Cast, shown: Sequence[_Point], scale: float) -> Iterator[Figure]:
@@ -137,17 +131,10 @@ def _marker(run: Run, cast: Cast, point: _Point, scale: float) -> Figure:
     style = cast.style(point.record)
     share = max(0.0, point.drop or 0.0) / scale if scale > 0 else 0.0
     size = sqrt(_SMALLEST**2 + share * (_LARGEST**2 - _SMALLEST**2))
-    trace: Figure = {
-        "type": "scatter",
-        "mode": "markers",
-        "name": style.name,
-        "x": [point.p50_ms],
-        "y": [point.peak_mib],
-        "hovertext": [hover_text(marked(point.record), _numbers(point), _place(run, point))],
-        "hoverinfo": "text",
-        "marker": {**style.marker, "size": size + (4 if style.winner else 0), "opacity": 0.9},
-        "zorder": style.zorder,
-    }
+    marker = {**style.marker, "size": size + (4 if style.winner else 0), "opacity": 0.9}
+    hover = hover_text(marked(point.record), _numbers(point), _place(run, point))
+    how = {"marker": marker, "zorder": style.zorder}
+    trace = draw_markers(style.name, [point.p50_ms], [point.peak_mib], [hover], **how)
     if style.winner:
         trace |= {"mode": "markers+text", "text": ["★"], "textposition": "top center", "textfont": {"size": 15}}
     return trace

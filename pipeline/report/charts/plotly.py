@@ -304,18 +304,23 @@ def list_layout(x: Figure, names: Sequence[str], legend: int, **more: Any) -> Fi
 
 
 def points(style: Style, x: Sequence[float], y: Sequence[float | None], hover: Sequence[str], **more: Any) -> Figure:
-    """Markers joined by a line, for one variant."""
+    """Draw markers joined by a line, for one variant."""
+    how = {"mode": "lines+markers", "line": style.line, "marker": style.marker, "zorder": style.zorder}
+    return {**draw_markers(style.name, x, y, hover, **how), **more}
+
+
+def draw_markers(
+    name: str, x: Sequence[float | None], y: Sequence[float | None], hover: Sequence[str], **more: Any
+) -> Figure:
+    """Draw markers with hover texts; ``more`` are other fields of the trace."""
     return {
         "type": "scatter",
-        "mode": "lines+markers",
-        "name": style.name,
+        "mode": "markers",
+        "name": name,
         "x": list(x),
         "y": list(y),
         "hovertext": list(hover),
         "hoverinfo": "text",
-        "line": style.line,
-        "marker": style.marker,
-        "zorder": style.zorder,
         **more,
     }
 

@@ -11,6 +11,7 @@ from enginesmith.pipeline.report.charts.plotly import (
     Figure,
     Style,
     axis,
+    draw_markers,
     hover_text,
     label,
     list_layout,
@@ -65,24 +66,15 @@ def _figure(cast: Cast, modules: Sequence[JoinedRow]) -> Figure:
     for record in shown:
         style = cast.style(record)
         mine = [(place, row, row.ms[record.id]) for place, row in enumerate(modules) if row.ms[record.id] is not None]
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": style.name,
-                "x": [value for _, _, value in mine],
-                "y": [place for place, _, _ in mine],
-                "hovertext": [
-                    hover_text(marked(record), f"{row.module}: {ms(value)} ms", row.why.get(record.id, ""))
-                    for _, row, value in mine
-                ],
-                "hoverinfo": "text",
-                "marker": {**style.marker, "size": style.size + 1, "opacity": 0.9},
-            }
-        )
+        hover = [
+            hover_text(marked(record), f"{row.module}: {ms(value)} ms", row.why.get(record.id, ""))
+            for _, row, value in mine
+        ]
+        marker = {**style.marker, "size": style.size + 1, "opacity": 0.9}
+        x, y = [value for _, _, value in mine], [place for place, _, _ in mine]
+        traces.append(draw_markers(style.name, x, y, hover, marker=marker))
     names = [label(row.module) for row in modules]
-    x = axis("time in one inference (ms)", log=False)
-    return {"data": traces, "layout": list_layout(x, names, len(shown))}
+    return {"data": traces, "layout": list_layout(axis("time in one inference (ms)", log=False), names, len(shown))}
 
 
 def _summary(
