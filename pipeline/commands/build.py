@@ -52,7 +52,7 @@ def build(
 
 
 def _checked_row(row: dict[str, Any], as_json: bool) -> dict[str, Any]:
-    """A row of ``build --check`` as people read it; machines get it as it is."""
+    """Shorten a row of ``build --check`` for people; ``--json`` has it whole."""
     if as_json:
         return row
     return {"target": row["target"], "builds": "yes" if row["builds"] else "no"} | {

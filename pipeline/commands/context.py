@@ -1,4 +1,4 @@
-"""From the options of a command to what the pipeline is asked for."""
+"""Turn the options of a command into a recipe and settings, and announce results in GitHub Actions."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def shown() -> ModuleType:
-    """What renders results; not imported before there is something to render."""
+    """Import the module that prints results, once there are some."""
     from enginesmith.pipeline.report import terminal
 
     return terminal
@@ -26,7 +26,7 @@ def shown() -> ModuleType:
 
 @contextlib.contextmanager
 def resumable(folder: Path, settings: "Settings") -> Iterator[None]:
-    """Say on Ctrl-C how to go on, in the same way, if there is something to go on with."""
+    """Name the command that resumes the run on Ctrl-C, if the run has begun."""
     try:
         yield
     except KeyboardInterrupt:
@@ -60,7 +60,7 @@ def settings_of(options: dict[str, Any], quiet: bool) -> "Iterator[Settings]":
 
 
 def recipe_of(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe":
-    """The recipe file, if any, changed by the options that were given."""
+    """Make a recipe from a file, if any, and the given options."""
     from enginesmith.pipeline import recipe
 
     values = changed(recipe.read(file) if file else {}, options)
@@ -69,7 +69,7 @@ def recipe_of(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe
 
 
 def changed(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The values of a recipe, with those of the options that were given in their places."""
+    """Set the fields that the given options fill in the values of a recipe."""
     from enginesmith.pipeline.commands.options import RECIPE_OPTIONS, parameter_name
 
     for row in RECIPE_OPTIONS:
@@ -90,7 +90,7 @@ def changed(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def budgets_of(recipe: "Recipe", options: dict[str, Any]) -> "tuple[Budgets, float | None]":
-    """A recipe's budgets and its fidelity threshold, changed by the options that were given."""
+    """Read a recipe's budgets and fidelity threshold, with the given options."""
     from enginesmith.pipeline.recipe import read_budgets
 
     values = {"budgets": recipe.budgets.model_dump(), "min_sqnr_db": recipe.min_sqnr_db}
@@ -116,7 +116,7 @@ def show_fleet(record: "FleetRecord", folder: Path, as_json: bool) -> int:
 
 
 def announce(title: str, errors: Sequence[str], warnings: Sequence[str], summary: str) -> None:
-    """Annotations on standard output where this is GitHub Actions, and a part of the job's summary if it has one."""
+    """Write annotations and a part of the job's summary where this runs in GitHub Actions."""
     from enginesmith.pipeline.report import gate
 
     if gate.is_here(os.environ):
@@ -129,7 +129,7 @@ def announce(title: str, errors: Sequence[str], warnings: Sequence[str], summary
 
 
 def announce_run(run: "Run") -> None:
-    """The same of a run: budgets that nobody holds are errors, what spoils its numbers are warnings."""
+    """Announce a run: missed budgets are errors, cautions are warnings."""
     from enginesmith.pipeline.report import markdown, sentences
     from enginesmith.pipeline.results import budgets
 
@@ -138,7 +138,7 @@ def announce_run(run: "Run") -> None:
 
 
 def announce_fleet(record: "FleetRecord") -> None:
-    """The same of a fleet: what failed or broke a budget is an error, what is lacking or became slower a warning."""
+    """Announce a fleet: failures and missed budgets are errors, unavailable or slower entries warnings."""
     from enginesmith.pipeline.report import fleet, fleet_tables
 
     bad = [one for one in record.entries if one.status in ("failed", "breached")]

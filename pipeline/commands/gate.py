@@ -108,7 +108,7 @@ def _gate_fleet(
 
 
 def _demands(recipe: "Recipe", options: dict[str, Any], quiet: bool) -> "Demands":
-    """The budgets of a recipe, changed by the options, and how regressions are judged."""
+    """Combine the budgets of a recipe and the options with the rules for regressions."""
     from enginesmith.pipeline.results.gate import DEFAULT_SECONDS, Demands, parse_tolerance
     from enginesmith.pipeline.units import parse_seconds
 

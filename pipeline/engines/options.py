@@ -54,7 +54,7 @@ class EngineOptions(_Part):
     )
     workspace: Annotated[
         tuple[str, ...], COMMA_LIST, Option("Building engines", everyday=True, metavar="SIZE,SIZE")
-    ] = Field((), description="TensorRT's limits for intermediate buffers, each a variant: 64MiB, max; or sweep")
+    ] = Field((), description="TensorRT's workspace limits: 64MiB, max; or sweep")
     tensorrt: BuildOptions = BuildOptions()
     tensorrt_run: RunOptions = RunOptions()
     eager: ModuleOptions = ModuleOptions()

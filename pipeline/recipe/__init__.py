@@ -1,4 +1,4 @@
-"""What the user asks for: the recipe, how it is made of plain values, and its YAML."""
+"""Make recipes: what a user asks for, from plain values and YAML."""
 
 from enginesmith.pipeline.recipe.parsing import commented, make, parsed, plain_words, read, read_budgets
 from enginesmith.pipeline.recipe.recipe import Recipe

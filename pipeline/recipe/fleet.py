@@ -1,4 +1,4 @@
-"""Many models for many targets: what a fleet file asks for, what came of it, and what changed since the last one."""
+"""Parse fleet files: many models for many targets, with a recipe for each pair."""
 
 import difflib
 import re
@@ -28,8 +28,6 @@ class Place:
     """Resources that a node of a Ray cluster has to have declared; another executor has none to ask for."""
 
 
-# Names of models, targets and pairs of them: as folders, and as patterns that choose some.
-
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")
 _LONGEST = 100
 """Characters of one of the two names in that of a folder."""
@@ -50,26 +48,26 @@ class Pair:
     @property
     def folder(self) -> str:
         """The name that its run's folder has, which holds no separator whatever the model is called."""
-        return f"{_naming_plain(self.model)}@{_naming_plain(self.target)}"
+        return f"{_to_folder_name(self.model)}@{_to_folder_name(self.target)}"
 
     def matches(self, pattern: str) -> bool:
-        """Whether a pattern names the pair, its folder, or its model or target alone."""
+        """Match a pattern against the pair, its folder, its model and its target."""
         names = (str(self), self.folder, self.model, self.target)
         return any(name == pattern or fnmatchcase(name, pattern) for name in names)
 
 
-def _naming_plain(name: str) -> str:
-    """A name as a part of that of a folder."""
+def _to_folder_name(name: str) -> str:
+    """Replace the characters of a name that a folder's name must not have."""
     return _UNSAFE.sub("-", name).strip("-.")[:_LONGEST] or "-"
 
 
-def hold_name(where: str, name: str, *, is_model: bool = False) -> None:
-    """Insist on a name that its folder can have, too; ``is_model`` is for one that is MODEL itself, such as a path.
+def validate_name(where: str, name: str, *, is_model: bool = False) -> None:
+    """Validate that a folder can have the name, too; ``is_model`` is for one that is MODEL itself, such as a path.
 
     Raises:
         UsageError: it has other characters, or ends or begins with one that is left out, or is too long.
     """
-    plain = _naming_plain(name)
+    plain = _to_folder_name(name)
     if name == plain or (is_model and "@" not in name):
         return
     near = plain if plain != "-" else "a"
@@ -80,8 +78,8 @@ def hold_name(where: str, name: str, *, is_model: bool = False) -> None:
     )
 
 
-def hold_once(where: str, names: Sequence[str]) -> None:
-    """Insist on a list that has each name once.
+def validate_unique(where: str, names: Sequence[str]) -> None:
+    """Validate that a list has each name once.
 
     Raises:
         UsageError: it has one twice.
@@ -97,8 +95,8 @@ def hold_once(where: str, names: Sequence[str]) -> None:
         )
 
 
-def chosen(pairs: Sequence[Pair], patterns: Iterable[str], where: str) -> tuple[Pair, ...]:
-    """Those that any of the patterns names.
+def select_pairs(pairs: Sequence[Pair], patterns: Iterable[str], where: str) -> tuple[Pair, ...]:
+    """Select the pairs that match any of the patterns.
 
     Raises:
         UsageError: a pattern names none; ``where`` says who gave it.
@@ -108,13 +106,13 @@ def chosen(pairs: Sequence[Pair], patterns: Iterable[str], where: str) -> tuple[
         named = [pair for pair in pairs if pair.matches(pattern)]
         if not named:
             known = [name for pair in pairs for name in (pair.model, pair.target, str(pair))]
-            raise unknown(where, pattern, known, "entry")
+            raise unknown_name(where, pattern, known, "entry")
         found.update(named)
     return tuple(pair for pair in pairs if pair in found)
 
 
-def unknown(where: str, name: str, known: Iterable[str], what: str) -> UsageError:
-    """The error for a name that is not there, with those that are near it."""
+def unknown_name(where: str, name: str, known: Iterable[str], what: str) -> UsageError:
+    """Make the error for an unknown name, with similar ones."""
     names = list(dict.fromkeys(known))
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     shown = ", ".join(names[:_MOST_NAMED]) + (
@@ -127,8 +125,8 @@ def unknown(where: str, name: str, known: Iterable[str], what: str) -> UsageErro
     )
 
 
-def hold_distinct(pairs: Iterable[Pair]) -> None:
-    """Insist on a folder for each pair, also where file systems make no difference between a and A.
+def validate_folders(pairs: Iterable[Pair]) -> None:
+    """Validate that each pair has a folder of its own, also where file systems ignore case.
 
     Raises:
         UsageError: two would have the same.
@@ -143,17 +141,14 @@ def hold_distinct(pairs: Iterable[Pair]) -> None:
             )
 
 
-# Parts of recipes, the later over the earlier: mappings by key, everything else as a whole.
-
-
-def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """The layers as one; a null takes away what those before it said, so that the recipe's default holds again."""
+def merge_layers(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge layers, later ones over earlier ones; null restores the recipe's default."""
     result: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():
             before = result.get(name)
             if isinstance(value, Mapping):
-                result[name] = merged(before if isinstance(before, Mapping) else {}, value)
+                result[name] = merge_layers(before if isinstance(before, Mapping) else {}, value)
             elif value is None:
                 result.pop(name, None)
             else:
@@ -161,19 +156,14 @@ def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-# What errors of single runs say to do, said of an entry of a fleet.
-
-
 def remedy_of(error: EnginesmithError) -> str:
-    """What to do about an error; options, which all entries get, are named as fields of the fleet file, too."""
+    """Return the remedy of an error, with the fields of the fleet file that stand for the options in it."""
     fields = fields_for(str(error))
     if not fields:
         return error.remedy
     said = f"an option is for all entries: in the fleet file, `recipe: {{{', '.join(fields)}}}` is for one model"
     return "; ".join(filter(None, [error.remedy, said]))
 
-
-# The fleet file: models, targets, and what recipe each pair of them gets.
 
 _SEE = "docs/scale.md shows one"
 _UNKNOWN = ("extra_forbidden", "invalid_key")
@@ -239,15 +229,15 @@ class Fleet(_Part):
             UsageError: a name in ``skip``, ``overrides`` or ``targets`` is not there; two pairs share a folder.
         """
         every = tuple(Pair(model, target) for model in self.models for target in self.targets)
-        hold_distinct(every)
-        skipped = chosen(every, self.skip, "skip")
+        validate_folders(every)
+        skipped = select_pairs(every, self.skip, "skip")
         for name in self.overrides:
             if name not in map(str, every):
-                raise unknown("overrides", name, map(str, every), "entry")
+                raise unknown_name("overrides", name, map(str, every), "entry")
         for name, model in self.models.items():
             for target in model.targets or ():
                 if target not in self.targets:
-                    raise unknown(f"models.{name}.targets", target, self.targets, "target")
+                    raise unknown_name(f"models.{name}.targets", target, self.targets, "target")
         return tuple(one for one in every if one not in skipped and self._wanted(one))
 
     def _wanted(self, pair: Pair) -> bool:
@@ -255,13 +245,13 @@ class Fleet(_Part):
         return asked is None or pair.target in asked
 
     def entries(self, only: Sequence[str] = (), options: Mapping[str, Any] | None = None) -> tuple[Entry, ...]:
-        """Every pair with its recipe, or those that the patterns name; ``options`` are fields that all of them get.
+        """Return pairs with their recipes; ``only`` selects some, and ``options`` are fields for all of them.
 
         Raises:
             UsageError: a name that is not there, a recipe that makes no sense, or nothing is left.
         """
         pairs = self.pairs
-        pairs = chosen(pairs, only, "--only") if only and pairs else pairs
+        pairs = select_pairs(pairs, only, "--only") if only and pairs else pairs
         if not pairs:
             raise UsageError("nothing is left of the fleet: every entry is skipped", "skip fewer of them")
         return tuple(self._entry(pair, options or {}) for pair in pairs)
@@ -270,9 +260,9 @@ class Fleet(_Part):
         model, target = self.models[pair.model], self.targets[pair.target]
         own: dict[str, Any] = {"device": _device(target)} if _device(target) else {}
         layers = (self.recipe, own, target.recipe, model.recipe, self.overrides.get(str(pair), {}), options)
-        values = {**merged(*layers), "model": model.model or pair.model}
+        values = {**merge_layers(*layers), "model": model.model or pair.model}
         try:
-            recipe = _made(values)
+            recipe = _make_recipe(values)
             place = _place(target, recipe)
         except UsageError as error:
             raise type(error)(f"{pair}: {error.message}", remedy_of(error)) from error
@@ -289,7 +279,7 @@ def read(path: Path) -> Fleet:
 
 
 def make(values: dict[str, Any]) -> Fleet:
-    """A fleet from plain values.
+    """Make a fleet from plain values.
 
     Raises:
         UsageError: a key or a value that does not belong there, in recipes, too.
@@ -297,20 +287,20 @@ def make(values: dict[str, Any]) -> Fleet:
     try:
         fleet = Fleet.model_validate(_plain(values))
     except ValidationError as error:
-        raise _misfit(error) from error
+        raise _explain_error(error) from error
     for place, layer in _layers(fleet):
         if "model" in layer:
             raise UsageError(f"{place} names a model", "models are named below `models:`; recipes have all but that")
         try:
-            recipes.parsed({**merged(layer), "model": "of the fleet"})
+            recipes.parsed({**merge_layers(layer), "model": "of the fleet"})
         except UsageError as error:
             raise UsageError(f"{place}: {error.message}", error.remedy) from error
     for name, model in fleet.models.items():
-        hold_name("models", name, is_model=not model.model)
-        hold_once(f"models.{name}.targets", model.targets or ())
+        validate_name("models", name, is_model=not model.model)
+        validate_unique(f"models.{name}.targets", model.targets or ())
     for name, target in fleet.targets.items():
-        hold_name("targets", name)
-        _hold_device(f"targets.{name}", target)
+        validate_name("targets", name)
+        _validate_device(f"targets.{name}", target)
     _ = fleet.pairs  # raises its own messages
     return fleet
 
@@ -321,7 +311,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     for part in ("models", "targets", "overrides"):
         inner = found.get(part)
         if isinstance(inner, list) and part != "overrides" and all(isinstance(one, str) for one in inner):
-            hold_once(part, inner)
+            validate_unique(part, inner)
             inner = dict.fromkeys(inner)
         if isinstance(inner, dict):
             found[part] = {name: {} if value is None else value for name, value in inner.items()}
@@ -347,7 +337,7 @@ def _layers(fleet: Fleet) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield f"overrides.{name}", layer
 
 
-def _hold_device(where: str, target: Target) -> None:
+def _validate_device(where: str, target: Target) -> None:
     if target.device and "device" in target.recipe:
         raise UsageError(f"{where} says twice what its device is", "say it once")
     if target.accelerator and target.device and not target.device.startswith("cuda"):
@@ -366,8 +356,8 @@ def _device(target: Target) -> str | None:
     return target.device or ("cuda" if target.accelerator and "device" not in target.recipe else None)
 
 
-def _made(values: dict[str, Any]) -> Recipe:
-    """The recipe; where there is no such model, that is said when it is its turn, and the others have theirs."""
+def _make_recipe(values: dict[str, Any]) -> Recipe:
+    """Make the recipe of an entry; an unknown model is reported when the entry runs, so that others run."""
     try:
         return recipes.make(values)
     except SourceError:
@@ -384,8 +374,8 @@ def _place(target: Target, recipe: Recipe) -> Place:
     return Place(device, target.accelerator, tuple(sorted(target.resources.items())))
 
 
-def _misfit(error: ValidationError) -> UsageError:
-    """What is wrong with the file, in its own words."""
+def _explain_error(error: ValidationError) -> UsageError:
+    """Explain a validation error in the words of a fleet file."""
     found = error.errors()  # what is missing may be there by a name that is not known
     first = next((one for one in found if one["type"] in _UNKNOWN), found[0])
     place = [str(one) for one in first["loc"]]

@@ -1,4 +1,4 @@
-"""The parts of a recipe, with their defaults."""
+"""Declare the parts of a recipe, with their defaults."""
 
 from typing import Annotated, Literal
 
@@ -65,7 +65,7 @@ class MeasureOptions(Part):
 
 
 class Budgets(Part):
-    """What a variant has to hold to win."""
+    """Limits that a variant has to meet to win."""
 
     max_drop: Annotated[float | None, _BUDGET] = Field(
         None, ge=0, allow_inf_nan=False, description="largest drop of the metric against eager"

@@ -1,4 +1,4 @@
-"""A recipe out of plain values, as they come from files and options."""
+"""Parse recipes from plain values, as files and options give them."""
 
 import difflib
 import re
@@ -19,36 +19,36 @@ _YAML_WORDS = {"Value": "", "tuple": "list", "dicti": "mapping"}
 
 
 _IN_PYTHON_WORDS = re.compile(r"^Value error, |tuple|dictionary or instance of \w+|dictionary")
-"""What pydantic says of Python, in the words of a recipe."""
+"""Python's words in messages of pydantic, which are replaced by those of YAML."""
 
 
 def make(values: dict[str, Any]) -> Recipe:
-    """A recipe from plain values, sizes and durations as text included.
+    """Make a recipe from plain values, sizes and durations as text included.
 
     Raises:
         UsageError: a key or a value that does not belong there, or fields that do not fit together.
     """
     recipe = parsed(values)
-    validation.hold_together(recipe)
+    validation.validate_recipe(recipe)
     return recipe
 
 
 def parsed(values: dict[str, Any]) -> Recipe:
-    """The same without asking what fields say of each other, or whether there is such a model.
+    """Make a recipe without checking that its fields go together and that the model exists.
 
     Raises:
         UsageError: a key or a value that does not belong there.
     """
     try:
-        recipe = Recipe.model_validate(_within_shape(values))
+        recipe = Recipe.model_validate(_fill_batches(values))
     except ValidationError as error:
-        raise _misfit(error) from error
+        raise _explain_error(error) from error
     _ = recipe.specs, recipe.ranges, recipe.where, recipe.workspace_limits  # each raises its own message
     return recipe
 
 
 def read_budgets(values: dict[str, Any]) -> tuple[Budgets, float | None]:
-    """The budgets and the fidelity threshold alone, of values as in :func:`make`.
+    """Read the budgets and the fidelity threshold alone, from values as in :func:`make`.
 
     Raises:
         UsageError: one is no number, or makes no sense.
@@ -56,19 +56,19 @@ def read_budgets(values: dict[str, Any]) -> tuple[Budgets, float | None]:
     try:
         found = _Demands.model_validate(values)
     except ValidationError as error:
-        raise _misfit(error) from error
+        raise _explain_error(error) from error
     return found.budgets, found.min_sqnr_db
 
 
 class _Demands(Part):
-    """What of a recipe is held against numbers that are there."""
+    """The fields of a recipe that measured numbers are compared with."""
 
     budgets: Budgets
     min_sqnr_db: float | None
 
 
-def _within_shape(values: dict[str, Any]) -> dict[str, Any]:
-    """Where a range of batches is given and no batches are, those of the default that are in it, else its usual one."""
+def _fill_batches(values: dict[str, Any]) -> dict[str, Any]:
+    """Fill in batches where only their range is given: those of the default within it, else its usual one."""
     shapes = values.get("shapes")
     given = shapes.get("batch") if isinstance(shapes, dict) else None
     if "batch" in values or not isinstance(given, str):
@@ -77,23 +77,23 @@ def _within_shape(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "batch": [one for one in default if range_.min <= one <= range_.max] or [range_.opt]}
 
 
-def _misfit(error: ValidationError) -> UsageError:
-    """What is wrong with a recipe, in its own words."""
+def _explain_error(error: ValidationError) -> UsageError:
+    """Explain a validation error in the words of a recipe."""
     first = error.errors()[0]
     if first["type"] == "extra_forbidden":
-        return _unknown(Recipe, first["loc"])
+        return _unknown_field(Recipe, first["loc"])
     named = (str(part) for part in first["loc"])
     place = ".".join(part for part in named if part.isalnum() or part.isidentifier()) or "the recipe"
     return UsageError(f"{place}: {plain_words(first['msg'])} (given: {first['input']!r})", "see docs/recipe.md")
 
 
 def plain_words(message: str) -> str:
-    """What pydantic says, in the words of YAML."""
+    """Rewrite a message of pydantic in the words of YAML."""
     return _IN_PYTHON_WORDS.sub(lambda found: _YAML_WORDS[found[0][:5]], message)
 
 
-def _unknown(part: type[BaseModel], place: Sequence[str | int]) -> UsageError:
-    """The message for a field that there is not."""
+def _unknown_field(part: type[BaseModel], place: Sequence[str | int]) -> UsageError:
+    """Make the error for an unknown field, with similar ones."""
     *above, name = (str(one) for one in place)
     for step in above:
         inner = part.model_fields[step].annotation
@@ -115,7 +115,7 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 def read(path: Path, what: str = "recipe", remedy: str = "start from `enginesmith init MODEL`") -> dict[str, Any]:
-    """The values of a recipe file, or of a file of another kind that is a mapping, not yet checked.
+    """Read the values of a recipe file, or of another YAML file that is a mapping, without checking them.
 
     Raises:
         UsageError: no such file, or not a YAML mapping, or one that has a name twice.
@@ -123,7 +123,7 @@ def read(path: Path, what: str = "recipe", remedy: str = "start from `enginesmit
     try:
         values = yaml.load(path.read_text(), _EachOnce)
     except OSError as error:
-        raise UsageError(f"cannot read the {what} {path}: {error.strerror}", "check the path") from error
+        raise UsageError(f"the {what} {path} cannot be read: {error.strerror}", "check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
@@ -138,7 +138,7 @@ class _EachOnce(yaml.SafeLoader):
     """YAML of plain values, in which a name that a mapping has twice is an error: the first would be lost unseen."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """As the loader does, of distinct names."""
+        """Compose a mapping, and refuse a repeated name."""
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
@@ -150,7 +150,7 @@ class _EachOnce(yaml.SafeLoader):
 
 
 def commented(recipe: Recipe) -> str:
-    """The recipe as YAML, every field with what it means."""
+    """Write a recipe as YAML, with a comment for every field."""
     return "\n".join(_lines(recipe, "")) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""What the user asks for, as one document; every default of the project stands here."""
+"""Declare the recipe: all that a user can ask for, with every default."""
 
 from typing import Annotated, Any
 
@@ -30,7 +30,7 @@ _LARGEST_SWEPT = 1 << 16
 
 
 class ModelOptions(Part):
-    """What is optimised."""
+    """The model and its inputs."""
 
     model: str = Field(description="zoo name, file.py:factory, package.module:factory, .onnx, .pt2, hf:…, timm:…")
     inputs: Annotated[tuple[str, ...], Option(_INPUTS, "--input", everyday=True, metavar="NAME:DTYPE:DIMS")] = Field(
@@ -42,7 +42,7 @@ class ModelOptions(Part):
 
 
 class Recipe(EngineOptions, ModelOptions):
-    """The whole of what ``optimize`` is asked to do."""
+    """All that ``optimize`` is asked to do."""
 
     precisions: Annotated[tuple[Name, ...], Option("Variants", "--precision", everyday=True, metavar="NAME")] = Field(
         ("fp32",), min_length=1, description=f"of each engine: {', '.join(KINDS)}"
@@ -128,7 +128,7 @@ class Recipe(EngineOptions, ModelOptions):
     @field_validator("prune", "sparsity", mode="before")
     @classmethod
     def _numbers_too(cls, value: Any) -> Any:
-        """``0.3`` in a recipe is a number, and as good a target."""
+        """Accept numbers: ``0.3`` in YAML is no text."""
         parts = value if isinstance(value, (list, tuple)) else [value]
         return [str(part) if isinstance(part, float) else part for part in parts]
 

@@ -1,4 +1,4 @@
-"""Whether the fields of a recipe fit together."""
+"""Validate that the fields of a recipe go together."""
 
 import os
 from pathlib import Path
@@ -16,8 +16,8 @@ from enginesmith.pipeline.recipe.cli_options import option_for
 from enginesmith.pipeline.recipe.recipe import Recipe
 
 
-def hold_together(recipe: Recipe) -> None:
-    """What fields say of each other, which none of them says alone.
+def validate_recipe(recipe: Recipe) -> None:
+    """Validate what fields of a recipe say about each other.
 
     Raises:
         UsageError: something that was asked for has no effect, or lacks what it needs.
@@ -49,7 +49,7 @@ def _check_engines(recipe: Recipe) -> None:
 
 
 def _given(recipe: Recipe, field: str) -> str:
-    """The first option of a field that is not as it is by default, as people write it; empty if all are."""
+    """Name the first option of a field that differs from its default; empty if none does."""
     value, default = getattr(recipe, field), Recipe.model_fields[field].default
     if value == default:
         return ""
@@ -98,7 +98,7 @@ def _check_files(recipe: Recipe) -> None:
 
 
 def _check_smaller(recipe: Recipe) -> None:
-    """What is pruned has to be a module, and what is learnt needs data."""
+    """Check that pruning has a module, and training has data."""
     for option, ids in (
         ("--prune", [target.slug for target in recipe.prune_targets]),
         ("--sparsity", [pattern.slug for pattern in recipe.sparsities]),
@@ -133,7 +133,7 @@ def _check_smaller(recipe: Recipe) -> None:
 
 
 def _check_metric(recipe: Recipe) -> None:
-    """What was asked for, by name or by a budget on it, has to be there and needs data."""
+    """Check that the metric exists and has labelled data."""
     metric = recipe.metric
     if metric:
         check_metric(metric)

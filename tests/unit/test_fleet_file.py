@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.recipe.fleet import Entry, Fleet, Place, make, merged, read
+from enginesmith.pipeline.recipe.fleet import Entry, Fleet, Place, make, merge_layers, read
 
 FILE = Path(__file__).parents[1] / "data/fleet/fleet.yaml"
 SMALL: dict[str, Any] = {"models": {"digits": {}, "lenet": {}}, "targets": {"cpu": {}, "gpu": {"accelerator": "H100"}}}
@@ -90,7 +90,7 @@ def test_a_model_that_is_not_there_is_the_matter_of_its_entry() -> None:
 
 
 def changed(**changes: Any) -> dict[str, Any]:
-    return merged(SMALL, changes)
+    return merge_layers(SMALL, changes)
 
 
 @pytest.mark.parametrize(

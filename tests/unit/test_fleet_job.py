@@ -121,7 +121,7 @@ def test_options_and_patterns_of_the_command_line(jobs: Jobs) -> None:
     ("arguments", "words"),
     [
         (["optimize", "fleet.yaml", "--recipe", "r.yaml"], "has its own recipe"),
-        (["optimize", "gone.yml"], "cannot read the fleet file gone.yml"),
+        (["optimize", "gone.yml"], "the fleet file gone.yml cannot be read"),
         (["optimize", "fleet.yaml", "--only", "digitz"], "did you mean digits"),
         (["optimize", "fleet.yaml", "--changed-since", "nowhere"], "there is no fleet in nowhere"),
         (["optimize", "digits", "--only", "digits"], "--only is for fleet files"),
