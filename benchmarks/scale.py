@@ -40,7 +40,7 @@ from enginesmith.pipeline.execution.local import LocalExecutor
 from enginesmith.pipeline.execution.merge import deduplicate_steps
 from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.execution.settings import Settings
-from enginesmith.pipeline.planning.plan import LOAD, Step
+from enginesmith.pipeline.planning.plan import LOAD, Step, StepRef
 from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import Recipe, make
@@ -88,7 +88,7 @@ def chains(count: int, kind: type[Nothing]) -> list[Step]:
     steps: list[Step] = []
     for number in range(count):
         needs = {"before": steps[number - _WIDTH].id} if number >= _WIDTH else {}
-        steps.append(Step(f"step-{number}", kind(number=number), needs))
+        steps.append(Step(StepRef("step", number), kind(number=number), needs))
     return steps
 
 

@@ -11,7 +11,7 @@ from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
 from enginesmith.pipeline.engines.tensorrt.options import RunOptions
 from enginesmith.pipeline.engines.torch.eager import Compiled, Eager
 from enginesmith.pipeline.execution.events import Outcome
-from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, Variant
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, Variant, VariantName
 from enginesmith.pipeline.planning.planner import plan, verify_step
 from enginesmith.pipeline.planning.variants import device_for, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe, make
@@ -58,7 +58,7 @@ def field(values: Mapping[str, Any], only: Sequence[str] = ()) -> Field:
             steps += more
     for name, engine in OF_MODULES.items():
         found, more = _checked(
-            recipe, Variant(name, engine, engine.arithmetic, LOAD, device_for(recipe, engine)), checks
+            recipe, Variant(VariantName(name), engine, engine.arithmetic, LOAD, device_for(recipe, engine)), checks
         )
         variants.append(found)
         steps += more
@@ -72,11 +72,15 @@ def _forms(recipe: Recipe, variant: Variant, checks: Mapping[str, Step]) -> list
     engine = variant.engine
     if isinstance(engine, TensorRT):
         graphs = engine.model_copy(update={"run": RunOptions(cuda_graphs=True)})
-        found.append(_checked(recipe, replace(variant, id=f"{variant.id}-graphs", engine=graphs), checks))
+        found.append(
+            _checked(recipe, replace(variant, name=replace(variant.name, mode="graphs"), engine=graphs), checks)
+        )
     if isinstance(engine, OnnxRuntime) and variant.precision == "fp32":
         tf32 = engine.model_copy(update={"tf32": True})
         found.append(
-            _checked(recipe, replace(variant, id=f"{engine.name}-tf32", precision="tf32", engine=tf32), checks)
+            _checked(
+                recipe, replace(variant, name=VariantName(engine.name, "tf32"), precision="tf32", engine=tf32), checks
+            )
         )
     return found
 
@@ -86,7 +90,7 @@ def _checked(recipe: Recipe, variant: Variant, checks: Mapping[str, Step]) -> tu
     before = checks[variant.verified[-1]].task if variant.verified else None
     tf32 = variant.precision == "tf32"
     row = before.precision if isinstance(before, Verify) and not tf32 else variant.engine.arithmetic
-    check = verify_step(recipe, variant.id, "engine", variant.artifact, variant.engine, variant.device, row)
+    check = verify_step(recipe, variant.name, "engine", variant.artifact, variant.engine, variant.device, row)
     return replace(variant, verified=(*variant.verified[:-1], check.id)), [check]
 
 

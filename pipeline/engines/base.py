@@ -243,11 +243,13 @@ class Configuration:
     """One way to build and run an engine, which becomes one variant of a run."""
 
     engine: "Engine"
-    label: str
-    """What the variant is called, after the engine's name: ``int8-ws64MiB-sm86``."""
+    precision: str
+    """As it is part of the variant's name: ``int8``, ``tf32``."""
     workspace: str = ""
-    """The workspace limit as it is part of the label; empty where there is none."""
+    """The workspace limit as it was asked for; empty where there is none."""
     target: str | None = None
+    mode: str = ""
+    """The engine's own word for how it runs or optimises; empty for what is usual."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from enginesmith.pipeline.artifact import json_digest
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
-from enginesmith.pipeline.planning.plan import Plan, Step, Variant
+from enginesmith.pipeline.planning.plan import Plan, Step, StepRef, Variant
 from enginesmith.pipeline.recipe.fleet import Place
 
 
@@ -15,8 +15,8 @@ class DeduplicatedSteps:
     """One list of steps, and which of them each plan's own steps have become."""
 
     steps: tuple[Step, ...]
-    takers: Mapping[str, tuple[tuple[str, str], ...]]
-    """By step, the plans that have it, and what it is called there."""
+    takers: Mapping[str, tuple[tuple[str, StepRef], ...]]
+    """By step, the plans that have it, and their own reference to it."""
 
     def shared_step(self, plan: str, step: str) -> Step:
         """What a plan's step has become."""
@@ -49,7 +49,7 @@ def deduplicate_steps(plans: Mapping[str, Plan]) -> DeduplicatedSteps:
     A single plan keeps the names of its steps; among several they are ``PLAN/STEP``, and no step is vital to all.
     """
     by_work: dict[str, Step] = {}
-    takers: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    takers: dict[str, list[tuple[str, StepRef]]] = defaultdict(list)
     for plan_name, plan in plans.items():
         work: dict[str, str] = {}
         for step in plan.steps:
@@ -73,7 +73,7 @@ def _own(step: Step, plan: str, work: Mapping[str, str], by_work: Mapping[str, S
     needs, wants = (
         {role: by_work[work[name]].id for role, name in part.items()} for part in (step.inputs, step.optional_inputs)
     )
-    return replace(step, id=f"{plan}/{step.id}", label=step.name, inputs=needs, optional_inputs=wants, required=False)
+    return replace(step, id=step.id.in_run(plan), label=step.name, inputs=needs, optional_inputs=wants, required=False)
 
 
 # Which steps of a plan have to run on the machines of its target, and what becomes of them where there are none.
@@ -84,7 +84,7 @@ def assign_machines(plan: Plan, place: Place, lacking: str) -> Plan:
     steps = assign_step_machines(plan.steps, place, lacking)
     if not lacking:
         return replace(plan, steps=tuple(steps))
-    without = {step.id: step.unavailable for step in steps if step.unavailable}
+    without: dict[str, str] = {step.id: step.unavailable for step in steps if step.unavailable}
 
     def told(variant: Variant) -> Variant:
         checked = (variant.artifact, *variant.verified[-1:], variant.memory or "")

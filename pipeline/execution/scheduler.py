@@ -101,7 +101,7 @@ class Runner:
                         del running[step.id]
                     assert outcome is not None
                     self.listener(Event("finished", step, outcome=outcome))
-                    new = {step.id: outcome}
+                    new: dict[str, Outcome] = {step.id: outcome}
                     if step.required and not outcome.good:
                         new |= {left: Outcome(left, "skipped", reason=outcome.reason) for left in todo.give_up()}
                     todo.done(step.id)
@@ -187,8 +187,10 @@ class _ToDo:
     """Steps that have not begun: those whose inputs are there, in the order of the plan, and the others."""
 
     def __init__(self, steps: Sequence[Step], outcomes: Outcomes) -> None:
-        self._steps = {step.id: (position, step) for position, step in enumerate(steps)}
-        self._missing = {step.id: {name for name in step.sources if name not in outcomes} for step in steps}
+        self._steps: dict[str, tuple[int, Step]] = {step.id: (position, step) for position, step in enumerate(steps)}
+        self._missing: dict[str, set[str]] = {
+            step.id: {name for name in step.sources if name not in outcomes} for step in steps
+        }
         self._takers: dict[str, list[str]] = defaultdict(list)
         for step, missing in self._missing.items():
             for name in missing:

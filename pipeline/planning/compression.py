@@ -18,14 +18,13 @@ from enginesmith.pipeline.passes import graph_passes, passes_for
 from enginesmith.pipeline.passes.base import Pass
 from enginesmith.pipeline.passes.prune.options import PruneOptions, Target
 from enginesmith.pipeline.passes.sparsify.options import Sparsity
-from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, Variant
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, SHAPES, Step, StepRef, Variant
 from enginesmith.pipeline.planning.precision import feeder
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, list_variants
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.build import Transform
 from enginesmith.pipeline.tasks.finetune import TEACHER, Recover
-from enginesmith.pipeline.tasks.load import SHAPES
 from enginesmith.pipeline.tasks.prune import BEFORE, DENSE, DenseEngine, Prune, PruneToLatency, ToEngine, TryLatency
 from enginesmith.pipeline.tasks.verify import Answers, Verify
 
@@ -33,47 +32,47 @@ from enginesmith.pipeline.tasks.verify import Answers, Verify
 
 
 @dataclass(frozen=True)
-class Branch:
-    """How the steps of a changed model differ from those of the given one."""
+class PlanTransform:
+    """Make the steps and variants of a changed model from those of the given one."""
 
-    suffix: str
-    """What ids of its steps and variants end with, as in ``-prune30``."""
-    stands_for: Mapping[str, str]
+    change: str
+    """Marks its steps and variants: ``prune30``."""
+    stands_for: Mapping[StepRef, StepRef]
     """Steps that it has others in the place of: the model, and what that answers."""
-    shared: Collection[str] = ()
+    shared: Collection[StepRef] = ()
     """Steps that are the same ones in both."""
 
-    def name(self, step: str) -> str:
-        """What a step is called here."""
-        return self.stands_for.get(step) or (step if step in self.shared else f"{step}{self.suffix}")
+    def ref(self, step: StepRef) -> StepRef:
+        """Refer to the step that does here what the given one does."""
+        return self.stands_for.get(step) or (step if step in self.shared else step.with_change(self.change))
 
     def steps(self, steps: Sequence[Step]) -> list[Step]:
-        """The steps that are made once more."""
+        """Make the steps that are made once more."""
         return [
             replace(
                 step,
-                id=self.name(step.id),
-                inputs={role: self.name(name) for role, name in step.inputs.items()},
-                optional_inputs={role: self.name(name) for role, name in step.optional_inputs.items()},
+                id=self.ref(step.id),
+                inputs={role: self.ref(name) for role, name in step.inputs.items()},
+                optional_inputs={role: self.ref(name) for role, name in step.optional_inputs.items()},
             )
             for step in steps
             if step.id not in self.stands_for and step.id not in self.shared
         ]
 
     def variant(self, variant: Variant) -> Variant:
-        """The variant that differs from the given one in nothing but the model."""
+        """Make the variant that differs from the given one in nothing but the model."""
         own: dict[str, Any] = {
-            name: self.name(step)
+            name: self.ref(step)
             for name in ("calibration", "assignment", "quality", "memory", "work", "profile")
             if (step := getattr(variant, name))
         }
         own |= {
-            name: tuple(self.name(step) for step in getattr(variant, name)) for name in ("verified", "search", "audits")
+            name: tuple(self.ref(step) for step in getattr(variant, name)) for name in ("verified", "search", "audits")
         }
         return replace(
             variant,
-            id=f"{variant.id}{self.suffix}",
-            artifact=self.name(variant.artifact),
+            name=replace(variant.name, changes=(*variant.name.changes, self.change)),
+            artifact=self.ref(variant.artifact),
             dense=variant.dense or variant.id,
             **own,
         )
@@ -85,37 +84,37 @@ _TRIAL_SECONDS = 6.0
 
 
 @dataclass(frozen=True)
-class Trunk:
+class DensePlan:
     """What was planned for the given model."""
 
-    graph: str
+    graph: StepRef
     """The step whose graph engines are built from."""
     to_graph: tuple[Step, ...]
     to_engines: tuple[Step, ...]
     variants: tuple[Variant, ...]
-    shared: frozenset[str]
+    shared: frozenset[StepRef]
     """Steps that stay the same whatever the model is changed to."""
 
 
 @dataclass(frozen=True)
-class Changed:
+class CompressedModel:
     """A pruned or sparse model: how it is made, and what is made of it as of the given one."""
 
     own: tuple[Step, ...]
     again: tuple[Step, ...]
-    branch: Branch
-    check: str
+    transform: PlanTransform
+    check: StepRef
     """The step that tells how far it is from the given one."""
     prune: str | None = None
     sparsity: str | None = None
 
     def steps(self) -> list[Step]:
-        """All of them."""
-        return [*self.own, *self.branch.steps(self.again)]
+        """List the steps that make it, and those made of it."""
+        return [*self.own, *self.transform.steps(self.again)]
 
     def variant(self, variant: Variant) -> Variant:
-        """What differs from a variant in nothing else."""
-        found = self.branch.variant(variant)
+        """Make the variant that differs from the given one in nothing but the model."""
+        found = self.transform.variant(variant)
         return replace(
             found,
             verified=(self.check, *found.verified),
@@ -126,36 +125,37 @@ class Changed:
         )
 
 
-def compress(resolved: ResolvedRecipe, trunk: Trunk) -> tuple[list[Variant], list[Step]]:
+def compress(resolved: ResolvedRecipe, dense_plan: DensePlan) -> tuple[list[Variant], list[Step]]:
     """Plan the variants and steps of every compressed model: pruned, sparse, and both.
 
     Raises:
         UsageError: as in :func:`pruning_steps`.
     """
     recipe = resolved.recipe
-    graphs = [variant for variant in trunk.variants if variant.engine.consumes == "onnx"]
+    graphs = [variant for variant in dense_plan.variants if variant.engine.consumes == "onnx"]
     made = passes_for("sparsity", recipe)
-    sparse = [_sparse(pattern, step, trunk) for pattern, step in zip(recipe.sparsities, made, strict=True)]
+    sparse = [_plan_sparse(pattern, step, dense_plan) for pattern, step in zip(recipe.sparsities, made, strict=True)]
     variants = [one.variant(variant) for one in sparse for variant in graphs]
     steps = [step for one in sparse for step in one.steps()]
     for target in recipe.prune_targets:
-        pruned = _pruned(resolved, target, trunk)
+        pruned = _plan_pruned(resolved, target, dense_plan)
         steps += pruned.steps()
-        variants += [pruned.variant(variant) for variant in trunk.variants]
+        variants += [pruned.variant(variant) for variant in dense_plan.variants]
         for one in sparse:
-            steps += pruned.branch.steps(one.steps())
+            steps += pruned.transform.steps(one.steps())
             variants += [pruned.variant(one.variant(variant)) for variant in graphs]
     return variants, steps
 
 
-def _pruned(resolved: ResolvedRecipe, target: Target, trunk: Trunk) -> Changed:
-    suffix = f"-{target.slug}"
+def _plan_pruned(resolved: ResolvedRecipe, target: Target, dense_plan: DensePlan) -> CompressedModel:
     steps = list(pruning_steps(resolved, target))
     made = steps[-1].id
-    steps += _answered(made, suffix, baseline("torch"))
-    branch = Branch(suffix, {LOAD: made, REFERENCE: f"reference{suffix}"}, trunk.shared)
-    again = (*trunk.to_graph, *trunk.to_engines)
-    return Changed(tuple(steps), again, branch, steps[-1].id, prune=str(target))
+    steps += _reference_steps(made, target.slug, baseline("torch"))
+    transform = PlanTransform(
+        target.slug, {LOAD: made, REFERENCE: REFERENCE.with_change(target.slug)}, dense_plan.shared
+    )
+    again = (*dense_plan.to_graph, *dense_plan.to_engines)
+    return CompressedModel(tuple(steps), again, transform, steps[-1].id, prune=str(target))
 
 
 def pruning_steps(resolved: ResolvedRecipe, target: Target) -> Iterator[Step]:
@@ -174,33 +174,37 @@ def pruning_steps(resolved: ResolvedRecipe, target: Target) -> Iterator[Step]:
     options = recipe.pruning.model_copy(update={"steps": 1}) if turns > 1 else recipe.pruning
     last = LOAD
     for turn, part in enumerate(target.stages(turns) if turns > 1 else [target], start=1):
-        name = target.slug + (f"-{turn}of{turns}" if turns > 1 else "")
-        yield from _cut(resolved, name, part, options, last)
+        name = StepRef(target.slug, f"{turn}of{turns}") if turns > 1 else StepRef(target.slug)
+        yield from _pruning_turn(resolved, name, part, options, last)
         last = name
         if recipe.recover:
-            last = f"recover-{name}"
+            last = StepRef("recover", name)
             yield Step(last, _recover(recipe, turns), {"model": name, TEACHER: LOAD})
 
 
-def _cut(resolved: ResolvedRecipe, name: str, target: Target, options: PruneOptions, last: str) -> Iterator[Step]:
+def _pruning_turn(
+    resolved: ResolvedRecipe, name: StepRef, target: Target, options: PruneOptions, last: StepRef
+) -> Iterator[Step]:
     """Prune once; a latency is searched for before, as a chain of trials each of which knows those before it."""
     recipe = resolved.recipe
     asked = {"target": target, "options": options, "feeder": feeder(recipe), "seed": recipe.seed}
-    needs = {"model": last, REFERENCE: REFERENCE}
+    needs: dict[str, StepRef] = {"model": last, REFERENCE: REFERENCE}
     if target.kind != "latency":
         yield Step(name, Prune.model_validate(asked), needs)
         return
     measured = _measured_on(resolved, target)
     engine = measured.engine
-    shapes = {SHAPES: SHAPES} if engine.needs_shapes else {}
+    shapes: dict[str, StepRef] = {SHAPES: SHAPES} if engine.needs_shapes else {}
     way = ToEngine(engine=engine, device=measured.device, passes=tuple(graph_passes(recipe, "torch")))
-    dense = Step(f"{name}-{DENSE}", DenseEngine(way=way), {"model": last, **shapes})
+    dense = Step(StepRef(name.kind, *name.subject, DENSE), DenseEngine(way=way), {"model": last, **shapes})
     yield dense
     wanted = PruneToLatency.model_validate(asked)
     trial = TryLatency(prune=wanted, way=way, seconds=min(_TRIAL_SECONDS, recipe.measure.seconds))
-    before: dict[str, str] = {}
+    before: dict[str, StepRef] = {}
     for index in range(1, _TRIALS + 1):
-        step = Step(f"{name}-trial-{index}", trial, {**needs, **shapes, DENSE: dense.id, **before})
+        step = Step(
+            StepRef(name.kind, *name.subject, "trial", index), trial, {**needs, **shapes, DENSE: dense.id, **before}
+        )
         yield step
         before = {BEFORE: step.id}
     yield Step(name, wanted, {**needs, **before})
@@ -238,19 +242,20 @@ def _recover(recipe: Recipe, turns: int) -> Recover:
     )
 
 
-def _sparse(pattern: Sparsity, made: Pass, trunk: Trunk) -> Changed:
-    suffix = f"-{pattern.slug}"
-    name = f"{made.step_name}{suffix}"
-    steps = [Step(name, Transform(step=made), {"model": trunk.graph}), *_answered(name, suffix, simulation())]
-    shared = (trunk.shared | {LOAD} | {one.id for one in trunk.to_graph}) - {trunk.graph}
-    branch = Branch(suffix, {trunk.graph: name, REFERENCE: f"reference{suffix}"}, shared)
-    modules = {} if trunk.graph == LOAD else {"model": LOAD}
-    again = tuple(step for step in trunk.to_engines if not modules or step.inputs.get("model") != LOAD)
-    return Changed(tuple(steps), again, branch, steps[-1].id, sparsity=str(pattern))
+def _plan_sparse(pattern: Sparsity, made: Pass, dense_plan: DensePlan) -> CompressedModel:
+    name = StepRef(made.step_name, changes=(pattern.slug,))
+    sparsify = Step(name, Transform(step=made), {"model": dense_plan.graph})
+    steps = [sparsify, *_reference_steps(name, pattern.slug, simulation())]
+    shared = (dense_plan.shared | {LOAD} | {one.id for one in dense_plan.to_graph}) - {dense_plan.graph}
+    stands_for = {dense_plan.graph: name, REFERENCE: REFERENCE.with_change(pattern.slug)}
+    transform = PlanTransform(pattern.slug, stands_for, shared)
+    modules = {} if dense_plan.graph == LOAD else {"model": LOAD}
+    again = tuple(step for step in dense_plan.to_engines if not modules or step.inputs.get("model") != LOAD)
+    return CompressedModel(tuple(steps), again, transform, steps[-1].id, sparsity=str(pattern))
 
 
-def _answered(model: str, suffix: str, engine: Engine) -> Iterator[Step]:
-    """What the changed model answers, which its engines are held against; and how far that is from the given one."""
-    yield Step(f"reference{suffix}", Answers(engine=engine), {"model": model, REFERENCE: REFERENCE})
-    task = Verify(stage=model, engine=engine, device=Device(), precision="fp32", min_sqnr_db=None, judged=False)
-    yield Step(f"verify-{model}", task, {"model": model, REFERENCE: REFERENCE})
+def _reference_steps(model: StepRef, change: str, engine: Engine) -> Iterator[Step]:
+    """Have the changed model answer, which its engines are compared with, and compare that with the given model."""
+    yield Step(REFERENCE.with_change(change), Answers(engine=engine), {"model": model, REFERENCE: REFERENCE})
+    task = Verify(stage=str(model), engine=engine, device=Device(), precision="fp32", min_sqnr_db=None, judged=False)
+    yield Step(StepRef("verify", model), task, {"model": model, REFERENCE: REFERENCE})

@@ -1,30 +1,101 @@
-"""What plans are made of: steps, the variants that they lead to, and both together."""
+"""Describe plans: steps, references to steps, the variants that they lead to, and both together."""
 
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.passes.quantize.precisions import Name
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tasks import load
 from enginesmith.pipeline.tasks.base import Task
-from enginesmith.pipeline.tasks.load import Load
 from enginesmith.pipeline.tasks.verify import Audit
 
-LOAD, REFERENCE, LATENCY, LIMITS = "load", "reference", "latency", "limits"
+
+@dataclass(frozen=True)
+class VariantName:
+    """Name a variant by what tells it from others; it is printed as the variant's id, and never read from that."""
+
+    engine: str
+    """Or what a model is called that is measured as it is."""
+    precision: str = ""
+    workspace: str = ""
+    """The workspace limit as it was asked for."""
+    target: str = ""
+    """The compute capability or platform that it is built for."""
+    mode: str = ""
+    """The engine's own word for how it runs or optimises: ``graphs``, ``basic``."""
+    changes: tuple[str, ...] = ()
+    """Of the model, as they were made: ``sparse24``, ``prune30``."""
+    number: int | None = None
+    """Tells models of one name apart."""
+
+    def __str__(self) -> str:
+        return self._printed
+
+    @functools.cached_property
+    def _printed(self) -> str:
+        limit = f"ws{self.workspace}" if self.workspace else ""
+        number = "" if self.number is None else str(self.number)
+        words = (self.engine, self.precision, limit, self.target, self.mode, *self.changes, number)
+        return "-".join(filter(None, words))
+
+
+class StepRef(str):
+    """Refer to a step by what it does to what: ``build`` a variant, ``verify`` what ``export`` made.
+
+    It is printed once, from its parts, and is its step's id: a string wherever ids are kept, as in outcomes, logs and
+    run.json. Another step is referred to by other parts; no part is read from an id, and no id is edited.
+    """
+
+    __slots__ = ("changes", "kind", "run", "subject")
+    kind: str
+    """What is done: ``build``."""
+    subject: tuple[object, ...]
+    """To what: a variant's name, another step, a number."""
+    changes: tuple[str, ...]
+    """Of the model that it is done to, as they were made: ``sparse24``, ``prune30``."""
+    run: str
+    """The run that it belongs to, where several have been merged."""
+
+    def __new__(cls, kind: str, *subject: object, changes: tuple[str, ...] = (), run: str = "") -> Self:
+        words = "-".join((kind, *map(str, subject), *changes))
+        ref = super().__new__(cls, f"{run}/{words}" if run else words)
+        ref.kind, ref.subject, ref.changes, ref.run = kind, subject, changes, run
+        return ref
+
+    def __getnewargs_ex__(self) -> tuple[tuple[object, ...], dict[str, Any]]:
+        return (self.kind, *self.subject), {"changes": self.changes, "run": self.run}
+
+    def with_kind(self, kind: str) -> "StepRef":
+        """Refer to what is done to the same: ``verify`` instead of ``build``."""
+        return StepRef(kind, *self.subject, changes=self.changes, run=self.run)
+
+    def with_change(self, change: str) -> "StepRef":
+        """Refer to the same for a model that was changed once more."""
+        return StepRef(self.kind, *self.subject, changes=(*self.changes, change), run=self.run)
+
+    def in_run(self, run: str) -> "StepRef":
+        """Refer to the step as one of a run."""
+        return StepRef(self.kind, *self.subject, changes=self.changes, run=run)
+
+
+LOAD, REFERENCE, LATENCY, LIMITS = StepRef("load"), StepRef("reference"), StepRef("latency"), StepRef("limits")
+SHAPES = StepRef(load.SHAPES)
 
 
 @dataclass(frozen=True)
 class Step:
     """One task and the steps whose artifacts it takes, by the role they have in it."""
 
-    id: str
+    id: StepRef
     task: Task
-    inputs: dict[str, str] = field(default_factory=dict)
-    """Role → id of a step; without all of them the step cannot run."""
-    optional_inputs: dict[str, str] = field(default_factory=dict)
-    """Role → id of a step that may fail: one failed variant does not keep the others from being compared."""
+    inputs: dict[str, StepRef] = field(default_factory=dict)
+    """By role; without all of them the step cannot run."""
+    optional_inputs: dict[str, StepRef] = field(default_factory=dict)
+    """By role, steps that may fail: one failed variant does not keep the others from being compared."""
     required: bool = False
     """Whether the whole run stops once this has failed."""
     unavailable: str = ""
@@ -40,8 +111,8 @@ class Step:
         return self.label or self.id
 
     @property
-    def sources(self) -> tuple[str, ...]:
-        """List the ids of the steps that it takes artifacts from."""
+    def sources(self) -> tuple[StepRef, ...]:
+        """List the steps that it takes artifacts from."""
         return (*self.inputs.values(), *self.optional_inputs.values())
 
 
@@ -49,43 +120,48 @@ class Step:
 class Variant:
     """One way to run the model: which engine, and the steps that lead to it and say how good it is."""
 
-    id: str
+    name: VariantName
     engine: Engine
     precision: str
-    artifact: str
+    artifact: StepRef
     """The step whose artifact the engine loads."""
     device: Device
     """Where the engine runs."""
-    verified: tuple[str, ...] = ()
+    verified: tuple[StepRef, ...] = ()
     """Steps that hold its stages against the reference."""
-    memory: str | None = None
-    quality: str | None = None
+    memory: StepRef | None = None
+    quality: StepRef | None = None
     workspace: str | None = None
-    """The limit as it is part of the id; None where none was asked for."""
+    """The limit as it is part of the name; None where none was asked for."""
     target: str | None = None
     dense: str | None = None
     """The variant that it differs from in nothing but being pruned or sparse."""
     prune: str | None = None
-    pruned: tuple[str, ...] = ()
+    pruned: tuple[StepRef, ...] = ()
     """The steps that pruned its model."""
-    recovered: tuple[str, ...] = ()
+    recovered: tuple[StepRef, ...] = ()
     """The steps that trained it back."""
     sparsity: str | None = None
     unavailable: str = ""
     """Why it can be built here, and not run."""
     lowering: Name | None = None
     """The precision that the graph is turned into for it; None where it is taken as it is."""
-    calibration: str | None = None
+    calibration: StepRef | None = None
     """The step that found the ranges which are part of its graph."""
-    assignment: str | None = None
+    assignment: StepRef | None = None
     """The step that says which groups are in which precision."""
-    search: tuple[str, ...] = ()
+    search: tuple[StepRef, ...] = ()
     """The steps that led to it."""
-    work: str | None = None
+    work: StepRef | None = None
     """The step that counted what one inference has to do."""
-    profile: str | None = None
-    audits: tuple[str, ...] = ()
+    profile: StepRef | None = None
+    audits: tuple[StepRef, ...] = ()
     """Steps that look at what the graph asks for and, where the engine shows it, what is really executed."""
+
+    @functools.cached_property
+    def id(self) -> str:
+        """Print the name."""
+        return str(self.name)
 
 
 @dataclass(frozen=True)
@@ -95,16 +171,16 @@ class Plan:
     steps: tuple[Step, ...]
     baseline: Variant
     variants: tuple[Variant, ...]
-    latency: str | None
-    limits: str | None = None
+    latency: StepRef | None
+    limits: StepRef | None = None
     """The step that found out what the device can do at best."""
 
     @functools.cached_property
     def _by_id(self) -> dict[str, Step]:
         return {step.id: step for step in self.steps}
 
-    def leading_to(self, ends: Iterable[str]) -> list[str]:
-        """Steps and all that they cannot do without, the first ones first."""
+    def leading_to(self, ends: Iterable[str]) -> list[StepRef]:
+        """List steps and all that they cannot do without, the first ones first."""
         found: set[str] = set()
         waiting = list(ends)
         while waiting:
@@ -114,31 +190,36 @@ class Plan:
                 waiting += self._by_id[name].inputs.values()
         return [step.id for step in self.steps if step.id in found]
 
-    def graph_of(self, variant: Variant) -> str | None:
-        """The step whose graph a variant's engine is built from; None where it runs the module."""
+    def graph_of(self, variant: Variant) -> StepRef | None:
+        """Find the step whose graph a variant's engine is built from; None where it runs the module."""
         return self._need(variant.artifact, "model")
 
-    def reference_of(self, variant: Variant) -> str | None:
-        """The step that answered what a variant's engine is held against; None where it is not held."""
+    def reference_of(self, variant: Variant) -> StepRef | None:
+        """Find the step that answered what a variant's engine is held against; None where it is not held."""
         return self._need(variant.verified[-1], REFERENCE) if variant.verified else None
 
-    def _need(self, step: str, role: str) -> str | None:
+    def _need(self, step: StepRef, role: str) -> StepRef | None:
         return self._by_id[step].inputs.get(role) if step in self._by_id else None
 
 
 def libraries_of(steps: Iterable[Step]) -> tuple[str, ...]:
     """List the heavy modules that loading the models of a plan imports: worth importing once for all workers."""
-    models = (step.task.source for step in steps if isinstance(step.task, Load))
+    models = (step.task.source for step in steps if isinstance(step.task, load.Load))
     return tuple(name for source in models for name in source.libraries)
 
 
-def add_audits(variant: Variant, graph: str) -> tuple[Variant, list[Step]]:
+def add_audits(variant: Variant, graph: StepRef) -> tuple[Variant, list[Step]]:
     """Plan a variant's audits: of the graph that a step made, and of the engine where that shows what it runs."""
-    needs = {REFERENCE: REFERENCE}
-    steps = [Step(f"audit-{graph}", Audit(), {"model": graph, **needs})]
+    needs: dict[str, StepRef] = {REFERENCE: REFERENCE}
+    steps = [Step(StepRef("audit", graph), Audit(), {"model": graph, **needs})]
     if variant.engine.shows_graph:
         task = Audit(engine=variant.engine, device=variant.device)
         steps.append(
-            Step(f"audit-{variant.id}", task, {"model": variant.artifact, **needs}, unavailable=variant.unavailable)
+            Step(
+                StepRef("audit", variant.name),
+                task,
+                {"model": variant.artifact, **needs},
+                unavailable=variant.unavailable,
+            )
         )
     return replace(variant, audits=tuple(step.id for step in steps)), steps

@@ -15,15 +15,27 @@ from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.passes import graph_passes
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
-from enginesmith.pipeline.planning.compression import Trunk, compress
-from enginesmith.pipeline.planning.plan import LATENCY, LIMITS, LOAD, REFERENCE, Plan, Step, Variant, add_audits
+from enginesmith.pipeline.planning.compression import DensePlan, compress
+from enginesmith.pipeline.planning.plan import (
+    LATENCY,
+    LIMITS,
+    LOAD,
+    REFERENCE,
+    SHAPES,
+    Plan,
+    Step,
+    StepRef,
+    Variant,
+    VariantName,
+    add_audits,
+)
 from enginesmith.pipeline.planning.precision import feeder, lower_precision
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, list_variants
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import Task
 from enginesmith.pipeline.tasks.build import SMALLEST, UNLIMITED, Build, BuildWithin, Transform
-from enginesmith.pipeline.tasks.load import SHAPES, Load, LoadEngine, LoadOnnx, Shapes
+from enginesmith.pipeline.tasks.load import Load, LoadEngine, LoadOnnx, Shapes
 from enginesmith.pipeline.tasks.measure import (
     BASELINE,
     GRAPH,
@@ -53,8 +65,8 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True) -> Plan:
     engines = [name for name in recipe.engines if name != BASELINES["torch"]]  # as it is, the baseline is always there
     _check_source(resolved)
     steps = list(first_steps(resolved))
-    graph: str = LOAD
-    verified: tuple[str, ...] = ()
+    graph = LOAD
+    verified: tuple[StepRef, ...] = ()
     to_graph: list[Step] = []
     if any(engine_class(name).consumes == "onnx" for name in engines):
         graph, verified, to_graph = graph_steps(resolved)
@@ -63,12 +75,12 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True) -> Plan:
         steps.append(shapes_step(recipe))
     asked = list(list_variants(resolved, recipe.engines, here=here))
     original = baseline_variant(resolved)
-    if own := quality_step(recipe, original, original.id):
+    if own := quality_step(recipe, original, original.name):
         steps.append(own)  # what searches hold their trials against
-    dense, to_engines = _plan_engines(recipe, asked, graph, verified, original.id)
+    dense, to_engines = _plan_engines(recipe, asked, graph, verified, original.name)
     shared = frozenset((SHAPES, *([own.id] if own else ())))
-    trunk = Trunk(graph, tuple(to_graph), tuple(to_engines), tuple(dense), shared)
-    others, more = compress(resolved, trunk)
+    dense_plan = DensePlan(graph, tuple(to_graph), tuple(to_engines), tuple(dense), shared)
+    others, more = compress(resolved, dense_plan)
     variants, steps = [original, *dense, *others], [*steps, *to_engines, *more]
     if here:
         _check_buildable(engines)
@@ -79,7 +91,7 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True) -> Plan:
     built_from = {step.id: step.inputs["model"] for step in steps if isinstance(step.task, (Build, BuildWithin))}
     for index, variant in enumerate(variants):
         its_graph = built_from.get(variant.artifact, stands_for_it)
-        variants[index], more = _own_measurements(recipe, variant, original.id, its_graph)
+        variants[index], more = _own_measurements(recipe, variant, original.name, its_graph)
         steps += more
     limits = limits_steps(recipe, recipe.where)
     latency = latency_step(recipe, variants) if recipe.measure.latency else None
@@ -103,12 +115,12 @@ def plan_loading(resolved: ResolvedRecipe) -> Plan:
 
 
 def _plan_engines(
-    recipe: Recipe, asked: Sequence[Variant], graph: str, checks: tuple[str, ...], baseline_id: str
+    recipe: Recipe, asked: Sequence[Variant], graph: StepRef, checks: tuple[StepRef, ...], baseline: VariantName
 ) -> tuple[list[Variant], list[Step]]:
     """Plan the steps of variants' engines, from one float graph."""
     variants, steps = [], []
     for variant in asked:
-        finished, more = _engine_steps(recipe, variant, graph, checks, baseline_id)
+        finished, more = _engine_steps(recipe, variant, graph, checks, baseline)
         variants.append(finished)
         steps += more
     return variants, steps
@@ -143,7 +155,7 @@ def _check_buildable(engines: list[str]) -> None:
 
 
 def load_task(recipe: Recipe, source: Source) -> Task:
-    """From MODEL to the first artifact."""
+    """Choose the task that makes the first artifact from MODEL."""
     if source.form == "engine":
         return LoadEngine(source=source)
     if not source.is_torch:
@@ -159,7 +171,7 @@ def baseline_of(source: Source) -> Engine:
 def baseline_variant(resolved: ResolvedRecipe) -> Variant:
     """Describe the given model as it is: the variant that all others are compared with."""
     source = resolved.source
-    name = BASELINES["torch"] if source.is_torch else "source"
+    name = VariantName(BASELINES["torch"] if source.is_torch else "source")
     return Variant(name, baseline_of(source), resolved.given_precision, LOAD, device=resolved.recipe.where)
 
 
@@ -175,23 +187,29 @@ def _sample(recipe: Recipe, source: Source) -> Task:
     )
 
 
-def graph_steps(resolved: ResolvedRecipe) -> tuple[str, tuple[str, ...], list[Step]]:
+def graph_steps(resolved: ResolvedRecipe) -> tuple[StepRef, tuple[StepRef, ...], list[Step]]:
     """Plan the way from the loaded model to the graph of engines; each stage is verified as it is, unoptimised."""
     recipe = resolved.recipe
     runtime = baseline("onnx")
     steps, checks, parent = [], [], LOAD
     for made in graph_passes(recipe, "torch" if resolved.source.is_torch else "onnx"):
-        name = f"pass-{made.step_name}" if made.stage == "request" else made.step_name
+        name = StepRef("pass", made.step_name) if made.stage == "request" else StepRef(made.step_name)
         steps.append(Step(name, Transform(step=made), {"model": parent}))
-        checks.append(verify_step(recipe, name, name, name, runtime, Device()))
+        checks.append(verify_step(recipe, name, str(name), name, runtime, Device()))
         parent = name
     return parent, tuple(check.id for check in checks), [*steps, *checks]
 
 
 def verify_step(
-    recipe: Recipe, name: str, stage: str, artifact: str, engine: Engine, device: Device, threshold: str = ""
+    recipe: Recipe,
+    subject: StepRef | VariantName | str,
+    stage: str,
+    artifact: StepRef,
+    engine: Engine,
+    device: Device,
+    threshold: str = "",
 ) -> Step:
-    """Hold a step's artifact, as an engine runs it, against the reference, by a row of the fidelity thresholds."""
+    """Plan to compare a step's artifact, as an engine runs it, with the reference, by a row of fidelity thresholds."""
     task = Verify(
         stage=stage,
         engine=engine,
@@ -199,39 +217,39 @@ def verify_step(
         precision=threshold or engine.arithmetic,
         min_sqnr_db=recipe.min_sqnr_db,
     )
-    return Step(f"verify-{name}", task, {"model": artifact, "reference": REFERENCE})
+    return Step(StepRef("verify", subject), task, {"model": artifact, "reference": REFERENCE})
 
 
 def _engine_steps(
-    recipe: Recipe, variant: Variant, graph: str, checks: tuple[str, ...], baseline_id: str
+    recipe: Recipe, variant: Variant, graph: StepRef, checks: tuple[StepRef, ...], baseline: VariantName
 ) -> tuple[Variant, list[Step]]:
     """The precision, the engine, and the check that stands for all checks before it too."""
     engine, device = variant.engine, variant.device
     if engine.consumes == "torch":
-        check = verify_step(recipe, variant.id, "engine", LOAD, engine, device)
+        check = verify_step(recipe, variant.name, "engine", LOAD, engine, device)
         return replace(variant, verified=(check.id,)), [check]
     steps: list[Step] = []
     threshold = engine.arithmetic
     if variant.lowering:
-        made = lower_precision(recipe, variant, graph, quality_step(recipe, variant, baseline_id))
+        made = lower_precision(recipe, variant, graph, quality_step(recipe, variant, baseline))
         graph, checks, threshold = made.graph, (*checks, *made.checks), KINDS[variant.lowering].threshold
         steps += made.steps
         variant = replace(variant, calibration=made.calibration, assignment=made.assignment, search=made.search)
     build = build_step(variant, graph)
     variant, audits = add_audits(variant, graph)
-    check = verify_step(recipe, variant.id, "engine", build.id, engine, device, threshold)
-    needs = {**check.inputs, **{name: name for name in checks}}
+    check = verify_step(recipe, variant.name, "engine", build.id, engine, device, threshold)
+    needs: dict[str, StepRef] = {**check.inputs, **{str(name): name for name in checks}}
     check = replace(check, inputs=needs, unavailable=variant.unavailable)
     return replace(variant, verified=(*checks, check.id)), [*steps, build, *audits, check]
 
 
 def shapes_step(recipe: Recipe) -> Step:
-    """The ranges that engines are built for."""
+    """Plan to work out the shape ranges that engines are built for."""
     return Step(SHAPES, Shapes(ranges=recipe.ranges, batches=recipe.batch), {"model": LOAD})
 
 
-def build_step(variant: Variant, graph: str) -> Step:
-    """Build a variant's engine from a step's graph."""
+def build_step(variant: Variant, graph: StepRef) -> Step:
+    """Plan to build a variant's engine from a step's graph."""
     engine = variant.engine
     needs = {"model": graph}
     if engine.needs_shapes:
@@ -239,25 +257,27 @@ def build_step(variant: Variant, graph: str) -> Step:
     if not isinstance(engine, WorkspaceEngine) or variant.workspace not in SWEPT:
         return Step(variant.artifact, Build(engine=engine, device=variant.device), needs)
     point = SWEPT.index(variant.workspace)
-    needs[UNLIMITED] = variant.artifact.replace(f"-ws{variant.workspace}", f"-ws{MAX}")
+    needs[UNLIMITED] = StepRef("build", replace(variant.name, workspace=MAX))
     if point:
-        needs[SMALLEST] = variant.artifact.replace(f"-ws{variant.workspace}", f"-ws{SWEPT[0]}")
+        needs[SMALLEST] = StepRef("build", replace(variant.name, workspace=SWEPT[0]))
     task = BuildWithin(engine=engine, device=variant.device, point=point, points=len(SWEPT))
     return Step(variant.artifact, task, needs)
 
 
 def _own_measurements(
-    recipe: Recipe, variant: Variant, baseline_id: str, graph: str | None
+    recipe: Recipe, variant: Variant, baseline: VariantName, graph: StepRef | None
 ) -> tuple[Variant, list[Step]]:
     """Plan what is measured of one variant alone."""
     variant, steps = measurements(recipe, variant, graph)
-    if quality := quality_step(recipe, variant, baseline_id):
+    if quality := quality_step(recipe, variant, baseline):
         steps.insert(0, replace(quality, inputs={**_measured_needs(variant), **quality.inputs}))
         variant = replace(variant, quality=quality.id)
     return variant, steps
 
 
-def measurements(recipe: Recipe, variant: Variant, graph: str | None, again: str = "") -> tuple[Variant, list[Step]]:
+def measurements(
+    recipe: Recipe, variant: Variant, graph: StepRef | None, again: str = ""
+) -> tuple[Variant, list[Step]]:
     """Plan what is measured of a variant alone but its quality; ``again`` is new for measurements made anew.
 
     ``graph`` is the step of the ONNX graph that its engine was built from, or that stands for its module.
@@ -267,35 +287,39 @@ def measurements(recipe: Recipe, variant: Variant, graph: str | None, again: str
         memory = Memory(
             engine=variant.engine, device=device, limit_bytes=recipe.measure.memory_limit_bytes, again=again
         )
-        steps.append(Step(f"memory-{variant.id}", memory, _measured_needs(variant), unavailable=variant.unavailable))
+        steps.append(
+            Step(StepRef("memory", variant.name), memory, _measured_needs(variant), unavailable=variant.unavailable)
+        )
         variant = replace(variant, memory=steps[-1].id)
     counted = variant.artifact if variant.engine.shows_graph else graph
     if recipe.measure.limits and counted:
         work = CountWork(engine=variant.engine, device=device)
         needs = {**_measured_needs(variant), "model": counted}
-        steps.append(Step(f"work-{variant.id}", work, needs, unavailable=variant.unavailable))
+        steps.append(Step(StepRef("work", variant.name), work, needs, unavailable=variant.unavailable))
         variant = replace(variant, work=steps[-1].id)
     if recipe.measure.profile:
         profile = ProfileVariant(variant=variant.id, engine=variant.engine, device=device, again=again)
         wants = {GRAPH: graph} if graph and variant.engine.consumes == "onnx" else {}
-        step = Step(f"profile-{variant.id}", profile, _measured_needs(variant), wants, unavailable=variant.unavailable)
+        step = Step(
+            StepRef("profile", variant.name), profile, _measured_needs(variant), wants, unavailable=variant.unavailable
+        )
         steps.append(step)
         variant = replace(variant, profile=step.id)
     return variant, steps
 
 
 def limits_steps(recipe: Recipe, device: Device) -> list[Step]:
-    """What the device can do at best, where that was asked for."""
+    """Plan to measure what the device can do at best, where that was asked for."""
     return [Step(LIMITS, DeviceRates(device=device))] if recipe.measure.limits else []
 
 
-def _measured_needs(variant: Variant) -> dict[str, str]:
+def _measured_needs(variant: Variant) -> dict[str, StepRef]:
     needs = {"model": variant.artifact, "reference": REFERENCE}
     return {**needs, VERIFIED: variant.verified[-1]} if variant.verified else needs
 
 
-def quality_step(recipe: Recipe, variant: Variant, baseline_id: str) -> Step | None:
-    """The metric of a variant, where there is data for it."""
+def quality_step(recipe: Recipe, variant: Variant, baseline: VariantName) -> Step | None:
+    """Plan to work out the metric of a variant, where there is data for it."""
     if not recipe.data:
         return None
     task = Quality(
@@ -309,10 +333,11 @@ def quality_step(recipe: Recipe, variant: Variant, baseline_id: str) -> Step | N
         largest_batch=_largest_batch(recipe, variant.engine),
         seed=recipe.seed,
     )
-    if variant.id == baseline_id:  # nothing is lacking for it: what it answers is also what searches aim at
-        return Step(f"quality-{variant.id}", task, {"model": variant.artifact})
-    needs = {"model": variant.artifact, BASELINE: f"quality-{baseline_id}"}
-    return Step(f"quality-{variant.id}", task, needs, unavailable=variant.unavailable)
+    step = StepRef("quality", variant.name)
+    if variant.name == baseline:  # nothing is lacking for it: what it answers is also what searches aim at
+        return Step(step, task, {"model": variant.artifact})
+    needs = {"model": variant.artifact, BASELINE: StepRef("quality", baseline)}
+    return Step(step, task, needs, unavailable=variant.unavailable)
 
 
 def _largest_batch(recipe: Recipe, engine: Engine) -> int:
@@ -357,14 +382,14 @@ def first_steps(resolved: ResolvedRecipe) -> tuple[Step, Step]:
 
 
 def in_time(steps: Sequence[Step], limit_seconds: float | None, batch_sizes: int) -> list[Step]:
-    """Steps in which no session that hangs takes the time of all: a quarter to be started, all batch sizes together."""
+    """Limit the starts of sessions to a quarter of the time, all batch sizes together: one may hang."""
     if limit_seconds is None:
         return list(steps)
-    return [_given_up_after(step, _SHARE_TO_START * limit_seconds / batch_sizes) for step in steps]
+    return [_limit_start(step, _SHARE_TO_START * limit_seconds / batch_sizes) for step in steps]
 
 
-def _given_up_after(step: Step, seconds: float) -> Step:
-    """No limit is part of what is measured, so the keys are the same."""
+def _limit_start(step: Step, seconds: float) -> Step:
+    """Limit the time that sessions take to start; it is no part of what is measured, so keys stay."""
     if isinstance(step.task, Memory):
         limit = min(step.task.time_limit_seconds, seconds)
         return replace(step, task=step.task.model_copy(update={"time_limit_seconds": limit}))

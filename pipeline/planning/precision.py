@@ -13,12 +13,11 @@ from enginesmith.pipeline.engines import engine_class, simulation
 from enginesmith.pipeline.passes import passes_for
 from enginesmith.pipeline.passes.base import PrecisionPass, PrecisionRequest
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
-from enginesmith.pipeline.planning.plan import REFERENCE, Step, Variant
+from enginesmith.pipeline.planning.plan import REFERENCE, SHAPES, Step, StepRef, Variant
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.build import Build, Transform
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
-from enginesmith.pipeline.tasks.load import SHAPES
 from enginesmith.pipeline.tasks.measure import BASELINE
 from enginesmith.pipeline.tasks.mixed_precision import BEFORE, FLOAT, Assign, Goal, Search, Sensitivity
 from enginesmith.pipeline.tasks.verify import Verify
@@ -32,25 +31,25 @@ _FIRST_METHODS = ("mse", *(method for method in METHODS if method != "mse"))
 class Lowered:
     """A graph in another precision: the step that makes it, and what stands beside it."""
 
-    graph: str
-    checks: tuple[str, ...]
+    graph: StepRef
+    checks: tuple[StepRef, ...]
     steps: tuple[Step, ...]
-    calibration: str
-    assignment: str | None = None
-    search: tuple[str, ...] = ()
+    calibration: StepRef
+    assignment: StepRef | None = None
+    search: tuple[StepRef, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Floating:
     """A float graph on its way: the step that makes it, its checks and its ranges."""
 
-    graph: str
-    ranges: str
-    checks: tuple[str, ...]
+    graph: StepRef
+    ranges: StepRef
+    checks: tuple[StepRef, ...]
     steps: tuple[Step, ...]
 
 
-def lower_precision(recipe: Recipe, variant: Variant, graph: str, quality: Step | None) -> Lowered:
+def lower_precision(recipe: Recipe, variant: Variant, graph: StepRef, quality: Step | None) -> Lowered:
     """Plan the steps from the float graph ``graph`` to the precision of a variant.
 
     ``quality`` finds the metric on the variant's engine, where there is data for it.
@@ -60,14 +59,15 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: str, quality: Step 
     asked = recipe.quantisation.placement
     placement = (variant.engine if asked == "auto" else engine_class(asked)).placement
     request = PrecisionRequest(name, placement, variant.engine.weight_bits(variant.device))
-    given = _prepared(recipe, request, graph)
+    given = _prepare_graph(recipe, request, graph)
     (step,) = passes_for("precision", recipe, request=request)
     assert isinstance(step, PrecisionPass)
-    suffix = name if kind.rest != "fp32" and not kind.searched else f"{name}-{variant.engine.name}"
+    subject = (name,) if kind.rest != "fp32" and not kind.searched else (name, variant.engine.name)
+    graph_there = StepRef("precision", *subject)
     needs = {"model": given.graph, "ranges": given.ranges}
     steps: list[Step] = list(given.steps)
-    searched: tuple[str, ...] = ()
-    assign: str | None = None
+    searched: tuple[StepRef, ...] = ()
+    assign: StepRef | None = None
     if kind.searched:
         goal = Goal(
             threshold=kind.threshold,
@@ -76,14 +76,14 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: str, quality: Step 
             quality=quality.task if quality and recipe.budgets.max_drop is not None else None,
             simulation=simulation(),
         )
-        more = list(_search(recipe, variant, step, goal, given, graph, suffix, quality))
+        more = list(_search(recipe, variant, step, goal, given, graph, subject, quality))
         steps += more
         searched, assign = tuple(one.id for one in more if isinstance(one.task, Search)), more[-1].id
         needs["assignment"] = assign
-    steps.append(Step(f"precision-{suffix}", Transform(step=step), needs))
-    steps.append(_check(recipe, steps[-1].id, f"precision-{suffix}", kind.threshold))
+    steps.append(Step(graph_there, Transform(step=step), needs))
+    steps.append(_check(recipe, graph_there, kind.threshold))
     return Lowered(
-        graph=f"precision-{suffix}",
+        graph=graph_there,
         checks=(*given.checks, steps[-1].id),
         steps=tuple(steps),
         calibration=given.ranges,
@@ -93,32 +93,33 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: str, quality: Step 
 
 
 def feeder(recipe: Recipe) -> Feeder:
-    """Where calibration's feeds come from."""
+    """Say where calibration's feeds come from."""
     return Feeder(data=recipe.calibration_data, samples=recipe.samples, seed=recipe.seed, options=recipe.data_options)
 
 
-def _prepared(recipe: Recipe, request: PrecisionRequest, graph: str) -> _Floating:
+def _prepare_graph(recipe: Recipe, request: PrecisionRequest, graph: StepRef) -> _Floating:
     """Plan the passes that make a float graph easier to quantise, each followed by ranges of its own."""
-    found = _Floating(graph, "calibrate", (), (_calibrate(recipe, graph, "calibrate"),))
+    calibrate = StepRef("calibrate")
+    found = _Floating(graph, calibrate, (), (_calibrate(recipe, graph, calibrate),))
     for step in passes_for("rescale", recipe, request=request):
-        name = step.step_name if found.graph == graph else f"{step.step_name}-{found.graph}"
+        name = StepRef(step.step_name) if found.graph == graph else StepRef(step.step_name, found.graph)
         made = Step(name, Transform(step=step), {"model": found.graph, "ranges": found.ranges})
-        check = _check(recipe, name, name, "fp32")
-        ranges = _calibrate(recipe, name, f"calibrate-{name}")
+        check = _check(recipe, name, "fp32")
+        ranges = _calibrate(recipe, name, StepRef("calibrate", name))
         found = _Floating(name, ranges.id, (*found.checks, check.id), (*found.steps, made, check, ranges))
     return found
 
 
-def _calibrate(recipe: Recipe, graph: str, name: str) -> Step:
+def _calibrate(recipe: Recipe, graph: StepRef, name: StepRef) -> Step:
     task = Calibrate(feeder=feeder(recipe), percentile=recipe.quantisation.percentile)
     return Step(name, task, {"model": graph, REFERENCE: REFERENCE})
 
 
-def _check(recipe: Recipe, name: str, stage: str, threshold: str) -> Step:
+def _check(recipe: Recipe, graph: StepRef, threshold: str) -> Step:
     task = Verify(
-        stage=stage, engine=simulation(), device=Device(), precision=threshold, min_sqnr_db=recipe.min_sqnr_db
+        stage=str(graph), engine=simulation(), device=Device(), precision=threshold, min_sqnr_db=recipe.min_sqnr_db
     )
-    return Step(f"verify-{name}", task, {"model": name, REFERENCE: REFERENCE})
+    return Step(StepRef("verify", graph), task, {"model": graph, REFERENCE: REFERENCE})
 
 
 def _search(
@@ -127,21 +128,21 @@ def _search(
     step: PrecisionPass,
     goal: Goal,
     given: _Floating,
-    graph: str,
-    suffix: str,
+    graph: StepRef,
+    subject: tuple[str, ...],
     quality: Step | None,
 ) -> Iterator[Step]:
-    """Sensitivity, the trials, and what comes of them."""
+    """Plan the ranking by sensitivity, the search, and the assignment that comes of it."""
     options, engine, device = recipe.quantisation, variant.engine, variant.device
-    needs = {"model": given.graph, "ranges": given.ranges, REFERENCE: REFERENCE}
+    needs: dict[str, StepRef] = {"model": given.graph, "ranges": given.ranges, REFERENCE: REFERENCE}
     few = feeder(recipe).model_copy(update={"samples": min(recipe.samples, _RANKING_SAMPLES)})
-    sensitivity = Step(f"sensitivity-{suffix}", Sensitivity(step=step, feeder=few), dict(needs))
+    sensitivity = Step(StepRef("sensitivity", *subject), Sensitivity(step=step, feeder=few), dict(needs))
     yield sensitivity
     needs["sensitivity"] = sensitivity.id
     if goal.quality is not None and quality is not None:
         needs[BASELINE] = quality.inputs[BASELINE]
     if not variant.unavailable and step.placement == engine.placement:  # else its speed there says nothing
-        untouched = variant.artifact.replace(f"-{variant.precision}", "-fp32", 1)
+        untouched = StepRef("build", replace(variant.name, precision="fp32"))
         float_build = Step(untouched, Build(engine=engine, device=device), {"model": graph})
         if engine.needs_shapes:
             float_build = replace(float_build, inputs={**float_build.inputs, SHAPES: SHAPES})
@@ -154,9 +155,8 @@ def _search(
         limit_seconds=options.search_limit_seconds,
     )  # fmt: skip
     for index in range(1, options.search_steps + 1):
-        last = Step(f"search-{suffix}-{index}", trial(), dict(needs))
+        last = Step(StepRef("search", *subject, index), trial(), dict(needs))
         yield last
         needs[BEFORE] = last.id
-    yield Step(
-        f"assign-{suffix}", Assign(step=step, keep=options.keep), {BEFORE: last.id, "sensitivity": sensitivity.id}
-    )
+    assign = Assign(step=step, keep=options.keep)
+    yield Step(StepRef("assign", *subject), assign, {BEFORE: last.id, "sensitivity": sensitivity.id})

@@ -11,7 +11,7 @@ from enginesmith.pipeline.frameworks.source import Source, resolve
 from enginesmith.pipeline.passes import passes_for
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
 from enginesmith.pipeline.planning.compression import pruning_steps
-from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, Variant
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, SHAPES, Plan, Step, StepRef, Variant, VariantName
 from enginesmith.pipeline.planning.planner import (
     baseline_of,
     build_step,
@@ -30,12 +30,13 @@ from enginesmith.pipeline.planning.variants import ResolvedRecipe, device_for, l
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.build import Build, Refit, Transform, Trial
-from enginesmith.pipeline.tasks.load import SHAPES
 from enginesmith.pipeline.tasks.measure import Memory
 from enginesmith.pipeline.tasks.prune import Prune
 from enginesmith.pipeline.tasks.verify import Verify
 
-BUILD, MEMORY, SPARSIFY, TRIAL = "build", "memory", "sparsify", "trial"
+EXPORT, SIMPLIFY, SPARSIFY = StepRef("export"), StepRef("simplify"), StepRef("sparsify")
+BUILD, MEMORY = StepRef("build"), StepRef("memory")
+VERIFY_FILE = StepRef("verify", "file")
 
 
 def export_steps(resolved: ResolvedRecipe) -> tuple[Step, ...]:
@@ -63,9 +64,9 @@ def precision_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], Lowered
         )
     graph, checks, steps = graph_steps(_untouched(resolved))
     first = list(first_steps(resolved))
-    original = Variant("baseline", baseline_of(resolved.source), "fp32", LOAD, device=recipe.where)
-    quality = quality_step(recipe, found[0], original.id)
-    if recipe.budgets.max_drop is not None and (own := quality_step(recipe, original, original.id)):
+    original = Variant(VariantName("baseline"), baseline_of(resolved.source), "fp32", LOAD, device=recipe.where)
+    quality = quality_step(recipe, found[0], original.name)
+    if recipe.budgets.max_drop is not None and (own := quality_step(recipe, original, original.name)):
         first.append(own)
     if found[0].engine.needs_shapes:
         first.append(shapes_step(recipe))
@@ -85,18 +86,18 @@ def sparsify_steps(resolved: ResolvedRecipe) -> tuple[Step, ...]:
     (asked,) = passes_for("sparsity", recipe)
     made = Step(SPARSIFY, Transform(step=asked), {"model": graph})
     task = Verify(
-        stage=SPARSIFY,
+        stage=str(SPARSIFY),
         engine=simulation(),
         device=Device(),
         precision="fp32",
         min_sqnr_db=recipe.min_sqnr_db,
         judged=recipe.min_sqnr_db is not None,
     )
-    check = Step(f"verify-{SPARSIFY}", task, {"model": SPARSIFY, REFERENCE: REFERENCE})
+    check = Step(StepRef("verify", SPARSIFY), task, {"model": SPARSIFY, REFERENCE: REFERENCE})
     return (*first_steps(resolved), *steps, made, check)
 
 
-def prune_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], str, str]:
+def prune_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], StepRef, StepRef]:
     """Plan ``prune``, from a model to a smaller one of the same kind; name the last step, and the one that pruned.
 
     Raises:
@@ -117,8 +118,12 @@ def verify_steps(resolved: ResolvedRecipe, file: str) -> tuple[Step, ...]:
     if source.is_torch:
         raise UsageError(f"{file} is neither an ONNX file nor an engine", "verify FILE.onnx --against MODEL")
     engine = _own_engine(source)
-    check = verify_step(recipe, "file", Path(file).name, "file", engine, device_for(recipe, engine))
-    return (*first_steps(resolved), Step("file", load_task(recipe.model_copy(update={"inputs": ()}), source)), check)
+    check = verify_step(recipe, "file", Path(file).name, StepRef("file"), engine, device_for(recipe, engine))
+    return (
+        *first_steps(resolved),
+        Step(StepRef("file"), load_task(recipe.model_copy(update={"inputs": ()}), source)),
+        check,
+    )
 
 
 def build_steps(resolved: ResolvedRecipe) -> tuple[Step, ...]:
@@ -145,13 +150,13 @@ def refit_steps(resolved: ResolvedRecipe, engine: str) -> tuple[Step, ...]:
         raise UsageError(f"{engine} is no engine", "give the engine file that is to be refitted")
     own = _own_engine(source)
     load = Step(LOAD, load_task(recipe, resolved.source), required=True)
-    old = Step("engine", load_task(recipe, source), required=True)
+    old = Step(StepRef("engine"), load_task(recipe, source), required=True)
     refit = Refit(engine=own, device=device_for(recipe, own))
-    return load, old, Step(BUILD, refit, {"model": LOAD, "engine": "engine"})
+    return load, old, Step(BUILD, refit, {"model": LOAD, "engine": old.id})
 
 
-def trial_steps(resolved: ResolvedRecipe, batch: int | None = None) -> tuple[tuple[Step, ...], dict[str, str]]:
-    """Plan to try a build for each target; list by target the id of its trial.
+def trial_steps(resolved: ResolvedRecipe, batch: int | None = None) -> tuple[tuple[Step, ...], dict[str, StepRef]]:
+    """Plan to try a build for each target; list by target the step of its trial.
 
     With ``batch``, that is the largest one.
     """
@@ -161,7 +166,7 @@ def trial_steps(resolved: ResolvedRecipe, batch: int | None = None) -> tuple[tup
     steps, trials = list(_onnx_steps(resolved)), {}
     for variant in _file_variants(resolved):
         task = Trial(engine=variant.engine, device=variant.device)
-        steps.append(Step(f"{TRIAL}-{variant.id}", task, {"model": LOAD, SHAPES: SHAPES}))
+        steps.append(Step(StepRef("trial", variant.name), task, {"model": LOAD, SHAPES: SHAPES}))
         trials[variant.target or ""] = steps[-1].id
     return tuple(steps), trials
 
@@ -231,19 +236,21 @@ def benchmark_plan(resolved: ResolvedRecipe, others: Sequence[Source], again: st
     """
     recipe, device = resolved.recipe, _common_device(resolved.recipe, others)
     steps = list(first_steps(resolved))
-    variants = [Variant(_label(resolved.source), _own_engine(resolved.source), AS_GIVEN, LOAD, device=device)]
+    variants = [
+        Variant(VariantName(_label(resolved.source)), _own_engine(resolved.source), AS_GIVEN, LOAD, device=device)
+    ]
     for index, source in enumerate(others, 1):
-        name = f"{LOAD}-{index}"
+        name = StepRef(LOAD.kind, index)
         steps.append(Step(name, load_task(recipe.model_copy(update={"inputs": ()}), source)))
         engine = _own_engine(source)
         lacking = "" if (found := engine.available(device)).ok else f"it does not run on {device}: {found.reason}"
-        label = _distinct(_label(source), variants)
+        label = _distinct(VariantName(_label(source)), variants)
         variants.append(Variant(label, engine, AS_GIVEN, name, device=device, unavailable=lacking))
     for variant in _variants_of_module(resolved):
-        check = verify_step(recipe, variant.id, "engine", LOAD, variant.engine, device)
+        check = verify_step(recipe, variant.name, "engine", LOAD, variant.engine, device)
         steps.append(check)
-        label = _distinct(variant.id, variants)
-        variants.append(replace(variant, id=label, device=device, verified=(check.id,)))
+        label = _distinct(variant.name, variants)
+        variants.append(replace(variant, name=label, device=device, verified=(check.id,)))
     graphs = [one.artifact for one in variants if one.engine.shows_graph]
     for index, variant in enumerate(variants):
         graph = variant.artifact if variant.artifact in graphs else next(iter(graphs), None)
@@ -297,6 +304,6 @@ def _label(source: Source) -> str:
     return Path(source.text).name if source.form in ("onnx", "pt2", "engine") else source.name
 
 
-def _distinct(label: str, variants: Sequence[Variant]) -> str:
+def _distinct(name: VariantName, variants: Sequence[Variant]) -> VariantName:
     taken = {variant.id for variant in variants}
-    return label if label not in taken else f"{label}-{len(taken) + 1}"
+    return name if str(name) not in taken else replace(name, number=len(taken) + 1)

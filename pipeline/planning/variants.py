@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from enginesmith.pipeline.engines import engine_class
-from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.engines.base import Configuration, Engine
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.source import Source, resolve
 from enginesmith.pipeline.passes.quantize.precisions import Name
-from enginesmith.pipeline.planning.plan import LOAD, Variant
+from enginesmith.pipeline.planning.plan import LOAD, StepRef, Variant, VariantName
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
 
@@ -65,7 +65,7 @@ def _of_module(recipe: Recipe, engine: type[Engine]) -> Iterator[Variant]:
     """Yield the module in each precision that it can be cast to."""
     for name in [name for name in recipe.precisions if name in engine.precisions] or ["fp32"]:
         for one in engine.configurations(recipe, name):
-            yield Variant(f"{engine.name}-{one.label}", one.engine, name, LOAD, device=device_for(recipe, one.engine))
+            yield Variant(_name(one), one.engine, name, LOAD, device=device_for(recipe, one.engine))
 
 
 def _precisions(resolved: ResolvedRecipe) -> list[tuple[Name | None, str]]:
@@ -76,19 +76,23 @@ def _precisions(resolved: ResolvedRecipe) -> list[tuple[Name | None, str]]:
 
 def _of_graph(recipe: Recipe, engine: type[Engine], precision: str, here: bool) -> Iterator[Variant]:
     for one in engine.configurations(recipe, precision):
-        name = f"{engine.name}-{one.label}"
+        name = _name(one)
         device = device_for(recipe, one.engine)
         found = one.engine.runnable(device) if here and engine.built_elsewhere else None
         yield Variant(
             name,
             one.engine,
             precision,
-            f"build-{name}",
+            StepRef("build", name),
             device=device,
             workspace=one.workspace or None,
             target=one.target,
             unavailable="" if found is None or found.ok else found.reason,
         )
+
+
+def _name(one: Configuration) -> VariantName:
+    return VariantName(one.engine.name, one.precision, one.workspace, one.target or "", one.mode)
 
 
 def device_for(recipe: Recipe, engine: Engine) -> Device:

@@ -164,9 +164,9 @@ def _tree() -> Iterator[Listener]:
             for line in board.lines.values():
                 if line.step.id in hidden:
                     continue
-                stage, _, variant = line.step.id.partition("-")
-                parent = root
-                if variant and stage in ("build", "memory", "quality"):
+                parent, step = root, line.step.id
+                variant = " ".join(map(str, (*step.subject, *step.changes)))
+                if variant and step.kind in ("build", "memory", "quality") and not step.run:
                     parent = groups.setdefault(variant, groups.get(variant) or root.add(f"[bold]{variant}"))
                 parent.add(_markup(line))
             return root

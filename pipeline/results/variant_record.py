@@ -15,7 +15,7 @@ from enginesmith.pipeline.measure.roofline import floor
 from enginesmith.pipeline.measure.rows import DeviceLimits, LatencyRow, LimitRow, MemoryRow, Profile, StageFidelity
 from enginesmith.pipeline.passes.finetune.options import read as read_recovery
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
-from enginesmith.pipeline.planning.plan import Plan, Variant
+from enginesmith.pipeline.planning.plan import Plan, StepRef, Variant
 from enginesmith.pipeline.results.run import Assignment, BuildRecord, SearchStep, StoredArtifact, VariantRecord
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.measure import read_limits, read_work
@@ -190,7 +190,7 @@ def _build(variant: Variant, own: Artifact | None) -> BuildRecord | None:
     )
 
 
-def _own_steps(variant: Variant, plan: Plan) -> list[str]:
+def _own_steps(variant: Variant, plan: Plan) -> list[StepRef]:
     ends = [variant.artifact, *variant.verified, *(name for name in (variant.quality, variant.memory) if name)]
     return plan.leading_to(ends)
 

@@ -167,8 +167,7 @@ class OptimizeJob:
         for one in runs:
             if any(outcome.status == "unavailable" for outcome in one.outcomes.values()):
                 with storage_errors(f"the run directory {one.request.out}"):
-                    engines = {variant.artifact: f"variants/{variant.id}" for variant in one.plan.variants}
-                    save_handoff(one.request.out, one.plan, one.outcomes, engines)
+                    save_handoff(one.request.out, one.plan, one.outcomes)
 
     def _report(self, one: _ActiveRun, reports: files.Writer) -> None:
         one.directory.write()

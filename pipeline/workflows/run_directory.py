@@ -18,7 +18,7 @@ from enginesmith.pipeline.errors import UsageError, storage_errors
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.rows import SAMPLES
-from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Step, Variant
+from enginesmith.pipeline.planning.plan import LOAD, Plan, Step, StepRef, Variant
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.assemble import Header, assemble
@@ -122,13 +122,13 @@ class RunDirectory:
             found["test_vector"] = vector
         return found
 
-    def _vector(self, step: str | None, outcomes: Outcomes) -> StoredArtifact | None:
+    def _vector(self, step: StepRef | None, outcomes: Outcomes) -> StoredArtifact | None:
         """The smallest case of a reference, written when that is there: pruned and sparse models have one each."""
         reference = artifact_of(outcomes, step)
         if step is None or reference is None:
             return None
         if step not in self._vectors:
-            path = self._folder / f"{step.replace(REFERENCE, 'test_vector', 1)}.npz"
+            path = self._folder / f"{step.with_kind('test_vector')}.npz"
             samples.write_vector(reference.folder, path)
             self._vectors[step] = StoredArtifact(path=path.name, sha256=file_digest(path), bytes=path.stat().st_size)
         return self._vectors[step]
@@ -224,11 +224,12 @@ class _Index(BaseModel):
     steps: dict[str, _StepHandoff]
 
 
-def save_handoff(run: Path, plan: Plan, outcomes: Mapping[str, Outcome], engines: Mapping[str, str]) -> None:
-    """Save the artifacts of done steps; ``engines`` are folders in the run directory by the step that made them."""
+def save_handoff(run: Path, plan: Plan, outcomes: Mapping[str, Outcome]) -> None:
+    """Save the artifacts of done steps; those of variants lie in the run directory already."""
     load = outcomes[LOAD].artifact
     if load is None:
         return
+    engines = {variant.artifact: f"variants/{variant.id}" for variant in plan.variants}
     steps = {}
     for step in plan.steps:
         made = outcomes[step.id].artifact if step.id in outcomes else None
@@ -256,7 +257,7 @@ def load_handoff(run: Path, plan: Plan, load: Artifact) -> dict[str, Outcome]:
         return {}
     if index.load_sha256 != load.sha256:
         return {}
-    found = {LOAD: Outcome(LOAD, "done", load, cached=True)}
+    found: dict[str, Outcome] = {LOAD: Outcome(LOAD, "done", load, cached=True)}
     for step in plan.steps:
         kept = index.steps.get(step.id)
         if kept and kept.identity == step.task.identity and (artifact := _find_intact(run, kept)):

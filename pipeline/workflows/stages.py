@@ -18,7 +18,7 @@ from enginesmith.pipeline.frameworks.source import SAVED, Source
 from enginesmith.pipeline.frameworks.torch.pruning_facts import Facts
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.planning import stages as plans
-from enginesmith.pipeline.planning.plan import Step, libraries_of
+from enginesmith.pipeline.planning.plan import Step, StepRef, libraries_of
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
@@ -92,7 +92,7 @@ def export(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     resolved = resolve_recipe(recipe)
     if not resolved.source.is_torch:
         raise UsageError(f"{recipe.model} is an ONNX file already", "to clean it, use `enginesmith simplify`")
-    return _to_file(resolved, plans.export_steps(resolved), "export", output, settings)
+    return _to_file(resolved, plans.export_steps(resolved), plans.EXPORT, output, settings)
 
 
 def simplify(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
@@ -100,7 +100,7 @@ def simplify(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     resolved = resolve_recipe(recipe)
     if resolved.source.is_torch:
         raise UsageError(f"{recipe.model} is not an ONNX file", "export it first: `enginesmith export MODEL -o m.onnx`")
-    return _to_file(resolved, plans.simplify_steps(resolved), "simplify", output, settings)
+    return _to_file(resolved, plans.simplify_steps(resolved), plans.SIMPLIFY, output, settings)
 
 
 def precision(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
@@ -164,7 +164,7 @@ def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
 def verify(recipe: Recipe, file: Path, settings: Settings) -> StageResult:
     """Compare an ONNX file with the recipe's model at the points of the shape range."""
     outcomes = run_steps(plans.verify_steps(resolve_recipe(recipe), str(file)), settings, recipe)
-    fidelity = _fidelity(outcomes, "verify-file")
+    fidelity = _fidelity(outcomes, plans.VERIFY_FILE)
     good = all(entry.passed for entry in fidelity)
     return StageResult(summary=f"{file} {'equals' if good else 'differs from'} {recipe.model}", fidelity=fidelity)
 
@@ -188,10 +188,10 @@ def verify_bundle(folder: Path, settings: Settings) -> StageResult:
 def _to_file(
     resolved: ResolvedRecipe,
     steps: Sequence[Step],
-    stage: str,
+    stage: StepRef,
     output: Path,
     settings: Settings,
-    also: Sequence[str] = (),
+    also: Sequence[StepRef] = (),
 ) -> StageResult:
     """Run steps and save what one of them made as a file; ``also`` are others whose notes matter."""
     recipe = resolved.recipe
@@ -203,7 +203,7 @@ def _to_file(
     if made is None:
         short = next((one.artifact.rejected for one in outcomes.values() if one.artifact and one.artifact.rejected), "")
         raise FidelityError(short or outcomes[stage].reason, "nothing was written; ask for less, or search for longer")
-    fidelity = _fidelity(outcomes, f"verify-{stage}")
+    fidelity = _fidelity(outcomes, StepRef("verify", stage))
     if failed := [entry for entry in fidelity if not entry.passed]:
         raise _differs(failed[0], recipe.min_sqnr_db)
     with storage_errors(f"the output {output}"):
@@ -243,7 +243,7 @@ def _check_output(source: Source, output: Path) -> None:
             raise UsageError(f"{data.name} has the weights of {source.text}, and would be overwritten", other)
 
 
-def _fidelity(outcomes: Outcomes, step: str) -> tuple[StageFidelity, ...]:
+def _fidelity(outcomes: Outcomes, step: StepRef) -> tuple[StageFidelity, ...]:
     found = outcomes[step].artifact
     return tuple(StageFidelity.model_validate(entry) for entry in read_records(found)) if found else ()
 

@@ -13,7 +13,7 @@ from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
 from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.frameworks.onnx.shares import Coverage
-from enginesmith.pipeline.planning.plan import LATENCY, LOAD, Plan, Step, Variant, add_audits
+from enginesmith.pipeline.planning.plan import LATENCY, LOAD, Plan, Step, StepRef, Variant, VariantName, add_audits
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.results.assemble import Header, assemble
 from enginesmith.pipeline.results.run import Run, VariantRecord
@@ -21,10 +21,10 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.verify import Audit
 
 HEADER = Header("demo", "2026-01-01T00:00:00+00:00", 1.0, {"vector_units": ["avx2"]})
-BASELINE = Variant("eager", Eager(), "fp32", LOAD, Device())
-FLOAT = Variant("onnxruntime-fp32", OnnxRuntime(), "fp32", "build-fp32", Device())
+BASELINE = Variant(VariantName("eager"), Eager(), "fp32", LOAD, Device())
+FLOAT = Variant(VariantName("onnxruntime", "fp32"), OnnxRuntime(), "fp32", StepRef("build", "fp32"), Device())
 INT8 = Variant(
-    *("onnxruntime-int8", OnnxRuntime(), "int8", "build-int8", Device()),
+    *(VariantName("onnxruntime", "int8"), OnnxRuntime(), "int8", StepRef("build", "int8"), Device()),
     lowering="int8",
     calibration="calibrate",
     assignment="assign",
@@ -49,7 +49,7 @@ class Outcomes:
         return self
 
     def run(self, *variants: Variant) -> Run:
-        steps = tuple(Step(name, Audit()) for name in (LOAD, "build-fp32", "build-int8"))
+        steps = tuple(Step(ref, Audit()) for ref in (LOAD, StepRef("build", "fp32"), StepRef("build", "int8")))
         plan = Plan(steps, BASELINE, variants, LATENCY)
         return assemble(HEADER, make({"model": "digits"}), plan, self.found, {})
 
@@ -117,8 +117,7 @@ def test_what_paid_is_remarked(outcomes: Outcomes) -> None:
 def test_made_up_calibration_data_is_noted(outcomes: Outcomes, synthetic: bool) -> None:
     outcomes.put("calibrate", {"provenance": {"synthetic": synthetic}})
     assert outcomes.record(INT8).synthetic_calibration is synthetic
-    half = Variant("onnxruntime-fp16", OnnxRuntime(), "fp16", "build-int8", Device(), lowering="fp16")
-    half = replace(half, calibration="calibrate")
+    half = replace(INT8, name=VariantName("onnxruntime", "fp16"), precision="fp16", lowering="fp16")
     assert not outcomes.record(half).synthetic_calibration, "ranges are no part of that graph"
 
 
@@ -140,5 +139,5 @@ def test_audits_are_planned_for_what_can_be_seen() -> None:
     variant, steps = add_audits(FLOAT, "simplify")
     assert variant.audits == tuple(step.id for step in steps) == ("audit-simplify", "audit-onnxruntime-fp32")
     assert steps[1].inputs["model"] == "build-fp32"
-    hidden = Variant("tensorrt_rtx-fp32", TensorRT.model_construct(), "fp32", "build-rtx", Device(kind="cuda"))
+    hidden = replace(FLOAT, name=VariantName("tensorrt_rtx", "fp32"), engine=TensorRT.model_construct())
     assert [step.id for step in add_audits(hidden, "simplify")[1]] == ["audit-simplify"]

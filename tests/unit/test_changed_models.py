@@ -1,13 +1,15 @@
 """Plans with pruned and sparse models: each has its own model and answers, and is paired with its dense sibling."""
 
+import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.planning.compression import Branch
-from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, Variant
+from enginesmith.pipeline.planning.compression import PlanTransform
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, SHAPES, Step, StepRef, Variant, VariantName
 from enginesmith.pipeline.planning.planner import Plan, plan
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
@@ -142,15 +144,18 @@ def test_what_does_not_go_together_is_refused(values: dict[str, Any], said: str)
 
 
 TASK = Build(engine=OnnxRuntime(), device=Device())
-EXPORT = Step("export", TASK, {"model": LOAD}, {"shape": "shapes"})
-VERIFY = Step("verify-export", TASK, {"model": "export", "reference": REFERENCE})
-SHARED = Step("shapes", TASK, {"model": LOAD})
+EXPORT = Step(StepRef("export"), TASK, {"model": LOAD}, {"shape": SHAPES})
+VERIFY = Step(StepRef("verify", EXPORT.id), TASK, {"model": EXPORT.id, "reference": REFERENCE})
+SHARED = Step(SHAPES, TASK, {"model": LOAD})
+INT8 = VariantName("onnxruntime", "int8")
 VARIANT = Variant(
-    *("onnxruntime-int8", OnnxRuntime(), "int8", "build-onnxruntime-int8", Device(), ("verify-export",)),
-    search=("search-1",),
+    *(INT8, OnnxRuntime(), "int8", StepRef("build", INT8), Device(), (VERIFY.id,)),
+    search=(StepRef("search", 1),),
 )
-PRUNED = Branch("-prune30", {LOAD: "prune30", REFERENCE: "reference-prune30"}, {"shapes"})
-SPARSE = Branch("-sparse24", {"export": "sparsify", REFERENCE: "reference-sparse24"}, {"shapes", LOAD})
+PRUNED = PlanTransform("prune30", {LOAD: StepRef("prune30"), REFERENCE: REFERENCE.with_change("prune30")}, {SHAPES})
+SPARSE = PlanTransform(
+    "sparse24", {EXPORT.id: StepRef("sparsify"), REFERENCE: REFERENCE.with_change("sparse24")}, {SHAPES, LOAD}
+)
 
 
 def test_steps_are_renamed_with_what_they_take() -> None:
@@ -173,9 +178,17 @@ def test_variants_name_their_dense_sibling() -> None:
     assert found.dense == VARIANT.id
 
 
-def test_a_branch_of_a_branch() -> None:
+def test_a_change_of_a_changed_model() -> None:
     both = PRUNED.variant(SPARSE.variant(VARIANT))
     assert both.id == "onnxruntime-int8-sparse24-prune30"
     assert both.dense == VARIANT.id
     (step,) = PRUNED.steps(SPARSE.steps([VERIFY]))
     assert step.inputs == {"model": "sparsify-prune30", "reference": "reference-sparse24-prune30"}
+
+
+def test_a_reference_is_its_printed_id_in_every_process() -> None:
+    ref = StepRef("build", replace(INT8, workspace="min", target="sm86"), changes=("sparse24",)).with_change("prune30")
+    assert ref == "build-onnxruntime-int8-wsmin-sm86-sparse24-prune30"
+    assert ref.in_run("first").with_kind("verify") == "first/verify-onnxruntime-int8-wsmin-sm86-sparse24-prune30"
+    sent = pickle.loads(pickle.dumps(ref))
+    assert (sent, sent.kind, sent.subject, sent.changes) == (ref, "build", ref.subject, ("sparse24", "prune30"))

@@ -105,8 +105,8 @@ class OnnxRuntime(Engine):
     def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
         """Yield one for each optimisation level."""
         for level in asked.graph_optimization:
-            suffix = "" if level == "all" else f"-{level}"
-            yield Configuration(cls(graph_optimization=level, tf32=asked.onnxruntime.tf32), f"{precision}{suffix}")
+            engine = cls(graph_optimization=level, tf32=asked.onnxruntime.tf32)
+            yield Configuration(engine, precision, mode="" if level == "all" else level)
 
     @classmethod
     def running_options(cls, asked: "EngineOptions") -> dict[str, Any]:

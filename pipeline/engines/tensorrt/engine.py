@@ -122,13 +122,11 @@ class TensorRT(WorkspaceEngine):
         """Yield one for each target and workspace limit; a sweep stands for several limits."""
         ahead = bool(cls.known().targets)
         for target in (asked.targets if ahead else ()) or (None,):
-            where = f"-{target}" if target else ""
             for word, limit in _limits(asked):
                 chosen = cls(workspace_bytes=limit, target=target, options=asked.tensorrt, run=asked.tensorrt_run)
                 with contextlib.suppress(MissingCapability):  # this variant's own failure, once it is built
                     chosen.targets(cuda.cuda_device(asked.where.index))
-                label = precision + (f"-ws{word}" if word else "") + where
-                yield Configuration(chosen, label, workspace=word, target=target)
+                yield Configuration(chosen, precision, workspace=word, target=target)
 
     @classmethod
     def check_options(cls, asked: "EngineOptions") -> None:

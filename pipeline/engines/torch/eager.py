@@ -63,7 +63,7 @@ class Eager(Engine):
         """Yield the module cast to the precision, unless that is the baseline itself."""
         chosen = cls(dtype=DTYPES[precision], tf32=asked.eager.tf32, cuda_graphs=asked.eager.cuda_graphs)
         if chosen != Eager():
-            yield Configuration(chosen, chosen.arithmetic + ("-graphs" if chosen.cuda_graphs else ""))
+            yield Configuration(chosen, chosen.arithmetic, mode="graphs" if chosen.cuda_graphs else "")
 
     @classmethod
     def check_software(cls, stack: "Stack", exported: "Formats") -> "Iterable[Check]":
