@@ -111,6 +111,12 @@ class Step:
         return self.label or self.id
 
     @property
+    def variant(self) -> str:
+        """Return the id of the variant that it builds or measures alone; empty for other steps, and of merged runs."""
+        alone = self.id.kind in ("build", "memory", "quality") and not self.id.run
+        return "-".join(map(str, (*self.id.subject, *self.id.changes))) if alone else ""
+
+    @property
     def sources(self) -> tuple[StepRef, ...]:
         """List the steps that it takes artifacts from."""
         return (*self.inputs.values(), *self.optional_inputs.values())

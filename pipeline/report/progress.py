@@ -164,9 +164,8 @@ def _tree() -> Iterator[Listener]:
             for line in board.lines.values():
                 if line.step.id in hidden:
                     continue
-                parent, step = root, line.step.id
-                variant = " ".join(map(str, (*step.subject, *step.changes)))
-                if variant and step.kind in ("build", "memory", "quality") and not step.run:
+                parent, variant = root, line.step.variant
+                if variant:
                     parent = groups.setdefault(variant, groups.get(variant) or root.add(f"[bold]{variant}"))
                 parent.add(_markup(line))
             return root
