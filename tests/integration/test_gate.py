@@ -39,7 +39,7 @@ def test_a_slower_engine_is_caught_by_measuring_both_again(cli: Cli, tmp_path: P
     assert not latency["passed"]
     assert latency["basis"].startswith("measured side by side now")
     assert latency["change"]["low"] > 1.05
-    assert "look 1" in answer.stderr
+    assert "iteration 1" in answer.stderr
 
     answer = cli("gate", fast, "--baseline", slow, "--measure-time", "1s", "--json", "--quiet")
     latency = next(one for one in json.loads(answer.stdout)["verdicts"] if one["name"] == "latency_ms")

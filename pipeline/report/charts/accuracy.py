@@ -170,8 +170,8 @@ def _summary(run: Run, cast: Cast, found: _Worst) -> str:
         return f"No stage loses accuracy against the one before it{least}; {ends}{cast.unnamed(found)}."
     by, record, before, after = max(falls, key=lambda fall: fall[0])
     assert before.sqnr_db is not None
-    fall = f"from {before.sqnr_db:.1f} dB to {before.sqnr_db - by:.1f} dB"
-    return f"{short_name(record)} loses most at {after.stage}, {fall}; {ends}{cast.unnamed(found)}."
+    change = f"from {before.sqnr_db:.1f} dB to {before.sqnr_db - by:.1f} dB"
+    return f"{short_name(record)} loses most at {after.stage}, {change}; {ends}{cast.unnamed(found)}."
 
 
 _Fall = tuple[float, VariantRecord, StageFidelity, StageFidelity]

@@ -39,43 +39,34 @@ _Words = Callable[[LatencyRow], str]
 
 
 def latency_by_batch(run: Run) -> Chart:
-    """Median latency with its interval, by batch size."""
-    cast = Cast(run)
+    """Draw median latency with its interval by batch size."""
     title = "Median latency (p50, ms) by batch size, with 95 % intervals"
-    rows = {record.id: found for record in cast.records if (found := [row for row in record.latency if row.p50_ms])}
-    if not rows:
-        why = f"No latency was measured: {why_none(run, 'latency', 'nothing has run yet')}."
-        return make_empty_chart("latency-by-batch", title, why)
-    single = _single(rows)
-    return Chart(
-        id="latency-by-batch",
-        title=title,
-        figure=None if single else _latency_figure(cast, rows),
-        summary=_latency_summary(run, cast, rows),
-        empty=single,
-    )
+    return _draw_sweep(run, "latency", title, lambda row: row.p50_ms, _latency_figure, _latency_summary)
 
 
 def throughput_by_batch(run: Run) -> Chart:
-    """Answered samples in a second, by batch size."""
-    cast = Cast(run)
+    """Draw answered samples in a second by batch size."""
     title = "Throughput (samples/s) by batch size, with 95 % intervals where several callers were measured"
-    rows = {
-        record.id: found
-        for record in cast.records
-        if (found := [row for row in record.latency if row.throughput_per_s])
-    }
+    figure, summary = _throughput_figure, _throughput_summary
+    return _draw_sweep(run, "throughput", title, lambda row: row.throughput_per_s, figure, summary)
+
+
+def _draw_sweep(
+    run: Run,
+    name: str,
+    title: str,
+    value: _Numbers,
+    figure: Callable[[Run, Cast, _Rows], Figure],
+    summary: Callable[[Run, Cast, _Rows], str],
+) -> Chart:
+    cast = Cast(run)
+    rows = {record.id: found for record in cast.records if (found := [row for row in record.latency if value(row)])}
     if not rows:
-        why = f"No throughput was measured: {why_none(run, 'latency', 'nothing has run yet')}."
-        return make_empty_chart("throughput-by-batch", title, why)
+        why = f"No {name} was measured: {why_none(run, 'latency', 'nothing has run yet')}."
+        return make_empty_chart(f"{name}-by-batch", title, why)
     single = _single(rows)
-    return Chart(
-        id="throughput-by-batch",
-        title=title,
-        figure=None if single else _throughput_figure(run, cast, rows),
-        summary=_throughput_summary(run, cast, rows),
-        empty=single,
-    )
+    drawn = None if single else figure(run, cast, rows)
+    return Chart(f"{name}-by-batch", title, drawn, summary(run, cast, rows), empty=single)
 
 
 def _batches(rows: _Rows) -> Figure:
@@ -104,7 +95,7 @@ def _lines(cast: Cast, rows: _Rows, value: _Numbers, between: _Intervals, words:
     return traces, len(shown) + bool(rest)
 
 
-def _latency_figure(cast: Cast, rows: _Rows) -> Figure:
+def _latency_figure(run: Run, cast: Cast, rows: _Rows) -> Figure:
     traces, legend = _lines(cast, rows, lambda row: row.p50_ms, lambda row: row.median_ms, _latency_words)
     y = axis("p50 latency (ms)", [row.p50_ms for found in rows.values() for row in found])
     return {"data": traces, "layout": layout(_batches(rows), y, legend)}
