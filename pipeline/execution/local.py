@@ -19,11 +19,11 @@ from pathlib import Path
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import BuilderFailed, StepError, StepKilled, storage_errors
 from enginesmith.pipeline.execution.executor import Executor, Result, StepCache, StepRequest
-from enginesmith.pipeline.measure.memory.usage import available_bytes
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system import cuda, worker
+from enginesmith.pipeline.system.cpu import available_bytes
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import Done, execute, execute_on
 

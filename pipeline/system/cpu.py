@@ -220,6 +220,17 @@ def _count(listed: str) -> int:
     return sum(int(last or first) - int(first) + 1 for first, last in ranges)
 
 
+def available_bytes() -> int | None:
+    """Return the bytes that the machine could still hand out without swapping (MemAvailable, proc_meminfo(5))."""
+    row = fields(Path("/proc/meminfo")).get("MemAvailable")
+    return kibibytes(row) if row else None
+
+
+def kibibytes(field: str) -> int:
+    """``12 kB`` → bytes."""
+    return int(field.split()[0]) * 1024
+
+
 # Limits of the container of this process, and how often it was throttled (cgroups(7), both versions).
 
 _CGROUP = Path("/sys/fs/cgroup")

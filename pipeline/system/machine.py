@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from enginesmith.pipeline.artifact import json_digest
 from enginesmith.pipeline.errors import MissingCapability
 from enginesmith.pipeline.system import cpu, cuda, nvml, software
-from enginesmith.pipeline.system.cpu import fields, text, vector_units
+from enginesmith.pipeline.system.cpu import text, vector_units
 from enginesmith.pipeline.system.nvml import GpuState
 from enginesmith.pipeline.units import format_bytes
 
@@ -118,7 +118,7 @@ def environment(packages: Iterable[str] = PACKAGES) -> Environment:
         throttled_seconds=throttling and throttling.throttled_seconds,
         thermal_throttles=cpu.thermal_throttles(),
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        available_memory_bytes=_kibibytes(fields(Path("/proc/meminfo")).get("MemAvailable")),
+        available_memory_bytes=cpu.available_bytes(),
         memory_limit_bytes=limit and limit.limit_bytes,
         memory_limit_left_bytes=limit and limit.left_bytes,
         transparent_huge_pages=text(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
@@ -261,10 +261,6 @@ def _grown(before: float | None, after: float | None) -> float:
 
 def _share(part: float | None, whole: float | None) -> float:
     return part / whole if part is not None and whole else 0.0
-
-
-def _kibibytes(told: str | None) -> int | None:
-    return int(told.split()[0]) * 1024 if told else None
 
 
 def _system() -> str:

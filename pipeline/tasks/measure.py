@@ -28,12 +28,12 @@ from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.candidate import Candidate
 from enginesmith.pipeline.measure.latency.rows import BatchSweep, FeedsAt, LatencyBenchmark
 from enginesmith.pipeline.measure.memory.peak import measure_memory
-from enginesmith.pipeline.measure.memory.usage import available_bytes
 from enginesmith.pipeline.measure.profile import measure_profile
 from enginesmith.pipeline.measure.roofline import count_work
 from enginesmith.pipeline.measure.rows import SAMPLES, DeviceLimits, Work
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system import machine as devices
+from enginesmith.pipeline.system.cpu import available_bytes
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_records, write_records
 from enginesmith.pipeline.tasks.verify import open_data

@@ -69,7 +69,7 @@ def examine() -> Diagnosis:
 
 
 def _ir_version(opset: int) -> int:
-    """The specification's for that opset; exporters may write an older one."""
+    """Return the IR version of the specification for that opset; exporters may write an older one."""
     from onnx import helper
 
     return int(helper.find_min_ir_version_for([helper.make_opsetid("", opset)]))
@@ -152,7 +152,7 @@ def _memory(machine: Environment) -> Facts:
 
 
 def _gpu(gpu: GpuState) -> Facts:
-    """Every field, with its unit; what is not known, with the reason."""
+    """Format every field with its unit; what is not known, with the reason."""
     facts: Facts = {}
     for name, value in gpu.model_dump(exclude={"reasons"}).items():
         label = name.removesuffix("_bytes").replace("_", " ")

@@ -24,7 +24,7 @@ _USUAL_SIZE = 128
 
 
 def inspect(file: Path) -> Facts:
-    """What is inside a file, run directory or data set; a function that yields feeds is called.
+    """List what is inside a file, run directory or data set; a function that yields feeds is called.
 
     Raises:
         UsageError: there is no such file, or its kind is not known.
@@ -105,7 +105,7 @@ def _precision(file: Path, signature: Signature) -> Facts:
 
 
 def _pt2(file: Path) -> Facts:
-    """The archive's listing; the program itself is not loaded."""
+    """List the archive; the program itself is not loaded."""
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
@@ -173,7 +173,7 @@ def _fleet(folder: Path) -> Facts:
 
 
 def zoo() -> list[Facts]:
-    """The zoo's table."""
+    """List the models of the zoo."""
     return [
         {
             "model": name,
@@ -188,7 +188,7 @@ def zoo() -> list[Facts]:
 
 
 def engines(device: str) -> list[Facts]:
-    """The engines' table, for a device."""
+    """List the engines and whether they can be used on a device."""
     from enginesmith.pipeline.engines import ENGINES, engine_class
     from enginesmith.pipeline.recipe import make
 
@@ -218,7 +218,7 @@ def _plugin(found: Plugin) -> Facts:
 
 
 def cached(store: "Store") -> list[Facts]:
-    """What a store holds."""
+    """List what a store holds."""
     import datetime
 
     return [

@@ -14,9 +14,8 @@ from pathlib import Path
 from enginesmith.pipeline.errors import StepOutOfMemory
 from enginesmith.pipeline.measure.memory import rss
 from enginesmith.pipeline.measure.memory.rss import fill_heap_holes
-from enginesmith.pipeline.measure.memory.usage import available_bytes, kibibytes
 from enginesmith.pipeline.system import oom
-from enginesmith.pipeline.system.cpu import fields, text
+from enginesmith.pipeline.system.cpu import available_bytes, fields, kibibytes, text
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.worker import Worker
 from enginesmith.pipeline.units import format_bytes

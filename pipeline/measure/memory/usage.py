@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from enginesmith.pipeline.errors import MissingCapability
-from enginesmith.pipeline.system.cpu import fields, memory_limit, numbers, text
+from enginesmith.pipeline.system.cpu import fields, kibibytes, memory_limit, numbers, text
 from enginesmith.pipeline.system.device import Device
 
 _GROUP = 2
@@ -61,12 +61,6 @@ def killed_by_kernel() -> int | None:
     return numbers(Path("/proc/vmstat")).get("oom_kill")
 
 
-def available_bytes() -> int | None:
-    """Return the bytes that the machine could still hand out without swapping (MemAvailable, proc_meminfo(5))."""
-    row = fields(Path("/proc/meminfo")).get("MemAvailable")
-    return kibibytes(row) if row else None
-
-
 def _of_container() -> int | None:
     limit = memory_limit()
     return None if limit is None or limit.left_bytes is None else limit.limit_bytes - limit.left_bytes
@@ -84,11 +78,6 @@ def _of_processes(group: int) -> int | None:
         if ours and folder.name != str(os.getpid()):
             found += kibibytes(fields(folder / "smaps_rollup").get("Pss", "0 kB"))
     return found or None
-
-
-def kibibytes(field: str) -> int:
-    """``12 kB`` → bytes."""
-    return int(field.split()[0]) * 1024
 
 
 # Sampling: the largest of repeated readings while something runs, a bound from below, with its interval.
