@@ -43,7 +43,7 @@ class ChannelSums:
         self._elements += sample.size // sample.shape[axis]
 
     def statistics(self) -> dict[str, Array]:
-        """The largest magnitude and the means of x, of its magnitude and of its square, each float64[channels]."""
+        """Return the largest magnitude and the means of x, of its magnitude and of its square: float64[channels]."""
         means = self._sums / max(self._elements, 1)
         return dict(zip(_STATISTICS, (self._largest.astype(np.float64), *means), strict=True))
 
@@ -69,11 +69,11 @@ class Collector:
             self._channels[name].add(values)
 
     def finite(self, name: str) -> bool:
-        """Whether all values so far are."""
+        """Check whether all values so far are finite."""
         return name not in self._extents or self._extents[name].finite
 
     def tensors(self, percentile: float = PERCENTILE) -> dict[str, TensorRange]:
-        """By name, of all values that were there."""
+        """Return the ranges by name, of all values that were there."""
         return {name: self._range(name, percentile) for name, extent in self._extents.items() if extent.count}
 
     def _range(self, name: str, percentile: float) -> TensorRange:
@@ -88,7 +88,7 @@ class Collector:
         )
 
     def channels(self) -> dict[str, ChannelStatistics]:
-        """By name, of those whose values all are finite."""
+        """Return the ranges of channels by name, of tensors whose values all are finite."""
         return {
             name: ChannelStatistics(
                 axis=sums.axis,

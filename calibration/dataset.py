@@ -23,7 +23,7 @@ from enginesmith.calibration.sources import Request, Split
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec
 
-__all__ = ["DataOptions", "Dataset", "Split", "embedded", "hold_for_calibration", "open_dataset", "synthetic"]
+__all__ = ["DataOptions", "Dataset", "Split", "embedded", "open_dataset", "synthetic", "validate_for_calibration"]
 
 _OWN = "give data of your own"
 
@@ -71,7 +71,7 @@ class Dataset:
         return tuple(range(len(self)) if self.drawn is None else self.drawn.tolist())
 
     def provenance(self, seed: int, batch: int) -> Provenance:
-        """Which samples of which data these are, for others to take the same ones."""
+        """Identify the samples and their data, so that others take the same ones."""
         whole = self.whole
         return Provenance(
             data=whole.name, digest=whole.digest, rows=self.rows, seed=seed, batch=batch, synthetic=self.synthetic
@@ -122,7 +122,7 @@ class Dataset:
 
 
 def embedded(name: str, split: Split) -> Dataset:
-    """A split of a set that comes with enginesmith: ``digits``, images of 1×8×8 from 0 to 1 with int64 labels.
+    """Open a split of a set that comes with enginesmith: ``digits``, images of 1×8×8 from 0 to 1 with int64 labels.
 
     Raises:
         DataError: there is no such set.
@@ -139,7 +139,7 @@ def open_dataset(
     split: Split = "calibration",
     options: DataOptions = AS_FOUND,
 ) -> Dataset:
-    """The data that ``reference`` names, held against the model's inputs.
+    """Open the data that ``reference`` names, and check it with the model's inputs.
 
     Args:
         reference: an embedded set (``digits``, ``digits/test``), a file (``.npz``, ``.npy``, ``.safetensors``,
@@ -167,8 +167,8 @@ def open_dataset(
     return Dataset(found.name, feeds, held, (*found.notes, *notes_on(found.name, feeds)), folders=found.folders)
 
 
-def hold_for_calibration(data: Dataset) -> Dataset:
-    """The set, once it is certain that there is something to take ranges from; what is odd about it is noted.
+def validate_for_calibration(data: Dataset) -> Dataset:
+    """Validate that a set has values to take ranges from, and note what is odd about it.
 
     Raises:
         DataError: every sample is the same.

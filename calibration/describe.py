@@ -23,7 +23,7 @@ _SHOWN = 10
 
 
 def is_data(reference: str) -> bool:
-    """Whether a reference is of a form that can be described; a folder may be something else."""
+    """Check that a reference is of a form that can be described; a folder may be something else."""
     path = Path(reference)
     return (
         path.is_dir() or path.suffix in (".npz", ".npy", ".jsonl") or is_embedded(reference) or is_reference(reference)
@@ -105,7 +105,7 @@ def _shown(headers: Mapping[str, tuple[Any, tuple[int, ...]]]) -> list[str]:
 
 
 def _counted(labels: Any, classes: Mapping[int, str]) -> list[str]:
-    """How often each class occurs."""
+    """Count how often each class occurs."""
     values, counts = np.unique(labels, return_counts=True)
     return _first(
         (f"{value} {classes.get(value, '')}".strip(), int(count)) for value, count in zip(values, counts, strict=True)

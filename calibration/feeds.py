@@ -36,7 +36,7 @@ def read_feeds(reference: str, request: Request) -> Found:
 
 
 def first_feed(reference: str) -> dict[str, Array]:
-    """What the function yields first, as it is: for people to see.
+    """Return the first item that the function yields, for people to see.
 
     Raises:
         DataError: it is not there, raises, or yields nothing or something else.
@@ -117,7 +117,7 @@ def _closed(feeds: Any) -> AbstractContextManager[Iterable[Any]]:
 
 
 def _batch(place: str, feed: Feeds, inputs: Sequence[TensorSpec]) -> Feeds:
-    """The feed with the sample as first axis of every array."""
+    """Reshape the feed to have the sample as first axis of every array."""
     axes = {spec.name: feed[spec.name].ndim - len(spec.shape) for spec in inputs if spec.name in feed}
     if not axes:
         raise DataError(f"{place} holds {_listed(feed)}, and the model takes {_listed(s.name for s in inputs)}", _FORM)

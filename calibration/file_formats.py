@@ -29,7 +29,7 @@ _REAL = "give samples like those that the model will see"
 
 
 def checked(source: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> dict[str, Rows]:
-    """The arrays in the order of ``inputs``, cast where that is safe.
+    """Check arrays, and return them in the order of ``inputs``, cast where that is safe.
 
     Raises:
         DataError: names ``source`` and says what was given, what was expected, and what to do.
@@ -74,7 +74,7 @@ def _likely_labels(given: Iterable[str], wanted: Sequence[str]) -> str:
 
 
 def _check_shape(source: str, spec: TensorSpec, array: Rows, sizes: dict[str, int]) -> None:
-    """The first axis is the sample; a word stands for the same size wherever it occurs."""
+    """Check a shape: the first axis is the sample, and a word stands for the same size wherever it occurs."""
     fits = array.ndim == len(spec.shape) and array.ndim > 0
     for dim, size in zip(spec.shape[1:], array.shape[1:], strict=False):
         fits = fits and size == (sizes.setdefault(dim, size) if isinstance(dim, str) else dim)
@@ -96,7 +96,7 @@ def _cast(source: str, spec: TensorSpec, array: Rows) -> Rows:
 
 
 def check_labels(source: str, name: str, labels: Rows, rows: int) -> Array:
-    """The labels, one for each row.
+    """Check that there is one label for each row.
 
     Raises:
         DataError: there are more or fewer, or they are no numbers and no words.
@@ -203,7 +203,7 @@ def check_readable(reference: str, request: Request) -> None:
 
 
 def read(reference: str, request: Request) -> Found:
-    """The data in whatever form it is.
+    """Read data of any supported form.
 
     Raises:
         DataError: no form fits, or the data cannot be read.
@@ -221,7 +221,7 @@ def _form(reference: str) -> Form:
 
 
 def read_embedded(name: str, split: Split) -> dict[str, Array]:
-    """One split of an embedded set: its input as float32 from 0 to 1, and int64 ``labels``.
+    """Read one split of an embedded set: its input as float32 from 0 to 1, and int64 ``labels``.
 
     Raises:
         DataError: there is no such set or split.
@@ -236,7 +236,7 @@ def read_embedded(name: str, split: Split) -> dict[str, Array]:
 
 
 def is_embedded(reference: str) -> bool:
-    """Whether the reference names a set that comes with enginesmith."""
+    """Check whether the reference names a set that comes with enginesmith."""
     return reference.partition("/")[0] in _EMBEDDED
 
 

@@ -125,7 +125,7 @@ _MSE_OCTAVES, _MSE_PER_OCTAVE, _MSE_REFINED = 10, 8, 8
 
 
 def amax(histogram: Histogram, percentile: float = PERCENTILE) -> dict[Method, float]:
-    """The end of the range by every method: more than zero, except where all values are zero."""
+    """Compute the end of the range by every method: more than zero, except where all values are zero."""
     edges, counts = histogram.magnitudes()
     largest = histogram.extent.largest
     if not counts.size:  # nothing that is told from zero
@@ -140,7 +140,7 @@ def amax(histogram: Histogram, percentile: float = PERCENTILE) -> dict[Method, f
 
 
 def _percentile(edges: Array, counts: Array, zeros: int, percentile: float) -> float:
-    """The magnitude that so many percent of all values, zeros included, do not exceed.
+    """Find the magnitude that this percentage of all values, zeros included, does not exceed.
 
     Where so many are zero, it is the largest: a range of nothing would serve nobody.
     """
@@ -150,7 +150,7 @@ def _percentile(edges: Array, counts: Array, zeros: int, percentile: float) -> f
 
 
 def _entropy(edges: Array, counts: Array) -> float:
-    """The end at which clipping and rounding together lose the least information.
+    """Find the end at which clipping and rounding together lose the least information.
 
     S. Migacz, 8-bit Inference with TensorRT, GPU Technology Conference 2017: of the first i of 2048 linear bins, the
     i whose distribution P, with everything beyond in its last bin, is nearest by Kullback-Leibler divergence to that
@@ -190,7 +190,7 @@ def _divergence(inside: Array, beyond: float) -> float:
 
 
 def _mse(edges: Array, counts: Array) -> float:
-    """The end whose quantisation has the least mean squared error; values are taken as spread evenly in their bins.
+    """Find the end whose quantisation has the least mean squared error; values count as spread evenly in their bins.
 
     Tried are the largest value and its fractions in equal ratios, then finer ones next to the best.
     """

@@ -74,7 +74,7 @@ class _Values(NamedTuple):
 
 
 def preprocessing_for(spec: TensorSpec, folder: Path, options: DataOptions) -> Preprocessing:
-    """The steps that make what the model takes of the images in a folder.
+    """Choose the steps that turn the images of a folder into the model's input.
 
     Raises:
         DataError: the input is no image, or what is given does not make one that fits it.
@@ -119,7 +119,7 @@ def _layout(spec: TensorSpec) -> tuple[int, tuple[int | str, int | str], bool]:
 
 
 def _size(spec: TensorSpec, resize: int | Size | None, sides: tuple[int | str, int | str]) -> Size:
-    """What comes out where nothing is said about a crop."""
+    """Return the size of the result where no crop is given."""
     if isinstance(resize, tuple):
         return resize
     height, width = (resize if resize and isinstance(side, str) else side for side in sides)
@@ -145,7 +145,7 @@ def _values(config: _Configuration, options: DataOptions, channels: int) -> _Val
 
 
 def _configuration(folder: Path) -> _Configuration | None:
-    """The file in the folder, else the one beside it."""
+    """Find the configuration in the folder, else the one beside it."""
     for place in (folder, folder.absolute().parent):
         path = place / CONFIGURATION
         if path.is_file():
@@ -231,7 +231,7 @@ class ImageRows(LazyRows):
 
 
 def read_images(reference: str, request: Request) -> Found:
-    """The images of a folder as the model's one input.
+    """Read the images of a folder as the model's one input.
 
     Raises:
         DataError: there are none, one is damaged, or the model takes something else.
@@ -271,7 +271,7 @@ def check_images(reference: str, _: Request) -> None:
 
 
 def listing(folder: Path) -> Listing:
-    """The images in a folder, or in its sub-folders: then those are classes, numbered in order or by their own number.
+    """List the images in a folder, or in its sub-folders, which are classes: in order, or by their own number.
 
     Raises:
         DataError: there are none, or some in both places.

@@ -28,7 +28,7 @@ _NOT_IN_NUMPY = {"BF16": "bfloat16"}
 
 
 def npy(path: Path) -> Array:
-    """The array of an .npy file.
+    """Map the array of an .npy file.
 
     Raises:
         ValueError: it is damaged, or an .npz file.
@@ -41,7 +41,7 @@ def npy(path: Path) -> Array:
 
 
 def npz(path: Path, only: str | None = None) -> dict[str, Array]:
-    """The arrays of an .npz file by name, or the one of that name; compressed ones are read.
+    """Map the arrays of an .npz file by name, or the one of that name; compressed ones are read.
 
     Raises:
         ValueError, zipfile.BadZipFile, zlib.error: it is damaged, or an .npy file.
@@ -70,7 +70,7 @@ def npz_headers(path: Path) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
 
 
 def safetensors(path: Path) -> dict[str, Array]:
-    """The tensors of a .safetensors file by name.
+    """Map the tensors of a .safetensors file by name.
 
     Raises:
         SafetensorError: it is damaged.
@@ -105,7 +105,7 @@ def _member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Ar
 
 
 def _array(path: Path, file: IO[bytes], start: int, size_bytes: int) -> Array:
-    """What stands in .npy form from ``start`` on, in so many bytes."""
+    """Map the array in .npy form that begins at ``start``, of so many bytes."""
     shape, fortran, dtype = _header(file)
     offset = file.tell()
     if offset - start + dtype.itemsize * math.prod(shape) > size_bytes:
@@ -157,7 +157,7 @@ class LazyRows(ABC):
 
     @abstractmethod
     def __getitem__(self, key: Any) -> Array:
-        """One row for a number; rows for a slice or an array of row numbers."""
+        """Return one row for a number; rows for a slice or an array of row numbers."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return np.asarray(self[:], dtype)
@@ -199,13 +199,13 @@ class Cast(LazyRows):
 
 
 def pick(array: Rows, rows: Array) -> Rows:
-    """Those rows: a copy of what is in memory, and of everything else a view that reads them when they are needed."""
+    """Pick rows: a copy of what is in memory, else a view that reads them when they are needed."""
     in_memory = isinstance(array, np.ndarray) and not isinstance(array, np.memmap)
     return array[rows] if in_memory else Picked(array, rows)
 
 
 def cast(array: Rows, dtype: str) -> Rows:
-    """The array in another dtype, likewise."""
+    """Cast the array to another dtype, likewise."""
     if isinstance(array, LazyRows | np.memmap):
         return Cast(array, dtype)
     with np.errstate(over="ignore"):
@@ -213,7 +213,7 @@ def cast(array: Rows, dtype: str) -> Rows:
 
 
 def pieces(array: Rows, at_once_bytes: int | None = None) -> Iterator[tuple[int, Array]]:
-    """The array in pieces, each with the number of its first row: a mapped file is never in memory as a whole."""
+    """Yield the array in pieces, each with the number of its first row: a mapped file is never in memory as a whole."""
     row_bytes = array.dtype.itemsize * math.prod(array.shape[1:])
     step = max(1, (at_once_bytes or AT_ONCE_BYTES) // max(1, row_bytes))
     for start in range(0, len(array), step):
@@ -221,7 +221,7 @@ def pieces(array: Rows, at_once_bytes: int | None = None) -> Iterator[tuple[int,
 
 
 def origin(array: Rows, rows: Array | slice = slice(None)) -> Iterator[bytes]:
-    """What decides those rows, for a digest."""
+    """Identify the rows for a digest, by what decides them."""
     if isinstance(array, LazyRows):
         return array.origin(rows)
     return (part.tobytes() for _, part in pieces(array if isinstance(rows, slice) else Picked(array, rows)))

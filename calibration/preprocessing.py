@@ -53,7 +53,7 @@ class Preprocessing(BaseModel):
         return f"{', '.join(parts)} ({self.origin})"
 
     def apply(self, image: Any) -> Array:
-        """A Pillow image as one sample.
+        """Turn a Pillow image into one sample.
 
         Raises:
             ValueError: its pixels are of a kind that has no agreed range.

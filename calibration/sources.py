@@ -45,7 +45,7 @@ class Found:
 
 @contextmanager
 def opened(reference: str) -> Iterator[Path]:
-    """A file of arrays; what reading it raises is translated.
+    """Open a file of arrays, and translate the errors of reading it.
 
     Raises:
         DataError: the file is not there or cannot be read.

@@ -37,6 +37,6 @@ class MadeUp(LazyRows):
 
 
 def made_up(inputs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, int], count: int, seed: int) -> Dataset:
-    """As many rows as are asked for; arguments and errors as for :func:`synthetic`."""
+    """Make as many rows as are asked for; arguments and errors as for :func:`synthetic`."""
     arrays = {spec.name: MadeUp(spec, example[spec.name], sizes, count, seed) for spec in inputs}
     return Dataset("synthetic", arrays, synthetic=True)

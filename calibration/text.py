@@ -68,7 +68,7 @@ class Tokens:
 
 
 def tokens_for(texts: Path, options: DataOptions) -> Tokens:
-    """The tokenizer that is given, else the one beside the texts.
+    """Load the tokenizer that is given, else the one beside the texts.
 
     Raises:
         DataError: there is none, or it cannot be read.
@@ -92,7 +92,7 @@ def tokens_for(texts: Path, options: DataOptions) -> Tokens:
 
 
 def find_tokenizer(texts: Path, options: DataOptions) -> Path:
-    """A tokenizer.json, or a folder that transformers makes a tokenizer of.
+    """Find a tokenizer.json, or a folder that transformers makes a tokenizer of.
 
     Raises:
         DataError: there is none.
@@ -113,7 +113,7 @@ def find_tokenizer(texts: Path, options: DataOptions) -> Path:
 
 
 def _made_by_transformers(folder: Path) -> Any:
-    """The tokenizer of a folder that has a vocabulary and no tokenizer.json."""
+    """Make the tokenizer of a folder that has a vocabulary and no tokenizer.json."""
     if importlib.util.find_spec("transformers") is None:
         raise MissingCapability(
             f"{folder} has no {_FILE}, and transformers, which could make one, is not installed",
@@ -175,7 +175,7 @@ class Line(NamedTuple):
 
 
 def read_texts(reference: str, request: Request) -> Found:
-    """The texts of a file as token ids.
+    """Read the texts of a file as token ids.
 
     Raises:
         DataError: a line is not of the form, the model takes something else, or there is no tokenizer.
@@ -210,7 +210,7 @@ def check_texts(reference: str, request: Request) -> None:
 
 
 def read_lines(path: Path, options: DataOptions) -> Iterator[Line]:
-    """The texts and labels of a file, line by line; blank lines are left out.
+    """Read the texts and labels of a file, line by line; blank lines are left out.
 
     Raises:
         DataError: names the line that is not of the form.

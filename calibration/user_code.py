@@ -20,12 +20,12 @@ _REFERENCE = re.compile(r"(?:.+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
 
 
 def is_reference(text: str) -> bool:
-    """Whether the text names a function in a module or file."""
+    """Check whether the text names a function in a module or file."""
     return _REFERENCE.fullmatch(text) is not None
 
 
 def find(text: str, what: str) -> Any:
-    """What ``module:function`` or ``file.py:function`` names, as the user's ``what``; the module's code runs.
+    """Load the object that ``module:function`` names, as the user's ``what``; the module's code runs.
 
     Modules are looked for in the current folder first, and those that a file imports also beside it.
 
@@ -62,7 +62,7 @@ def check_reference(text: str, what: str) -> None:
 
 
 def _origin(place: str, what: str) -> Path | None:
-    """The file of a module, found without importing it; None where only importing it can tell."""
+    """Find the file of a module without importing it; None where only importing it can tell."""
     top, *inner = place.split(".")
     spec = PathFinder.find_spec(top, [str(Path.cwd())]) or importlib.util.find_spec(top)
     if spec is None:
@@ -79,7 +79,7 @@ def _origin(place: str, what: str) -> Path | None:
 
 
 def _names(path: Path, what: str) -> set[str] | None:
-    """What a file defines or imports at its top; None where that is only known once it runs."""
+    """List the names that a file defines or imports at its top; None if only running it can tell."""
     try:
         text = path.read_text()
         symbols = symtable.symtable(text, str(path), "exec").get_symbols()
@@ -92,7 +92,7 @@ def _names(path: Path, what: str) -> set[str] | None:
 
 @contextmanager
 def blamed(what: str, remedy: str = "mend it, and try again") -> Iterator[None]:
-    """What the user's code raises in here becomes a DataError that says so; our own errors pass.
+    """Turn errors of the user's code into a DataError that says so; our own errors pass.
 
     Raises:
         DataError: names ``what``, and the type and message of what was raised.

@@ -170,7 +170,7 @@ def bert_base(*, weights: str | None = None) -> tuple[nn.Module, dict[str, Tenso
 
 
 def _heads(x: Tensor) -> Tensor:
-    """As many as the width holds: pruning takes whole ones away."""
+    """Count the heads that the width holds: pruning removes whole ones."""
     return x.reshape(x.shape[0], x.shape[1], -1, WIDTH // HEADS).transpose(1, 2)
 
 

@@ -36,7 +36,7 @@ class Digits(nn.Module):
 
 
 def digits(*, weights: str | None = None) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The trained network in eval mode and two example images with values from 0 to 1.
+    """Load the trained network in eval mode and two example images with values from 0 to 1.
 
     Raises:
         SourceError: ``weights`` cannot be loaded.

@@ -30,7 +30,7 @@ class SequenceClassifier(nn.Module):
 
 
 def lstm(*, num_classes: int = 35, weights: str | None = None) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The classifier in eval mode and two example sequences of 100 frames with 80 features.
+    """Make the classifier in eval mode and two example sequences of 100 frames with 80 features.
 
     Raises:
         SourceError: ``weights`` cannot be loaded.

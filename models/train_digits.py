@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def train() -> nn.Module:
-    """A network trained on the ``train`` split of the digits."""
+    """Train a network on the ``train`` split of the digits."""
     torch.manual_seed(SEED)
     data = embedded("digits", "train")
     assert data.labels is not None
@@ -45,7 +45,7 @@ def train() -> nn.Module:
 
 
 def jitter(image: Tensor) -> Tensor:
-    """Each image turned by up to 12°, scaled by up to 10 % and moved by up to one pixel, at random."""
+    """Turn each image by up to 12°, scale it by up to 10 % and move it by up to one pixel, at random."""
     count, _, _, size = image.shape
     draw = torch.rand(4, count) * 2 - 1
     angle, zoom = draw[0] * math.radians(12), 1 + 0.1 * draw[1]

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from enginesmith.calibration.collector import Collector
-from enginesmith.calibration.dataset import Dataset, hold_for_calibration, open_dataset
+from enginesmith.calibration.dataset import Dataset, open_dataset, validate_for_calibration
 from enginesmith.calibration.histogram import PERCENTILE
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.calibration.ranges import FILE, Provenance, Ranges, TensorRange
@@ -77,7 +77,7 @@ class Feeder(BaseModel):
             data = self._sampled(self._like_reference(model.signature, reference), batch)
         else:
             given, files = self._read(self.data, model.signature)
-            data = hold_for_calibration(self._sampled(given, batch))
+            data = validate_for_calibration(self._sampled(given, batch))
         return Feeding(data, data.provenance(self.seed, batch)), files
 
     def held_out(self, signature: Signature) -> tuple[Dataset, tuple[Path, ...]]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from enginesmith.calibration.dataset import Dataset, hold_for_calibration, open_dataset
+from enginesmith.calibration.dataset import Dataset, open_dataset, validate_for_calibration
 from enginesmith.calibration.lazy_arrays import LazyRows
 from enginesmith.pipeline.errors import DataError, UsageError
 from enginesmith.pipeline.tensors import TensorSpec
@@ -72,7 +72,7 @@ class TestZeros:
 class TestForCalibration:
     def test_samples_that_differ(self, tmp_path):
         data = opened(tmp_path, image=IMAGE, ids=IDS)
-        held = hold_for_calibration(data)
+        held = validate_for_calibration(data)
         assert held.notes == ()
         assert (held.whole, held.rows) == (data, data.rows)
 
@@ -88,22 +88,22 @@ class TestForCalibration:
         data = opened(tmp_path, **arrays)  # an evaluation may do with that
         names = ", ".join(map(repr, arrays))
         with pytest.raises(DataError, match=f"calibration samples of {names} are all the same") as caught:
-            hold_for_calibration(data)
+            validate_for_calibration(data)
         assert "samples.npz" in caught.value.message
         assert caught.value.remedy
 
     def test_one_input_that_never_varies_is_noted(self, tmp_path):
         size = np.full((3, 2), 640, np.float32)
-        data = hold_for_calibration(opened(tmp_path, image=IMAGE, size=size, mask=np.ones((3, 2), np.int64)))
+        data = validate_for_calibration(opened(tmp_path, image=IMAGE, size=size, mask=np.ones((3, 2), np.int64)))
         assert data.notes == ("calibration samples of 'size' are all the same in samples.npz",)
 
     def test_a_difference_in_the_last_row_counts(self):
         rows = np.ones((2000, 1000), np.float32)
         rows[-1, -1] = 2
-        assert hold_for_calibration(Dataset("x", {"x": rows})).notes == ()
+        assert validate_for_calibration(Dataset("x", {"x": rows})).notes == ()
 
     def test_one_row_is_noted(self):
-        data = hold_for_calibration(Dataset("x", {"x": IMAGE[:1]}))
+        data = validate_for_calibration(Dataset("x", {"x": IMAGE[:1]}))
         assert data.notes == ("x has one row: ranges from one sample are not to be relied on",)
 
 
