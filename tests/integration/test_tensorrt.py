@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from enginesmith.pipeline import load_run
 from enginesmith.pipeline.artifact import file_digest
 from enginesmith.pipeline.engines.tensorrt import builder, manifest, versions
-from enginesmith.pipeline.engines.tensorrt.builder import Built, Order, Profile
+from enginesmith.pipeline.engines.tensorrt.builder import BuilderSettings, Built, Profile
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.frameworks.onnx import model_file
 
@@ -165,7 +165,7 @@ SINGLE: Profile = {"x": ((1, 64), (1, 64), (1, 64))}
 def in_process(folder: Path, *profiles: Profile, **options: Any) -> tuple[bytes, Built]:
     """The engine of the MLP, built in this process."""
     onnx.save(MLP, folder / "direct.onnx")
-    order = Order("tensorrt_rtx", RTX, BuildOptions(**options), None, ("sm86",), profiles or (WHOLE,))
+    order = BuilderSettings("tensorrt_rtx", RTX, BuildOptions(**options), None, ("sm86",), profiles or (WHOLE,))
     built = builder.build(order, folder / "direct.onnx", folder / "direct.engine", lambda text: None)
     return (folder / "direct.engine").read_bytes(), built
 

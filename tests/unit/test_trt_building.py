@@ -15,7 +15,7 @@ from enginesmith.pipeline.engines.tensorrt import builder as building
 from enginesmith.pipeline.engines.tensorrt import builder as timing
 from enginesmith.pipeline.engines.tensorrt import parser, versions
 from enginesmith.pipeline.engines.tensorrt.build_log import BuildLog
-from enginesmith.pipeline.engines.tensorrt.builder import Order
+from enginesmith.pipeline.engines.tensorrt.builder import BuilderSettings
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 
@@ -82,7 +82,7 @@ def configured(
     **options: Any,
 ) -> Any:
     known = RTX if flavour == "tensorrt_rtx" else ENTERPRISE
-    building._configure(TRT, config, Order(flavour, known, BuildOptions(**options), workspace, targets, ()))
+    building._configure(TRT, config, BuilderSettings(flavour, known, BuildOptions(**options), workspace, targets, ()))
     return config
 
 

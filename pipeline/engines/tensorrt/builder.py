@@ -208,8 +208,8 @@ _HEARTBEAT_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Order:
-    """What to build."""
+class BuilderSettings:
+    """Settings of one build of an engine."""
 
     flavour: FlavourName
     known: Capabilities
@@ -244,46 +244,50 @@ class Built:
         return self.log.figures.model_copy(update={"build_device_peak_bytes": self.device_peak_bytes})
 
 
-def build(order: Order, graph: Path, file: Path, progress: Progress) -> Built:
+def build(settings: BuilderSettings, graph: Path, file: Path, progress: Progress) -> Built:
     """Build ``graph`` and write the engine to ``file``.
 
     Raises:
         UnsupportedGraph, LimitTooSmall, BuilderFailed: by what the builder said.
         UsageError: a profile that does not fit, a timing cache from elsewhere.
     """
-    trt, log = module(order.flavour), BuildLog()
+    trt, log = module(settings.flavour), BuildLog()
     with listening(trt, log) as sink:
-        return _build(trt, log, sink, order, graph, file, progress)
+        return _build(trt, log, sink, settings, graph, file, progress)
 
 
-def _build(trt: Any, log: BuildLog, sink: Any, order: Order, graph: Path, file: Path, progress: Progress) -> Built:
-    parser.load_plugins(trt, order.options.plugins, sink, order.known)
+def _build(
+    trt: Any, log: BuildLog, sink: Any, settings: BuilderSettings, graph: Path, file: Path, progress: Progress
+) -> Built:
+    parser.load_plugins(trt, settings.options.plugins, sink, settings.known)
     builder = trt.Builder(sink)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    ledger = _ledger(trt, builder, order.device)
+    ledger = _ledger(trt, builder, settings.device)
     config = builder.create_builder_config()
     monitor = _monitor(trt)
     config.progress_monitor = monitor
-    _configure(trt, config, order)
-    cache = attach(trt, config, order.timing_cache, locked=order.options.locked) if order.timing_cache else None
+    _configure(trt, config, settings)
+    cache = (
+        attach(trt, config, settings.timing_cache, locked=settings.options.locked) if settings.timing_cache else None
+    )
 
     def work() -> Any:
-        _choose_device(order.device)
+        _choose_device(settings.device)
         log.take("INFO", "parsing the graph")
-        parser.parse(trt, network, sink, graph, order.known)
-        for profile in order.profiles:
+        parser.parse(trt, network, sink, graph, settings.known)
+        for profile in settings.profiles:
             config.add_optimization_profile(_profile(builder, network, profile))
         log.take("INFO", "building the engine")
         return builder.build_serialized_network(network, config)
 
-    _choose_device(order.device)
+    _choose_device(settings.device)
     plan = _watched(work, monitor, progress)
     if plan is None:
-        raise build_error(log, graph, order.workspace_bytes, order.flavour)
+        raise build_error(log, graph, settings.workspace_bytes, settings.flavour)
     with ThreadPoolExecutor(1) as pool:  # two things that both take a while and need no interpreter
         digest = pool.submit(lambda: hashlib.sha256(plan).hexdigest())
         file.write_bytes(plan)
-    timings = keep(cache, order.timing_cache, order.options.locked) if cache and order.timing_cache else None
+    timings = keep(cache, settings.timing_cache, settings.options.locked) if cache and settings.timing_cache else None
     limit = config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE)
     return Built(
         log=log,
@@ -311,10 +315,10 @@ def _choose_device(index: int | None) -> None:
         torch.cuda.set_device(index)
 
 
-def _configure(trt: Any, config: Any, order: Order) -> None:
-    options, pools, flags = order.options, trt.MemoryPoolType, trt.BuilderFlag
+def _configure(trt: Any, config: Any, settings: BuilderSettings) -> None:
+    options, pools, flags = settings.options, trt.MemoryPoolType, trt.BuilderFlag
     limits = {
-        pools.WORKSPACE: order.workspace_bytes,
+        pools.WORKSPACE: settings.workspace_bytes,
         pools.TACTIC_DRAM: options.tactic_dram,
         pools.TACTIC_SHARED_MEMORY: options.tactic_shared_memory,
     }
@@ -323,7 +327,7 @@ def _configure(trt: Any, config: Any, order: Order) -> None:
             config.set_memory_pool_limit(pool, limit)
             if config.get_memory_pool_limit(pool) != limit:  # it logs, and keeps what it had
                 raise UsageError(
-                    f"{order.flavour} does not take the limit of {limit} bytes for {pool.name}",
+                    f"{settings.flavour} does not take the limit of {limit} bytes for {pool.name}",
                     "give one between 1 byte and the memory of the device",
                 )
     chosen = {
@@ -334,27 +338,27 @@ def _configure(trt: Any, config: Any, order: Order) -> None:
         flags.REFIT: options.refit,
         flags.VERSION_COMPATIBLE: options.version_compatible,
         flags.EXCLUDE_LEAN_RUNTIME: options.version_compatible and not options.host_code,
-        flags.ERROR_ON_TIMING_CACHE_MISS: options.locked and order.known.timing_cache,
-        flags.EDITABLE_TIMING_CACHE: order.known.timing_cache,
+        flags.ERROR_ON_TIMING_CACHE_MISS: options.locked and settings.known.timing_cache,
+        flags.EDITABLE_TIMING_CACHE: settings.known.timing_cache,
         flags.MONITOR_MEMORY: True,
     }
     for flag, wanted in chosen.items():
         (config.set_flag if wanted else config.clear_flag)(flag)
         if config.get_flag(flag) != wanted:
-            raise MissingCapability(f"{order.flavour} does not take the builder flag {flag.name}", "leave it away")
+            raise MissingCapability(f"{settings.flavour} does not take the builder flag {flag.name}", "leave it away")
     if options.optimization_level is not None:
         config.builder_optimization_level = options.optimization_level
     if options.aux_streams is not None:
         config.max_aux_streams = options.aux_streams
     if options.tiling is not None:
         config.tiling_optimization_level = getattr(trt.TilingOptimizationLevel, options.tiling.upper())
-    if options.hardware_compatibility != "none" and "hardware_compatibility" not in order.known.no_effect:
+    if options.hardware_compatibility != "none" and "hardware_compatibility" not in settings.known.no_effect:
         level = getattr(trt.HardwareCompatibilityLevel, options.hardware_compatibility.upper())
         config.hardware_compatibility_level = level
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # the audit needs the layers
-    if order.targets:
-        config.num_compute_capabilities = len(order.targets)
-        for index, target in enumerate(order.targets):
+    if settings.targets:
+        config.num_compute_capabilities = len(settings.targets)
+        for index, target in enumerate(settings.targets):
             config.set_compute_capability(getattr(trt.ComputeCapability, target.upper()), index)
 
 

@@ -24,7 +24,7 @@ from enginesmith.pipeline.engines.base import (
 )
 from enginesmith.pipeline.engines.tensorrt import builder, manifest, parser, versions
 from enginesmith.pipeline.engines.tensorrt import layers as audits
-from enginesmith.pipeline.engines.tensorrt.builder import Built, Order, Profile, build, compute_capabilities
+from enginesmith.pipeline.engines.tensorrt.builder import BuilderSettings, Built, Profile, build, compute_capabilities
 from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions, hold
 from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, FlavourName
@@ -315,7 +315,7 @@ class TensorRT(WorkspaceEngine):
                 f"in {self.name} the workspace limit decides if the engine is built, and changes nothing else",
             )
         parser.hold(model, targets or ((here.target,) if here else ()), known)
-        order = Order(
+        settings = BuilderSettings(
             flavour=self.flavour,
             known=known,
             options=options,
@@ -325,10 +325,10 @@ class TensorRT(WorkspaceEngine):
             timing_cache=self._timing_cache(known, here),
             device=None if known.builds_without_gpu else request.device.index,
         )
-        built = build(order, request.artifact.path, request.out / ENGINE_FILE, request.progress)
+        built = build(settings, request.artifact.path, request.out / ENGINE_FILE, request.progress)
         notes = (*notes, *_sparse_layers(built.log.text))
         found = audits.audit(built.log.layers, model, signature, "build log")
-        record = self._manifest(request, order, built, found, here, trt.__version__, notes)
+        record = self._manifest(request, settings, built, found, here, trt.__version__, notes)
         manifest.path_beside(request.out / ENGINE_FILE).write_text(record.model_dump_json(indent=1) + "\n")
         (request.out / LOG_FILE).write_text(built.log.text)
         rejected = f"the engine is not what was asked for: {found.problems[0]}" if found.problems else ""
@@ -383,7 +383,7 @@ class TensorRT(WorkspaceEngine):
     def _manifest(
         self,
         request: BuildRequest,
-        order: Order,
+        settings: BuilderSettings,
         built: Built,
         found: audits.Audit,
         here: cuda.CudaDevice | None,
@@ -396,17 +396,17 @@ class TensorRT(WorkspaceEngine):
             engine=self.flavour,
             version=version,
             target=self.target,
-            compute_capabilities=order.targets or ((here.target,) if here else ()),
-            device=here.name if here and not order.known.builds_without_gpu else None,
-            driver=cuda.driver().version if not order.known.builds_without_gpu else None,
+            compute_capabilities=settings.targets or ((here.target,) if here else ()),
+            device=here.name if here and not settings.known.builds_without_gpu else None,
+            driver=cuda.driver().version if not settings.known.builds_without_gpu else None,
             sha256=built.sha256,
             bytes=engine.stat().st_size,
             model_sha256=request.artifact.sha256,
             timing_cache_sha256=built.timing_cache_sha256,
             workspace_limit_bytes=built.workspace_limit_bytes,
             workspace_asked_bytes=self.workspace_bytes,
-            options=order.options,
-            profiles=tuple(dict(profile) for profile in order.profiles),
+            options=settings.options,
+            profiles=tuple(dict(profile) for profile in settings.profiles),
             signature=request.artifact.signature,
             figures=built.figures,
             audit=found,
