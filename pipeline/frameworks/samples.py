@@ -46,7 +46,7 @@ class Samples(BaseModel):
 
 
 def batch_symbol(signature: Signature) -> str | None:
-    """The dynamic dimension that is the batch: ``batch``, else a word that leads every input."""
+    """Return the dynamic dimension that is the batch: ``batch``, else a word that leads every input."""
     if "batch" in signature.symbols:
         return "batch"
     leading = {spec.shape[0] if spec.shape else None for spec in signature.inputs}
@@ -55,14 +55,14 @@ def batch_symbol(signature: Signature) -> str | None:
 
 
 def fixed_batch(signature: Signature) -> int:
-    """The batch of a model that has no dynamic one: its inputs' common first dimension, else 1."""
+    """Return the batch of a model that has no dynamic one: its inputs' common first dimension, else 1."""
     leading = {spec.shape[0] if spec.shape else 1 for spec in signature.inputs}
     first = leading.pop() if len(leading) == 1 else 1
     return first if isinstance(first, int) else 1
 
 
 def check_feeds(signature: Signature, feeds: Feeds) -> None:
-    """As :meth:`Signature.check`, in plainer words where nothing but the batch size is not the one a model has fixed.
+    """Check feeds like :meth:`Signature.check`; a wrong fixed batch size is explained in plainer words.
 
     Raises:
         SignatureError: the feeds do not fit.
@@ -83,7 +83,7 @@ def check_feeds(signature: Signature, feeds: Feeds) -> None:
 def plan_ranges(
     signature: Signature, given: Mapping[str, ShapeRange], batches: tuple[int, ...], example: Mapping[str, int]
 ) -> dict[str, ShapeRange]:
-    """The range of every dynamic dimension: as given, else from the batches and the example's sizes.
+    """Return the range of every dynamic dimension: as given, else from the batches and the example's sizes.
 
     Raises:
         UsageError: a range for a dimension that is not dynamic, or one that leaves out a measured batch.
@@ -115,7 +115,7 @@ def _hold_batches(symbol: str, given: ShapeRange | None, batches: tuple[int, ...
 
 
 def plan_cases(signature: Signature, ranges: Mapping[str, ShapeRange], batches: tuple[int, ...]) -> tuple[Case, ...]:
-    """The distinct sets of sizes: min, opt and max of the ranges, and each batch with the rest at opt."""
+    """Return the distinct sets of sizes: min, opt and max of the ranges, and each batch with the rest at opt."""
     symbol = batch_symbol(signature)
     cases: dict[tuple[int, ...], Case] = {}
 
@@ -169,7 +169,7 @@ def feeds_for(
 
 
 def resized(feeds: Feeds, signature: Signature, sizes: Mapping[str, int]) -> dict[str, Array]:
-    """Feeds cut or repeated to other sizes of the dynamic dimensions."""
+    """Return feeds cut or repeated to other sizes of the dynamic dimensions."""
     return {spec.name: _fitted(feeds[spec.name], spec, sizes) for spec in signature.inputs}
 
 
@@ -201,7 +201,7 @@ def write_vector(reference: Path, file: Path) -> None:
 
 
 def read_vector(file: Path) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Feeds and expected outputs by name, as :func:`write_vector` left them."""
+    """Return feeds and expected outputs by name, as :func:`write_vector` left them."""
     with np.load(file, allow_pickle=False) as stored:
         arrays = {name: stored[name] for name in stored.files}
     feeds, outputs = (

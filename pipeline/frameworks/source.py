@@ -1,4 +1,4 @@
-"""What MODEL means on the command line. Nothing is imported or loaded here; that happens in a worker.
+"""Resolve MODEL of the command line. Nothing is imported or loaded here; that happens in a worker.
 
 ========================  =======================================================================
 ``digits``                a model of the zoo, with arguments if wanted: ``resnet50(num_classes=10)``
@@ -50,13 +50,13 @@ class Source(BaseModel):
 
     @property
     def name(self) -> str:
-        """A short name for folders and titles."""
+        """Return a short name for folders and titles."""
         last = Path(self.target.partition("@")[0]).stem if self.form != "module" else self.target.rpartition(".")[2]
         return f"{last}-{self.factory}" if self.form in ("file", "module") else last
 
     @property
     def is_torch(self) -> bool:
-        """Whether there is a module behind it that can be run eagerly."""
+        """Tell whether there is a module behind it that can be run eagerly."""
         return self.form not in ("onnx", "engine")
 
     @property
@@ -77,7 +77,7 @@ _HEAVY = {"transformers": "transformers.modeling_utils", "timm": "timm", "torchv
 
 
 def _transformers_modules(folder: Path) -> tuple[str, ...]:
-    """The module of a local model's class; of one on the hub nothing is known before it is loaded."""
+    """Return the module of a local model's class; of one on the hub nothing is known before it is loaded."""
     try:
         kind = json.loads((folder / "config.json").read_bytes())["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -86,7 +86,7 @@ def _transformers_modules(folder: Path) -> tuple[str, ...]:
 
 
 def _saved_libraries(folder: Path) -> tuple[str, ...]:
-    """Those of the model that was saved; none where its record cannot be read, which loading it will tell."""
+    """List libraries of the model that was saved; none where its record cannot be read, which loading explains."""
     try:
         inner = json.loads((folder / SAVED).read_bytes())["model"]
         return resolve(rebased(inner, folder, Path.cwd())).libraries
@@ -95,7 +95,7 @@ def _saved_libraries(folder: Path) -> tuple[str, ...]:
 
 
 def rebased(text: str, old: Path, new: Path) -> str:
-    """A MODEL argument whose path is taken from the folder ``old``, as it is given from the folder ``new``.
+    """Return a MODEL argument whose path is taken from the folder ``old``, as it is given from the folder ``new``.
 
     Names of zoo models, modules and libraries stay, and so do absolute paths.
     """

@@ -20,7 +20,7 @@ PASSES: Mapping[str, str] = {
     "simplify": "enginesmith.pipeline.passes.simplify:Simplify",
     "decompose-attention": "enginesmith.pipeline.passes.export.attention:DecomposeAttention",
     "sparsify": "enginesmith.pipeline.passes.sparsify.sparsify:Sparsify",
-    "equalise": "enginesmith.pipeline.passes.rescale.equalize:Equalise",
+    "equalise": "enginesmith.pipeline.passes.rescale.equalize:CrossLayerEqualization",
     "smooth": "enginesmith.pipeline.passes.rescale.smooth_quant:Smooth",
     "precision": "enginesmith.pipeline.passes.quantize.precision:Precision",
 }

@@ -100,7 +100,7 @@ class PrecisionPass(Pass):
 
 
 def by_reason(what: str, left: Mapping[str, str]) -> tuple[str, ...]:
-    """Sentences on what a pass did not do: names of groups or weights, those of one reason together."""
+    """Describe what a pass did not do: names of groups or weights, those of one reason together."""
     found: dict[str, list[str]] = {}
     for name, why in left.items():
         found.setdefault(why, []).append(name)

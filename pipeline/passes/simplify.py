@@ -68,7 +68,7 @@ def simplify_file(path: Path, out: Path, external_data_bytes: int, progress: Pro
 
 
 def _rewrite(path: Path, out: Path, external_data_bytes: int) -> tuple[int, int]:
-    """Nodes before and after; writes into ``out`` if there are fewer.
+    """Rewrite a graph and count nodes before and after; writes into ``out`` if there are fewer.
 
     Raises:
         ModelError: there are more.
@@ -150,7 +150,7 @@ def _settle_reshape(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> None
 
 
 def _drop_zero_states(node: "ir.Node") -> None:
-    """Initial states of zeros are what a recurrent operator takes by itself."""
+    """Drop initial states of zeros, which a recurrent operator takes by itself."""
     for position in (5, 6):
         if position < len(node.inputs) and _is_zero(node.inputs[position]):
             node.replace_input_with(position, None)
@@ -177,7 +177,7 @@ def _constant(node: "ir.Node", numbers: Sequence[int]) -> "ir.Value":
 
 
 def _name(dim: object) -> Dim:
-    """A dimension's number or name; None if it has neither."""
+    """Return a dimension's number or name; None if it has neither."""
     if isinstance(dim, int):
         return dim
     value = getattr(dim, "value", None)
@@ -305,7 +305,7 @@ def rewrite(model: "ir.Model") -> None:
 
 
 def _fold_and_rewrite(model: "ir.Model") -> None:
-    """Both in turns, as each opens ways for the other, until nothing disappears any more."""
+    """Repeat both in turns, as each opens ways for the other, until nothing disappears any more."""
     from onnx_ir.passes import common
     from onnxscript import optimizer, rewriter
 
@@ -322,7 +322,7 @@ def _fold_and_rewrite(model: "ir.Model") -> None:
 
 
 def _should_fold(node: "ir.Node") -> bool | None:
-    """Whether a node whose inputs are all constant is to be computed now; None leaves it to the library."""
+    """Tell whether a node whose inputs are all constant is to be computed now; None leaves it to the library."""
     if node.op_type in _NEVER or len(node.outputs) != 1:
         return False if node.op_type in _NEVER and _output_size(node) > _SMALL else None
     if _output_size(node) <= _SMALL and all(_size(value) <= _SMALL for value in node.inputs):
@@ -336,7 +336,7 @@ def _should_fold(node: "ir.Node") -> bool | None:
 
 
 def _vanishes(value: "ir.Value | None") -> bool:
-    """Whether a weight is read only by operators that will be folded too, so that nothing is kept twice."""
+    """Tell whether a weight is read only by operators that will be folded too, so that nothing is kept twice."""
     return value is not None and all(
         node.op_type in _ON_WEIGHTS and all(v is None or v.const_value is not None for v in node.inputs)
         for node in value.consumers()

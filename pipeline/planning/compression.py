@@ -16,7 +16,7 @@ from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.passes import graph_passes, passes_for
 from enginesmith.pipeline.passes.base import Pass
-from enginesmith.pipeline.passes.prune.options import PruneOptions, Target
+from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.passes.sparsify.options import Sparsity
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, SHAPES, Step, StepRef, Variant
 from enginesmith.pipeline.planning.precision import feeder
@@ -147,7 +147,7 @@ def compress(resolved: ResolvedRecipe, dense_plan: DensePlan) -> tuple[list[Vari
     return variants, steps
 
 
-def _plan_pruned(resolved: ResolvedRecipe, target: Target, dense_plan: DensePlan) -> CompressedModel:
+def _plan_pruned(resolved: ResolvedRecipe, target: PruneTarget, dense_plan: DensePlan) -> CompressedModel:
     steps = list(pruning_steps(resolved, target))
     made = steps[-1].id
     steps += _reference_steps(made, target.slug, baseline("torch"))
@@ -158,7 +158,7 @@ def _plan_pruned(resolved: ResolvedRecipe, target: Target, dense_plan: DensePlan
     return CompressedModel(tuple(steps), again, transform, steps[-1].id, prune=str(target))
 
 
-def pruning_steps(resolved: ResolvedRecipe, target: Target) -> Iterator[Step]:
+def pruning_steps(resolved: ResolvedRecipe, target: PruneTarget) -> Iterator[Step]:
     """Prune, and train back: in turns, where pruning is done in several steps.
 
     Raises:
@@ -183,7 +183,7 @@ def pruning_steps(resolved: ResolvedRecipe, target: Target) -> Iterator[Step]:
 
 
 def _pruning_turn(
-    resolved: ResolvedRecipe, name: StepRef, target: Target, options: PruneOptions, last: StepRef
+    resolved: ResolvedRecipe, name: StepRef, target: PruneTarget, options: PruneOptions, last: StepRef
 ) -> Iterator[Step]:
     """Prune once; a latency is searched for before, as a chain of trials each of which knows those before it."""
     recipe = resolved.recipe
@@ -210,7 +210,7 @@ def _pruning_turn(
     yield Step(name, wanted, {**needs, **before})
 
 
-def _measured_on(resolved: ResolvedRecipe, target: Target) -> Variant:
+def _measured_on(resolved: ResolvedRecipe, target: PruneTarget) -> Variant:
     """Choose the engine that a latency is measured on, on float graphs.
 
     Raises:

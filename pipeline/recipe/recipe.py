@@ -9,7 +9,7 @@ from enginesmith.models import MODELS
 from enginesmith.pipeline.engines.options import EngineOptions
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.passes.finetune.options import RecoverOptions
-from enginesmith.pipeline.passes.prune.options import PruneOptions, Target
+from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.passes.quantize.precisions import KINDS, Name
 from enginesmith.pipeline.passes.sparsify.options import SparsifyOptions, Sparsity
 from enginesmith.pipeline.recipe.options import (
@@ -138,13 +138,13 @@ class Recipe(EngineOptions, ModelOptions):
         return tuple(dict.fromkeys(value))
 
     @property
-    def prune_targets(self) -> tuple[Target, ...]:
+    def prune_targets(self) -> tuple[PruneTarget, ...]:
         """How far to prune, read.
 
         Raises:
             UsageError: one is no target.
         """
-        return tuple(Target.parse(text) for text in self.prune)
+        return tuple(PruneTarget.parse(text) for text in self.prune)
 
     @property
     def sparsities(self) -> tuple[Sparsity, ...]:

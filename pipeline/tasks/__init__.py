@@ -1,1 +1,1 @@
-"""What steps do. A task is a frozen model whose fields are its parameters."""
+"""Do the work of steps. A task is a frozen model whose fields are its parameters."""

@@ -39,30 +39,30 @@ class Task(BaseModel, ABC):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What is done, without where on this machine: the class, the fields, the classes of the fields."""
+        """Describe what is done, without where on this machine: the class, the fields, the classes of the fields."""
         fields = ((name, getattr(self, name)) for name in type(self).model_fields)
         kinds = {name: type(value).__name__ for name, value in fields if isinstance(value, BaseModel)}
         return {"task": type(self).__name__, **kinds, "fields": self.model_dump(mode="json")}
 
     @property
     def place(self) -> str:
-        """Where on this machine the task reads from, besides its inputs."""
+        """Return where on this machine the task reads from, besides its inputs."""
         return ""
 
     @property
     def runs_on(self) -> Device:
-        """The device that it takes."""
+        """Return the device that it takes."""
         found = getattr(self, "device", None)
         return found if isinstance(found, Device) else Device()
 
     @property
     def gpus(self) -> Literal["", "one", "all"]:
-        """The GPUs that it takes."""
+        """Return the GPUs that it takes."""
         return "one" if self.runs_on.kind == "cuda" else ""
 
     @property
     def machine_specific(self) -> bool:
-        """Whether it has to run on a machine of the target: what it makes or tells holds for no other kind."""
+        """Tell whether it has to run on a machine of the target: what it makes or tells holds for no other kind."""
         return self.exclusive or bool(self.gpus)
 
     @property
@@ -72,17 +72,17 @@ class Task(BaseModel, ABC):
 
     @property
     def tools(self) -> tuple[str, ...]:
-        """Distributions whose versions decide what comes out."""
+        """Return distributions whose versions decide what comes out."""
         return ()
 
     @property
     def environment_key(self) -> dict[str, Any]:
-        """Facts about this machine that decide what comes out; only measurements have some."""
+        """Return facts about this machine that decide what comes out; only measurements have some."""
         return {}
 
     @abstractmethod
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        """Do it: read the inputs, write into the empty folder ``out``."""
+        """Run the task: read the inputs, write into the empty folder ``out``."""
 
 
 class ResumableTask(Task):
@@ -90,7 +90,7 @@ class ResumableTask(Task):
 
     @abstractmethod
     def go_on(self, inputs: Inputs, out: Path, begun: Path, progress: Progress) -> Effect:
-        """As :meth:`run`; ``begun`` holds what an earlier process left there, and is removed once this one is done."""
+        """Run as :meth:`run` does; ``begun`` holds what an earlier process left there, and is removed in the end."""
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         with tempfile.TemporaryDirectory(prefix="enginesmith-begun-") as begun:

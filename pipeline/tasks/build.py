@@ -71,7 +71,7 @@ class Build(Task):
         return self.engine.build(self.request(inputs, out, progress))
 
     def request(self, inputs: Inputs, out: Path, progress: Progress) -> BuildRequest:
-        """What the engine is handed."""
+        """Make the engine's build request."""
         ranges = read_ranges(inputs[SHAPES]) if SHAPES in inputs else {}
         return BuildRequest(inputs["model"], out, self.device, ranges, progress)
 

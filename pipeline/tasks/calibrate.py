@@ -21,7 +21,11 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.passes.base import Progress
-from enginesmith.pipeline.passes.quantize.statistics import Watched, open_tapped, watched
+from enginesmith.pipeline.passes.quantize.statistics import (
+    CalibrationPoints,
+    find_calibration_points,
+    open_activation_capture,
+)
 from enginesmith.pipeline.tasks.base import Inputs, Task
 from enginesmith.pipeline.tensors import Array, Signature
 
@@ -65,7 +69,7 @@ class Feeder(BaseModel):
     options: DataOptions = AS_FOUND
 
     def open(self, model: Artifact, reference: Artifact) -> tuple[Feeding, tuple[Path, ...]]:
-        """The feeds for a model, and the files and folders that they were read from.
+        """Return the feeds for a model, and the files and folders that they were read from.
 
         Raises:
             DataError: the data cannot be used.
@@ -106,7 +110,7 @@ class Feeder(BaseModel):
         return found, (*sorted(files), *found.folders)
 
     def _sampled(self, given: Dataset, batch: int) -> Dataset:
-        """So many rows, or somewhat fewer so that they fill whole batches; a batch of more than there are repeats."""
+        """Sample rows, somewhat fewer so that they fill whole batches; a batch of more than there are repeats."""
         rows = min(self.samples, len(given))
         return given.sample(max(rows - rows % batch, 1) if rows % batch else self.samples, self.seed)
 
@@ -144,7 +148,7 @@ class Calibrate(Task):
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         model = inputs["model"]
         feeding, read = self.feeder.open(model, inputs["reference"])
-        chosen = watched(edit.load(model.path))
+        chosen = find_calibration_points(edit.load(model.path))
         collector = Collector(chosen.histograms, chosen.channels if self.channels else {})
         _collect(model, feeding, chosen, collector, progress)
         progress("choosing ranges")
@@ -165,9 +169,11 @@ class Calibrate(Task):
         )
 
 
-def _collect(model: Artifact, feeding: Feeding, chosen: Watched, collector: Collector, progress: Progress) -> None:
+def _collect(
+    model: Artifact, feeding: Feeding, chosen: CalibrationPoints, collector: Collector, progress: Progress
+) -> None:
     told = -(-len(feeding) // _REPORTS)
-    with open_tapped(model.path, chosen.taps) as session:
+    with open_activation_capture(model.path, chosen.taps) as session:
         for index, feeds in enumerate(feeding):
             if index % told == 0:
                 progress(f"running the float graph, {index} of {len(feeding)} feeds done")
@@ -177,7 +183,9 @@ def _collect(model: Artifact, feeding: Feeding, chosen: Watched, collector: Coll
             _hold_finite(model, chosen, collector, index * feeding.provenance.batch, feeding)
 
 
-def _hold_finite(model: Artifact, chosen: Watched, collector: Collector, position: int, feeding: Feeding) -> None:
+def _hold_finite(
+    model: Artifact, chosen: CalibrationPoints, collector: Collector, position: int, feeding: Feeding
+) -> None:
     """Insist on finite numbers wherever a product reads or writes them: masks may be infinite, and padding NaN."""
     if all(map(collector.finite, chosen.products)):
         return
@@ -191,7 +199,7 @@ def _hold_finite(model: Artifact, chosen: Watched, collector: Collector, positio
     )
 
 
-def _tensors(chosen: Watched, found: Mapping[str, TensorRange]) -> dict[str, TensorRange]:
-    """Every watched value, in the order in which they are computed."""
+def _tensors(chosen: CalibrationPoints, found: Mapping[str, TensorRange]) -> dict[str, TensorRange]:
+    """List every calibrated value, in the order in which they are computed."""
     sources = ((name, chosen.same.get(name, name)) for name in chosen.values)
     return {name: found[source] for name, source in sources if source in found}

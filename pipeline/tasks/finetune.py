@@ -98,11 +98,11 @@ class Recover(ResumableTask):
         )
 
     def opened(self, inputs: Inputs, rank: int, size: int) -> "Opened":
-        """Models and data, on the device of one of several processes."""
+        """Load models and data, on the device of one of several processes."""
         import torch
 
         from enginesmith.pipeline.frameworks.torch.saved import load_artifact
-        from enginesmith.pipeline.passes.finetune.data import divided
+        from enginesmith.pipeline.passes.finetune.data import split_data
         from enginesmith.pipeline.passes.finetune.setup import Work
         from enginesmith.pipeline.passes.finetune.trainer import Models, load_libraries
 
@@ -123,7 +123,7 @@ class Recover(ResumableTask):
         files = sorted(path for path in tracker.files if path.suffix != ".py" or own_code)
         models = Models(load_artifact(inputs[MODEL]), load_artifact(inputs[MODEL]), load_artifact(inputs[TEACHER]))
         models.ready(place)
-        material = divided(data, self.options.held_back, self.seed, place)
+        material = split_data(data, self.options.held_back, self.seed, place)
         fixed = None if samples.batch_symbol(signature) else samples.fixed_batch(signature)
         threads = max(1, self.device.thread_count // size)
         work = Work(models, material, self.options, metric, self.seed, threads, size, meter, fixed)
@@ -176,11 +176,11 @@ class Opened:
     reads: tuple[Path, ...]
 
     def recover(self, rank: int, size: int, begun: Path, tell: Progress) -> Recovery | None:
-        """Do it, as one of several processes; the first has a record to give."""
-        from enginesmith.pipeline.passes.finetune.data_parallel import joined
+        """Recover, as one of several processes; the first has a record to give."""
+        from enginesmith.pipeline.passes.finetune.data_parallel import join_processes
         from enginesmith.pipeline.passes.finetune.loop import recover
 
-        with joined(rank, size, self.work.material.device, begun / _MEETING) as team:
+        with join_processes(rank, size, self.work.material.device, begun / _MEETING) as team:
             return recover(self.work, team, begun, self.fingerprint, tell)
 
 
@@ -190,7 +190,7 @@ _MEETING = ".meeting"
 
 @contextlib.contextmanager
 def _helped(task: Recover, inputs: Inputs, begun: Path, size: int) -> Iterator[Callable[[], None]]:
-    """Other processes that share this one's batches; gives what has them start, once all are ready.
+    """Start other processes that share this one's batches; gives what has them begin, once all are ready.
 
     Raises:
         EnginesmithError: one of them failed, for which others may have failed too.
@@ -221,7 +221,7 @@ def _helped(task: Recover, inputs: Inputs, begun: Path, size: int) -> Iterator[C
 
 
 def _help(connection: Connection, task: Recover, inputs: Inputs, begun: Path, rank: int, size: int) -> None:
-    """A helping process's body: it makes ready, and then does its part."""
+    """Run a helping process: it makes ready, and then does its part."""
     opened: list[Opened] = []
 
     def answer(what: str, tell: Progress) -> None:
@@ -269,7 +269,7 @@ def _notes(record: Recovery, learnt: int) -> Iterator[str]:
 
 
 def _peak(device: Device) -> Iterator[str]:
-    """What a GPU's memory held at most; the host's is in every step's history."""
+    """Read the peak of a GPU's memory; the host's is in every step's history."""
     if device.kind == "cuda":
         import torch
 

@@ -148,7 +148,7 @@ class Shapes(Task):
 
 
 def _hold_given(signature: Signature, given: Mapping[str, ShapeRange]) -> None:
-    """An ONNX file brings no example that a range could be taken from, and none is made up."""
+    """Check that ranges are given: an ONNX file brings no example that one could be taken from."""
     missing = [name for name in signature.symbols if name not in given and name != samples.batch_symbol(signature)]
     if missing:
         raise UsageError(
@@ -158,12 +158,12 @@ def _hold_given(signature: Signature, given: Mapping[str, ShapeRange]) -> None:
 
 
 def read_ranges(record: Artifact) -> dict[str, ShapeRange]:
-    """What :class:`Shapes` wrote."""
+    """Read the record of :class:`Shapes`."""
     return {name: ShapeRange.parse(text) for name, text in json.loads(record.path.read_bytes()).items()}
 
 
 def example(model: Artifact) -> tuple[dict[str, Array], dict[str, int]]:
-    """A feed for each input, and the size it has along each dynamic dimension."""
+    """Return a feed for each input, and the size it has along each dynamic dimension."""
     assert model.signature is not None
     specs = model.signature.inputs
     if model.kind == "torch":
@@ -183,7 +183,7 @@ def example(model: Artifact) -> tuple[dict[str, Array], dict[str, int]]:
 
 
 def _made_up(spec: TensorSpec, sizes: Mapping[str, int], rng: np.random.Generator) -> Array:
-    """Normal floats; zeros and ones for integers, which every vocabulary has."""
+    """Draw normal floats; zeros and ones for integers, which every vocabulary has."""
     shape = spec.resolve(sizes)
     if spec.dtype.startswith("float"):
         return rng.standard_normal(shape).astype(spec.dtype)

@@ -85,9 +85,9 @@ class Sensitivity(Task):
         return Effect(file=RECORDS, summary=f"{len(records)} groups, {len(known)} measured{worst}", reads=reads)
 
     def _ratios(
-        self, inputs: Inputs, found: tuple[layers.Group, ...], progress: Progress
+        self, inputs: Inputs, found: tuple[layers.QuantizableOp, ...], progress: Progress
     ) -> tuple[dict[str, float], dict[str, str], tuple[Path, ...]]:
-        """Signal-to-noise ratios in dB by group, and why others have none."""
+        """Compute signal-to-noise ratios in dB by group, and why others have none."""
         model = inputs["model"]
         with tempfile.TemporaryDirectory(prefix="enginesmith-sensitivity-") as folder:
             quantised, both = Path(folder, "quantised"), Path(folder, "joint")
@@ -99,7 +99,7 @@ class Sensitivity(Task):
             left = {entry["group"]: entry["why"] for entry in precision.read(quantised)}
             floating, narrow = edit.load(model.path), edit.load(quantised / effect.file)
             require_opset(floating, narrow.opset_imports[""], self.step.precision)
-            measured = search.side_by_side(floating, narrow, found)
+            measured = search.add_layerwise_error(floating, narrow, found)
             if not measured:
                 return {}, left, ()
             edit.save(floating, both)
@@ -123,13 +123,13 @@ def _kind(node: "ir.Node") -> str:
     return node.op_type
 
 
-def _decibels(energies: Counter[str], group: layers.Group) -> float:
+def _decibels(energies: Counter[str], group: layers.QuantizableOp) -> float:
     signal, noise = (energies[search.output_name(group, what)] for what in (search.SIGNAL, search.NOISE))
     return round(10 * math.log10(max(signal, 1e-30) / max(noise, 1e-30)), 3)
 
 
 def _sizes(reference: Artifact) -> dict[str, int]:
-    """The usual sizes of dynamic dimensions."""
+    """Return the usual sizes of dynamic dimensions."""
     return {name: range_.opt for name, range_ in samples.read(reference.folder).ranges.items()}
 
 
@@ -178,7 +178,7 @@ class Goal(BaseModel):
         return found, reads
 
     def _fidelity(self, session: Session, reference: Artifact) -> Fidelity:
-        """The worst over the points of the shape range."""
+        """Return the worst over the points of the shape range."""
         thresholds = thresholds_for(self.threshold)
         if self.min_sqnr_db is not None:
             thresholds = thresholds.model_copy(update={"min_sqnr_db": self.min_sqnr_db, "max_error_of_range": 0.0})
@@ -277,7 +277,7 @@ class Search(Task):
         return _artifact("onnx", out / effect.file, inputs[MODEL])
 
     def _built(self, graph: Artifact, inputs: Inputs, scratch: Path, progress: Progress) -> Artifact:
-        """The engine of a graph.
+        """Return the engine of a graph.
 
         Raises:
             MissingCapability: it cannot run here.
@@ -332,7 +332,7 @@ class Assign(Task):
 
 
 def _why(name: str, trials: Sequence[Trial]) -> str:
-    """Why a group stays in floating point."""
+    """Explain why a group stays in floating point."""
     first = next((trial for trial in trials if name in trial.kept and trial.phase in ("sensitive", "speed")), None)
     if first is None or first.phase == "sensitive":
         return "among the most sensitive groups; the goal needs it"
@@ -346,7 +346,7 @@ def assignment(
     step: PrecisionPass,
     reasons: Mapping[str, str],
 ) -> list[dict[str, Any]]:
-    """What each group gets, as the precision pass reads it and reports show it."""
+    """List each group's precision, as the precision pass reads it and reports show it."""
     low, rest = step.precision.partition("+")[0], step.remainder
     return [
         {
@@ -364,7 +364,7 @@ def assignment(
 
 
 def kept_by(patterns: Sequence[str], groups: Sequence[GroupFact]) -> frozenset[str]:
-    """Groups whose name or module fits one of the patterns.
+    """Find groups whose name or module fits one of the patterns.
 
     Raises:
         UsageError: a pattern fits none.

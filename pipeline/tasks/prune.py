@@ -18,7 +18,7 @@ from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.candidate import Candidate
 from enginesmith.pipeline.measure.latency.rows import measure_latency
 from enginesmith.pipeline.passes.base import Pass, Progress
-from enginesmith.pipeline.passes.prune.options import PruneOptions, Target
+from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_records, write_records
@@ -44,7 +44,7 @@ class Prune(Task):
     title: ClassVar[str] = "prune"
     produces: ClassVar[Kind] = "torch"
 
-    target: Target
+    target: PruneTarget
     options: PruneOptions = PruneOptions()
     feeder: Feeder | None = None
     """Where samples come from for ``taylor``."""
@@ -81,7 +81,7 @@ class Prune(Task):
 
 
 def read_facts(artifact: Artifact) -> Facts:
-    """What was done to make a pruned model."""
+    """Read what was done to make a pruned model."""
     return Facts.model_validate_json((artifact.folder / FACTS).read_bytes())
 
 
@@ -178,7 +178,7 @@ def _facts(task: Prune, loaded: "LoadedModel", done: "Pruned") -> Facts:
 
 
 def _overall(done: "Pruned") -> tuple[Kept, ...]:
-    """One entry for each group, over all steps."""
+    """Merge the entries of each group over all steps."""
     found: dict[str, Kept] = {}
     for one in done.surgery.history:
         first = found.get(one.root, one)
@@ -188,7 +188,7 @@ def _overall(done: "Pruned") -> tuple[Kept, ...]:
 
 
 def summary(facts: Facts) -> str:
-    """One sentence."""
+    """Describe pruning in one sentence."""
     macs = f"{1 - facts.macs_after / max(facts.macs_before, 1):.1%} of MACs"
     numbers = f"{1 - facts.parameters_after / max(facts.parameters_before, 1):.1%} of parameters"
     width = f"channels {facts.channels_before:,} → {facts.channels_after:,} in {len(facts.groups)} groups"
@@ -269,11 +269,11 @@ class ToEngine(BaseModel):
 
     @property
     def tools(self) -> tuple[str, ...]:
-        """Distributions whose versions decide what comes out."""
+        """Return distributions whose versions decide what comes out."""
         return (*(tool for step in self.passes for tool in step.tools), *self.engine.tools)
 
     def build(self, inputs: Inputs, model: Artifact, out: Path, progress: Progress) -> Effect:
-        """The engine of a module in the folder ``out``; graphs on the way are thrown away."""
+        """Return the engine of a module in the folder ``out``; graphs on the way are thrown away."""
         ranges = read_ranges(inputs[SHAPES]) if SHAPES in inputs else {}
         with tempfile.TemporaryDirectory(prefix="enginesmith-prune-") as scratch:
             graph = model
@@ -362,7 +362,7 @@ class TryLatency(Task):
             return self._measured(share, made, inputs, progress)
 
     def _measured(self, share: float, made: Artifact, inputs: Inputs, progress: Progress) -> LatencyTrial:
-        """Median latency at the first batch size, as a share of the dense engine's measured beside it."""
+        """Measure the median latency at the first batch size, as a share of the dense engine's measured beside it."""
         batch, feeds = next(iter(measured_feeds(inputs[REFERENCE]).items()))
         candidates = [
             Candidate(name, self.way.engine, artifact, self.way.device)
@@ -403,7 +403,7 @@ class PruneToLatency(Prune):
 
 
 def _to_macs(task: Prune, share: float) -> Prune:
-    target = Target(kind="macs", value=1 - share)
+    target = PruneTarget(kind="macs", value=1 - share)
     return Prune(target=target, options=task.options, feeder=task.feeder, seed=task.seed)
 
 

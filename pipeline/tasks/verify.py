@@ -145,7 +145,7 @@ class Verify(Task):
 
 
 def required(outputs: Iterable[str], precision: str, min_sqnr_db: float | None) -> Thresholds:
-    """What outputs of these dtypes have to reach: the precision's thresholds, and those of fp16 where one is float16.
+    """Return the thresholds of outputs of these dtypes: the precision's, and those of fp16 where one is float16.
 
     An SQNR that was asked for stands instead of both.
     """
@@ -156,7 +156,7 @@ def required(outputs: Iterable[str], precision: str, min_sqnr_db: float | None) 
 
 
 def why_not(found: Fidelity) -> str:
-    """The output that is farthest from the reference, in words."""
+    """Return the output that is farthest from the reference, in words."""
     worst = next(one for one in found.outputs if not one.passed)
     if not worst.finite:
         return f"output {worst.name!r} has NaN or Inf where the reference has none"
@@ -166,14 +166,14 @@ def why_not(found: Fidelity) -> str:
 
 
 def _not_finite(value: Array) -> float:
-    """The share of elements that are NaN or infinite."""
+    """Return the share of elements that are NaN or infinite."""
     if not np.issubdtype(value.dtype, np.floating) or not value.size:
         return 0.0
     return float(np.mean(~np.isfinite(value)))
 
 
 def _hold_feedable(signature: Signature) -> None:
-    """numpy has no bfloat16, so there is nothing to feed or to compare."""
+    """Refuse bfloat16 inputs and outputs: numpy has no such type to feed or compare."""
     for spec in (*signature.inputs, *signature.outputs):
         if spec.dtype not in DTYPES:
             raise SignatureError(
@@ -184,7 +184,7 @@ def _hold_feedable(signature: Signature) -> None:
 def open_data(
     reference: str, inputs: Sequence[TensorSpec], count: int | None, seed: int, options: DataOptions
 ) -> tuple[Dataset, tuple[Path, ...]]:
-    """The evaluation data, or so many samples of it; and the files that it was read from."""
+    """Open the evaluation data, or so many samples of it; with the files that it was read from."""
     with track_files(allow_pickle=False) as tracker:
         data = open_dataset(reference, inputs, split="test", options=options)
     files = (path for path in tracker.files if path.suffix != ".py" or is_reference(reference))

@@ -14,7 +14,11 @@ from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.passes.rescale import channels
-from enginesmith.pipeline.passes.rescale.equalize import Equalise, Equalised, equalise
+from enginesmith.pipeline.passes.rescale.equalize import (
+    CrossLayerEqualization,
+    EqualizationResult,
+    equalize_cross_layer,
+)
 from enginesmith.pipeline.passes.run import run_pass
 
 Weights = dict[str, Any]
@@ -104,9 +108,9 @@ def statistics(value: Any, axes: tuple[int, ...]) -> ChannelStatistics:
     )
 
 
-def written(path: Path, ranges: Ranges | None = None) -> tuple[Path, Equalised]:
+def written(path: Path, ranges: Ranges | None = None) -> tuple[Path, EqualizationResult]:
     model = edit.load(path)
-    done = equalise(model, ranges)
+    done = equalize_cross_layer(model, ranges)
     out = path.parent / "out"
     out.mkdir(exist_ok=True)
     edit.save(model, out)
@@ -340,7 +344,7 @@ def artifact(path: Path, kind: Any = "onnx", sha256: str = "model") -> Artifact:
 
 def applied(path: Path, out: Path, records: Mapping[str, Artifact] | None = None, **options: Any) -> Effect:
     out.mkdir(parents=True)
-    return run_pass(Equalise(**options), artifact(path), out, lambda text: None, records or {})
+    return run_pass(CrossLayerEqualization(**options), artifact(path), out, lambda text: None, records or {})
 
 
 def test_the_pass_says_what_it_did_and_gives_the_same_bytes_twice(tmp_path: Path) -> None:
@@ -371,7 +375,7 @@ def test_the_pass_notes_what_became_of_clips(tmp_path: Path) -> None:
     assert "2 Clip nodes became Relu" in effect.notes[0]
     with pytest.raises(DataError, match="another model"):
         run_pass(
-            Equalise(),
+            CrossLayerEqualization(),
             artifact(before, sha256="other"),
             tmp_path / "seen",
             lambda text: None,

@@ -8,8 +8,8 @@ import onnx_ir as ir
 import pytest
 
 from enginesmith.pipeline.frameworks.onnx import evaluator
-from enginesmith.pipeline.passes.quantize.layers import Group
-from enginesmith.pipeline.passes.quantize.search import NOISE, SIGNAL, output_name, side_by_side
+from enginesmith.pipeline.passes.quantize.layers import QuantizableOp
+from enginesmith.pipeline.passes.quantize.search import NOISE, SIGNAL, add_layerwise_error, output_name
 from enginesmith.pipeline.tensors import Array
 
 _HEADER = '<ir_version: 10, opset_import: ["" : 21]>'
@@ -22,7 +22,9 @@ net (float[n, 4] x) => (float[n, 3] y) <float[4, 4] a, int8[4, 3] b_q, float b_s
    r_q = QuantizeLinear(r, r_s, zero)  r_d = DequantizeLinear(r_q, r_s, zero)
    b_d = DequantizeLinear(b_q, b_s)  y = MatMul(r_d, b_d) }}"""
 GROUPS = tuple(
-    Group(name=name, module="", operator="MatMul", activations=(x,), weight=w, bias=None, output=y, parameters=0)
+    QuantizableOp(
+        name=name, module="", operator="MatMul", activations=(x,), weight=w, bias=None, output=y, parameters=0
+    )
     for name, x, w, y in (("first", "x", "a", "h"), ("second", "r", "b", "y"))
 )
 
@@ -42,7 +44,7 @@ def weights() -> dict[str, Array]:
     return {"a": rng.standard_normal((4, 4), np.float32), "b": rng.standard_normal((4, 3), np.float32)}
 
 
-def joint(weights: dict[str, Array], tmp_path: Path) -> tuple[tuple[Group, ...], Path]:
+def joint(weights: dict[str, Array], tmp_path: Path) -> tuple[tuple[QuantizableOp, ...], Path]:
     quantised = parsed(
         QUANTISED,
         a=weights["a"],
@@ -52,7 +54,7 @@ def joint(weights: dict[str, Array], tmp_path: Path) -> tuple[tuple[Group, ...],
         zero=np.int8(0),
     )
     floating = parsed(FLOATING, **weights)
-    done = side_by_side(floating, quantised, GROUPS)
+    done = add_layerwise_error(floating, quantised, GROUPS)
     ir.save(floating, tmp_path / "joint.onnx")
     return done, tmp_path / "joint.onnx"
 

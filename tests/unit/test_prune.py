@@ -11,7 +11,7 @@ from enginesmith.pipeline.errors import DataError, ModelError, SourceError, Usag
 from enginesmith.pipeline.frameworks.source import rebased, resolve
 from enginesmith.pipeline.frameworks.torch import module, saved
 from enginesmith.pipeline.frameworks.torch.surgery import Before, named_tensors
-from enginesmith.pipeline.passes.prune.options import PruneOptions, Target
+from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.tasks.calibrate import Feeder
 from enginesmith.pipeline.tasks.load import Load
 from enginesmith.pipeline.tasks.prune import Prune, hold_runs, read_facts
@@ -36,7 +36,7 @@ def _artifact(path: Path, signature=None, kind="torch") -> Artifact:
 
 def pruned(parent: Artifact, out: Path, target: str = "0.3", feeder: Feeder | None = None, **options) -> Artifact:
     out.mkdir()
-    task = Prune(target=Target.parse(target), options=PruneOptions.model_validate(options), feeder=feeder)
+    task = Prune(target=PruneTarget.parse(target), options=PruneOptions.model_validate(options), feeder=feeder)
     effect = task.run({"model": parent}, out, quiet)
     return _artifact(out / effect.file, effect.signature)
 
@@ -51,7 +51,7 @@ def pruned(parent: Artifact, out: Path, target: str = "0.3", feeder: Feeder | No
     ],
 )
 def test_targets_are_read(text: str, kind: str, value: float, slug: str) -> None:
-    found = Target.parse(text)
+    found = PruneTarget.parse(text)
     assert (found.kind, found.value, found.slug, str(found)) == (kind, value, slug, text)
 
 
@@ -60,7 +60,7 @@ def test_targets_are_read(text: str, kind: str, value: float, slug: str) -> None
 )
 def test_targets_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(UsageError) as caught:
-        Target.parse(text)
+        PruneTarget.parse(text)
     assert "macs=-50%" in caught.value.remedy
 
 
@@ -71,28 +71,28 @@ def test_targets_that_are_none_are_refused(text: str) -> None:
 )
 def test_a_target_out_of_range_is_told_its_range(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        Target.parse(text)
+        PruneTarget.parse(text)
 
 
 def test_a_share_is_read_with_and_without_percent() -> None:
-    assert Target.parse("0.3") == Target.parse("30%")
-    assert Target.parse("macs=-0.5") == Target.parse("macs=-50%")
+    assert PruneTarget.parse("0.3") == PruneTarget.parse("30%")
+    assert PruneTarget.parse("macs=-0.5") == PruneTarget.parse("macs=-50%")
 
 
 def test_a_quantity_without_a_sign_is_refused_with_both_readings() -> None:
     with pytest.raises(
         UsageError, match=r"macs=0\.4 does not say whether 0\.4 of the MACs is removed or left"
     ) as caught:
-        Target.parse("macs=0.4")
+        PruneTarget.parse("macs=0.4")
     assert caught.value.remedy == "write macs=-40% to remove 40 %, or macs=-60% to leave that much"
 
 
 def test_stages_lead_to_the_target() -> None:
     left = 1.0
-    for stage in Target.parse("macs=-50%").stages(3):
+    for stage in PruneTarget.parse("macs=-50%").stages(3):
         left *= stage.left
     assert left == pytest.approx(0.5)
-    assert Target.parse("0.3").stages(1)[0].value == pytest.approx(0.3)
+    assert PruneTarget.parse("0.3").stages(1)[0].value == pytest.approx(0.3)
 
 
 def test_a_pruned_model_comes_back_bit_by_bit_and_can_be_pruned_again(tmp_path: Path) -> None:

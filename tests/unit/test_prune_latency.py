@@ -11,7 +11,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks.source import resolve
-from enginesmith.pipeline.passes.prune.options import PruneOptions, Target
+from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_records, write_records
 from enginesmith.pipeline.tasks.load import Load
@@ -55,7 +55,7 @@ def made(folder: Path) -> Path:
 
 
 def wanted(**options: Any) -> PruneToLatency:
-    return PruneToLatency(target=Target.parse("latency=-40%"), options=PruneOptions(multiple_of=1, **options))
+    return PruneToLatency(target=PruneTarget.parse("latency=-40%"), options=PruneOptions(multiple_of=1, **options))
 
 
 def trial(**options: Any) -> TryLatency:
@@ -72,7 +72,7 @@ def test_the_trial_that_keeps_the_most_is_made_again(tmp_path: Path) -> None:
     facts = read_facts(small)
     assert facts.macs_after / facts.macs_before == 0.5
     assert [one["macs_left"] for one in json.loads((tmp_path / "out" / TRIALS).read_text())] == [0.6, 0.25, 0.5, 0.55]
-    same = Prune(target=Target.parse("macs=-50%"), options=PruneOptions(multiple_of=1))
+    same = Prune(target=PruneTarget.parse("macs=-50%"), options=PruneOptions(multiple_of=1))
     same.run(given, made(tmp_path / "same"), quiet)
     for name in ("model.json", "state.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
@@ -101,7 +101,7 @@ def test_what_would_empty_a_layer_is_a_trial_that_failed(tmp_path: Path) -> None
 
 
 def test_a_first_trial_that_would_empty_a_layer_does_not_end_the_search(tmp_path: Path) -> None:
-    far = wanted().model_copy(update={"target": Target.parse("latency=-98%")})
+    far = wanted().model_copy(update={"target": PruneTarget.parse("latency=-98%")})
     first = trial().model_copy(update={"prune": far})
     effect = first.run(inputs(tmp_path, []), made(tmp_path / "out"), quiet)
     (only,) = read_records(record(tmp_path / "out" / effect.file))

@@ -12,7 +12,7 @@ from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.frameworks.torch import surgery
 from enginesmith.pipeline.frameworks.torch.surgery import Before, Surgery, apply, named_tensors
 from enginesmith.pipeline.passes.prune import prune as pruner
-from enginesmith.pipeline.passes.prune.options import PruneOptions, Target
+from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.passes.prune.prune import Pruned
 
 IMAGE = (2, 3, 8, 8)
@@ -125,7 +125,7 @@ def prune(model: nn.Module, shape: tuple[int, ...] = IMAGE, target: str = "0.3",
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator)
     chosen = PruneOptions.model_validate({"scope": "uniform", "multiple_of": 8, **options})
-    return pruner.prune(model.eval(), lambda: (model(x),), Target.parse(target), chosen)
+    return pruner.prune(model.eval(), lambda: (model(x),), PruneTarget.parse(target), chosen)
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -252,7 +252,7 @@ def test_one_attention_whose_heads_have_to_stay_does_not_speak_for_the_others() 
     first, second = (nn.MultiheadAttention(16, 4, batch_first=True) for _ in range(2))
     model = Of(forward, first=nn.Linear(16, 16), a=first, b=second, last=nn.Linear(16, 3)).eval()
     x = torch.randn(2, 5, 16)
-    done = pruner.prune(model, lambda: model(x), Target.parse("0.25"), PruneOptions())
+    done = pruner.prune(model, lambda: model(x), PruneTarget.parse("0.25"), PruneOptions())
     assert "its heads cannot go one by one: an output becomes [2, 3, 5, 5]" in done.whole["a.q_proj"]
     assert [(one.root, one.unit) for one in done.surgery.history] == [("b.q_proj", "head")]
 
@@ -470,6 +470,6 @@ def test_taylor_ranks_by_gradients() -> None:
             parameter.grad = torch.zeros_like(parameter)
         model[0].weight.grad[2:6] = 1.0
 
-    target, options = Target.parse("0.5"), PruneOptions(importance="taylor")
+    target, options = PruneTarget.parse("0.5"), PruneOptions(importance="taylor")
     done = pruner.prune(model, lambda: (model(x),), target, options, gradients=gradients)
     assert done.surgery.history[0].kept == (2, 3, 4, 5)

@@ -16,11 +16,11 @@ from enginesmith.pipeline.errors import DataError, ModelError, StepOutOfMemory
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
 from enginesmith.pipeline.passes.finetune import data, evaluate, losses, micro_batching
 from enginesmith.pipeline.passes.finetune import trainer as averaging
-from enginesmith.pipeline.passes.finetune.data import Batch, divided
-from enginesmith.pipeline.passes.finetune.data_parallel import Team
+from enginesmith.pipeline.passes.finetune.data import Batch, split_data
+from enginesmith.pipeline.passes.finetune.data_parallel import DataParallel
 from enginesmith.pipeline.passes.finetune.losses import feature_targets, output_targets
 from enginesmith.pipeline.passes.finetune.options import RecoverOptions, TrainingPlan
-from enginesmith.pipeline.passes.finetune.trainer import Models, Timekeeper, Trainer, shrunk
+from enginesmith.pipeline.passes.finetune.trainer import Models, TimeBudget, Trainer, shrunk
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def test_a_schedule_that_is_cut_goes_on_without_a_jump() -> None:
 
 def test_a_plan_that_ends_too_late_is_cut_to_what_there_is_time_for() -> None:
     plan = PLAN.model_copy(update={"steps": 100, "evaluate_every": 20})
-    kept = Timekeeper(100.0, 40.0, 1.0, _reviewed=-math.inf)
+    kept = TimeBudget(100.0, 40.0, 1.0, _reviewed=-math.inf)
     kept.stepped(30.0)  # the first does what is done once
     assert kept.steps_in_time(plan, 50) == 100  # nobody knows yet
     kept.stepped(1.0)
@@ -100,8 +100,8 @@ def trainer(loss: Callable[..., torch.Tensor], within: Callable[[], None] = lamb
     models = Models(model(), model(), model(seed=1))
     models.ready(CPU)
     plan = PLAN.model_copy(update={"steps": 8, "batch": 8, "micro_batch": 8})
-    material = divided(Dataset("set", {"image": images}), 0.2, 0, CPU)
-    return Trainer(models, material, loss, RecoverOptions(batch=8), plan, 0, Team(CPU), within)
+    material = split_data(Dataset("set", {"image": images}), 0.2, 0, CPU)
+    return Trainer(models, material, loss, RecoverOptions(batch=8), plan, 0, DataParallel(CPU), within)
 
 
 @pytest.mark.parametrize(
@@ -144,11 +144,11 @@ def test_a_step_that_took_more_than_is_allowed_is_done_in_smaller_parts() -> Non
 
 def test_what_is_judged_is_not_learnt_from() -> None:
     labels = np.repeat(np.arange(2), 10)
-    found = divided(Dataset("set", {"image": np.zeros((20, 1))}, labels), 0.3, 0, CPU)
+    found = split_data(Dataset("set", {"image": np.zeros((20, 1))}, labels), 0.3, 0, CPU)
     assert sorted(found.learnt + found.held_back) == list(range(20))
     assert np.bincount(labels[list(found.held_back)]).tolist() == [3, 3]
     with pytest.raises(DataError, match="1 sample"):
-        divided(Dataset("set", {"image": np.zeros((1, 1))}), 0.3, 0, CPU)
+        split_data(Dataset("set", {"image": np.zeros((1, 1))}), 0.3, 0, CPU)
 
 
 def test_distilling_classes_is_the_divergence_of_softened_probabilities() -> None:

@@ -10,7 +10,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.errors import InvalidGraph, ModelError
 from enginesmith.pipeline.frameworks.onnx import edit
-from enginesmith.pipeline.passes.quantize.statistics import Watched, open_tapped, watched
+from enginesmith.pipeline.passes.quantize.statistics import (
+    CalibrationPoints,
+    find_calibration_points,
+    open_activation_capture,
+)
 from enginesmith.pipeline.tensors import Array
 
 FLOAT, INT64, BFLOAT16 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BFLOAT16
@@ -43,12 +47,12 @@ def saved(
     return path
 
 
-def seen(folder: Path, *arguments: Any, **options: Any) -> Watched:
-    return watched(edit.load(saved(folder, *arguments, **options)))
+def seen(folder: Path, *arguments: Any, **options: Any) -> CalibrationPoints:
+    return find_calibration_points(edit.load(saved(folder, *arguments, **options)))
 
 
 def test_values_inputs_and_outputs_are_read_out_in_the_order_they_were_named(tmp_path: Path) -> None:
-    with open_tapped(saved(tmp_path), ["kept", "x", "y", "product"]) as tapped:
+    with open_activation_capture(saved(tmp_path), ["kept", "x", "y", "product"]) as tapped:
         found = tapped.run({"x": X, "unknown": X})
     assert list(found) == ["kept", "x", "y", "product"]
     np.testing.assert_allclose(found["product"], X @ WEIGHT)
@@ -60,7 +64,7 @@ def test_values_inputs_and_outputs_are_read_out_in_the_order_they_were_named(tmp
 def test_the_file_stays_as_it_is(tmp_path: Path) -> None:
     path = saved(tmp_path)
     before = path.read_bytes()
-    with open_tapped(path, ["product"]) as tapped:
+    with open_activation_capture(path, ["product"]) as tapped:
         tapped.run({"x": X})
     assert path.read_bytes() == before
 
@@ -69,7 +73,7 @@ def test_external_weights_are_found_from_any_folder(tmp_path: Path, monkeypatch:
     path = saved(tmp_path)
     onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights", size_threshold=0)
     monkeypatch.chdir(tmp_path.parent)
-    with open_tapped(Path(tmp_path.name, path.name), ["product"]) as tapped:
+    with open_activation_capture(Path(tmp_path.name, path.name), ["product"]) as tapped:
         np.testing.assert_allclose(tapped.run({"x": X})["product"], X @ WEIGHT)
 
 
@@ -77,19 +81,19 @@ def test_external_weights_are_found_from_any_folder(tmp_path: Path, monkeypatch:
 def test_what_is_not_computed_in_the_main_graph_cannot_be_read_out(tmp_path: Path, name: str) -> None:
     nodes = (*DENSE, helper.make_node("If", ["flag"], ["z"], then_branch=BRANCH, else_branch=BRANCH))
     path = saved(tmp_path, nodes, {"w": WEIGHT, "flag": np.array(True)})
-    with pytest.raises(ModelError, match=f"computes no value '{name}'"), open_tapped(path, ["kept", name]):
+    with pytest.raises(ModelError, match=f"computes no value '{name}'"), open_activation_capture(path, ["kept", name]):
         pass
 
 
 def test_graphs_and_feeds_that_do_not_run_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidGraph, match="cannot read"), open_tapped(tmp_path / "nothing.onnx", []):
+    with pytest.raises(InvalidGraph, match="cannot read"), open_activation_capture(tmp_path / "nothing.onnx", []):
         pass
     path = saved(tmp_path, (helper.make_node("Odd", ["x"], ["y"]),))
-    with pytest.raises(ModelError, match="cannot load"), open_tapped(path, ["y"]):
+    with pytest.raises(ModelError, match="cannot load"), open_activation_capture(path, ["y"]):
         pass
     for feeds in ({}, {"x": X[:, :2]}, {"x": X.astype(np.float64)}):
         with (
-            open_tapped(saved(tmp_path), ["y"]) as tapped,
+            open_activation_capture(saved(tmp_path), ["y"]) as tapped,
             pytest.raises(ModelError, match="failed on these feeds"),
         ):
             tapped.run(feeds)
@@ -150,7 +154,7 @@ def test_only_floats_that_numpy_has_are_watched(tmp_path: Path) -> None:
     )
     assert seen(tmp_path, nodes).values == ("x", "y")
     path = saved(tmp_path, (helper.make_node("MatMul", ["x", "w"], ["y"]),), shape=("b", 4), kind=BFLOAT16)
-    assert watched(edit.load(path)) == Watched((), frozenset(), {}, frozenset(), {})
+    assert find_calibration_points(edit.load(path)) == CalibrationPoints((), frozenset(), {}, frozenset(), {})
 
 
 def test_operators_of_other_domains_are_watched_from_outside(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""How much of a graph is in which precision, counted from the graph itself."""
+"""Read, edit, evaluate and count ONNX graphs."""

@@ -1,4 +1,4 @@
-"""Which share of a graph's work and of its weights is in which precision: what a variant's name is held against."""
+"""Compute which share of a graph's work and of its weights is in which precision."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ _NARROW = ("int8", "uint8", "float8e4m3fn", "float8e5m2", "int4", "uint4", "floa
 
 
 def count(structure: Structure, products: AbstractSet[str], *, halves: bool, executed: bool) -> int:
-    """Connected runs of operators in low precision; ``products`` are the ones known to be in it.
+    """Find connected runs of operators in low precision; ``products`` are the ones known to be in it.
 
     In a graph still to be built (not ``executed``), an operator between DequantizeLinear and QuantizeLinear is in low
     precision, as engines fuse that; and a value quantised and dequantised between two of them connects them.
@@ -63,7 +63,7 @@ def count(structure: Structure, products: AbstractSet[str], *, halves: bool, exe
 
 
 def _typed_low(node: "onnx.NodeProto", structure: Structure, halves: bool) -> bool:
-    """Whether a node reads and writes values of low precision themselves."""
+    """Tell whether a node reads and writes values of low precision themselves."""
     kinds = _HALF if halves else _NARROW
     reads = any(_is(value, structure, kinds) for value in node.input if value not in structure.seen.constants)
     return reads and any(_is(value, structure, kinds) for value in node.output)
@@ -86,7 +86,7 @@ def _between_pairs(node: "onnx.NodeProto", structure: Structure, low: "dict[str,
 
 
 def _quantised_at_once(node: "onnx.NodeProto", structure: Structure) -> bool:
-    """Rectifying before quantising costs nothing: it is part of how the result is rounded."""
+    """Fold a Relu into quantisation, where it costs nothing: it is part of how the result is rounded."""
     readers = list(structure.readers_of(node))
     return bool(readers) and all(
         reader.op_type in QUANTISERS or (reader.op_type in _RECTIFIERS and _quantised_at_once(reader, structure))
@@ -173,7 +173,7 @@ def of(path: Path, sizes: Mapping[str, int], *, executed: bool = False) -> Cover
 
 
 def _plain(operator: str) -> str:
-    """What people call it: ONNX Runtime's integer kernels are still convolutions and products."""
+    """Translate an operator to its usual name: ONNX Runtime's integer kernels are still convolutions and products."""
     for word in ("ConvTranspose", "Conv", "MatMul", "Gemm", "Attention", "LSTM"):
         if word in operator:
             return word
@@ -186,7 +186,7 @@ def _shares(counts: Mapping[str, int], total: int) -> dict[str, float]:
 
 
 def _precision(node: "onnx.NodeProto", structure: Structure, executed: bool) -> str:
-    """What a product is computed in."""
+    """Find the precision that a product is computed in."""
     if node.op_type in _INTEGER_KERNELS:
         return "int8"
     if node.op_type in _PACKED and attributes(node).get("accuracy_level", 0) == _INT8_ACCURACY:
@@ -198,13 +198,13 @@ def _precision(node: "onnx.NodeProto", structure: Structure, executed: bool) -> 
 
 
 def _asked(node: "onnx.NodeProto", structure: Structure) -> set[str]:
-    """Precisions of a product's operands before they are dequantised."""
+    """Return precisions of a product's operands before they are dequantised."""
     operands = node.input[: _OPERANDS.get(node.op_type, 2)]
     return {_PRECISIONS.get(structure.stored(name), _UNKNOWN) for name in operands if name}
 
 
 def _unfused(node: "onnx.NodeProto", structure: Structure) -> bool:
-    """Whether a product in floating point reads what was dequantised, and perhaps cast after that."""
+    """Tell whether a product in floating point reads what was dequantised, and perhaps cast after that."""
     given = _PRECISIONS.get(structure.stored(node.input[0], through=("Cast",)))
     return given in _EIGHT_BITS and node.op_type not in _INTEGER_KERNELS
 

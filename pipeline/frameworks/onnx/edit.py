@@ -1,4 +1,4 @@
-"""What the passes over ONNX graphs share: loading, naming, tidying, saving."""
+"""Load, name, tidy and save ONNX graphs for passes."""
 
 import shutil
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ _INLINE_BYTES = 1024  # weights up to this size stay in the graph file, where sh
 
 
 def load(path: Path) -> "ir.Model":
-    """The graph with its external weights mapped, not read.
+    """Return the graph with its external weights mapped, not read.
 
     Raises:
         InvalidGraph: the file does not hold what its header says.
@@ -71,13 +71,13 @@ def pass_on(path: Path, out: Path, note: str) -> Effect:
 
 
 def weight_bytes(model: "ir.Model") -> int:
-    """Bytes of all initialisers, subgraphs included."""
+    """Return bytes of all initialisers, subgraphs included."""
     values = (value for graph in model.graphs() for value in graph.initializers.values())
     return sum(value.const_value.nbytes for value in values if value.const_value is not None)
 
 
 def node_count(model: "ir.Model") -> int:
-    """Nodes of the graph, its subgraphs and its functions."""
+    """Return nodes of the graph, its subgraphs and its functions."""
     import onnx_ir as ir
 
     return sum(1 for body in _bodies(model) for _ in ir.traversal.RecursiveGraphIterator(body))
@@ -122,7 +122,7 @@ def _strip(holder: "ir.Node | ir.Value | ir.Graph") -> None:
 
 
 def _module_path(node: "ir.Node", wrapper: str) -> str:
-    """Dotted path of the module that a node came from, as the exporters noted it; empty if they did not."""
+    """Return dotted path of the module that a node came from, as the exporters noted it; empty if they did not."""
     import ast
 
     known = node.metadata_props.get(MODULE_KEY)
@@ -137,7 +137,7 @@ def _module_path(node: "ir.Node", wrapper: str) -> str:
 
 
 def _joined(scopes: list[str]) -> str:
-    """The TorchScript exporter's ``layer1/layer1.0/conv1`` as ``layer1.0.conv1``."""
+    """Return the TorchScript exporter's ``layer1/layer1.0/conv1`` as ``layer1.0.conv1``."""
     parts: list[str] = []
     for scope in scopes:
         if parts and scope.startswith(f"{parts[-1]}."):
@@ -150,7 +150,7 @@ def _joined(scopes: list[str]) -> str:
 
 
 def read(value: "ir.Value | None") -> Array | None:
-    """The numbers of a constant; None for what is computed, fed, or could be fed in its place."""
+    """Return the numbers of a constant; None for what is computed, fed, or could be fed in its place."""
     import onnx_ir as ir
 
     if value is None or value.is_graph_input():
@@ -160,7 +160,7 @@ def read(value: "ir.Value | None") -> Array | None:
 
 
 def is_weight(value: "ir.Value | None") -> bool:
-    """Whether it is an initialiser of float32 that nothing can be fed in the place of."""
+    """Tell whether it is an initialiser of float32 that nothing can be fed in the place of."""
     import onnx_ir as ir
 
     return (
@@ -173,7 +173,7 @@ def is_weight(value: "ir.Value | None") -> bool:
 
 
 def is_factor(value: "ir.Value | None") -> bool:
-    """Whether it is a constant of float32, so that :func:`multiply` can put another in its place."""
+    """Tell whether it is a constant of float32, so that :func:`multiply` can put another in its place."""
     numbers = read(value)
     return numbers is not None and numbers.dtype == np.float32
 
@@ -225,7 +225,7 @@ def write(node: "ir.Node", index: int, numbers: Array) -> None:
 
 
 def new(graph: "ir.Graph", name: str, numbers: Array) -> "ir.Value":
-    """A new initialiser, under this name or one like it."""
+    """Return a new initialiser, under this name or one like it."""
     import onnx_ir as ir
 
     name = free_name(graph, name)
@@ -263,7 +263,7 @@ class Names:
             self._taken |= {node.name for node in body} | {value.name for node in body for value in node.outputs}
 
     def new(self, wanted: str) -> str:
-        """The name that is wanted, with a number behind it if it is taken; it is taken from now on."""
+        """Return the name that is wanted, with a number behind it if it is taken; it is taken from now on."""
         found, count = wanted, 1
         while found in self._taken:
             count += 1

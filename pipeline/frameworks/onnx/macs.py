@@ -1,4 +1,4 @@
-"""How much work the products of a graph are: multiply-adds of each one, at concrete sizes.
+"""Count the work of a graph's products: multiply-adds of each one, at concrete sizes.
 
 What a kernel multiplies counts, so blocks of channels that ONNX Runtime fills up with zeros do too. Additions alone
 (normalisations, softmax, activations) do not. Loops count once, as their length is not in the file.
@@ -29,12 +29,12 @@ def macs(path: Path, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def products(seen: View) -> dict[str, int | None]:
-    """The same of a file that was read already; None where shapes are not known."""
+    """Return the same of a file that was read already; None where shapes are not known."""
     return {name: _macs(node, seen) for name, node in seen.nodes.items() if is_product(node)}
 
 
 def is_product(node: "onnx.NodeProto") -> bool:
-    """Whether what a node does is counted in multiply-adds."""
+    """Tell whether what a node does is counted in multiply-adds."""
     return node.op_type in _FORMULAS and len(node.input) > 1
 
 
@@ -46,7 +46,7 @@ def _macs(node: "onnx.NodeProto", seen: View) -> int | None:
 
 
 def _shape(node: "onnx.NodeProto", index: int, seen: View) -> Shape:
-    """The shape of an input; ValueError where it is not known."""
+    """Return the shape of an input; ValueError where it is not known."""
     return _known(seen.value(node.input[index]))
 
 
@@ -61,13 +61,13 @@ def _known(value: Value) -> Shape:
 
 
 def _convolution(node: "onnx.NodeProto", seen: View) -> int:
-    """Each element of the result takes a filter, which is all of the weight but the first dimension."""
+    """Count a convolution: each result takes a filter, all of the weight but its first dimension."""
     weight = 3 if node.op_type == "QLinearConv" else 1
     return prod(_result(node, seen)) * prod(_shape(node, weight, seen)[1:])
 
 
 def _transposed_convolution(node: "onnx.NodeProto", seen: View) -> int:
-    """Each element of the input is multiplied by all of the weight but the first dimension."""
+    """Count a transposed convolution: each input meets all of the weight but its first dimension."""
     return prod(_shape(node, 0, seen)) * prod(_shape(node, 1, seen)[1:])
 
 
@@ -82,7 +82,7 @@ def _packed_product(node: "onnx.NodeProto", seen: View) -> int:
 
 
 def _einsum(node: "onnx.NodeProto", seen: View) -> int:
-    """Without a second operand nothing is multiplied; of more of them, all at once are one loop over every label."""
+    """Count an Einsum: of two operands or more, one loop over every label; of one, nothing."""
     terms = attributes(node)["equation"].decode().replace(" ", "").partition("->")[0].split(",")
     shapes = [_shape(node, index, seen) for index in range(len(node.input))]
     return prod(
@@ -99,7 +99,7 @@ def _labels(term: str, shape: Shape) -> list[tuple[str, int]]:
 
 
 def _attention(node: "onnx.NodeProto", seen: View) -> int:
-    """Queries times keys, and weights times values: each query's head meets each key.
+    """Count queries times keys, and weights times values: each query's head meets each key.
 
     3-D and 4-D inputs alike: queries and result together hold what is multiplied for one key.
     """
@@ -110,7 +110,7 @@ def _attention(node: "onnx.NodeProto", seen: View) -> int:
 
 
 def _fused_attention(node: "onnx.NodeProto", seen: View) -> int:
-    """com.microsoft: without a key of its own, queries, keys and values are packed in one input."""
+    """Count com.microsoft's attention: without a key of its own, all are packed in one input."""
     query = _shape(node, 0, seen)
     result = prod(_result(node, seen))
     if len(node.input) > 1 and node.input[1]:
@@ -120,13 +120,13 @@ def _fused_attention(node: "onnx.NodeProto", seen: View) -> int:
 
 
 def _projected_attention(node: "onnx.NodeProto", seen: View) -> int:
-    """com.microsoft: the projections are inside, one matrix for all of them."""
+    """Count com.microsoft's attention with its projections inside, one matrix for all of them."""
     batch, length, _ = _shape(node, 0, seen)
     return batch * length * prod(_shape(node, 1, seen)) + 2 * length * prod(_result(node, seen))
 
 
 def _recurrence(node: "onnx.NodeProto", seen: View) -> int:
-    """Each step multiplies by the weights of input and state of every direction."""
+    """Count a recurrence: each step multiplies by the weights of input and state of every direction."""
     sequence = _shape(node, 0, seen)
     return sequence[0] * sequence[1] * (prod(_shape(node, 1, seen)) + prod(_shape(node, 2, seen)))
 
@@ -173,15 +173,15 @@ class Structure:
                 self.readers.setdefault(value, []).append(name)
 
     def maker(self, value: str) -> "onnx.NodeProto | None":
-        """The node that makes a value; None for inputs and initialisers."""
+        """Return the node that makes a value; None for inputs and initialisers."""
         return self.seen.nodes[self.makers[value]] if value in self.makers else None
 
     def readers_of(self, node: "onnx.NodeProto") -> "Iterator[onnx.NodeProto]":
-        """The nodes that read what a node makes."""
+        """Return the nodes that read what a node makes."""
         return (self.seen.nodes[name] for output in node.output for name in self.readers.get(output, ()))
 
     def source(self, value: str, through: tuple[str, ...] = ()) -> str:
-        """The value that one is made from by nothing but changes of layout, and operators of these types."""
+        """Return the value that one is made from by nothing but changes of layout, and operators of these types."""
         node = self.maker(value)
         while node is not None and node.op_type in (*_LAYOUT, *through):
             value = node.input[0]
@@ -189,7 +189,7 @@ class Structure:
         return value
 
     def stored(self, value: str, through: tuple[str, ...] = ()) -> str:
-        """The dtype that a value had before it was dequantised; its own, if it was not."""
+        """Return the dtype that a value had before it was dequantised; its own, if it was not."""
         found = self.source(value, through)
         node = self.maker(found)
         return self.seen.value(
@@ -198,13 +198,13 @@ class Structure:
 
     @property
     def pairs(self) -> int:
-        """QuantizeLinear nodes with a DequantizeLinear behind them."""
+        """Find QuantizeLinear nodes with a DequantizeLinear behind them."""
         quantisers = (node for node in self.seen.nodes.values() if node.op_type == "QuantizeLinear")
         return sum(any(one.op_type == "DequantizeLinear" for one in self.readers_of(node)) for node in quantisers)
 
     @property
     def scales(self) -> frozenset[str]:
-        """Names of the scales and zero points that may have more than one dimension."""
+        """Return names of the scales and zero points that may have more than one dimension."""
         return frozenset(
             value
             for node in self.seen.nodes.values()

@@ -52,7 +52,7 @@ class Summary(BaseModel):
 
 
 def read(path: Path) -> "onnx.ModelProto":
-    """The parsed file, its external weights left on disk.
+    """Parse a file, its external weights left on disk.
 
     Raises:
         InvalidGraph: there is no such file, or it is not a whole ONNX model.
@@ -78,7 +78,7 @@ def read(path: Path) -> "onnx.ModelProto":
 
 
 def skeleton(path: Path) -> "onnx.ModelProto":
-    """The parsed file without the values of large weights, for whoever looks at structure and types alone."""
+    """Parse a file without the values of large weights, for whoever looks at structure and types alone."""
     model = read(path)
     for tensor in tensors(model):
         if len(tensor.raw_data) > _SKELETON_BYTES:
@@ -237,7 +237,7 @@ def _dim(dim: "onnx.TensorShapeProto.Dimension", fallback: str) -> int | str:
 
 
 def dtype_name(elem_type: int) -> str:
-    """numpy's name for an ONNX element type; ONNX's own, in lower case, where numpy has none."""
+    """Return numpy's name for an ONNX element type; ONNX's own, in lower case, where numpy has none."""
     import onnx
 
     try:
@@ -312,7 +312,7 @@ def _bytes(elem_type: int, count: int) -> int:
 
 
 def external_files(path: Path) -> list[str]:
-    """Names of the weight files beside the model, sorted.
+    """Return names of the weight files beside the model, sorted.
 
     Raises:
         InvalidGraph: the file cannot be read.
@@ -321,7 +321,7 @@ def external_files(path: Path) -> list[str]:
 
 
 def nodes(model: "onnx.ModelProto") -> Iterator["onnx.NodeProto"]:
-    """Every node: of the graph, of subgraphs and of function bodies."""
+    """Yield every node: of the graph, of subgraphs and of function bodies."""
     for body in (model.graph, *model.functions):
         yield from _walk(body.node)
 
@@ -342,7 +342,7 @@ def subgraphs(node: "onnx.NodeProto") -> Iterator["onnx.GraphProto"]:
 
 
 def tensors(model: "onnx.ModelProto") -> Iterator["onnx.TensorProto"]:
-    """Every constant: initialisers and attributes, of subgraphs and function bodies too."""
+    """Yield every constant: initialisers and attributes, of subgraphs and function bodies too."""
     graphs = [model.graph, *(graph for node in nodes(model) for graph in subgraphs(node))]
     for graph in graphs:
         yield from graph.initializer
@@ -360,7 +360,7 @@ def _is_external(tensor: "onnx.TensorProto") -> bool:
 
 
 def _region(tensor: "onnx.TensorProto") -> tuple[str, int, int]:
-    """Where external data lies: file name, offset and length in bytes.
+    """Locate external data: file name, offset and length in bytes.
 
     Raises:
         InvalidGraph: offset or length are no numbers.

@@ -53,8 +53,8 @@ _MATRIX = 2
 _FLAT = 4  # rank of what is pooled whole, where no kernel tells it
 
 
-def stand_ins(node: "onnx.NodeProto", dims: Mapping[str, Sequence[int]]) -> "list[onnx.NodeProto] | None":
-    """Standard nodes with the shapes and types of a foreign one; None where no rule for it fits.
+def replace_contrib_op(node: "onnx.NodeProto", dims: Mapping[str, Sequence[int]]) -> "list[onnx.NodeProto] | None":
+    """Make standard nodes with the shapes and types of a foreign one; None where no rule for it fits.
 
     ``dims`` has the dimensions of initialisers by name.
     """
@@ -66,14 +66,14 @@ def stand_ins(node: "onnx.NodeProto", dims: Mapping[str, Sequence[int]]) -> "lis
 
 
 def attributes(node: "onnx.NodeProto") -> dict[str, Any]:
-    """A node's attributes by name, as Python values."""
+    """Return a node's attributes by name, as Python values."""
     import onnx.inliner
 
     return {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
 
 
 def channels_last(node: "onnx.NodeProto") -> bool:
-    """Whether a node reads and writes images with the channels as the last dimension."""
+    """Tell whether a node reads and writes images with the channels as the last dimension."""
     return (
         node.domain == _CHANNELS_LAST
         or node.op_type in ("NhwcFusedConv", "NhwcMaxPool")
@@ -105,7 +105,7 @@ def _to_channels_last(rank: int) -> list[int]:
 
 
 def _turned(node: "onnx.NodeProto", inner: "onnx.NodeProto", rank: int) -> "Iterator[onnx.NodeProto]":
-    """A standard node, between transpositions where the foreign one has its channels last."""
+    """Make a standard node, between transpositions where the foreign one has its channels last."""
     if not channels_last(node):
         yield inner
         return
@@ -135,7 +135,7 @@ def _pool(node: "onnx.NodeProto", dims: Mapping[str, Sequence[int]]) -> "Iterato
 
 
 def _reorder_output(node: "onnx.NodeProto", dims: Mapping[str, Sequence[int]]) -> "Iterator[onnx.NodeProto]":
-    """Channels beyond the real ones, which fill the last block, are cut off."""
+    """Cut off channels beyond the real ones, which fill the last block."""
     given, name = attributes(node), node.output[0]
     for part, value in (("start", 0), ("end", given["channels"]), ("axis", 1)):
         yield _make("Constant", [], [f"{name}/{part}"], value_ints=[value])
@@ -189,7 +189,7 @@ def _matrix_product(node: "onnx.NodeProto", dims: Mapping[str, Sequence[int]]) -
 
 
 def _times(node: "onnx.NodeProto", rows: int, columns: int) -> "Iterator[onnx.NodeProto]":
-    """A product with a matrix of these dimensions that is not there as such."""
+    """Return a product with a matrix of these dimensions that is not there as such."""
     name = f"{node.output[0]}/matrix"
     yield _make("Constant", [], [f"{name}/shape"], value_ints=[rows, columns])
     yield _make("ConstantOfShape", [f"{name}/shape"], [name])
@@ -202,7 +202,7 @@ def _packed_product(node: "onnx.NodeProto", dims: Mapping[str, Sequence[int]]) -
 
 
 def _attention(node: "onnx.NodeProto", dims: Mapping[str, Sequence[int]]) -> "Iterator[onnx.NodeProto]":
-    """With the projections of queries, keys and values inside; the last ones' size is that of the result."""
+    """Replace attention with its projections inside; the size of the values' projection is the result's."""
     rows, columns = dims[node.input[1]]
     sizes = attributes(node).get("qkv_hidden_sizes")
     if node.op_type == "QAttention":
@@ -261,7 +261,7 @@ def value_bytes(value: Value) -> int | None:
 
 
 def _item_bits(dtype: str) -> int | None:
-    """Bits of one element in memory; None for texts, and for what is not known."""
+    """Return bits of one element in memory; None for texts, and for what is not known."""
     if dtype in ("int4", "uint4", "float4e2m1"):
         return 4
     if dtype.startswith("float8") or dtype == "bool":
@@ -281,7 +281,7 @@ class View:
     """Names of initialisers and of what Constant nodes make."""
 
     def value(self, name: str) -> Value:
-        """What is known of a value; nothing, if nothing is."""
+        """Return type and shape of a value as far as they are known."""
         return self.values.get(name, Value())
 
 
@@ -310,7 +310,7 @@ def view(path: Path, sizes: Mapping[str, int]) -> View:
 
 
 def _sizes_by_text(graph: "onnx.GraphProto", signature: Signature, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes by what stands in the file; inputs get theirs at once, since they may have nothing written there."""
+    """Map sizes by what stands in the file; inputs get theirs at once, since they may have nothing written there."""
     found = {}
     inputs = {value.name: value for value in graph.input}
     for spec in signature.inputs:
@@ -367,7 +367,7 @@ def _replace_foreign(model: "onnx.ModelProto") -> None:
     for graph in _graphs(model.graph):
         nodes = []
         for node in graph.node:
-            nodes += (node.domain not in STANDARD and stand_ins(node, dims)) or [node]
+            nodes += (node.domain not in STANDARD and replace_contrib_op(node, dims)) or [node]
         if len(nodes) != len(graph.node) or any(new is not old for new, old in zip(nodes, graph.node, strict=True)):
             copies = [type(node).FromString(node.SerializeToString()) for node in nodes]
             del graph.node[:]
@@ -375,7 +375,7 @@ def _replace_foreign(model: "onnx.ModelProto") -> None:
 
 
 def _import_domains(model: "onnx.ModelProto") -> None:
-    """Inference gives up on a file that uses a domain without naming it."""
+    """Import domains that a file uses without naming them: inference gives up on it otherwise."""
     named = {entry.domain for entry in model.opset_import}
     missing = {node.domain for node in model_file.nodes(model)} - named
     for domain in sorted(missing):
@@ -383,7 +383,7 @@ def _import_domains(model: "onnx.ModelProto") -> None:
 
 
 def _note(values: dict[str, Value], info: "onnx.ValueInfoProto") -> None:
-    """Branches may use one name for different values: what they do not agree in is unknown."""
+    """Note a value; where branches use one name for different ones, what they do not agree in is unknown."""
     tensor = info.type.tensor_type
     if not tensor.elem_type:
         return

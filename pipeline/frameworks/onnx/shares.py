@@ -41,17 +41,17 @@ class Coverage(BaseModel):
     """Operators that only lay out values anew: ONNX Runtime's blocks of channels, and transpositions."""
 
     def share(self, precision: str) -> float:
-        """Share of multiply-adds in a precision."""
+        """Return share of multiply-adds in a precision."""
         return self.macs.get(precision, 0.0)
 
 
 def words(shares: Mapping[str, float]) -> str:
-    """``int8 97 %, fp32 3 %``."""
+    """Return ``int8 97 %, fp32 3 %``."""
     return ", ".join(f"{name} {percent(share)}" for name, share in shares.items()) or "nothing"
 
 
 def percent(share: float) -> str:
-    """A share as people read it; what is there is never shown as none, nor what is left as all."""
+    """Return a share as people read it; what is there is never shown as none, nor what is left as all."""
     if 0 < share < 0.01:
         return "< 1 %"
     if 0.99 < share < 1:

@@ -122,7 +122,7 @@ def _pt2(source: Source) -> Built:
 
 
 def _in_order(program: Any) -> "nn.Module":
-    """The exported program as a function of its inputs in order, whichever of them were keywords."""
+    """Return the exported program as a function of its inputs in order, whichever of them were keywords."""
     from torch import nn
     from torch.utils import _pytree
 
@@ -142,7 +142,7 @@ def _in_order(program: Any) -> "nn.Module":
 
 
 def _traced_spec(node: Any) -> TensorSpec:
-    """The input as torch.export traced it. The file keeps no names of dynamic dimensions."""
+    """Return the input as torch.export traced it. The file keeps no names of dynamic dimensions."""
     value = node.meta["val"]
     shape = tuple(
         dim if isinstance(dim, int) else "batch" if axis == 0 else f"{node.name}_dim_{axis}"
@@ -265,7 +265,7 @@ def _described(value: Any) -> str:
 
 
 def _importable(path: Path) -> tuple[Path, str]:
-    """Where to import a file from: the first folder above it that is no package, and its dotted name from there."""
+    """Find the first folder above a file that is no package, and the file's dotted name from there."""
     root, parts = path.parent, [path.stem]
     while (root / "__init__.py").is_file():
         parts.insert(0, root.name)
@@ -294,7 +294,7 @@ def user_errors(doing: str, near: Path | None, remedy: str = _REMEDY) -> Iterato
 
 
 def _root(error: BaseException) -> str:
-    """The exception that began it, where libraries put others around it."""
+    """Return the exception that began it, where libraries put others around it."""
     first = error
     while first.__cause__ is not None:
         first = first.__cause__
@@ -303,7 +303,7 @@ def _root(error: BaseException) -> str:
 
 
 def _first_words(error: BaseException) -> str:
-    """The beginning of an exception's message, on one line: some list every weight that does not fit."""
+    """Return the beginning of an exception's message, on one line: some list every weight that does not fit."""
     if isinstance(error, SyntaxError):
         return error.msg
     words = " ".join(str(error).split())
@@ -326,7 +326,7 @@ _TEXT = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids")
 
 
 def load(transformers: Any, target: str) -> "nn.Module":
-    """The model of a hub name (``org/name@revision``) or folder, as the class its configuration names.
+    """Return the model of a hub name (``org/name@revision``) or folder, as the class its configuration names.
 
     Weights are read from safetensors, or from what ``torch.load(weights_only=True)`` accepts; code that comes with
     a model is never run.
@@ -342,7 +342,7 @@ def load(transformers: Any, target: str) -> "nn.Module":
 
 
 def example(module: "nn.Module") -> tuple[dict[str, "Tensor"], tuple[TensorSpec, ...]]:
-    """Example inputs of a Hugging Face model, and their specifications.
+    """Make example inputs of a Hugging Face model, and their specifications.
 
     Raises:
         SourceError: its main input is neither text nor an image.

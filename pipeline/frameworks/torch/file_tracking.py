@@ -152,18 +152,18 @@ def raised_at(error: BaseException) -> str:
 
 
 def called_at() -> str:
-    """``net.py:12``, the innermost line of the user's that is running; nothing where there is none."""
+    """Return ``net.py:12``, the innermost line of the user's that is running; nothing where there is none."""
     return _named(traceback.StackSummary.extract(traceback.walk_stack(sys._getframe(1)), lookup_lines=False)[::-1])
 
 
 def users(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """The frames that are in no library, in no part of Python, and not in this package's pipeline."""
+    """Return the frames that are in no library, in no part of Python, and not in this package's pipeline."""
     others = (f"{_OWN}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<")
     return [one for one in frames if "site-packages" not in one.filename and not one.filename.startswith(others)]
 
 
 def _named(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The file's name and line; of a model that a library holds, that library's."""
+    """Return the file's name and line; of a model that a library holds, that library's."""
     found = users(frames) or [one for one in frames if _is_of_a_model(one.filename)]
     return f"{Path(found[-1].filename).name}:{found[-1].lineno}" if found else ""
 

@@ -29,7 +29,7 @@ Shapes = list[tuple[int, ...]]
 
 
 def default_specs(example: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
-    """Without a word from the user the first dimension is the batch, if all inputs agree on it."""
+    """Derive the inputs from the example: the first dimension is the batch, if all inputs agree on it."""
     ranks = [value.ndim for value in example.values()]
     batched = all(ranks) and len({value.shape[0] for value in example.values()}) == 1
     return tuple(
@@ -43,7 +43,7 @@ def default_specs(example: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
 
 
 def sizes_of(specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor]) -> dict[str, int]:
-    """The size of each dynamic dimension in these tensors."""
+    """Return the size of each dynamic dimension in these tensors."""
     return {
         dim: size
         for spec in specs
@@ -53,7 +53,7 @@ def sizes_of(specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor]) -> di
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """numpy's name of a tensor's dtype.
+    """Return numpy's name of a tensor's dtype.
 
     Raises:
         SourceError: numpy has none.
@@ -71,7 +71,7 @@ def infer_dims(
     outputs: Mapping[str, Tensor],
     asked: bool,
 ) -> tuple[Signature, list[str]]:
-    """The signature, found by running again with each dynamic dimension changed; and notes on what was found.
+    """Return the signature, found by running again with each dynamic dimension changed; and notes on what was found.
 
     ``outputs`` are those for ``example``. A batch that nobody asked for (``asked`` is false), and that the model does
     not allow to vary, becomes fixed, with a note.
@@ -120,7 +120,7 @@ def _mark(
 def _changed(
     module: Forward, specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor], symbol: str, size: int
 ) -> tuple[int, Shapes | None]:
-    """Another size that the model runs with, and the shapes it gives; None where there is none."""
+    """Find another size that the model runs with, and the shapes it gives; None where there is none."""
     for other in (size + 1, max(1, size // 2), size * 2) if size < _LONG else (size // 2, size + 1, size * 2):
         feeds = {spec.name: _resized(example[spec.name], spec, symbol, other) for spec in specs}
         if other != size and (shapes := _shapes(module, feeds)) is not None:
@@ -172,12 +172,12 @@ class NamedForward(nn.Module):
         self._keywords = inputs if _takes_keywords(model, inputs) else None
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Tensors in the order of the signature's inputs → tensors in the order of its outputs."""
+        """Return tensors in the order of the signature's inputs → tensors in the order of its outputs."""
         flat = flatten(self.call(*tensors))[0]
         return tuple(flat[name] for name in self.outputs) if self.outputs else tuple(flat.values())
 
     def call(self, *tensors: Tensor) -> Any:
-        """What the user's module returns, as it returns it."""
+        """Call the user's module, and return what it returns."""
         if self._keywords is None:
             return self.model(*tensors)
         return self.model(**dict(zip(self._keywords, tensors, strict=True)))
@@ -200,7 +200,7 @@ class LoadedModel:
 
     @property
     def dynamic_sizes(self) -> dict[str, int]:
-        """The size that the example has along each dynamic dimension."""
+        """Return the size that the example has along each dynamic dimension."""
         return sizes_of(self.signature.inputs, self.example)
 
 
@@ -245,7 +245,7 @@ def _understood(source: Source, options: LoadOptions, built: factories.Built) ->
 
 
 def same_answers(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> bool:
-    """Equal, but for the last bits that threads may add up in another order."""
+    """Compare arrays but for the last bits, which threads may add up in another order."""
     pairs = zip(before, after, strict=True)
     return all(
         one.shape == other.shape
@@ -260,7 +260,7 @@ def _noise(value: Tensor) -> float:
 
 
 def flatten(value: Any, prefix: str = "") -> tuple[dict[str, Tensor], list[str]]:
-    """Tensors of a nested output by name, and descriptions of what was no tensor.
+    """Return tensors of a nested output by name, and descriptions of what was no tensor.
 
     A lone tensor is ``output``; tuples give ``output_0``, ``output_1``; mappings and dataclasses their own names.
     """
@@ -330,7 +330,7 @@ def _check_example(specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor],
 
 
 def _named(built: factories.Built, names: tuple[str, ...]) -> dict[str, Any]:
-    """The example by input name, whatever form the factory gave it in."""
+    """Return the example by input name, whatever form the factory gave it in."""
     value = built.example
     if isinstance(value, Mapping):
         return dict(value)

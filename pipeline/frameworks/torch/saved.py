@@ -1,4 +1,4 @@
-"""How a loaded PyTorch model is kept as an artifact, and comes back from one.
+"""Save a loaded PyTorch model as an artifact, and load it from one.
 
 The artifact holds no pickle: ``model.json`` says which factory to call and how the outputs are named,
 ``state.safetensors`` has the weights, ``example.safetensors`` one feed for each input.
@@ -35,7 +35,7 @@ from enginesmith.pipeline.tensors import Array, Signature
 
 @contextlib.contextmanager
 def parameters_left_empty() -> Iterator[None]:
-    """Within the block ``torch.nn.init`` leaves parameters at NaN; buffers and plain tensors are filled.
+    """Make ``torch.nn.init`` leave parameters at NaN within the block; buffers and plain tensors are filled.
 
     The caller replaces the parameters, and makes sure that nothing was made of them.
     """
@@ -154,7 +154,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _comes_back(loaded: LoadedModel, state: Path, record: _Record) -> bool:
-    """Whether the stored tensors in a module without random weights answer as the original does.
+    """Tell whether the stored tensors in a module without random weights answer as the original does.
 
     Raises:
         SourceError: they do not even where the weights are drawn again: the factory builds another model each time.
@@ -191,7 +191,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def load_artifact(artifact: Artifact) -> LoadedModel:
-    """The module of a torch artifact, with exactly the weights that were stored.
+    """Return the module of a torch artifact, with exactly the weights that were stored.
 
     Raises:
         SourceError: the factory now gives a module that the stored weights do not fit.
@@ -210,7 +210,7 @@ def _loaded(folder: Path, record: _Record) -> LoadedModel:
 
 
 def _built_around(state: Path, record: _Record) -> nn.Module:
-    """What the factory builds, with the stored tensors in it."""
+    """Build the factory's module around the stored tensors."""
     from safetensors import safe_open
 
     torch.manual_seed(record.options.seed)
@@ -310,12 +310,12 @@ def write_saved(artifact: Artifact, folder: Path, seen_from: Path) -> None:
 
 
 def read_record(folder: Path) -> "_Record":
-    """What ``model.json`` in an artifact's folder says."""
+    """Read ``model.json`` in an artifact's folder."""
     return _Record.model_validate_json((folder / RECORD).read_bytes())
 
 
 def read_example(artifact: Artifact) -> dict[str, Array]:
-    """The example feeds of a torch artifact; nothing of the model is loaded."""
+    """Return the example feeds of a torch artifact; nothing of the model is loaded."""
     from safetensors.numpy import load_file
 
     return load_file(artifact.folder / _EXAMPLE)

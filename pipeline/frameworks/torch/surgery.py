@@ -47,7 +47,7 @@ class Attention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As in torch.nn; ``is_causal`` is a hint there, and the mask that has to come with it says it all."""
+        """Compute as torch.nn does; ``is_causal`` is a hint there, and the mask that comes with it says it all."""
         batched = query.dim() == 3
         given: tuple[Tensor, ...] = (query, key, value)
         if not batched:
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         return y if self.batch_first else y.transpose(0, 1), weights
 
     def _mask(self, attention: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """What is added to the scores, of shape (batch or 1, heads or 1, queries, keys).
+        """Combine the masks that are added to the scores, of shape (batch or 1, heads or 1, queries, keys).
 
         A row for each query, even where all are alike: ONNX Runtime's Attention (opset 23) does not broadcast one.
         """
@@ -103,7 +103,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def replaceable(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the attention modules that can be replaced."""
+    """Return paths of the attention modules that can be replaced."""
     return tuple(
         path
         for path, module in model.named_modules(remove_duplicate=False)
@@ -192,7 +192,7 @@ class Surgery(BaseModel):
     history: tuple[Kept, ...] = ()
 
     def then(self, later: "Surgery") -> "Surgery":
-        """This one, and another on top of it."""
+        """Combine this one with another on top of it."""
         attributes = {path: dict(values) for path, values in self.attributes.items()}
         for path, values in later.attributes.items():
             attributes[path] = {**attributes.get(path, {}), **values}
@@ -205,7 +205,7 @@ class Surgery(BaseModel):
 
 
 def plain_attributes(module: "nn.Module") -> Attributes:
-    """Whole numbers, and tuples of them, that are attributes of a module or of any below it, by path."""
+    """Return whole numbers, and tuples of them, that are attributes of a module or of any below it, by path."""
     return {path: _plain(vars(inner)) for path, inner in module.named_modules()}
 
 
@@ -226,7 +226,7 @@ def named_tensors(module: "nn.Module") -> "dict[str, Tensor]":
 
 
 def shapes_of(module: "nn.Module") -> Shapes:
-    """The shape of every parameter and buffer."""
+    """Return the shape of every parameter and buffer."""
     return {name: tuple(value.shape) for name, value in named_tensors(module).items()}
 
 
@@ -240,7 +240,7 @@ class Before:
     def difference(
         self, module: "nn.Module", history: tuple[Kept, ...] = (), attention: tuple[str, ...] = ()
     ) -> Surgery:
-        """What was done to the module since then, where ``attention`` had been replaced before."""
+        """Collect what was done to the module since then, where ``attention`` had been replaced before."""
         attributes = {}
         for path, values in plain_attributes(module).items():
             known = self._attributes.get(path, {})
@@ -277,7 +277,7 @@ def apply(surgery: Surgery, module: "nn.Module") -> None:
 
 
 def _below(module: "nn.Module", path: str) -> "nn.Module":
-    """A part by its path.
+    """Return a part by its path.
 
     Raises:
         KeyError: there is none.

@@ -79,7 +79,7 @@ class AttentionWriter:
         return tape.op("Transpose", [tape.op("Reshape", [tensor, shape])], {"perm": _SWAP_HEADS})
 
     def _repeat_heads(self, tape: "Tape", node: "ir.Node", tensor: "ir.Value", sizes: _Sizes, width: int) -> "ir.Value":
-        """Grouped-query attention: each key head serves several query heads."""
+        """Repeat key heads for grouped-query attention: each serves several query heads."""
         repeats = sizes.query_heads // sizes.key_heads
         axis = self._constant(node, "axis", np.array([2]))
         wide = self._constant(node, "repeats", np.array([1, 1, repeats, 1, 1]))
@@ -87,7 +87,7 @@ class AttentionWriter:
         return tape.op("Reshape", [tape.op("Expand", [tape.op("Unsqueeze", [tensor, axis]), wide]), flat])
 
     def _mask(self, tape: "Tape", node: "ir.Node", query: "ir.Value", key: "ir.Value") -> "ir.Value | None":
-        """What is added to the scores; None if nothing is."""
+        """Find the mask that is added to the scores; None if there is none."""
         import onnx_ir as ir
 
         given = node.inputs[3] if len(node.inputs) > 3 else None
@@ -139,7 +139,7 @@ def _present(value: "ir.Value | None") -> "ir.Value":
 
 
 def _sizes(node: "ir.Node") -> _Sizes | None:
-    """None where the shapes do not tell."""
+    """Return None where the shapes do not tell."""
     shapes = [list(value.shape) if value is not None and value.shape is not None else [] for value in node.inputs[:3]]
     query, key, value = shapes
     heads = [node.attributes.get_int(name, 0) for name in ("q_num_heads", "kv_num_heads")]
@@ -158,7 +158,7 @@ def _divided(width: object, heads: int) -> int:
 
 
 def _is_plain(node: "ir.Node") -> bool:
-    """Whether it has no cache, no second output and no extra."""
+    """Tell whether it has no cache, no second output and no extra."""
     unused = not any(output.uses() or output.is_graph_output() for output in node.outputs[1:])
     causal = node.attributes.get_int("is_causal", 0) != 0
     both_masks = causal and len(node.inputs) > 3 and node.inputs[3] is not None
@@ -167,7 +167,7 @@ def _is_plain(node: "ir.Node") -> bool:
 
 
 def _lengths(query: "ir.Value", key: "ir.Value") -> tuple[object, ...]:
-    """What names the shape of a causal mask: two known or named lengths, else these very tensors."""
+    """Find the lengths of a causal mask: two known or named ones, else these very tensors."""
     lengths = [value.shape[2] if value.shape is not None else None for value in (query, key)]
     names = tuple(length if isinstance(length, int) else getattr(length, "value", None) for length in lengths)
     return names if None not in names else (id(query), id(key))
@@ -232,7 +232,7 @@ def _absorb(node: "ir.Node") -> None:
 
 
 def split_of(value: "ir.Value | None") -> _Split | None:
-    """What a Reshape to B,S,H,E and a Transpose to B,H,S,E start from."""
+    """Find what a Reshape to B,S,H,E and a Transpose to B,H,S,E start from."""
     transpose = value.producer() if value is not None else None
     if transpose is None or not _swaps(transpose) or transpose.inputs[0] is None:
         return None
@@ -247,7 +247,7 @@ def split_of(value: "ir.Value | None") -> _Split | None:
 
 
 def _merge(node: "ir.Node") -> "ir.Node | None":
-    """The Reshape at the end of Attention, Transpose, Reshape, if nothing else reads what is between."""
+    """Return the Reshape at the end of Attention, Transpose, Reshape, if nothing else reads what is between."""
     transpose = _only_reader(node.outputs[0])
     if transpose is None or not _swaps(transpose):
         return None
@@ -271,7 +271,7 @@ def _swaps(node: "ir.Node") -> bool:
 
 
 def _same_length(left: "ir.Value", right: "ir.Value") -> bool:
-    """Whether batch and sequence are the same two dimensions."""
+    """Tell whether batch and sequence are the same two dimensions."""
     assert left.shape is not None
     assert right.shape is not None
     pairs = list(zip(left.shape[:2], right.shape[:2], strict=True))
@@ -382,7 +382,7 @@ def spread_masks(model: "ir.Model") -> None:
 
 
 def _has_one_row(node: "ir.Node") -> bool:
-    """Whether the mask has a single row, and there may be several queries."""
+    """Tell whether the mask has a single row, and there may be several queries."""
     mask = node.inputs[_MASK] if len(node.inputs) > _MASK else None
     query = node.inputs[0]
     if mask is None or mask.shape is None or len(mask.shape) < 2 or query is None or query.shape is None:
@@ -391,7 +391,7 @@ def _has_one_row(node: "ir.Node") -> bool:
 
 
 def _queries(query: "ir.Value") -> int:
-    """The axis of the queries: B,H,L,E or B,L,H·E."""
+    """Return the axis of the queries: B,H,L,E or B,L,H·E."""
     assert query.shape is not None
     return 2 if len(query.shape) == 4 else 1
 

@@ -78,7 +78,7 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
 
 @contextlib.contextmanager
 def _tolerant() -> Iterator[None]:
-    """What the exporters warn about goes to the log, whatever the caller turns warnings into."""
+    """Log the exporters' warnings, whatever the caller turns warnings into."""
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         yield
@@ -87,7 +87,7 @@ def _tolerant() -> Iterator[None]:
 def _capture(
     loaded: "LoadedModel", out: Path, options: Export, progress: Progress
 ) -> tuple["ir.Model", str, list[str]]:
-    """The graph, the exporter that made it, and notes on what had to be given up."""
+    """Return the graph, the exporter that made it, and notes on what had to be given up."""
     from enginesmith.pipeline.passes.export import exporters
 
     if options.exporter == "torchscript":
@@ -129,7 +129,7 @@ def _name(model: "ir.Model", signature: "Signature") -> None:
 
 
 def _restore_inputs(model: "ir.Model", signature: "Signature") -> None:
-    """The TorchScript exporter drops inputs that nothing reads; callers feed them all the same."""
+    """Restore inputs that nothing reads, which the TorchScript exporter drops; callers feed them all the same."""
     import numpy as np
     import onnx_ir as ir
 

@@ -43,7 +43,7 @@ Reason = tuple[str, str]
 
 
 def explain(error: BaseException) -> Reason:
-    """Message and remedy for an exporter's exception."""
+    """Return message and remedy for an exporter's exception."""
     chain = list(_chain(error))
     text = "\n".join(str(link) for link in chain)
     operator = next((found[1] for pattern in _OPERATOR if (found := pattern.search(text))), "")
@@ -58,7 +58,7 @@ def explain(error: BaseException) -> Reason:
 
 
 def fixed_dimension(error: BaseException, signature: "Signature") -> Reason | None:
-    """Message and remedy if the reason is that the module fixes a dimension which was to be dynamic."""
+    """Return message and remedy if the reason is that the module fixes a dimension which was to be dynamic."""
     for link in _chain(error):
         if found := _STATIC.search(str(link)):
             position = _POSITION.search(found[2])
@@ -68,7 +68,7 @@ def fixed_dimension(error: BaseException, signature: "Signature") -> Reason | No
 
 
 def fixed(spec: "TensorSpec", axis: int, size: int) -> Reason:
-    """Message and remedy for one dimension that came out fixed."""
+    """Return message and remedy for one dimension that came out fixed."""
     shape = ",".join(str(size if position == axis else dim) for position, dim in enumerate(spec.shape))
     return (
         f"the model works only with {spec.shape[axis]} = {size} (dimension {axis} of input {spec.name!r})",
@@ -77,7 +77,7 @@ def fixed(spec: "TensorSpec", axis: int, size: int) -> Reason:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and what caused it, the root cause last."""
+    """Return the exception and what caused it, the root cause last."""
     link: BaseException | None = error
     while link is not None:
         yield link
@@ -89,7 +89,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """``file:line`` of the innermost frame that is the model's own code."""
+    """Return ``file:line`` of the innermost frame that is the model's own code."""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     recorded = _FRAME.findall(_recorded_stack(error.__traceback__))
     for file, line in reversed([*frames, *recorded]):
@@ -99,7 +99,7 @@ def _place(error: BaseException) -> str:
 
 
 def _recorded_stack(trace: TracebackType | None) -> str:
-    """The stack that torch.export noted for the graph node in translation, if a frame has one in its hands."""
+    """Return the stack that torch.export noted for the graph node in translation, if a frame has one in its hands."""
     found = ""
     while trace is not None:
         node = trace.tb_frame.f_locals.get("node")
@@ -169,7 +169,7 @@ def dynamo(loaded: "LoadedModel", opset: int, progress: Progress) -> "ir.Model":
 
 
 def _optimize(model: "ir.Model") -> None:
-    """What torch.onnx does by itself, but for its fusion into RotaryEmbedding, which holds at batch 1 only."""
+    """Optimise as torch.onnx does, but for its fusion into RotaryEmbedding, which holds at batch 1 only."""
     from onnxscript import optimizer
     from onnxscript.rewriter.rules.fusion import _rms_normalization
 
@@ -276,7 +276,7 @@ def _agrees(path: Path, loaded: "LoadedModel", feeds: "dict[str, Tensor]") -> bo
 
 
 def _other_values(example: "dict[str, Tensor]") -> "list[dict[str, Tensor]]":
-    """Feeds that send branches on values the other way: negative, large, and all zero."""
+    """Make feeds that send branches on values the other way: negative, large, and all zero."""
     return [
         {name: value * factor if value.is_floating_point() else value for name, value in example.items()}
         for factor in (-1.0, 8.0, 0.0)
@@ -292,7 +292,7 @@ def _holds_only(loaded: "LoadedModel", what: str) -> ExportError:
 
 
 def _other_sizes(loaded: "LoadedModel") -> dict[str, "Tensor"]:
-    """The example with one more element along each dynamic dimension."""
+    """Return the example with one more element along each dynamic dimension."""
     import torch
 
     feeds = {}
@@ -307,7 +307,7 @@ def _other_sizes(loaded: "LoadedModel") -> dict[str, "Tensor"]:
 
 
 def _run_module(loaded: "LoadedModel", feeds: dict[str, "Tensor"]) -> list[Array] | None:
-    """What the module gives; None where it does not take these sizes."""
+    """Run the module for its outputs; None where it does not take these sizes."""
     import torch
 
     try:

@@ -1,4 +1,4 @@
-"""What a recovery has so far, on disk: enough to go on after the process was killed, and end with the same weights.
+"""Keep a recovery on disk, to go on after the process was killed and end with the same weights.
 
     FOLDER/best-STEP.safetensors                        the best weights, as they are to be kept
     FOLDER/state-STEP/{student,average,moments}.safetensors, progress.json
@@ -58,7 +58,7 @@ class Checkpoints:
         self._folder, self._fingerprint = folder, fingerprint
 
     def last(self) -> Progress | None:
-        """The progress of the last checkpoint; None where there is none of the same work."""
+        """Return the progress of the last checkpoint; None where there is none of the same work."""
         states = sorted(self._folder.glob("state-*"))
         try:
             found = Progress.model_validate_json((states[-1] / _PROGRESS).read_bytes()) if states else None
@@ -129,7 +129,7 @@ class Checkpoints:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; those that share memory once, or copied."""
+    """Return parameters and buffers by name; those that share memory once, or copied."""
     return {
         **{name: value.detach().contiguous() for name, value in module.named_parameters()},
         **{name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in module.named_buffers()},
@@ -144,7 +144,7 @@ def _put(stored: Mapping[str, Tensor], module: nn.Module) -> None:
 
 
 def _moments(trainer: Trainer) -> dict[str, Tensor]:
-    """AdamW's state by the parameter's name and its own; none for a parameter that no gradient reached yet."""
+    """Return AdamW's state by the parameter's name and its own; none for a parameter that no gradient reached yet."""
     state = trainer.optimiser.state
     return {
         f"{name}:{kind}": state[value][kind].detach().contiguous()

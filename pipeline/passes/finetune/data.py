@@ -1,4 +1,4 @@
-"""Which samples a step takes, and its learning rate: pure functions of the seed and the step."""
+"""Choose each step's samples and learning rate: pure functions of the seed and the step."""
 
 import functools
 import math
@@ -25,11 +25,11 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole batches in the rows; at least one."""
+        """Return whole batches in the rows; at least one."""
         return max(1, len(self.rows) // self.batch)
 
     def at(self, step: int) -> Array:
-        """Rows of a step, int64 of shape (batch,); fewer only if there are fewer."""
+        """Return rows of a step, int64 of shape (batch,); fewer only if there are fewer."""
         epoch, index = divmod(step, self.steps_per_epoch)
         order = _shuffled(len(self.rows), self.seed, epoch)[index * self.batch : (index + 1) * self.batch]
         return np.asarray(self.rows, np.int64)[order]
@@ -49,7 +49,7 @@ def learning_rate(step: float, steps: int, highest: float, warmup: float) -> flo
 
 
 def rate(plan: TrainingPlan, step: int, highest: float, warmup: float) -> float:
-    """The learning rate of a step of a plan, which may have been shortened before it."""
+    """Return the learning rate of a step of a plan, which may have been shortened before it."""
     planned = plan.steps if plan.shortened is None else plan.shortened.planned
     return learning_rate(_position(plan, step), planned, highest, warmup)
 
@@ -68,12 +68,12 @@ def _position(plan: TrainingPlan, step: int) -> float:
 
 
 def parts(rows: Array, size: int) -> list[Array]:
-    """A batch in parts of at most ``size`` rows."""
+    """Return a batch in parts of at most ``size`` rows."""
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def share(rows: Array, rank: int, processes: int) -> Array:
-    """The rows of a batch that one of several processes works through."""
+    """Return the rows of a batch that one of several processes works through."""
     return np.array_split(rows, processes)[rank]
 
 
@@ -94,7 +94,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Material:
+class SplitData:
     """A data set in two: rows to learn from, and rows that only the metric sees."""
 
     data: Dataset
@@ -103,13 +103,13 @@ class Material:
     device: torch.device
 
     def batch(self, rows: Array) -> Batch:
-        """Those rows on the device, in memory of torch's own: its alignment decides the last bits of sums."""
+        """Copy those rows to the device, in torch's own memory: its alignment decides the last bits of sums."""
         inputs = {name: self._tensor(array[rows]) for name, array in self.data.arrays.items()}
         labels = None if self.data.labels is None else self._labels(self.data.labels[rows])
         return Batch(inputs, labels)
 
     def order(self, batch: int, seed: int) -> Order:
-        """Which rows each step takes."""
+        """Return the order in which steps take rows."""
         return Order(self.learnt, min(batch, len(self.learnt)), seed)
 
     def _tensor(self, values: Any) -> Tensor:
@@ -120,8 +120,8 @@ class Material:
         return found.float() if found.is_floating_point() else found.long()
 
 
-def divided(data: Dataset, held_back: float, seed: int, device: torch.device) -> Material:
-    """The set in two, each class in proportion to its share.
+def split_data(data: Dataset, held_back: float, seed: int, device: torch.device) -> SplitData:
+    """Return the set in two, each class in proportion to its share.
 
     Raises:
         DataError: there are fewer than two samples.
@@ -134,4 +134,4 @@ def divided(data: Dataset, held_back: float, seed: int, device: torch.device) ->
     count = min(max(1, round(held_back * len(data))), _MOST_HELD_BACK, len(data) - 1)
     whole = Dataset(data.name, {"row": np.arange(len(data))}, data.labels)  # numbered anew: it may be drawn itself
     chosen = whole.sample(count, seed).rows
-    return Material(data, tuple(sorted(set(range(len(data))) - set(chosen))), chosen, device)
+    return SplitData(data, tuple(sorted(set(range(len(data))) - set(chosen))), chosen, device)

@@ -20,7 +20,7 @@ _WAIT = datetime.timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
-class Team:
+class DataParallel:
     """This process's place among all; alone, nothing is exchanged."""
 
     device: torch.device
@@ -29,7 +29,7 @@ class Team:
 
     @property
     def leads(self) -> bool:
-        """Whether this process plans, evaluates and writes."""
+        """Tell whether this process plans, evaluates and writes."""
         return self.rank == 0
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
@@ -47,7 +47,7 @@ class Team:
                 tensor.copy_(summed.view_as(tensor))
 
     def total(self, *values: float) -> tuple[float, ...]:
-        """Numbers added up over all processes, in float64."""
+        """Add up numbers over all processes, in float64."""
         if self.size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -61,10 +61,10 @@ class Team:
 
 
 @contextmanager
-def joined(rank: int, size: int, device: torch.device, meeting_place: Path) -> Iterator[Team]:
-    """A team of ``size`` processes on this machine that find each other by a file; alone where size is 1."""
+def join_processes(rank: int, size: int, device: torch.device, meeting_place: Path) -> Iterator[DataParallel]:
+    """Return a team of ``size`` processes on this machine that find each other by a file; alone where size is 1."""
     if size == 1:
-        yield Team(device)
+        yield DataParallel(device)
         return
     distributed.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -75,7 +75,7 @@ def joined(rank: int, size: int, device: torch.device, meeting_place: Path) -> I
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        yield Team(device, rank, size)
+        yield DataParallel(device, rank, size)
     finally:
         distributed.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""How good the averaged weights are, on samples that nothing is learnt from."""
+"""Evaluate the averaged weights on samples that nothing is learnt from."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel
 from enginesmith.pipeline.passes.finetune import micro_batching
-from enginesmith.pipeline.passes.finetune.data import Batch, Material, Order, parts
+from enginesmith.pipeline.passes.finetune.data import Batch, Order, SplitData, parts
 from enginesmith.pipeline.passes.finetune.losses import Loss
 from enginesmith.pipeline.passes.finetune.options import TrainingPlan
 from enginesmith.pipeline.passes.finetune.trainer import Models, find_statistics
@@ -35,18 +35,18 @@ class Verdict:
     sign: float
 
     def better_than(self, other: "Verdict") -> bool:
-        """Whether it is; what is not finite is never better."""
+        """Tell whether it is; what is not finite is never better."""
         if not np.isfinite([self.metric, self.loss]).all():
             return False
         return (self.sign * self.metric, -self.loss) > (self.sign * other.metric, -other.loss)
 
 
 @dataclass
-class Judge:
+class Evaluator:
     """Runs the held-back samples through models."""
 
     models: Models
-    material: Material
+    material: SplitData
     loss: Loss
     metric: Metric
     seed: int
@@ -55,7 +55,7 @@ class Judge:
     """The batch that the model takes, where it takes only one."""
 
     def judge(self, *, statistics: bool = True) -> Verdict:
-        """The average as it is now; batch norms' ``statistics`` are found anew first."""
+        """Return the average as it is now; batch norms' ``statistics`` are found anew first."""
         if statistics:
             self.find_statistics(self.models.average)
         outputs, loss = self._outputs(self.models.average)
@@ -63,12 +63,12 @@ class Judge:
         return Verdict(value, loss, self.metric.sign)
 
     def find_statistics(self, loaded: LoadedModel) -> None:
-        """Have a model's batch norms keep what its weights make of samples to learn from."""
+        """Recompute a model's batch norm statistics from samples to learn from."""
         find_statistics(loaded.module, self._for_statistics())
 
     @cached_property
     def teacher(self) -> float:
-        """The teacher's own metric."""
+        """Return the teacher's own metric."""
         return self.metric.value(self._theirs, self._theirs, self._labels)
 
     @property
@@ -77,7 +77,7 @@ class Judge:
 
     @cached_property
     def _rows(self) -> Array:
-        """Of those that were held back, as many as the plan says, evenly."""
+        """Choose as many of the rows that were held back as the plan says, evenly."""
         every = np.linspace(0, len(self.material.held_back) - 1, self.plan.judged).round().astype(np.int64)
         return np.asarray(self.material.held_back, np.int64)[every]
 
@@ -99,7 +99,7 @@ class Judge:
 
     @torch.no_grad()
     def _outputs(self, loaded: LoadedModel) -> tuple[dict[str, Array], float]:
-        """Outputs for the samples that are judged, by name, and the mean loss."""
+        """Compute outputs for the samples of the evaluation, by name, and the mean loss."""
         size = self.fixed or self._at_once
         found: list[tuple[Tensor, ...]] = []
         total = 0.0
@@ -113,7 +113,7 @@ class Judge:
         return dict(zip(names, joined, strict=True)), total / len(self._rows)
 
     def _run(self, loaded: LoadedModel, batch: Batch) -> tuple[tuple[Tensor, ...], float]:
-        """One pass for both, unless the loss runs the module in a way of its own."""
+        """Run one pass for both, unless the loss runs the module in a way of its own."""
         seen: list[tuple[Tensor, ...]] = []
         hook = loaded.module.register_forward_hook(lambda module, given, values: seen.append(values))
         try:
@@ -123,14 +123,14 @@ class Judge:
         return seen[0] if seen else loaded.module(*batch.inputs.values()), float(loss)
 
 
-def judged_smaller(plan: TrainingPlan) -> TrainingPlan | None:
-    """The plan whose evaluations take half of the samples at once; None where that cannot be."""
+def shrink_evaluation(plan: TrainingPlan) -> TrainingPlan | None:
+    """Return the plan whose evaluations take half of the samples at once; None where that cannot be."""
     at_once = (plan.judged_at_once or plan.micro_batch) // 2
     return plan.model_copy(update={"judged_at_once": at_once}) if at_once >= plan.least_part else None
 
 
 def agreement(outputs: Feeds, theirs: Feeds, labels: Array | None) -> float:
-    """How much is as the teacher's: the share of equal classes where the first output is [samples, classes, …] of
+    """Compute the agreement with the teacher: the share of equal classes, where the first output is
     more than one class, else one minus the mean squared error over the teacher's variance.
     """
     del labels

@@ -12,17 +12,17 @@ import torch
 from enginesmith.pipeline.passes.finetune import micro_batching
 from enginesmith.pipeline.passes.finetune.checkpoints import Checkpoints, Progress
 from enginesmith.pipeline.passes.finetune.data import shorten
-from enginesmith.pipeline.passes.finetune.data_parallel import Team
-from enginesmith.pipeline.passes.finetune.evaluate import Judge, Verdict, judged_smaller
+from enginesmith.pipeline.passes.finetune.data_parallel import DataParallel
+from enginesmith.pipeline.passes.finetune.evaluate import Evaluator, Verdict, shrink_evaluation
 from enginesmith.pipeline.passes.finetune.options import Ending, Point, Recovery, TrainingPlan
 from enginesmith.pipeline.passes.finetune.setup import Work, prepare
-from enginesmith.pipeline.passes.finetune.trainer import Timekeeper
+from enginesmith.pipeline.passes.finetune.trainer import TimeBudget
 
 Tell = Callable[[str], None]
 _TOLD_SECONDS = 1.0
 
 
-def recover(work: Work, team: Team, begun: Path, fingerprint: str, tell: Tell) -> Recovery | None:
+def recover(work: Work, team: DataParallel, begun: Path, fingerprint: str, tell: Tell) -> Recovery | None:
     """Train until the plan is done or it is of no use; the best weights are in ``work.models.average`` then.
 
     Goes on from the last checkpoint in ``begun``, with the same result as if it had never been ended. Processes but
@@ -49,14 +49,16 @@ def recover(work: Work, team: Team, begun: Path, fingerprint: str, tell: Tell) -
 
 
 class _Run:
-    def __init__(self, work: Work, team: Team, checkpoints: Checkpoints, progress: Progress, tell: Tell) -> None:
+    def __init__(
+        self, work: Work, team: DataParallel, checkpoints: Checkpoints, progress: Progress, tell: Tell
+    ) -> None:
         self._work, self._team, self._checkpoints, self._tell = work, team, checkpoints, tell
         self._progress = progress
         self._trainer = work.trainer(progress.plan, team)
         checkpoints.read(self._trainer, progress)
         self._saved = self._told = time.monotonic()
-        self._time = Timekeeper(work.options.seconds, progress.seconds, progress.evaluation_seconds)
-        self._judge: Judge | None = None
+        self._time = TimeBudget(work.options.seconds, progress.seconds, progress.evaluation_seconds)
+        self._judge: Evaluator | None = None
 
     def to_the_end(self) -> None:
         while (ending := self._ending()) is None:
@@ -85,7 +87,7 @@ class _Run:
         self._progress = self._progress.model_copy(update=values)
 
     def _ending(self) -> Ending | None:
-        """Why to stop now; every process comes to the same."""
+        """Explain why to stop now; every process comes to the same."""
         progress = self._progress
         if progress.diverged:
             return "diverged"
@@ -94,7 +96,7 @@ class _Run:
         return "patience" if progress.waited >= self._work.options.patience else None
 
     def _end_in_time(self) -> None:
-        """Have fewer steps where those that are left would take too long; the leader's clock decides."""
+        """Shorten the plan where the steps left would take too long; the leader's clock decides."""
         plan, step = self._progress.plan, self._trainer.step
         steps = self._time.steps_in_time(plan, step) if self._team.leads else 0
         agreed = int(self._team.total(float(steps))[0])
@@ -106,7 +108,7 @@ class _Run:
         self._update(plan=plan)
 
     def _evaluate(self) -> None:
-        """Judge the average; the leader does, and all know how it went."""
+        """Evaluate the average; the leader does, and all know how it went."""
         waited = 0.0
         if self._team.leads:
             verdict = self._verdict()
@@ -121,10 +123,10 @@ class _Run:
         self._update(loss_sum=0.0, waited=int(self._team.total(waited)[0]))
 
     def _verdict(self) -> Verdict:
-        """On the average; in smaller parts from here on where memory ran out."""
+        """Evaluate the average; in smaller parts from here on where memory ran out."""
         found: list[Verdict] = []
         while not micro_batching.fits(functools.partial(self._look, found)):
-            smaller = judged_smaller(self._progress.plan)
+            smaller = shrink_evaluation(self._progress.plan)
             if smaller is None:
                 raise micro_batching.does_not_fit(0, self._work.options.memory_bytes)
             self._follow(smaller)
@@ -169,7 +171,7 @@ class _Run:
             self._saved = time.monotonic()
 
     def record(self) -> Recovery:
-        """What is written down."""
+        """Make the record of the recovery."""
         progress, material = self._progress, self._work.material
         best = next(point for point in progress.curve if point.step == progress.best_step)
         return Recovery(
@@ -204,7 +206,7 @@ class _Run:
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
-    """Within the block torch chooses no kernels by chance; threads and random numbers are as before after it."""
+    """Make torch choose its kernels repeatably within the block; threads and random numbers are restored after it."""
     before = torch.get_num_threads(), torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     random = torch.get_rng_state()
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False

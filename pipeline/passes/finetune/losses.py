@@ -1,4 +1,4 @@
-"""What the student is to become better at.
+"""Define the losses that the student is trained by.
 
 Distilling classes: Hinton et al., "Distilling the Knowledge in a Neural Network" (2015). Values inside: Romero et al.,
 "FitNets" (ICLR 2015); maps, where channels were pruned: Zagoruyko and Komodakis, "Paying More Attention to Attention"
@@ -59,7 +59,7 @@ class Taps:
 
 @torch.no_grad()
 def output_targets(teacher: LoadedModel, batch: Batch) -> tuple[Target, ...]:
-    """How each output of floating-point numbers is compared.
+    """Describe how each output of floating-point numbers is compared.
 
     Classes are what labels number, or what is called logits or scores; everything else is numbers.
 
@@ -126,7 +126,7 @@ def _seen(model: LoadedModel, batch: Batch) -> Mapping[str, Tensor]:
 
 
 def _blocks(model: nn.Module) -> set[str]:
-    """Paths of what stands in sequences, and is made of parts itself."""
+    """List paths of modules that stand in sequences and are made of parts themselves."""
     sequences = [(path, one) for path, one in model.named_modules() if isinstance(one, nn.Sequential | nn.ModuleList)]
     return {
         f"{path}.{name}" if path else name
@@ -160,7 +160,7 @@ class Distil:
     def __init__(
         self, outputs: Sequence[Target], features: Sequence[Target], names: Sequence[str], temperature: float
     ) -> None:
-        """``names`` are those of all outputs, in order."""
+        """Wrap a loss; ``names`` are those of all outputs, in order."""
         self._outputs = [(names.index(target.name), target) for target in outputs]
         self._features = tuple(features)
         self._temperature = temperature
@@ -192,7 +192,7 @@ class Distil:
 
 
 def _map(value: Tensor) -> Tensor:
-    """Where there is much: the sum of squares over channels (axis 1), of length 1 for each sample."""
+    """Compute attention maps: the sum of squares over channels (axis 1), of length 1 for each sample."""
     return F.normalize(value.square().sum(1).flatten(1), dim=1)
 
 
@@ -259,7 +259,7 @@ class UserLoss:
 
 
 def user_loss(reference: str) -> UserLoss:
-    """The loss that ``module:function`` or ``file.py:function`` names; that code runs, as the user asked for it.
+    """Return the loss that ``module:function`` or ``file.py:function`` names; that code runs, as the user asked for it.
 
     Raises:
         DataError: it is not there, or no function.

@@ -34,14 +34,14 @@ Attempt = Callable[[int, bool], None]
 
 
 def sizes(batch: int, fixed: int | None) -> tuple[int, ...]:
-    """Sizes of parts from the smallest: powers of two and the batch, or the only one that the model takes."""
+    """List sizes of parts from the smallest: powers of two and the batch, or the only one that the model takes."""
     if fixed is not None:
         return (fixed,)
     return (*(1 << power for power in range(batch.bit_length()) if 1 << power < batch), batch)
 
 
 def largest_part(sizes: Sequence[int], attempt: Attempt, meter: Meter, limit_bytes: int | None) -> tuple[int, bool]:
-    """The largest part of a batch that fits, and whether activations have to be computed again for it.
+    """Return the largest part of a batch that fits, and whether activations have to be computed again for it.
 
     Raises:
         StepOutOfMemory: the smallest one does not fit, even so.
@@ -57,7 +57,7 @@ def largest_part(sizes: Sequence[int], attempt: Attempt, meter: Meter, limit_byt
 
 
 def does_not_fit(needs_bytes: int, limit_bytes: int | None) -> StepOutOfMemory:
-    """The error for a recovery that cannot be made any smaller."""
+    """Return the error for a recovery that cannot be made any smaller."""
     limit = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
     told = f": it takes {format_bytes(needs_bytes)}" if needs_bytes else ""
     return StepOutOfMemory(
@@ -69,14 +69,14 @@ def does_not_fit(needs_bytes: int, limit_bytes: int | None) -> StepOutOfMemory:
 
 
 def _falling(sizes: Sequence[int], attempt: Attempt, again: bool) -> int | None:
-    """Without a limit of our own the largest is tried first; the device says what does not fit."""
+    """Try sizes from the largest down: without a limit the device says what does not fit."""
     return next((size for size in reversed(sizes) if fits(functools.partial(attempt, size, again))), None)
 
 
 def _rising(
     sizes: Sequence[int], attempt: Attempt, meter: Meter, limit_bytes: int, again: bool
 ) -> tuple[int | None, int]:
-    """From the smallest up, as long as the next is expected to fit; and what the smallest took."""
+    """Try sizes from the smallest up, as long as the next is expected to fit; with what the smallest took."""
     best: int | None = None
     taken: dict[int, int] = {}
     for size in sizes:
@@ -98,7 +98,7 @@ def _note(fitted: list[bool], attempt: Attempt, size: int, again: bool) -> None:
 
 
 def _expected(taken: dict[int, int], size: int) -> float:
-    """By a line through the last two sizes; the first step ever also takes what is taken once."""
+    """Extrapolate by a line through the last two sizes; the first step ever also takes what is taken once."""
     if len(taken) < 2:
         return 0.0
     (first, less), (second, more) = list(taken.items())[-2:]
@@ -106,7 +106,7 @@ def _expected(taken: dict[int, int], size: int) -> float:
 
 
 def fits(action: Callable[[], None]) -> bool:
-    """Do it; whether there was memory for it. Other errors go on."""
+    """Try an action, and tell whether there was memory for it. Other errors go on."""
     try:
         action()
     except Exception as error:
@@ -119,7 +119,7 @@ def fits(action: Callable[[], None]) -> bool:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether memory ran out; what torch keeps for later is handed back then."""
+    """Tell whether memory ran out; what torch keeps for later is handed back then."""
     if oom.find_cause(error) is None:
         return False
     torch.cuda.empty_cache()  # does nothing where CUDA is not in use
@@ -127,7 +127,7 @@ def ran_out(error: BaseException) -> bool:
 
 
 def compute_again(model: nn.Module) -> int:
-    """Have blocks keep no activations and compute them again for the gradients; how many do (Chen et al., 2016).
+    """Make blocks recompute activations for the gradients, and count them (Chen et al., 2016).
 
     Blocks are the parts of sequences, else the model's own parts.
     """
@@ -154,7 +154,7 @@ class _Recomputing:
 
 
 def keep_all(model: nn.Module) -> None:
-    """The opposite of :func:`compute_again`."""
+    """Return the opposite of :func:`compute_again`."""
     for one in model.modules():
         if not isinstance(again := vars(one).get("forward"), _Recomputing):
             continue

@@ -1,4 +1,4 @@
-"""What people may ask of recovery; light, as the command line and recipes import it."""
+"""Define the options and records of recovery; light, as the command line and recipes import it."""
 
 import difflib
 from pathlib import Path
@@ -170,5 +170,5 @@ class Recovery(BaseModel):
 
 
 def read(folder: Path) -> Recovery:
-    """The record of a recovered model, from the folder of its artifact."""
+    """Return the record of a recovered model, from the folder of its artifact."""
     return Recovery.model_validate_json((folder / FILE).read_bytes())

@@ -11,9 +11,9 @@ import torch
 from enginesmith.pipeline.errors import DataError, ModelError
 from enginesmith.pipeline.passes.finetune import micro_batching
 from enginesmith.pipeline.passes.finetune.checkpoints import Checkpoints, Progress
-from enginesmith.pipeline.passes.finetune.data import Material
-from enginesmith.pipeline.passes.finetune.data_parallel import Team
-from enginesmith.pipeline.passes.finetune.evaluate import Judge, Metric, Verdict, judged_smaller
+from enginesmith.pipeline.passes.finetune.data import SplitData
+from enginesmith.pipeline.passes.finetune.data_parallel import DataParallel
+from enginesmith.pipeline.passes.finetune.evaluate import Evaluator, Metric, Verdict, shrink_evaluation
 from enginesmith.pipeline.passes.finetune.losses import (
     Distil,
     Loss,
@@ -44,7 +44,7 @@ class Work:
     """What is to be recovered, from what, and by which means."""
 
     models: Models
-    material: Material
+    material: SplitData
     options: RecoverOptions
     metric: Metric
     seed: int
@@ -55,7 +55,7 @@ class Work:
     """The batch that the model takes, where it takes only one."""
 
     def loss(self, plan: TrainingPlan) -> Loss:
-        """What the student is to become better at.
+        """Make the loss that the student is trained by.
 
         Raises:
             DataError: the user's loss is not there.
@@ -67,15 +67,15 @@ class Work:
             return Distil(plan.outputs, plan.features, names, self.options.temperature)
         return user_loss(self.options.method)
 
-    def trainer(self, plan: TrainingPlan, team: Team) -> Trainer:
-        """A training at its first step."""
+    def trainer(self, plan: TrainingPlan, team: DataParallel) -> Trainer:
+        """Return a training at its first step."""
         return Trainer(
             self.models, self.material, self.loss(plan), self.options, plan, self.seed, team, self.meter.check
         )
 
-    def judge(self, plan: TrainingPlan) -> Judge:
-        """What evaluates."""
-        return Judge(self.models, self.material, self.loss(plan), self.metric, self.seed, plan, self.fixed)
+    def judge(self, plan: TrainingPlan) -> Evaluator:
+        """Make the evaluator."""
+        return Evaluator(self.models, self.material, self.loss(plan), self.metric, self.seed, plan, self.fixed)
 
 
 def prepare(work: Work, checkpoints: Checkpoints, fingerprint: str) -> Progress:
@@ -108,7 +108,7 @@ def prepare(work: Work, checkpoints: Checkpoints, fingerprint: str) -> Progress:
     plan = _timed(work, plan, step_seconds, evaluation_seconds, spent)
     if plan.frozen_norms:  # those that it begins with are of the network before it was pruned
         judge.find_statistics(work.models.student)
-    trainer = work.trainer(plan, Team(work.material.device))
+    trainer = work.trainer(plan, DataParallel(work.material.device))
     progress = Progress(
         fingerprint=fingerprint,
         plan=plan,
@@ -121,8 +121,8 @@ def prepare(work: Work, checkpoints: Checkpoints, fingerprint: str) -> Progress:
     return progress
 
 
-def _first_look(work: Work, plan: TrainingPlan) -> tuple[Judge, Verdict, float]:
-    """How good the weights are that it begins with, and the seconds that this took; with less at once until it fits."""
+def _first_look(work: Work, plan: TrainingPlan) -> tuple[Evaluator, Verdict, float]:
+    """Evaluate the weights that it begins with, and time that; with smaller parts until it fits."""
     plan = plan.model_copy(update={"judged_at_once": plan.micro_batch})
     while True:
         judge = work.judge(plan)
@@ -130,13 +130,13 @@ def _first_look(work: Work, plan: TrainingPlan) -> tuple[Judge, Verdict, float]:
         if micro_batching.fits(functools.partial(_look, judge, work.meter, found)):
             return judge, *found[0]
         fewer = plan.model_copy(update={"judged": plan.judged // 2}) if plan.judged > 1 else None
-        smaller = judged_smaller(plan) or fewer
+        smaller = shrink_evaluation(plan) or fewer
         if smaller is None:
             raise micro_batching.does_not_fit(0, work.options.memory_bytes)
         plan = smaller
 
 
-def _look(judge: Judge, meter: micro_batching.Meter, found: list[tuple[Verdict, float]]) -> None:
+def _look(judge: Evaluator, meter: micro_batching.Meter, found: list[tuple[Verdict, float]]) -> None:
     _, start = judge.teacher, time.monotonic()
     verdict = judge.judge(statistics=False)
     meter.check()
@@ -144,7 +144,7 @@ def _look(judge: Judge, meter: micro_batching.Meter, found: list[tuple[Verdict, 
 
 
 def _in_parts_of(tried: TrainingPlan, plan: TrainingPlan) -> TrainingPlan:
-    """The plan in the parts of one that was tried, which memory may have made smaller."""
+    """Return the plan in the parts of one that was tried, which memory may have made smaller."""
     return plan.model_copy(update={name: getattr(tried, name) for name in _FITTED})
 
 
@@ -153,7 +153,7 @@ def _first_point(before: Verdict) -> Point:
 
 
 def _draft(work: Work) -> TrainingPlan:
-    """Everything but sizes and numbers."""
+    """Draft the plan: everything but sizes and numbers."""
     learnt, unit = len(work.material.learnt), (work.fixed or 1) * work.processes
     batch = min(work.options.batch, learnt)
     batch = max(batch - batch % unit, unit)
@@ -188,7 +188,7 @@ def _autocast(work: Work) -> bool:
 
 
 def _in_parts(work: Work, draft: TrainingPlan, checkpoints: Checkpoints) -> TrainingPlan:
-    """The plan with the largest part that fits."""
+    """Return the plan with the largest part that fits."""
 
     def planned(size: int, again: bool) -> TrainingPlan:
         plan = draft.model_copy(update={"micro_batch": size, "checkpointed": again})
@@ -212,9 +212,9 @@ def _in_parts(work: Work, draft: TrainingPlan, checkpoints: Checkpoints) -> Trai
 
 
 def _alone(work: Work, plan: TrainingPlan) -> Trainer:
-    """A training that does what each of the processes will do, while the others wait."""
+    """Return a training that does what each of the processes will do, while the others wait."""
     own = plan.model_copy(update={"batch": plan.batch // plan.processes})
-    return work.trainer(own, Team(work.material.device))
+    return work.trainer(own, DataParallel(work.material.device))
 
 
 def _begin_again(work: Work, checkpoints: Checkpoints) -> None:
@@ -224,7 +224,7 @@ def _begin_again(work: Work, checkpoints: Checkpoints) -> None:
 
 
 def _with_rows(work: Work, plan: TrainingPlan) -> TrainingPlan:
-    """The plan with as many samples in an evaluation as there is time for."""
+    """Return the plan with as many samples in an evaluation as there is time for."""
     size = plan.micro_batch
     batch = work.material.batch(np.asarray(work.material.learnt[:size]))
     seconds = []
@@ -241,7 +241,7 @@ def _with_rows(work: Work, plan: TrainingPlan) -> TrainingPlan:
 def _timed(
     work: Work, plan: TrainingPlan, step_seconds: float, evaluation_seconds: float, spent: float
 ) -> TrainingPlan:
-    """The plan with the number of steps that there is time for."""
+    """Return the plan with the number of steps that there is time for."""
     options = work.options
     left = max(0.0, _SHARE_OF_TIME * options.seconds - spent)
     evaluations = int(_SHARE_OF_EVALUATION * left / evaluation_seconds)

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
 from enginesmith.pipeline.passes.finetune import micro_batching
-from enginesmith.pipeline.passes.finetune.data import Batch, Material, parts, rate, share
-from enginesmith.pipeline.passes.finetune.data_parallel import Team
+from enginesmith.pipeline.passes.finetune.data import Batch, SplitData, parts, rate, share
+from enginesmith.pipeline.passes.finetune.data_parallel import DataParallel
 from enginesmith.pipeline.passes.finetune.losses import Loss
 from enginesmith.pipeline.passes.finetune.options import RecoverOptions, TrainingPlan
 from enginesmith.pipeline.tensors import Array
@@ -29,7 +29,7 @@ _WARM = 10
 
 
 def norms(module: nn.Module) -> list[_BatchNorm]:
-    """Batch norms that keep statistics."""
+    """List batch norms that keep statistics."""
     return [one for one in module.modules() if isinstance(one, _BatchNorm) and one.track_running_stats]
 
 
@@ -100,12 +100,12 @@ class Trainer:
     """The state of a training, and how it goes on by a step."""
 
     models: Models
-    material: Material
+    material: SplitData
     loss: Loss
     options: RecoverOptions
     plan: TrainingPlan
     seed: int
-    team: Team
+    team: DataParallel
     within: Callable[[], None]
     """Raises StepOutOfMemory where more memory was taken than is allowed."""
     step: int = 0
@@ -119,11 +119,11 @@ class Trainer:
 
     @property
     def student(self) -> NamedForward:
-        """The module that learns."""
+        """Return the module that learns."""
         return self.models.student.module
 
     def advance(self, *, smaller: bool = True) -> float:
-        """Do one step and give back its loss: NaN where it or its gradients are not finite; weights stay then.
+        """Do one step and return its loss: NaN where it or its gradients are not finite; weights stay then.
 
         A step that memory ran out in is done again in ``smaller`` parts.
 
@@ -149,7 +149,7 @@ class Trainer:
         return loss if finite else math.nan
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step."""
+        """Return the learning rate of a step."""
         return rate(self.plan, step, self.options.learning_rate, self.options.warmup)
 
     def follow(self, plan: TrainingPlan) -> None:
@@ -190,7 +190,7 @@ class Trainer:
         return total
 
     def _cut_gradients(self) -> bool:
-        """Whether they are finite: a loss that is can have others, as a root has at zero."""
+        """Tell whether they are finite: a loss that is can have others, as a root has at zero."""
         norm = nn.utils.clip_grad_norm_(self.student.parameters(), _LONGEST_GRADIENT)
         return bool(norm.isfinite())
 
@@ -221,7 +221,7 @@ def load_libraries() -> None:
 
 
 def shrunk(plan: TrainingPlan) -> TrainingPlan:
-    """The plan that takes less memory.
+    """Return the plan that takes less memory.
 
     Raises:
         StepOutOfMemory: there is none.
@@ -235,12 +235,12 @@ def shrunk(plan: TrainingPlan) -> TrainingPlan:
 
 
 def too_few(part: int, plan: TrainingPlan) -> bool:
-    """Whether batch norms cannot learn from parts of this size."""
+    """Tell whether batch norms cannot learn from parts of this size."""
     return part < min(micro_batching.LEAST_FOR_NORMS, plan.batch)
 
 
 def _gradient(value: Tensor) -> Tensor:
-    """Zeros where this process's samples have not reached a weight: others' may have."""
+    """Fill gradients with zeros where this process's samples have not reached a weight: others' may have."""
     if value.grad is None:
         value.grad = torch.zeros_like(value)
     return value.grad
@@ -271,7 +271,7 @@ _REVIEWED = 40
 
 
 def pace(trainer: Trainer, most_threads: int) -> tuple[float, int]:
-    """How long a step takes, and the number of threads that it takes least with.
+    """Measure the time of a step, with the number of threads that makes it shortest.
 
     Threads wait for each other in short steps, and much longer where others use the machine too.
     """
@@ -294,7 +294,7 @@ def pace(trainer: Trainer, most_threads: int) -> tuple[float, int]:
 
 
 def _step_seconds(trainer: Trainer) -> float:
-    """The mean over some steps, or over those that took some time together."""
+    """Return the mean over some steps, or over those that took some time together."""
     start, done = time.monotonic(), 0
     while done < _TIMED_STEPS and time.monotonic() - start < _TIMED_SECONDS:
         trainer.advance()
@@ -303,7 +303,7 @@ def _step_seconds(trainer: Trainer) -> float:
 
 
 @dataclass
-class Timekeeper:
+class TimeBudget:
     """What steps and evaluations have taken in this process, and whether the plan ends in time at that rate."""
 
     seconds: float
@@ -319,7 +319,7 @@ class Timekeeper:
 
     @property
     def spent(self) -> float:
-        """Seconds in all processes so far."""
+        """Return seconds in all processes so far."""
         return self.before + time.monotonic() - self._started
 
     def stepped(self, seconds: float) -> None:
@@ -329,7 +329,7 @@ class Timekeeper:
             self._stepping += seconds
 
     def steps_in_time(self, plan: TrainingPlan, step: int) -> int:
-        """Steps in all that there is time for after ``step``: those of the plan, or fewer."""
+        """Return steps in all that there is time for after ``step``: those of the plan, or fewer."""
         now, left = time.monotonic(), plan.steps - step
         if self._steps < 2 or left < 2 or now - self._reviewed < self.seconds / _REVIEWED:
             return plan.steps

@@ -51,7 +51,7 @@ def lower(
     keep: Collection[str] = (),
     largest: Mapping[str, float] = _NOTHING,
 ) -> Lowered:
-    """Change a float32 graph, or one with Q/DQ pairs, in place; constants are converted when it is saved.
+    """Lower a float32 graph, or one with Q/DQ pairs, in place; constants are converted when it is saved.
 
     ``keep_io`` leaves inputs and outputs in float32, ``keep`` names nodes that are to stay. ``largest`` is the largest
     magnitude of values on real data, by name: in float16, nodes around one beyond 65504 / 2 stay.
@@ -82,7 +82,7 @@ def lower(
 
 
 def _prepare(model: "ir.Model") -> None:
-    """Functions inlined, constants as initialisers, a name for every node, a type for every value."""
+    """Inline functions, make constants initialisers, name every node, type every value."""
     import onnx_ir as ir
     from onnx_ir.passes import common
 
@@ -125,14 +125,14 @@ def _hold(model: "ir.Model", keep: Collection[str]) -> None:
 
 
 def largest(dtype: "ir.DataType") -> float:
-    """The largest number that is not infinite."""
+    """Return the largest number that is not infinite."""
     import ml_dtypes
 
     return float(ml_dtypes.finfo(dtype.numpy()).max)  # type: ignore[no-untyped-call]
 
 
 def smallest(dtype: "ir.DataType") -> float:
-    """The smallest number with all its bits."""
+    """Return the smallest number with all its bits."""
     import ml_dtypes
 
     return float(ml_dtypes.finfo(dtype.numpy()).smallest_normal)  # type: ignore[no-untyped-call]
@@ -152,7 +152,7 @@ def converted(source: "ir.TensorProtocol", dtype: "ir.DataType", name: str, *, m
 
 
 def narrowed(array: Array, dtype: "ir.DataType", *, mask: bool = False) -> Array:
-    """The numbers in another float type, rounded to nearest."""
+    """Return the numbers in another float type, rounded to nearest."""
     limit = largest(dtype) / 2 if mask else largest(dtype)
     if array.size and not (array.min() >= -limit and array.max() <= limit):
         cut = np.clip(array, -limit, limit)
@@ -168,7 +168,7 @@ class Retyper:
     """Changes the nodes of one graph; keeps the names of casts that were put in."""
 
     def __init__(self, graph: "ir.Graph", slots: "dict[ir.Node, Slots]", dtype: "ir.DataType") -> None:
-        """``slots`` are the nodes to change, and what of each changes."""
+        """Take the nodes to change, and what of each changes, as ``slots``."""
         self._graph = graph
         self._slots = slots
         self._dtype = dtype
@@ -178,7 +178,7 @@ class Retyper:
         self.clips: list[str] = []
 
     def run(self, *, keep_io: bool) -> None:
-        """Change everything."""
+        """Convert everything."""
         for value in list(self._graph.initializers.values()):
             if is_float(value):
                 self._change_constant(value)
@@ -238,7 +238,7 @@ class Retyper:
             self._hand_over(value, new)
 
     def _hand_over(self, value: "ir.Value", new: "ir.Value") -> None:
-        """Let the cast value be the graph's output, under its name."""
+        """Make the cast value the graph's output, under its name."""
         name, value.name, new.name = value.name, new.name, None
         new.name = name
         for index, output in enumerate(self._graph.outputs):
@@ -246,7 +246,7 @@ class Retyper:
                 self._graph.outputs[index] = new
 
     def _cast(self, value: "ir.Value", dtype: "ir.DataType", *, mask: bool) -> "ir.Value":
-        """A Cast right after the value's maker; before it a Clip, if what is cast is a mask."""
+        """Insert a Cast right after the value's maker; before it a Clip, if a mask is cast."""
         maker = value.producer()
         name = self._names.new(f"{value.name}_{_SHORT[dtype.name]}")
         made = [self._clip(value, name)] if mask else []
@@ -259,7 +259,7 @@ class Retyper:
         return made[-1].outputs[0]
 
     def _clip(self, value: "ir.Value", name: str) -> "ir.Node":
-        """Brings a mask to the range of the type that it is cast to."""
+        """Clip a mask to the range of the type that it is cast to."""
         import numpy as np
         import onnx_ir as ir
 
@@ -277,7 +277,7 @@ class Retyper:
         return clip
 
     def _change_attributes(self, node: "ir.Node") -> None:
-        """Types that attributes name, of what the node makes."""
+        """Change the types that attributes name, of what the node makes."""
         import onnx_ir as ir
 
         if not self._slots[node].outputs:
@@ -311,7 +311,7 @@ def _node(
     dtype: "ir.DataType",
     like: "ir.Value",
 ) -> "ir.Node":
-    """A node with one output of its name, of the shape and the module of another value."""
+    """Return a node with one output of its name, of the shape and the module of another value."""
     import onnx_ir as ir
 
     made = ir.node(operator, inputs, attributes, name=name)
@@ -370,7 +370,7 @@ def _requantise(graph: "ir.Graph", scale: "ir.Value", before: Array, after: Arra
 
 
 def _spread(array: Array, node: "ir.Node", levels: Array) -> Array:
-    """One number for each element: of the whole tensor, of its slice along the axis, or of its block there."""
+    """Spread numbers to each element: of the whole tensor, of a slice along the axis, or of a block there."""
     array = array.astype(np.float32)
     if array.ndim == 0 or array.size == 1:
         return array.reshape(())
@@ -393,7 +393,7 @@ def _set(value: "ir.Value", array: Array) -> None:
 
 
 def _copy(graph: "ir.Graph", node: "ir.Node", value: "ir.Value") -> "ir.Value":
-    """Integers of its own for a node, where others read the same ones with another scale."""
+    """Copy integers for a node, where others read the same ones with another scale."""
     import onnx_ir as ir
 
     own = ir.Value(name=f"{value.name}_{node.name}", shape=value.shape, type=value.type, const_value=value.const_value)

@@ -102,7 +102,7 @@ def _save_casts(low: "dict[ir.Node, None]", judged: Judged, *, keep_io: bool) ->
 
 
 def _readers(value: "ir.Value", judged: Judged, vertices: "dict[ir.Node, int]", outside: int) -> list[int]:
-    """Vertices of all that read a value, each once; bodies of loops and branches read in float32."""
+    """Return vertices of all that read a value, each once; bodies of loops and branches read in float32."""
     found = [outside] if value.is_graph_output() else []
     for node, index in value.uses():
         changes = node in judged.slots and index in judged.slots[node].inputs

@@ -1,4 +1,4 @@
-"""Which nodes of a float32 graph go to float16 or bfloat16, which stay and why, and which may do either.
+"""Decide which nodes of a float32 graph go to float16 or bfloat16, which stay and why, and which may do either.
 
 What stays is what PyTorch's autocast keeps in float32 too: operators that add up many numbers, and functions that are
 so steep that the rounding of what goes in, or the range of what comes out, shows in the result.
@@ -36,19 +36,19 @@ class Slots:
 
 
 def is_float(value: "ir.Value | None") -> bool:
-    """Whether it is a tensor of float32."""
+    """Tell whether it is a tensor of float32."""
     import onnx_ir as ir
 
     return value is not None and isinstance(value.type, ir.TensorType) and value.dtype == ir.DataType.FLOAT
 
 
 def is_standard(node: "ir.Node") -> bool:
-    """Whether it is an operator of ONNX itself."""
+    """Tell whether it is an operator of ONNX itself."""
     return node.domain in ("", "ai.onnx")
 
 
 def slots(node: "ir.Node", opset: int, dtype: str) -> Slots:
-    """What can change its type; ``dtype`` is ONNX's name: float16 or bfloat16. Nothing, if the schema is unknown.
+    """List what can change its type to ``dtype``, ONNX's name; nothing, if the schema is unknown.
 
     An output whose type follows from no input is left alone, unless it is known how to choose it.
     """
@@ -69,12 +69,12 @@ def slots(node: "ir.Node", opset: int, dtype: str) -> Slots:
 
 
 def _formal(parameters: "Sequence[onnx.defs.OpSchema.FormalParameter]", index: int) -> str:
-    """Type of a parameter; the last of a variadic operator stands for all that follow."""
+    """Return type of a parameter; the last of a variadic operator stands for all that follow."""
     return parameters[min(index, len(parameters) - 1)].type_str
 
 
 def dequantisers(node: "ir.Node") -> "Iterator[ir.Node]":
-    """DequantizeLinear nodes that read what a QuantizeLinear makes, seen through nodes that move it."""
+    """Find DequantizeLinear nodes that read what a QuantizeLinear makes, seen through nodes that move it."""
     waiting = list(node.outputs)
     for value in waiting:
         for reader, index in value.uses():
@@ -116,7 +116,7 @@ class Range:
             self._note(value)
 
     def complaint(self, node: "ir.Node", found: Slots) -> str:
-        """Why the node cannot be in float16; empty if it can."""
+        """Explain why the node cannot be in float16; empty if it can."""
         spared = (*MASKS.get(node.op_type, ()), *_BOUNDS.get(node.op_type, ()))
         for index, value in enumerate(node.inputs):
             if value in self._beyond and index not in spared:
@@ -159,7 +159,7 @@ def _too_large(name: str | None, reach: float) -> str:
 
 
 def _constants(node: "ir.Node", found: Slots) -> "Iterator[tuple[int, str, ir.TensorProtocol]]":
-    """Those that would change their type: position, name, content."""
+    """List constants that would change their type: position, name, content."""
     import onnx_ir as ir
 
     for index in sorted(found.inputs):
@@ -180,7 +180,7 @@ def _may_vanish(node: "ir.Node", index: int, tensor: "ir.TensorProtocol") -> boo
 
 
 def _finite_reach(tensor: "ir.TensorProtocol") -> float:
-    """Largest finite magnitude of a constant; 0 if it is empty."""
+    """Compute the largest finite magnitude of a constant; 0 if it is empty."""
     array = tensor.numpy()
     if not array.size:
         return 0.0
@@ -244,7 +244,7 @@ def judge(graph: "ir.Graph", opset: int, dtype: str, keep: Collection[str], larg
 
 
 def why_it_stays(node: "ir.Node", found: Slots, opset: int, dtype: str) -> str:
-    """What its operator is; empty if that is no reason."""
+    """Explain why its operator stays in float32; empty if that is no reason."""
     import onnx_ir as ir
 
     if has_body(node):
@@ -263,14 +263,14 @@ def why_it_stays(node: "ir.Node", found: Slots, opset: int, dtype: str) -> str:
 
 
 def has_body(node: "ir.Node") -> bool:
-    """Whether it is a branch or a loop."""
+    """Tell whether it is a branch or a loop."""
     import onnx_ir as ir
 
     return any(one.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for one in node.attributes.values())
 
 
 def is_product(node: "ir.Node") -> bool:
-    """Whether it multiplies matrices or looks up a large table: what makes a graph fast or large.
+    """Tell whether it multiplies matrices or looks up a large table: what makes a graph fast or large.
 
     An outer product (a contraction over one number, as in rotary embeddings) is none.
     """

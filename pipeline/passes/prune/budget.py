@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from enginesmith.pipeline.errors import EmptyLayer, UsageError
 from enginesmith.pipeline.passes.prune.dependency_graph import by_operators
-from enginesmith.pipeline.passes.prune.options import Target, spell
+from enginesmith.pipeline.passes.prune.options import PruneTarget, spell
 from enginesmith.pipeline.passes.prune.surgery import Group, Removal, cut_for_now
 
 # Which units go, in which order: a list of cuts, of which a beginning is taken.
@@ -37,7 +37,7 @@ class Cut:
 
 
 def halved(multiple_of: int) -> Iterator[int]:
-    """The multiple, half of it, and so on to one."""
+    """Return the multiple, half of it, and so on to one."""
     while multiple_of > 1:
         yield multiple_of
         multiple_of //= 2
@@ -53,7 +53,7 @@ def steps_of(group: Group, multiple_of: int) -> tuple[int, ...]:
 
 
 def cuts_of(group: Group, order: Sequence[int], multiple_of: int, least: int) -> list[Cut]:
-    """Every cut of one group, units going in ``order``, until no more than ``least`` would stay."""
+    """List every cut of one group, units going in ``order``, until no more than ``least`` would stay."""
     cuts: list[Cut] = []
     left = group.units
     for fineness, step in enumerate(steps_of(group, multiple_of)):
@@ -64,12 +64,12 @@ def cuts_of(group: Group, order: Sequence[int], multiple_of: int, least: int) ->
 
 
 def least_of(group: Group, uniform: bool) -> int:
-    """Units that stay of a group whatever the target is."""
+    """Return units that stay of a group whatever the target is."""
     return 1 if uniform else math.ceil(group.units * LEAST_SHARE)
 
 
 def ordered(groups: Sequence[Group], importance: Mapping[str, Tensor], multiple_of: int, uniform: bool) -> list[Cut]:
-    """All cuts of all groups, those that go first in front."""
+    """Order all cuts of all groups, those that go first in front."""
     rated: list[tuple[int, float, int, int, Cut]] = []
     for index, group in enumerate(groups):
         values = importance[group.root]
@@ -86,7 +86,7 @@ def ordered(groups: Sequence[Group], importance: Mapping[str, Tensor], multiple_
 
 
 def removed(cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
-    """Units that are gone after these cuts, by root."""
+    """List units that are gone after these cuts, by root."""
     gone: dict[str, list[int]] = {}
     for cut in cuts:
         gone.setdefault(cut.root, []).extend(cut.gone)
@@ -94,7 +94,7 @@ def removed(cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
 
 
 def nearest(count: int, left: Callable[[int], float], wanted: float) -> int:
-    """How many of ``count`` cuts come closest to a share ``wanted``; ``left(n)`` falls with the number of cuts."""
+    """Find how many of ``count`` cuts come closest to a share ``wanted``; ``left(n)`` falls with n."""
     low, high = 0, count
     while high - low > 1:
         middle = (low + high) // 2
@@ -103,7 +103,7 @@ def nearest(count: int, left: Callable[[int], float], wanted: float) -> int:
 
 
 def next_ones(cuts: Sequence[Cut], count: int) -> list[Cut]:
-    """After the first ``count`` cuts, each group's next one that is at the same multiple as the next of all."""
+    """List, after the first ``count`` cuts, each group's next one at the same multiple as the next of all."""
     found: dict[str, Cut] = {}
     for cut in cuts[count:]:
         found.setdefault(cut.root, cut)
@@ -143,11 +143,11 @@ class Counter:
             return False
 
     def cost(self) -> Cost:
-        """The cost as the model is now."""
+        """Return the cost as the model is now."""
         return Cost(_macs(self._run, self._fake), self.parameters())
 
     def parameters(self) -> int:
-        """Numbers in parameters; shared ones count once."""
+        """Return numbers in parameters; shared ones count once."""
         return sum(value.numel() for value in self._model.parameters())
 
 
@@ -171,7 +171,7 @@ _SHOWN = 3
 _WHAT = {"ratio": "channels", "macs": "MACs", "params": "parameters"}
 
 
-class Goal:
+class PruneBudget:
     """What is aimed at in one step, with the groups as they are now.
 
     ``first`` is what the whole module cost, ``width`` its channels in groups, and ``now`` those that are left.
@@ -181,7 +181,7 @@ class Goal:
         self,
         model: nn.Module,
         counter: Counter,
-        target: Target,
+        target: PruneTarget,
         groups: Sequence[Group],
         first: Cost,
         width: int,
@@ -192,7 +192,7 @@ class Goal:
         self._width, self._now = width, now
 
     def choose(self, cuts: Sequence[Cut], wanted: float) -> list[Removal]:
-        """What goes for ``wanted`` of the target's quantity to be left, as near as cuts come."""
+        """Choose what is removed for ``wanted`` of the quantity to be left, as near as cuts come."""
         known: dict[int, float] = {}
 
         def left(count: int) -> float:
@@ -209,7 +209,7 @@ class Goal:
         return min(others, key=lambda one: abs(self.left(one) - wanted))
 
     def left(self, removals: Sequence[Removal]) -> float:
-        """The share of the target's quantity that is left without these."""
+        """Return the share of the target's quantity that is left without these."""
         if self._target.kind == "ratio":
             gone = sum(len(one.group.channels[unit]) for one in removals for unit in one.units)
             return (self._now - gone) / self._width
@@ -219,7 +219,7 @@ class Goal:
             return self._counter.cost().macs / max(self._first.macs, 1)
 
     def is_near(self, removals: Sequence[Removal], wanted: float) -> bool:
-        """Whether what is left is near enough to the target for widths to stay at their multiple."""
+        """Tell whether what is left is near enough to the target for widths to stay at their multiple."""
         return abs(self.left(removals) - wanted) <= max(TOLERANCE, _NEAR * (1 - wanted))
 
     def held(
@@ -230,7 +230,7 @@ class Goal:
         multiple_of: int,
         before: Collection[str] = (),
     ) -> tuple[str, ...]:
-        """What to know of widths that are no multiples, and of a target that is not met: cuts may be too coarse.
+        """Note widths that are no multiples, and a target that is not met: cuts may be too coarse.
 
         ``before`` are the roots of groups that lost channels in earlier steps.
 
@@ -264,7 +264,7 @@ class Goal:
         )
 
     def _finer(self, removals: Sequence[Removal], multiple_of: int, before: Collection[str]) -> list[str]:
-        """Layers that lost channels, in this step or ``before``, and whose width is no multiple now."""
+        """Name layers that lost channels, in this step or ``before``, and whose width is no multiple now."""
         gone = {one.group.root: sum(len(one.group.channels[unit]) for unit in one.units) for one in removals}
         found = [
             f"{root} ({width})"

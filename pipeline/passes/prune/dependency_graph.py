@@ -1,4 +1,4 @@
-"""What happens in one run of a module that a dependency graph does not see, and where.
+"""Follow one run of a module for what a dependency graph does not see.
 
 Values leave autograd by ``detach``, NumPy or ``no_grad``, and what comes out of them hangs on nothing; a forward
 decides by what values are, and another input takes another way. Layers may not be called at all.
@@ -48,12 +48,12 @@ class Event:
     """``net.py:12``; empty where it is not known."""
 
     def __str__(self) -> str:
-        """As a part of a sentence."""
+        """Describe it as a part of a sentence."""
         at = f" at {self.line}" if self.line else ""
         return f"by {self.how}{at} in {self.module or 'the forward of the model itself'}"
 
 
-class Following:
+class ForwardHooks:
     """Within the block: which module is running, which were called, and what the graph does not see."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,11 +72,11 @@ class Following:
 
     @property
     def described(self) -> str:
-        """The module that is running, as the beginning of a sentence, or nothing."""
+        """Return the module that is running, as the beginning of a sentence, or nothing."""
         return f"in {self._where()}: " if self._where() else ""
 
     def not_called(self) -> list[str]:
-        """Layers with weights that were not called, and whose weights nothing read that came out."""
+        """Name layers with weights that were not called, and whose weights nothing read that came out."""
         return [
             name
             for module, name in self._names.items()
@@ -96,7 +96,7 @@ class Following:
             waiting += [before for before, _ in function.next_functions]
 
     def unfollowed(self, followed: Callable[[nn.Module], bool]) -> Iterator[tuple[nn.Module, str]]:
-        """Layers of channels that are not ``followed``, and why."""
+        """Name layers of channels that are not ``followed``, and why."""
         for module in self._model.modules():
             if not isinstance(module, (nn.modules.conv._ConvNd, nn.Linear, nn.Embedding)) or followed(module):
                 continue
@@ -179,7 +179,7 @@ Run = Callable[[], tuple[Tensor, ...]]
 """Calls the module on its example, and returns the tensors that come out."""
 
 
-def trace(model: nn.Module, run: Run) -> "tuple[DependencyGraph, Following]":
+def trace(model: nn.Module, run: Run) -> "tuple[DependencyGraph, ForwardHooks]":
     """Run the module once and follow its values; parameters have to ask for gradients.
 
     Raises:
@@ -189,15 +189,15 @@ def trace(model: nn.Module, run: Run) -> "tuple[DependencyGraph, Following]":
     import torch_pruning
 
     graph = torch_pruning.DependencyGraph()
-    following = Following(model)
+    hooks = ForwardHooks(model)
     try:
         with torch.enable_grad(), by_operators(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what it could not follow is found out by trying
             graph.build_dependency(
                 model,
                 (),
-                forward_fn=lambda *_: _watched(run, following),
-                output_transform=lambda outputs: _followed(outputs, following),
+                forward_fn=lambda *_: _watched(run, hooks),
+                output_transform=lambda outputs: _followed(outputs, hooks),
                 verbose=False,
             )
             _follow_splits(graph)
@@ -205,37 +205,37 @@ def trace(model: nn.Module, run: Run) -> "tuple[DependencyGraph, Following]":
         raise
     except Exception as error:
         raise ModelError(
-            f"the dependency graph of the model cannot be traced: {_told(error, following, _unknown(model))}",
+            f"the dependency graph of the model cannot be traced: {_describe_failure(error, hooks, _unknown(model))}",
             "structured pruning follows the gradients of one run through layers of torch.nn; "
             "`sparsify` needs no such graph",
         ) from error
-    _hold_one_way(following)
-    return graph, following
+    _check_one_way(hooks)
+    return graph, hooks
 
 
-def _watched(run: Run, following: Following) -> tuple[Tensor, ...]:
-    with following:
+def _watched(run: Run, hooks: ForwardHooks) -> tuple[Tensor, ...]:
+    with hooks:
         return run()
 
 
-def _hold_one_way(following: Following) -> None:
+def _check_one_way(hooks: ForwardHooks) -> None:
     """Refuse a forward that looks at values and leaves layers out: with other values it may call them."""
-    left_out = following.not_called()
-    if not following.read or not left_out:
+    left_out = hooks.not_called()
+    if not hooks.read or not left_out:
         return
     raise ModelError(
-        f"the forward decides by what values are, {next(iter(following.read))}, and does not call "
+        f"the forward decides by what values are, {next(iter(hooks.read))}, and does not call "
         f"{', '.join(left_out[:3])} on the example: what else reads the channels that would go cannot be known",
         "prune the ways through the model as models of their own, or decide outside of forward; "
         "`sparsify` needs no such graph",
     )
 
 
-def _told(error: Exception, following: Following, more: str = "") -> str:
-    """Where something was raised, and what."""
+def _describe_failure(error: Exception, hooks: ForwardHooks, more: str = "") -> str:
+    """Describe an error, and where it was raised."""
     line = file_tracking.raised_at(error)
     text = " ".join(str(error).split())[:300]
-    return f"{following.described}{more}{type(error).__name__}: {text}{f' ({line})' if line else ''}"
+    return f"{hooks.described}{more}{type(error).__name__}: {text}{f' ({line})' if line else ''}"
 
 
 def _follow_splits(graph: "DependencyGraph") -> None:
@@ -261,7 +261,7 @@ def _follow_splits(graph: "DependencyGraph") -> None:
 
 
 def _unknown(model: nn.Module) -> str:
-    """Which layers there are that hold weights and have no channels to be followed; a part of a sentence."""
+    """Name layers that hold weights and have no channels to follow; a part of a sentence."""
     found = [
         f"{path} ({type(module).__name__})"
         for path, module in model.named_modules()
@@ -275,11 +275,11 @@ def _holds(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
 
 
-def _followed(outputs: tuple[Tensor, ...], following: Following) -> list[Tensor]:
+def _followed(outputs: tuple[Tensor, ...], hooks: ForwardHooks) -> list[Tensor]:
     found = [value for value in outputs if value.grad_fn is not None]
-    following.came_out(found)
+    hooks.came_out(found)
     if not found:
-        why = f": values leave autograd {next(iter(following.left))}" if following.left else ""
+        why = f": values leave autograd {next(iter(hooks.left))}" if hooks.left else ""
         raise ModelError(
             f"no output of the model depends on its parameters in a way that gradients follow{why}",
             "take torch.no_grad(), detach(), NumPy and argmax out of forward, and out of what it calls",
@@ -289,7 +289,7 @@ def _followed(outputs: tuple[Tensor, ...], following: Following) -> list[Tensor]
 
 @contextlib.contextmanager
 def by_operators() -> Iterator[None]:
-    """Transformers of torch.nn take one fused operator in eval mode, which hides what is inside."""
+    """Make transformers of torch.nn run by single operators: in eval mode one fused operator hides what is inside."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -299,10 +299,10 @@ def by_operators() -> Iterator[None]:
 
 
 def failure(model: nn.Module, run: Run) -> tuple[tuple[Tensor, ...], str]:
-    """What a run gives; or nothing, and why: the module that it fails in, what is raised there, and the line."""
-    following = Following(model)
+    """Run a module for its outputs; or nothing, and the module that it fails in, the error, and the line."""
+    hooks = ForwardHooks(model)
     try:
-        with torch.no_grad(), by_operators(), following:
+        with torch.no_grad(), by_operators(), hooks:
             return run(), ""
     except Exception as error:  # noqa: BLE001 - the user's forward, on sizes that it may not be written for
-        return (), _told(error, following)
+        return (), _describe_failure(error, hooks)

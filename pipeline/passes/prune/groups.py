@@ -40,12 +40,12 @@ class Item:
 
     @property
     def straight(self) -> bool:
-        """Whether its channels are numbered as the root's."""
+        """Tell whether its channels are numbered as the root's."""
         return self.indices == self.roots
 
 
 def groups(graph: "DependencyGraph", parts: Parts) -> tuple[list[Group], dict[str, str]]:
-    """The groups that can lose units, and the others by the name of their root, with the reason.
+    """Return the groups that can lose units, and the others by the name of their root, with the reason.
 
     Whether removing units does what it should is for others to find out; here is what is known of the layers' kinds.
     """
@@ -61,7 +61,7 @@ def groups(graph: "DependencyGraph", parts: Parts) -> tuple[list[Group], dict[st
 
 
 def through(traced: Any) -> str:
-    """Which functions with a backward pass of their own a group runs through, as the end of a sentence, or nothing.
+    """Name functions with a backward pass of their own that a group runs through, as the end of a sentence.
 
     They are taken to keep channels apart; where that is wrong, it is there.
     """
@@ -75,7 +75,7 @@ def through(traced: Any) -> str:
 
 
 def _rerooted(graph: "DependencyGraph", traced: Any) -> Any:
-    """The group as a layer sees it that reads it, where one layer's channels are split into several parts."""
+    """Return the group as a layer sees it that reads it, where one layer's channels are split into several parts."""
     from torch_pruning import ops
 
     kinds = {dep.target.type for dep, _ in traced}
@@ -155,7 +155,7 @@ def _depthwise(layer: "nn.modules.conv._ConvNd") -> bool:
 
 
 def _units(items: Sequence[Item], width: int) -> tuple[tuple[int, ...], ...]:
-    """Channels of the root that can only go together."""
+    """Return channels of the root that can only go together."""
     blocks = 1
     for item in items:
         own = _blocks(item)
@@ -185,7 +185,7 @@ def _blocks(item: Item) -> int:
 
 
 def _joined(items: Sequence[Item], width: int) -> tuple[tuple[int, ...], ...]:
-    """Channels that some layer has at the same place."""
+    """Return channels that some layer has at the same place."""
     leader = list(range(width))
 
     def find(one: int) -> int:
@@ -259,7 +259,7 @@ def _convolution_tensors(
 
 
 def _size_attribute(item: Item, units: Sequence[Sequence[int]]) -> Attribute:
-    """A normalisation without weights keeps its size as a number only."""
+    """Find the size of a normalisation without weights, which keeps it as a number only."""
     kind = type(item.module).__name__
     name = next((value for key, value in _COUNTS.items() if kind.startswith(key)), "normalized_shape")
     sizes = {len(unit) for unit in units}
@@ -272,7 +272,7 @@ def _size_attribute(item: Item, units: Sequence[Sequence[int]]) -> Attribute:
 
 
 def of_heads(group: Group, parts: Parts) -> tuple[Group, ...]:
-    """The ways in which a group may be made of heads, the most likely first; nothing where it is no attention.
+    """Return the ways in which a group may be made of heads, the most likely first; nothing where it is no attention.
 
     More than one is possible where the shapes of the products fit several numbers of heads, and as nobody knows which
     numbers a forward reads: which is right is found out by trying.
@@ -295,7 +295,7 @@ def of_heads(group: Group, parts: Parts) -> tuple[Group, ...]:
 
 
 def is_attention(group: Group) -> bool:
-    """Whether two values that are made of inputs are multiplied on the way."""
+    """Tell whether two values that are made of inputs are multiplied on the way."""
     return any(True for _ in _products(group))
 
 
@@ -307,7 +307,7 @@ def _products(group: Group) -> Iterator[tuple[str, object]]:
 
 
 def _head_sizes(group: Group) -> list[int]:
-    """Channels of one head, as far as the products tell."""
+    """Return channels of one head, as far as the products tell."""
     found: list[int] = []
     for name, product in _products(group):
         if "ScaledDotProduct" in name:
@@ -321,7 +321,7 @@ def _head_sizes(group: Group) -> list[int]:
 
 
 def _attributes(group: Group, parts: Parts, heads: int, size: int) -> list[tuple[Attribute, ...]]:
-    """Numbers to change: those of heads; also those of the width beside them; or none."""
+    """Return numbers to change: those of heads; also those of the width beside them; or none."""
     counts, widths = [], []
     for path, module in parts.modules.items():
         if not _within(path, _shared(group.modules)) or type(module).__module__.startswith("torch.nn"):
@@ -347,7 +347,7 @@ def _attributes(group: Group, parts: Parts, heads: int, size: int) -> list[tuple
 
 
 def _shared(modules: tuple[str, ...]) -> str:
-    """The closest module that all are within."""
+    """Return the closest module that all are within."""
     paths = [path.split(".")[:-1] for path in modules]
     common = []
     for names in zip(*paths, strict=False):

@@ -1,4 +1,4 @@
-"""How much each unit of a group matters, by torch_pruning's measures; mean 1 within a group, to compare groups.
+"""Rate each unit of a group by torch_pruning's measures; mean 1 within a group, to compare groups.
 
 ``l1``/``l2``: Li et al., "Pruning Filters for Efficient ConvNets", ICLR 2017, summed over the layers of a group.
 ``taylor``: Molchanov et al., "Importance Estimation for Neural Network Pruning", CVPR 2019.
@@ -21,7 +21,7 @@ _BY_WEIGHT = ("l1", "l2", "taylor")
 
 
 def rank(groups: Sequence[Group], importance: Importance, seed: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """For each group's root the importance of its units, shape ``(units,)``; and why others have none.
+    """Rate the units of each group, by its root, shape ``(units,)``; and explain why others have no rating.
 
     Raises:
         ModelError: an importance is not finite.
@@ -52,7 +52,7 @@ def rank(groups: Sequence[Group], importance: Importance, seed: int) -> tuple[di
 
 
 def _grouped_transposed(group: Group) -> str:
-    """A layer whose weights torch_pruning takes in the wrong order, or nothing."""
+    """Return a layer whose weights torch_pruning takes in the wrong order, or nothing."""
     for dep, _ in group.traced:
         layer = dep.target.module
         if isinstance(layer, nn.modules.conv._ConvTransposeNd) and 1 < layer.groups < layer.out_channels:

@@ -1,4 +1,4 @@
-"""What can be asked of pruning: by what measure of importance, and what to leave alone."""
+"""Define the options of pruning: importance, targets, and what to leave alone."""
 
 import math
 from itertools import pairwise
@@ -48,7 +48,7 @@ _QUANTITIES = {"ratio": "channels", "macs": "MACs", "params": "parameters", "lat
 _FORMS = "say what is removed: 30% of the channels, macs=-50%, params=-50% or latency=-40%"
 
 
-class Target(BaseModel):
+class PruneTarget(BaseModel):
     """The share of a quantity that is removed from the model that is pruned; ``ratio`` is of its channels.
 
     A pruning ratio is the share that is removed in torch-pruning and in the literature (Blalock et al., "What is the
@@ -61,7 +61,7 @@ class Target(BaseModel):
     value: float = Field(gt=0, lt=1)
 
     @classmethod
-    def parse(cls, text: str) -> "Target":
+    def parse(cls, text: str) -> "PruneTarget":
         """Read ``30%`` (or ``0.3``), ``macs=-50%``, ``params=-50%`` or ``latency=-40%``.
 
         Raises:
@@ -92,20 +92,20 @@ class Target(BaseModel):
 
     @property
     def left(self) -> float:
-        """The share of the quantity that is left."""
+        """Return the share of the quantity that is left."""
         return 1 - self.value
 
-    def stages(self, count: int) -> tuple["Target", ...]:
+    def stages(self, count: int) -> tuple["PruneTarget", ...]:
         """Divide the target into ``count`` stages of equal size, each relative to what the one before leaves."""
         lefts = [1 - self.value * index / count for index in range(count + 1)]
-        return tuple(Target(kind=self.kind, value=1 - after / before) for before, after in pairwise(lefts))
+        return tuple(PruneTarget(kind=self.kind, value=1 - after / before) for before, after in pairwise(lefts))
 
     def __str__(self) -> str:
         return spell(self.kind, self.value)
 
 
 def spell(kind: Kind, removed: float) -> str:
-    """Write the share that is removed as :meth:`Target.parse` reads it."""
+    """Write the share that is removed as :meth:`PruneTarget.parse` reads it."""
     percent = f"{100 * removed:.6g}%"
     return percent if kind == "ratio" else f"{kind}=-{percent}"
 

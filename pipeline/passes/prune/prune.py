@@ -17,11 +17,11 @@ from enginesmith.pipeline.passes.prune import budget
 from enginesmith.pipeline.passes.prune import groups as attention
 from enginesmith.pipeline.passes.prune import groups as grouping
 from enginesmith.pipeline.passes.prune import importance as ranking
-from enginesmith.pipeline.passes.prune.budget import Cost, Counter, Goal
+from enginesmith.pipeline.passes.prune.budget import Cost, Counter, PruneBudget
 from enginesmith.pipeline.passes.prune.dependency_graph import Run, failure, trace
 from enginesmith.pipeline.passes.prune.groups import through
-from enginesmith.pipeline.passes.prune.options import PruneOptions, Target
-from enginesmith.pipeline.passes.prune.surgery import Group, Parts, Removal, blinded, cut, cut_for_now
+from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
+from enginesmith.pipeline.passes.prune.surgery import Group, Parts, Removal, cut, cut_for_now, mask_units
 
 # Whether taking units away does what it should: the same as if no layer read them.
 #
@@ -40,8 +40,8 @@ _TOLERANCE = 1e-3
 _MIXING = (nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
 
 
-def proven(model: nn.Module, run: Run, groups: Sequence[Group]) -> tuple[list[Group], dict[str, str]]:
-    """The groups that can lose units, and why others cannot, by root."""
+def keep_verified(model: nn.Module, run: Run, groups: Sequence[Group]) -> tuple[list[Group], dict[str, str]]:
+    """Return the groups that can lose units, and why others cannot, by root."""
     mixing = [group for group in groups if _mixes(model, group)]
     plain = [group for group in groups if group not in mixing]
     good, bad = _halved(model, run, plain)
@@ -57,7 +57,7 @@ def _halved(model: nn.Module, run: Run, groups: Sequence[Group]) -> tuple[list[G
     """Try all at once; where that fails, each half."""
     if not groups:
         return [], {}
-    why = objection(model, run, groups)
+    why = verify_masking(model, run, groups)
     if not why:
         return list(groups), {}
     if len(groups) == 1:
@@ -67,11 +67,11 @@ def _halved(model: nn.Module, run: Run, groups: Sequence[Group]) -> tuple[list[G
     return first[0] + second[0], {**first[1], **second[1]}
 
 
-def objection(model: nn.Module, run: Run, groups: Sequence[Group]) -> str:
-    """Why these groups cannot lose units together; nothing where they can."""
+def verify_masking(model: nn.Module, run: Run, groups: Sequence[Group]) -> str:
+    """Explain why these groups cannot lose units together; nothing where they can."""
     removals = [Removal(group, _some(group)) for group in groups]
     with _scaling(model, removals) as norms:
-        with blinded(model, removals):
+        with mask_units(model, removals):
             expected, why = failure(model, run)
         if why:
             return f"the model does not run: {why}"
@@ -91,7 +91,7 @@ def objection(model: nn.Module, run: Run, groups: Sequence[Group]) -> str:
 
 
 def _some(group: Group) -> tuple[int, ...]:
-    """Some units, in no pattern that the layers' own could fall in with."""
+    """Choose some units, in no pattern that the layers' own could fall in with."""
     generator = torch.Generator().manual_seed(group.units)
     drawn = torch.randperm(group.units, generator=generator)[: max(1, group.units // _SHARE)]
     return tuple(sorted(drawn.tolist()))
@@ -125,7 +125,7 @@ class _Norms:
         self._next = iter(self.kept)
 
     def scale(self, x: Tensor) -> Tensor:
-        """One number for a whole value."""
+        """Choose one number for a whole value."""
         if self._next is not None:
             return next(self._next)
         self.kept.append(x.float().std(unbiased=False).clamp_min(1e-6).to(x.dtype))
@@ -134,7 +134,7 @@ class _Norms:
 
 @contextlib.contextmanager
 def _scaling(model: nn.Module, removals: Sequence[Removal]) -> Iterator[_Norms]:
-    """Within the block the normalisations that are cut scale by one number instead."""
+    """Make normalisations that are cut scale by one number within the block."""
     modules, norms, changed = dict(model.named_modules()), _Norms(), []
     paths = {path for one in removals for path in (*one.group.modules, *(a.module for a in one.group.attributes))}
     for path in sorted(paths):
@@ -172,7 +172,7 @@ ASKED_FOR = "it is to stay whole, as was asked for"
 
 
 def protected(groups: Iterable[Group], modules: Sequence[str], patterns: Sequence[str]) -> dict[str, str]:
-    """The groups, by root, in which a named layer makes channels or changes them; with the reason.
+    """Return the groups, by root, in which a named layer makes channels or changes them; with the reason.
 
     A pattern is the path of a module or parameter, which stands for all that is below it too; ``*`` is any part.
 
@@ -196,7 +196,7 @@ def protected(groups: Iterable[Group], modules: Sequence[str], patterns: Sequenc
 
 
 def _fits(path: str, pattern: str) -> bool:
-    """Whether a path, or a module that it is within, is what a pattern stands for."""
+    """Tell whether a path, or a module that it is within, is what a pattern stands for."""
     parts = path.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
 
@@ -232,7 +232,7 @@ class Found:
 def prune(
     model: nn.Module,
     run: Run,
-    target: Target,
+    target: PruneTarget,
     options: PruneOptions,
     *,
     seed: int = 0,
@@ -271,7 +271,7 @@ def prune(
         _hold_any(groups, whole)
         wanted = 1 - (1 - target.left) * step / options.steps
         progress(f"choosing what goes, step {step} of {options.steps}")
-        goal = Goal(model, counter, target, groups, first, width, now)
+        goal = PruneBudget(model, counter, target, groups, first, width, now)
         last = step == options.steps
         for multiple in budget.halved(options.multiple_of):
             cuts = budget.ordered(groups, importance, multiple, options.scope == "uniform")
@@ -288,7 +288,7 @@ def prune(
 
 
 def find(model: nn.Module, run: Run, options: PruneOptions, progress: Progress = lambda _: None) -> Found:
-    """The groups of a module that can lose units; each is tried.
+    """Return the groups of a module that can lose units; each is tried.
 
     Attention of torch.nn is replaced where its heads may go; the module answers as before.
 
@@ -312,7 +312,7 @@ def find(model: nn.Module, run: Run, options: PruneOptions, progress: Progress =
         else:
             groups.append(made)
     progress(f"trying to take channels out of {len(groups)} groups")
-    good, bad = proven(model, run, groups)
+    good, bad = keep_verified(model, run, groups)
     whole |= bad
     _hold_any(good, whole)
     used = {parts.modules[path] for group in good for path in group.modules if path in parts.modules}
@@ -320,7 +320,7 @@ def find(model: nn.Module, run: Run, options: PruneOptions, progress: Progress =
 
 
 def again(model: nn.Module, run: Run, before: Found) -> Found:
-    """The same groups of a module that was cut since then."""
+    """Return the same groups of a module that was cut since then."""
     traced, _ = _traced(model, run)
     parts = Parts(model)
     known = {group.root: group for group in before.groups}
@@ -354,7 +354,7 @@ class _Heads:
         self._known: dict[tuple[str, ...], int] = {}
 
     def made(self, group: Group) -> Group | str:
-        """The group in heads, where it is attention; or why it stays whole."""
+        """Return the group in heads, where it is attention; or why it stays whole."""
         if not attention.is_attention(group):
             return group
         ways = attention.of_heads(group, self._parts)
@@ -365,7 +365,7 @@ class _Heads:
             return ways[self._known[kind]]
         whys = []
         for index, way in enumerate(ways):
-            why = objection(self._model, self._run, [way])
+            why = verify_masking(self._model, self._run, [way])
             if not why:
                 self._known[kind] = index
                 return way

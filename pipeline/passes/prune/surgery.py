@@ -52,17 +52,17 @@ class Group:
 
     @property
     def units(self) -> int:
-        """How many there are."""
+        """Return the number of units."""
         return len(self.channels)
 
     @property
     def width(self) -> int:
-        """Channels in all."""
+        """Count channels in all."""
         return sum(map(len, self.channels))
 
     @property
     def makers(self) -> tuple[str, ...]:
-        """Tensors of the layers that make the channels."""
+        """Return tensors of the layers that make the channels."""
         return tuple(one.tensor for one in self.slices if one.side == "makes")
 
 
@@ -78,7 +78,7 @@ class Removal:
     units: tuple[int, ...]
 
     def along(self, one: Slice) -> list[int]:
-        """The indices that go along a slice's axis."""
+        """Return the indices that go along a slice's axis."""
         return sorted({index for unit in self.units for index in one.indices[unit]})
 
 
@@ -100,7 +100,7 @@ class Parts:
                     self._holders.setdefault(self.canonical[name], []).append((module, leaf))
 
     def get(self, name: str) -> Tensor:
-        """A tensor by its canonical name."""
+        """Return a tensor by its canonical name."""
         module, leaf = self._holders[name][0]
         found: Tensor = getattr(module, leaf)
         return found
@@ -119,7 +119,7 @@ def cut(model: nn.Module, removals: Sequence[Removal]) -> None:
 
 @contextlib.contextmanager
 def cut_for_now(model: nn.Module, removals: Sequence[Removal]) -> Iterator[None]:
-    """Within the block the units are gone."""
+    """Cut the units within the block."""
     parts = Parts(model)
     names = {one.tensor for removal in removals for one in removal.group.slices}
     tensors = {name: parts.get(name) for name in names}
@@ -196,8 +196,8 @@ def _resize_convolution(layer: "nn.modules.conv._ConvNd") -> None:
 
 
 @contextlib.contextmanager
-def blinded(model: nn.Module, removals: Sequence[Removal]) -> Iterator[None]:
-    """Within the block the units are still there, but no layer reads them: its weights for them are 0."""
+def mask_units(model: nn.Module, removals: Sequence[Removal]) -> Iterator[None]:
+    """Mask the units within the block: no layer reads them, as its weights for them are 0."""
     parts = Parts(model)
     slices = [(one, removal) for removal in removals for one in removal.group.slices if one.side == "reads"]
     kept = {one.tensor: parts.get(one.tensor) for one, _ in slices}

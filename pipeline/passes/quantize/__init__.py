@@ -1,1 +1,1 @@
-"""What a precision means in a graph: which operators, in which types, with which casts and Q/DQ pairs."""
+"""Write precisions into graphs: groups of operators, their types, casts and Q/DQ pairs."""

@@ -24,7 +24,7 @@ _BIAS = 2
 
 
 def read(node: "ir.Node") -> Array | None:
-    """The constant bias that an operator itself adds; None where there is none."""
+    """Return the constant bias that an operator itself adds; None where there is none."""
     return edit.read(node.inputs[_BIAS]) if len(node.inputs) > _BIAS else None
 
 
@@ -81,7 +81,7 @@ def correction(
 
 
 def of_node(node: "ir.Node", weight: Array, dequantised: Array, mean: Array) -> Array:
-    """The correction of a Conv, ConvTranspose, MatMul or Gemm, for weights as the node reads them."""
+    """Return the correction of a Conv, ConvTranspose, MatMul or Gemm, for weights as the node reads them."""
     strides = 1
     if node.op_type == "ConvTranspose" and "strides" in node.attributes:
         strides = math.prod(node.attributes["strides"].as_ints())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from enginesmith.pipeline.passes.quantize import bias_correction, layers, quantizers
-from enginesmith.pipeline.passes.quantize.layers import Group
+from enginesmith.pipeline.passes.quantize.layers import QuantizableOp
 from enginesmith.pipeline.passes.quantize.qdq import (
     ON_REQUEST,
     Correct,
@@ -71,8 +71,8 @@ def quantise(model: "ir.Model", settings: Settings, correct: Correct | None = No
     return Quantised(0, found, left)
 
 
-def _formless(group: Group, node: "ir.Node") -> str:
-    """Why a group has no dynamic form; empty if it has one."""
+def _formless(group: QuantizableOp, node: "ir.Node") -> str:
+    """Explain why a group has no dynamic form; empty if it has one."""
     if group.operator == "LSTM":
         return _lstm_problem(node)
     if group.reason:
@@ -106,14 +106,14 @@ class _Products:
         self._activations: dict[ir.Value, list[ir.Value]] = {}
         self._stored: dict[tuple[object, ...], tuple[ir.Value, ir.Value]] = {}
 
-    def quantise(self, group: Group, node: "ir.Node") -> None:
+    def quantise(self, group: QuantizableOp, node: "ir.Node") -> None:
         """Put the quantised form of a product in its place; what it writes keeps its name."""
         if group.operator == "LSTM":
             self._replace_lstm(node)
         else:
             self._replace_product(group, node)
 
-    def _replace_product(self, group: Group, node: "ir.Node") -> None:
+    def _replace_product(self, group: QuantizableOp, node: "ir.Node") -> None:
         data, weight = (_present(value) for value in node.inputs[:2])
         levels, scale = self._matrix(group, node, weight)
         numbers, step, zero = self._quantised(data, node)
@@ -124,8 +124,8 @@ class _Products:
             last = self._new(node, "Add", [last, self._bias(node, bias)], "sum")
         self.writer.replace(node, [last])
 
-    def _matrix(self, group: Group, node: "ir.Node", value: "ir.Value") -> "tuple[ir.Value, ir.Value]":
-        """A weight as inputs × outputs in int8, and its scale, times what Gemm multiplies by."""
+    def _matrix(self, group: QuantizableOp, node: "ir.Node", value: "ir.Value") -> "tuple[ir.Value, ir.Value]":
+        """Return a weight as inputs × outputs in int8, and its scale, times what Gemm multiplies by."""
         transposed = bool(node.attributes.get_int("transB", 0))
         factor = node.attributes.get_float("alpha", 1.0)
         key = (value, transposed, factor)
@@ -147,7 +147,7 @@ class _Products:
         return quantizers.symmetric(weight, axis, "int8", "fp32", self._settings.weight_bits)
 
     def _quantised(self, data: "ir.Value", reader: "ir.Node") -> "list[ir.Value]":
-        """Numbers, scale and zero point of an activation."""
+        """Return numbers, scale and zero point of an activation."""
         if data not in self._activations:
             names = [f"{data.name}_{part}" for part in ("quantized", "scale", "zero_point")]
             node = self.writer.node("DynamicQuantizeLinear", [data], names, like=reader)
@@ -171,7 +171,7 @@ class _Products:
         attributes: Attributes = NO_ATTRIBUTES,
         name: str = "",
     ) -> "ir.Value":
-        """One of the operators that a node is made of, in front of it."""
+        """Insert one of the operators that a node is made of, in front of it."""
         output = f"{node.outputs[0].name}_{part}"
         new = self.writer.node(operator, inputs, [output], attributes=attributes, like=node, name=name)
         self.writer.graph.insert_before(node, new)
@@ -197,7 +197,7 @@ class _Products:
         self.writer.replace(node, new.outputs)
 
     def _gates(self, value: "ir.Value") -> "tuple[ir.Value, ir.Value]":
-        """A weight as directions × inputs × gates in int8, with one scale for each direction.
+        """Return a weight as directions × inputs × gates in int8, with one scale for each direction.
 
         Scales for each output of each gate are allowed too, and take ONNX Runtime 8 % longer.
         """

@@ -109,7 +109,7 @@ class _Rewriter:
 
 
 def _hand_over(body: "ir.Graph", value: "ir.Value", new: "ir.Value") -> None:
-    """Let another value leave the graph in place of this one, under its name."""
+    """Replace a graph output by another value, under its name."""
     places = [place for place, output in enumerate(body.outputs) if output is value]
     if places:
         name, value.name = value.name, new.name
@@ -124,7 +124,7 @@ def _connect(uses: "Sequence[tuple[ir.Node, int]]", value: "ir.Value") -> None:
 
 
 def _compute_wide(node: "ir.Node", kind: "ir.DataType") -> None:
-    """Let attributes that name the narrow type name float32."""
+    """Rename the narrow type to float32 in attributes."""
     import numpy as np
     import onnx_ir as ir
 

@@ -25,7 +25,7 @@ _BIAS = 2
 
 
 @dataclass(frozen=True)
-class Group:
+class QuantizableOp:
     """One operator that can be computed in few bits, and is so as a whole or not at all."""
 
     name: str
@@ -47,8 +47,8 @@ class Group:
     """Why it has no quantised form with fixed ranges; empty where it has one."""
 
 
-def find(model: "ir.Model") -> tuple[Group, ...]:
-    """The groups of a float graph, in the order of its nodes.
+def find(model: "ir.Model") -> tuple[QuantizableOp, ...]:
+    """Find the groups of a float graph, in the order of its nodes.
 
     Nodes without a name, or with another's, get one of their own first: the same each time for the same graph.
     """
@@ -77,7 +77,7 @@ def _free(name: str, taken: set[str]) -> str:
 
 
 def tensor(value: "ir.Value | None") -> "ir.TensorProtocol | None":
-    """The content of a constant; None for what is computed or could be fed."""
+    """Return the content of a constant; None for what is computed or could be fed."""
     import onnx_ir as ir
 
     return None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
@@ -93,11 +93,11 @@ def _is_product(node: "ir.Node") -> bool:
     return node.domain in _STANDARD and (node.op_type in PRODUCTS or node.op_type in _WHOLE)
 
 
-def _group(node: "ir.Node") -> Group:
+def _group(node: "ir.Node") -> QuantizableOp:
     weights = list(_weights(node))
     bias = _bias(node)
     known = {id(value) for value in (*weights, bias)}
-    return Group(
+    return QuantizableOp(
         name=str(node.name),
         module=node.metadata_props.get(MODULE_KEY, ""),
         operator=node.op_type,
@@ -113,7 +113,7 @@ def _group(node: "ir.Node") -> Group:
 
 
 def _weights(node: "ir.Node") -> "Iterator[ir.Value]":
-    """The constants that it multiplies by: one, or those for inputs and for the state."""
+    """Return the constants that it multiplies by: one, or those for inputs and for the state."""
     inputs = node.inputs[1:3] if node.op_type in RECURRENT else node.inputs[:2]
     for value in inputs if node.op_type in (*RECURRENT, *PRODUCTS) else ():
         if value is not None and tensor(value) is not None:
@@ -129,7 +129,7 @@ def _bias(node: "ir.Node") -> "ir.Value | None":
 
 
 def _added(node: "ir.Node") -> "ir.Value | None":
-    """What the only reader of a product adds to each of its columns."""
+    """Find the constant that the only reader of a product adds to each of its columns."""
     reader, index = only_reader(node.outputs[0])
     weight = tensor(node.inputs[1])
     if reader is None or reader.op_type != "Add" or weight is None:

@@ -85,7 +85,7 @@ class Plan:
     """Pairs that have to share a grid."""
 
     def read(self, node: "ir.Node", index: int) -> None:
-        """Let an input of a node be rounded."""
+        """Round an input of a node."""
         value = node.inputs[index]
         assert value is not None, node
         self.readers.setdefault(value, []).append((node, index))
@@ -111,7 +111,7 @@ def place(model: "ir.Model", chosen: "Iterable[ir.Node]", rules: Rules, problem:
 
 
 def written(node: "ir.Node") -> "ir.Value":
-    """What a node writes, behind the Relu or Clip that is all that reads it: engines fuse these into it."""
+    """Find the value that a node writes, behind a Relu or Clip that alone reads it: engines fuse these into it."""
     value = node.outputs[0]
     reader, index = layers.only_reader(value)
     if reader is None or reader.op_type not in _CLAMPS or index or any(map(_is_computed, reader.inputs[1:])):
@@ -147,7 +147,7 @@ class _Runs:
                 self._go_on(node)
 
     def _find_wanted(self) -> None:
-        """Values that are rounded anyway, since a product reads them, perhaps through others."""
+        """Find values that are rounded anyway, since a product reads them, perhaps through others."""
         for node in reversed(self._model.graph):
             if node in self._products:
                 self._wanted.add(_input(node, 0))
@@ -177,18 +177,18 @@ class _Runs:
 
 
 def _made(node: "ir.Node") -> "list[ir.Value]":
-    """The values that are rounded behind a node, if it is computed in int8."""
+    """Return the values that are rounded behind a node, if it is computed in int8."""
     return [written(node)] if node.op_type in _OWN_SCALE else list(node.outputs)
 
 
 def _read(node: "ir.Node") -> "list[ir.Value]":
-    """The values that a node computes with; indices, shapes and bounds are not among them."""
+    """Return the values that a node computes with; indices, shapes and bounds are not among them."""
     inputs = node.inputs if node.op_type in _MANY_INPUTS else node.inputs[:1]
     return list(dict.fromkeys(value for value in inputs if value is not None))
 
 
 def _has_kernel(node: "ir.Node") -> bool:
-    """Whether ONNX Runtime has an integer kernel for it, and for how it is used here."""
+    """Tell whether ONNX Runtime has an integer kernel for it, and for how it is used here."""
     import onnx_ir as ir
 
     if node.op_type not in _SAME_SCALE | _OWN_SCALE or not all(node.inputs[: 1 + (node.op_type in _MANY_INPUTS)]):
@@ -203,7 +203,7 @@ def _has_kernel(node: "ir.Node") -> bool:
 
 
 def _residual_input(node: "ir.Node", products: "Mapping[ir.Node, None]") -> int | None:
-    """The input of an Add that is to be rounded so that the other one's convolution takes in the sum."""
+    """Return the input of an Add that is to be rounded so that the other one's convolution takes in the sum."""
     if node.op_type != "Add" or not all(map(_is_computed, node.inputs)):
         return None
     behind = [_convolution(value, products) for value in node.inputs]
@@ -219,7 +219,7 @@ def _residual_input(node: "ir.Node", products: "Mapping[ir.Node, None]") -> int 
 
 
 def _convolution(value: "ir.Value | None", products: "Mapping[ir.Node, None]") -> "ir.Node | None":
-    """The quantised convolution whose output a value is, and that nothing else reads."""
+    """Return the quantised convolution whose output a value is, and that nothing else reads."""
     node = value.producer() if value is not None else None
     if value is None or node is None or len(value.uses()) != 1 or value.is_graph_output():
         return None
@@ -229,7 +229,7 @@ def _convolution(value: "ir.Value | None", products: "Mapping[ir.Node, None]") -
 
 
 def _depth(node: "ir.Node") -> int:
-    """How many convolutions lie one behind the other in front of a node, on the way of first inputs."""
+    """Count the convolutions one behind the other in front of a node, on the way of first inputs."""
     return sum(1 for one in _ancestors(node) if one.op_type in layers.CONVOLUTIONS)
 
 

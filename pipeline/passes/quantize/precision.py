@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from enginesmith.pipeline.passes.float16.convert import Lowered
-    from enginesmith.pipeline.passes.quantize.layers import Group
+    from enginesmith.pipeline.passes.quantize.layers import QuantizableOp
     from enginesmith.pipeline.passes.quantize.qdq import Correct, Quantised
 
 
@@ -86,13 +86,13 @@ def _method(named: Iterable[str], otherwise: Method) -> Method:
 
 
 def entries(
-    found: "Sequence[Group]", left: Mapping[str, str], chosen: Assignment, lowered: "Lowered | None", low: str
+    found: "Sequence[QuantizableOp]", left: Mapping[str, str], chosen: Assignment, lowered: "Lowered | None", low: str
 ) -> list[dict[str, str]]:
-    """What each group is computed in now; ``low`` is what those are in that are not ``left``, empty if none is."""
+    """List each group's precision now; ``low`` is that of groups not in ``left``, empty if there is none."""
     halved = set(lowered.nodes) if lowered else set()
     reasons = {**(lowered.kept if lowered else {}), **left}
 
-    def entry(group: "Group") -> dict[str, str]:
+    def entry(group: "QuantizableOp") -> dict[str, str]:
         described = {"group": group.name, "module": group.module, "operator": group.operator}
         if low and group.name not in left:
             return {**described, "precision": low, "why": ""}
@@ -195,7 +195,7 @@ class Precision(PrecisionPass):
 
     @property
     def _low(self) -> str:
-        """What quantised groups are said to be in."""
+        """Return the name of the precision of quantised groups."""
         return self.precision.partition("+")[0]
 
     def rounding_inputs(self) -> Self:
@@ -266,7 +266,7 @@ class Precision(PrecisionPass):
 
 
 def _corrector(ranges: Ranges) -> "Correct":
-    """What makes up for the mean error of a weight, where the mean of what it is multiplied with is known."""
+    """Make the correction of a weight's mean error, for inputs whose mean is known."""
     from enginesmith.pipeline.passes.quantize import bias_correction
 
     def correct(node: "ir.Node", given: Array, narrow: Array) -> Array | None:

@@ -9,7 +9,7 @@ import numpy as np
 from enginesmith.calibration.ranges import Method, Ranges
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.passes.quantize import bias_correction, layers, placement, quantizers
-from enginesmith.pipeline.passes.quantize.layers import Group
+from enginesmith.pipeline.passes.quantize.layers import QuantizableOp
 from enginesmith.pipeline.passes.quantize.placement import RULES, SIMULATED, Plan, Rules
 from enginesmith.pipeline.passes.quantize.precisions import Placement
 from enginesmith.pipeline.passes.quantize.quantizers import Grid, Narrow, Number, Rest, Scales
@@ -30,7 +30,7 @@ _INITIALISERS_ARE_NO_INPUTS = 4  # IR version from which weights need not be lis
 _SHOWN = 3
 
 
-def prepare(model: "ir.Model", precision: str, keep: Collection[str] = ()) -> tuple[Group, ...]:
+def prepare(model: "ir.Model", precision: str, keep: Collection[str] = ()) -> tuple[QuantizableOp, ...]:
     """Make a float32 graph flat, with weights that cannot be fed and names for all nodes; its groups.
 
     Raises:
@@ -106,7 +106,10 @@ def _preparation_hold(model: "ir.Model", precision: str) -> None:
 
 
 def require_products(
-    found: Collection[Group], precision: str, usable: Collection[Group], operators: Collection[str] = layers.PRODUCTS
+    found: Collection[QuantizableOp],
+    precision: str,
+    usable: Collection[QuantizableOp],
+    operators: Collection[str] = layers.PRODUCTS,
 ) -> None:
     """Refuse a graph that has nothing to quantise.
 
@@ -152,7 +155,7 @@ class Settings:
 
     @property
     def rules(self) -> Rules:
-        """Where pairs go."""
+        """Return the rules by which pairs are placed."""
         if self.number == "fp8" and self.placement == "inputs+outputs":
             return SIMULATED
         rules = RULES[self.placement]
@@ -165,14 +168,14 @@ class Quantised:
 
     pairs: int
     """QuantizeLinear nodes, each with its DequantizeLinear."""
-    groups: tuple[Group, ...]
+    groups: tuple[QuantizableOp, ...]
     """All of them, in the order of the graph."""
     left: Mapping[str, str] = field(default_factory=dict)
     """Name of a group that stays in floating point → why."""
 
     @property
-    def done(self) -> tuple[Group, ...]:
-        """Those in few bits."""
+    def done(self) -> tuple[QuantizableOp, ...]:
+        """Return the groups in few bits."""
         return tuple(group for group in self.groups if group.name not in self.left)
 
 
@@ -205,7 +208,7 @@ def quantise(model: "ir.Model", ranges: Ranges, settings: Settings, correct: Cor
     return Quantised(len(grids), found, left)
 
 
-def _hold(found: "Iterable[Group]", ranges: Ranges) -> None:
+def _hold(found: "Iterable[QuantizableOp]", ranges: Ranges) -> None:
     """Refuse ranges that are of another graph."""
     names = {name for group in found if not group.reason for name in group.activations}
     if names and not names & set(ranges.tensors):
@@ -217,8 +220,8 @@ def _hold(found: "Iterable[Group]", ranges: Ranges) -> None:
         )
 
 
-def _reason(group: Group, node: "ir.Node", scales: Scales, settings: Settings) -> str:
-    """Why a group stays in floating point; empty if it does not."""
+def _reason(group: QuantizableOp, node: "ir.Node", scales: Scales, settings: Settings) -> str:
+    """Explain why a group stays in floating point; empty if it does not."""
     rules = settings.rules
     if group.reason:
         return group.reason
@@ -262,7 +265,7 @@ def _input(node: "ir.Node", index: int) -> "ir.Value":
 
 
 def _grids(plan: Plan, scales: Scales) -> "dict[ir.Value, Grid]":
-    """A grid for each value that is rounded; those that have to share one get the widest."""
+    """Return a grid for each value that is rounded; those that have to share one get the widest."""
     parent: dict[ir.Value, ir.Value] = {}
 
     def root(value: "ir.Value") -> "ir.Value":
@@ -288,7 +291,7 @@ class _Weights:
         self._writer, self._settings, self._correct = writer, settings, correct
         self._done: dict[tuple[object, ...], tuple[Stored, Array]] = {}
 
-    def quantise(self, group: Group, node: "ir.Node", grid: Grid) -> None:
+    def quantise(self, group: QuantizableOp, node: "ir.Node", grid: Grid) -> None:
         """Quantise a group's weight, and its bias where the engine wants that."""
         value = _input(node, _WEIGHT)
         weight = layers.tensor(value)
@@ -313,7 +316,7 @@ class _Weights:
         return quantizers.symmetric(weight, axis, settings.number, settings.rest, settings.weight_bits, least)
 
     def _least_scale(self, node: "ir.Node", axis: int | None, grid: Grid) -> Array:
-        """ONNX Runtime adds biases up as int32, also those that are floats in the graph."""
+        """Compute the smallest scale of a weight: ONNX Runtime adds up biases as int32, also those that are floats."""
         bias = bias_correction.read(node) if self._settings.rules.outputs else None
         if bias is None:
             return np.zeros(())

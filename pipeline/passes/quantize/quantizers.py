@@ -59,7 +59,7 @@ class Scales:
         return ""
 
     def grid(self, values: "Iterable[ir.Value]") -> Grid:
-        """The grid that these values share, none of which has a problem."""
+        """Return the grid that these values share, none of which has a problem."""
         limits = [self._limits(value) for value in values]
         low, high = min(low for low, _ in limits), max(high for _, high in limits)
         if self._symmetric:
@@ -69,7 +69,7 @@ class Scales:
         return Grid(scale, int(np.clip(np.rint(-low / scale), 0, _UNSIGNED_STEPS)), "uint8")
 
     def _limits(self, value: "ir.Value") -> tuple[float, float]:
-        """The least and the greatest number that is represented exactly enough; 0 lies between them."""
+        """Return the least and the greatest number that is represented exactly enough; 0 lies between them."""
         found = self._range(value)
         assert found is not None, value
         assert found.amax is not None, value
@@ -79,7 +79,7 @@ class Scales:
         return min(max(found.minimum, -amax), 0.0), max(min(found.maximum, amax), 0.0)
 
     def _range(self, value: "ir.Value | None") -> TensorRange | None:
-        """A value's range, or that of what it is another shape of."""
+        """Return a value's range, or that of what it is another shape of."""
         while value is not None:
             found = self._ranges.get(str(value.name))
             producer = value.producer()
@@ -90,7 +90,7 @@ class Scales:
 
 
 def representable(scale: float, rest: Rest) -> float:
-    """The scale as the graph holds it: in its floating-point type, never subnormal.
+    """Return the scale as the graph holds it: in its floating-point type, never subnormal.
 
     A scale that cannot be told from 0 would make infinities of what is divided by it, and TensorRT refuses 0.
     """
@@ -120,7 +120,7 @@ class Narrow:
     block: int = 0
 
     def wide(self) -> Array:
-        """The numbers that it stands for, as float32."""
+        """Return the numbers that it stands for, as float32."""
         return self.levels.astype(np.float32) * self._spread()
 
     def _spread(self) -> Array:
@@ -130,7 +130,7 @@ class Narrow:
 
 
 def channel_axis(node: "ir.Node", shape: tuple[int, ...]) -> int | None:
-    """The axis of a product's weight that has one entry per output channel; None where no single axis has.
+    """Return the axis of a product's weight that has one entry per output channel; None where no single axis has.
 
     With groups, ConvTranspose shares axis 1 between them; a scale for each of its entries is still a scale for
     whole output channels. Where it is of length 1, one scale for the tensor is the same.
@@ -149,7 +149,7 @@ def channel_axis(node: "ir.Node", shape: tuple[int, ...]) -> int | None:
 def symmetric(
     weight: Array, axis: int | None, number: Number, rest: Rest, bits: int = 8, least: Array | float = 0.0
 ) -> Narrow:
-    """A weight as int8 or E4M3, symmetric around 0, with the scale that represents its largest number.
+    """Return a weight as int8 or E4M3, symmetric around 0, with the scale that represents its largest number.
 
     ``least`` is the smallest scale that may be chosen, for all channels or each.
     """
@@ -168,7 +168,7 @@ def symmetric(
 
 
 def least_scale(bias: Array, activation_scale: float) -> Array:
-    """The smallest scale of a weight with which its bias fits an int32, in which engines add it up.
+    """Return the smallest scale of a weight with which its bias fits an int32, in which engines add it up.
 
     Channels that died in training have weights near 0 beside biases that are not.
     """
@@ -177,17 +177,17 @@ def least_scale(bias: Array, activation_scale: float) -> Array:
 
 
 def integer_bias(bias: Array, scale: Array) -> Array:
-    """A bias as int32 multiples of ``scale``."""
+    """Return a bias as int32 multiples of ``scale``."""
     return np.rint(bias.astype(np.float64) / scale).clip(-_BIAS_LIMIT, _BIAS_LIMIT).astype(np.int32)
 
 
 def block_size(length: int) -> int:
-    """The largest block that divides a length; 0 where none does."""
+    """Return the largest block that divides a length; 0 where none does."""
     return next((size for size in BLOCKS if length % size == 0), 0)
 
 
 def blocked(weight: Array, block: int, rest: Rest, importance: Array | None = None) -> Narrow:
-    """A matrix of inputs × outputs as int4, one scale for each block of inputs of an output.
+    """Return a matrix of inputs × outputs as int4, one scale for each block of inputs of an output.
 
     Of a few scales the one with the least squared error is taken; ``importance`` weighs the inputs: their mean
     square, the diagonal of the layer's Hessian (Frantar et al.: GPTQ, 2022, arXiv:2210.17323, section 3).
@@ -209,7 +209,7 @@ def blocked(weight: Array, block: int, rest: Rest, importance: Array | None = No
 
 
 def _best_scale(blocks: Array, weights: Array, rest: Rest) -> Array:
-    """One scale for each block and column of blocks × inputs × columns."""
+    """Return one scale for each block and column of blocks × inputs × columns."""
     largest = np.maximum(blocks.max(axis=1), -blocks.min(axis=1)) / _INT4_HIGH
     best = least = None
     for shrink in _SHRINKS:
@@ -234,7 +234,7 @@ def _rounded(blocks: Array, scale: Array) -> Array:
 
 
 def _representable(scale: Array, rest: Rest) -> Array:
-    """The same as :func:`representable` for many."""
+    """Apply :func:`representable` to many scales."""
     smallest = representable(0.0, rest)
     raised = np.maximum(scale, smallest)
     return (raised.astype(np.float16) if rest == "fp16" else raised).astype(np.float32)

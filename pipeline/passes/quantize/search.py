@@ -1,4 +1,4 @@
-"""Which groups stay in floating point: a short search over measured trials, each step a function of those before.
+"""Search for groups that stay in floating point: few measured trials, each step a function of those before.
 
 1. Everything quantised, with the ranges of one method after the other, until one passes.
 2. Where none does: with the best method, the most sensitive groups stay in floating point; their number is doubled
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline.passes.quantize.layers import Group
+from enginesmith.pipeline.passes.quantize.layers import QuantizableOp
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -97,7 +97,7 @@ def propose(
 
 
 def best(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Trial | None:
-    """The fastest trial that passed; of those that are equally fast, the one with the most work quantised."""
+    """Return the fastest trial that passed; of those that are equally fast, the one with the most work quantised."""
     work = {group.name: group.macs for group in groups}
     passed = [trial for trial in trials if trial.passed]
     passed.sort(key=lambda trial: (sum(work.get(name, 0) for name in trial.kept), trial.error))
@@ -121,14 +121,14 @@ def _method(trials: Sequence[Trial]) -> str:
 
 
 def _ranked(groups: Sequence[GroupFact], fixed: frozenset[str]) -> list[str]:
-    """Groups by how much error they bring in, the worst first."""
+    """Rank groups by the error that they bring in, the worst first."""
     free = [group for group in groups if group.name not in fixed]
     free.sort(key=lambda group: (group.sqnr_db if group.sqnr_db is not None else -1e9, group.macs))
     return [group.name for group in free]
 
 
 def _counts(trials: Sequence[Trial], fixed: frozenset[str]) -> tuple[int, int | None]:
-    """The most sensitive groups kept at most without passing, and at least with passing."""
+    """Count the most sensitive groups: the most kept without passing, and the fewest kept with passing."""
     own = [trial for trial in trials if trial.phase == "sensitive"]
     failed = [len(set(trial.kept) - fixed) for trial in own if not trial.passed]
     passed = [len(set(trial.kept) - fixed) for trial in own if trial.passed]
@@ -162,7 +162,7 @@ def _bisect(trials: Sequence[Trial], groups: Sequence[GroupFact], fixed: frozens
 
 
 def _give_back(trials: Sequence[Trial], groups: Sequence[GroupFact], fixed: frozenset[str]) -> Candidate | None:
-    """First the half with the most work, then the one with the most."""
+    """Propose to quantise more: first the half of the kept groups with the most work, then the one with the most."""
     found = best(trials, groups)
     before = [trial for trial in trials if trial.phase == "give back"]
     sensitive = [trial for trial in trials if trial.phase == "sensitive" and trial.passed]
@@ -206,12 +206,14 @@ def _speed(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Candidate | 
 SIGNAL, NOISE = "signal", "noise"
 
 
-def output_name(group: Group, what: str) -> str:
-    """The joint graph's output that holds the energy of a group's result, or of its error; float32, shape []."""
+def output_name(group: QuantizableOp, what: str) -> str:
+    """Return the joint graph's output that holds the energy of a group's result, or of its error; float32, shape []."""
     return f"{group.name}/{what}"
 
 
-def side_by_side(floating: "ir.Model", quantised: "ir.Model", groups: Sequence[Group]) -> tuple[Group, ...]:
+def add_layerwise_error(
+    floating: "ir.Model", quantised: "ir.Model", groups: Sequence[QuantizableOp]
+) -> tuple[QuantizableOp, ...]:
     """Turn the float graph into the joint one, in place; says which groups are in it.
 
     ``quantised`` is the same graph with each group quantised at its inputs alone, so that its values of the same name
@@ -243,7 +245,7 @@ class _Copy:
 
     @property
     def last(self) -> "ir.Value":
-        """The copy of the value that was asked for."""
+        """Return the copy of the value that was asked for."""
         return self._made[self._output]
 
     def chain(self, value: "ir.Value") -> bool:
@@ -292,7 +294,7 @@ class _Copy:
         return copy
 
 
-def _energies(graph: "ir.Graph", group: Group, exact: "ir.Value", rounded: "ir.Value") -> "list[ir.Value]":
+def _energies(graph: "ir.Graph", group: QuantizableOp, exact: "ir.Value", rounded: "ir.Value") -> "list[ir.Value]":
     import onnx_ir as ir
 
     difference = ir.node("Sub", [rounded, exact])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _FATAL = 4
 
 
-class Tapped:
+class ActivationCapture:
     """An open session; how many samples are fed at once can change the last bits of what it answers."""
 
     def __init__(self, session: Any, values: Sequence[str], failures: tuple[type[Exception], ...]) -> None:
@@ -35,7 +35,7 @@ class Tapped:
         self._computed = [name for name in dict.fromkeys(values) if name not in self._inputs]
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
-        """The values, in the order in which they were named; feeds that the graph does not read are left out.
+        """Return the values, in the order in which they were named; feeds that the graph does not read are left out.
 
         Raises:
             ModelError: it does not take these feeds.
@@ -50,7 +50,7 @@ class Tapped:
 
 
 @contextmanager
-def open_tapped(path: Path, values: Sequence[str], threads: int = 0) -> Iterator[Tapped]:
+def open_activation_capture(path: Path, values: Sequence[str], threads: int = 0) -> Iterator[ActivationCapture]:
     """Open a graph on the CPU for reading out values of its main graph; inputs and outputs may be among them.
 
     ``threads`` is within an operator; 0 means one for each core this process may use.
@@ -66,7 +66,7 @@ def open_tapped(path: Path, values: Sequence[str], threads: int = 0) -> Iterator
         session = library.InferenceSession(_with_outputs(path, values), options, ["CPUExecutionProvider"])
     except failures as error:
         raise ModelError(f"{evaluator.TITLE} cannot load {path.name}: {_brief(error)}") from error
-    tapped = Tapped(session, values, failures)
+    tapped = ActivationCapture(session, values, failures)
     del session
     try:
         yield tapped
@@ -87,7 +87,7 @@ def _options(library: Any, folder: Path, threads: int) -> Any:
 
 
 def _with_outputs(path: Path, values: Sequence[str]) -> bytes:
-    """The serialised graph; ONNX Runtime finds out the types of what is added."""
+    """Return the serialised graph; ONNX Runtime finds out the types of what is added."""
     model = model_file.read(path)
     known = {value.name for value in (*model.graph.input, *model.graph.output)}
     missing = [name for name in dict.fromkeys(values) if name not in known]
@@ -126,7 +126,7 @@ _SAME_NUMBERS = frozenset(("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flat
 
 
 @dataclass(frozen=True)
-class Watched:
+class CalibrationPoints:
     """Names of values of the main graph; values within the bodies of If, Loop and Scan are not among them."""
 
     values: tuple[str, ...]
@@ -144,12 +144,12 @@ class Watched:
 
     @property
     def taps(self) -> tuple[str, ...]:
-        """The values that are worth reading out."""
+        """Return the values that are worth reading out."""
         return tuple(name for name in self.values if name not in self.same or name in self.channels)
 
 
-def watched(model: "ir.Model") -> Watched:
-    """The values of a graph that calibration looks at; types that it does not say are inferred, in place."""
+def find_calibration_points(model: "ir.Model") -> CalibrationPoints:
+    """Return the values of a graph that calibration looks at; types that it does not say are inferred, in place."""
     _infer_types(model)
     graph = model.graph
     inputs = [value for value in graph.inputs if value.name not in graph.initializers]
@@ -173,11 +173,11 @@ def watched(model: "ir.Model") -> Watched:
             axis, read = _channel_axis(node), node.inputs[0]
             if axis is not None and read is not None and read.name in floats:
                 channels.setdefault(str(read.name), axis)
-    return Watched(tuple(map(str, floats)), frozenset(histograms), channels, frozenset(products), same)
+    return CalibrationPoints(tuple(map(str, floats)), frozenset(histograms), channels, frozenset(products), same)
 
 
 def _channel_axis(node: "ir.Node") -> int | None:
-    """The axis of a product's first input that meets its constant weight; None where that is no plain axis."""
+    """Return the axis of a product's first input that meets its constant weight; None where that is no plain axis."""
     if len(node.inputs) < 2 or node.inputs[1] is None or not _is_constant(node.inputs[1]):
         return None
     if node.op_type in CONVOLUTIONS:
@@ -191,7 +191,7 @@ def _is_constant(value: "ir.Value") -> bool:
 
 
 def _may_be_float(value: "ir.Value") -> bool:
-    """Whether it is a float as numpy knows them, as far as the graph says."""
+    """Tell whether it is a float as numpy knows them, as far as the graph says."""
     import onnx_ir as ir
 
     if _is_constant(value) or (value.type is not None and not isinstance(value.type, ir.TensorType)):

@@ -11,7 +11,7 @@ import numpy as np
 
 from enginesmith.calibration.ranges import Ranges
 from enginesmith.pipeline.passes.quantize import bias_correction, layers, quantizers
-from enginesmith.pipeline.passes.quantize.layers import Group
+from enginesmith.pipeline.passes.quantize.layers import QuantizableOp
 from enginesmith.pipeline.passes.quantize.qdq import (
     ON_REQUEST,
     Correct,
@@ -73,22 +73,22 @@ class _Numbers:
     ranges: Ranges | None
     correct: Correct | None
 
-    def importance(self, group: Group, length: int) -> Array | None:
-        """How much each input matters; None where that is not known."""
+    def importance(self, group: QuantizableOp, length: int) -> Array | None:
+        """Compute the importance of each input; None where that is not known."""
         known = self.ranges.channels.get(group.activations[0]) if self.ranges and group.activations else None
         if known is None or len(known.mean_square) != length or not any(known.mean_square):
             return None
         return np.array(known.mean_square)
 
 
-def _formless(group: Group) -> str:
+def _formless(group: QuantizableOp) -> str:
     if group.reason:
         return group.reason
     return "" if group.operator in layers.MATRIX_PRODUCTS else "only matrix products have int4 weights"
 
 
-def _reason(group: Group, node: "ir.Node", settings: Settings) -> str:
-    """Why a group stays in floating point; empty if it does not."""
+def _reason(group: QuantizableOp, node: "ir.Node", settings: Settings) -> str:
+    """Explain why a group stays in floating point; empty if it does not."""
     if why := _formless(group):
         return why
     if group.name in settings.keep:
@@ -109,7 +109,7 @@ def _transposed(node: "ir.Node") -> bool:
 
 
 def _quantise(
-    group: Group, node: "ir.Node", writer: Writer, done: dict[tuple[object, ...], Stored], numbers: _Numbers
+    group: QuantizableOp, node: "ir.Node", writer: Writer, done: dict[tuple[object, ...], Stored], numbers: _Numbers
 ) -> None:
     import onnx_ir as ir
 

@@ -48,7 +48,7 @@ class Writer:
         self._dtypes: set[str] = set()
 
     def initialiser(self, name: str, numbers: Array) -> "ir.Value":
-        """A new constant, under this name or one like it."""
+        """Return a new constant, under this name or one like it."""
         import onnx_ir as ir
 
         own = self._free(name, self._taken)
@@ -59,7 +59,7 @@ class Writer:
         return value
 
     def shared(self, name: str, numbers: Array) -> "ir.Value":
-        """A constant that several nodes read, under the name that it was first asked for by."""
+        """Return a constant that several nodes read, under the name that it was first asked for by."""
         key = (numbers.shape, str(numbers.dtype), numbers.tobytes())
         if key not in self._shared:
             self._shared[key] = self.initialiser(name, numbers)
@@ -76,7 +76,7 @@ class Writer:
         like: "ir.Node | None" = None,
         name: str = "",
     ) -> "ir.Node":
-        """A new node that is in no graph yet, its outputs named; ``like`` is the one whose module it belongs to.
+        """Return a new node that is in no graph yet, its outputs named; ``like`` is the one whose module it belongs to.
 
         Without a ``name`` it is called after its first output and its operator.
         """
@@ -93,13 +93,13 @@ class Writer:
         return node
 
     def store(self, name: str, narrow: Narrow) -> Stored:
-        """The parts of a constant in few bits; each of its readers gets a DequantizeLinear of its own."""
+        """Store the parts of a constant in few bits; each of its readers gets a DequantizeLinear of its own."""
         levels = self.initialiser(f"{name}_quantized", narrow.levels)
         scale = self.initialiser(f"{name}_scale", narrow.scale)
         return Stored(name, levels, scale, narrow.axis, narrow.block)
 
     def dequantised(self, stored: Stored, before: "ir.Node") -> "ir.Value":
-        """A constant in few bits, as floats for one node."""
+        """Return a constant in few bits, as floats for one node."""
         inputs = [stored.levels, stored.scale]
         numbers = stored.scale.const_value
         if stored.levels.dtype is not None and stored.levels.dtype.name == "INT8" and numbers is not None:

@@ -28,19 +28,19 @@ class Place:
     first: int = 0
 
     def spread(self, factors: Array) -> Array:
-        """Factors of ours as factors of all channels: the others are left alone."""
+        """Extend our factors to all channels: the others are left alone."""
         everything = np.ones(self.total)
         everything[self.first : self.first + len(factors)] = factors
         return everything
 
     def broadcast(self, factors: Array) -> Array:
-        """Factors of ours, to be multiplied with the value; for channels on one axis."""
+        """Reshape our factors to be multiplied with the value; for channels on one axis."""
         behind = len(self.value.shape or ()) - 1 - self.axes[0]
         return self.spread(factors).reshape(-1, *(1,) * behind)
 
 
 def place(value: "ir.Value", axis: int, channels: int) -> Place | None:
-    """The channels on one axis of a value; None if they are not known to be there."""
+    """Place the channels on one axis of a value; None if they are not known to be there."""
     dims = sizes(value)
     if not -len(dims) <= axis < len(dims) or dims[axis] != channels:
         return None
@@ -48,13 +48,13 @@ def place(value: "ir.Value", axis: int, channels: int) -> Place | None:
 
 
 def sizes(value: "ir.Value | None") -> tuple[int | None, ...]:
-    """The static dimensions of a value, None for others; empty if nothing is known."""
+    """Return the static dimensions of a value, None for others; empty if nothing is known."""
     shape = value.shape if value is not None else None
     return tuple(dim if isinstance(dim, int) else None for dim in shape) if shape is not None else ()
 
 
 def same(place: Place, source: "ir.Value | None", axes: Iterable[int] | None = None) -> Place | None:
-    """The same channels of another value on axes of the same sizes; None if it has others there."""
+    """Find the same channels on another value with axes of the same sizes; None if it has others there."""
     chosen = place.axes if axes is None else tuple(axes)
     ours, theirs = sizes(place.value), sizes(source)
     if source is None or max(chosen) >= len(theirs) or (axes is None and len(ours) != len(theirs)):
@@ -64,14 +64,14 @@ def same(place: Place, source: "ir.Value | None", axes: Iterable[int] | None = N
 
 
 def transposed(node: "ir.Node", place: Place) -> Place | None:
-    """Through a Transpose."""
+    """Follow channels through a Transpose."""
     rank = len(sizes(place.value))
     order = list(node.attributes["perm"].as_ints()) if "perm" in node.attributes else list(range(rank))[::-1]
     return same(place, node.inputs[0], (order[axis] for axis in place.axes))
 
 
 def reshaped(node: "ir.Node", place: Place) -> Place | None:
-    """Through a Reshape or Flatten that keeps the channels together at the end."""
+    """Follow channels through a Reshape or Flatten that keeps them together at the end."""
     source = node.inputs[0]
     axes = _trailing(sizes(source), place.total)
     if source is None or axes is None or _trailing(sizes(place.value), place.total) != place.axes:
@@ -80,7 +80,7 @@ def reshaped(node: "ir.Node", place: Place) -> Place | None:
 
 
 def _trailing(dims: tuple[int | None, ...], total: int) -> tuple[int, ...] | None:
-    """The last axes that together have this size, those of size 1 left out; None if there are none."""
+    """Return the last axes that together have this size, those of size 1 left out; None if there are none."""
     found: list[int] = []
     size = 1
     for axis in reversed(range(len(dims))):
@@ -94,7 +94,7 @@ def _trailing(dims: tuple[int | None, ...], total: int) -> tuple[int, ...] | Non
 
 
 def squeezed(node: "ir.Node", place: Place) -> Place | None:
-    """Through a Squeeze, or a reduction that drops its axes."""
+    """Follow channels through a Squeeze, or a reduction that drops its axes."""
     source = node.inputs[0]
     gone = _axes(node, len(sizes(source)))
     if gone is None:
@@ -104,7 +104,7 @@ def squeezed(node: "ir.Node", place: Place) -> Place | None:
 
 
 def unsqueezed(node: "ir.Node", place: Place) -> Place | None:
-    """Through an Unsqueeze."""
+    """Follow channels through an Unsqueeze."""
     rank = len(sizes(place.value))
     added = _axes(node, rank)
     if added is None or added & set(place.axes):
@@ -114,7 +114,7 @@ def unsqueezed(node: "ir.Node", place: Place) -> Place | None:
 
 
 def averaged(node: "ir.Node", place: Place) -> Place | None:
-    """Through a ReduceMean over other axes than the channels'."""
+    """Follow channels through a ReduceMean over other axes than theirs."""
     if not node.attributes.get_int("keepdims", 1):
         return squeezed(node, place)
     reduced = _axes(node, len(sizes(place.value)))
@@ -122,7 +122,7 @@ def averaged(node: "ir.Node", place: Place) -> Place | None:
 
 
 def _axes(node: "ir.Node", rank: int) -> set[int] | None:
-    """The axes that a node names, as an input or, in old opsets, as an attribute."""
+    """Return the axes that a node names, as an input or, in old opsets, as an attribute."""
     if "axes" in node.attributes:
         return {axis % rank for axis in node.attributes["axes"].as_ints()}
     given = edit.read(node.inputs[1]) if len(node.inputs) > 1 else None
@@ -130,7 +130,7 @@ def _axes(node: "ir.Node", rank: int) -> set[int] | None:
 
 
 def split(node: "ir.Node", place: Place) -> Place | None:
-    """Through a Split, to the part that the value is."""
+    """Follow channels through a Split, to the part that the value is."""
     dims = [sizes(value) for value in node.outputs]
     if any(not one for one in dims):
         return None
@@ -142,7 +142,7 @@ def split(node: "ir.Node", place: Place) -> Place | None:
 
 
 def sliced(node: "ir.Node", place: Place) -> Place | None:
-    """Through a Slice, if all other readers of what it is cut from take other slices of the same axis."""
+    """Follow channels through a Slice, if all other readers of its input take other slices of the same axis."""
     ours, source = _interval(node), node.inputs[0]
     if ours is None or source is None or source.is_graph_output():
         return None
@@ -155,7 +155,7 @@ def sliced(node: "ir.Node", place: Place) -> Place | None:
 
 
 def _interval(node: "ir.Node") -> tuple[int, int, int] | None:
-    """Axis, start and end of a Slice along one axis, step by step."""
+    """Read axis, start and end of a Slice along one axis, step by step."""
     dims = sizes(node.inputs[0])
     numbers = [edit.read(value) for value in node.inputs[1:]]
     if len(numbers) < 3 or any(one is None or one.size != 1 for one in numbers) or not dims:
@@ -169,7 +169,7 @@ def _interval(node: "ir.Node") -> tuple[int, int, int] | None:
 
 
 def _selected(place: Place, source: "ir.Value | None", axis: int, start: int) -> Place | None:
-    """The same channels among more of them: a value is what ``source`` has from ``start`` on, on one axis."""
+    """Find the channels among more of them: a value is what ``source`` has from ``start`` on, on one axis."""
     dims, ours = sizes(source), sizes(place.value)
     size = dims[axis] if dims else None
     if source is None or size is None or len(dims) != len(ours):
@@ -208,22 +208,22 @@ class Product:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it multiplies matrices."""
+        """Tell whether it multiplies matrices."""
         return self.node.op_type in _MATRIX_PRODUCTS
 
     @property
     def axis(self) -> int:
-        """The axis of the channels."""
+        """Return the axis of the channels."""
         return -1 if self.is_matrix else 1
 
     @property
     def private(self) -> bool:
-        """Whether nothing else reads the weight."""
+        """Tell whether nothing else reads the weight."""
         return len(self.weight.uses()) == 1
 
     @property
     def bias(self) -> "ir.Value | None":
-        """The bias that the operator itself adds."""
+        """Return the bias that the operator itself adds."""
         return self.node.inputs[_BIAS] if len(self.node.inputs) > _BIAS else None
 
     def weights(self) -> Array:
@@ -233,7 +233,7 @@ class Product:
         return by_channel(weight, inputs_first=inputs_first(self.node), groups=self.groups)
 
     def grouped(self) -> Array:
-        """The weight as groups × outputs of a group × inputs of a group × places in the kernel."""
+        """Return the weight as groups × outputs of a group × inputs of a group × places in the kernel."""
         weights = self.weights()
         return weights.reshape(self.groups, -1, *weights.shape[1:])
 
@@ -249,7 +249,7 @@ class Product:
         edit.rescale(self.weight, parts)
 
     def _laid_out(self, factors: Array) -> Array:
-        """Factors of groups × outputs of a group × inputs of a group, in the layout of the weight."""
+        """Return factors of groups × outputs of a group × inputs of a group, in the layout of the weight."""
         if self.groups > 1:
             shape = (self.groups, self.outputs // self.groups, self.inputs // self.groups)
             factors = np.broadcast_to(factors, shape)
@@ -260,12 +260,12 @@ class Product:
 
 
 def find(model: "ir.Model") -> tuple[Product, ...]:
-    """The products of the main graph, in the order of its nodes."""
+    """Find the products of the main graph, in the order of its nodes."""
     return tuple(product for node in model.graph if (product := _product(node)) is not None)
 
 
 def by_channel(weight: Array, *, inputs_first: bool, groups: int = 1) -> Array:
-    """A weight of a product as outputs × inputs of a group × places in the kernel."""
+    """Arrange a weight of a product as outputs × inputs of a group × places in the kernel."""
     flat = weight.reshape(*weight.shape[:2], -1)
     if not inputs_first:
         return flat
@@ -276,7 +276,7 @@ def by_channel(weight: Array, *, inputs_first: bool, groups: int = 1) -> Array:
 
 
 def inputs_first(node: "ir.Node") -> bool:
-    """Whether the first axis of a product's weight is that of the inputs."""
+    """Tell whether the first axis of a product's weight is that of the inputs."""
     return node.op_type in ("ConvTranspose", "MatMul") or (
         node.op_type == "Gemm" and not node.attributes.get_int("transB", 0)
     )
@@ -300,7 +300,7 @@ def _product(node: "ir.Node") -> Product | None:
 
 
 def _channels(node: "ir.Node", shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Groups, input channels and output channels of a weight of this shape."""
+    """Return groups, input channels and output channels of a weight of this shape."""
     groups = node.attributes.get_int("group", 1)
     if node.op_type == "Conv":
         return groups, shape[1] * groups, shape[0]
@@ -329,7 +329,7 @@ class Addend:
 
 
 @dataclass(frozen=True)
-class Trail:
+class ScalePropagation:
     """All that has to be scaled so that a value is."""
 
     addends: tuple[Addend, ...] = ()
@@ -362,7 +362,7 @@ class _Move:
 _Step = Callable[["ir.Node", Place], Iterable[_Move]]
 
 
-def trace(place: Place, products: Products, steps: Mapping[str, _Step]) -> Trail | None:
+def trace(place: Place, products: Products, steps: Mapping[str, _Step]) -> ScalePropagation | None:
     """Follow the channels of a value; None where they cannot be scaled for free."""
     product = products.get(place.value)
     if product is not None:
@@ -372,24 +372,24 @@ def trace(place: Place, products: Products, steps: Mapping[str, _Step]) -> Trail
         return None
     for move in steps[node.op_type](node, place):
         if move.place is None:
-            return Trail(move.addends, nodes=(node,))
+            return ScalePropagation(move.addends, nodes=(node,))
         if node.op_type != "Slice" and not is_private(move.place.value):
             continue
         rest = trace(move.place, products, steps)
         if rest is not None:
-            return Trail((*move.addends, *rest.addends), rest.product, rest.end, (node, *rest.nodes))
+            return ScalePropagation((*move.addends, *rest.addends), rest.product, rest.end, (node, *rest.nodes))
     return None
 
 
 def is_private(value: "ir.Value") -> bool:
-    """Whether exactly one input of one node reads a value."""
+    """Tell whether exactly one input of one node reads a value."""
     return len(value.uses()) == 1 and not value.is_graph_output()
 
 
-def _ends_at(product: Product, place: Place) -> Trail | None:
+def _ends_at(product: Product, place: Place) -> ScalePropagation | None:
     axis = product.axis % len(sizes(place.value))
     fits = place.axes == (axis,) and place.total == product.outputs and product.private
-    return Trail(product=product, end=place) if fits else None
+    return ScalePropagation(product=product, end=place) if fits else None
 
 
 def _passed(node: "ir.Node", place: Place | None, *addends: Addend) -> Iterator[_Move]:
@@ -402,7 +402,7 @@ def _moved(move: "Callable[[ir.Node, Place], Place | None]") -> _Step:
 
 
 def _elementwise(node: "ir.Node", place: Place) -> Iterator[_Move]:
-    """Each number on its own, or, in pooling, those of one channel."""
+    """Scale through an operator on each number alone, or, in pooling, on those of one channel."""
     if node.op_type == "PRelu" and edit.read(node.inputs[1]) is None:
         return
     if "Pool" not in node.op_type or place.axes == (1,):
@@ -410,21 +410,21 @@ def _elementwise(node: "ir.Node", place: Place) -> Iterator[_Move]:
 
 
 def _select(node: "ir.Node", place: Place) -> Iterator[_Move]:
-    """The other parts of a Split are scaled by 1."""
+    """Scale through a Split or Slice; the other parts are scaled by 1."""
     source = split(node, place)
     if source is not None:
         yield _Move(source)
 
 
 def _matmul(node: "ir.Node", place: Place) -> Iterator[_Move]:
-    """A·V: the columns of V, for every head on its own."""
+    """Scale through A·V: the columns of V, for every head on its own."""
     rank = len(sizes(place.value))
     if rank - 2 not in place.axes and len(sizes(node.inputs[1])) == rank:
         yield from _passed(node, same(place, node.inputs[1]))
 
 
 def _attention(node: "ir.Node", place: Place) -> Iterator[_Move]:
-    """The operator of opset 23; where heads of the values are shared by several of the queries', sizes differ."""
+    """Scale through the operator of opset 23; heads shared by several queries have other sizes."""
     query, value = sizes(node.inputs[0]), sizes(node.inputs[2])
     if len(query) != len(value) or place.value is not node.outputs[0] or any(node.inputs[4:]):
         return
@@ -433,14 +433,14 @@ def _attention(node: "ir.Node", place: Place) -> Iterator[_Move]:
 
 
 def _add(node: "ir.Node", place: Place) -> Iterator[_Move]:
-    """A bias, which is scaled along."""
+    """Scale through the addition of a bias, which is scaled along."""
     for index in (0, 1):
         if edit.is_factor(node.inputs[index]) and len(place.axes) == 1:
             yield from _passed(node, same(place, node.inputs[1 - index]), Addend(node, index, place))
 
 
 def _multiply(node: "ir.Node", place: Place) -> Iterator[_Move]:
-    """A constant factor is as good a place as any; of two activations one has to be scaled."""
+    """Scale a product's constant factor, or one of its two activations."""
     for index in (0, 1):
         if edit.is_factor(node.inputs[index]) and len(place.axes) == 1:
             yield _Move(None, (Addend(node, index, place),))

@@ -22,7 +22,7 @@ from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.passes.rescale import channels
-from enginesmith.pipeline.passes.rescale.channels import Product, Trail
+from enginesmith.pipeline.passes.rescale.channels import Product, ScalePropagation
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Pair:
 
     first: Product
     second: Product
-    way: Trail
+    way: ScalePropagation
     smallest: Array
     """Least factor of each channel."""
     largest: Array
@@ -52,7 +52,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Equalised:
+class EqualizationResult:
     """What was done."""
 
     pairs: int
@@ -65,7 +65,7 @@ class Equalised:
     """Pairs that were left alone for the Clip between them."""
 
 
-def equalise(model: "ir.Model", ranges: Ranges | None = None) -> Equalised:
+def equalize_cross_layer(model: "ir.Model", ranges: Ranges | None = None) -> EqualizationResult:
     """Equalise every pair of products of a graph, in place."""
     pairs, clipped = _pairs(model, ranges)
     magnitudes = {one.node: _magnitudes(one) for pair in pairs for one in (pair.first, pair.second)}
@@ -76,7 +76,7 @@ def equalise(model: "ir.Model", ranges: Ranges | None = None) -> Equalised:
     changed = [pair for pair in pairs if np.abs(pair.factors - 1).max() > _CONVERGED]
     after = _ratio(pairs, magnitudes)
     _apply(changed)
-    return Equalised(
+    return EqualizationResult(
         pairs=len(changed),
         products=len({one.node for pair in changed for one in (pair.first, pair.second)}),
         ratio_before=before,
@@ -87,7 +87,7 @@ def equalise(model: "ir.Model", ranges: Ranges | None = None) -> Equalised:
 
 
 def _pairs(model: "ir.Model", ranges: Ranges | None) -> tuple[list[Pair], int]:
-    """All pairs, and how many are none for a Clip."""
+    """List all pairs, and count those that a Clip prevents."""
     every = channels.find(model)
     known = {one.node.outputs[0]: one for one in every}
     pairs: list[Pair] = []
@@ -110,8 +110,8 @@ def _pairs(model: "ir.Model", ranges: Ranges | None) -> tuple[list[Pair], int]:
 _Limits = tuple[Array, Array, "tuple[ir.Node, ...]"]
 
 
-def _limits(second: Product, way: Trail, ranges: Ranges | None) -> _Limits | None:
-    """Least and largest factors, and the Clips that can go; None if there is no telling where a Clip cuts."""
+def _limits(second: Product, way: ScalePropagation, ranges: Ranges | None) -> _Limits | None:
+    """Find least and largest factors, and the Clips that can go; None if it is unknown where a Clip cuts."""
     count = second.inputs
     smallest, largest = _without_growth(second.data, count, ranges), np.full(count, _LARGEST_FACTOR)
     gone = []
@@ -140,27 +140,27 @@ def _without_growth(value: "ir.Value", count: int, ranges: Ranges | None) -> Arr
 
 
 def _by_channel(value: "ir.Value", count: int, ranges: Ranges | None) -> Array | None:
-    """Largest magnitudes of the channels on real data."""
+    """Compute the largest magnitudes of the channels on real data."""
     known = ranges.channels.get(value.name or "") if ranges is not None else None
     return np.array(known.amax) if known is not None and len(known.amax) == count else None
 
 
 def _reached(value: "ir.Value", count: int, ranges: Ranges | None) -> Array | None:
-    """The same, or the largest number of all where that is what is known."""
+    """Return the largest magnitudes of channels, or the largest number of all where only that is known."""
     seen = _by_channel(value, count, ranges)
     whole = ranges.tensors.get(value.name or "") if ranges is not None else None
     return np.full(count, whole.maximum) if seen is None and whole is not None else seen
 
 
 def _bound(clip: "ir.Node") -> float | None:
-    """Upper bound of a Clip that cuts at 0 below; None for others."""
+    """Read the upper bound of a Clip that cuts at 0 below; None for others."""
     low, high = (_edge(clip, index, word) for index, word in ((1, "min"), (2, "max")))
     high = np.inf if high is None else high
     return high if low == 0 and high > 0 else None
 
 
 def _edge(clip: "ir.Node", index: int, word: str) -> float | None:
-    """An edge of a Clip, an input or, in old opsets, an attribute."""
+    """Return an edge of a Clip, an input or, in old opsets, an attribute."""
     if word in clip.attributes:
         return clip.attributes[word].as_float()
     number = edit.read(clip.inputs[index]) if index < len(clip.inputs) else None
@@ -168,14 +168,14 @@ def _edge(clip: "ir.Node", index: int, word: str) -> float | None:
 
 
 def _magnitudes(product: Product) -> Array:
-    """Largest magnitude at each output and input of a group."""
+    """Compute the largest magnitude at each output and input of a group."""
     weights = product.weights()
     largest = np.maximum(weights.max(axis=2), -weights.min(axis=2))
     return np.ascontiguousarray(largest, np.float64)
 
 
 def _by_input(product: Product, magnitudes: Array) -> Array:
-    """Largest magnitude of each input channel."""
+    """Compute the largest magnitude of each input channel."""
     largest: Array = magnitudes.reshape(product.groups, -1, magnitudes.shape[1]).max(axis=1)
     return largest.reshape(-1)
 
@@ -196,7 +196,7 @@ def _settle(pair: Pair, magnitudes: "dict[ir.Node, Array]") -> float:
 
 
 def _ratio(pairs: Sequence[Pair], magnitudes: "dict[ir.Node, Array]") -> float:
-    """How uneven the channels are where it is worst."""
+    """Compute the largest ratio of a channel's range to another's."""
     worst = 1.0
     for pair in pairs:
         for each in (magnitudes[pair.first.node].max(axis=1), _by_input(pair.second, magnitudes[pair.second.node])):
@@ -235,7 +235,7 @@ def _make_relu(clip: "ir.Node") -> None:
 # and one scale has to do for all channels of a value.
 
 
-class Equalise(Pass):
+class CrossLayerEqualization(Pass):
     """Scale the channels of neighbouring layers against each other; ``ranges``, where given, show how far."""
 
     name: ClassVar[str] = "equalise"
@@ -266,7 +266,7 @@ class Equalise(Pass):
         given = records.get("ranges")
         ranges = calibration.load(given.path, model_sha256=artifact.sha256) if given is not None else None
         model = edit.load(artifact.path)
-        done = equalise(model, ranges)
+        done = equalize_cross_layer(model, ranges)
         notes = _notes(done.clips_replaced, done.clips_left, known=ranges is not None)
         if not done.pairs:
             effect = edit.pass_on(artifact.path, out, "no two neighbouring layers have channels to equalise")

@@ -55,7 +55,7 @@ class Choice(NamedTuple):
 
 
 def factors_smooth(weights: Sequence[Array], statistics: ChannelStatistics, exponents: Iterable[float]) -> Choice:
-    """The best factors for int8 of weights that meet the same activation; ones if none helps.
+    """Return the best factors for int8 of weights that meet the same activation; ones if none helps.
 
     Weights are groups × outputs × inputs × places in the kernel.
     """
@@ -68,7 +68,7 @@ def factors_smooth(weights: Sequence[Array], statistics: ChannelStatistics, expo
 
 
 def smooth_exponents(*, few: bool) -> tuple[float, ...]:
-    """Exponents worth trying; fewer where each channel was seen but a ``few`` times.
+    """Return exponents worth trying; fewer where each channel was seen but a ``few`` times.
 
     Towards 1 all channels become equally large on the data that they were judged by, and other data are cut off. Held
     against other texts, a sentence encoder lost up to 1.5 dB in single products at 0.7, and 4.7 at 0.9.
@@ -98,7 +98,7 @@ def _best(count: int, tried: Iterable[Array], error: Callable[[Array], float]) -
 
 
 def _centred(values: Array, alive: Array) -> Array:
-    """Largest and smallest factor equally far from 1; dead channels at 1."""
+    """Centre the largest and smallest factor around 1; dead channels stay at 1."""
     if not alive.any():
         return np.ones(len(values))
     centre = np.sqrt(values[alive].max() * values[alive].min())
@@ -110,7 +110,7 @@ def _limited(factors: Array) -> Array:
 
 
 def _int8_error(weights: Sequence[Array], scale: Array, statistics: ChannelStatistics) -> float:
-    """Activations with one scale, weights with one for each output."""
+    """Estimate the error with one scale for activations, and one for each output of weights."""
     square = np.array(statistics.mean_square)
     step = float((np.array(statistics.amax) / scale).max()) / _INT8_LEVELS
     noise = np.where(square > 0, _STEP_VARIANCE * (step * scale) ** 2, 0)  # of each activation, in units of its own
@@ -127,7 +127,7 @@ def _int8_error(weights: Sequence[Array], scale: Array, statistics: ChannelStati
 
 
 def _int4_error(weights: Sequence[Array], scale: Array, statistics: ChannelStatistics, block: int) -> float:
-    """Exact activations, weights (1 × outputs × inputs × 1) in the blocks that they will be stored in."""
+    """Estimate the error of weights (1 × outputs × inputs × 1) in their blocks; activations are exact."""
     square = np.array(statistics.mean_square)
     narrow, importance = scale.astype(np.float32)[:, None], square / scale**2
     total = 0.0
@@ -148,7 +148,7 @@ def _energies(matrix: Array) -> Array:
 
 
 def _parts(weight: Array) -> Iterator[Array]:
-    """Some outputs at a time, so that what is computed on the way stays small."""
+    """Iterate over some outputs at a time, so that intermediate results stay small."""
     rows = max(1, _CHUNK * weight.shape[1] // weight.size)
     return (weight[:, start : start + rows] for start in range(0, weight.shape[1], rows))
 
@@ -248,13 +248,13 @@ class _Smoother:
                 self._insert(place, readers, 1 / choice.factors)
 
     def _statistics(self, place: channels.Place) -> ChannelStatistics | None:
-        """What is known of the channels of a value."""
+        """Return the statistics of a value's channels."""
         known, rank = self._ranges.channels.get(place.value.name or ""), len(channels.sizes(place.value))
         fits = known is not None and len(known.amax) == place.total and known.axis % rank == place.axes[0]
         return known if fits else None
 
-    def _way(self, place: channels.Place, nodes: "set[ir.Node]") -> channels.Trail | None:
-        """How to scale a value for free, where nothing reads it but these nodes."""
+    def _way(self, place: channels.Place, nodes: "set[ir.Node]") -> channels.ScalePropagation | None:
+        """Find how to scale a value for free, where nothing reads it but these nodes."""
         if place.value.is_graph_output() or any(use.node not in nodes for use in place.value.uses()):
             return None
         return channels.trace(place, self._made_by, channels.EXACT)

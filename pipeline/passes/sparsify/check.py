@@ -1,4 +1,4 @@
-"""Whether zeros are where they were: the pattern of weights in a graph, and in what was made of it.
+"""Check that zeros are where they were: the pattern of weights in a graph, and in one made of it.
 
 A weight is found again by its name, by the value that its product makes, or by the product's name; where all of these
 have changed, by its zeros: a weight that is zero wherever the given one was, alone or as rows of a larger one, has to
@@ -79,7 +79,7 @@ class StoredWeight:
 
 
 def find(model: "ir.Model") -> Iterator[StoredWeight]:
-    """The constant weights of all products of a graph and its subgraphs; a shared one once for each product."""
+    """Find the constant weights of all products of a graph and its subgraphs; a shared one once for each product."""
     import onnx_ir as ir
 
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
@@ -150,7 +150,7 @@ class _Walked:
 
 
 def _walk(value: "ir.Value", axis: int, zero: Array | None, zero_axis: int) -> _Walked | None:
-    """Back to the constant, through what keeps zeros zero; None where there is none."""
+    """Walk back to the constant, through operators that keep zeros zero; None where there is none."""
     block = 0
     while edit.read(value) is None:
         node = value.producer()
@@ -177,7 +177,7 @@ def _rows(nonzero: Array, axis: int) -> Array:
 
 
 def _unblocked(nonzero: Array, size: int) -> Iterator[Array]:
-    """Convolution weights of NCHWc as O×I×kernel, padding included: outputs and inputs in blocks, or outputs alone.
+    """Unpack NCHWc weights to O×I×kernel, padding included: outputs and inputs in blocks, or outputs alone.
 
     onnxruntime, ``mlas/lib/reorder.cpp``: OIHWBiBo and OIHWBo.
     """
@@ -192,7 +192,7 @@ def _unblocked(nonzero: Array, size: int) -> Iterator[Array]:
 
 
 def _nibbles(node: "ir.Node") -> StoredWeight | None:
-    """MatMulNBits of 4 bits: outputs × blocks × bytes, the first of two inputs in the lower half of a byte."""
+    """Unpack 4-bit MatMulNBits: outputs × blocks × bytes, the first of two inputs in the lower half of a byte."""
     packed, points = edit.read(_input(node, 1)), _input(node, 3)
     if packed is None or node.attributes.get_int("bits", 4) != 4 or points is not None:
         return None
@@ -244,7 +244,7 @@ class Followed:
 
 
 def sparse_weights(path: Path) -> tuple[WeightFacts, ...]:
-    """The zeros of the weights of all products in a file, in the order of its nodes; one in memory at a time.
+    """Yield the zeros of the weights of all products in a file, in node order; one in memory at a time.
 
     Raises:
         InvalidGraph: the file cannot be read.
@@ -253,12 +253,12 @@ def sparse_weights(path: Path) -> tuple[WeightFacts, ...]:
 
 
 def held(before: Path, after: Path) -> list[str]:
-    """Names of the weights that are 2:4 in one graph and no more in the graph that was made of it."""
+    """Name the weights that are 2:4 in one graph and no more in the graph made of it."""
     return list(follow(before, after).lost)
 
 
 def follow(before: Path, after: Path) -> Followed:
-    """What became of the weights of a graph that are 2:4, in the graph that was made of it.
+    """Follow the 2:4 weights of a graph into the graph that was made of it.
 
     Raises:
         InvalidGraph: one of the files cannot be read.
@@ -280,7 +280,7 @@ class _Later:
         self._bits: dict[str, tuple[_Bits, ...]] = {}
 
     def state(self, one: StoredWeight, nonzero: Array) -> str:
-        """``held``, ``lost`` or ``missing``."""
+        """Return ``held``, ``lost`` or ``missing``."""
         for other in self._weights:
             if not _is_called_like(other, one):
                 continue
@@ -293,7 +293,7 @@ class _Later:
         return "held" if found else "missing"
 
     def _readings(self, other: StoredWeight) -> "Iterator[Array]":
-        """As packed bits in memory, since many weights may be looked for in it."""
+        """Pack readings as bits, since many weights may be looked for in them."""
         if other.name not in self._bits:
             self._bits[other.name] = tuple(_Bits.of(reading) for reading in other.readings())
         return (bits.unpacked() for bits in self._bits[other.name])
@@ -319,7 +319,7 @@ def _is_called_like(other: StoredWeight, one: StoredWeight) -> bool:
 
 
 def _contains(reading: Array, nonzero: Array) -> bool:
-    """Whether some rows of a weight are zero wherever another one is; beyond its terms there is padding alone."""
+    """Tell whether some rows of a weight are zero wherever another one is; beyond its terms there is padding alone."""
     rows, terms = nonzero.shape
     if len(reading) < rows or reading.shape[1] < terms or reading[:, terms:].any():
         return False

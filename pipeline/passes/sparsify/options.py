@@ -1,4 +1,4 @@
-"""What sparsity can be asked for; light, as recipes and the command line read it."""
+"""Define the options of sparsity; light, as recipes and the command line read it."""
 
 from typing import Literal, Self
 
@@ -41,7 +41,7 @@ class Sparsity(SparsifyOptions):
 
     @classmethod
     def parse(cls, text: str, options: SparsifyOptions | None = None) -> Self:
-        """``2:4`` or ``unstructured=0.5``.
+        """Parse ``2:4`` or ``unstructured=0.5``.
 
         Raises:
             UsageError: neither of them, or a ratio outside of [0, 1).
@@ -59,7 +59,7 @@ class Sparsity(SparsifyOptions):
 
     @property
     def slug(self) -> str:
-        """How ids of variants are marked: ``sparse24``, ``sparse50``."""
+        """Return the mark in ids of variants: ``sparse24``, ``sparse50``."""
         return "sparse24" if self.pattern == "2:4" else f"sparse{100 * self.ratio:.4g}".replace(".", "_")
 
     def __str__(self) -> str:

@@ -95,7 +95,7 @@ _BINS = 1 << _HALF_BITS
 
 
 def two_of_four(weight: Array, axis: int) -> Array:
-    """True where an element is one of the two largest magnitudes of its four neighbours along ``axis``.
+    """Mark the two largest magnitudes of each four neighbours along ``axis`` with True.
 
     Of equal ones the first stay. The length of the axis is a multiple of four.
     """
@@ -108,7 +108,7 @@ def two_of_four(weight: Array, axis: int) -> Array:
 
 
 def _two_largest(magnitudes: Array) -> Array:
-    """True for those that fewer than two others come before; magnitudes are rows of four."""
+    """Mark the two that come first with True; magnitudes are rows of four."""
     before = np.zeros(magnitudes.shape, np.int8)
     for first in range(GROUP):
         for second in range(first + 1, GROUP):
@@ -119,7 +119,7 @@ def _two_largest(magnitudes: Array) -> Array:
 
 
 def holds(nonzero: Array, axis: int) -> bool:
-    """Whether no four neighbours along an axis have more than two that are not zero.
+    """Tell whether no four neighbours along an axis have more than two that are not zero.
 
 
     This is TensorRT's own test for eligible weights (developer guide, "Structured Sparsity"), which lengths that are
@@ -149,7 +149,7 @@ class Threshold:
 
 
 def threshold(weights: Sequence[Callable[[], Array]], ratio: float) -> Threshold:
-    """The threshold that makes exactly ``ratio`` of all elements zero, rounded down.
+    """Find the threshold that makes exactly ``ratio`` of all elements zero, rounded down.
 
     Magnitudes of float32 have the order of their bits, so two histograms find the element of that rank: of the upper
     half of the bits, then of the lower half of those with the right upper one. One weight is in memory at a time.
@@ -175,7 +175,7 @@ def _bits(weight: Array) -> Array:
 
 
 def _bin(counts: Array, rank: int) -> tuple[int, int]:
-    """The bin with the element of that rank, counted from one, and how many lie in bins before it."""
+    """Return the bin with the element of that rank, counted from one, and how many lie in bins before it."""
     total = np.cumsum(counts)
     index = int(np.searchsorted(total, rank))
     return index, int(total[index] - counts[index])
@@ -210,23 +210,23 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """That of the initialiser."""
+        """Return the initialiser's name."""
         return str(self.value.name)
 
     @property
     def names(self) -> frozenset[str]:
-        """What people may call it by: the initialiser, its nodes, their modules."""
+        """List names that people may use: the initialiser, its nodes, their modules."""
         modules = (node.metadata_props.get(MODULE_KEY, "") for node in self.nodes)
         return frozenset(name for name in (self.name, *(str(node.name) for node in self.nodes), *modules) if name)
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
         return 0 if self.value.const_value is None else int(self.value.const_value.size)
 
 
 def find(model: "ir.Model") -> tuple[Candidate, ...]:
-    """The weights of all products of a graph and its subgraphs, in the order in which they are first read."""
+    """Find the weights of all products of a graph and its subgraphs, in the order in which they are first read."""
     import onnx_ir as ir
 
     found: dict[ir.Value, Candidate] = {}
@@ -251,7 +251,7 @@ def find(model: "ir.Model") -> tuple[Candidate, ...]:
 
 
 def summed_axis(node: "ir.Node", rank: int) -> int:
-    """The axis of a product's weight that is summed over: those of a group of input channels, or K."""
+    """Return the axis of a product's weight that is summed over: those of a group of input channels, or K."""
     if node.op_type == "Conv":
         return 1
     if node.op_type == "ConvTranspose":
@@ -262,12 +262,12 @@ def summed_axis(node: "ir.Node", rank: int) -> int:
 
 
 def order(node: "ir.Node", rank: int) -> list[int]:
-    """The axes of what a Transpose reads, as it writes them."""
+    """Return the axes of what a Transpose reads, as it writes them."""
     return list(node.attributes["perm"].as_ints()) if "perm" in node.attributes else list(range(rank))[::-1]
 
 
 def _traced(value: "ir.Value", axis: int) -> "tuple[ir.Value, int] | None":
-    """The initialiser behind a value and what its axis is there; None for what is computed."""
+    """Return the initialiser behind a value and what its axis is there; None for what is computed."""
     while not value.is_initializer():
         node = value.producer()
         if node is None or node.domain not in _STANDARD or node.op_type not in (*_LAYOUT, *_QUANTISED):
@@ -295,7 +295,7 @@ def _reason(candidate: Candidate) -> str:
 
 
 def _others(value: "ir.Value", nodes: "set[ir.Node]") -> Iterator[str]:
-    """What reads a weight besides the products that multiply by it."""
+    """List readers of a weight besides the products that multiply by it."""
     if value.is_graph_output():
         yield "whoever takes the outputs"
     for use in value.uses():
@@ -337,7 +337,7 @@ def put(model: "ir.Model", pattern: str) -> None:
 
 
 def of(model: "onnx.ModelProto") -> str:
-    """The pattern that a graph is marked with; empty for a dense one."""
+    """Return the pattern that a graph is marked with; empty for a dense one."""
     return next((str(entry.value) for entry in model.metadata_props if entry.key == KEY), "")
 
 
@@ -364,12 +364,12 @@ class Sparsified:
 
     @property
     def share(self) -> float:
-        """Of the elements, those that are zero."""
+        """Return the share of elements that are zero."""
         return self.zeros / self.elements if self.elements else 0.0
 
     @property
     def sqnr_db(self) -> float | None:
-        """Of the weights; None where nothing that was not zero became zero, or everything is."""
+        """Compute the SQNR of the weights; None where nothing that was not zero became zero, or everything is."""
         return float(10 * np.log10(self.signal / self.noise)) if self.noise and self.signal else None
 
 
@@ -399,7 +399,7 @@ def sparsify(model: "ir.Model", asked: Sparsity) -> Sparsified:
 
 
 def numbers(value: "ir.Value") -> Array:
-    """An initialiser's content; of what lies beside the file, a view."""
+    """Return an initialiser's content; of what lies beside the file, a view."""
     assert value.const_value is not None
     return value.const_value.numpy()
 
@@ -426,7 +426,7 @@ def _protected(found: Sequence[Candidate], patterns: Sequence[str]) -> set[str]:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """A name itself, what lies below a module, or what a pattern with * stands for."""
+    """Match a name itself, what lies below a module, or a pattern with *."""
     return name == pattern or name.startswith(f"{pattern}.") or ("*" in pattern and fnmatchcase(name, pattern))
 
 
@@ -445,7 +445,7 @@ def _refusal(found: Sequence[Candidate], asked: Sparsity, left: dict[str, str]) 
 
 
 def _thresholds(chosen: Sequence[Candidate], asked: Sparsity) -> Threshold | None:
-    """The one threshold that holds for all weights, where there is one."""
+    """Compute the one threshold that holds for all weights, where there is one."""
     if asked.pattern == "2:4" or asked.scope == "layer":
         return None
     return threshold([lambda one=one: numbers(one.value) for one in chosen], asked.ratio)  # type: ignore[misc]
@@ -460,7 +460,7 @@ def _mask(weight: Array, axis: int, asked: Sparsity, bound: Threshold | None) ->
 
 
 def _apply(value: "ir.Value", kept: Array) -> None:
-    """Let an initialiser be zero where it is not kept; until then one bit an element is remembered."""
+    """Zero an initialiser where it is not kept; until then one bit an element is remembered."""
     import onnx_ir as ir
 
     given, name, bits = value.const_value, value.name, np.packbits(kept)
