@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from enginesmith.pipeline.engines.base import Engine, EngineFile
+    from enginesmith.pipeline.engines.compatibility import Check
     from enginesmith.pipeline.system.machine import Environment
+    from enginesmith.pipeline.system.software import Formats, Stack
 
 
 ENGINES: Mapping[str, str] = {
@@ -25,8 +27,6 @@ ENGINES: Mapping[str, str] = {
 }
 BASELINES: Mapping[Literal["torch", "onnx"], str] = {"torch": "eager", "onnx": "onnxruntime"}
 """Form of the given model → the engine that runs it as it is, which all others are held against."""
-DEFAULT = ("onnxruntime",)
-"""What a model is made into where no engine is named."""
 DEFAULT_BUILD = "tensorrt_rtx"
 """The engine of commands that build and check files, where none is named."""
 BUILD_FIELDS, RUN_FIELDS = ("targets", "workspace", "tensorrt"), ("tensorrt_run",)
@@ -136,3 +136,21 @@ def environment() -> "Environment":
     from enginesmith.pipeline.system import machine
 
     return machine.environment(packages())
+
+
+def check_software(stack: "Stack", exported: "Formats") -> "list[Check]":
+    """Make all checks that what is installed gives reason for; models are exported in that format."""
+    from enginesmith.pipeline.engines.compatibility import check_devices, check_glibc
+
+    engines = (engine_class(name) for name in ENGINES)
+    checks = [*check_devices(stack), *(row for engine in engines for row in engine.check_software(stack, exported))]
+    return [*{check.name: check for check in checks}.values(), *check_glibc(stack)]
+
+
+def import_default() -> None:
+    """Import what the default engines run on: the fork server calls this, so that no worker has to."""
+    from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
+
+    for name in DEFAULT_ENGINES:
+        for module in engine_class(name).modules:
+            importlib.import_module(module)

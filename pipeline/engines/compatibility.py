@@ -5,8 +5,7 @@ from types import MappingProxyType
 
 from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline.engines import ENGINES, engine_class
-from enginesmith.pipeline.system.software import Formats, Requirement, Stack, meets, numbers
+from enginesmith.pipeline.system.software import Requirement, Stack, meets, numbers
 
 _OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 """For all releases of a major version, by minor version compatibility: the release notes of the CUDA Toolkit, table of
@@ -30,13 +29,6 @@ class Check(BaseModel):
     fix: str = ""
     """The command that makes it fit, where it does not."""
     note: str = ""
-
-
-def checks(stack: Stack, exported: Formats) -> list[Check]:
-    """Make all checks that what is installed gives reason for; models are exported in that format."""
-    engines = (engine_class(name) for name in ENGINES)
-    found = [*_devices(stack), *(one for engine in engines for one in engine.check_software(stack, exported))]
-    return [*{one.name: one for one in found}.values(), *_glibc(stack)]
 
 
 def check(name: str, found: str, needed: str, ok: bool | None, fix: str = "", note: str = "") -> Check:
@@ -72,7 +64,8 @@ def check_driver(
     yield check(name, found, needed, fits, "; or: ".join(filter(None, (newer_driver, fix))), note)
 
 
-def _devices(stack: Stack) -> Iterator[Check]:
+def check_devices(stack: Stack) -> Iterator[Check]:
+    """Check the compute mode of each GPU, and whether NVML shows its state."""
     for index, gpu in enumerate(stack.gpus):
         if gpu.compute_mode is not None:
             needed = "default: every session has a process of its own, and several are open at once"
@@ -85,7 +78,8 @@ def _devices(stack: Stack) -> Iterator[Check]:
             yield check(f"state of cuda:{index}", "not shown", needed, False, fix, why)
 
 
-def _glibc(stack: Stack) -> Iterator[Check]:
+def check_glibc(stack: Stack) -> Iterator[Check]:
+    """Check the C library for the package that needs the newest one."""
     if stack.glibc is None or not stack.glibc_needed:
         return
     package, least = max(stack.glibc_needed.items(), key=lambda item: numbers(item[1]))

@@ -4,13 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from enginesmith.pipeline import engines as table
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.system.cuda import cuda_device
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.units import COMMA_LIST, Option, parse_bytes
 
+DEFAULT_ENGINES = ("onnxruntime",)
+"""What a model is made into where no engine is named."""
 GraphOptimization = Literal["disabled", "basic", "extended", "all"]
 _MOST_BYTES = 1 << 50
 
@@ -36,7 +36,7 @@ class EngineOptions(_Part):
     """The fields of a recipe that engines read."""
 
     engines: Annotated[tuple[str, ...], Option("Variants", "--engine", everyday=True)] = Field(
-        table.DEFAULT, min_length=1, description="engines to make, each a variant"
+        DEFAULT_ENGINES, min_length=1, description="engines to make, each a variant"
     )
     graph_optimization: Annotated[tuple[GraphOptimization, ...], Option("Variants", metavar="LEVEL")] = Field(
         ("all",), min_length=1, description="ONNX Runtime's optimisation levels; each one is a variant"
@@ -81,15 +81,14 @@ class EngineOptions(_Part):
         return {"--plugins": self.tensorrt.plugins}
 
     @property
-    def where(self) -> Device:
-        """Read the device; where none was named, cuda if an engine runs only there and this machine has it.
+    def named_device(self) -> Device | None:
+        """Read the device; None where none was named.
 
         Raises:
             UsageError: it is neither cpu nor cuda.
         """
         if self.device is None:
-            on_cuda = any(table.needs_cuda(name) for name in self.engines)
-            return Device(kind="cuda" if on_cuda and cuda_device(0) else "cpu", threads=self.threads)
+            return None
         kind, _, index = self.device.partition(":")
         if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
             raise UsageError(f"there is no device {self.device!r}", "use cpu, cuda or cuda:1")

@@ -1,4 +1,4 @@
-"""The software between a model and a GPU as it is found here: driver, CUDA, libraries, what each was built for."""
+"""Find the software between a model and a GPU: driver, CUDA, libraries, and what each was built for."""
 
 import platform
 from pathlib import Path
@@ -15,8 +15,8 @@ _SURE = {"ir": 8, "opset": 17}
 """What every version of ONNX Runtime that this project runs on takes."""
 
 
-def look() -> Stack:
-    """Find out what is here. Takes 0.5 s, and some more where a GPU is: torch is asked then."""
+def find_stack() -> Stack:
+    """Find what is installed here. Takes 0.5 s, and some more where a GPU is: torch is asked then."""
     driver, gpus = cuda.driver(), machine.gpu_states()
     variants = {name: software.cuda_variants(name) for name in TENSORRTS}
     parts = [part for by_cuda in variants.values() for names in by_cuda.values() for part in names]

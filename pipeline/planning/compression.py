@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from enginesmith.pipeline.engines import DEFAULT, baseline, simulation
+from enginesmith.pipeline.engines import baseline, simulation
 from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.passes import graph_passes, passes_for
 from enginesmith.pipeline.passes.base import Pass
@@ -226,7 +227,7 @@ def _measured_on(resolved: ResolvedRecipe, target: PruneTarget) -> Variant:
         told = f"{len(names)} such are asked for: {', '.join(names)}" if names else "none such is asked for"
         raise UsageError(
             f"--prune {target} is measured on one engine that takes graphs and runs here, and {told}",
-            f"give --engine {DEFAULT[0]}, or --prune macs=-50%",
+            f"give --engine {DEFAULT_ENGINES[0]}, or --prune macs=-50%",
         )
     return able[0]
 

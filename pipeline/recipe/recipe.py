@@ -6,6 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.models import MODELS
+from enginesmith.pipeline.engines import needs_cuda
 from enginesmith.pipeline.engines.options import EngineOptions
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.passes.finetune.options import RecoverOptions
@@ -20,6 +21,8 @@ from enginesmith.pipeline.recipe.options import (
     Part,
     QuantisationOptions,
 )
+from enginesmith.pipeline.system.cuda import cuda_device
+from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import ShapeRange, TensorSpec
 from enginesmith.pipeline.units import COMMA_LIST, Heading, Option
 
@@ -136,6 +139,18 @@ class Recipe(EngineOptions, ModelOptions):
     @classmethod
     def _once_each(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(value))
+
+    @property
+    def where(self) -> Device:
+        """Read the device; where none was named, cuda if an engine runs only there and this machine has it.
+
+        Raises:
+            UsageError: it is neither cpu nor cuda.
+        """
+        if device := self.named_device:
+            return device
+        on_cuda = any(needs_cuda(name) for name in self.engines)
+        return Device(kind="cuda" if on_cuda and cuda_device(0) else "cpu", threads=self.threads)
 
     @property
     def prune_targets(self) -> tuple[PruneTarget, ...]:

@@ -7,7 +7,8 @@ from pydantic import BaseModel
 
 from enginesmith.calibration import file_formats, user_code
 from enginesmith.calibration.sources import Request
-from enginesmith.pipeline.engines import DEFAULT, ENGINES, engine_class
+from enginesmith.pipeline.engines import ENGINES, engine_class
+from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.quality import check_metric
 from enginesmith.pipeline.passes import requested_pass
@@ -67,7 +68,8 @@ def _check_passes(recipe: Recipe) -> None:
             raise UsageError(f"--pass is given twice as {name}", "give each one once")
     if recipe.passes and not any(engine_class(name).consumes == "onnx" for name in recipe.engines):
         raise UsageError(
-            f"--pass has no effect on {', '.join(recipe.engines)}", f"add --engine {DEFAULT[0]}, or leave it away"
+            f"--pass has no effect on {', '.join(recipe.engines)}",
+            f"add --engine {DEFAULT_ENGINES[0]}, or leave it away",
         )
 
 

@@ -13,9 +13,13 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 def _import(names: str) -> None:
+    """Import modules; of ``module:function`` the function is called, too."""
     for name in names.split():
+        module, _, function = name.partition(":")
         with contextlib.suppress(Exception):
-            importlib.import_module(name)
+            loaded = importlib.import_module(module)
+            if function:
+                getattr(loaded, function)()
 
 
 def _keep_progress_bars_apart() -> None:
@@ -27,7 +31,7 @@ def _keep_progress_bars_apart() -> None:
 
 
 _FRAMEWORKS = (
-    "torch torch.export torch.onnx onnx enginesmith.pipeline.engines.preloaded onnxscript safetensors.torch "
+    "torch torch.export torch.onnx onnx enginesmith.pipeline.engines:import_default onnxscript safetensors.torch "
     "enginesmith.pipeline.tasks.measure enginesmith.pipeline.tasks.load enginesmith.pipeline.frameworks.torch.module"
 )
 _import(os.environ.get("ENGINESMITH_PRELOAD_ONLY", _FRAMEWORKS))

@@ -5,8 +5,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline.engines import engine_class, environment, stack
-from enginesmith.pipeline.engines.compatibility import Check, checks
+from enginesmith.pipeline.engines import check_software, engine_class, environment
+from enginesmith.pipeline.engines.compatibility import Check
+from enginesmith.pipeline.engines.stack import find_stack
 from enginesmith.pipeline.errors import install_command
 from enginesmith.pipeline.recipe.options import ExportOptions
 from enginesmith.pipeline.store.address import default_address
@@ -44,7 +45,7 @@ class Diagnosis(BaseModel):
 def examine() -> Diagnosis:
     """Look at everything. Takes some seconds, most of them for importing torch."""
     opset = ExportOptions().opset
-    compared = checks(stack.look(), Formats(ir=_ir_version(opset), opset=opset))
+    compared = check_software(find_stack(), Formats(ir=_ir_version(opset), opset=opset))
     engines, missing = {}, []
     for where in ("cpu", "cuda"):
         rows = inspect.engines(where)

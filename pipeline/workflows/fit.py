@@ -7,8 +7,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline.engines import DEFAULT, DEFAULT_BUILD, engine_class
+from enginesmith.pipeline.engines import DEFAULT_BUILD, engine_class
 from enginesmith.pipeline.engines.base import EngineFacts, WorkspaceEngine
+from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
 from enginesmith.pipeline.errors import LimitTooSmall, MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks.samples import batch_symbol
@@ -104,7 +105,8 @@ def estimate_memory(recipe: Recipe, models: Sequence[str], memory_bytes: int, se
     if len(recipe.engines) != 1 or engine_class(recipe.engines[0]).consumes != "onnx":
         raise UsageError(
             f"fit takes one engine that is made from an ONNX file, and was given {', '.join(recipe.engines)}",
-            f"name one: --engine {DEFAULT_BUILD} or {DEFAULT[0]}; measure others: enginesmith benchmark --batch sweep",
+            f"name one: --engine {DEFAULT_BUILD} or {DEFAULT_ENGINES[0]}; "
+            "measure others: enginesmith benchmark --batch sweep",
         )
     if engine_class(recipe.engines[0]).builder_tells_memory:
         return BuiltSizes(recipe, models, settings)

@@ -8,7 +8,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
-from enginesmith.pipeline.engines import DEFAULT, PORTABLE_PLACEMENT
+from enginesmith.pipeline.engines import PORTABLE_PLACEMENT
+from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
 from enginesmith.pipeline.errors import FidelityError, UsageError, storage_errors
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.execution.merge import assign_step_machines
@@ -108,8 +109,10 @@ def precision(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     resolved = resolve_recipe(recipe)
     steps, made = plans.precision_steps(resolved)
     result = _to_file(resolved, steps, made.graph, output, settings, also=(made.calibration,))
-    if recipe.quantisation.placement == PORTABLE_PLACEMENT and recipe.engines == DEFAULT:
-        result = result.model_copy(update={"summary": f"{result.summary}\n  note: {_EVERYWHERE.format(DEFAULT[0])}"})
+    if recipe.quantisation.placement == PORTABLE_PLACEMENT and recipe.engines == DEFAULT_ENGINES:
+        result = result.model_copy(
+            update={"summary": f"{result.summary}\n  note: {_EVERYWHERE.format(DEFAULT_ENGINES[0])}"}
+        )
     return result
 
 

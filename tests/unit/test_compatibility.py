@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from enginesmith.pipeline.engines import stack
-from enginesmith.pipeline.engines.compatibility import Check, checks
+from enginesmith.pipeline.engines import check_software
+from enginesmith.pipeline.engines.compatibility import Check
+from enginesmith.pipeline.engines.stack import find_stack
 from enginesmith.pipeline.system import software
 from enginesmith.pipeline.system.nvml import GpuState
 from enginesmith.pipeline.system.software import Formats, Requirement, Stack, meets, numbers
@@ -34,7 +35,7 @@ ALL_IS_WELL = Stack(
 
 
 def found(**change: Any) -> dict[str, Check]:
-    listed = checks(ALL_IS_WELL.model_copy(update=change), Formats(ir=11, opset=23))
+    listed = check_software(ALL_IS_WELL.model_copy(update=change), Formats(ir=11, opset=23))
     assert len({check.name for check in listed}) == len(listed)
     return {check.name: check for check in listed}
 
@@ -192,8 +193,8 @@ def test_requirements_with_extras(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_this_stack_fits() -> None:
-    here = stack.look()
+    here = find_stack()
     assert here.versions["torch"]
     assert here.taken
     assert here.taken.opset >= 23
-    assert not [check for check in checks(here, Formats(ir=11, opset=23)) if check.ok is False]
+    assert not [check for check in check_software(here, Formats(ir=11, opset=23)) if check.ok is False]

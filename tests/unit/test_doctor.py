@@ -2,7 +2,6 @@
 
 import pytest
 
-from enginesmith.pipeline.engines import stack
 from enginesmith.pipeline.system import machine
 from enginesmith.pipeline.system.nvml import GpuProcess, GpuState
 from enginesmith.pipeline.system.software import Stack
@@ -20,8 +19,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Diagnosis:
         {"engine": "eager", "usable": "yes", "builds here": "yes", "reason": "", "remedy": ""},
         {"engine": "tensorrt_rtx", "usable": "no", "builds here": "yes", "reason": "no GPU", "remedy": "get one"},
     ]
-    monkeypatch.setattr(stack, "look", Stack)
-    monkeypatch.setattr(doctor, "checks", lambda *stack: [FITS, BROKEN, MEANINGLESS])
+    monkeypatch.setattr(doctor, "find_stack", Stack)
+    monkeypatch.setattr(doctor, "check_software", lambda *stack: [FITS, BROKEN, MEANINGLESS])
     monkeypatch.setattr(inspect, "engines", lambda where: rows)
     return doctor.examine()
 

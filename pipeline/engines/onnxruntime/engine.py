@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -32,24 +32,29 @@ from enginesmith.pipeline.engines.base import (
     ProfileRequest,
     warm_up,
 )
+from enginesmith.pipeline.engines.compatibility import Check, check, check_driver, check_packages
 from enginesmith.pipeline.engines.onnxruntime import session as sessions
 from enginesmith.pipeline.engines.onnxruntime.session import Level
+from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend, quoted
 from enginesmith.pipeline.errors import MissingCapability, install_command
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.passes.quantize.precisions import Placement
 from enginesmith.pipeline.system import cuda
 from enginesmith.pipeline.system.cpu import int8_weight_bits
 from enginesmith.pipeline.system.device import Availability, Device
+from enginesmith.pipeline.system.software import Formats, Stack, numbers
 
 if TYPE_CHECKING:
-    from enginesmith.pipeline.engines.compatibility import Check
     from enginesmith.pipeline.engines.options import EngineOptions
-    from enginesmith.pipeline.engines.triton import TritonBackend
-    from enginesmith.pipeline.system.software import Formats, Stack
 
 
 _logger = logging.getLogger(__name__)
 _MODEL, _RECORD, _TRACE = "model.onnx", "engine.json", "trace"
+_TRITON_LEVELS = {"ORT_ENABLE_EXTENDED": 1, "ORT_ENABLE_BASIC": -1, "ORT_DISABLE_ALL": 2}
+"""Levels of Triton's backend; all optimisations are on where none is given."""
+_TENSORRT_OF_ONNXRUNTIME = 10
+"""libnvinfer's major version that the TensorRT provider of onnxruntime-gpu is linked against (up to 1.31)."""
+_CUDNN_OF_ONNXRUNTIME = 9
 _SIMD = re.compile(r"\b(?:avx|fma|amx|asimd|sve|i8mm|bf16)\w*")
 
 
@@ -141,18 +146,16 @@ class OnnxRuntime(Engine):
         return Path(__file__).with_name("infer.py")
 
     @classmethod
-    def triton(cls) -> "TritonBackend":
+    def triton(cls) -> TritonBackend:
         """Describe the ONNX Runtime backend."""
-        from enginesmith.pipeline.engines.onnxruntime.triton import BACKEND
-
-        return BACKEND
+        return _TRITON
 
     @classmethod
-    def check_software(cls, stack: "Stack", exported: "Formats") -> "Iterable[Check]":
-        """Check ONNX Runtime, its CUDA and exported models."""
-        from enginesmith.pipeline.engines.onnxruntime import compatibility
-
-        return compatibility.check_software(stack, exported)
+    def check_software(cls, stack: Stack, exported: Formats) -> Iterator[Check]:
+        """Check ONNX Runtime's driver, packages and CUDA libraries, and the ONNX format that it takes."""
+        yield from check_driver(stack, "onnxruntime-gpu", stack.onnxruntime_cuda)
+        yield from _check_builds(stack)
+        yield from _check_formats(stack, exported)
 
     @classmethod
     def weight_bits(cls, device: Device) -> int:
@@ -362,3 +365,84 @@ def _difference(before: Path, after: Path, level: Level) -> str:
     old, new = (Counter(model_file.summary(path).operators) for path in (before, after))
     made = ", ".join(f"{count} {name}" for name, count in (new - old).most_common(4))
     return f"optimised at level {level!r}: {old.total()} → {new.total()} nodes" + (f" (new: {made})" if made else "")
+
+
+def _check_builds(stack: Stack) -> Iterator[Check]:
+    names = [name for name in ("onnxruntime", "onnxruntime-gpu") if name in stack.versions]
+    if len(names) > 1:
+        fix = f"pip uninstall -y {' '.join(names)} && pip install {names[1] if stack.gpus else names[0]}"
+        needed = "one of them: they overwrite each other"
+        yield check("packages of ONNX Runtime", " and ".join(names), needed, False, fix)
+    if "onnxruntime-gpu" not in names:
+        return
+    yield from _check_libraries(stack)
+    tensorrt = stack.versions.get("tensorrt")
+    if tensorrt and numbers(tensorrt)[0] != _TENSORRT_OF_ONNXRUNTIME:
+        needed, theirs = f"libnvinfer {_TENSORRT_OF_ONNXRUNTIME}", f"'tensorrt=={_TENSORRT_OF_ONNXRUNTIME}.*'"
+        note = f"not used here, where TensorRT builds engines itself; other programs: pip install {theirs}"
+        yield check("TensorRT provider of onnxruntime-gpu", f"tensorrt {tensorrt}", needed, None, note=note)
+
+
+def _check_libraries(stack: Stack) -> Iterator[Check]:
+    """Check the CUDA libraries, which its metadata names under two extras; torch may bring the same ones."""
+    fix = f"pip install 'onnxruntime-gpu[cuda,cudnn]=={stack.versions['onnxruntime-gpu']}'"
+    asked = [one for one in stack.requirements.get("onnxruntime-gpu", ()) if one.extra in ("cuda", "cudnn")]
+    if stack.onnxruntime_cuda is None:
+        why = "the package does not say which CUDA it is built for"
+        yield check("CUDA libraries of onnxruntime-gpu", "unknown", "unknown", None, note=why)
+        return
+    major = numbers(stack.onnxruntime_cuda)[0]
+    if stack.torch_cuda:
+        found = f"{stack.torch_cuda} and {stack.onnxruntime_cuda}"
+        same = numbers(stack.torch_cuda)[0] == major
+        needed, other = "the same major version, to share libraries", f"a torch that is built for CUDA {major}"
+        yield check("CUDA of torch and onnxruntime-gpu", found, needed, same, f"{fix}; or {other}")
+    if asked and f"libcudart.so.{major}" not in stack.loadable:
+        yield check_packages(stack, "CUDA libraries of onnxruntime-gpu", asked, fix)
+    fits = stack.cudnn is not None and numbers(stack.cudnn)[0] == _CUDNN_OF_ONNXRUNTIME
+    package = f"pip install 'nvidia-cudnn-cu{major}=={_CUDNN_OF_ONNXRUNTIME}.*'"
+    yield check("cuDNN", stack.cudnn or "not found", f"{_CUDNN_OF_ONNXRUNTIME}.x", fits, package)
+
+
+def _check_formats(stack: Stack, exported: Formats) -> Iterator[Check]:
+    if stack.taken is None or stack.written is None:
+        return
+    found = f"ONNX Runtime takes IR {stack.taken.ir} and opset {stack.taken.opset}"
+    needed = f"IR {exported.ir} and opset {exported.opset}, for exported models"
+    fits = stack.taken.ir >= exported.ir and stack.taken.opset >= exported.opset
+    package = "onnxruntime-gpu" if "onnxruntime-gpu" in stack.versions else "onnxruntime"
+    ahead = stack.written.opset > stack.taken.opset or stack.written.ir > stack.taken.ir
+    newest = f"the installed onnx writes up to IR {stack.written.ir} and opset {stack.written.opset}"
+    note = f"{newest}: such files open in tools and not in ONNX Runtime" if ahead else ""
+    yield check("ONNX format", found, needed, fits, f"pip install --upgrade {package}", note)
+
+
+def _configure_triton(options: Mapping[str, Any], device: str) -> Fields:
+    """Set the optimisation level, the CUDA accelerator and the threads, as the backend's README has them."""
+    fields: list[tuple[str, Any]] = []
+    left_out = options["session"]["disabled_optimizers"]
+    level = _TRITON_LEVELS["ORT_DISABLE_ALL"] if left_out else _TRITON_LEVELS.get(options["graph_optimization_level"])
+    inner: list[tuple[str, Any]] = [] if level is None else [("graph", Message([("level", level)]))]
+    if device == "cuda":
+        given = options["session"]["provider_options"][0]
+        parameters = [("parameters", Message([("key", quoted(k)), ("value", quoted(v))])) for k, v in given.items()]
+        cuda = Message([("gpu_execution_accelerator", Message([("name", quoted("cuda")), *parameters]))])
+        inner.append(("execution_accelerators", cuda))
+    if inner:
+        fields.append(("optimization", Message(inner)))
+    threads = {"intra_op_thread_count": options["intra_op_num_threads"], "inter_op_thread_count": 1}
+    for key, number in threads.items():
+        value = Message([("string_value", quoted(str(number)))])
+        fields.append(("parameters", Message([("key", quoted(key)), ("value", value)])))
+    return fields
+
+
+def _remark_triton(engine: Mapping[str, Any]) -> tuple[str, ...]:
+    """Tell that optimisation is off, where ONNX Runtime gets a graph wrong."""
+    wrong = ", ".join(engine["options"]["session"]["disabled_optimizers"])
+    if not wrong:
+        return ()
+    return (f"optimisation is off: {wrong} gets this graph wrong, and the backend cannot leave out one alone",)
+
+
+_TRITON = TritonBackend("onnxruntime", "model.onnx", configure=_configure_triton, remark=_remark_triton)

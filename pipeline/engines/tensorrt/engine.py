@@ -125,7 +125,7 @@ class TensorRT(WorkspaceEngine):
             for word, limit in _limits(asked):
                 chosen = cls(workspace_bytes=limit, target=target, options=asked.tensorrt, run=asked.tensorrt_run)
                 with contextlib.suppress(MissingCapability):  # this variant's own failure, once it is built
-                    chosen.targets(cuda.cuda_device(asked.where.index))
+                    chosen.targets(cuda.cuda_device((asked.named_device or Device()).index))
                 yield Configuration(chosen, precision, workspace=word, target=target)
 
     @classmethod
@@ -163,9 +163,7 @@ class TensorRT(WorkspaceEngine):
     @classmethod
     def check_software(cls, stack: "Stack", exported: "Formats") -> "Iterable[Check]":
         """Check this flavour, the driver and the GPUs here."""
-        from enginesmith.pipeline.engines.tensorrt import compatibility
-
-        return compatibility.check_software(stack, cls.tools[0])
+        return versions.check_software(stack, cls.tools[0])
 
     @classmethod
     def check_targets(cls) -> tuple[str, ...]:

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from enginesmith.calibration.options import AS_FOUND
 from enginesmith.pipeline.artifact import RECORDS, file_digest, files_below, holds
-from enginesmith.pipeline.engines import DEFAULT, engine_class
+from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.measure.fidelity import Thresholds
@@ -113,7 +114,7 @@ def _cautions(run: Run, record: VariantRecord) -> Iterator[str]:
 def _check_packagable(folder: Path, run: Run, record: VariantRecord) -> None:
     if engine_class(record.engine).consumes == "torch":
         graphs = [one.id for one in run.variants if one.graph and one.status != "failed"]
-        remedy = f"--variant {graphs[0]}, " if graphs else f"optimize with --engine {DEFAULT[0]}, "
+        remedy = f"--variant {graphs[0]}, " if graphs else f"optimize with --engine {DEFAULT_ENGINES[0]}, "
         raise UsageError(
             f"{record.id} runs the PyTorch module itself, which takes the code that makes it",
             f"package a built engine instead ({remedy}say), or `enginesmith export {run.model.source} -o model.onnx`",
