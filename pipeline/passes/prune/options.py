@@ -104,7 +104,7 @@ class PruneTarget(BaseModel):
         return spell(self.kind, self.value)
 
 
-def spell(kind: Kind, removed: float) -> str:
+def spell(kind: str, removed: float) -> str:
     """Write the share that is removed as :meth:`PruneTarget.parse` reads it."""
     percent = f"{100 * removed:.6g}%"
     return percent if kind == "ratio" else f"{kind}=-{percent}"
