@@ -39,7 +39,7 @@ def names() -> tuple[str, ...]:
     """List the names of all engines: those of the table, and those of installed plug-ins."""
     from enginesmith.pipeline.system import plugins
 
-    return tuple(dict.fromkeys((*ENGINES, *(one.name for one in plugins.installed(plugins.ENGINES)))))
+    return tuple(dict.fromkeys((*ENGINES, *(plugin.name for plugin in plugins.installed(plugins.ENGINES)))))
 
 
 def engine_class(name: str) -> "type[Engine]":
@@ -64,13 +64,13 @@ def _load_plugin(name: str) -> "type[Engine]":
     from enginesmith.pipeline.engines.base import Engine
     from enginesmith.pipeline.system import plugins
 
-    found = plugins.load(plugins.ENGINES, name)
-    if not isinstance(found, type) or not issubclass(found, Engine) or getattr(found, "name", None) != name:
+    loaded = plugins.load(plugins.ENGINES, name)
+    if not isinstance(loaded, type) or not issubclass(loaded, Engine) or getattr(loaded, "name", None) != name:
         raise MissingCapability(
-            f"the plug-in {name!r} gives {found!r}, which is no engine of that name",
+            f"the plug-in {name!r} gives {loaded!r}, which is no engine of that name",
             f"its entry point has to name a subclass of {Engine.__module__}.Engine whose name is {name!r}",
         )
-    return found
+    return loaded
 
 
 def baseline(form: Literal["torch", "onnx"]) -> "Engine":
@@ -96,9 +96,10 @@ def read_file(path: "Path") -> "EngineFile":
         ModelError: the record is missing or damaged, or the file is not the one that it describes.
     """
     for engine in with_files():
-        if path.suffix == engine.file_suffix and (found := engine.read_file(path)):
-            return found
-    raise UsageError(f"{path} is the file of no engine here", f"engine files end in {_suffixes()}")
+        if path.suffix == engine.file_suffix and (file := engine.read_file(path)):
+            return file
+    suffixes = sorted({engine.file_suffix for engine in with_files()})
+    raise UsageError(f"{path} is the file of no engine here", f"engine files end in {', '.join(suffixes)}")
 
 
 def describe_file(path: "Path") -> dict[str, object]:
@@ -117,10 +118,6 @@ def needs_cuda(name: str) -> bool:
 def title(name: str) -> str:
     """Name an engine as people call it; its name in recipes if that is of a plug-in, which is not loaded for this."""
     return engine_class(name).title if name in ENGINES else name
-
-
-def _suffixes() -> str:
-    return ", ".join(sorted({engine.file_suffix for engine in with_files()}))
 
 
 def packages() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What an engine is: something that loads an artifact and answers feeds. It never times or measures itself."""
+"""Declare the contract of engines, which load artifacts and answer feeds. An engine never times or measures itself."""
 
 import statistics
 from abc import ABC, abstractmethod
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from enginesmith.pipeline.system.software import Formats, Stack
 
 
-# What an engine's own profiler tells: the time that each of its operators takes, and where in the model it belongs.
-
 BETWEEN = "(between operators)"
 """Time on the CPU in which no operator ran: a module's own code in Python, and torch's between its calls."""
 NODE = "node:"
@@ -34,7 +32,7 @@ WARM_CALLS = 3
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What is profiled, and with what."""
+    """Say what is profiled, and with what."""
 
     artifact: Artifact
     device: "Device"
@@ -48,7 +46,7 @@ class ProfileRequest:
 
 
 class Origin(BaseModel):
-    """Where in the model an operator's work comes from."""
+    """Say where in the model an operator's work comes from."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -63,7 +61,7 @@ class Origin(BaseModel):
 
 
 class OperatorTime(BaseModel):
-    """One operator or kernel of an engine."""
+    """Describe an operator or kernel of an engine."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -81,7 +79,7 @@ class OperatorTime(BaseModel):
 
 
 class Profiled(BaseModel):
-    """What one profiler told."""
+    """Hold the figures of one profiler."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -95,33 +93,33 @@ class Profiled(BaseModel):
 
 @dataclass
 class Tally:
-    """Seconds of operators by name, inference by inference."""
+    """Collect seconds of operators by name, inference by inference."""
 
     inferences: list[dict[str, tuple[float, int]]] = field(default_factory=list)
     """Seconds, and runs."""
 
     def begin(self) -> None:
-        """What is added from now on belongs to a new inference."""
+        """Begin a new inference, to which all that is added from now on belongs."""
         self.inferences.append({})
 
     def add(self, name: str, seconds: float, *, run: bool = True) -> None:
-        """One run of an operator, or a part of one; before the first inference nothing counts."""
+        """Add a run of an operator, or a part of one; before the first inference nothing counts."""
         if self.inferences:
             before, runs = self.inferences[-1].get(name, (0.0, 0))
             self.inferences[-1][name] = (before + seconds, runs + run)
 
     def medians(self) -> dict[str, tuple[float, int]]:
-        """Median seconds of one inference, and runs in it, in the order of first appearance; absent counts as zero."""
-        names = dict.fromkeys(name for one in self.inferences for name in one)
+        """Compute median seconds and runs of an inference, in order of first appearance; absent counts as zero."""
+        names = dict.fromkeys(name for inference in self.inferences for name in inference)
         return {name: self._median(name) for name in names}
 
     def _median(self, name: str) -> tuple[float, int]:
-        seconds, runs = zip(*(one.get(name, (0.0, 0)) for one in self.inferences), strict=True)
+        seconds, runs = zip(*(inference.get(name, (0.0, 0)) for inference in self.inferences), strict=True)
         return statistics.median(seconds), round(statistics.median(runs))
 
 
 def warm_up(session: "Session", feeds: Feeds) -> Any:
-    """Bind feeds and make the calls that do not count; what was bound."""
+    """Bind feeds, make the calls that do not count, and return what was bound."""
     session.signature.check(feeds)
     bound = session.bind(feeds)
     for _ in range(WARM_CALLS):
@@ -131,13 +129,13 @@ def warm_up(session: "Session", feeds: Feeds) -> Any:
 
 
 def narrowest(types: Iterable[str], names: Mapping[str, str]) -> str:
-    """Of an engine's words for types, ours for the one that comes first in ``names``; empty if none is there."""
+    """Translate an engine's words for types into ours for the first of them in ``names``; empty if none is there."""
     given = set(types)
     return next((short for word, short in names.items() if word in given), "")
 
 
 class Session(ABC):
-    """A loaded engine. Use it as a context manager: leaving it frees what it holds.
+    """Run a loaded engine. Use it as a context manager: leaving it frees what it holds.
 
     A call is ``enqueue(bound)`` and ``synchronize()``; moving data is outside of it, in ``bind`` and ``fetch``.
     """
@@ -212,7 +210,7 @@ class Session(ABC):
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """What an engine is built from, and where to."""
+    """Say what an engine is built from, and where to."""
 
     artifact: Artifact
     out: Path
@@ -224,7 +222,7 @@ class BuildRequest:
 
 
 class EngineFacts(BaseModel):
-    """What a built engine says of itself; None where it does not say."""
+    """Record what a built engine says of itself; None where it does not say."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -240,7 +238,7 @@ class EngineFacts(BaseModel):
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to build and run an engine, which becomes one variant of a run."""
+    """Describe a way to build and run an engine, which becomes one variant of a run."""
 
     engine: "Engine"
     precision: str
@@ -254,7 +252,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class EngineFile:
-    """A built engine in a file of the user's, as the record beside it describes it."""
+    """Describe a built engine in a file of the user's, by the record beside it."""
 
     engine: "Engine"
     """Loads it, with no option that a file could allow itself."""
@@ -270,7 +268,7 @@ class EngineFile:
 
 @dataclass(frozen=True)
 class PackageFacts:
-    """What the manifest of a package says of an engine's file."""
+    """List what the manifest of a package says of an engine's file."""
 
     version: str | None = None
     """Of what it was built with; None for the one that the run recorded."""
@@ -281,7 +279,7 @@ class PackageFacts:
 
 
 class Engine(BaseModel, ABC):
-    """A kind of engine; its fields are the options it builds and loads with.
+    """Build and load one kind of engine; its fields are the options that it does so with.
 
     An engine has to say ``name``, ``title``, ``consumes`` and ``tools`` and to define :meth:`available`, :meth:`load`
     and :meth:`prime`, and :meth:`build` where it is made from graphs. All else has defaults.
@@ -444,9 +442,9 @@ class Engine(BaseModel, ABC):
         """
         if device.kind not in DEVICE_KINDS:
             raise MissingCapability(f"there is no device {device.kind!r}", f"use one of {', '.join(DEVICE_KINDS)}")
-        found = cls.available(device)
-        if not found.ok:
-            raise MissingCapability(f"{cls.name} cannot run on {device}: {found.reason}", found.remedy)
+        availability = cls.available(device)
+        if not availability.ok:
+            raise MissingCapability(f"{cls.name} cannot run on {device}: {availability.reason}", availability.remedy)
 
     @classmethod
     def buildable(cls) -> Availability:
@@ -521,7 +519,7 @@ SWEPT = ("min", "2of5", "3of5", "4of5", "5of5")
 
 
 class WorkspaceEngine(Engine):
-    """An engine whose builder takes a limit for intermediate buffers, which can be swept."""
+    """Build an engine under a limit for intermediate buffers, which can be swept."""
 
     workspace_bytes: int | None = None
     """Limit of the memory pool for intermediate buffers; None is the builder's default, which the record says."""

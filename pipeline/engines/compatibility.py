@@ -17,7 +17,7 @@ NO_GPU = "there is no NVIDIA GPU here"
 
 
 class Check(BaseModel):
-    """One thing that has to fit."""
+    """Record whether one thing fits, and how to make it fit."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -90,10 +90,12 @@ def check_glibc(stack: Stack) -> Iterator[Check]:
 
 def check_packages(stack: Stack, name: str, asked: list[Requirement], fix: str = "") -> Check:
     """Check whether all are installed in a version that was asked for."""
-    missing = [one for one in asked if one.name not in stack.packages]
-    wrong = [one for one in asked if one.name in stack.packages and not meets(stack.packages[one.name], one.versions)]
-    found = [f"no {one.name}" for one in missing] + [f"{one.name} {stack.packages[one.name]}" for one in wrong]
-    wanted = [f"{one.name}{one.versions}" for one in (*missing, *wrong)]
-    fix = fix or f"pip install {' '.join(repr(one) for one in wanted)}"
+    missing = [need for need in asked if need.name not in stack.packages]
+    wrong = [
+        need for need in asked if need.name in stack.packages and not meets(stack.packages[need.name], need.versions)
+    ]
+    found = [f"no {need.name}" for need in missing] + [f"{need.name} {stack.packages[need.name]}" for need in wrong]
+    wanted = [f"{need.name}{need.versions}" for need in (*missing, *wrong)]
+    fix = fix or f"pip install {' '.join(map(repr, wanted))}"
     there, needed = ", ".join(found) or f"all {len(asked)}", ", ".join(wanted) or "as the package's metadata says"
     return check(name, there, needed, not wanted, fix)

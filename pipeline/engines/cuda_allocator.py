@@ -1,7 +1,7 @@
-"""One account of the device memory that engines take: who asked for how much, under which tag, and what came back.
+"""Count the device memory that engines take: who asked for how much, under which tag, and what came back.
 
-TensorRT asks through its GPU allocator, ONNX Runtime through its external one (see ``onnxruntime_memory``), and our own
-buffers are torch's tensors, which are noted here. All of it comes from torch's caching allocator in the end. The ledger
+TensorRT asks through its GPU allocator, ONNX Runtime by its external one (``onnxruntime/session.py``), and our own
+buffers are torch's tensors, which are counted here. All of it comes from torch's caching allocator in the end. A ledger
 counts the bytes that were asked for; torch rounds each block up to 512 bytes, and leaves up to 1 MiB of a block above
 1 MiB unsplit, so that its figure for what is allocated is somewhat higher.
 
@@ -22,23 +22,23 @@ UNTAGGED = "untagged"
 
 
 class Memory(Protocol):
-    """Where device memory comes from."""
+    """Give out device memory."""
 
     def take(self, size: int, stream: int) -> int:
-        """Address of ``size`` bytes for work on that stream; 0 where there are not as many."""
+        """Take ``size`` bytes for work on that stream and return their address; 0 where there are not as many."""
 
     def give(self, address: int) -> None:
         """Give back what :meth:`take` gave."""
 
 
 class TorchMemory:
-    """torch's caching allocator on one device."""
+    """Take memory from torch's caching allocator on one device."""
 
     def __init__(self, device: int) -> None:
         self._device = device
 
     def take(self, size: int, stream: int) -> int:
-        """Address of the bytes; 0 where torch finds none."""
+        """Allocate the bytes and return their address; 0 where torch finds none."""
         import torch
 
         try:
@@ -47,7 +47,7 @@ class TorchMemory:
             return 0
 
     def give(self, address: int) -> None:
-        """Back to torch, which keeps it for the next who asks on the same stream."""
+        """Return memory to torch, which keeps it for the next who asks on the same stream."""
         import torch
 
         torch.cuda.caching_allocator_delete(address)  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ class TorchMemory:
 
 @dataclass(frozen=True)
 class Block:
-    """Memory that is in use."""
+    """Describe memory that is in use."""
 
     size: int
     tag: str
@@ -65,7 +65,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Account:
-    """The ledger as it was at one time, in bytes asked for."""
+    """Show the ledger at one time, in bytes asked for."""
 
     current: int = 0
     peak: int = 0
@@ -83,7 +83,7 @@ class Account:
 
 
 class CudaAllocationTracker:
-    """Takes memory, gives it back, and keeps the account; may be asked from any thread."""
+    """Take memory, give it back, and keep the account; may be asked from any thread."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -97,7 +97,7 @@ class CudaAllocationTracker:
         self._tag = UNTAGGED
 
     def allocate(self, size: int, stream: int = 0, tag: str | None = None) -> int:
-        """Address of ``size`` bytes for work on ``stream``; 0 for no bytes, and where there are not as many."""
+        """Take ``size`` bytes for work on ``stream``, return their address; 0 for none, or where there are too few."""
         if not size:
             return 0
         address = self._memory.take(size, stream)
@@ -123,7 +123,7 @@ class CudaAllocationTracker:
 
     @contextlib.contextmanager
     def tagged(self, tag: str) -> Iterator[None]:
-        """Whatever is taken meanwhile without a tag of its own has this one."""
+        """Give this tag to all that is taken meanwhile without a tag of its own."""
         before, self._tag = self._tag, tag
         try:
             yield
@@ -131,12 +131,12 @@ class CudaAllocationTracker:
             self._tag = before
 
     def reset_peak(self) -> None:
-        """From now on the peak is that of what follows."""
+        """Start the peak anew from the current use."""
         with self._lock:
             self._peak, self._peak_tags = self._current, dict(+self._tags)
 
     def account(self) -> Account:
-        """How things are now."""
+        """Copy the account as it is now."""
         with self._lock:
             return Account(
                 current=self._current,
@@ -150,7 +150,7 @@ class CudaAllocationTracker:
             )
 
     def leaks(self, since: int = 0) -> dict[int, Block]:
-        """Address → block of what was taken after the first ``since`` blocks, and not given back."""
+        """List blocks taken after the first ``since`` ones and not given back, by address."""
         with self._lock:
             return {address: block for address, block in self._live.items() if block.number > since}
 
@@ -190,7 +190,7 @@ _active: dict[int, CudaAllocationTracker] = {}
 
 
 def active(device: int) -> CudaAllocationTracker | None:
-    """The ledger that counts a device now; None where nothing is counted, and engines are to be as in production."""
+    """Return the ledger that counts a device now; None where nothing is counted, and engines are as in production."""
     return _active.get(device)
 
 

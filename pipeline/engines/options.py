@@ -96,9 +96,9 @@ class EngineOptions(_Part):
 
 
 def _limit(text: str) -> int:
-    found = parse_bytes(text)
-    if found > _MOST_BYTES:
+    limit = parse_bytes(text)
+    if limit > _MOST_BYTES:
         raise UsageError(f"a workspace of {text!r} is more than any device has", "give max for no limit")
-    if found < 1:
+    if limit < 1:
         raise UsageError(f"a workspace of {text!r} holds nothing", "give at least 1 byte, or max")
-    return found
+    return limit

@@ -8,6 +8,7 @@ from enginesmith.pipeline.system.cpu import text
 from enginesmith.pipeline.system.software import Formats, Stack
 
 TENSORRTS = ("tensorrt", "tensorrt-rtx")
+_CUDA_RUNTIMES = ("libcudart.so.12", "libcudart.so.13")
 _PCI = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 _LOOKED_AT = ("torch", "onnx", "onnxruntime", "onnxruntime-gpu", *TENSORRTS, "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
@@ -24,7 +25,7 @@ def find_stack() -> Stack:
         **{name: tuple(software.requirements(name)) for name in ("torch", "onnxruntime-gpu")},
         **{name: tuple(software.requirements(name, "tensorrt")) for name in (*TENSORRTS, *parts)},
     }
-    wanted = {one.name for some in requirements.values() for one in some}
+    wanted = {need.name for some in requirements.values() for need in some}
     torch_cuda = software.torch_cuda()
     glibc = {name: software.needed_glibc(name) for name in (*_LOOKED_AT, *parts)}
     return Stack(
@@ -41,16 +42,16 @@ def find_stack() -> Stack:
         requirements={name: some for name, some in requirements.items() if some},
         packages=software.versions(sorted(wanted)),
         variants={name: by_cuda for name, by_cuda in variants.items() if by_cuda},
-        loadable=tuple(name for name in _runtimes() if software.loads(name)) if gpus else (),
+        loadable=tuple(name for name in _CUDA_RUNTIMES if software.loads(name)) if gpus else (),
         glibc=platform.libc_ver()[1] or None,
-        glibc_needed={name: found for name, found in glibc.items() if found},
+        glibc_needed={name: version for name, version in glibc.items() if version},
         written=_written(),
         taken=_taken(),
     )
 
 
 def _gpu_on_bus() -> bool:
-    """Whether the PCI bus shows an NVIDIA display controller."""
+    """Tell if the PCI bus shows an NVIDIA display controller."""
     return any(
         text(folder / "vendor") == _NVIDIA and (text(folder / "class") or "").startswith(_DISPLAY)
         for folder in (_PCI.iterdir() if _PCI.is_dir() else ())
@@ -63,10 +64,6 @@ def _torch_targets() -> tuple[str, ...]:
     return tuple(torch.cuda.get_arch_list())
 
 
-def _runtimes() -> tuple[str, ...]:
-    return tuple(f"libcudart.so.{major}" for major in (12, 13))
-
-
 def _written() -> Formats | None:
     if not software.find("onnx"):
         return None
@@ -76,7 +73,7 @@ def _written() -> Formats | None:
 
 
 def _taken() -> Formats | None:
-    """The smallest of models is opened in ever older formats until one is taken: the runtime does not tell."""
+    """Find the newest format that ONNX Runtime takes, by opening a tiny model in ever older ones: it does not tell."""
     newest = _written()
     try:
         import onnxruntime  # noqa: F401
@@ -84,11 +81,11 @@ def _taken() -> Formats | None:
         return None
     if newest is None:
         return None
-    found = dict(_SURE)
+    formats = dict(_SURE)
     for kind, highest in newest:
         tried = range(highest, _SURE[kind], -1)
-        found[kind] = next((one for one in tried if _opens(**{**_SURE, kind: one})), _SURE[kind])
-    return Formats(**found)
+        formats[kind] = next((number for number in tried if _opens(**{**_SURE, kind: number})), _SURE[kind])
+    return Formats(**formats)
 
 
 def _opens(ir: int, opset: int) -> bool:

@@ -42,4 +42,4 @@ class TritonBackend:
 def quoted(text: str) -> str:
     """Quote a string for the text format: quotes, backslashes and control characters escaped, the rest as UTF-8."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(one if one >= " " else f"\\{ord(one):03o}" for one in escaped) + '"'
+    return '"' + "".join(char if char >= " " else f"\\{ord(char):03o}" for char in escaped) + '"'

@@ -39,7 +39,7 @@ RELU = node("Relu", "x", "y")
 
 def refusal(given: onnx.ModelProto, *targets: str) -> UnsupportedGraph:
     with pytest.raises(UnsupportedGraph) as caught:
-        parser.hold(given, targets, RTX)
+        parser.validate_graph(given, targets, RTX)
     assert caught.value.remedy
     return caught.value
 
@@ -62,7 +62,7 @@ def refusal(given: onnx.ModelProto, *targets: str) -> UnsupportedGraph:
     ids=["relu", "bool", "image", "fp16", "cast", "int8", "typed", "weights", "topk", "scalar", "foreign"],
 )
 def test_a_sound_graph_passes(given: onnx.ModelProto) -> None:
-    parser.hold(given, ("sm75",), RTX)
+    parser.validate_graph(given, ("sm75",), RTX)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_types_that_a_target_lacks(kind: int, name: str, least: str, below: str,
         "input": lambda: model(RELU, kind=kind),
     }
     given = make[place]()
-    parser.hold(given, (least,), RTX)
-    parser.hold(given, (), RTX)
+    parser.validate_graph(given, (least,), RTX)
+    parser.validate_graph(given, (), RTX)
     assert f"uses {name}, which needs {least} or later, and the target is {below}" in refusal(given, below).message
     both = refusal(given, least, below)
     assert f"the engine is to run on {below} too" in both.message
@@ -171,5 +171,5 @@ def test_attention_whose_queries_are_its_keys_kills_the_builder(inputs: str, ref
     if refused:
         assert "Attention 'att'" in refusal(given, "sm86").message
     else:
-        parser.hold(given, ("sm86",), RTX)
-    parser.hold(given, ("sm86",), capabilities("tensorrt", "11.4.0"))
+        parser.validate_graph(given, ("sm86",), RTX)
+    parser.validate_graph(given, ("sm86",), capabilities("tensorrt", "11.4.0"))

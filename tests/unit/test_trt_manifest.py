@@ -158,7 +158,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[CudaDevice | None, str | 
 def test_an_engine_runs_where_it_was_built_for(device: CudaDevice, version: str, changes: dict, here) -> None:
     here(device, version)
     assert manifest.misfit(record(**changes), 0) == ""
-    manifest.hold(record(**changes), 0)
+    manifest.validate_machine(record(**changes), 0)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_an_engine_for_elsewhere_says_what_differs(
     here(device, version)
     assert words in manifest.misfit(record(**changes), 0)
     with pytest.raises(MissingCapability, match="the engine cannot run here") as caught:
-        manifest.hold(record(**changes), 0)
+        manifest.validate_machine(record(**changes), 0)
     assert "enginesmith build" in caught.value.remedy
 
 

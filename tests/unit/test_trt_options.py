@@ -8,7 +8,7 @@ import pytest
 from enginesmith.pipeline.engines.tensorrt import engine, versions
 from enginesmith.pipeline.engines.tensorrt.builder import compute_capabilities
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRT, TensorRTRTX
-from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, hold
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, validate_options
 from enginesmith.pipeline.engines.tensorrt.versions import NEEDS_DEVICE, capabilities
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.system.cuda import CudaDevice
@@ -49,35 +49,35 @@ def test_every_option_of_the_rtx_flavour_is_effective_noted_or_refused() -> None
 
 @pytest.mark.parametrize("name", sorted(RTX.no_effect))
 def test_an_option_without_effect_is_noted(name: str) -> None:
-    (note,) = hold(BuildOptions(**{name: SET[name]}), "tensorrt_rtx", RTX, device=False)
+    (note,) = validate_options(BuildOptions(**{name: SET[name]}), "tensorrt_rtx", RTX, device=False)
     assert note == f"--{name.replace('_', '-')} has no effect in tensorrt_rtx: {RTX.no_effect[name]}"
 
 
 @pytest.mark.parametrize("name", sorted({*RTX.refused, *NEEDS_DEVICE}))
 def test_an_option_that_cannot_be_had_is_refused(name: str) -> None:
     with pytest.raises(MissingCapability, match=f"--{name.replace('_', '-')}") as caught:
-        hold(BuildOptions(**{name: SET[name]}), "tensorrt_rtx", RTX, device=False)
+        validate_options(BuildOptions(**{name: SET[name]}), "tensorrt_rtx", RTX, device=False)
     assert ("a machine with a GPU" in caught.value.remedy) == (name in NEEDS_DEVICE)
 
 
 @pytest.mark.parametrize("name", sorted(NEEDS_DEVICE))
 def test_what_needs_a_device_is_taken_where_there_is_one(name: str) -> None:
-    assert hold(BuildOptions(**{name: True}), "tensorrt_rtx", RTX, device=True) == ()
+    assert validate_options(BuildOptions(**{name: True}), "tensorrt_rtx", RTX, device=True) == ()
 
 
 def test_what_the_flavour_lacks_is_refused_with_a_device_too() -> None:
     with pytest.raises(MissingCapability, match="--version-compatible"):
-        hold(BuildOptions(version_compatible=True), "tensorrt_rtx", RTX, device=True)
+        validate_options(BuildOptions(version_compatible=True), "tensorrt_rtx", RTX, device=True)
 
 
 @pytest.mark.parametrize("name", sorted(SET))
 def test_the_enterprise_flavour_takes_every_option_on_a_device(name: str) -> None:
-    assert hold(BuildOptions(**{name: SET[name]}), "tensorrt", ENTERPRISE, device=True) == ()
+    assert validate_options(BuildOptions(**{name: SET[name]}), "tensorrt", ENTERPRISE, device=True) == ()
 
 
 @pytest.mark.parametrize("known", [RTX, ENTERPRISE])
 def test_defaults_are_taken_without_a_note(known: versions.Capabilities) -> None:
-    assert hold(BuildOptions(), "tensorrt_rtx", known, device=False) == ()
+    assert validate_options(BuildOptions(), "tensorrt_rtx", known, device=False) == ()
 
 
 def test_asked_holds_what_is_not_the_default() -> None:

@@ -28,7 +28,7 @@ from enginesmith.pipeline.engines.cuda_allocator import (
     counting,
 )
 from enginesmith.pipeline.engines.tensorrt import loader, memory, session
-from enginesmith.pipeline.engines.tensorrt.loader import Opened, RuntimeLog, _hold_allowed, open_engine
+from enginesmith.pipeline.engines.tensorrt.loader import Opened, RuntimeLog, _validate_allowed, open_engine
 from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
 from enginesmith.pipeline.engines.tensorrt.memory import ActivationMemory
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions
@@ -810,7 +810,7 @@ def test_one_logger_for_all_runtimes() -> None:
 def test_host_code_and_plugins_are_the_user_s_to_allow() -> None:
     asked = EngineManifest.model_construct(options=BuildOptions(host_code=True, plugins=("/elsewhere/nms.so",)))
     with pytest.raises(MissingCapability, match="host code"):
-        _hold_allowed(asked, BuildOptions(plugins=("nms.so",)))
+        _validate_allowed(asked, BuildOptions(plugins=("nms.so",)))
     with pytest.raises(MissingCapability, match="nms"):
-        _hold_allowed(asked, BuildOptions(host_code=True))
-    _hold_allowed(asked, BuildOptions(host_code=True, plugins=("here/nms.so",)))
+        _validate_allowed(asked, BuildOptions(host_code=True))
+    _validate_allowed(asked, BuildOptions(host_code=True, plugins=("here/nms.so",)))

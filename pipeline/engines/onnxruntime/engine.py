@@ -1,4 +1,4 @@
-"""ONNX Runtime, on its CPU or CUDA provider.
+"""Build and run engines of ONNX Runtime, on its CPU or CUDA provider.
 
 By default the engine file is the graph that ONNX Runtime makes of the model, optimised once in ``build``. Against
 optimising at every load (2 cores), ResNet-50 then loads in 18 instead of 137 ms and BERT-base in 355 instead of 399 ms;
@@ -59,7 +59,7 @@ _SIMD = re.compile(r"\b(?:avx|fma|amx|asimd|sve|i8mm|bf16)\w*")
 
 
 class _Record(BaseModel):
-    """What ``engine.json`` says of the graph beside it."""
+    """Record in ``engine.json`` what the graph beside it holds for."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -69,7 +69,7 @@ class _Record(BaseModel):
 
 
 class OnnxRuntime(Engine):
-    """Runs an ONNX graph; the outputs and inputs keep the model's names."""
+    """Run an ONNX graph; the outputs and inputs keep the model's names."""
 
     name: ClassVar[str] = "onnxruntime"
     consumes: ClassVar[Kind] = "onnx"
@@ -164,7 +164,7 @@ class OnnxRuntime(Engine):
 
     @classmethod
     def available(cls, device: Device) -> Availability:
-        """On the CPU when it is installed; on CUDA when its CUDA build and a driver are."""
+        """Check that it is installed; for CUDA, that its CUDA build and a driver are."""
         package = "onnxruntime-gpu" if device.kind == "cuda" else "onnxruntime"
         remedy = f"install it: {install_command(package)}"
         try:
@@ -180,9 +180,9 @@ class OnnxRuntime(Engine):
 
     def runnable(self, device: Device) -> Availability:
         """Check the device; TF32 can be had on CUDA only."""
-        found = type(self).available(device)
-        if not found.ok or not self.tf32 or device.kind == "cuda":
-            return found
+        availability = type(self).available(device)
+        if not availability.ok or not self.tf32 or device.kind == "cuda":
+            return availability
         return Availability(ok=False, reason="TF32 can be had on CUDA devices only", remedy="use --device cuda")
 
     @property
@@ -237,7 +237,7 @@ class OnnxRuntime(Engine):
         return self._open(artifact, device)
 
     def profile(self, request: ProfileRequest) -> Profiled:
-        """Time of each node, of a session that writes a trace."""
+        """Time each node, in a session that writes a trace."""
         from enginesmith.pipeline.engines.onnxruntime import profiler
 
         artifact, device, scratch = request.artifact, request.device, request.scratch
@@ -256,12 +256,14 @@ class OnnxRuntime(Engine):
         self, artifact: Artifact, device: Device, save_to: Path | None = None, trace: Path | None = None
     ) -> sessions.OnnxRuntimeSession:
         self.require(device)
-        found = self.runnable(device)
-        if not found.ok:
-            raise MissingCapability(f"{self.name} cannot run so on {device}: {found.reason}", found.remedy)
+        availability = self.runnable(device)
+        if not availability.ok:
+            raise MissingCapability(
+                f"{self.name} cannot run so on {device}: {availability.reason}", availability.remedy
+            )
         level = self.graph_optimization
         if (artifact.folder / _RECORD).is_file():
-            _hold(_Record.model_validate_json((artifact.folder / _RECORD).read_bytes()), device)
+            _validate_record(_Record.model_validate_json((artifact.folder / _RECORD).read_bytes()), device)
             level = "disabled"
         chosen = sessions.options(device, level, memory_arena=self.memory_arena, save_to=save_to, trace=trace)
         stream = _stream(device)
@@ -288,7 +290,7 @@ class OnnxRuntime(Engine):
 
 
 def _emulated(path: Path) -> bytes | None:
-    """The rewritten graph, its weights still where they were; None if there is nothing to emulate in it."""
+    """Rewrite the graph, its weights still where they were; None if there is nothing to emulate in it."""
     import onnx_ir as ir
 
     from enginesmith.pipeline.frameworks.onnx import edit
@@ -302,7 +304,7 @@ def _emulated(path: Path) -> bytes | None:
 
 
 def _stream(device: Device) -> Any:
-    """A CUDA stream that the session and the clock share; torch makes it, since ONNX Runtime shows none.
+    """Make a CUDA stream that the session and the clock share, by torch, since ONNX Runtime shows none.
 
     A session whose memory is counted has the default stream.
     """
@@ -332,13 +334,13 @@ def _here(device: Device) -> _Record:
 
 @functools.cache
 def _processor() -> str:
-    """With the width of its vector units, which layouts follow."""
+    """Name the processor with the width of its vector units, which layouts follow."""
     info = Path("/proc/cpuinfo")
     units = sorted(set(_SIMD.findall(info.read_text()))) if info.is_file() else [platform.processor()]
     return " ".join((platform.machine(), *units))
 
 
-def _hold(record: _Record, device: Device) -> None:
+def _validate_record(record: _Record, device: Device) -> None:
     here = _here(device)
     for field in _Record.model_fields:
         made, now = getattr(record, field), getattr(here, field)
@@ -350,7 +352,7 @@ def _hold(record: _Record, device: Device) -> None:
 
 
 def _sparsity(before: Path, after: Path) -> tuple[str, ...]:
-    """Whether the optimised graph still has the zeros of a 2:4 graph, its weights repacked and fused as they are.
+    """Check that the optimised graph still has the zeros of a 2:4 graph, its weights repacked and fused as they are.
 
     ONNX Runtime computes with them as with other numbers, so what is lost or not found is told, and no failure.
     """
@@ -386,7 +388,7 @@ def _check_builds(stack: Stack) -> Iterator[Check]:
 def _check_libraries(stack: Stack) -> Iterator[Check]:
     """Check the CUDA libraries, which its metadata names under two extras; torch may bring the same ones."""
     fix = f"pip install 'onnxruntime-gpu[cuda,cudnn]=={stack.versions['onnxruntime-gpu']}'"
-    asked = [one for one in stack.requirements.get("onnxruntime-gpu", ()) if one.extra in ("cuda", "cudnn")]
+    asked = [need for need in stack.requirements.get("onnxruntime-gpu", ()) if need.extra in ("cuda", "cudnn")]
     if stack.onnxruntime_cuda is None:
         why = "the package does not say which CUDA it is built for"
         yield check("CUDA libraries of onnxruntime-gpu", "unknown", "unknown", None, note=why)

@@ -1,8 +1,13 @@
-"""Which modules the nodes of an optimised graph do the work of.
+"""Time the nodes of an optimised graph by ONNX Runtime's trace, and find the modules whose work they do.
 
 ONNX Runtime drops the metadata of nodes when it optimises, and names what it fuses as it likes; the values between
 nodes mostly keep their names. So a node of the optimised graph stands for those nodes of the graph it was made from
 that lie between what it reads and what it writes.
+
+A trace is a list of events with a start and a duration in whole microseconds: ``model_run`` is one inference, and each
+node in it is an event ``<node>_kernel_time``. Nodes of a subgraph lie within the event of the node that runs it. On
+CUDA a node's event is its launch; what ran on the device is in events of the category ``Kernel``, which builds with
+CUDA profiling alone write.
 """
 
 import json
@@ -42,7 +47,7 @@ _WRAPPER = "model."
 
 @dataclass
 class Provenance:
-    """The graph that an engine was built from: makers, readers and modules of its nodes."""
+    """Index the graph that an engine was built from: makers, readers and modules of its nodes."""
 
     nodes: "list[onnx.NodeProto]"
     constants: frozenset[str]
@@ -61,12 +66,12 @@ class Provenance:
         for node in self.nodes:
             for value in node.input:
                 self._readers.setdefault(value, []).append(node)
-        noted = {_key(node): found for node in self.nodes if (found := _noted(node)) is not None}
+        noted = {_key(node): module for node in self.nodes if (module := _noted(node)) is not None}
         self._modules = {_key(node): self._module(node, noted) for node in self.nodes}
 
     @classmethod
     def read(cls, path: Path) -> "Provenance":
-        """Of an ONNX file.
+        """Read an ONNX file.
 
         Raises:
             InvalidGraph: it cannot be read.
@@ -76,7 +81,7 @@ class Provenance:
         return cls(list(model_file.nodes(model)), frozenset(constants))
 
     def _module(self, node: "onnx.NodeProto", noted: Mapping[str, str]) -> str:
-        """A node's module: as noted; for conversions between modules the one that wrote the value, else its reader."""
+        """Find a node's module: as noted; of conversions between modules the value's writer's, else its reader's."""
         own = noted.get(_key(node))
         if own is not None:
             return own
@@ -85,10 +90,10 @@ class Provenance:
         if node.op_type not in (*CONVERTERS, "Cast"):
             return ""
         near = [self._makers.get(node.input[0]), *self._readers.get(node.output[0], ())]
-        return next((noted[_key(one)] for one in near if one is not None and _key(one) in noted), "")
+        return next((noted[_key(other)] for other in near if other is not None and _key(other) in noted), "")
 
     def named(self, names: Iterable[str], *, light: bool = False) -> Origin:
-        """Where the work of a kernel comes from, of an engine that tells which nodes are in it; unknown for none.
+        """Find the origin of a kernel's work from the names of the nodes in it; unknown for none.
 
         A ``light`` kernel multiplies nothing: products that it names are what it prepares or finishes.
         """
@@ -102,7 +107,7 @@ class Provenance:
         return self._origin(others)
 
     def of_executed(self, path: Path) -> dict[str, Origin]:
-        """Where the work of each node of an optimised file comes from, by the node's name.
+        """Find the origin of each node's work in an optimised file, by the node's name.
 
         Raises:
             InvalidGraph: it cannot be read.
@@ -110,13 +115,13 @@ class Provenance:
         executed = list(model_file.nodes(model_file.skeleton(path)))
         same = self._aliases(executed)
         cuts = {same[output] for node in executed for output in node.output if output in same}
-        found = {node.name: self._of_node(node, same, cuts) for node in executed}
-        return self._of_readers(executed, found)
+        origins = {node.name: self._of_node(node, same, cuts) for node in executed}
+        return self._of_readers(executed, origins)
 
-    def _of_readers(self, executed: "list[onnx.NodeProto]", found: Mapping[str, Origin]) -> dict[str, Origin]:
-        """What the engine put in front of a single module belongs to it."""
+    def _of_readers(self, executed: "list[onnx.NodeProto]", origins: Mapping[str, Origin]) -> dict[str, Origin]:
+        """Assign what the engine put in front of a single module to that module."""
         readers: dict[str, set[tuple[str, ...]]] = {}
-        known = dict(found)
+        known = dict(origins)
         for node in reversed(executed):
             beyond = set[tuple[str, ...]]().union(*(readers.get(output, set()) for output in node.output))
             if not known[node.name].modules and len(beyond) == 1:
@@ -134,7 +139,7 @@ class Provenance:
         return self._origin(list(self._between(targets, cuts | inputs)))
 
     def _between(self, targets: set[str], cuts: set[str]) -> "Iterator[onnx.NodeProto]":
-        """Nodes that lead to the targets, back to where other nodes of the engine end; the last ones first."""
+        """Yield nodes that lead to the targets, back to where other nodes of the engine end; the last ones first."""
         waiting, seen = [value for value in targets if value in self._makers], set[str]()
         while waiting:
             node = self._makers[waiting.pop(0)]
@@ -145,7 +150,7 @@ class Provenance:
             waiting += [value for value in node.input if value in self._makers and value not in cuts]
 
     def _origin(self, covered: "list[onnx.NodeProto]") -> Origin:
-        """The modules of the products among the nodes, else of the last one; the others are fused into it."""
+        """Collect the modules of the products among the nodes, else of the last one; the others are fused into it."""
         if not covered:
             return Origin()
         products = [node for node in covered if is_product(node)]
@@ -157,11 +162,11 @@ class Provenance:
             if path not in modules and node.op_type not in (*CONVERTERS, "Constant"):
                 also.setdefault(path, {})[node.op_type] = None
         converts = all(node.op_type in CONVERTERS for node in covered)
-        fused = {path: tuple(found) for path, found in also.items()}
+        fused = {path: tuple(operators) for path, operators in also.items()}
         return Origin(modules=modules, also=fused, multiplies=bool(products), converts=converts)
 
     def _paths(self, node: "onnx.NodeProto") -> Iterator[str]:
-        """A node's module, after the one beside it whose weight it has: a BatchNorm is folded into its convolution."""
+        """Yield a node's module, after that beside it whose weight it has: a BatchNorm is folded into a convolution."""
         path = self._modules[_key(node)]
         parent = path.rpartition(".")[0]
         for value in node.input:
@@ -173,7 +178,7 @@ class Provenance:
         yield path
 
     def _aliases(self, executed: "list[onnx.NodeProto]") -> dict[str, str]:
-        """What values of the optimised graph are called in this one."""
+        """Map values of the optimised graph to their names in this one."""
         known = {*self._makers, *self.constants}
         same = {value: value for node in executed for value in (*node.input, *node.output) if value in known}
         for node in reversed(executed):  # a value in another layout is known by what is made of it
@@ -192,26 +197,26 @@ class Provenance:
             same[node.output[0]] = same[node.input[0]]
         elif _BLOCKED in node.name and value in self._makers:
             same[node.output[0]] = self._behind_fused(node, value)
-        elif (found := self._named.get(_COPY.sub("", node.name))) is not None:
-            same[node.output[0]] = self._quantised(found.output[0], same)
+        elif (original := self._named.get(_COPY.sub("", node.name))) is not None:
+            same[node.output[0]] = self._quantised(original.output[0], same)
 
     def _quantised(self, value: str, same: Mapping[str, str]) -> str:
-        """What a value becomes when it is quantised, where no node of the engine does that by itself."""
+        """Follow a value to its quantised form, where no node of the engine quantises it by itself."""
         behind, steps = value, self._readers.get(value, ())
         for operators in (_CLAMPS, ("QuantizeLinear",)):
-            following = next((one for one in steps if one.op_type in operators and one.output[0] not in same), None)
+            following = next((step for step in steps if step.op_type in operators and step.output[0] not in same), None)
             if following is not None:
                 behind, steps = following.output[0], self._readers.get(following.output[0], ())
         return behind if self._makers[behind].op_type == "QuantizeLinear" else value
 
     def _behind_fused(self, node: "onnx.NodeProto", value: str) -> str:
-        """The value after the sum and the activation that a blocked convolution took in, and keeps its name."""
+        """Follow a value past the sum and the activation that a blocked convolution took in under its own name."""
         wanted = ["Add", "Sum"] if len(node.input) > _SUM and node.input[_SUM] else []
         activation = attributes(node).get("activation", b"")
         for operators in filter(None, (tuple(wanted), (activation.decode(),) if activation else ())):
             if self._makers[value].op_type in operators:
                 continue
-            following = next((one for one in self._readers.get(value, ()) if one.op_type in operators), None)
+            following = next((reader for reader in self._readers.get(value, ()) if reader.op_type in operators), None)
             value = following.output[0] if following is not None else value
         return value
 
@@ -221,17 +226,9 @@ def _key(node: "onnx.NodeProto") -> str:
 
 
 def _noted(node: "onnx.NodeProto") -> str | None:
-    found = next((entry.value for entry in node.metadata_props if entry.key == model_file.MODULE_KEY), None)
-    return "" if found == _NO_MODULE else found
+    module = next((entry.value for entry in node.metadata_props if entry.key == model_file.MODULE_KEY), None)
+    return "" if module == _NO_MODULE else module
 
-
-# ONNX Runtime's own profiler: kernel times from the trace that a session writes.
-#
-# A trace is a list of events with a start and a duration in whole microseconds: ``model_run`` is one inference,
-# and each
-# node in it is an event ``<node>_kernel_time``. Nodes of a subgraph lie within the event of the node that runs it. On
-# CUDA a node's event is its launch; what ran on the device is in events of the category ``Kernel``, which builds with
-# CUDA profiling alone write.
 
 _KERNEL = "_kernel_time"
 _TYPES = {
@@ -256,27 +253,27 @@ Event = dict[str, Any]
 
 
 def read_trace(path: Path) -> list[Event]:
-    """The events of a trace.
+    """Read the events of a trace.
 
     Raises:
         ModelError: ONNX Runtime did not write a whole one.
     """
     try:
-        found: list[Event] = json.loads(path.read_bytes())
+        events: list[Event] = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(f"ONNX Runtime wrote no profile that can be read: {error}", "profile again") from error
-    return found
+    return events
 
 
 def profiled(events: Sequence[Event], executed: Path, graph: Path | None, *, on_cuda: bool) -> Profiled:
-    """The operators of a trace, on their modules; ``executed`` is the graph that the session ran.
+    """Assign the operators of a trace to their modules; ``executed`` is the graph that the session ran.
 
     Raises:
         MissingCapability: the session ran on CUDA, and the trace has launches only.
     """
     origins = Provenance.read(graph).of_executed(executed) if graph else {}
     tally, described = Tally(), dict[str, Event]()
-    runs = sorted((event for event in events if event["name"] == "model_run"), key=lambda one: int(one["ts"]))
+    runs = sorted((event for event in events if event["name"] == "model_run"), key=lambda event: int(event["ts"]))
     for run in runs[WARM_CALLS:]:
         tally.begin()
         within = [event for event in events if _kind(event) and _within(event, run)]
@@ -284,7 +281,7 @@ def profiled(events: Sequence[Event], executed: Path, graph: Path | None, *, on_
             tally.add(name, seconds)
             described.setdefault(name, event)
     operators = tuple(
-        _operator(name, described[name], origins, *found) for name, found in tally.medians().items() if name
+        _operator(name, described[name], origins, *figures) for name, figures in tally.medians().items() if name
     )
     if on_cuda and not operators:
         raise MissingCapability(
@@ -311,9 +308,9 @@ def _within(event: Event, other: Event) -> bool:
 
 
 def _self_times(events: Sequence[Event]) -> Iterator[tuple[str, float, Event]]:
-    """Seconds of each node without the nodes of its subgraphs."""
+    """Yield seconds of each node without the nodes of its subgraphs."""
     left: list[tuple[Event, int]] = []
-    ordered = sorted(events, key=lambda one: (int(one["ts"]), -int(one["dur"])))
+    ordered = sorted(events, key=lambda event: (int(event["ts"]), -int(event["dur"])))
     stack: list[int] = []
     for event in ordered:
         while stack and not _inside(event, left[stack[-1]][0]):
@@ -328,13 +325,13 @@ def _self_times(events: Sequence[Event]) -> Iterator[tuple[str, float, Event]]:
 
 
 def _inside(event: Event, outer: Event) -> bool:
-    """Whether a node runs in another's subgraph; only these operators have one, and neighbours may touch."""
+    """Tell if a node runs in another's subgraph; only these operators have one, and neighbours may touch."""
     has_body = outer.get("args", {}).get("op_name") in ("If", "Loop", "Scan", "SequenceMap")
     return has_body and event.get("tid") == outer.get("tid") and _within(event, outer)
 
 
 def _device_times(events: Sequence[Event]) -> Iterator[tuple[str, float, Event]]:
-    """Seconds that each node's kernels ran on the device."""
+    """Yield seconds that each node's kernels ran on the device."""
     nodes = {str(event["name"]): event for event in events if event.get("cat") == "Node"}
     for event in events:
         if event.get("cat") == "Kernel":
@@ -365,4 +362,4 @@ def _operator(name: str, event: Event, origins: Mapping[str, Origin], seconds: f
 
 
 def _types(given: Mapping[str, Any], key: str) -> set[str]:
-    return {str(word) for one in given.get(key, ()) for word in one}
+    return {str(word) for entry in given.get(key, ()) for word in entry}

@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime: how one is opened, fed and freed. Feeds are bound once; a call moves nothing."""
+"""Open, feed and free sessions of ONNX Runtime. Feeds are bound once; a call moves nothing."""
 
 import ctypes
 import functools
@@ -31,25 +31,20 @@ if TYPE_CHECKING:
     import onnxruntime
 
 
-# ONNX Runtime's device memory through a ledger, by the external allocator of its CUDA provider.
-#
-# The provider's options ``gpu_external_alloc`` and ``gpu_external_free`` are addresses of C functions: ``void
-# *(size_t)``
-# and ``void (void *)``. With them it has no arena: each tensor, each planned block and scratch memory is a call of its
-# own. It works on the default stream then, as it refuses ``user_compute_stream`` beside them (the constructor in
-# ``cuda_execution_provider.cc``). Each call takes the interpreter's lock, so this is for counting and never for
-# timing.
-#
-# ``gpu_external_empty_cache`` is left out: the provider calls it while it holds a lock that freeing takes too, and a
-# collection of garbage inside of it may free.
-
 _logger = logging.getLogger(__name__)
 _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
 _Free = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class _Callbacks:
-    """The two functions for one device. They live as long as the process.
+    """Route ONNX Runtime's device memory on one device through a ledger, for as long as the process lives.
+
+    The CUDA provider's options ``gpu_external_alloc`` and ``gpu_external_free`` are addresses of C functions:
+    ``void *(size_t)`` and ``void (void *)``. With them it has no arena: each tensor, each planned block and scratch
+    memory is a call of its own. It works on the default stream then, as it refuses ``user_compute_stream`` beside them
+    (the constructor in ``cuda_execution_provider.cc``). Each call takes the interpreter's lock, so this is for counting
+    and never for timing. ``gpu_external_empty_cache`` is left out: the provider calls it while it holds a lock that
+    freeing takes too, and a collection of garbage inside of it may free.
 
     ONNX Runtime's Python module keeps the allocator of the first session for inputs of all later ones, so these may be
     called when nothing is counted any more.
@@ -86,7 +81,7 @@ def _callbacks(device: int) -> _Callbacks:
 
 
 def counted_options(device: int) -> dict[str, str]:
-    """Options of the CUDA provider for a session that is counted; empty where nothing is."""
+    """List options of the CUDA provider for a session that is counted; empty where nothing is."""
     if active(device) is None:
         return {}
     functions = _callbacks(device)
@@ -111,7 +106,7 @@ _WRONG_IN_HALF = "WeightBiasQuantization"
 def options(
     device: Device, level: Level, *, memory_arena: bool, save_to: Path | None = None, trace: Path | None = None
 ) -> Any:
-    """Session options; with ``save_to`` the optimised graph is written there, its weights in a file beside it.
+    """Make session options; with ``save_to`` the optimised graph is written there, its weights in a file beside it.
 
     With ``trace`` what runs is profiled, into files whose names start so.
     """
@@ -174,12 +169,12 @@ def open_session(
 
 
 def disabled_optimizers(path: Path) -> list[str]:
-    """Optimisations that get a graph wrong, by ONNX Runtime's names for them."""
+    """List optimisations that get a graph wrong, by ONNX Runtime's names for them."""
     return [_WRONG_IN_HALF] if _has_half_scales(path) else []
 
 
 def _has_half_scales(path: Path) -> bool:
-    """Whether values are quantised with scales of float16 or bfloat16; a graph without Q/DQ is not taken apart."""
+    """Tell if values are quantised with scales of float16 or bfloat16; a graph without Q/DQ is not taken apart."""
     from enginesmith.pipeline.frameworks.onnx import model_file
 
     try:
@@ -205,11 +200,11 @@ def _providers(device: Device, stream: int | None, tf32: bool) -> list[tuple[str
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """The exceptions that ONNX Runtime raises, which share no base class of their own."""
+    """List the exceptions that ONNX Runtime raises, which share no base class of their own."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
-    found = (value for value in vars(state).values() if isinstance(value, type) and issubclass(value, Exception))
-    return (*found, RuntimeError, ValueError)
+    own = (value for value in vars(state).values() if isinstance(value, type) and issubclass(value, Exception))
+    return (*own, RuntimeError, ValueError)
 
 
 def _load_error(error: Exception, file: str) -> EnginesmithError:
@@ -235,21 +230,21 @@ def _run_error(error: Exception) -> EnginesmithError:
 
 
 def _text(error: Exception) -> str:
-    """The first line, without ``[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : ``."""
+    """Take the first line, without ``[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : ``."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", line)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """An I/O binding, and what it points into: ONNX Runtime itself keeps neither arrays nor values alive."""
+    """Keep an I/O binding with what it points into: ONNX Runtime itself keeps neither arrays nor values alive."""
 
     binding: Any
     held: Any
 
 
 class OnnxRuntimeSession(Session):
-    """An open session; what it reads and writes stays bound between calls."""
+    """Run an open session; what it reads and writes stays bound between calls."""
 
     def __init__(
         self,
@@ -279,7 +274,7 @@ class OnnxRuntimeSession(Session):
         return "it has the weights on the device once more" if self._stream else ""
 
     def sibling(self) -> "OnnxRuntimeSession":
-        """On the CPU the same session, which may be run from several threads, with bindings of its own."""
+        """Bind the same session once more on the CPU, where several threads may run it; open another one on CUDA."""
         if self._session is None:
             raise UsageError("the session is closed")
         if self._stream:
@@ -287,7 +282,7 @@ class OnnxRuntimeSession(Session):
         return OnnxRuntimeSession(self._session, self.signature, self._device, None, self._again)
 
     def bind(self, feeds: Feeds) -> "Bound":
-        """Inputs as tensors on the device, outputs left to be allocated there."""
+        """Bind inputs as tensors on the device; outputs are left to be allocated there."""
         from onnxruntime import OrtValue
 
         if self._session is None:
@@ -322,12 +317,12 @@ class OnnxRuntimeSession(Session):
             self._stream.synchronize()
 
     def fetch(self) -> dict[str, Array]:
-        """Copies of the last outputs on the host."""
+        """Copy the last outputs to the host."""
         names = (spec.name for spec in self.signature.outputs)
         return dict(zip(names, self._last.copy_outputs_to_cpu(), strict=True))
 
     def end_trace(self) -> Path:
-        """Stop profiling; the file that the events are in."""
+        """Stop profiling and return the file that the events are in."""
         return Path(self._session.end_profiling())
 
     def close(self) -> None:

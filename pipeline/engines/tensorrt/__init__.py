@@ -1,1 +1,1 @@
-"""What ``engines/tensorrt.py`` is made of: one concern of building and running TensorRT engines in each file."""
+"""Build and run TensorRT engines."""

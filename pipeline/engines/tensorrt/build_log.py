@@ -1,4 +1,4 @@
-"""What the builder says while it works: a log, with its memory figures and the layers of the engine read out."""
+"""Read the builder's log: its messages, its memory figures and the layers of the engine."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ _WITHOUT_DRIVER = "catchCudaError"
 
 
 class Figures(BaseModel):
-    """The builder's own figures, in bytes; what it did not say is None."""
+    """Hold the builder's own figures, in bytes; what it did not say is None."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -41,7 +41,7 @@ class Figures(BaseModel):
 
 
 class BuildLog:
-    """Takes the builder's messages. Everything up to INFO goes to standard error, which is the step's log."""
+    """Take the builder's messages. Everything up to INFO goes to standard error, which is the step's log."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -62,7 +62,7 @@ class BuildLog:
         return Figures.model_validate(self._bytes)
 
     def take(self, severity: str, text: str) -> None:
-        """One message: INTERNAL_ERROR, ERROR, WARNING, INFO or VERBOSE."""
+        """Take a message of severity INTERNAL_ERROR, ERROR, WARNING, INFO or VERBOSE."""
         if severity == "VERBOSE":
             if text.startswith(_LAYERS):
                 self.layers = text
@@ -81,17 +81,17 @@ class BuildLog:
 
     def _read(self, text: str) -> None:
         for name, pattern in _BYTES.items():
-            if found := pattern.search(text):
-                self._at_least(name, int(found[1]))
-        if found := _DEVICE_PEAK.search(text):
-            self._at_least("build_device_peak_bytes", int(found[1]) * _MIB)
+            if match := pattern.search(text):
+                self._at_least(name, int(match[1]))
+        if match := _DEVICE_PEAK.search(text):
+            self._at_least("build_device_peak_bytes", int(match[1]) * _MIB)
 
     def _at_least(self, name: str, value: int) -> None:
         self._bytes[name] = max(value, self._bytes.get(name, 0))
 
 
 class _Relay:
-    """The logger of a process, and who listens to it now."""
+    """Pass messages of a process's logger on to the log that listens now."""
 
     def __init__(self, trt: Any) -> None:
         relay = self
@@ -110,7 +110,7 @@ class _Relay:
 
 @functools.cache
 def _relay(trt: Any) -> _Relay:
-    """One for the whole process, and never freed.
+    """Make the one relay of the process, which is never freed.
 
     TensorRT goes on using the first logger that it was given for as long as any object of its lives.
     """
@@ -118,7 +118,7 @@ def _relay(trt: Any) -> _Relay:
 
 
 def logger(trt: Any, log: BuildLog) -> Any:
-    """A TensorRT logger that hands everything to ``log`` from now on."""
+    """Return a TensorRT logger that hands everything to ``log`` from now on."""
     relay = _relay(trt)
     relay.listener = log
     return relay.native
@@ -126,7 +126,7 @@ def logger(trt: Any, log: BuildLog) -> Any:
 
 @contextlib.contextmanager
 def listening(trt: Any, log: BuildLog) -> Iterator[Any]:
-    """The same for a while; then whoever listened before does so again."""
+    """Hand everything to ``log`` meanwhile, then to the log that listened before."""
     relay = _relay(trt)
     before, relay.listener = relay.listener, log
     try:

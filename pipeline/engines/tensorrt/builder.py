@@ -1,4 +1,8 @@
-"""From a network to the bytes of an engine: configuration, profiles, and the build itself, watched while it runs."""
+"""Build engines from ONNX graphs: configuration, profiles, timing cache, smallest workspace, and the build itself.
+
+Where a workspace limit is only a gate (TensorRT-RTX 1.7), the smallest follows from an unlimited build: the builder
+compares limit and weights together with the activations. Seen for four models at batch 1, 16 and 64, within 16 KiB.
+"""
 
 import hashlib
 import math
@@ -32,8 +36,6 @@ from enginesmith.pipeline.errors import (
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.units import format_bytes
 
-# Why a builder gave nothing: its own words become an error of one of three classes.
-
 _ASKED_FOR = re.compile(r"[Rr]equested size (?:was|of) (\d+)")
 _MEMORY = (
     *("OutOfMemory", "insufficient memory", "workspace memory greater", "out of memory"),
@@ -55,7 +57,7 @@ _LENGTH = 400
 
 
 def build_error(log: BuildLog, graph: Path, workspace_bytes: int | None, flavour: str) -> BuildError:
-    """The error that stands for what is in the log."""
+    """Make an error of one of three classes from the builder's own words in the log."""
     text = "\n".join(log.errors)
     if any(words in text for words in _MEMORY) or any("insufficient memory" in words for words in log.warnings):
         return _too_small(text + "\n".join(log.warnings), workspace_bytes, flavour)
@@ -87,20 +89,15 @@ def _too_small(text: str, workspace_bytes: int | None, flavour: str) -> LimitToo
 
 
 def _node(text: str, graph: Path) -> str:
-    """The first node of the graph that the text names, with the module it comes from."""
+    """Find the first node of the graph that the text names, with the module it comes from."""
     nodes = {node.name: node for node in model_file.nodes(model_file.read(graph)) if node.name}
-    for found in _QUOTED.finditer(text):
-        name = next(group for group in found.groups() if group)
+    for match in _QUOTED.finditer(text):
+        name = next(group for group in match.groups() if group)
         if name in nodes:
             return node_name(nodes[name])
     operators = [operator for word, operator in _OPERATORS.items() if word in text]
     return next((node_name(node) for node in nodes.values() if node.op_type in operators), "")
 
-
-# Workspace limits to try: the smallest that builds, and points above it on a log scale.
-#
-# Where a limit is only a gate (TensorRT-RTX 1.7), the smallest follows from an unlimited build: the builder compares
-# limit and weights together with the activations. Seen for four models at batch 1, 16 and 64, within 16 KiB.
 
 _SLACK_BYTES = 32 << 10
 """On top of the difference, which is up to 16 KiB short of the need, and never above it (seen)."""
@@ -111,7 +108,7 @@ _SHARE = 0.05
 
 
 def estimate(facts: EngineFacts) -> int:
-    """The smallest limit that builds, by the figures of an unlimited build.
+    """Estimate the smallest limit that builds, by the figures of an unlimited build.
 
     Raises:
         ModelError: the builder gave no figures.
@@ -123,7 +120,7 @@ def estimate(facts: EngineFacts) -> int:
 
 
 def points(facts: EngineFacts, smallest: int, count: int) -> tuple[int, ...]:
-    """``count`` limits from the smallest to what the largest shape works in, evenly on a log scale."""
+    """Space ``count`` limits from the smallest to what the largest shape works in, evenly on a log scale."""
     top = max(facts.activation_bytes or 0, smallest)
     low = min(max(smallest, _LEAST_POINT_BYTES), top)
     if count == 1:
@@ -133,7 +130,7 @@ def points(facts: EngineFacts, smallest: int, count: int) -> tuple[int, ...]:
 
 
 def smallest(build: Callable[[int], object], facts: EngineFacts, known: Capabilities) -> int:
-    """The smallest limit that builds; the last successful ``build`` was with it.
+    """Find the smallest limit that builds; the last successful ``build`` was with it.
 
     One build where the estimate holds; otherwise limits are halved or doubled, then bisected.
     """
@@ -167,11 +164,8 @@ def _builds(build: Callable[[int], object], limit: int) -> bool:
     return True
 
 
-# The timing cache of the enterprise flavour: what kernels took, kept so that another build chooses the same.
-
-
 def attach(trt: Any, config: Any, file: Path, *, locked: bool) -> Any:
-    """Give the configuration the cache in ``file``, or a new one where there is none.
+    """Give the configuration the timing cache in ``file``, or a new one: another build then chooses the same kernels.
 
     Raises:
         UsageError: the file is of another device or version, or not a timing cache; or it is locked and not there.
@@ -225,7 +219,7 @@ class BuilderSettings:
 
 @dataclass(frozen=True)
 class Built:
-    """What came of it besides the engine's file."""
+    """Record what a build gave besides the engine's file."""
 
     log: BuildLog
     workspace_limit_bytes: int
@@ -363,14 +357,14 @@ def _configure(trt: Any, config: Any, settings: BuilderSettings) -> None:
 
 
 def compute_capabilities(target: str | None, known: Capabilities) -> tuple[str, ...]:
-    """The compute capabilities that a target stands for; ``portable`` is all that have fp32 and bf16 arithmetic."""
+    """List the compute capabilities that a target stands for; ``portable``: all that have fp32 and bf16 arithmetic."""
     if target == PORTABLE:
         return tuple(name for name in known.targets if name != "sm75")
     return (target,) if target else ()
 
 
 def _profile(builder: Any, network: Any, shapes: Profile) -> Any:
-    """One optimisation profile.
+    """Make an optimisation profile.
 
     Raises:
         UnsupportedGraph: an input whose values decide shapes.
@@ -408,7 +402,7 @@ def _misfit(tensor: Any, shapes: tuple[tuple[int, ...], ...]) -> UsageError:
 
 
 def _monitor(trt: Any) -> Any:
-    """A progress monitor: knows the phase that the builder is in, and stops it when ``cancelled`` is set."""
+    """Make a progress monitor, which knows the builder's phase and stops it when ``cancelled`` is set."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -461,10 +455,10 @@ def _watched(work: Callable[[], Any], monitor: Any, progress: Progress) -> Any:
         monitor.cancelled = True
         thread.join()
         raise
-    found = outcome.pop()  # not kept in this frame, which the trace of an error would keep alive with the builder
-    if isinstance(found, _Raised):
-        raise found.error
-    return found
+    result = outcome.pop()  # not kept in this frame, which the trace of an error would keep alive with the builder
+    if isinstance(result, _Raised):
+        raise result.error
+    return result
 
 
 @dataclass(frozen=True)

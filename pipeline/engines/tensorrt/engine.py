@@ -1,4 +1,4 @@
-"""TensorRT in its two flavours: ``tensorrt``, built on the GPU that it runs on, and ``tensorrt_rtx``, built anywhere.
+"""Build and run TensorRT in two flavours: ``tensorrt``, built on its GPU, and ``tensorrt_rtx``, built anywhere.
 
 Engines are strongly typed: precision is what the graph says. The engine file has a manifest beside it, which is checked
 before the engine is loaded.
@@ -26,7 +26,7 @@ from enginesmith.pipeline.engines.tensorrt import builder, manifest, parser, ver
 from enginesmith.pipeline.engines.tensorrt import layers as audits
 from enginesmith.pipeline.engines.tensorrt.builder import BuilderSettings, Built, Profile, build, compute_capabilities
 from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
-from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions, hold
+from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions, validate_options
 from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, FlavourName
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from enginesmith.pipeline.system.software import Formats, Stack
 
 
-# Optimisation profiles: which shapes an engine takes, and the one that it is fastest at.
-
 _POINTS: tuple[Point, ...] = ("min", "opt", "max")
 
 
@@ -63,20 +61,20 @@ def plan(signature: Signature, ranges: Mapping[str, ShapeRange], more: tuple[str
             f"the dynamic dimension {missing[0]!r} has no range", f"give one: --shape {missing[0]}=MIN:OPT:MAX"
         )
     narrowed = [_narrowed(text, ranges) for text in more]
-    return tuple(_shapes(signature, one) for one in (*narrowed, ranges))
+    return tuple(_shapes(signature, each) for each in (*narrowed, ranges))
 
 
 def _shapes(signature: Signature, ranges: Mapping[str, ShapeRange]) -> Profile:
-    found: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {}
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {}
     for spec in signature.inputs:
-        low, usual, high = (spec.resolve({name: one.at(point) for name, one in ranges.items()}) for point in _POINTS)
-        found[spec.name] = (low, usual, high)
-    return found
+        low, usual, high = (spec.resolve({name: span.at(point) for name, span in ranges.items()}) for point in _POINTS)
+        shapes[spec.name] = (low, usual, high)
+    return shapes
 
 
 def _narrowed(text: str, ranges: Mapping[str, ShapeRange]) -> dict[str, ShapeRange]:
-    """``batch=1:1:1,seq=1:64:128`` within the whole range; dimensions that are not named keep theirs."""
-    found = dict(ranges)
+    """Read ``batch=1:1:1,seq=1:64:128`` within the whole range; dimensions that are not named keep theirs."""
+    narrowed = dict(ranges)
     for part in text.split(","):
         name, separator, value = part.partition("=")
         if not separator or name not in ranges:
@@ -87,8 +85,8 @@ def _narrowed(text: str, ranges: Mapping[str, ShapeRange]) -> dict[str, ShapeRan
         asked, whole = ShapeRange.parse(value), ranges[name]
         if asked.min < whole.min or asked.max > whole.max:
             raise UsageError(f"the profile {text!r} goes beyond the range {name}={whole}", "widen --shape")
-        found[name] = asked
-    return found
+        narrowed[name] = asked
+    return narrowed
 
 
 ENGINE_FILE, LOG_FILE = "model.engine", "model.engine.log"
@@ -97,7 +95,7 @@ _SHOWN = 200  # characters of a line of the builder's log
 
 
 class TensorRT(WorkspaceEngine):
-    """The enterprise flavour: kernels are chosen by timing them on the device, so it builds only there."""
+    """Build the enterprise flavour, whose kernels are chosen by timing them on the device, so it builds only there."""
 
     name: ClassVar[str] = "tensorrt"
     flavour: ClassVar[FlavourName] = "tensorrt"
@@ -137,16 +135,16 @@ class TensorRT(WorkspaceEngine):
     @classmethod
     def read_file(cls, path: Path) -> EngineFile | None:
         """Read the manifest beside it, and choose the options that loading takes."""
-        found = manifest.read(path)
-        if found.engine != cls.name:
+        record = manifest.read(path)
+        if record.engine != cls.name:
             return None
-        options = BuildOptions(tf32=found.options.tf32)  # and nothing that a file could allow itself
+        options = BuildOptions(tf32=record.options.tf32)  # and nothing that a file could allow itself
         return EngineFile(
             cls(options=options),
-            found.version,
-            found.compute_capabilities,
-            found.signature,
-            found.model_dump(mode="json"),
+            record.version,
+            record.compute_capabilities,
+            record.signature,
+            record.model_dump(mode="json"),
             (path, manifest.path_beside(path)),
         )
 
@@ -186,9 +184,9 @@ class TensorRT(WorkspaceEngine):
 
     def package_facts(self, main: Path, device: Device) -> PackageFacts:
         """Read the manifest."""
-        found = manifest.read(main)
-        options = {"tf32": found.options.tf32, "version_compatible": found.options.version_compatible}
-        return PackageFacts(found.version, found.compute_capabilities, options)
+        record = manifest.read(main)
+        options = {"tf32": record.options.tf32, "version_compatible": record.options.version_compatible}
+        return PackageFacts(record.version, record.compute_capabilities, options)
 
     @classmethod
     def from_package(cls, options: Mapping[str, Any]) -> "TensorRT":
@@ -231,12 +229,12 @@ class TensorRT(WorkspaceEngine):
         """Check for CUDA, the package, a driver with that device, and a torch for it."""
         if device.kind not in cls.kinds:
             return Availability(ok=False, reason="it runs on CUDA only", remedy="use --device cuda")
-        found = versions.importable(cls.flavour)
-        if not found.ok:
-            return found
-        found = cuda.available(device.index)
-        if not found.ok:
-            return found
+        availability = versions.importable(cls.flavour)
+        if not availability.ok:
+            return availability
+        availability = cuda.available(device.index)
+        if not availability.ok:
+            return availability
         import torch
 
         if torch.version.cuda is None:
@@ -247,9 +245,9 @@ class TensorRT(WorkspaceEngine):
     @classmethod
     def buildable(cls) -> Availability:
         """Check that the package is installed and, for this flavour, that a device is there."""
-        found = versions.importable(cls.flavour)
-        if not found.ok or cls.known().builds_without_gpu:
-            return found
+        availability = versions.importable(cls.flavour)
+        if not availability.ok or cls.known().builds_without_gpu:
+            return availability
         return cuda.available(0)
 
     @classmethod
@@ -269,25 +267,25 @@ class TensorRT(WorkspaceEngine):
 
     def runnable(self, device: Device) -> Availability:
         """Check that the device is there and is one that the target stands for."""
-        found = type(self).available(device)
+        availability = type(self).available(device)
         targets = compute_capabilities(self.target, self.known())
         here = cuda.cuda_device(device.index)
-        if not found.ok or not targets or here is None or here.target in targets:
-            return found
+        if not availability.ok or not targets or here is None or here.target in targets:
+            return availability
         reason = f"it is built for {', '.join(targets)}, and {device} is {here.target} ({here.name})"
         return Availability(ok=False, reason=reason, remedy=f"build it for --target {here.target}")
 
     def environment_key(self, device: Device) -> dict[str, Any]:
         """Collect the device and driver that kernels are timed on, where no target was named; plugins by content."""
         plugins = {name: file_digest(Path(name)) for name in self.options.plugins if Path(name).is_file()}
-        found: dict[str, Any] = {"plugins": plugins} if plugins else {}
+        facts: dict[str, Any] = {"plugins": plugins} if plugins else {}
         if self.built_ahead:
-            return found
+            return facts
         here = cuda.cuda_device(device.index)
-        found |= {"device": here.model_dump() if here else None, "driver": cuda.driver().version}
+        facts |= {"device": here.model_dump() if here else None, "driver": cuda.driver().version}
         if self.options.locked and (file := self._timing_cache(self.known(), here)) and file.is_file():
-            found["timing"] = file_digest(file)
-        return found
+            facts["timing"] = file_digest(file)
+        return facts
 
     def build(self, request: BuildRequest) -> Effect:
         """Write the engine and its manifest, audited.
@@ -306,13 +304,13 @@ class TensorRT(WorkspaceEngine):
         targets = self.targets(here)
         model = model_file.skeleton(request.artifact.path)
         options, notes = _for_graph(self.options, model, request.artifact.path)
-        notes = (*notes, *hold(options, self.flavour, known, device=here is not None))
+        notes = (*notes, *validate_options(options, self.flavour, known, device=here is not None))
         if known.workspace_is_a_gate and self.workspace_bytes is not None:
             notes = (
                 *notes,
                 f"in {self.name} the workspace limit decides if the engine is built, and changes nothing else",
             )
-        parser.hold(model, targets or ((here.target,) if here else ()), known)
+        parser.validate_graph(model, targets or ((here.target,) if here else ()), known)
         settings = BuilderSettings(
             flavour=self.flavour,
             known=known,
@@ -325,15 +323,15 @@ class TensorRT(WorkspaceEngine):
         )
         built = build(settings, request.artifact.path, request.out / ENGINE_FILE, request.progress)
         notes = (*notes, *_sparse_layers(built.log.text))
-        found = audits.audit(built.log.layers, model, signature, "build log")
-        record = self._manifest(request, settings, built, found, here, trt.__version__, notes)
+        audit = audits.audit(built.log.layers, model, signature, "build log")
+        record = self._manifest(request, settings, built, audit, here, trt.__version__, notes)
         manifest.path_beside(request.out / ENGINE_FILE).write_text(record.model_dump_json(indent=1) + "\n")
         (request.out / LOG_FILE).write_text(built.log.text)
-        rejected = f"the engine is not what was asked for: {found.problems[0]}" if found.problems else ""
+        rejected = f"the engine is not what was asked for: {audit.problems[0]}" if audit.problems else ""
         return Effect(
             file=ENGINE_FILE,
             summary=_summary(record),
-            notes=(*notes, *found.notes),
+            notes=(*notes, *audit.notes),
             signature=signature,
             rejected=rejected,
         )
@@ -383,7 +381,7 @@ class TensorRT(WorkspaceEngine):
         request: BuildRequest,
         settings: BuilderSettings,
         built: Built,
-        found: audits.Audit,
+        audit: audits.Audit,
         here: cuda.CudaDevice | None,
         version: str,
         notes: tuple[str, ...],
@@ -407,24 +405,24 @@ class TensorRT(WorkspaceEngine):
             profiles=tuple(dict(profile) for profile in settings.profiles),
             signature=request.artifact.signature,
             figures=built.figures,
-            audit=found,
+            audit=audit,
             notes=notes,
         )
 
     def facts(self, artifact: Artifact) -> EngineFacts:
         """Read the builder's own figures and the audit's layers from the manifest."""
-        found = manifest.read(artifact.path)
+        record = manifest.read(artifact.path)
         return EngineFacts(
-            workspace_limit_bytes=found.workspace_limit_bytes,
-            weights_bytes=found.figures.weights_bytes,
-            activation_bytes=found.figures.activation_bytes,
-            scratch_bytes=found.figures.scratch_bytes,
-            build_device_peak_bytes=found.figures.build_device_peak_bytes,
-            layers=found.audit.layers if found.audit else None,
+            workspace_limit_bytes=record.workspace_limit_bytes,
+            weights_bytes=record.figures.weights_bytes,
+            activation_bytes=record.figures.activation_bytes,
+            scratch_bytes=record.figures.scratch_bytes,
+            build_device_peak_bytes=record.figures.build_device_peak_bytes,
+            layers=record.audit.layers if record.audit else None,
         )
 
     def profile(self, request: ProfileRequest) -> Profiled:
-        """Time of each layer, as the execution context reports it; without CUDA graphs."""
+        """Time each layer, as the execution context reports it; without CUDA graphs."""
         from enginesmith.pipeline.engines.tensorrt import session as profile
 
         run = self.run.model_copy(update={"cuda_graphs": False})
@@ -439,7 +437,7 @@ class TensorRT(WorkspaceEngine):
 
         record = manifest.read(artifact.path)
         self.require(device)
-        manifest.hold(record, device.index)
+        manifest.validate_machine(record, device.index)
         trt = versions.module(self.flavour)
         opened = open_engine(trt, artifact.path, record, self.known(), device, self.options, self.run)
         return TensorRTSession(trt, opened, record.signature, device, self.run)
@@ -456,7 +454,7 @@ class TensorRT(WorkspaceEngine):
 
 
 class TensorRTRTX(TensorRT):
-    """The RTX flavour: built ahead of time for named targets, on any machine; kernels are compiled at the first run."""
+    """Build the RTX flavour ahead of time for named targets, on any machine; the first run compiles the kernels."""
 
     name: ClassVar[str] = "tensorrt_rtx"
     title: ClassVar[str] = "TensorRT-RTX"
@@ -466,22 +464,22 @@ class TensorRTRTX(TensorRT):
 
     @classmethod
     def triton(cls) -> None:
-        """Triton has no backend for this flavour's runtime."""
+        """Return None: Triton has no backend for this flavour's runtime."""
 
 
 def _limits(asked: "EngineOptions") -> list[tuple[str, int | None]]:
-    """Workspace limits as they are written in ids, and in bytes; those that only a build can tell are None."""
-    found: dict[str, int | None] = {}
+    """List workspace limits by their names in ids, in bytes; those that only a build can tell are None."""
+    limits: dict[str, int | None] = {}
     for text, limit in zip(asked.workspace, asked.workspace_limits, strict=True):
         if limit == "sweep":
-            found |= {MAX: None, **dict.fromkeys(SWEPT, None)}
-        elif limit is None or limit not in found.values():
-            found[text] = limit
-    return list(found.items()) or [("", None)]
+            limits |= {MAX: None, **dict.fromkeys(SWEPT, None)}
+        elif limit is None or limit not in limits.values():
+            limits[text] = limit
+    return list(limits.items()) or [("", None)]
 
 
 def _for_graph(options: BuildOptions, model: "onnx.ModelProto", path: Path) -> tuple[BuildOptions, tuple[str, ...]]:
-    """The options that a graph is built with: sparse kernels are allowed where it is marked as 2:4 and its weights are.
+    """Choose a graph's build options: sparse kernels are allowed where it is marked as 2:4 and its weights are.
 
     The builder decides for each layer whether a sparse kernel is faster, and says which it took in its log.
     """
@@ -489,23 +487,23 @@ def _for_graph(options: BuildOptions, model: "onnx.ModelProto", path: Path) -> t
 
     if sparsify.of(model) != sparsify.TWO_OF_FOUR:
         return options, ()
-    found = check.sparse_weights(path)
-    sparse = sum(one.two_of_four for one in found)
+    weights = check.sparse_weights(path)
+    sparse = sum(weight.two_of_four for weight in weights)
     if not sparse:
         return options, ("the graph is marked as 2:4, and none of its weights is: SPARSE_WEIGHTS is left as it was",)
-    note = f"SPARSE_WEIGHTS is set: {sparse} of {len(found)} weights of the graph are 2:4"
+    note = f"SPARSE_WEIGHTS is set: {sparse} of {len(weights)} weights of the graph are 2:4"
     return options.model_copy(update={"sparse_weights": True}), (note,)
 
 
 def _sparse_layers(log: str) -> tuple[str, ...]:
-    """What the builder says of layers that sparse kernels could compute, and of those that they do."""
+    """List the builder's words on layers that sparse kernels could compute, and on those that they do."""
     lines = (line.partition("(Sparsity)")[2].strip() for line in log.splitlines() if "(Sparsity)" in line)
     return tuple(f"sparsity: {line[:_SHOWN]}" for line in lines)
 
 
-def _need(found: Availability, name: str) -> None:
-    if not found.ok:
-        raise MissingCapability(f"{name} cannot be built here: {found.reason}", found.remedy)
+def _need(availability: Availability, name: str) -> None:
+    if not availability.ok:
+        raise MissingCapability(f"{name} cannot be built here: {availability.reason}", availability.remedy)
 
 
 def _summary(record: EngineManifest) -> str:

@@ -1,4 +1,4 @@
-"""What the engine really is, read from its layers: which precision each product runs in, and what was not fused.
+"""Read an engine's layers: which precision each product runs in, and what was not fused.
 
 Layers come as the builder's or the inspector's one-line dump; both write the same format.
 """
@@ -66,7 +66,7 @@ _SHOWN = 8
 
 
 class Audit(BaseModel):
-    """What was found in the built engine."""
+    """Record what a built engine's layers show."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -94,26 +94,26 @@ class Audit(BaseModel):
     def notes(self) -> tuple[str, ...]:
         """What people should know of it."""
         total = sum(self.requested.values())
-        found = []
+        notes = []
         if total:
-            found.append(f"products by precision: {_counts(self.products) or 'none is known'}, of {total} in the graph")
+            notes.append(f"products by precision: {_counts(self.products) or 'none is known'}, of {total} in the graph")
         if self.unseen:
-            found.append(f"products that no kernel names, so that their precision is not known: {self.unseen}")
+            notes.append(f"products that no kernel names, so that their precision is not known: {self.unseen}")
         if self.otherwise:
-            found.append(f"not as asked for: {', '.join(self.otherwise[:_SHOWN])}")
+            notes.append(f"not as asked for: {', '.join(self.otherwise[:_SHOWN])}")
         if self.float_outputs:
-            found.append(
+            notes.append(
                 f"quantised products that write floats: {self.float_outputs}; kernels that only quantise: "
                 f"{self.standalone_quantise}; this may be slower than fp16"
             )
         if self.reformats:
-            found.append(f"kernels that only change the layout: {self.reformats}")
-        return tuple(found)
+            notes.append(f"kernels that only change the layout: {self.reformats}")
+        return tuple(notes)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One kernel of the engine."""
+    """Describe a kernel of the engine."""
 
     name: str
     kind: str
@@ -145,23 +145,23 @@ class Layer:
 
 
 def read_layers(dump: str) -> list[Layer]:
-    """The layers of a dump; lines of another form are left out."""
+    """Read the layers of a dump; lines of another form are left out."""
     text = dump.partition("I/O Tensors:")[0]
-    return [_layer(found) for line in text.splitlines() if (found := _LINE.match(line))]
+    return [_layer(match) for line in text.splitlines() if (match := _LINE.match(line))]
 
 
-def _layer(found: re.Match[str]) -> Layer:
+def _layer(match: re.Match[str]) -> Layer:
     def types(part: str) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(_DATATYPE.findall(found[part] or "")))
+        return tuple(dict.fromkeys(_DATATYPE.findall(match[part] or "")))
 
-    nodes = _SOURCE.findall(found["metadata"] or "")
+    nodes = _SOURCE.findall(match["metadata"] or "")
     return Layer(
-        found["name"], found["type"].strip(), types("inputs"), types("constants"), types("outputs"), tuple(nodes)
+        match["name"], match["type"].strip(), types("inputs"), types("constants"), types("outputs"), tuple(nodes)
     )
 
 
 def audit(dump: str, model: "onnx.ModelProto", signature: Signature, source: str) -> Audit:
-    """Hold a dump of layers against the graph it was built from, whose weights may be left out, and the signature."""
+    """Compare a dump of layers with the graph it was built from, whose weights may be left out, and the signature."""
     layers = read_layers(dump)
     asked = dict(_asked(model))
     runs = {name: _runs_in(name, layers) for name in asked}
@@ -183,7 +183,7 @@ def audit(dump: str, model: "onnx.ModelProto", signature: Signature, source: str
 
 
 def _ordered(counts: Mapping[str, int]) -> dict[str, int]:
-    return {name: counts[name] for name in sorted(counts, key=lambda one: (-counts[one], one))}
+    return {name: counts[name] for name in sorted(counts, key=lambda name: (-counts[name], name))}
 
 
 def _counts(counts: Mapping[str, int]) -> str:
@@ -195,7 +195,7 @@ def _writes_float(layer: Layer) -> bool:
 
 
 def _runs_in(node: str, layers: Sequence[Layer]) -> str | None:
-    """The precision of the kernel that does a node's product: of those that name it, the one that is no light one."""
+    """Find the precision of the kernel that does a node's product: of those that name it, the one that is not light."""
     named = [layer for layer in layers if node in layer.nodes or layer.name.startswith(f"{node}_myl")]
     product = next((layer for layer in named if not layer.light), None) or next(iter(named), None)
     if product is None:
@@ -207,7 +207,7 @@ def _runs_in(node: str, layers: Sequence[Layer]) -> str | None:
 
 
 def _asked(model: "onnx.ModelProto") -> Iterator[tuple[str, str]]:
-    """The graph's products by node name, with the precision that casts and Q/DQ ask for."""
+    """Yield the graph's products by node name, with the precision that casts and Q/DQ ask for."""
     types = _element_types(model)
     makers = {output: node for node in model.graph.node for output in node.output}
     for node in model.graph.node:
@@ -221,14 +221,14 @@ def _asked(model: "onnx.ModelProto") -> Iterator[tuple[str, str]]:
 def _precision(left: str | None, right: str | None) -> str:
     if left in _QUANTISED and right in _QUANTISED:
         return left
-    wide = next((one for one in (left, right) if one and one not in _QUANTISED), "fp32")
+    wide = next((side for side in (left, right) if side and side not in _QUANTISED), "fp32")
     if right in ("int4", "fp4"):
         return f"{wide} with {right} weights"
     return wide
 
 
 def _operand(name: str, makers: Mapping[str, "onnx.NodeProto"], types: Mapping[str, int]) -> str | None:
-    """The precision of a product's operand: of what a DequantizeLinear unpacks, else its own type."""
+    """Find the precision of a product's operand: of what a DequantizeLinear unpacks, else its own type."""
     node = makers.get(name)
     while node is not None and node.op_type in ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"):
         name = node.input[0]
@@ -240,34 +240,35 @@ def _operand(name: str, makers: Mapping[str, "onnx.NodeProto"], types: Mapping[s
 
 
 def _element_types(model: "onnx.ModelProto") -> dict[str, int]:
-    """Element type of every tensor, as shape inference finds it; weights are not loaded."""
+    """Infer the element type of every tensor; weights are not loaded."""
     import onnx
 
-    found = onnx.shape_inference.infer_shapes(model).graph
-    types = {tensor.name: tensor.data_type for tensor in found.initializer}
-    for value in (*found.input, *found.output, *found.value_info):
+    graph = onnx.shape_inference.infer_shapes(model).graph
+    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    for value in (*graph.input, *graph.output, *graph.value_info):
         types[value.name] = value.type.tensor_type.elem_type
     return types
 
 
 def _io_problems(dump: str, signature: Signature) -> Iterator[str]:
-    """Inputs and outputs of the engine that are not those of the signature."""
-    found = {one["name"]: one for line in dump.splitlines() if (one := _IO.match(line))}
+    """Yield inputs and outputs of the engine that are not those of the signature."""
+    tensors = {match["name"]: match for line in dump.splitlines() if (match := _IO.match(line))}
     for side, specs in (("Input", signature.inputs), ("Output", signature.outputs)):
         for spec in specs:
-            one = found.get(spec.name)
-            if one is None or one["mode"] != side:
+            tensor = tensors.get(spec.name)
+            if tensor is None or tensor["mode"] != side:
                 yield f"the engine has no {side.lower()} {spec.name!r}"
                 continue
-            if one["type"] != _ELEMENTS.get(spec.dtype):
-                yield f"the {side.lower()} {spec.name!r} is {one['type']} in the engine, and {spec.dtype} in the graph"
-            if not _same_shape(one["dims"], spec.shape):
-                yield f"the {side.lower()} {spec.name!r} is [{one['dims']}] in the engine, expected {spec}"
+            kind = tensor["type"]
+            if kind != _ELEMENTS.get(spec.dtype):
+                yield f"the {side.lower()} {spec.name!r} is {kind} in the engine, and {spec.dtype} in the graph"
+            if not _same_shape(tensor["dims"], spec.shape):
+                yield f"the {side.lower()} {spec.name!r} is [{tensor['dims']}] in the engine, expected {spec}"
 
 
 def _same_shape(dims: str, shape: Sequence[int | str]) -> bool:
-    """Whether the engine's sizes, −1 for free ones, are those of the signature."""
-    found = [dim for dim in dims.split(",") if dim]
-    if len(found) != len(shape):
+    """Tell if the engine's sizes, −1 for free ones, are those of the signature."""
+    sizes = [dim for dim in dims.split(",") if dim]
+    if len(sizes) != len(shape):
         return False
-    return all(dim in (str(size), "-1") for dim, size in zip(found, shape, strict=True) if isinstance(size, int))
+    return all(dim in (str(size), "-1") for dim, size in zip(sizes, shape, strict=True) if isinstance(size, int))

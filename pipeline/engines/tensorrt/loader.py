@@ -1,4 +1,4 @@
-"""Opening an engine: its weights in torch's memory, contexts without memory of their own, compiled kernels kept."""
+"""Open engines: weights in torch's memory, contexts without memory of their own, compiled kernels kept."""
 
 import functools
 import logging
@@ -51,7 +51,7 @@ DTYPES = {
 
 
 class RuntimeLog(BuildLog):
-    """What runtimes and their contexts say: the latest errors are kept, and nothing else."""
+    """Keep the latest errors of runtimes and their contexts, and nothing else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class RuntimeLog(BuildLog):
         """Errors so far."""
 
     def take(self, severity: str, text: str) -> None:
-        """One message; everything up to INFO goes to standard error, which is the step's log."""
+        """Take a message; everything up to INFO goes to standard error, which is the step's log."""
         if severity == "VERBOSE":
             return
         sys.stderr.write(f"[{severity}] {text}\n")
@@ -69,7 +69,7 @@ class RuntimeLog(BuildLog):
             self.seen += 1
 
     def failure(self, what: str, remedy: str, since: int = 0) -> EnginesmithError:
-        """An error that quotes the first message after the first ``since``; of its own kind where memory ran out."""
+        """Make an error that quotes the first message after ``since`` ones; StepOutOfMemory where memory ran out."""
         fresh = list(self.latest)[-(self.seen - since) :] if self.seen > since else []
         message = f"{what}, and said: {fresh[0]}" if fresh else f"{what}, and did not say why"
         if says_out_of_memory("\n".join(fresh)):
@@ -79,14 +79,14 @@ class RuntimeLog(BuildLog):
 
 @functools.cache
 def _logger(trt: Any) -> tuple[RuntimeLog, Any]:
-    """One for all runtimes of a process, as they are told by one logger."""
+    """Make the one log for all runtimes of a process, which share a logger."""
     log = RuntimeLog()
     return log, logger(trt, log)
 
 
 @dataclass(eq=False)
 class Opened:
-    """An engine with all that has to live as long as it does. Each session that uses it leaves it in the end."""
+    """Keep an engine with all that has to live as long as it does. Each session that uses it leaves it in the end."""
 
     engine: Any
     runtime: Any
@@ -111,7 +111,7 @@ class Opened:
         return self.cached_bytes > 0
 
     def leave(self) -> None:
-        """One user less; the last one keeps the compiled kernels and frees all, in the order that TensorRT needs."""
+        """Count one user less; the last one keeps compiled kernels and frees all, in the order that TensorRT needs."""
         self.users -= 1
         if not self.users:
             self._keep_kernels()
@@ -157,7 +157,7 @@ def open_engine(
     log, sink = _logger(trt)
     before = log.seen
     runtime = trt.Runtime(sink)
-    _hold_allowed(manifest, allowed)
+    _validate_allowed(manifest, allowed)
     runtime.engine_host_code_allowed = allowed.host_code
     load_plugins(trt, allowed.plugins, sink, known)
     ledger = ledger_of(device.index)
@@ -167,7 +167,7 @@ def open_engine(
         engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
         raise log.failure(f"TensorRT cannot load {path.name}", "build it again on this machine", before)
-    _hold_inputs(trt, engine, manifest)
+    _validate_inputs(trt, engine, manifest)
     streams = _stream_weights(engine, options)
     taken.tag = WORKSPACE  # the weights are in
     config = engine.create_runtime_config()
@@ -181,11 +181,13 @@ def open_engine(
     return opened
 
 
-def _hold_allowed(manifest: EngineManifest, allowed: BuildOptions) -> None:
+def _validate_allowed(manifest: EngineManifest, allowed: BuildOptions) -> None:
     if manifest.options.host_code and not allowed.host_code:
         raise MissingCapability("the engine brings its own host code along", "if you trust it, allow it: --host-code")
     missing = [
-        name for name in manifest.options.plugins if Path(name).name not in {Path(one).name for one in allowed.plugins}
+        name
+        for name in manifest.options.plugins
+        if Path(name).name not in {Path(plugin).name for plugin in allowed.plugins}
     ]
     if missing:
         raise MissingCapability(
@@ -193,8 +195,8 @@ def _hold_allowed(manifest: EngineManifest, allowed: BuildOptions) -> None:
         )
 
 
-def _hold_inputs(trt: Any, engine: Any, manifest: EngineManifest) -> None:
-    """What is copied to an input is as long as the manifest's dtype says, and TensorRT reads as many bytes as its own.
+def _validate_inputs(trt: Any, engine: Any, manifest: EngineManifest) -> None:
+    """Refuse inputs that TensorRT has in another dtype than the manifest: it would read other bytes than copied.
 
     Raises:
         ModelError: the two differ, or the values of an input decide shapes, which takes another kind of profile.
@@ -211,7 +213,7 @@ def _hold_inputs(trt: Any, engine: Any, manifest: EngineManifest) -> None:
 
 
 def _stream_weights(engine: Any, options: RunOptions) -> bool:
-    """Set the budget, which has to be before there are contexts; whether any weights are streamed then."""
+    """Set the budget, before there are contexts, and tell if any weights are streamed then."""
     budget = options.weight_streaming_budget
     if budget is None:
         return False
@@ -257,7 +259,7 @@ def _attach_kernels(opened: Opened, manifest: EngineManifest, device: Device) ->
 
 
 def open_context(opened: Opened, shapes: Mapping[str, tuple[int, ...]], stream: int) -> tuple[Any, int, int]:
-    """An execution context at these shapes; bytes that its activations take there, and at the profile's largest shape.
+    """Make an execution context; give bytes of its activations at these shapes, and at the profile's largest shape.
 
     Raises:
         SignatureError: no optimisation profile takes the shapes.
@@ -287,7 +289,7 @@ def open_context(opened: Opened, shapes: Mapping[str, tuple[int, ...]], stream: 
 
 
 def profile_for(engine: Any, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """The first profile that takes all shapes.
+    """Find the first profile that takes all shapes.
 
     Raises:
         SignatureError: none does.
@@ -312,11 +314,10 @@ def _within(shape: tuple[int, ...], limits: Any) -> bool:
     return len(low) == len(shape) and all(a <= b <= c for a, b, c in zip(low, shape, high, strict=True))
 
 
-# New weights into a built engine of the same architecture; a stripped engine gets its first ones this way.
-
-
 def refit(engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effect:
     """Write ``engine`` with the weights of ``graph`` to ``file``, and its manifest beside it.
+
+    The architecture stays; a stripped engine gets its first weights this way.
 
     Raises:
         MissingCapability: this machine cannot run the engine, and so not open it.
@@ -333,7 +334,7 @@ def refit(engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effe
         raise SignatureError(
             "the graph has other inputs or outputs than the engine was built for", "build a new engine from it"
         )
-    manifest.hold(before, device.index)
+    manifest.validate_machine(before, device.index)
     trt, log = module(before.engine), BuildLog()
     torch.cuda.set_device(device.index)
     with listening(trt, log) as sink:
@@ -368,7 +369,7 @@ _SAME = "give a graph of the same architecture, exported and simplified the same
 
 
 def _changed(before: EngineManifest, graph: Artifact, file: Path) -> dict[str, Any]:
-    """What of the manifest is not as it was."""
+    """List the manifest's fields that refitting changes."""
     options = before.options.model_copy(update={"strip_plan": False, "refit": False})
     return {
         "sha256": file_digest(file),

@@ -1,4 +1,4 @@
-"""The manifest beside each engine: what it is, what it was made of, and where it may run. Checked before loading."""
+"""Read and check the manifest beside each engine: what it is, what it was made of, and where it may run."""
 
 import struct
 from pathlib import Path
@@ -25,7 +25,7 @@ _TARGET_BITS = {"sm75": 1, "sm80": 2, "sm86": 4, "sm89": 8, "sm120": 16, "sm121"
 
 
 class EngineManifest(BaseModel):
-    """Everything that is known of an engine file."""
+    """Record everything that is known of an engine file."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -58,19 +58,19 @@ class EngineManifest(BaseModel):
 
 
 def path_beside(engine: Path) -> Path:
-    """Where an engine's manifest lies."""
+    """Name the file of an engine's manifest."""
     return engine.with_name(engine.name + SUFFIX)
 
 
 def read(engine: Path) -> EngineManifest:
-    """The manifest of an engine file, which has to be the one that it was written for.
+    """Read the manifest of an engine file, which has to be the one that it was written for.
 
     Raises:
         ModelError: there is none, it is damaged, or the engine is not the one it describes.
     """
     path = path_beside(engine)
     try:
-        found = EngineManifest.model_validate_json(path.read_bytes())
+        manifest = EngineManifest.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ModelError(
             f"{engine} has no manifest ({path.name}: {error.strerror})",
@@ -81,24 +81,24 @@ def read(engine: Path) -> EngineManifest:
     size = engine.stat().st_size if engine.is_file() else None
     if size is None:
         raise ModelError(f"there is no engine {engine}", "check the path")
-    if size != found.bytes:
+    if size != manifest.bytes:
         raise ModelError(
-            f"{engine} has {size} bytes and its manifest says {found.bytes}: it is truncated, or another engine",
+            f"{engine} has {size} bytes and its manifest says {manifest.bytes}: it is truncated, or another engine",
             "copy it again, with its manifest",
         )
-    if file_digest(engine) != found.sha256:
+    if file_digest(engine) != manifest.sha256:
         raise ModelError(f"{engine} is not the engine that its manifest describes", "copy it again, with its manifest")
-    header = read_header(engine) if found.engine == "tensorrt_rtx" else None
-    if header and (header.version, header.compute_capabilities) != (found.version, found.compute_capabilities):
+    header = read_header(engine) if manifest.engine == "tensorrt_rtx" else None
+    if header and (header.version, header.compute_capabilities) != (manifest.version, manifest.compute_capabilities):
         raise ModelError(
-            f"the manifest says {found.version} for {', '.join(found.compute_capabilities)}, and the engine itself "
-            f"{header.version} for {', '.join(header.compute_capabilities)}",
+            f"the manifest says {manifest.version} for {', '.join(manifest.compute_capabilities)}, and the engine "
+            f"itself {header.version} for {', '.join(header.compute_capabilities)}",
             "the manifest was changed: copy it again, with its engine",
         )
-    return found
+    return manifest
 
 
-def hold(manifest: EngineManifest, index: int) -> None:
+def validate_machine(manifest: EngineManifest, index: int) -> None:
     """Refuse an engine that this machine cannot run, and say what differs.
 
     Raises:
@@ -113,7 +113,7 @@ _REMEDY = "build it for this machine: `enginesmith build` from the same graph"
 
 
 def misfit(manifest: EngineManifest, index: int) -> str:
-    """Why this machine cannot run the engine; empty if it can."""
+    """Say why this machine cannot run the engine; empty if it can."""
     here = installed_version(manifest.engine)
     if here is None:
         return f"{manifest.engine} is not installed, and the engine is of version {manifest.version}"
@@ -138,7 +138,7 @@ def _runs_on(manifest: EngineManifest, target: str) -> bool:
 
 
 class Header(BaseModel):
-    """What the first bytes of a TensorRT-RTX engine say; the layout is not documented, and was read off (1.7)."""
+    """Hold the first bytes of a TensorRT-RTX engine; the layout is not documented, and was read off (1.7)."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -148,7 +148,7 @@ class Header(BaseModel):
 
 
 def read_header(engine: Path) -> Header | None:
-    """The header of a TensorRT-RTX engine; None if it is none."""
+    """Read the header of a TensorRT-RTX engine; None if it is none."""
     with engine.open("rb") as stream:
         data = stream.read(_HEADER_BYTES)
     if len(data) < _HEADER_BYTES or not data.startswith(_MAGIC):
@@ -161,31 +161,31 @@ def read_header(engine: Path) -> Header | None:
 
 
 def as_plain(manifest: EngineManifest) -> dict[str, Any]:
-    """The manifest as plain values."""
+    """Convert the manifest to plain values."""
     plain: dict[str, Any] = manifest.model_dump(mode="json")
     return plain
 
 
 def describe(file: Path) -> dict[str, Any]:
-    """The manifest of an engine file, as far as people read it, and whether the engine can run here."""
-    found = read(file)
-    header = read_header(file) if found.engine == "tensorrt_rtx" else None
-    reason = misfit(found, 0)
+    """Describe an engine file for people: its manifest, and whether the engine can run here."""
+    manifest = read(file)
+    header = read_header(file) if manifest.engine == "tensorrt_rtx" else None
+    reason = misfit(manifest, 0)
     profiles = [
         ", ".join(f"{name} {' … '.join(str(list(shape)) for shape in shapes)}" for name, shapes in profile.items())
-        for profile in found.profiles
+        for profile in manifest.profiles
     ]
     return {
         "kind": "TensorRT engine",
-        **found.model_dump(
+        **manifest.model_dump(
             mode="json", exclude={"schema_name", "signature", "profiles", "audit", "figures", "options"}
         ),
         "runs here": f"no: {reason}" if reason else "yes",
-        "inputs": [str(spec) for spec in found.signature.inputs],
-        "outputs": [str(spec) for spec in found.signature.outputs],
+        "inputs": [str(spec) for spec in manifest.signature.inputs],
+        "outputs": [str(spec) for spec in manifest.signature.outputs],
         "profiles": profiles,
-        "options": {name: str(value) for name, value in found.options.asked.items()},
-        "figures": found.figures.model_dump(),
-        "audit": list(found.audit.notes) if found.audit else [],
+        "options": {name: str(value) for name, value in manifest.options.asked.items()},
+        "figures": manifest.figures.model_dump(),
+        "audit": list(manifest.audit.notes) if manifest.audit else [],
         "header": header.model_dump(mode="json") if header else None,
     }

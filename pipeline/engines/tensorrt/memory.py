@@ -1,4 +1,4 @@
-"""Device memory of TensorRT, all of it from torch's caching allocator, so that one instrument counts everything.
+"""Give TensorRT its device memory from torch's caching allocator, so that one instrument counts everything.
 
 The allocator reuses freed memory in the order of the stream it was taken for, which need not be waited for. So each
 buffer is taken for the stream that works on it.
@@ -22,7 +22,7 @@ _FLAGS_BELOW = 1 << 12
 
 
 class ActivationMemory:
-    """One buffer that execution contexts work in, and the stream that puts them one after another.
+    """Hold the buffer that execution contexts work in, and the stream that puts them one after another.
 
     It grows to the largest need. Sessions that share it share the stream, so that none runs into another's activations.
     """
@@ -47,7 +47,7 @@ class ActivationMemory:
         """Device address of the buffer; 0 while there is none."""
         return 0 if self._buffer is None else int(self._buffer.data_ptr())
 
-    def hold(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
         """Make sure that there are ``size`` bytes; what was in the buffer is lost."""
         if size <= self.bytes:
             return
@@ -59,7 +59,7 @@ class ActivationMemory:
         cuda_allocator.follow(self._buffer, ACTIVATIONS, device_index(self._device))
 
     def leave(self) -> None:
-        """One session less that works here; the last one frees the buffer."""
+        """Count one session less that works here; the last one frees the buffer."""
         self.users -= 1
         if not self.users:
             self._free()
@@ -75,34 +75,35 @@ _shared: dict[str, ActivationMemory] = {}
 
 
 def activation_memory(device: str, *, shared: bool) -> ActivationMemory:
-    """A buffer for one session, or the one that all sharing sessions of this process have; to be left in the end."""
-    found = _shared.get(device) if shared else None
-    if found is None:
-        found = ActivationMemory(device)
+    """Get a buffer for one session, or the one that sharing sessions of this process have; to be left in the end."""
+    memory = _shared.get(device) if shared else None
+    if memory is None:
+        memory = ActivationMemory(device)
         if shared:
-            _shared[device] = found
-    found.users += 1
-    return found
+            _shared[device] = memory
+    memory.users += 1
+    return memory
 
 
 def device_index(device: str) -> int:
-    """1 for ``cuda:1``."""
+    """Parse the index of a device: 1 for ``cuda:1``."""
     import torch
 
     return torch.device(device).index or 0
 
 
 def ledger_of(device: int) -> CudaAllocationTracker:
-    """The ledger that counts the device now, else one of the caller's own: what it is given back is looked up there."""
+    """Get the ledger that counts the device now, else a new one: memory is given back to the ledger it came from."""
     return active(device) or CudaAllocationTracker(TorchMemory(device))
 
 
 def allocator(trt: Any, ledger: CudaAllocationTracker, tag: str = WORKSPACE, *, waits: bool = False) -> Any:
-    """A GPU allocator for TensorRT that takes its memory through a ledger, under its attribute ``tag``.
+    """Make a GPU allocator for TensorRT that takes its memory through a ledger, under its attribute ``tag``.
 
     With ``waits`` it waits for the device before it gives memory back, as ``cudaFree`` does: for the builder, which
     works on streams of its own.
     """
+    import torch
 
     class LedgerAllocator(trt.IGpuAsyncAllocator):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -118,41 +119,35 @@ def allocator(trt: Any, ledger: CudaAllocationTracker, tag: str = WORKSPACE, *, 
         def reallocate(self, address: int, alignment: int, new_size: int) -> int:
             return 0  # not done in place: the caller allocates and copies
 
-        def allocate_async(self, size: int, alignment: int, one: int, other: int) -> int:
-            """Stream and flags come in either order (the docstring says one, the binding does the other)."""
-            return ledger.allocate(size, _stream(one, other), self.tag)
+        def allocate_async(self, size: int, alignment: int, first: int, second: int) -> int:
+            """Allocate; stream and flags come in either order (the docstring says one, the binding does the other)."""
+            return ledger.allocate(size, _stream(first, second), self.tag)
 
         def deallocate_async(self, memory: int, stream: int) -> bool:
-            """Whether it was memory of this allocator's; nothing is nothing to give back."""
+            """Give memory back, and tell if it was this allocator's; no memory is nothing to give back."""
             if memory and waits:
-                _wait()
+                torch.cuda.synchronize()
             return not memory or ledger.free(memory)
 
     return LedgerAllocator()
 
 
-def _wait() -> None:
-    import torch
-
-    torch.cuda.synchronize()
-
-
-def _stream(one: int, other: int) -> int:
-    """The handle among a stream and flags: a pointer, or 0 for the default stream."""
-    larger = max(one, other)
+def _stream(first: int, second: int) -> int:
+    """Choose the handle among a stream and flags: a pointer, or 0 for the default stream."""
+    larger = max(first, second)
     return larger if larger >= _FLAGS_BELOW else 0
 
 
 @dataclass(eq=False)
 class Room:
-    """Memory of an output whose shape only the run decides, and the shape that it decided on."""
+    """Hold the memory of an output whose shape only the run decides, and that shape."""
 
     buffer: Any = None
     shape: tuple[int, ...] = ()
 
 
 def output_allocator(trt: Any, device: str, stream: Any) -> Any:
-    """Takes an output whose shape only the run decides: the engine asks for memory, then tells the shape.
+    """Make an allocator for an output whose shape only the run decides: it asks for memory, then tells the shape.
 
     A context keeps every allocator that it is given until its end, so each context has one for each output, which is
     pointed at the :class:`Room` of what is bound. Memory is asked for at the first run, and when it is too small.

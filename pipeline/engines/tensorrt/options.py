@@ -1,4 +1,4 @@
-"""What a build can be asked for, and what of it a flavour does not do: said, never silently dropped."""
+"""Declare the options of builds and runs, and refuse or note those that a flavour does not have."""
 
 from typing import Annotated, Literal
 
@@ -99,7 +99,9 @@ class RunOptions(BaseModel):
     kernel_cache: bool = Field(True, description="keep the kernels that TensorRT-RTX compiles at a first run")
 
 
-def hold(options: BuildOptions, flavour: FlavourName, known: Capabilities, *, device: bool) -> tuple[str, ...]:
+def validate_options(
+    options: BuildOptions, flavour: FlavourName, known: Capabilities, *, device: bool
+) -> tuple[str, ...]:
     """Refuse what cannot be had; give back a note for each option that changes nothing.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What TensorRT takes without a word and gets wrong, or dies of: found in the ONNX graph before the parser sees it."""
+"""Parse ONNX graphs into TensorRT networks, and refuse what TensorRT takes without a word and gets wrong or dies of."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -36,13 +36,13 @@ Problem = tuple[str, str]
 
 
 def node_name(node: "onnx.NodeProto") -> str:
-    """What the node is called: its name, its first output, the PyTorch module that it came from."""
+    """Name a node for people: operator, name or first output, and the PyTorch module that it came from."""
     name = node.name or next(iter(node.output), "")
     module = next((entry.value for entry in node.metadata_props if entry.key == model_file.MODULE_KEY), "")
     return f"{node.op_type} {name!r}" + (f" (of the module {module!r})" if module else "")
 
 
-def hold(model: "onnx.ModelProto", targets: tuple[str, ...], known: Capabilities) -> None:
+def validate_graph(model: "onnx.ModelProto", targets: tuple[str, ...], known: Capabilities) -> None:
     """Refuse what the builder would take and get wrong.
 
     ``targets`` are those that the engine is for, as far as they are known.
@@ -80,25 +80,27 @@ def _remedy(why: str) -> str:
 
 
 def _used_types(model: "onnx.ModelProto") -> set[str]:
-    """Element types of weights and of what Cast and QuantizeLinear make."""
+    """Collect element types of weights and of what Cast and QuantizeLinear make."""
     import onnx
 
-    found = {model_file.dtype_name(tensor.data_type) for tensor in model_file.tensors(model)}
+    types = {model_file.dtype_name(tensor.data_type) for tensor in model_file.tensors(model)}
     for node in model_file.nodes(model):
-        found |= {
-            model_file.dtype_name(one.i) for one in node.attribute if one.name in ("to", "output_dtype") and one.i > 0
+        types |= {
+            model_file.dtype_name(field.i)
+            for field in node.attribute
+            if field.name in ("to", "output_dtype") and field.i > 0
         }
     values = (*model.graph.input, *model.graph.output)
-    found |= {
+    types |= {
         model_file.dtype_name(value.type.tensor_type.elem_type)
         for value in values
         if value.type.WhichOneof("value") == "tensor_type"
     }
-    return found - {model_file.dtype_name(onnx.TensorProto.UNDEFINED)}
+    return types - {model_file.dtype_name(onnx.TensorProto.UNDEFINED)}
 
 
 def _types(model: "onnx.ModelProto") -> Iterator[Problem]:
-    """Inputs, outputs, weights and casts of types that TensorRT does not compute in."""
+    """Yield inputs, outputs, weights and casts of types that TensorRT does not compute in."""
     for side, values in (("input", model.graph.input), ("output", model.graph.output)):
         for value in values:
             name = model_file.dtype_name(value.type.tensor_type.elem_type)
@@ -109,20 +111,20 @@ def _types(model: "onnx.ModelProto") -> Iterator[Problem]:
         if name in _WHY_TYPES and name != "uint8" and tensor.dims:
             yield f"the weight {tensor.name!r} is {name}", _WHY_TYPES[name]
     for node in model_file.nodes(model):
-        to = next((model_file.dtype_name(one.i) for one in node.attribute if one.name == "to" and one.i), "")
+        to = next((model_file.dtype_name(field.i) for field in node.attribute if field.name == "to" and field.i), "")
         if node.op_type == "Cast" and to in ("float64", "complex64", "complex128", "string"):
             yield f"{node_name(node)} casts to {to}", _WHY_TYPES[to]
 
 
 def _zero_points(model: "onnx.ModelProto") -> Iterator[Problem]:
-    """Q/DQ nodes that quantise to uint8, with or without a zero point that says so."""
+    """Yield Q/DQ nodes that quantise to uint8, with or without a zero point that says so."""
     kinds = {tensor.name: model_file.dtype_name(tensor.data_type) for tensor in model.graph.initializer}
     for node in model_file.nodes(model):
         if node.op_type not in _QUANTISING:
             continue
         zero = kinds.get(node.input[2], "") if len(node.input) > 2 else ""
         asked = next(
-            (model_file.dtype_name(one.i) for one in node.attribute if one.name == "output_dtype" and one.i), ""
+            (model_file.dtype_name(field.i) for field in node.attribute if field.name == "output_dtype" and field.i), ""
         )
         by_default = node.op_type == "QuantizeLinear" and not (len(node.input) > 2 and node.input[2]) and not asked
         weights = kinds.get(node.input[0], "") if node.op_type == "DequantizeLinear" else ""
@@ -131,7 +133,7 @@ def _zero_points(model: "onnx.ModelProto") -> Iterator[Problem]:
 
 
 def _outputs(model: "onnx.ModelProto") -> Iterator[Problem]:
-    """Nodes with fewer outputs than their operator has: the parser reads past the end of the list."""
+    """Yield nodes with fewer outputs than their operator has: the parser reads past the end of the list."""
     import onnx
 
     versions = {entry.domain: entry.version for entry in model.opset_import}
@@ -145,7 +147,7 @@ def _outputs(model: "onnx.ModelProto") -> Iterator[Problem]:
 
 
 def _attention_to_itself(model: "onnx.ModelProto") -> Iterator[Problem]:
-    """Attention without projections: Q and K are one tensor."""
+    """Yield attention without projections: Q and K are one tensor."""
     same = {node.output[0]: node.input[0] for node in model_file.nodes(model) if node.op_type == "Identity"}
     for node in model_file.nodes(model):
         if node.op_type != "Attention" or node.domain not in ("", "ai.onnx"):
@@ -160,8 +162,6 @@ def _origin(name: str, same: Mapping[str, str]) -> str:
         name = same[name]
     return name
 
-
-# From an ONNX file to a TensorRT network; what the parser refuses becomes one message that names the nodes.
 
 _WHY: Mapping[str, tuple[str, str]] = {
     "Plugin not found": ("no importer and no plugin has this operator", "load its library: --plugins FILE.so"),
@@ -218,7 +218,7 @@ def load_plugins(trt: Any, paths: tuple[str, ...], logger: Any, known: Capabilit
 
 
 class _Refused:
-    """One error of the parser, as plain values."""
+    """Copy an error of the parser to plain values."""
 
     def __init__(self, error: Any) -> None:
         self.index: int = error.node()
@@ -249,8 +249,8 @@ def _said(error: _Refused, model: "onnx.ModelProto") -> str:
 def _node(error: _Refused, model: "onnx.ModelProto") -> "onnx.NodeProto | None":
     nodes = model.graph.node
     if 0 <= error.index < len(nodes) and nodes[error.index].op_type == error.operator:
-        found: onnx.NodeProto = nodes[error.index]
-        return found
+        node: onnx.NodeProto = nodes[error.index]
+        return node
     return next((node for node in model_file.nodes(model) if error.name and node.name == error.name), None)
 
 
@@ -260,16 +260,16 @@ def _reason(error: _Refused, node: "onnx.NodeProto | None") -> tuple[str, str]:
     if lacking or (standard and ("Plugin not found" in error.text or "plugin creator" in error.text)):
         quantised = error.operator.startswith(_OTHER_FORMATS)
         return "TensorRT does not have this operator", _QDQ if quantised else _WORKS_WITH
-    for words, found in _WHY.items():
+    for words, reason in _WHY.items():
         if words in error.text:
-            return found
+            return reason
     quoted = re.search(r'&& "([^"]+)"', error.text)
     lines = [line for line in error.text.splitlines() if "catchCudaError" not in line]
     return plain(quoted[1] if quoted else " ".join(lines)) or error.code, _FAULT
 
 
 def plain(text: str) -> str:
-    """A message of TensorRT without source lines, conditions and error numbers."""
+    """Strip source lines, conditions and error numbers from a message of TensorRT."""
     text = text.rpartition("): ")[2] if "||" in text else text
     return " ".join(_NOISE.sub(" ", text).split()).strip(" .()")
 

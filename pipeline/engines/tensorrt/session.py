@@ -1,7 +1,11 @@
-"""Running an engine: one execution context for each set of input shapes, all in one buffer for activations.
+"""Run engines: one execution context for each set of input shapes, all in one buffer for activations.
 
 ``bind`` makes everything ready, memory included. ``enqueue`` then only puts work on the session's stream: no copy, no
 allocation of known sizes, no waiting.
+
+Profiles are the times per layer that the execution context reports (``IProfiler``). The names that it reports are those
+of the inspector's dump, whose metadata says which ONNX nodes are in a layer. While a profiler is attached,
+``execute_async_v3`` waits for the layers and reports them before it returns (``enqueue_emits_profile``, on by default).
 """
 
 import contextlib
@@ -38,7 +42,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(eq=False)
 class Context:
-    """An execution context at one set of shapes, and what it is set up with now."""
+    """Hold an execution context at one set of shapes, and what it is set up with now."""
 
     native: Any
     outputs: dict[str, tuple[int, ...]]
@@ -54,7 +58,7 @@ class Context:
 
 @dataclass(eq=False)
 class Bound:
-    """Inputs and outputs on the device, and the graph that was captured for them."""
+    """Hold inputs and outputs on the device, and the graph that was captured for them."""
 
     context: Context
     inputs: dict[str, Any]
@@ -68,7 +72,7 @@ class Bound:
 
 
 class TensorRTSession(Session):
-    """An open engine. A :meth:`sibling` shares its weights and runs beside it on a stream of its own."""
+    """Run an open engine. A :meth:`sibling` shares its weights and runs beside it on a stream of its own."""
 
     def __init__(self, trt: Any, opened: Opened, signature: Signature, device: Device, options: RunOptions) -> None:
         import torch
@@ -111,7 +115,7 @@ class TensorRTSession(Session):
         return self._opened.engine
 
     def sibling(self) -> "TensorRTSession":
-        """A session on the same engine, with contexts, activations and a stream of its own."""
+        """Open a session on the same engine, with contexts, activations and a stream of its own."""
         options = self._options.model_copy(update={"share_activation_memory": False})
         return TensorRTSession(self._trt, self._opened, self.signature, self._where, options)
 
@@ -155,7 +159,7 @@ class TensorRTSession(Session):
         return made
 
     def _context(self, shapes: Shapes) -> Context:
-        """The context for these shapes; made once, as a captured graph belongs to one context."""
+        """Get the context for these shapes, made once, as a captured graph belongs to one context."""
         context = self._contexts.pop(shapes, None)
         if context is None:
             self._drop_one()
@@ -182,8 +186,8 @@ class TensorRTSession(Session):
                 _WITHOUT_GRAPHS,
             )
         allocators = {name: output_allocator(self._trt, self._device, self._stream) for name in unknown}
-        for name, one in allocators.items():
-            native.set_output_allocator(name, one)
+        for name, allocator in allocators.items():
+            native.set_output_allocator(name, allocator)
         return Context(native, outputs, allocators, size, most)
 
     def _place(self, context: Context) -> None:
@@ -196,7 +200,7 @@ class TensorRTSession(Session):
         log = self._opened.log
         for size in (context.memory_bytes, context.most_bytes):
             before = log.seen
-            self._memory.hold(size)
+            self._memory.reserve(size)
             context.native.set_device_memory(self._memory.address, self._memory.bytes)
             context.memory_bytes = size
             if log.seen == before:
@@ -273,20 +277,20 @@ class TensorRTSession(Session):
         self._stream.synchronize()
 
     def fetch(self) -> dict[str, Array]:
-        """Copies of the last outputs on the host; waits for them."""
+        """Wait for the last outputs and copy them to the host."""
         import torch
 
         engine = self._opened.engine
         if self._last is None:
             raise UsageError("nothing was run yet")
         self._stream.synchronize()
-        found = {}
+        outputs = {}
         with torch.cuda.stream(self._stream):
             for name, output in self._last.outputs.items():
                 if isinstance(output, Room):
                     output = _filled(output, torch_dtype(engine.get_tensor_dtype(name).name))
-                found[name] = to_numpy(output)
-        return found
+                outputs[name] = to_numpy(output)
+        return outputs
 
     def close(self) -> None:
         """Free contexts, buffers and, unless a sibling still has it, the engine; keep the compiled kernels."""
@@ -312,7 +316,7 @@ def _unknown(shape: tuple[int, ...]) -> bool:
 
 
 def _filled(room: Room, dtype: Any) -> Any:
-    """The part of the buffer that holds the output."""
+    """View the part of the buffer that holds the output."""
     import torch
 
     count = math.prod(room.shape)
@@ -323,7 +327,7 @@ def _filled(room: Room, dtype: Any) -> Any:
 
 @contextlib.contextmanager
 def _out_of_memory() -> Iterator[None]:
-    """torch's error as one of ours."""
+    """Translate torch's error into one of ours."""
     import torch
 
     try:
@@ -333,7 +337,7 @@ def _out_of_memory() -> Iterator[None]:
 
 
 def torch_dtype(name: str) -> Any:
-    """torch's dtype for a TensorRT ``DataType`` by name.
+    """Look up torch's dtype for a TensorRT ``DataType`` by name.
 
     Raises:
         ModelError: one that no host array can have.
@@ -346,7 +350,7 @@ def torch_dtype(name: str) -> Any:
 
 
 def to_torch(array: Array) -> Any:
-    """A host tensor of an array; bfloat16, which numpy has by ml_dtypes only, by its bits."""
+    """Make a host tensor of an array; bfloat16, which numpy has by ml_dtypes only, by its bits."""
     import torch
 
     array = np.require(array, requirements=("C", "W"))
@@ -356,7 +360,7 @@ def to_torch(array: Array) -> Any:
 
 
 def to_numpy(tensor: Any) -> Array:
-    """A copy on the host."""
+    """Copy a tensor to a host array."""
     import torch
 
     host = tensor.cpu() if tensor.is_cuda else tensor.clone()
@@ -365,16 +369,9 @@ def to_numpy(tensor: Any) -> Array:
 
         bits: Array = host.view(torch.uint16).numpy()
         return bits.view(ml_dtypes.bfloat16)
-    found: Array = host.numpy()
-    return found
+    array: Array = host.numpy()
+    return array
 
-
-# Time per layer of a TensorRT engine, as its execution context reports it (``IProfiler``), on the model's modules.
-#
-# The names that it reports are those of the inspector's dump, whose metadata says which ONNX nodes are in a
-# layer. While
-# a profiler is attached, ``execute_async_v3`` waits for the layers and reports them before it returns
-# (``enqueue_emits_profile``, on by default).
 
 _WORDS = re.compile(r"\s\+\s|[\s+,{}\[\]]|_myl\d+_\d+$")
 """Between the names of nodes in the name of a layer."""
@@ -389,7 +386,10 @@ def profile(trt: Any, session: TensorRTSession, request: ProfileRequest, notes: 
     """
     bound: Any = warm_up(session, request.feeds)
     native = bound.context.native
-    layers = {layer.name: layer for layer in read_layers(_dump(trt, session.engine, native))}
+    inspector = session.engine.create_engine_inspector()
+    inspector.execution_context = native
+    dump = str(inspector.get_engine_information(trt.LayerInformationFormat.ONELINE))
+    layers = {layer.name: layer for layer in read_layers(dump)}
     reporter = _reporter(trt)
     native.profiler = reporter
     for _ in range(request.calls):
@@ -403,21 +403,15 @@ def profile(trt: Any, session: TensorRTSession, request: ProfileRequest, notes: 
         )
     known = Provenance.read(request.graph) if request.graph else None
     return Profiled(
-        operators=tuple(_operator(name, layers, known, *found) for name, found in times.items()),
+        operators=tuple(_operator(name, layers, known, *figures) for name, figures in times.items()),
         source="TensorRT's IProfiler",
         call_seconds=None,
         notes=("layers are timed one after another, and launching them is not in it", *notes),
     )
 
 
-def _dump(trt: Any, engine: Any, native: Any) -> str:
-    inspector = engine.create_engine_inspector()
-    inspector.execution_context = native
-    return str(inspector.get_engine_information(trt.LayerInformationFormat.ONELINE))
-
-
 def _reporter(trt: Any) -> Any:
-    """Takes what the context reports; the class can only be made once the library is there."""
+    """Make the object that the context reports to; its class can only be made once the library is there."""
 
     class Reporter(trt.IProfiler):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -445,7 +439,7 @@ def _operator(
 
 
 def _nodes(name: str, layer: Layer | None) -> tuple[str, ...]:
-    """Names of ONNX nodes: as the metadata has them, else those in the layer's own name."""
+    """List names of ONNX nodes: as the metadata has them, else those in the layer's own name."""
     if layer is not None and layer.nodes:
         return layer.nodes
     return tuple(word for word in _WORDS.split(name) if word)

@@ -1,4 +1,4 @@
-"""The two flavours and how they differ: one table, chosen by flavour and major version, never by probing for a flag.
+"""Tell the two flavours apart by one table, by flavour and major version, never by probing for a flag.
 
 What an option does where was measured (engines built with and without it and compared byte for byte, TensorRT-RTX
 1.7.1) or is the vendor's word; each entry says so in what people read.
@@ -25,7 +25,7 @@ _RTX_TARGETS = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
 
 
 class Capabilities(BaseModel):
-    """What one flavour at one major version can do, and what its options do there."""
+    """Describe what one flavour at one major version can do, and what its options do there."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -108,7 +108,7 @@ NEEDS_DEVICE: Mapping[str, str] = MappingProxyType({"strip_plan": _NEEDS_GPU, "r
 
 
 def installed_version(flavour: FlavourName) -> str | None:
-    """The version of the installed package, without importing it."""
+    """Return the version of the installed package, without importing it."""
     for name in _DISTRIBUTIONS[flavour]:
         try:
             return importlib.metadata.version(name)
@@ -118,19 +118,19 @@ def installed_version(flavour: FlavourName) -> str | None:
 
 
 def importable(flavour: FlavourName) -> Availability:
-    """Whether the package is there, in a version that is known, and its libraries load."""
-    found = installed_version(flavour)
-    if found is None:
+    """Check that the package is there, in a version that is known, and that its libraries load."""
+    version = installed_version(flavour)
+    if version is None:
         remedy = f"install it: pip install {_DISTRIBUTIONS[flavour][0]}"
         return Availability(
             ok=False, reason=f"the package {_DISTRIBUTIONS[flavour][0]} is not installed", remedy=remedy
         )
-    parts = numbers(found)
+    parts = numbers(version)
     if parts < _OLDEST[flavour] or (flavour, parts[0]) not in _TABLE:
         known = " and ".join(sorted(f"{major}.x" for name, major in _TABLE if name == flavour))
         oldest = ".".join(map(str, _OLDEST[flavour]))
         remedy = f"install {known}, from {oldest} on: pip install '{_DISTRIBUTIONS[flavour][0]}>={oldest}'"
-        return Availability(ok=False, reason=f"{flavour} {found} is not a version this release knows", remedy=remedy)
+        return Availability(ok=False, reason=f"{flavour} {version} is not a version this release knows", remedy=remedy)
     try:
         importlib.import_module(flavour)
     except (ImportError, OSError, RuntimeError) as error:
@@ -140,27 +140,27 @@ def importable(flavour: FlavourName) -> Availability:
 
 
 def module(flavour: FlavourName) -> Any:
-    """The flavour's Python module; both have the same names.
+    """Import the flavour's Python module; both have the same names.
 
     Raises:
         MissingCapability: it is not installed, or not usable.
     """
-    found = importable(flavour)
-    if not found.ok:
-        raise MissingCapability(found.reason, found.remedy)
+    availability = importable(flavour)
+    if not availability.ok:
+        raise MissingCapability(availability.reason, availability.remedy)
     return importlib.import_module(flavour)
 
 
 def capabilities(flavour: FlavourName, version: str | None = None) -> Capabilities:
-    """The row of the table for the installed version, or the newest known one where none is."""
-    found = version or installed_version(flavour)
+    """Look up the table's row for the installed version, or the newest known one where none is."""
+    installed = version or installed_version(flavour)
     majors = [major for name, major in _TABLE if name == flavour]
-    major = numbers(found)[0] if found else max(majors)
+    major = numbers(installed)[0] if installed else max(majors)
     return _TABLE[flavour, major if major in majors else max(majors)]
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """``1.7.1.116`` as numbers."""
+    """Parse ``1.7.1.116`` into numbers."""
     return tuple(int(part) for part in version.split(".") if part.isdecimal())
 
 
@@ -180,7 +180,7 @@ def check_software(stack: Stack, name: str) -> Iterator[Check]:
         fix = f"pip uninstall -y {name} {' '.join(parts)} && pip install {name}-cu{wanted}"
         yield check(f"packages of {name}", found, needed, False, fix)
     else:
-        pinned = [one for part in (name, *parts) for one in stack.requirements.get(part, ())]
+        pinned = [need for part in (name, *parts) for need in stack.requirements.get(part, ())]
         fix = f"pip install --force-reinstall {name}-cu{newest}"
         yield check_packages(stack, f"parts of {name}", pinned, fix)
     for index, gpu in enumerate(stack.gpus):

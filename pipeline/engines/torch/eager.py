@@ -1,4 +1,6 @@
-"""PyTorch as it is: the module itself in inference mode. The baseline that every other engine is held against.
+"""Run PyTorch modules as they are, in inference mode, and compiled by ``torch.compile``.
+
+Eager is the baseline that every other engine is held against; compiled shows whether leaving PyTorch is worth it.
 
 By default float32 means float32. torch lets cuDNN round the products of convolutions and recurrent layers to TF32 if
 nobody says otherwise (``torch.backends.cudnn.allow_tf32`` starts as True, that of matrix products as False), so a
@@ -42,7 +44,7 @@ DTYPES: Mapping[str, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "bf
 
 
 class Eager(Engine):
-    """Runs a torch artifact's module, op by op."""
+    """Run a torch artifact's module, op by op."""
 
     name: ClassVar[str] = "eager"
     consumes: ClassVar[Kind] = "torch"
@@ -92,20 +94,20 @@ class Eager(Engine):
 
     def runnable(self, device: Device) -> Availability:
         """Check the device; TF32 and CUDA graphs need a CUDA device, TF32 one of compute capability 8.0."""
-        found = type(self).available(device)
-        if not found.ok:
-            return found
+        availability = type(self).available(device)
+        if not availability.ok:
+            return availability
         asked = [name for name, value in (("TF32", self.tf32), ("replays of CUDA graphs", self.cuda_graphs)) if value]
         if device.kind == "cpu" and asked:
             reason = f"{' and '.join(asked)} can be had on CUDA devices only"
             return Availability(ok=False, reason=reason, remedy="use --device cuda, or leave that away")
         if device.kind == "cpu":
-            return found
+            return availability
         here = cuda.cuda_device(device.index)
         if self.tf32 and here and here.compute_capability < _TF32_SINCE:
             reason = f"TF32 needs compute capability 8.0, and {device} is {here.target} ({here.name})"
             return Availability(ok=False, reason=reason, remedy="leave tf32 away: products are in float32 here anyway")
-        return found
+        return availability
 
     @property
     def arithmetic(self) -> str:
@@ -120,9 +122,11 @@ class Eager(Engine):
         from enginesmith.pipeline.frameworks.torch.saved import load_artifact
 
         self.require(device)
-        found = self.runnable(device)
-        if not found.ok:
-            raise MissingCapability(f"{self.name} cannot run so on {device}: {found.reason}", found.remedy)
+        availability = self.runnable(device)
+        if not availability.ok:
+            raise MissingCapability(
+                f"{self.name} cannot run so on {device}: {availability.reason}", availability.remedy
+            )
         self.enter_thread(device)
         _allow_tf32(device, self.tf32)
         loaded = load_artifact(artifact)
@@ -135,7 +139,7 @@ class Eager(Engine):
         return kind(self.forward(module), loaded.signature, device, dtype, enter)
 
     def profile(self, request: ProfileRequest) -> Profiled:
-        """Time of each operator, by torch's profiler and by the module that called it; without CUDA graphs."""
+        """Time each operator by torch's profiler, by the module that called it; without CUDA graphs."""
         from enginesmith.pipeline.engines.torch import profiler
 
         notes = ("profiled without CUDA graphs",) if self.cuda_graphs else ()
@@ -187,14 +191,14 @@ def _allow_tf32(device: Device, allowed: bool) -> None:
 def _check_torch(stack: Stack) -> Iterator[Check]:
     """Check torch's driver, its build for CUDA, the libraries that it brings and its kernels for the GPUs here."""
     yield from check_driver(stack, "torch", stack.torch_cuda)
-    found = stack.versions.get("torch")
-    if found and stack.torch_cuda is None:
+    version = stack.versions.get("torch")
+    if version and stack.torch_cuda is None:
         wanted = bool(stack.gpus) or stack.gpu_without_driver
-        text, needed = f"{found}, built without CUDA", "a build with CUDA, to run on a GPU"
+        text, needed = f"{version}, built without CUDA", "a build with CUDA, to run on a GPU"
         fix = "pip uninstall -y torch && pip install torch"
         yield check("torch", text, needed, False if wanted else None, fix, "" if wanted else NO_GPU)
     if stack.torch_cuda and (pinned := stack.requirements.get("torch")):
-        yield check_packages(stack, "CUDA libraries of torch", [one for one in pinned if not one.extra])
+        yield check_packages(stack, "CUDA libraries of torch", [need for need in pinned if not need.extra])
     for index, gpu in enumerate(stack.gpus if stack.torch_targets else ()):
         fits = _has_kernels(numbers(gpu.compute_capability), stack.torch_targets)
         needed = f"{gpu.name}: compute capability {gpu.compute_capability}"
@@ -203,7 +207,7 @@ def _check_torch(stack: Stack) -> Iterator[Check]:
 
 
 def _has_kernels(capability: Numbers, targets: tuple[str, ...]) -> bool:
-    """Kernels run from theirs on within a major version, PTX on anything newer (CUDA's programming guide)."""
+    """Tell if there are kernels for a GPU: they run on newer minor versions, PTX on anything newer (CUDA's guide)."""
     for target in targets:
         kind, _, digits = target.partition("_")
         if not digits.isdecimal():  # sm_90a and the like run on exactly that one
@@ -214,8 +218,6 @@ def _has_kernels(capability: Numbers, targets: tuple[str, ...]) -> bool:
     return any(re.fullmatch(rf"sm_{capability[0]}{capability[1]}[af]", target) for target in targets)
 
 
-# PyTorch through ``torch.compile``: shows whether leaving PyTorch is worth it at all.
-
 _SHAPES = 64
 """Shapes a session may be compiled for before that is an error; torch's own limit of 8 falls back to eager silently."""
 
@@ -223,7 +225,7 @@ _NO_MODULES = "kernels of compiled code do not say which modules they came from"
 
 
 class Compiled(Eager):
-    """Runs a torch artifact's module compiled by Inductor, once for each set of input shapes."""
+    """Run a torch artifact's module compiled by Inductor, once for each set of input shapes."""
 
     name: ClassVar[str] = "compiled"
     title: ClassVar[str] = "torch.compile"
@@ -233,9 +235,9 @@ class Compiled(Eager):
     @classmethod
     def available(cls, device: Device) -> Availability:
         """Check for what eager needs; on the CPU Inductor also needs a C++ compiler and Python's headers."""
-        found = Eager.available(device)
-        if not found.ok or device.kind == "cuda":
-            return found
+        availability = Eager.available(device)
+        if not availability.ok or device.kind == "cuda":
+            return availability
         compiler = os.environ.get("CXX", "g++")
         if shutil.which(compiler) is None:
             remedy = "install it: apt-get install g++, or set CXX to the compiler that is there"
@@ -243,10 +245,10 @@ class Compiled(Eager):
         if not Path(sysconfig.get_path("include"), "Python.h").is_file():
             remedy = "install them: apt-get install python3-dev"
             return Availability(ok=False, reason="Python's C headers (Python.h) are missing", remedy=remedy)
-        return found
+        return availability
 
     def profile(self, request: ProfileRequest) -> Profiled:
-        """Time of each kernel; compiled code does not say which module it came from."""
+        """Time each kernel; compiled code does not say which module it came from."""
         from torch._inductor import config
 
         from enginesmith.pipeline.engines.torch import profiler

@@ -1,4 +1,4 @@
-"""Time per operator of a PyTorch module, by torch's profiler: each operator counts for the module that called it.
+"""Time the operators of a PyTorch module by torch's profiler; each counts for the module that called it.
 
 Each module's ``forward`` is wrapped in a named range while it is profiled. Hooks would do the same, but some modules
 (``nn.TransformerEncoderLayer``) take another path through their code when they have hooks.
@@ -61,7 +61,7 @@ def named_ranges(root: Any) -> Iterator[None]:
 
 
 def module_path(path: str) -> str:
-    """The path in the user's module, which is within one of ours; empty for that itself."""
+    """Strip our wrapper from a path, which leaves that in the user's module; empty for the wrapper itself."""
     return "" if path == _WRAPPER else path.removeprefix(f"{_WRAPPER}.")
 
 
@@ -76,13 +76,15 @@ def _in_range(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def profiled(events: Any, *, modules: bool, on_cuda: bool, notes: tuple[str, ...] = ()) -> Profiled:
-    """The operators among the profiler's events.
+    """Sum up the operators among the profiler's events.
 
     Each event counts with its own time, for the outermost operator that it is part of and the innermost module around
     that, so that nothing counts twice. On CUDA that is the time of the kernels that it launched.
     """
     tally, known = Tally(), dict[str, tuple[str, str]]()
-    calls = sorted((one for one in events if _host(one) and one.name == _CALL), key=lambda one: one.time_range.start)
+    calls = sorted(
+        (event for event in events if _host(event) and event.name == _CALL), key=lambda call: call.time_range.start
+    )
     by_call: dict[int, list[Any]] = {id(call): [] for call in calls}
     for event in events:
         if _host(event) and (call := _call_of(event)) is not None:
@@ -114,10 +116,6 @@ def _host(event: Any) -> bool:
     return bool(event.device_type.name == "CPU")
 
 
-def _is_range(event: Any) -> bool:
-    return bool(event.name == _CALL or event.name.startswith(_MODULE))
-
-
 def _call_of(event: Any) -> Any:
     while event is not None and event.name != _CALL:
         event = event.cpu_parent
@@ -125,9 +123,9 @@ def _call_of(event: Any) -> Any:
 
 
 def _place(event: Any) -> tuple[str, str, bool]:
-    """The module and the operator that an event is part of, and whether it is the operator itself."""
+    """Find the module and the operator that an event is part of, and whether it is the operator itself."""
     operator, outermost, at = BETWEEN, False, event
-    while not _is_range(at):
+    while at.name != _CALL and not at.name.startswith(_MODULE):
         if not at.name.startswith(_COMPILED):
             operator, outermost = at.name, at is event
         at = at.cpu_parent
@@ -140,5 +138,5 @@ def _own_seconds(event: Any) -> float:
 
 
 def _kernel_seconds(event: Any, operator: str) -> list[tuple[str, float]]:
-    """Kernels that no operator launched have their own names: they are Triton's, of a compiled module."""
+    """List kernels and seconds; those that no operator launched keep their names: Triton's, of a compiled module."""
     return [(kernel.name if operator == BETWEEN else operator, kernel.duration * _MICRO) for kernel in event.kernels]

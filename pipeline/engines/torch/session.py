@@ -1,4 +1,4 @@
-"""Sessions of PyTorch: a module on a device, called op by op or replayed as a CUDA graph."""
+"""Run PyTorch modules on a device, called op by op or replayed as a CUDA graph."""
 
 import contextlib
 import gc
@@ -33,7 +33,7 @@ _capturing = threading.Lock()
 
 
 class EagerSession(Session):
-    """A module on a device. On CUDA all work goes to one stream of its own, whichever thread it is called from."""
+    """Call a module on a device. On CUDA all work goes to one stream of its own, whichever thread it is called from."""
 
     def __init__(
         self,
@@ -64,18 +64,18 @@ class EagerSession(Session):
         return self._forward
 
     def sibling(self) -> Self:
-        """A session on the same module, with outputs and a stream of its own."""
+        """Open a session on the same module, with outputs and a stream of its own."""
         if self._forward is _closed:
             _closed()
         self._enter_thread()
         return type(self)(self._forward, self.signature, self._where, self._dtype, self._enter_thread)
 
     def bind(self, feeds: Feeds) -> Any:
-        """Tensors on the device, cast where the module is, in the order of the inputs."""
+        """Copy feeds to tensors on the device, cast where the module is, in the order of the inputs."""
         return self._inputs(feeds)
 
     def _streamed(self) -> contextlib.AbstractContextManager[Any]:
-        """Transfers go to the session's stream too."""
+        """Enter the session's stream, which transfers go to too."""
         import torch
 
         return torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
@@ -83,13 +83,13 @@ class EagerSession(Session):
     def _inputs(self, feeds: Feeds) -> "Tensors":
         import torch
 
-        found = []
+        tensors = []
         with self._streamed():
             for spec in self.signature.inputs:
                 tensor = torch.from_numpy(np.require(feeds[spec.name], requirements=("C", "W")))
                 dtype = self._dtype if tensor.is_floating_point() else None
-                found.append(tensor.to(self._device, dtype))
-        return tuple(found)
+                tensors.append(tensor.to(self._device, dtype))
+        return tuple(tensors)
 
     def enqueue(self, bound: Any) -> None:
         """Run the module; on CUDA this returns before the kernels have finished.
@@ -118,14 +118,14 @@ class EagerSession(Session):
             self._stream.synchronize()
 
     def fetch(self) -> dict[str, Array]:
-        """Copies of the last outputs on the host, in the types of the signature; waits for them."""
+        """Wait for the last outputs and copy them to the host, in the types of the signature."""
         import torch
 
-        found = {}
+        outputs = {}
         with self._streamed():
             for spec, tensor in zip(self.signature.outputs, self._outputs, strict=True):
-                found[spec.name] = np.array(tensor.to("cpu", getattr(torch, spec.dtype)).numpy())
-        return found
+                outputs[spec.name] = np.array(tensor.to("cpu", getattr(torch, spec.dtype)).numpy())
+        return outputs
 
     def close(self) -> None:
         """Let go of the module, once what was enqueued has finished."""
@@ -136,7 +136,7 @@ class EagerSession(Session):
 
 @dataclass(eq=False)
 class Captured:
-    """Inputs on the device, and the graph that reads them."""
+    """Hold inputs on the device, and the graph that reads them."""
 
     inputs: "Tensors"
     calls: int = 0
@@ -146,14 +146,14 @@ class Captured:
 
 
 class GraphedSession(EagerSession):
-    """Captures a call as a CUDA graph, once for each ``bind``, and replays it from then on."""
+    """Capture a call as a CUDA graph, once for each ``bind``, and replay it from then on."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._bound: weakref.WeakSet[Captured] = weakref.WeakSet()
 
     def bind(self, feeds: Feeds) -> Captured:
-        """Tensors on the device, whose addresses the graph will hold."""
+        """Copy feeds to tensors on the device, whose addresses the graph will hold."""
         bound = Captured(self._inputs(feeds))
         self._bound.add(bound)
         return bound
