@@ -14,6 +14,7 @@ from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.errors import MissingCapability, ModelError
 from enginesmith.pipeline.planning.stages import verify_steps
+from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.system import cuda
 from enginesmith.pipeline.system.cuda import CudaDevice, Driver
@@ -81,7 +82,7 @@ def test_an_engine_file_is_held_to_its_own_arithmetic_and_allows_itself_nothing(
     engine: Path, tf32: bool, row: str
 ) -> None:
     changed(engine, options=BuildOptions(tf32=tf32, host_code=True, plugins=("nms.so",)).model_dump())
-    check = verify_steps(make({"model": "digits"}), str(engine))[-1].task
+    check = verify_steps(resolve_recipe(make({"model": "digits"})), str(engine))[-1].task
     assert isinstance(check, Verify)
     assert isinstance(check.engine, TensorRTRTX)
     assert check.precision == row

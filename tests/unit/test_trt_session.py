@@ -536,13 +536,13 @@ def test_engines_that_share_activations(engine: Engine) -> None:
 def test_activation_memory_grows_and_does_not_shrink() -> None:
     held = ActivationMemory("cpu")
     assert (held.bytes, held.address) == (0, 0)
-    held.hold(0)
+    held.reserve(0)
     assert held.generation == 0
-    held.hold(100)
+    held.reserve(100)
     first = (held.generation, held.address)
-    held.hold(60)
+    held.reserve(60)
     assert (held.generation, held.address, held.bytes) == (*first, 100)
-    held.hold(101)
+    held.reserve(101)
     assert held.bytes == 101
     assert held.generation > first[0]
 
