@@ -181,7 +181,7 @@ def test_what_cannot_be_known_is_left_out(tmp_path: Path) -> None:
     nodes = [node("Mystery", "x", domain="elsewhere", output="a"), node("MatMul", "a w", "first", "b")]
     path = saved(tmp_path, [*nodes, node("MatMul", "x w", "second")], ROWS, MATRIX)
     assert macs.macs(path, BATCH) == {"second": 2 * 5 * 16 * 7}
-    assert macs.products(view(path, BATCH))["first"] is None
+    assert macs.count_products(view(path, BATCH))["first"] is None
     assert macs.macs(path, {}) == {}
 
 
@@ -233,7 +233,7 @@ def test_the_zoo_counts_what_torch_counts(tmp_path: Path, name: str, monkeypatch
     out = tmp_path / "out"
     out.mkdir()
     effect = simplify_file(tmp_path / effect.file, out, Simplify().external_data_bytes, lambda text: None)
-    found = macs.products(view(out / effect.file, {"batch": 1, "sequence": 128}))
+    found = macs.count_products(view(out / effect.file, {"batch": 1, "sequence": 128}))
     module = model.module.to("meta")  # kernels of the CPU are not all counted
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         module(*(value[:1].to("meta") for value in model.example.values()))

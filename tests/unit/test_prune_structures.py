@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.frameworks.torch import surgery
-from enginesmith.pipeline.frameworks.torch.surgery import Before, Surgery, apply, named_tensors
+from enginesmith.pipeline.frameworks.torch.surgery import Before, Surgery, apply_surgery, named_tensors
 from enginesmith.pipeline.passes.prune import prune as pruner
 from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.passes.prune.prune import Pruned
@@ -138,7 +138,7 @@ def test_what_hangs_together_goes_together_and_comes_back_from_the_record(name: 
     assert done.surgery.history
     assert 0.15 <= 1 - done.channels_after / done.channels_before <= 0.45
     again = STRUCTURES[name]().eval()
-    apply(Surgery.model_validate_json(done.surgery.model_dump_json()), again)
+    apply_surgery(Surgery.model_validate_json(done.surgery.model_dump_json()), again)
     again.load_state_dict(model.state_dict())
     for size in (1, 3):
         x = torch.randn(size, *IMAGE[1:])
@@ -184,7 +184,7 @@ def test_attention_of_torch_loses_heads_and_comes_back_from_the_record() -> None
     assert done.surgery.attention == ("0.layers.0.self_attn",)
     assert model[0].layers[0].self_attn.q_proj.out_features == 8
     again = encoder()
-    apply(Surgery.model_validate_json(done.surgery.model_dump_json()), again)
+    apply_surgery(Surgery.model_validate_json(done.surgery.model_dump_json()), again)
     again.load_state_dict(model.state_dict())
     x = torch.randn(3, 7, 16)
     assert torch.equal(model(x), again(x))
@@ -337,7 +337,7 @@ def test_shared_tensors_stay_shared() -> None:
     done = prune(model, (2, 8), "0.5")
     assert model.a.weight is model.b.weight
     again = build()
-    apply(done.surgery, again)
+    apply_surgery(done.surgery, again)
     assert again.a.weight.shape == (8, 8)
     assert again.a.weight.data_ptr() == again.b.weight.data_ptr()
 
@@ -347,7 +347,7 @@ def test_surgery_composes() -> None:
     first = prune(model, target="0.25").surgery
     both = first.then(prune(model, target="0.25").surgery)
     again = flattened()
-    apply(both, again)
+    apply_surgery(both, again)
     assert {name: value.shape for name, value in named_tensors(again).items()} == {
         name: value.shape for name, value in named_tensors(model).items()
     }

@@ -7,8 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from enginesmith.pipeline.frameworks.onnx import macs as costs
-from enginesmith.pipeline.frameworks.onnx.macs import CONVERTERS, QUANTISERS, Structure
+from enginesmith.pipeline.frameworks.onnx.macs import CONVERTERS, QUANTISERS, Structure, count_products
 from enginesmith.pipeline.frameworks.onnx.shapes import View, attributes, view
 from enginesmith.pipeline.frameworks.onnx.shares import HALF, QUANTISED, Coverage
 
@@ -148,7 +147,7 @@ def of(path: Path, sizes: Mapping[str, int], *, executed: bool = False) -> Cover
     """
     seen = view(path, sizes)
     structure = Structure(seen)
-    counted = costs.products(seen)
+    counted = count_products(seen)
     runs_in = {name: _precision(seen.nodes[name], structure, executed) for name in counted}
     work: Counter[str] = Counter()
     operators: dict[str, Counter[str]] = {}

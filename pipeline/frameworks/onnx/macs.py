@@ -25,10 +25,10 @@ def macs(path: Path, sizes: Mapping[str, int]) -> dict[str, int]:
     Raises:
         InvalidGraph: the file cannot be read.
     """
-    return {name: count for name, count in products(view(path, sizes)).items() if count is not None}
+    return {name: count for name, count in count_products(view(path, sizes)).items() if count is not None}
 
 
-def products(seen: View) -> dict[str, int | None]:
+def count_products(seen: View) -> dict[str, int | None]:
     """Return the same of a file that was read already; None where shapes are not known."""
     return {name: _macs(node, seen) for name, node in seen.nodes.items() if is_product(node)}
 

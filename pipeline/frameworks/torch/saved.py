@@ -22,10 +22,9 @@ from enginesmith.pipeline.artifact import Artifact, file_digest, portable
 from enginesmith.pipeline.errors import ModelError, SignatureError, SourceError, translated
 from enginesmith.pipeline.frameworks.source import SAVED, Source, rebased, resolve
 from enginesmith.pipeline.frameworks.torch import factories
-from enginesmith.pipeline.frameworks.torch import surgery as pruning
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, NamedForward, same_answers
-from enginesmith.pipeline.frameworks.torch.surgery import Surgery, named_tensors
+from enginesmith.pipeline.frameworks.torch.surgery import Surgery, apply_surgery, named_tensors
 from enginesmith.pipeline.tensors import Array, Signature
 
 # Build a module without drawing random weights that are about to be replaced.
@@ -243,7 +242,7 @@ def _built_around(state: Path, record: _Record) -> nn.Module:
 
 def _operate(model: nn.Module, surgery: Surgery, text: str) -> None:
     try:
-        pruning.apply(surgery, model)
+        apply_surgery(surgery, model)
     except LookupError as error:
         raise SourceError(
             f"{text} no longer builds the module that was pruned: there is no {error.args[0]!r}",

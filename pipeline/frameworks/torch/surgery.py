@@ -250,7 +250,7 @@ class Before:
         return Surgery(attributes=attributes, shapes=shapes, attention=attention, history=history)
 
 
-def apply(surgery: Surgery, module: "nn.Module") -> None:
+def apply_surgery(surgery: Surgery, module: "nn.Module") -> None:
     """Give a module of the factory's the sizes of the pruned one; tensors of new shapes are left unfilled.
 
     Raises:

@@ -44,7 +44,7 @@ class Item:
         return self.indices == self.roots
 
 
-def groups(graph: "DependencyGraph", parts: Parts) -> tuple[list[Group], dict[str, str]]:
+def find_groups(graph: "DependencyGraph", parts: Parts) -> tuple[list[Group], dict[str, str]]:
     """Return the groups that can lose units, and the others by the name of their root, with the reason.
 
     Whether removing units does what it should is for others to find out; here is what is known of the layers' kinds.
@@ -271,7 +271,7 @@ def _size_attribute(item: Item, units: Sequence[Sequence[int]]) -> Attribute:
 # Groups that are split into attention heads: a unit is a head, and modules may count heads beside their weights.
 
 
-def of_heads(group: Group, parts: Parts) -> tuple[Group, ...]:
+def split_into_heads(group: Group, parts: Parts) -> tuple[Group, ...]:
     """Return the ways in which a group may be made of heads, the most likely first; nothing where it is no attention.
 
     More than one is possible where the shapes of the products fit several numbers of heads, and as nobody knows which

@@ -20,7 +20,7 @@ NO_SCALE = "it has no batch normalisation whose scale could be looked at"
 _BY_WEIGHT = ("l1", "l2", "taylor")
 
 
-def rank(groups: Sequence[Group], importance: Importance, seed: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+def rate_units(groups: Sequence[Group], importance: Importance, seed: int) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Rate the units of each group, by its root, shape ``(units,)``; and explain why others have no rating.
 
     Raises:

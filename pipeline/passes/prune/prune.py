@@ -14,12 +14,10 @@ from enginesmith.pipeline.frameworks.torch import surgery
 from enginesmith.pipeline.frameworks.torch.pruning_facts import Kept
 from enginesmith.pipeline.frameworks.torch.surgery import Before, Surgery
 from enginesmith.pipeline.passes.prune import budget
-from enginesmith.pipeline.passes.prune import groups as attention
-from enginesmith.pipeline.passes.prune import groups as grouping
-from enginesmith.pipeline.passes.prune import importance as ranking
 from enginesmith.pipeline.passes.prune.budget import Cost, Counter, PruneBudget
 from enginesmith.pipeline.passes.prune.dependency_graph import Run, failure, trace
-from enginesmith.pipeline.passes.prune.groups import through
+from enginesmith.pipeline.passes.prune.groups import find_groups, is_attention, split_into_heads, through
+from enginesmith.pipeline.passes.prune.importance import rate_units
 from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.passes.prune.surgery import Group, Parts, Removal, cut, cut_for_now, mask_units
 
@@ -265,7 +263,7 @@ def prune(
         if gradients is not None:
             progress("collecting gradients")
             gradients()
-        importance, none = ranking.rank(found.groups, options.importance, seed)
+        importance, none = rate_units(found.groups, options.importance, seed)
         whole |= none
         groups = [group for group in found.groups if group.root in importance]
         _hold_any(groups, whole)
@@ -328,7 +326,7 @@ def again(model: nn.Module, run: Run, before: Found) -> Found:
     for group in traced:
         if (old := known.get(group.root)) is None:
             continue
-        ways = attention.of_heads(group, parts) if old.unit == "head" else (group,)
+        ways = split_into_heads(group, parts) if old.unit == "head" else (group,)
         names = {(one.module, one.name) for one in old.attributes}
         groups += [way for way in ways if {(one.module, one.name) for one in way.attributes} == names][:1]
     return Found(tuple(groups), before.whole, before.replaced)
@@ -339,7 +337,7 @@ def _traced(model: nn.Module, run: Run) -> tuple[list[Group], dict[str, str]]:
         parameter.requires_grad_(parameter.is_floating_point())
     parts = Parts(model)
     graph, following = trace(model, run)
-    groups, whole = grouping.groups(graph, parts)
+    groups, whole = find_groups(graph, parts)
     paths = {module: path for path, module in reversed(parts.modules.items())}
     whole |= {paths[module]: why for module, why in following.unfollowed(lambda one: one in graph.module2node)}
     order = {path: index for index, path in enumerate(parts.modules)}
@@ -355,9 +353,9 @@ class _Heads:
 
     def made(self, group: Group) -> Group | str:
         """Return the group in heads, where it is attention; or why it stays whole."""
-        if not attention.is_attention(group):
+        if not is_attention(group):
             return group
-        ways = attention.of_heads(group, self._parts)
+        ways = split_into_heads(group, self._parts)
         if not self._wanted or not ways:
             return "attention heads are to stay" if ways else "it is attention of one head, or of an unknown number"
         kind = (*(type(self._parts.modules[path]).__name__ for path in group.modules), str(group.width), str(len(ways)))
