@@ -96,12 +96,12 @@ def test_output_goes_to_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str
 def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
-from enginesmith.pipeline import workers
+from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.tasks.base import execute
 from enginesmith.pipeline.tasks.load import Load
 task = Load(source=resolve({str(NETS)!r} + ":slow"))
-workers.run(execute, task, {{}}, Path("."), log=Path("log"), on_start=lambda worker: print(worker.pid, flush=True))
+worker.run(execute, task, {{}}, Path("."), log=Path("log"), on_start=lambda worker: print(worker.pid, flush=True))
 """
     with subprocess.Popen(
         [sys.executable, "-c", script], cwd=tmp_path, env=alone(), stdout=subprocess.PIPE, text=True
