@@ -113,6 +113,7 @@ def run(command: Command, cli: Cli) -> None:
     "document",
     [pytest.param(path, marks=[pytest.mark.thorough] * (path.stem != "README"), id=path.stem) for path in DOCUMENTS],
 )
+@pytest.mark.timeout(1800)  # all commands of a page, one after the other
 def test_commands_run(
     document: Path, project: Path, home: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
