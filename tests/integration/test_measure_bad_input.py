@@ -64,10 +64,10 @@ def crashes():
     return Faulty(crash), torch.ones(2, 4)
 
 def crashes_late():
-    return Faulty(crash, after=3000), torch.ones(2, 4)
+    return Faulty(crash, after=300), torch.ones(2, 4)
 
 def loses():
-    return Faulty(lose_the_device, after=3000), torch.ones(2, 4)
+    return Faulty(lose_the_device, after=300), torch.ones(2, 4)
 
 def hangs_at_2():
     return Faulty(hang, batch=2), torch.ones(2, 4)
