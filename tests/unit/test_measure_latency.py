@@ -1,8 +1,8 @@
-"""Rounds, stopping, failures and rows, with workers that answer from a script."""
+"""Rounds, stopping, failures and rows, with workers that answer from a script and a clock that they move."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,8 +21,10 @@ Script = Callable[[int], float]
 
 
 class FakeWorker:
-    """Stands for a session's process: two calls a block, seconds by the engine's script."""
+    """Stands for a session's process: two calls a block, seconds by the engine's script; no real time passes."""
 
+    now: ClassVar[float] = 0.0
+    """The seconds that the benchmark's clock shows: they pass while a worker loads or is timed."""
     order: ClassVar[list[str]] = []
     open_now: ClassVar[list[str]] = []
     load_seconds: ClassVar[float] = 0.0
@@ -39,7 +41,7 @@ class FakeWorker:
     def request(self, name: str, *arguments: Any, timeout_seconds: float) -> Any:
         assert timeout_seconds > 0
         if name == "load":
-            time.sleep(self.load_seconds)
+            FakeWorker.now += self.load_seconds
             if self.ends.get(self.log.stem) == self.launch:
                 raise StepCrashed("its process crashed (SIGSEGV)")
             return 0.5
@@ -50,9 +52,11 @@ class FakeWorker:
         self.order.append(self.log.stem)
         self.blocks += 1
         if name == "call_concurrently":
-            callers, _ = arguments
+            callers, budget_seconds = arguments
+            FakeWorker.now += budget_seconds
             return ConcurrentCalls(min(callers, 3) / self.script(0), np.full(4 * callers, callers * self.script(0)))
         seconds = np.full(2, self.script(self.blocks))
+        FakeWorker.now += float(seconds.sum())
         return Block(seconds, np.array([0.0, 0.5]), float(seconds.sum()), None, 0.004, 0.1, 0.001, preemptions=0)
 
     def kill(self) -> None:
@@ -62,6 +66,8 @@ class FakeWorker:
 @pytest.fixture
 def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., LatencyResult]:
     monkeypatch.setattr(benchmark, "Worker", FakeWorker)
+    monkeypatch.setattr(benchmark, "time", SimpleNamespace(monotonic=lambda: FakeWorker.now))
+    FakeWorker.now = 0.0
     FakeWorker.order, FakeWorker.open_now, FakeWorker.opened, FakeWorker.ends = [], [], [], {}
 
     def call(
@@ -99,7 +105,7 @@ def test_stops_once_medians_are_certain(measure: Callable[..., LatencyResult]) -
 
 
 def test_stops_at_the_time_limit(measure: Callable[..., LatencyResult]) -> None:
-    noise = np.random.default_rng(0).uniform(0.001, 0.1, 100_000)
+    noise = np.random.default_rng(0).uniform(1e-4, 2e-4, 100_000)
     row = measure({"eager": lambda block: noise[len(FakeWorker.order)]}, time_limit_seconds=0.05).rows["eager"][0]
     assert row.stopped_because == "the time limit of 0.05 s"
     assert row.rounds
@@ -108,7 +114,7 @@ def test_stops_at_the_time_limit(measure: Callable[..., LatencyResult]) -> None:
 def test_goes_on_within_a_bound_while_launches_disagree(measure: Callable[..., LatencyResult]) -> None:
     """Each launch is a hundred times as fast or slow as the one before it."""
     said: list[str] = []
-    slow = lambda block: 1e-4 * 100 ** (FakeWorker.opened.count("latency-eager") % 2)  # noqa: E731
+    slow = lambda block: 6e-5 * 100 ** (FakeWorker.opened.count("latency-eager") % 2)  # noqa: E731
     row = measure({"eager": slow}, heard=said.append, time_limit_seconds=0.05, noisy_extension=2).rows["eager"][0]
     assert row.stopped_because == "the time limit of 0.1 s, 2 times what was asked for"
     assert row.median_ms
@@ -183,7 +189,7 @@ def test_launches_go_on_until_they_agree(measure: Callable[..., LatencyResult]) 
 def test_starting_anew_takes_no_longer_than_measuring(
     load_seconds: float, launches: int, measure: Callable[..., LatencyResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noise = np.random.default_rng(0).uniform(0.001, 0.1, 100_000)
+    noise = np.random.default_rng(0).uniform(0.001, 0.003, 100_000)
     monkeypatch.setattr(FakeWorker, "load_seconds", load_seconds)
     script: Script = lambda block: noise[len(FakeWorker.order)]  # noqa: E731
     (row,) = measure({"eager": script}, time_limit_seconds=0.5, precision=1e-6).rows["eager"]

@@ -112,7 +112,7 @@ class SessionTimer:
         if memory_limit_bytes is not None:
             self._engine.prime(self._artifact, self._device)
             out_of_memory.set_memory_limit(memory_limit_bytes, self._device)
-        start = time.perf_counter_ns()
+        start = _now()
         self._session = self._engine.load(self._artifact, self._device)
         return _seconds_since(start)
 
@@ -139,7 +139,7 @@ class SessionTimer:
         Where calls are short, one before the first takes the cost of having been asleep; it is not a sample.
         """
         cpu, wall = self._asleep_since
-        idle_cpu, idle = time.process_time_ns() - cpu, time.perf_counter_ns() - wall
+        idle_cpu, idle = time.process_time_ns() - cpu, _now() - wall
         calls = self._calls(budget_seconds)
         if calls > 3:
             self._timed(1)
@@ -209,7 +209,7 @@ class SessionTimer:
 
     def _warm_up(self, limit_seconds: float) -> tuple[int, str]:
         medians: list[float] = []
-        calls, start = 0, time.perf_counter_ns()
+        calls, start = 0, _now()
         while _seconds_since(start) < limit_seconds:
             taken = self._timed(self._calls(_WARM_BLOCK_SECONDS))
             calls += taken.size
