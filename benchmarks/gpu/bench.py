@@ -29,7 +29,7 @@ from enginesmith.pipeline.measure.latency.rows import measure_latency
 from enginesmith.pipeline.measure.memory.peak import measure_memory
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.planning.plan import REFERENCE, Variant
-from enginesmith.pipeline.system import cuda
+from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.measure import measured_feeds
 from enginesmith.pipeline.tensors import Feeds
@@ -62,8 +62,8 @@ def bench(record: Record, model: str, given: argparse.Namespace) -> None:
     """One model: make, check, measure; the record is written after each."""
     clock = Clock(given.minutes, time.monotonic())
     part = record.start("models", model)
-    if given.device != "cpu" and not cuda.driver().devices:
-        part |= {"skipped": f"no CUDA device: {cuda.driver().reason}", "complete": True}
+    if given.device != "cpu" and not nvidia.driver().devices:
+        part |= {"skipped": f"no CUDA device: {nvidia.driver().reason}", "complete": True}
         print(f"  skipped: {part['skipped']}", flush=True)
         record.write()
         return

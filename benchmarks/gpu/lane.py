@@ -20,7 +20,7 @@ from record import Record
 
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
-from enginesmith.pipeline.system import cuda
+from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.device import Device
 
 FLAVOURS = ("tensorrt", "tensorrt_rtx")
@@ -135,8 +135,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=10)
     given = parser.parse_args()
     lane = Lane(given.out)
-    if cuda.cuda_device(0) is None:
-        lane.record |= {"skipped": f"no CUDA device: {cuda.driver().reason}", "complete": True}
+    if nvidia.cuda_device(0) is None:
+        lane.record |= {"skipped": f"no CUDA device: {nvidia.driver().reason}", "complete": True}
         print(f"TensorRT skipped: {lane.record['skipped']}")
         lane.write()
         return

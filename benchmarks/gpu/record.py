@@ -43,9 +43,9 @@ class Record:
 
 def machine() -> dict[str, Any]:
     """The device, its driver, and the versions of what is measured."""
-    from enginesmith.pipeline.system import cuda
+    from enginesmith.pipeline.system import nvidia
 
-    device, driver = cuda.cuda_device(0), cuda.driver()
+    device, driver = nvidia.cuda_device(0), nvidia.driver()
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:

@@ -3,7 +3,7 @@
 import platform
 from pathlib import Path
 
-from enginesmith.pipeline.system import cuda, machine, software
+from enginesmith.pipeline.system import machine, nvidia, software
 from enginesmith.pipeline.system.cpu import text
 from enginesmith.pipeline.system.software import Formats, Stack
 
@@ -18,7 +18,7 @@ _SURE = {"ir": 8, "opset": 17}
 
 def find_stack() -> Stack:
     """Find what is installed here. Takes 0.5 s, and some more where a GPU is: torch is asked then."""
-    driver, gpus = cuda.driver(), machine.gpu_states()
+    driver, gpus = nvidia.driver(), machine.gpu_states()
     variants = {name: software.cuda_variants(name) for name in TENSORRTS}
     parts = [part for by_cuda in variants.values() for names in by_cuda.values() for part in names]
     requirements = {

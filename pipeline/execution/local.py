@@ -22,7 +22,7 @@ from enginesmith.pipeline.execution.executor import Executor, Result, StepCache,
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.store.store import Store
-from enginesmith.pipeline.system import cuda, worker
+from enginesmith.pipeline.system import nvidia, worker
 from enginesmith.pipeline.system.cpu import available_bytes
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import Done, execute, execute_on
@@ -46,7 +46,7 @@ class Gpus:
     @classmethod
     def detect(cls) -> "Gpus":
         """Count them as the driver shows them."""
-        devices = cuda.driver().devices
+        devices = nvidia.driver().devices
         alike = 0
         for device in devices:
             if device != devices[0]:
@@ -117,7 +117,7 @@ class LocalExecutor(Executor):
         """Explain why the GPU of a place is not available; resources are for clusters, and ignored here."""
         if place.device == "cpu":
             return ""
-        driver = cuda.driver()
+        driver = nvidia.driver()
         if not driver.devices:
             return f"this machine has no GPU: {driver.reason}"
         name = driver.devices[0].name

@@ -21,8 +21,8 @@ from enginesmith.pipeline.recipe.options import (
     Part,
     QuantisationOptions,
 )
-from enginesmith.pipeline.system.cuda import cuda_device
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.system.nvidia import cuda_device
 from enginesmith.pipeline.tensors import ShapeRange, TensorSpec
 from enginesmith.pipeline.units import COMMA_LIST, Heading, Option
 

@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.artifact import json_digest
 from enginesmith.pipeline.errors import MissingCapability
-from enginesmith.pipeline.system import cpu, cuda, nvml, software
+from enginesmith.pipeline.system import cpu, nvidia, software
 from enginesmith.pipeline.system.cpu import text, vector_units
-from enginesmith.pipeline.system.nvml import GpuState
+from enginesmith.pipeline.system.nvidia import GpuState
 from enginesmith.pipeline.units import format_bytes
 
 BUSY = "the machine is busy"
@@ -229,7 +229,9 @@ def _interference_on_gpu(before: GpuState, after: GpuState, during: Sequence[Gpu
             found.append(f"was held back by {what} for {seconds:.1f} s meanwhile")
     looks = (before, *during, after)
     found += dict.fromkeys(text for look in looks for text in (*_held_down(look), *_used_by_others(look)))
-    clocks = [look.sm_clock_mhz for look in during if look.sm_clock_mhz and nvml.IDLE not in (look.clock_limits or ())]
+    clocks = [
+        look.sm_clock_mhz for look in during if look.sm_clock_mhz and nvidia.IDLE not in (look.clock_limits or ())
+    ]
     if clocks and min(clocks) < _FALLEN * max(clocks):
         found.append(f"had clocks between {min(clocks)} and {max(clocks)} MHz while it worked")
     return found
@@ -237,7 +239,7 @@ def _interference_on_gpu(before: GpuState, after: GpuState, during: Sequence[Gpu
 
 def _held_down(gpu: GpuState) -> list[str]:
     """Limits that nobody asked for, as the hardware or the driver has them now."""
-    limits = [limit for limit in gpu.clock_limits or () if limit not in (nvml.IDLE, nvml.CHOSEN)]
+    limits = [limit for limit in gpu.clock_limits or () if limit not in (nvidia.IDLE, nvidia.CHOSEN)]
     return [f"has its clocks held down by: {', '.join(limits)}"] if limits else []
 
 
@@ -272,13 +274,13 @@ def _system() -> str:
 
 def _gpus() -> tuple[tuple[GpuState, ...] | None, str]:
     """List all GPUs that CUDA shows, or None and why. Where NVML says nothing of one, CUDA's facts are left."""
-    shown = cuda.driver()
+    shown = nvidia.driver()
     if not shown.devices:
         return None, shown.reason
     found = []
     for index, known in enumerate(shown.devices):
         try:
-            found.append(nvml.library().state(index))
+            found.append(nvidia.nvml().state(index))
         except MissingCapability as missing:
             names = set(GpuState.model_fields) - {"name", "compute_capability", "reasons"}
             capability = "{}.{}".format(*known.compute_capability)

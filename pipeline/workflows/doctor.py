@@ -12,7 +12,7 @@ from enginesmith.pipeline.errors import install_command
 from enginesmith.pipeline.recipe.options import ExportOptions
 from enginesmith.pipeline.store.address import default_address
 from enginesmith.pipeline.system.machine import Environment
-from enginesmith.pipeline.system.nvml import GpuState
+from enginesmith.pipeline.system.nvidia import GpuState
 from enginesmith.pipeline.system.software import Formats
 from enginesmith.pipeline.units import format_bytes
 from enginesmith.pipeline.workflows import inspect

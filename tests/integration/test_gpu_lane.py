@@ -58,9 +58,9 @@ def test_each_variant_is_measured_or_refused_in_words(bench: Bench) -> None:
 
 
 def test_a_lane_without_a_device_says_so(bench: Bench) -> None:
-    from enginesmith.pipeline.system import cuda
+    from enginesmith.pipeline.system import nvidia
 
-    if cuda.driver().devices:
+    if nvidia.driver().devices:
         pytest.skip("this machine has a CUDA device")
     assert "no CUDA device" in bench()["models"]["digits"]["skipped"]
 

@@ -400,7 +400,7 @@ def test_a_damaged_engine_is_not_opened(command: str, cli, here: Path) -> None:
 
 
 def without_a_device() -> bool:
-    from enginesmith.pipeline.system.cuda import cuda_device
+    from enginesmith.pipeline.system.nvidia import cuda_device
 
     return cuda_device(0) is None
 

@@ -8,7 +8,7 @@ from enginesmith.pipeline.engines import check_software
 from enginesmith.pipeline.engines.compatibility import Check
 from enginesmith.pipeline.engines.stack import find_stack
 from enginesmith.pipeline.system import software
-from enginesmith.pipeline.system.nvml import GpuState
+from enginesmith.pipeline.system.nvidia import GpuState
 from enginesmith.pipeline.system.software import Formats, Requirement, Stack, meets, numbers
 
 H100 = GpuState(

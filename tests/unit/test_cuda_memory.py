@@ -24,7 +24,7 @@ from enginesmith.pipeline.measure.memory.cuda import CudaPhases, measure_on_cuda
 from enginesmith.pipeline.measure.memory.peak import _cuda_row
 from enginesmith.pipeline.measure.memory.usage import Sampler
 from enginesmith.pipeline.measure.rows import MemoryRow
-from enginesmith.pipeline.system import nvml
+from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds
 
@@ -100,7 +100,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setattr(cuda, "used_bytes", lambda one: (device.used(), ""))
     answers = SimpleNamespace(process_bytes=lambda index, pid: (device.used() - OTHERS, ""))
-    monkeypatch.setattr(nvml, "library", lambda: answers)
+    monkeypatch.setattr(nvidia, "nvml", lambda: answers)
     return device
 
 
@@ -395,7 +395,7 @@ def test_lenses_that_cannot_work_say_why(gpu: Gpu, monkeypatch: pytest.MonkeyPat
     def missing() -> Any:
         raise MissingCapability("there is no NVML (libnvidia-ml.so.1)")
 
-    monkeypatch.setattr(nvml, "library", missing)
+    monkeypatch.setattr(nvidia, "nvml", missing)
     monkeypatch.setattr(cuda, "used_bytes", usage.used_bytes)
     found = row(measured(Eager(gpu)))
     assert {"process", "context"}.isdisjoint(found.lenses)
@@ -405,7 +405,7 @@ def test_lenses_that_cannot_work_say_why(gpu: Gpu, monkeypatch: pytest.MonkeyPat
 
 def test_processes_that_the_driver_hides(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = SimpleNamespace(process_bytes=lambda index, pid: (None, "the driver lists no process 7"))
-    monkeypatch.setattr(nvml, "library", lambda: hidden)
+    monkeypatch.setattr(nvidia, "nvml", lambda: hidden)
     found = row(measured(Eager(gpu)))
     assert found.reasons["process"] == "the driver lists no process 7"
 

@@ -13,10 +13,9 @@ from enginesmith.pipeline.measure.latency import benchmark
 from enginesmith.pipeline.measure.latency.rows import Candidate, LatencyResult, LatencySettings, measure_latency
 from enginesmith.pipeline.measure.latency.timer import SessionTimer
 from enginesmith.pipeline.measure.memory import usage
-from enginesmith.pipeline.system import cuda, machine, nvml, worker
-from enginesmith.pipeline.system.cuda import CudaDevice, Driver
+from enginesmith.pipeline.system import machine, nvidia, worker
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.system.nvml import GpuState
+from enginesmith.pipeline.system.nvidia import CudaDevice, Driver, GpuState
 
 LOST = (
     "CUDA error: unspecified launch failure\n"
@@ -122,8 +121,8 @@ class Lost:
 
 def test_nvml_that_fails_midway_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Driver(version=13020, devices=(CudaDevice(name="NVIDIA H100", compute_capability=(9, 0)),))
-    monkeypatch.setattr(cuda, "driver", lambda: shown)
-    monkeypatch.setattr(nvml, "library", Lost)
+    monkeypatch.setattr(nvidia, "driver", lambda: shown)
+    monkeypatch.setattr(nvidia, "nvml", Lost)
     (state,) = machine.gpu_states()
     assert (state.name, state.sm_clock_mhz) == ("NVIDIA H100", None)
     assert "the GPU is lost" in state.reasons["sm_clock_mhz"]

@@ -3,7 +3,7 @@
 import pytest
 
 from enginesmith.pipeline.system import machine
-from enginesmith.pipeline.system.nvml import GpuProcess, GpuState
+from enginesmith.pipeline.system.nvidia import GpuProcess, GpuState
 from enginesmith.pipeline.system.software import Stack
 from enginesmith.pipeline.workflows import doctor, inspect
 from enginesmith.pipeline.workflows.doctor import Check, Diagnosis

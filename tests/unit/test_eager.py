@@ -23,8 +23,8 @@ from enginesmith.pipeline.engines.torch.session import EagerSession, GraphedSess
 from enginesmith.pipeline.errors import MissingCapability, ModelError, StepOutOfMemory, UsageError
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.measure.fidelity import thresholds_for
-from enginesmith.pipeline.system.cuda import CudaDevice
 from enginesmith.pipeline.system.device import Availability, Device
+from enginesmith.pipeline.system.nvidia import CudaDevice
 from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
 
 CPU = Device(threads=1)
@@ -113,7 +113,7 @@ def test_what_only_cuda_has_is_refused_on_the_cpu(artifact: Artifact, options: d
 @pytest.mark.parametrize(("capability", "ok"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
 def test_devices_without_tf32(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], ok: bool) -> None:
     monkeypatch.setattr(Eager, "available", classmethod(lambda cls, device: Availability(ok=True)))
-    monkeypatch.setattr(eager.cuda, "cuda_device", lambda index: CudaDevice(name="T", compute_capability=capability))
+    monkeypatch.setattr(eager.nvidia, "cuda_device", lambda index: CudaDevice(name="T", compute_capability=capability))
     found = Eager(tf32=True).runnable(Device(kind="cuda"))
     assert found.ok == ok
     assert ok or "sm75" in found.reason

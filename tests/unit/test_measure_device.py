@@ -10,9 +10,8 @@ import pytest
 from enginesmith.pipeline.errors import MissingCapability
 from enginesmith.pipeline.system import cpu
 from enginesmith.pipeline.system import machine as device
-from enginesmith.pipeline.system.cuda import CudaDevice, Driver
 from enginesmith.pipeline.system.machine import Environment, environment, fingerprint, interference, warnings_of
-from enginesmith.pipeline.system.nvml import GpuProcess, GpuState
+from enginesmith.pipeline.system.nvidia import CudaDevice, Driver, GpuProcess, GpuState
 
 QUIET = {
     "load_average": 0.1,
@@ -155,8 +154,8 @@ def test_gpus_without_nvml_are_named_all_the_same(monkeypatch: pytest.MonkeyPatc
         raise MissingCapability("there is no NVML")
 
     known = CudaDevice(name="NVIDIA L4", compute_capability=(8, 9))
-    monkeypatch.setattr(device.cuda, "driver", lambda: Driver(version=13000, devices=(known,)))
-    monkeypatch.setattr(device.nvml, "library", missing)
+    monkeypatch.setattr(device.nvidia, "driver", lambda: Driver(version=13000, devices=(known,)))
+    monkeypatch.setattr(device.nvidia, "nvml", missing)
     (gpu,) = environment().gpus or ()
     assert (gpu.name, gpu.compute_capability, gpu.power_watts) == ("NVIDIA L4", "8.9", None)
     assert gpu.reasons["power_watts"] == "there is no NVML"

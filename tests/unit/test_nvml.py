@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.errors import MissingCapability
-from enginesmith.pipeline.system import cuda, nvml
-from enginesmith.pipeline.system.cuda import CudaDevice, Driver
-from enginesmith.pipeline.system.nvml import GpuState, Nvml
+from enginesmith.pipeline.system import nvidia
+from enginesmith.pipeline.system.nvidia import CudaDevice, Driver, GpuState, Nvml
 
 ADDRESSES = ("0000:17:00.0", "0000:65:00.0")
 SLICE = uuid.UUID("11111111-2222-3333-4444-555555555555")
@@ -114,7 +113,7 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A container whose processes are not numbered as the host's are."""
     (tmp_path / "self/ns").mkdir(parents=True)
     (tmp_path / "self/ns/pid").symlink_to("pid:[4026532999]")
-    monkeypatch.setattr(nvml, "_PROC", tmp_path)
+    monkeypatch.setattr(nvidia, "_PROC", tmp_path)
     return tmp_path
 
 
@@ -221,18 +220,18 @@ def test_numbers_of_the_host_are_not_taken_for_ours(proc: Path) -> None:
 
 
 def test_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml.library.cache_clear()
-    monkeypatch.setattr(cuda, "driver", lambda: Driver(reason="there is no driver"))
+    nvidia.nvml.cache_clear()
+    monkeypatch.setattr(nvidia, "driver", lambda: Driver(reason="there is no driver"))
     with pytest.raises(MissingCapability, match="there is no driver"):
-        nvml.library()
+        nvidia.nvml()
     device = CudaDevice(name="NVIDIA H100", compute_capability=(9, 0))
-    monkeypatch.setattr(cuda, "driver", lambda: Driver(version=13000, devices=(device,)))
+    monkeypatch.setattr(nvidia, "driver", lambda: Driver(version=13000, devices=(device,)))
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(MissingCapability, match="unknown: nvidia-ml-py is not installed") as error:
-        nvml.library()
+        nvidia.nvml()
     assert "pip install nvidia-ml-py" in error.value.remedy
     refusing = Pynvml(nvmlInit=NVMLError("NVML Shared Library Not Found"))
     monkeypatch.setitem(sys.modules, "pynvml", refusing)
     with pytest.raises(MissingCapability, match="NVML does not start: NVML Shared Library Not Found") as error:
-        nvml.library()
+        nvidia.nvml()
     assert "NVIDIA_DRIVER_CAPABILITIES" in error.value.remedy

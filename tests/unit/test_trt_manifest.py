@@ -16,9 +16,9 @@ from enginesmith.pipeline.errors import MissingCapability, ModelError
 from enginesmith.pipeline.planning.stages import verify_steps
 from enginesmith.pipeline.planning.variants import resolve_recipe
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.system import cuda
-from enginesmith.pipeline.system.cuda import CudaDevice, Driver
+from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.system.nvidia import CudaDevice, Driver
 from enginesmith.pipeline.tasks.verify import Verify
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 
@@ -231,20 +231,20 @@ def test_without_a_driver_there_is_no_device(library: object, words: str, monkey
             raise library
         return library
 
-    monkeypatch.setattr(cuda.ctypes, "CDLL", load)
-    fresh = cuda.driver.__wrapped__()
-    monkeypatch.setattr(cuda, "driver", lambda: fresh)
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", load)
+    fresh = nvidia.driver.__wrapped__()
+    monkeypatch.setattr(nvidia, "driver", lambda: fresh)
     assert words in fresh.reason
-    assert cuda.cuda_device(0) is None
-    assert words in cuda.available(0).reason
-    assert "driver" in cuda.available(0).remedy
+    assert nvidia.cuda_device(0) is None
+    assert words in nvidia.available(0).reason
+    assert "driver" in nvidia.available(0).remedy
 
 
 def test_devices_beyond_those_that_are_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "driver", lambda: Driver(version=13000, devices=(AMPERE, ADA)))
-    assert cuda.available(1).ok
-    assert cuda.cuda_device(1) == ADA
-    missing = cuda.available(2)
+    monkeypatch.setattr(nvidia, "driver", lambda: Driver(version=13000, devices=(AMPERE, ADA)))
+    assert nvidia.available(1).ok
+    assert nvidia.cuda_device(1) == ADA
+    missing = nvidia.available(2)
     assert (missing.ok, missing.reason) == (False, "there is no cuda:2")
     assert "cuda:0 … cuda:1" in missing.remedy
     assert CudaDevice(name="RTX 5090", compute_capability=(12, 0)).target == "sm120"

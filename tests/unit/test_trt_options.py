@@ -11,8 +11,8 @@ from enginesmith.pipeline.engines.tensorrt.engine import TensorRT, TensorRTRTX
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, validate_options
 from enginesmith.pipeline.engines.tensorrt.versions import NEEDS_DEVICE, capabilities
 from enginesmith.pipeline.errors import MissingCapability, UsageError
-from enginesmith.pipeline.system.cuda import CudaDevice
 from enginesmith.pipeline.system.device import Availability
+from enginesmith.pipeline.system.nvidia import CudaDevice
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
 
 RTX = capabilities("tensorrt_rtx", "1.7.1.116")
@@ -209,21 +209,21 @@ def test_targets_that_cannot_be_had(
 
 @pytest.mark.parametrize(("target", "ok"), [("sm86", True), ("portable", True), ("sm89", False), (None, True)])
 def test_an_engine_runs_where_its_target_is(target: str | None, ok: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from enginesmith.pipeline.system import cuda
+    from enginesmith.pipeline.system import nvidia
     from enginesmith.pipeline.system.device import Device
 
     monkeypatch.setattr(TensorRTRTX, "available", classmethod(lambda cls, device: Availability(ok=True)))
-    monkeypatch.setattr(cuda, "cuda_device", lambda index: AMPERE)
+    monkeypatch.setattr(nvidia, "cuda_device", lambda index: AMPERE)
     found = TensorRTRTX(target=target).runnable(Device(kind="cuda"))
     assert found.ok == ok
     assert ok or ("sm89" in found.reason and "--target sm86" in found.remedy)
 
 
 def test_engines_of_a_named_target_are_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    from enginesmith.pipeline.system import cuda
+    from enginesmith.pipeline.system import nvidia
     from enginesmith.pipeline.system.device import Device
 
-    monkeypatch.setattr(cuda, "cuda_device", lambda index: AMPERE)
+    monkeypatch.setattr(nvidia, "cuda_device", lambda index: AMPERE)
     where = Device(kind="cuda")
     assert TensorRTRTX(target="sm89").environment_key(where) == {}
     assert TensorRTRTX().environment_key(where)["device"]["name"] == "NVIDIA A10"

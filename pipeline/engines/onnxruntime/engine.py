@@ -39,7 +39,7 @@ from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend, 
 from enginesmith.pipeline.errors import MissingCapability, install_command
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.passes.quantize.precisions import Placement
-from enginesmith.pipeline.system import cuda
+from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.cpu import int8_weight_bits
 from enginesmith.pipeline.system.device import Availability, Device
 from enginesmith.pipeline.system.software import Formats, Stack, numbers
@@ -176,7 +176,7 @@ class OnnxRuntime(Engine):
         if "CUDAExecutionProvider" not in ort.get_available_providers():
             remedy = f"replace it: pip uninstall onnxruntime; {install_command(package)}"
             return Availability(ok=False, reason="this onnxruntime is built without CUDA", remedy=remedy)
-        return cuda.available(device.index)
+        return nvidia.available(device.index)
 
     def runnable(self, device: Device) -> Availability:
         """Check the device; TF32 can be had on CUDA only."""

@@ -31,7 +31,7 @@ from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, Flavour
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.store.store import default_root
-from enginesmith.pipeline.system import cuda
+from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.device import Availability, Device
 from enginesmith.pipeline.tensors import Point, ShapeRange, Signature
 from enginesmith.pipeline.units import format_bytes
@@ -123,7 +123,7 @@ class TensorRT(WorkspaceEngine):
             for word, limit in _limits(asked):
                 chosen = cls(workspace_bytes=limit, target=target, options=asked.tensorrt, run=asked.tensorrt_run)
                 with contextlib.suppress(MissingCapability):  # this variant's own failure, once it is built
-                    chosen.targets(cuda.cuda_device((asked.named_device or Device()).index))
+                    chosen.targets(nvidia.cuda_device((asked.named_device or Device()).index))
                 yield Configuration(chosen, precision, workspace=word, target=target)
 
     @classmethod
@@ -232,14 +232,14 @@ class TensorRT(WorkspaceEngine):
         availability = versions.importable(cls.flavour)
         if not availability.ok:
             return availability
-        availability = cuda.available(device.index)
+        availability = nvidia.available(device.index)
         if not availability.ok:
             return availability
         import torch
 
         if torch.version.cuda is None:
             reason = f"the installed torch {torch.__version__} is built without CUDA, and buffers come from it"
-            return Availability(ok=False, reason=reason, remedy=cuda.OTHER_TORCH)
+            return Availability(ok=False, reason=reason, remedy=nvidia.OTHER_TORCH)
         return Availability(ok=True)
 
     @classmethod
@@ -248,7 +248,7 @@ class TensorRT(WorkspaceEngine):
         availability = versions.importable(cls.flavour)
         if not availability.ok or cls.known().builds_without_gpu:
             return availability
-        return cuda.available(0)
+        return nvidia.available(0)
 
     @classmethod
     def known(cls) -> Capabilities:
@@ -269,7 +269,7 @@ class TensorRT(WorkspaceEngine):
         """Check that the device is there and is one that the target stands for."""
         availability = type(self).available(device)
         targets = compute_capabilities(self.target, self.known())
-        here = cuda.cuda_device(device.index)
+        here = nvidia.cuda_device(device.index)
         if not availability.ok or not targets or here is None or here.target in targets:
             return availability
         reason = f"it is built for {', '.join(targets)}, and {device} is {here.target} ({here.name})"
@@ -281,8 +281,8 @@ class TensorRT(WorkspaceEngine):
         facts: dict[str, Any] = {"plugins": plugins} if plugins else {}
         if self.built_ahead:
             return facts
-        here = cuda.cuda_device(device.index)
-        facts |= {"device": here.model_dump() if here else None, "driver": cuda.driver().version}
+        here = nvidia.cuda_device(device.index)
+        facts |= {"device": here.model_dump() if here else None, "driver": nvidia.driver().version}
         if self.options.locked and (file := self._timing_cache(self.known(), here)) and file.is_file():
             facts["timing"] = file_digest(file)
         return facts
@@ -298,9 +298,9 @@ class TensorRT(WorkspaceEngine):
         assert signature is not None
         trt = versions.module(self.flavour)
         known = self.known()
-        here = cuda.cuda_device(request.device.index)
+        here = nvidia.cuda_device(request.device.index)
         if not known.builds_without_gpu:
-            _need(cuda.available(request.device.index), self.name)
+            _need(nvidia.available(request.device.index), self.name)
         targets = self.targets(here)
         model = model_file.skeleton(request.artifact.path)
         options, notes = _for_graph(self.options, model, request.artifact.path)
@@ -336,7 +336,7 @@ class TensorRT(WorkspaceEngine):
             rejected=rejected,
         )
 
-    def targets(self, here: cuda.CudaDevice | None) -> tuple[str, ...]:
+    def targets(self, here: nvidia.CudaDevice | None) -> tuple[str, ...]:
         """List what the builder is told to compile for, where ``here`` is the device at hand.
 
         Raises:
@@ -367,7 +367,7 @@ class TensorRT(WorkspaceEngine):
             raise UsageError(f"{self.name} has no target {self.target!r}", f"use one of {choices}")
         return compute_capabilities(self.target, known)
 
-    def _timing_cache(self, known: Capabilities, here: cuda.CudaDevice | None) -> Path | None:
+    def _timing_cache(self, known: Capabilities, here: nvidia.CudaDevice | None) -> Path | None:
         """Name the file of kernel timings: the one that was given, else one for each device and version."""
         if not known.timing_cache or here is None:
             return None
@@ -382,7 +382,7 @@ class TensorRT(WorkspaceEngine):
         settings: BuilderSettings,
         built: Built,
         audit: audits.Audit,
-        here: cuda.CudaDevice | None,
+        here: nvidia.CudaDevice | None,
         version: str,
         notes: tuple[str, ...],
     ) -> EngineManifest:
@@ -394,7 +394,7 @@ class TensorRT(WorkspaceEngine):
             target=self.target,
             compute_capabilities=settings.targets or ((here.target,) if here else ()),
             device=here.name if here and not settings.known.builds_without_gpu else None,
-            driver=cuda.driver().version if not settings.known.builds_without_gpu else None,
+            driver=nvidia.driver().version if not settings.known.builds_without_gpu else None,
             sha256=built.sha256,
             bytes=engine.stat().st_size,
             model_sha256=request.artifact.sha256,

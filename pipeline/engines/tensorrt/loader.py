@@ -28,8 +28,8 @@ from enginesmith.pipeline.errors import (
     UsageError,
 )
 from enginesmith.pipeline.store.store import default_root
-from enginesmith.pipeline.system.cuda import cuda_device, driver
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.system.nvidia import cuda_device, driver
 from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
 
 _log = logging.getLogger(__name__)

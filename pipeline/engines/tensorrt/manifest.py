@@ -12,7 +12,7 @@ from enginesmith.pipeline.engines.tensorrt.layers import Audit
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.engines.tensorrt.versions import FlavourName, installed_version, numbers
 from enginesmith.pipeline.errors import MissingCapability, ModelError
-from enginesmith.pipeline.system.cuda import cuda_device, driver
+from enginesmith.pipeline.system.nvidia import cuda_device, driver
 from enginesmith.pipeline.tensors import Signature
 
 SCHEMA: Literal["enginesmith.engine/1"] = "enginesmith.engine/1"

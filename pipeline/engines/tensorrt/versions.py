@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from enginesmith.pipeline.engines.compatibility import Check, check, check_driver, check_packages
 from enginesmith.pipeline.errors import MissingCapability
 from enginesmith.pipeline.system.device import Availability
-from enginesmith.pipeline.system.nvml import GpuState
+from enginesmith.pipeline.system.nvidia import GpuState
 from enginesmith.pipeline.system.software import Stack
 
 FlavourName = Literal["tensorrt", "tensorrt_rtx"]

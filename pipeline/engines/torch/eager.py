@@ -23,7 +23,7 @@ from enginesmith.pipeline.engines.base import Configuration, Engine, Profiled, P
 from enginesmith.pipeline.engines.compatibility import NO_GPU, Check, check, check_driver, check_packages
 from enginesmith.pipeline.engines.torch.session import EagerSession, GraphedSession
 from enginesmith.pipeline.errors import MissingCapability
-from enginesmith.pipeline.system import cuda
+from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.device import Availability, Device
 from enginesmith.pipeline.system.software import Formats, Numbers, Stack, numbers
 
@@ -82,7 +82,7 @@ class Eager(Engine):
 
         if torch.version.cuda is None:
             reason = f"the installed torch {torch.__version__} is built without CUDA"
-            return Availability(ok=False, reason=reason, remedy=cuda.OTHER_TORCH)
+            return Availability(ok=False, reason=reason, remedy=nvidia.OTHER_TORCH)
         if not torch.cuda.is_available():
             remedy = "look at what nvidia-smi says; the driver is missing or older than this torch needs"
             return Availability(ok=False, reason="torch finds no CUDA device", remedy=remedy)
@@ -103,7 +103,7 @@ class Eager(Engine):
             return Availability(ok=False, reason=reason, remedy="use --device cuda, or leave that away")
         if device.kind == "cpu":
             return availability
-        here = cuda.cuda_device(device.index)
+        here = nvidia.cuda_device(device.index)
         if self.tf32 and here and here.compute_capability < _TF32_SINCE:
             reason = f"TF32 needs compute capability 8.0, and {device} is {here.target} ({here.name})"
             return Availability(ok=False, reason=reason, remedy="leave tf32 away: products are in float32 here anyway")

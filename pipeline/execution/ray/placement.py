@@ -21,7 +21,7 @@ from enginesmith.pipeline.engines import environment, packages
 from enginesmith.pipeline.execution.executor import own_code
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.recipe.fleet import Place
-from enginesmith.pipeline.system import cpu, cuda, machine, software
+from enginesmith.pipeline.system import cpu, machine, nvidia, software
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class NodeFingerprint:
 def own_fingerprint() -> NodeFingerprint:
     """Take the fingerprint of this machine."""
     major, minor, _ = platform.python_version_tuple()
-    gpus = [gpu.model_dump() for gpu in cuda.driver().devices]
+    gpus = [gpu.model_dump() for gpu in nvidia.driver().devices]
     kind = json_digest([platform.machine(), cpu.model(), cpu.vector_units(), gpus])
     return NodeFingerprint(
         f"{major}.{minor}",

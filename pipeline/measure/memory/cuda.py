@@ -230,10 +230,10 @@ def _stat(stats: Mapping[str, Any], name: str, which: str) -> int:
 
 def _process(device: Device) -> Known:
     """Ask NVML for the bytes of this process."""
-    from enginesmith.pipeline.system import nvml
+    from enginesmith.pipeline.system import nvidia
 
     try:
-        return Known(*nvml.library().process_bytes(device.index, os.getpid()))
+        return Known(*nvidia.nvml().process_bytes(device.index, os.getpid()))
     except MissingCapability as error:
         return Known(None, str(error))
 

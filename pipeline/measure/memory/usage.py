@@ -27,9 +27,9 @@ def used_bytes(device: Device) -> tuple[int | None, str]:
         found = _of_container() or _of_processes(os.getpgrp())
         return found, "" if found is not None else "the kernel does not show what processes have resident"
     try:
-        from enginesmith.pipeline.system import nvml
+        from enginesmith.pipeline.system import nvidia
 
-        return nvml.library().used_bytes(device.index), ""
+        return nvidia.nvml().used_bytes(device.index), ""
     except MissingCapability as error:
         return None, str(error)
 
@@ -49,9 +49,9 @@ def _own_bytes(device: Device, process: int) -> tuple[int | None, str]:
         pages = fields(Path(f"/proc/{process}/smaps_rollup"))
         return sum(kibibytes(pages.get(name, "0 kB")) for name in ("Private_Clean", "Private_Dirty")), ""
     try:
-        from enginesmith.pipeline.system import nvml
+        from enginesmith.pipeline.system import nvidia
 
-        return nvml.library().process_bytes(device.index, process)
+        return nvidia.nvml().process_bytes(device.index, process)
     except MissingCapability as error:
         return None, str(error)
 

@@ -1,8 +1,9 @@
-"""Read the state of GPUs from NVIDIA's management library (NVML), by the package nvidia-ml-py (``pynvml``).
+"""Read NVIDIA's GPUs: the devices that the CUDA driver shows, and their state from the management library (NVML).
 
-NVML counts all devices in the order of the bus; CUDA hides and renumbers them (CUDA_VISIBLE_DEVICES), so a device is
-found by its address on the PCI bus. A slice of a device (MIG) has a handle of its own, which tells its memory and its
-processes; the rest belongs to the whole device.
+The driver is asked by ctypes, without importing a framework or starting a context; NVML by the package nvidia-ml-py
+(``pynvml``). NVML counts all devices in the order of the bus; CUDA hides and renumbers them (CUDA_VISIBLE_DEVICES), so
+a device is found by its address on the PCI bus. A slice of a device (MIG) has a handle of its own, which tells its
+memory and its processes; the rest belongs to the whole device.
 """
 
 import ctypes
@@ -16,16 +17,95 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.errors import MissingCapability
-from enginesmith.pipeline.system import cuda
+from enginesmith.pipeline.system.device import Availability
+
+OTHER_TORCH = (
+    "replace it: pip uninstall -y torch && pip install torch; where PIP_EXTRA_INDEX_URL points at "
+    "PyTorch's CPU index, unset it first"
+)
+"""For a torch without CUDA. It satisfies every requirement, so that installing alone leaves it as it is; and pip takes
+``2.13.0+cpu`` for newer than ``2.13.0``, wherever it finds both."""
+_NAME_BYTES, _ADDRESS_BYTES, _IDENTITY_BYTES = 256, 32, 16
+_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h
+
+
+class CudaDevice(BaseModel):
+    """One device as the driver names it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    compute_capability: tuple[int, int]
+
+    @property
+    def target(self) -> str:
+        """``sm86`` for compute capability 8.6."""
+        return "sm{}{}".format(*self.compute_capability)
+
+
+class Driver(BaseModel):
+    """The CUDA driver: its version (13020 is CUDA 13.2) and its devices, or why there are none."""
+
+    model_config = ConfigDict(frozen=True)
+
+    version: int | None = None
+    devices: tuple[CudaDevice, ...] = ()
+    reason: str = ""
+
+
+@functools.cache
+def driver() -> Driver:
+    """Ask the driver once in each process."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Driver(reason="there is no CUDA driver (libcuda.so.1)")
+    if code := library.cuInit(0):
+        return Driver(reason=f"the CUDA driver does not start (cuInit gives {code})")
+    version, count = c_int(), c_int()
+    if code := library.cuDriverGetVersion(byref(version)) or library.cuDeviceGetCount(byref(count)):
+        return Driver(reason=f"the CUDA driver does not say which devices there are (error {code})")
+    devices = []
+    for index in range(count.value):
+        handle, number, name = c_int(), c_int(), create_string_buffer(_NAME_BYTES)
+        library.cuDeviceGet(byref(handle), index)
+        library.cuDeviceGetName(name, _NAME_BYTES, handle)
+        capability = []
+        for attribute in _CAPABILITY:
+            library.cuDeviceGetAttribute(byref(number), attribute, handle)
+            capability.append(number.value)
+        devices.append(
+            CudaDevice(name=name.value.decode(errors="replace"), compute_capability=(capability[0], capability[1]))
+        )
+    reason = "" if devices else "the CUDA driver shows no device"
+    return Driver(version=version.value, devices=tuple(devices), reason=reason)
+
+
+def cuda_device(index: int) -> CudaDevice | None:
+    """Return the device, if it is there."""
+    devices = driver().devices
+    return devices[index] if index < len(devices) else None
+
+
+def available(index: int) -> Availability:
+    """Tell whether the driver shows that device."""
+    shown = driver()
+    if not shown.devices:
+        remedy = "install NVIDIA's driver, or start the container with --gpus all"
+        return Availability(ok=False, reason=f"no CUDA device here: {shown.reason}", remedy=remedy)
+    if index < len(shown.devices):
+        return Availability(ok=True)
+    remedy = f"use one of cuda:0 … cuda:{len(shown.devices) - 1}"
+    return Availability(ok=False, reason=f"there is no cuda:{index}", remedy=remedy)
+
 
 _PROC = Path("/proc")
 _HOST_NAMESPACE = "pid:[4026531836]"
 """PROC_PID_INIT_INO of the kernel's proc_ns.h: where processes have the numbers that the driver knows."""
-_ADDRESS_BYTES, _IDENTITY_BYTES = 32, 16
 _SM, _MEMORY = 1, 2
 _BY_POWER, _BY_HEAT = 0, 1
 _UNKNOWN_STATE = 32
-_COMPUTE_MODES = ("default", "exclusive thread", "prohibited", "exclusive process")
+_COMPUTE_MODES = dict(enumerate(("default", "exclusive thread", "prohibited", "exclusive process")))
 IDLE = "idle"
 CHOSEN = "application clocks"
 CLOCK_LIMITS = {
@@ -43,7 +123,7 @@ CLOCK_LIMITS = {
 
 
 class _UnknownError(Exception):
-    """Say why a question has no answer though NVML gave one."""
+    """NVML's answer to a question says nothing; the message says why."""
 
 
 class GpuProcess(BaseModel):
@@ -75,20 +155,20 @@ class GpuState(BaseModel):
     memory_clock_mhz: int | None = None
     memory_clock_max_mhz: int | None = None
     clock_limits: tuple[str, ...] | None = None
-    """What keeps clocks from being higher now (throttle reasons)."""
+    """Reasons why clocks are not higher now (throttle reasons)."""
     held_back_by_power_seconds: float | None = None
     """Counted by the driver since it was loaded."""
     held_back_by_heat_seconds: float | None = None
     performance_state: str | None = None
     """P0 is the fastest."""
     utilisation_percent: int | None = None
-    """Of the last moments (1/6 to 1 second) in which a kernel ran."""
+    """Share of the last moments (1/6 to 1 second) in which a kernel ran."""
     compute_mode: str | None = None
     persistence: bool | None = None
-    """Whether the driver stays loaded while nothing uses the device."""
+    """The driver stays loaded while nothing uses the device."""
     ecc: bool | None = None
     mig: bool | None = None
-    """Whether the device is divided; then memory and processes are those of the slice."""
+    """The device is divided; then memory and processes are those of the slice."""
     processes: tuple[GpuProcess, ...] | None = None
     reasons: dict[str, str] = {}
 
@@ -138,8 +218,12 @@ class Nvml:
             processes = self._processes(part)
         except self._calls.NVMLError as refusal:
             return None, f"NVML does not list processes: {refusal}"
-        if strange := _find_foreign_process(processes):
-            return None, f"the driver numbers processes as the host does ({strange}, say), and this container otherwise"
+        namespace = _PROC / "self/ns/pid"
+        if not (namespace.is_symlink() and str(namespace.readlink()) == _HOST_NAMESPACE):
+            strange = next((process.pid for process in processes if not (_PROC / str(process.pid)).is_dir()), None)
+            if strange:
+                reason = f"the driver numbers processes as the host does ({strange}, say), and this container otherwise"
+                return None, reason
         own = next((process for process in processes if process.pid == pid), None)
         if own is None:
             return None, f"the driver lists no process {pid} on the device; in a container it may list none at all"
@@ -176,6 +260,15 @@ class Nvml:
     def _questions(self, whole: Any, part: Any) -> dict[str, Callable[[], Any]]:
         """Questions about a device, by the field that the answer goes to."""
         nvml = self._calls
+
+        def held_back_seconds(policy: int) -> float:
+            return float(nvml.nvmlDeviceGetViolationStatus(whole, policy).violationTime) / 1e9
+
+        def performance_state() -> str:
+            if (number := nvml.nvmlDeviceGetPerformanceState(whole)) == _UNKNOWN_STATE:
+                raise _UnknownError("the driver does not know it")
+            return f"P{number}"
+
         return {
             "name": lambda: nvml.nvmlDeviceGetName(whole),
             "compute_capability": lambda: "{}.{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(whole)),
@@ -187,12 +280,14 @@ class Nvml:
             "sm_clock_max_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(whole, _SM),
             "memory_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(whole, _MEMORY),
             "memory_clock_max_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(whole, _MEMORY),
-            "clock_limits": lambda: _words(self._clock_limits(whole)),
-            "held_back_by_power_seconds": lambda: self._held_back(whole, _BY_POWER),
-            "held_back_by_heat_seconds": lambda: self._held_back(whole, _BY_HEAT),
-            "performance_state": lambda: _performance_state(nvml.nvmlDeviceGetPerformanceState(whole)),
+            "clock_limits": lambda: self._clock_limits(whole),
+            "held_back_by_power_seconds": lambda: held_back_seconds(_BY_POWER),
+            "held_back_by_heat_seconds": lambda: held_back_seconds(_BY_HEAT),
+            "performance_state": performance_state,
             "utilisation_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(whole).gpu,
-            "compute_mode": lambda: _compute_mode(nvml.nvmlDeviceGetComputeMode(whole)),
+            "compute_mode": lambda: _COMPUTE_MODES.get(
+                mode := nvml.nvmlDeviceGetComputeMode(whole), f"unknown mode {mode}"
+            ),
             "persistence": lambda: bool(nvml.nvmlDeviceGetPersistenceMode(whole)),
             "ecc": lambda: bool(nvml.nvmlDeviceGetEccMode(whole)[0]),
             "mig": lambda: bool(nvml.nvmlDeviceGetMigMode(whole)[0]),
@@ -201,55 +296,30 @@ class Nvml:
             "processes": lambda: self._processes(part),
         }
 
-    def _clock_limits(self, handle: Any) -> int:
-        """Bits of what keeps clocks down; drivers before 535 only have the second name."""
+    def _clock_limits(self, handle: Any) -> tuple[str, ...]:
+        """List what keeps clocks down; drivers before 535 only have the second name."""
         try:
-            return int(self._calls.nvmlDeviceGetCurrentClocksEventReasons(handle))
+            bits = int(self._calls.nvmlDeviceGetCurrentClocksEventReasons(handle))
         except self._calls.NVMLError_FunctionNotFound:
-            return int(self._calls.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
-
-    def _held_back(self, handle: Any, policy: int) -> float:
-        """Seconds, since the driver was loaded, that a policy kept clocks below what was asked for."""
-        return float(self._calls.nvmlDeviceGetViolationStatus(handle, policy).violationTime) / 1e9
+            bits = int(self._calls.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        unknown = bits & ~sum(CLOCK_LIMITS)
+        known = tuple(words for bit, words in CLOCK_LIMITS.items() if bits & bit)
+        return (*known, f"unknown reason {unknown:#x}") if unknown else known
 
     def _processes(self, handle: Any) -> tuple[GpuProcess, ...]:
         listed = self._calls.nvmlDeviceGetComputeRunningProcesses(handle)
         return tuple(GpuProcess(pid=one.pid, used_bytes=one.usedGpuMemory) for one in listed)
 
 
-def _words(bits: int) -> tuple[str, ...]:
-    unknown = bits & ~sum(CLOCK_LIMITS)
-    known = tuple(words for bit, words in CLOCK_LIMITS.items() if bits & bit)
-    return (*known, f"unknown reason {unknown:#x}") if unknown else known
-
-
-def _performance_state(number: int) -> str:
-    if number == _UNKNOWN_STATE:
-        raise _UnknownError("the driver does not know it")
-    return f"P{number}"
-
-
-def _compute_mode(number: int) -> str:
-    return _COMPUTE_MODES[number] if number < len(_COMPUTE_MODES) else f"unknown mode {number}"
-
-
-def _find_foreign_process(processes: tuple[GpuProcess, ...]) -> int | None:
-    """Find a listed process that does not run here, where processes have other numbers than on the host."""
-    if (_PROC / "self/ns/pid").is_symlink() and str((_PROC / "self/ns/pid").readlink()) == _HOST_NAMESPACE:
-        return None
-    return next((process.pid for process in processes if not (_PROC / str(process.pid)).is_dir()), None)
-
-
 @functools.cache
-def library() -> Nvml:
+def nvml() -> Nvml:
     """Start NVML, once in each process.
 
     Raises:
         MissingCapability: there is no CUDA device, or no NVML; says why.
     """
-    found = cuda.driver()
-    if not found.devices:
-        raise MissingCapability(f"no CUDA device here: {found.reason}", "install NVIDIA's driver")
+    if not driver().devices:
+        raise MissingCapability(f"no CUDA device here: {driver().reason}", "install NVIDIA's driver")
     try:
         import pynvml
     except ImportError as error:
