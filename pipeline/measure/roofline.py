@@ -165,7 +165,7 @@ def count_work(path: Path, sizes: Mapping[str, int], batch: int, *, executed: bo
         SignatureError: its inputs are no tensors.
     """
     seen = view(path, sizes)
-    covered = coverage.of(path, sizes, executed=executed)
+    covered = coverage.compute_coverage(path, sizes, executed=executed)
     flops = {name: round(2 * share * covered.total_macs) for name, share in covered.macs.items()}
     if "fp32" in flops and arithmetic != "fp32":
         flops[arithmetic] = flops.pop("fp32") + flops.get(arithmetic, 0)

@@ -5,8 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from enginesmith.pipeline.frameworks.onnx.shares import Coverage, percent, words
-from enginesmith.pipeline.frameworks.torch.pruning_facts import Facts
+from enginesmith.pipeline.frameworks.records import Coverage, PruningFacts, format_percent, format_shares
 from enginesmith.pipeline.measure import profile
 from enginesmith.pipeline.measure.rows import LatencyRow, LimitRow, MemoryRow, Throughput
 from enginesmith.pipeline.passes.finetune.options import Point
@@ -344,8 +343,8 @@ def tabulate_coverage(run: Run) -> Table:
 def _shares(coverage: Coverage) -> dict[str, str]:
     unknown = f", {coverage.unknown_products} products of unknown size" if coverage.unknown_products else ""
     return {
-        "multiply-adds": words(coverage.macs) + unknown,
-        "weights": words(coverage.weights),
+        "multiply-adds": format_shares(coverage.macs) + unknown,
+        "weights": format_shares(coverage.weights),
         "Q/DQ pairs": str(coverage.qdq_pairs),
         "not fused": str(coverage.unfused),
         "islands": str(coverage.islands),
@@ -369,7 +368,7 @@ def tabulate_assignment(record: VariantRecord, name: str = "") -> Table:
             "operator": group.operator,
             "precision": group.precision,
             "SQNR dB": number_cell(group.sqnr_db, ".1f"),
-            "multiply-adds": "–" if group.macs is None or not total else percent(group.macs / total),
+            "multiply-adds": "–" if group.macs is None or not total else format_percent(group.macs / total),
             "why": group.why or "–",
         }
         for group in sorted(record.assignment, key=rank)
@@ -526,7 +525,7 @@ def _left(before: int, after: int) -> str:
     return f"{after / before:.1%}" if before else "–"
 
 
-def tabulate_groups(facts: Facts, name: str = "", caption: str = "") -> Table:
+def tabulate_groups(facts: PruningFacts, name: str = "", caption: str = "") -> Table:
     """List the channels of each group of layers before and after pruning."""
     rows = (
         {"group": group.root, "unit": group.unit, "before": str(group.before), "after": str(group.after)}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginesmith.pipeline.engines import title
-from enginesmith.pipeline.frameworks.onnx.shares import HALF, Coverage, percent, words
+from enginesmith.pipeline.frameworks.records import HALF, Coverage, format_percent, format_shares
 from enginesmith.pipeline.measure.statistics import TOO_NOISY, divide
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
 from enginesmith.pipeline.results.run import VariantRecord
@@ -51,10 +51,10 @@ def find_shortfall(record: VariantRecord, where: Device) -> tuple[float, str] | 
     share = shares.get(low, 0.0)
     if share >= _ENOUGH:
         return None
-    amount = "none" if not share else "less than 1 %" if share < 0.01 else f"only {percent(share)}"
+    amount = "none" if not share else "less than 1 %" if share < 0.01 else f"only {format_percent(share)}"
     verb = f"of the weights is stored in {low}" if by_weights else f"of the multiply-adds is computed in {low}"
     rest = {name: other for name, other in shares.items() if name != low}
-    left = words(rest) if by_weights else _operators(evidence, rest)
+    left = format_shares(rest) if by_weights else _operators(evidence, rest)
     return share, f"{amount} {verb}; the rest is {left}{_because(record, low, where)}"
 
 
@@ -63,7 +63,7 @@ def _operators(evidence: Coverage, rest: Mapping[str, float]) -> str:
     parts = []
     for precision in rest:
         found = dict(list(evidence.operators[precision].items())[:_SHOWN])
-        parts.append(f"{precision}: {words(found)}")
+        parts.append(f"{precision}: {format_shares(found)}")
     return "; ".join(parts)
 
 
@@ -150,7 +150,7 @@ def _evidence(record: VariantRecord, low: str, given: Circumstances) -> Iterator
     if found is not None:
         shares = found.weights if record.precision in _WEIGHTS_ONLY else found.macs
         what = "weights" if record.precision in _WEIGHTS_ONLY else "multiply-adds"
-        yield f"{percent(shares.get(low, 0.0))} of the {what} in {low}"
+        yield f"{format_percent(shares.get(low, 0.0))} of the {what} in {low}"
         if found.unknown_products:
             yield f"{found.unknown_products} products of unknown size, which are in no share"
     yield from _reformatting(record)

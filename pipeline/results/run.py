@@ -12,8 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from enginesmith.pipeline.artifact import HistoryEntry
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.frameworks.onnx.shares import Coverage
-from enginesmith.pipeline.frameworks.torch.pruning_facts import Facts
+from enginesmith.pipeline.frameworks.records import Coverage, PruningFacts
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import DeviceLimits, LatencyRow, LimitRow, MemoryRow, Profile, StageFidelity
 from enginesmith.pipeline.passes.finetune.options import Recovery
@@ -152,7 +151,7 @@ class VariantRecord(_Part):
     profile: tuple[Profile, ...] = ()
     """Where its time goes."""
     build: BuildRecord | None = None
-    pruning: tuple[Facts, ...] = ()
+    pruning: tuple[PruningFacts, ...] = ()
     """What pruning took away, one entry for each time that it was done."""
     recovery: tuple[Recovery, ...] = ()
     """How the pruned model was trained back, likewise."""

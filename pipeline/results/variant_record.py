@@ -9,7 +9,7 @@ from typing import Any
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import WrongEngine
 from enginesmith.pipeline.execution.events import Outcomes
-from enginesmith.pipeline.frameworks.onnx.shares import Coverage
+from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.roofline import floor
 from enginesmith.pipeline.measure.rows import DeviceLimits, LatencyRow, LimitRow, MemoryRow, Profile, StageFidelity

@@ -18,7 +18,7 @@ from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.engines.base import BuildRequest, Engine, Session
 from enginesmith.pipeline.errors import DataError, MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.frameworks.onnx import edit, evaluator, macs, model_file
+from enginesmith.pipeline.frameworks.onnx import coverage, edit, evaluator, model_file
 from enginesmith.pipeline.measure.fidelity import Fidelity, compare_calls, thresholds_for
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.candidate import Candidate as TimedCandidate
@@ -61,7 +61,7 @@ class Sensitivity(Task):
         floating = edit.load(model.path)
         found = layers.find(floating)
         kinds = {node.name: _kind(node) for node in floating.graph}
-        work = macs.macs(model.path, _sizes(inputs["reference"]))
+        work = coverage.count_macs(model.path, _sizes(inputs["reference"]))
         ratios, left, reads = self._ratios(inputs, found, progress)
         if not ratios:
             raise ModelError(

@@ -13,7 +13,7 @@ from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import BuildRequest, Engine
 from enginesmith.pipeline.errors import EmptyLayer, ModelError, UsageError
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.frameworks.torch.pruning_facts import Facts, Kept
+from enginesmith.pipeline.frameworks.records import PrunedGroup, PruningFacts
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.candidate import Candidate
 from enginesmith.pipeline.measure.latency.rows import measure_latency
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MODEL = "model"
 FACTS = "pruning.json"
-"""Beside the pruned model: what was done, as :class:`~enginesmith.pipeline.frameworks.torch.pruning_facts.Facts`."""
+"""Beside the pruned model: what was done, as :class:`~enginesmith.pipeline.frameworks.records.PruningFacts`."""
 TOOLS = ("torch", "torch-pruning", "numpy")
 
 
@@ -80,9 +80,9 @@ class Prune(Task):
         )
 
 
-def read_facts(artifact: Artifact) -> Facts:
+def read_facts(artifact: Artifact) -> PruningFacts:
     """Read what was done to make a pruned model."""
-    return Facts.model_validate_json((artifact.folder / FACTS).read_bytes())
+    return PruningFacts.model_validate_json((artifact.folder / FACTS).read_bytes())
 
 
 def pruned(
@@ -160,9 +160,9 @@ def hold_runs(loaded: "LoadedModel") -> None:
             )
 
 
-def _facts(task: Prune, loaded: "LoadedModel", done: "Pruned") -> Facts:
+def _facts(task: Prune, loaded: "LoadedModel", done: "Pruned") -> PruningFacts:
     rows = loaded.dynamic_sizes.get(samples.batch_symbol(loaded.signature) or "", 1)
-    return Facts(
+    return PruningFacts(
         target=str(task.target),
         importance=task.options.importance,
         scope=task.options.scope,
@@ -177,9 +177,9 @@ def _facts(task: Prune, loaded: "LoadedModel", done: "Pruned") -> Facts:
     )
 
 
-def _overall(done: "Pruned") -> tuple[Kept, ...]:
+def _overall(done: "Pruned") -> tuple[PrunedGroup, ...]:
     """Merge the entries of each group over all steps."""
-    found: dict[str, Kept] = {}
+    found: dict[str, PrunedGroup] = {}
     for one in done.surgery.history:
         first = found.get(one.root, one)
         kept = one.kept if first is one else tuple(first.kept[index] for index in one.kept)
@@ -187,7 +187,7 @@ def _overall(done: "Pruned") -> tuple[Kept, ...]:
     return tuple(found.values())
 
 
-def summary(facts: Facts) -> str:
+def summary(facts: PruningFacts) -> str:
     """Describe pruning in one sentence."""
     macs = f"{1 - facts.macs_after / max(facts.macs_before, 1):.1%} of MACs"
     numbers = f"{1 - facts.parameters_after / max(facts.parameters_before, 1):.1%} of parameters"

@@ -15,7 +15,8 @@ from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines.base import Engine, Session
 from enginesmith.pipeline.errors import ModelError, SignatureError, SourceError
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.frameworks.onnx import coverage, model_file, shares
+from enginesmith.pipeline.frameworks.onnx import coverage, model_file
+from enginesmith.pipeline.frameworks.records import Coverage, format_shares
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.measure.fidelity import Fidelity, Thresholds, compare_calls, thresholds_for
 from enginesmith.pipeline.measure.rows import StageFidelity
@@ -217,7 +218,7 @@ class Audit(Task):
         sizes = _sizes(model, inputs["reference"])
         with tempfile.TemporaryDirectory(prefix="enginesmith-audit-") as scratch:
             path = self.engine.executed(model, self.device, Path(scratch)) if self.engine else model.path
-            found = coverage.of(path, sizes, executed=self.engine is not None)
+            found = coverage.compute_coverage(path, sizes, executed=self.engine is not None)
         write_records(out, [found])
         return Effect(file=RECORDS, summary=_told(found))
 
@@ -228,8 +229,8 @@ def _sizes(model: Artifact, reference: Artifact) -> dict[str, int]:
     return sizes | ({batch: 1} if batch else {})
 
 
-def _told(found: shares.Coverage) -> str:
-    parts = [f"multiply-adds {shares.words(found.macs)}", f"weights {shares.words(found.weights)}"]
+def _told(found: Coverage) -> str:
+    parts = [f"multiply-adds {format_shares(found.macs)}", f"weights {format_shares(found.weights)}"]
     parts += [f"{found.qdq_pairs} Q/DQ pairs"] if found.qdq_pairs else []
     parts += [f"{found.islands} islands of low precision"] if found.islands else []
     parts += [f"{found.unknown_products} products of unknown size"] if found.unknown_products else []

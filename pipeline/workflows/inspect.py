@@ -84,18 +84,19 @@ def _sparsity(file: Path) -> Facts:
 
 def _precision(file: Path, signature: Signature) -> Facts:
     """Shares of work and weights by precision, of one sample; what else is dynamic is taken at a usual size."""
-    from enginesmith.pipeline.frameworks.onnx import coverage, shares
+    from enginesmith.pipeline.frameworks.onnx import coverage
+    from enginesmith.pipeline.frameworks.records import format_shares
     from enginesmith.pipeline.frameworks.samples import batch_symbol
 
     sizes = dict.fromkeys(signature.symbols, _USUAL_SIZE)
     if batch := batch_symbol(signature):
         sizes[batch] = 1
-    found = coverage.of(file, sizes)
+    found = coverage.compute_coverage(file, sizes)
     return {
         "sizes": ", ".join(f"{name} {size}" for name, size in sizes.items()) or "all fixed",
         "multiply-adds": f"{found.total_macs:,}",
-        "share of multiply-adds": shares.words(found.macs),
-        "share of weights": shares.words(found.weights),
+        "share of multiply-adds": format_shares(found.macs),
+        "share of weights": format_shares(found.weights),
         "products": ", ".join(f"{count} {name}" for name, count in found.products.items()) or "none",
         "products of unknown size": found.unknown_products,
         "Q/DQ pairs": found.qdq_pairs,

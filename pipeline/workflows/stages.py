@@ -15,8 +15,8 @@ from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.execution.merge import assign_step_machines
 from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.execution.settings import Settings
+from enginesmith.pipeline.frameworks.records import PruningFacts
 from enginesmith.pipeline.frameworks.source import SAVED, Source
-from enginesmith.pipeline.frameworks.torch.pruning_facts import Facts
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.planning import stages as plans
 from enginesmith.pipeline.planning.plan import Step, StepRef, libraries_of
@@ -81,7 +81,7 @@ class StageResult(BaseModel):
 class PruneResult(StageResult):
     """What ``prune`` did."""
 
-    pruning: Facts
+    pruning: PruningFacts
 
 
 def export(recipe: Recipe, output: Path, settings: Settings) -> StageResult:

@@ -12,7 +12,7 @@ from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
 from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.execution.events import Outcome
-from enginesmith.pipeline.frameworks.onnx.shares import Coverage
+from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.planning.plan import LATENCY, LOAD, Plan, Step, StepRef, Variant, VariantName, add_audits
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.results.assemble import Header, assemble

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginesmith.pipeline.frameworks.torch.pruning_facts import Facts
+from enginesmith.pipeline.frameworks.records import PruningFacts
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import (
     LatencyRow,
@@ -117,7 +117,7 @@ def pruned(name: str, ms: float) -> VariantRecord:
         ending="planned", reason="all 20 planned steps are done", samples=960, held_back=240, data="digits", plan=plan,
         curve=curve,
     )  # fmt: skip
-    facts = Facts(
+    facts = PruningFacts(
         target="macs=-50%", importance="l2", scope="global", macs_before=10, macs_after=5, parameters_before=10,
         parameters_after=5, channels_before=16, channels_after=8, groups=(), whole={},
     )  # fmt: skip

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch.utils.flop_counter import FlopCounterMode
 
 from enginesmith.models import MODELS, bert, lstm, mobilenet, resnet, unet, vit
-from enginesmith.pipeline.frameworks.onnx import macs
+from enginesmith.pipeline.frameworks.onnx import coverage
 from enginesmith.pipeline.frameworks.onnx.shapes import Value, view
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.frameworks.torch.module import LoadOptions, load
@@ -129,14 +129,14 @@ INTEGERS: list[tuple[str, onnx.NodeProto, dict[str, list[Any]], dict[str, Any], 
 @pytest.mark.parametrize("case", STANDARD, ids=lambda case: case[0])
 def test_products_are_counted(tmp_path: Path, case: Any) -> None:
     _, product, inputs, weights, expected = case
-    assert macs.macs(saved(tmp_path, [product], inputs, weights), BATCH) == {"n": expected}
+    assert coverage.count_macs(saved(tmp_path, [product], inputs, weights), BATCH) == {"n": expected}
 
 
 @pytest.mark.parametrize("case", FOREIGN, ids=lambda case: case[0])
 def test_products_of_onnx_runtime_are_counted(tmp_path: Path, case: Any) -> None:
     _, product, inputs, weights, expected, result = case
     path = saved(tmp_path, [product], inputs, weights)
-    assert macs.macs(path, BATCH) == {"n": expected}
+    assert coverage.count_macs(path, BATCH) == {"n": expected}
     assert view(path, BATCH).value("y") == result
 
 
@@ -144,7 +144,7 @@ def test_products_of_onnx_runtime_are_counted(tmp_path: Path, case: Any) -> None
 def test_products_of_integers_are_counted(tmp_path: Path, case: Any) -> None:
     _, product, inputs, weights, expected, result = case
     path = saved(tmp_path, [product], inputs, weights, UINT8)
-    assert macs.macs(path, BATCH) == {"n": expected}
+    assert coverage.count_macs(path, BATCH) == {"n": expected}
     assert view(path, BATCH).value("y") == result
 
 
@@ -174,15 +174,15 @@ def test_shapes_that_are_computed_in_the_graph_are_found(tmp_path: Path) -> None
         node("MatMul", "flat w", name=""),
     ]
     weights = {"rest": np.array([-1]), "w": zeros(80, 3)}
-    assert macs.macs(saved(tmp_path, nodes, ROWS, weights), BATCH) == {"MatMul_3": 2 * 80 * 3}
+    assert coverage.count_macs(saved(tmp_path, nodes, ROWS, weights), BATCH) == {"MatMul_3": 2 * 80 * 3}
 
 
 def test_what_cannot_be_known_is_left_out(tmp_path: Path) -> None:
     nodes = [node("Mystery", "x", domain="elsewhere", output="a"), node("MatMul", "a w", "first", "b")]
     path = saved(tmp_path, [*nodes, node("MatMul", "x w", "second")], ROWS, MATRIX)
-    assert macs.macs(path, BATCH) == {"second": 2 * 5 * 16 * 7}
-    assert macs.count_products(view(path, BATCH))["first"] is None
-    assert macs.macs(path, {}) == {}
+    assert coverage.count_macs(path, BATCH) == {"second": 2 * 5 * 16 * 7}
+    assert coverage.count_products(view(path, BATCH))["first"] is None
+    assert coverage.count_macs(path, {}) == {}
 
 
 def test_sizes_that_were_written_down_before_are_found_anew(tmp_path: Path) -> None:
@@ -192,12 +192,12 @@ def test_sizes_that_were_written_down_before_are_found_anew(tmp_path: Path) -> N
     model = onnx.load(path)
     model.graph.value_info.append(helper.make_tensor_value_info("a", FLOAT, ["made up", "s1 + 2", 7]))
     onnx.save(model, path)
-    assert macs.macs(path, BATCH) == {"a": 2 * 5 * 16 * 7, "b": 2 * 5 * 7 * 3}
+    assert coverage.count_macs(path, BATCH) == {"a": 2 * 5 * 16 * 7, "b": 2 * 5 * 7 * 3}
 
 
 def test_names_are_given_where_they_are_missing_or_taken(tmp_path: Path) -> None:
     nodes = [node("MatMul", "x w", name, output) for name, output in (("", "a"), ("n", "b"), ("n", "c"))]
-    assert list(macs.macs(saved(tmp_path, nodes, ROWS, MATRIX), BATCH)) == ["MatMul_0", "n", "n_2"]
+    assert list(coverage.count_macs(saved(tmp_path, nodes, ROWS, MATRIX), BATCH)) == ["MatMul_0", "n", "n_2"]
 
 
 def test_subgraphs_count_under_their_own_names(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_subgraphs_count_under_their_own_names(tmp_path: Path) -> None:
 
     choice = node("If", "c", "choice", then_branch=branch("then", "w"), else_branch=branch("else", "v"))
     weights = {"c": np.array(True), "w": zeros(16, 7), "v": zeros(16, 3)}
-    found = macs.macs(saved(tmp_path, [choice], ROWS, weights), BATCH)
+    found = coverage.count_macs(saved(tmp_path, [choice], ROWS, weights), BATCH)
     assert found == {"in then": 2 * 5 * 16 * 7, "in else": 2 * 5 * 16 * 3}
 
 
@@ -219,7 +219,7 @@ def test_branches_that_disagree_about_a_name_leave_it_unknown(tmp_path: Path) ->
 
     choice = node("If", "c", "choice", then_branch=branch(7), else_branch=branch(3))
     weights = {"c": np.array(True), "w7": zeros(16, 7), "w3": zeros(16, 3), "u7": zeros(7, 2), "u3": zeros(3, 2)}
-    assert macs.macs(saved(tmp_path, [choice], ROWS, weights), BATCH) == {}
+    assert coverage.count_macs(saved(tmp_path, [choice], ROWS, weights), BATCH) == {}
 
 
 @pytest.mark.thorough
@@ -233,7 +233,7 @@ def test_the_zoo_counts_what_torch_counts(tmp_path: Path, name: str, monkeypatch
     out = tmp_path / "out"
     out.mkdir()
     effect = simplify_file(tmp_path / effect.file, out, Simplify().external_data_bytes, lambda text: None)
-    found = macs.count_products(view(out / effect.file, {"batch": 1, "sequence": 128}))
+    found = coverage.count_products(view(out / effect.file, {"batch": 1, "sequence": 128}))
     module = model.module.to("meta")  # kernels of the CPU are not all counted
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         module(*(value[:1].to("meta") for value in model.example.values()))

@@ -12,7 +12,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage
-from enginesmith.pipeline.frameworks.onnx.shares import Coverage
+from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import read_records
 from enginesmith.pipeline.tasks.verify import Audit
@@ -73,7 +73,7 @@ class Graph:
         return folder / "model.onnx"
 
     def covered(self, folder: Path, *, executed: bool = False) -> Coverage:
-        return coverage.of(self.save(folder), SIZES, executed=executed)
+        return coverage.compute_coverage(self.save(folder), SIZES, executed=executed)
 
 
 def test_plain_floats(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def artifact(path: Path) -> Artifact:
 def run_in_onnx_runtime(path: Path, level: str = "all") -> Coverage:
     engine, scratch = OnnxRuntime.model_validate({"graph_optimization": level}), path.parent / "scratch"
     scratch.mkdir(exist_ok=True)
-    return coverage.of(engine.executed(artifact(path), Device(threads=1), scratch), SIZES, executed=True)
+    return coverage.compute_coverage(engine.executed(artifact(path), Device(threads=1), scratch), SIZES, executed=True)
 
 
 def test_onnx_runtime_fuses_pairs_that_are_placed_well(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_onnx_runtime_leaves_the_others(tmp_path: Path) -> None:
 
 def test_onnx_runtime_computes_fp16_in_fp32(tmp_path: Path) -> None:
     path = Graph(HALF).product(HALF).product(HALF).save(tmp_path)
-    assert coverage.of(path, SIZES).macs == {"fp16": 1.0}
+    assert coverage.compute_coverage(path, SIZES).macs == {"fp16": 1.0}
     for level in ("all", "disabled"):
         found = run_in_onnx_runtime(path, level)
         assert found.macs == {"fp32": 1.0}
@@ -221,7 +221,7 @@ def test_onnx_runtime_computes_fp16_in_fp32(tmp_path: Path) -> None:
 
 def test_dynamic_quantisation_is_int8_before_and_after(tmp_path: Path) -> None:
     path = dynamic(tmp_path)
-    for found in (coverage.of(path, SIZES), run_in_onnx_runtime(path)):
+    for found in (coverage.compute_coverage(path, SIZES), run_in_onnx_runtime(path)):
         assert found.macs == found.weights == {"int8": 1.0}
 
 

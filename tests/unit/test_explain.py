@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from enginesmith.pipeline.frameworks.onnx.shares import Coverage
+from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.results import explain

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from enginesmith.pipeline.frameworks.onnx.shares import Coverage
+from enginesmith.pipeline.frameworks.records import Coverage
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, Profile, StageFidelity
 from enginesmith.pipeline.measure.statistics import Interval

@@ -3,13 +3,15 @@
 import json
 from pathlib import Path
 
-from enginesmith.pipeline.frameworks.torch.pruning_facts import Facts, Kept
+from enginesmith.pipeline.frameworks.records import PrunedGroup, PruningFacts
 from enginesmith.pipeline.passes.finetune.options import Point, Recovery, TrainingPlan
 from enginesmith.pipeline.report import sections
 from enginesmith.pipeline.results.run import Run, VariantRecord
 
-GROUP = Kept(step=1, root="conv1", members=("conv1",), unit="channel", before=16, after=8, kept=(0,), importance="l2")
-FACTS = Facts(
+GROUP = PrunedGroup(
+    step=1, root="conv1", members=("conv1",), unit="channel", before=16, after=8, kept=(0,), importance="l2"
+)
+FACTS = PruningFacts(
     target="macs=-50%",
     importance="l2",
     scope="global",

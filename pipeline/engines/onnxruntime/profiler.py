@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from enginesmith.pipeline.engines.base import NODE, WARM_CALLS, OperatorTime, Origin, Profiled, Tally, narrowest
 from enginesmith.pipeline.errors import MissingCapability, ModelError
 from enginesmith.pipeline.frameworks.onnx import model_file
-from enginesmith.pipeline.frameworks.onnx.macs import CONVERTERS, is_product
+from enginesmith.pipeline.frameworks.onnx.coverage import CONVERTERS, is_product
 from enginesmith.pipeline.frameworks.onnx.shapes import attributes
 
 if TYPE_CHECKING:

@@ -1,142 +1,286 @@
-"""Compute which share of a graph's work and of its weights is in which precision."""
+"""Count the multiply-adds of a graph at concrete sizes, and compute the shares of its work and weights by precision.
+
+Whatever a kernel multiplies counts, so blocks of channels that ONNX Runtime fills up with zeros do too. Additions alone
+(normalisations, softmax, activations) do not. Loops count once, as their length is not in the file.
+"""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from enginesmith.pipeline.frameworks.onnx.macs import CONVERTERS, QUANTISERS, Structure, count_products
 from enginesmith.pipeline.frameworks.onnx.shapes import View, attributes, view
-from enginesmith.pipeline.frameworks.onnx.shares import HALF, QUANTISED, Coverage
+from enginesmith.pipeline.frameworks.records import HALF, QUANTISED, Coverage
 
 if TYPE_CHECKING:
     import onnx
+
+Shape = tuple[int, ...]
+ShapeOf = Callable[[str], Shape]
+"""Value's name → shape; ValueError where that is not known."""
+
+
+def count_macs(path: Path, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Count multiply-adds by product's name (``op_index`` where it has none), except products of unknown shape.
+
+    Raises:
+        InvalidGraph: the file cannot be read.
+    """
+    return {name: count for name, count in count_products(view(path, sizes)).items() if count is not None}
+
+
+def count_products(seen: View) -> dict[str, int | None]:
+    """Count multiply-adds by product's name in a file that was read already; None where shapes are not known."""
+
+    def shape(value: str) -> Shape:
+        if (known := seen.value(value).shape) is None:
+            raise ValueError(value)
+        return known
+
+    counts: dict[str, int | None] = {}
+    for name, node in seen.nodes.items():
+        if is_product(node):
+            try:
+                counts[name] = _FORMULAS[node.op_type](node, shape)
+            except (LookupError, ValueError):  # a shape that is not known, or not what the operator takes
+                counts[name] = None
+    return counts
+
+
+def is_product(node: "onnx.NodeProto") -> bool:
+    """Tell whether a node's work is counted in multiply-adds."""
+    return node.op_type in _FORMULAS and len(node.input) > 1
+
+
+def _convolution(node: "onnx.NodeProto", shape: ShapeOf) -> int:
+    """Count a convolution: each result takes a filter, all of the weight but its first dimension."""
+    weight = 3 if node.op_type == "QLinearConv" else 1
+    return prod(shape(node.output[0])) * prod(shape(node.input[weight])[1:])
+
+
+def _transposed_convolution(node: "onnx.NodeProto", shape: ShapeOf) -> int:
+    """Count a transposed convolution: each input meets all of the weight but its first dimension."""
+    return prod(shape(node.input[0])) * prod(shape(node.input[1])[1:])
+
+
+def _matrix_product(node: "onnx.NodeProto", shape: ShapeOf) -> int:
+    left = shape(node.input[0])
+    transposed = attributes(node).get("transA", 0) and len(left) > 1
+    return prod(shape(node.output[0])) * left[-2 if transposed else -1]
+
+
+def _packed_product(node: "onnx.NodeProto", shape: ShapeOf) -> int:
+    return prod(shape(node.output[0])) * int(attributes(node)["K"])
+
+
+def _einsum(node: "onnx.NodeProto", shape: ShapeOf) -> int:
+    """Count an Einsum: one loop over every label."""
+    terms = attributes(node)["equation"].decode().replace(" ", "").partition("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    for term, operand in zip(terms, map(shape, node.input), strict=True):
+        before, dots, after = term.partition("...")
+        hidden = [f".{index}" for index in range(len(operand) - len(before) - len(after))] if dots else []
+        sizes |= zip([*before, *reversed(hidden), *after], operand, strict=True)
+    return prod(sizes.values())
+
+
+def _attention(node: "onnx.NodeProto", shape: ShapeOf) -> int:
+    """Count attention; com.microsoft's has its projections inside, one matrix for all of them.
+
+    Counted are queries times keys, and weights times values: each query's head meets each key. 3-D and 4-D inputs
+    alike: queries and result together hold what is multiplied for one key.
+    """
+    queries, result = shape(node.input[0]), prod(shape(node.output[0]))
+    if node.domain not in ("", "ai.onnx"):
+        batch, length, _ = queries
+        return batch * length * prod(shape(node.input[1])) + 2 * length * result
+    keys = shape(node.input[1])[-2]
+    if len(node.input) > 4 and node.input[4]:
+        keys += shape(node.input[4])[-2]
+    return keys * (prod(queries) + result)
+
+
+def _fused_attention(node: "onnx.NodeProto", shape: ShapeOf) -> int:
+    """Count com.microsoft's attention: without a key of its own, all are packed in one input."""
+    query, result = shape(node.input[0]), prod(shape(node.output[0]))
+    if len(node.input) > 1 and node.input[1]:
+        key = shape(node.input[1])
+        return (key[2] if len(key) == 4 else key[1]) * (prod(query) + result)
+    return query[1] * (prod(query) // 3 + result)
+
+
+def _recurrence(node: "onnx.NodeProto", shape: ShapeOf) -> int:
+    """Count a recurrence: each step multiplies by the weights of input and state of every direction."""
+    sequence, weights, recurrent = map(shape, node.input[:3])
+    return sequence[0] * sequence[1] * (prod(weights) + prod(recurrent))
+
+
+_FORMULAS: "dict[str, Callable[[onnx.NodeProto, ShapeOf], int]]" = {
+    **dict.fromkeys(("Conv", "FusedConv", "NhwcFusedConv", "ConvInteger", "QLinearConv"), _convolution),
+    "ConvTranspose": _transposed_convolution,
+    **dict.fromkeys(("MatMul", "MatMulInteger", "QLinearMatMul", "FusedMatMul", "TransposeMatMul"), _matrix_product),
+    **dict.fromkeys(("MatMulIntegerToFloat", "DynamicQuantizeMatMul"), _matrix_product),
+    **dict.fromkeys(("Gemm", "FusedGemm", "QGemm"), _matrix_product),
+    **dict.fromkeys(("MatMulNBits", "MatMulBnb4"), _packed_product),
+    "Einsum": _einsum,
+    **dict.fromkeys(("Attention", "QAttention"), _attention),
+    "MultiHeadAttention": _fused_attention,
+    **dict.fromkeys(("LSTM", "GRU", "RNN", "DynamicQuantizeLSTM"), _recurrence),
+}
+
+
+# Producers and readers of values, seen through quantisation and changes of layout.
+
+_QUANTISERS = ("QuantizeLinear", "DynamicQuantizeLinear")
+CONVERTERS = (*_QUANTISERS, "DequantizeLinear")
+_LAYOUT = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Expand", "Slice", "Gather", "Split")
+_PACKED = ("MatMulNBits", "MatMulBnb4")
+_SCALES = {
+    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), (1, 2)),
+    **dict.fromkeys(_PACKED, (2, 3, 4)),
+}
+"""Inputs that are scales and zero points, and have several dimensions where there is one for each block."""
+
+
+class _Structure:
+    """Makers and readers of every value."""
+
+    def __init__(self, seen: View) -> None:
+        self.seen = seen
+        self.makers = {output: name for name, node in seen.nodes.items() for output in node.output if output}
+        self.readers: dict[str, list[str]] = {}
+        for name, node in seen.nodes.items():
+            for value in node.input:
+                self.readers.setdefault(value, []).append(name)
+
+    def has_dtype(self, value: str, dtypes: tuple[str, ...]) -> bool:
+        """Tell whether a value's type is one of these."""
+        return self.seen.value(value).dtype in dtypes
+
+    def maker(self, value: str) -> "onnx.NodeProto | None":
+        """Return the node that makes a value; None for inputs and initialisers."""
+        return self.seen.nodes[self.makers[value]] if value in self.makers else None
+
+    def readers_of(self, node: "onnx.NodeProto") -> "Iterator[onnx.NodeProto]":
+        """Yield the nodes that read a node's outputs."""
+        return (self.seen.nodes[name] for output in node.output for name in self.readers.get(output, ()))
+
+    def source(self, value: str, through: tuple[str, ...] = ()) -> str:
+        """Return the value that one is made from by nothing but changes of layout, and operators of these types."""
+        node = self.maker(value)
+        while node is not None and node.op_type in (*_LAYOUT, *through):
+            value = node.input[0]
+            node = self.maker(value)
+        return value
+
+    def stored_precision(self, value: str, through: tuple[str, ...] = ()) -> str:
+        """Return the precision that a value had before it was dequantised; its own, if it was not."""
+        node = self.maker(self.source(value, through))
+        if node is not None and node.op_type == "DequantizeLinear":
+            value = node.input[0]
+        return _PRECISIONS.get(self.seen.value(value).dtype, _UNKNOWN)
 
 
 # Islands: how often a graph changes between low precision and the rest, which is what reformatting costs.
 
 _HALF = ("float16", "bfloat16")
 _FUSED = (
-    *(
-        "Add",
-        "Mul",
-        "Relu",
-        "Clip",
-        "LeakyRelu",
-        "Sigmoid",
-        "MaxPool",
-        "AveragePool",
-        "GlobalAveragePool",
-        "ReduceMean",
-    ),
-    *("Concat", "Resize", "Pad", "Where", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split"),
+    *("Add", "Mul", "Relu", "Clip", "LeakyRelu", "Sigmoid", "MaxPool", "AveragePool", "GlobalAveragePool"),
+    *("ReduceMean", "Concat", "Resize", "Pad", "Where", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"),
+    *("Slice", "Split"),
 )
-"""What engines have integer kernels for, or move as it is."""
+"""Operators that engines have integer kernels for, or that only move values."""
 _RECTIFIERS = ("Relu", "Clip")
 _NARROW = ("int8", "uint8", "float8e4m3fn", "float8e5m2", "int4", "uint4", "float4e2m1")
 
 
-def count(structure: Structure, products: AbstractSet[str], *, halves: bool, executed: bool) -> int:
-    """Find connected runs of operators in low precision; ``products`` are the ones known to be in it.
+def _count_islands(structure: _Structure, products: AbstractSet[str], *, halves: bool, executed: bool) -> int:
+    """Count connected runs of operators in low precision; ``products`` are the ones known to be in it.
 
     In a graph still to be built (not ``executed``), an operator between DequantizeLinear and QuantizeLinear is in low
     precision, as engines fuse that; and a value quantised and dequantised between two of them connects them.
     """
     if not products:
         return 0
+    seen, kinds = structure.seen, _HALF if halves else _NARROW
     low = dict.fromkeys(products)
-    for name, node in structure.seen.nodes.items():
-        if name not in low and node.op_type not in (*CONVERTERS, "Cast", "Constant"):
-            typed = halves or executed
-            if _typed_low(node, structure, halves) if typed else _between_pairs(node, structure, low):
-                low[name] = None
+    for name, node in seen.nodes.items():
+        if name in low or node.op_type in (*CONVERTERS, "Cast", "Constant"):
+            continue
+        if halves or executed:  # it reads and writes values of low precision themselves
+            reads = any(structure.has_dtype(value, kinds) for value in node.input if value not in seen.constants)
+            is_low = reads and any(structure.has_dtype(value, kinds) for value in node.output)
+        else:
+            is_low = _is_between_pairs(node, structure, low)
+        if is_low:
+            low[name] = None
     groups = {name: name for name in low}
+
+    def root(name: str) -> str:
+        while groups[name] != name:
+            name = groups[name]
+        return name
+
     for name in low:
-        for value in structure.seen.nodes[name].input:
-            before = structure.makers.get(_origin(value, structure, through_pairs=not halves and not executed))
-            if before in groups and (halves or not executed or _is(value, structure, _NARROW)):
-                groups[_root(groups, name)] = _root(groups, before)
-    return len({_root(groups, name) for name in groups})
+        for value in seen.nodes[name].input:
+            before = structure.makers.get(value if halves or executed else structure.source(value, CONVERTERS))
+            if before in groups and (halves or not executed or structure.has_dtype(value, _NARROW)):
+                groups[root(name)] = root(before)
+    return len({root(name) for name in groups})
 
 
-def _typed_low(node: "onnx.NodeProto", structure: Structure, halves: bool) -> bool:
-    """Tell whether a node reads and writes values of low precision themselves."""
-    kinds = _HALF if halves else _NARROW
-    reads = any(_is(value, structure, kinds) for value in node.input if value not in structure.seen.constants)
-    return reads and any(_is(value, structure, kinds) for value in node.output)
-
-
-def _between_pairs(node: "onnx.NodeProto", structure: Structure, low: "dict[str, None]") -> bool:
-    """Whether all that a node reads was dequantised or is in low precision, and all it writes is quantised at once."""
-    if node.op_type not in _FUSED:
-        return False
+def _is_between_pairs(node: "onnx.NodeProto", structure: _Structure, low: "dict[str, None]") -> bool:
+    """Tell whether all inputs were dequantised or are in low precision, and all outputs are quantised at once."""
     given = [value for value in node.input if value and value not in structure.seen.constants]
-    if not given or not all(_is(value, structure, (*_HALF, "float32")) for value in given):
+    if node.op_type not in _FUSED or not given:
         return False
-    makers = [structure.maker(value) for value in given]
-    if not all(
-        maker is not None and (maker.op_type == "DequantizeLinear" or structure.makers[value] in low)
-        for value, maker in zip(given, makers, strict=True)
-    ):
-        return False
-    return _quantised_at_once(node, structure)
+    for value in given:
+        maker = structure.maker(value)
+        if maker is None or not structure.has_dtype(value, (*_HALF, "float32")):
+            return False
+        if maker.op_type != "DequantizeLinear" and structure.makers[value] not in low:
+            return False
+    return _is_quantised_at_once(node, structure)
 
 
-def _quantised_at_once(node: "onnx.NodeProto", structure: Structure) -> bool:
+def _is_quantised_at_once(node: "onnx.NodeProto", structure: _Structure) -> bool:
     """Fold a Relu into quantisation, where it costs nothing: it is part of how the result is rounded."""
     readers = list(structure.readers_of(node))
     return bool(readers) and all(
-        reader.op_type in QUANTISERS or (reader.op_type in _RECTIFIERS and _quantised_at_once(reader, structure))
+        reader.op_type in _QUANTISERS or (reader.op_type in _RECTIFIERS and _is_quantised_at_once(reader, structure))
         for reader in readers
     )
 
 
-def _is(value: str, structure: Structure, dtypes: tuple[str, ...]) -> bool:
-    return structure.seen.value(value).dtype in dtypes
-
-
-def _origin(value: str, structure: Structure, through_pairs: bool) -> str:
-    return structure.source(value, CONVERTERS) if through_pairs else value
-
-
-def _root(groups: "dict[str, str]", name: str) -> str:
-    while groups[name] != name:
-        name = groups[name]
-    return name
-
+# Shares by precision.
 
 _PRECISIONS = {
     "float64": "fp64",
     "float32": "fp32",
     "float16": "fp16",
     "bfloat16": "bf16",
-    "float8e4m3fn": "fp8",
-    "float8e5m2": "fp8",
+    **dict.fromkeys(("float8e4m3fn", "float8e5m2"), "fp8"),
     "float4e2m1": "fp4",
-    "int16": "int16",
-    "uint16": "int16",
-    "int8": "int8",
-    "uint8": "int8",
-    "int4": "int4",
-    "uint4": "int4",
+    **dict.fromkeys(("int16", "uint16"), "int16"),
+    **dict.fromkeys(("int8", "uint8"), "int8"),
+    **dict.fromkeys(("int4", "uint4"), "int4"),
 }
 _INTEGER_KERNELS = (
     *("QLinearConv", "ConvInteger", "QLinearMatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"),
     *("QGemm", "QAttention", "DynamicQuantizeLSTM"),
 )
 _EIGHT_BITS = ("int8", "fp8", "int16", "fp4")
-"""What products are computed in if both operands are; of fewer bits there are only weights."""
-_PACKED = ("MatMulNBits", "MatMulBnb4")
+"""Precisions that products are computed in if both operands have them; of fewer bits there are only weights."""
 _INT8_ACCURACY = 4
 """MatMulNBits' ``accuracy_level`` that lets it round activations to int8."""
 _OPERANDS = {"LSTM": 3, "GRU": 3, "RNN": 3, "Attention": 3}
 _UNKNOWN = "unknown"
 
 
-def of(path: Path, sizes: Mapping[str, int], *, executed: bool = False) -> Coverage:
-    """Look at a file at concrete sizes of its dynamic dimensions.
+def compute_coverage(path: Path, sizes: Mapping[str, int], *, executed: bool = False) -> Coverage:
+    """Compute a file's shares at concrete sizes of its dynamic dimensions.
 
     In a graph that is still to be built, a product of what DequantizeLinear unpacks counts as quantised: that is what
     it asks for. In one that is ``executed`` as it stands, it is computed in floating point.
@@ -146,37 +290,45 @@ def of(path: Path, sizes: Mapping[str, int], *, executed: bool = False) -> Cover
         SignatureError: its inputs are no tensors.
     """
     seen = view(path, sizes)
-    structure = Structure(seen)
-    counted = count_products(seen)
+    structure, counted, nodes = _Structure(seen), count_products(seen), list(seen.nodes.values())
     runs_in = {name: _precision(seen.nodes[name], structure, executed) for name in counted}
     work: Counter[str] = Counter()
     operators: dict[str, Counter[str]] = {}
+    unfused = 0
     for name, macs in counted.items():
+        node = seen.nodes[name]
         work[runs_in[name]] += macs or 0
-        operators.setdefault(runs_in[name], Counter())[_plain(seen.nodes[name].op_type)] += macs or 0
+        operators.setdefault(runs_in[name], Counter())[_usual_name(node.op_type)] += macs or 0
+        read = structure.stored_precision(node.input[0], through=("Cast",))
+        unfused += executed and read in _EIGHT_BITS and node.op_type not in _INTEGER_KERNELS
     total = work.total()
-    low = QUANTISED if any(one in QUANTISED for one in runs_in.values()) else HALF
+    shares = _shares(work, total)
+    low = QUANTISED if any(precision in QUANTISED for precision in runs_in.values()) else HALF
     lowered = {name for name, precision in runs_in.items() if precision in low}
+    quantisers = [node for node in nodes if node.op_type == "QuantizeLinear"]
+    casts = [node for node in nodes if node.op_type == "Cast" and node.input[0] not in seen.constants]
     return Coverage(
         total_macs=total,
-        macs=_shares(work, total),
-        operators={precision: _shares(operators[precision], total) for precision in _shares(work, total)},
-        weights=_weights(seen, structure),
+        macs=shares,
+        operators={precision: _shares(operators[precision], total) for precision in shares},
+        weights=_weight_shares(structure),
         products=dict(Counter(runs_in.values()).most_common()),
         unknown_products=sum(macs is None for macs in counted.values()),
-        qdq_pairs=structure.pairs,
-        unfused=sum(_unfused(seen.nodes[name], structure) for name in counted) if executed else 0,
-        islands=count(structure, lowered, halves=low == HALF, executed=executed),
-        **_conversions(seen),
+        qdq_pairs=sum(
+            any(reader.op_type == "DequantizeLinear" for reader in structure.readers_of(node)) for node in quantisers
+        ),
+        unfused=unfused,
+        islands=_count_islands(structure, lowered, halves=low == HALF, executed=executed),
+        conversions=sum(node.op_type in CONVERTERS and node.input[0] not in seen.constants for node in nodes),
+        casts=sum(all("float" in seen.value(end).dtype for end in (node.input[0], node.output[0])) for node in casts),
+        reorders=sum(node.op_type in ("ReorderInput", "ReorderOutput", "Transpose") for node in nodes),
     )
 
 
-def _plain(operator: str) -> str:
+def _usual_name(operator: str) -> str:
     """Translate an operator to its usual name: ONNX Runtime's integer kernels are still convolutions and products."""
-    for word in ("ConvTranspose", "Conv", "MatMul", "Gemm", "Attention", "LSTM"):
-        if word in operator:
-            return word
-    return operator
+    names = ("ConvTranspose", "Conv", "MatMul", "Gemm", "Attention", "LSTM")
+    return next((name for name in names if name in operator), operator)
 
 
 def _shares(counts: Mapping[str, int], total: int) -> dict[str, float]:
@@ -184,34 +336,27 @@ def _shares(counts: Mapping[str, int], total: int) -> dict[str, float]:
     return {name: round(count / total, 6) for name, count in ordered if count}
 
 
-def _precision(node: "onnx.NodeProto", structure: Structure, executed: bool) -> str:
+def _precision(node: "onnx.NodeProto", structure: _Structure, executed: bool) -> str:
     """Find the precision that a product is computed in."""
     if node.op_type in _INTEGER_KERNELS:
         return "int8"
     if node.op_type in _PACKED and attributes(node).get("accuracy_level", 0) == _INT8_ACCURACY:
         return "int8"
-    asked = set() if executed else _asked(node, structure)
-    if len(asked) == 1 and (only := asked.pop()) in _EIGHT_BITS:
+    operands = [] if executed else [name for name in node.input[: _OPERANDS.get(node.op_type, 2)] if name]
+    stored = {structure.stored_precision(name) for name in operands}
+    if len(stored) == 1 and (only := stored.pop()) in _EIGHT_BITS:
         return only
     return _PRECISIONS.get(structure.seen.value(node.input[0]).dtype, _UNKNOWN)
 
 
-def _asked(node: "onnx.NodeProto", structure: Structure) -> set[str]:
-    """Return precisions of a product's operands before they are dequantised."""
-    operands = node.input[: _OPERANDS.get(node.op_type, 2)]
-    return {_PRECISIONS.get(structure.stored(name), _UNKNOWN) for name in operands if name}
-
-
-def _unfused(node: "onnx.NodeProto", structure: Structure) -> bool:
-    """Tell whether a product in floating point reads what was dequantised, and perhaps cast after that."""
-    given = _PRECISIONS.get(structure.stored(node.input[0], through=("Cast",)))
-    return given in _EIGHT_BITS and node.op_type not in _INTEGER_KERNELS
-
-
-def _weights(seen: View, structure: Structure) -> dict[str, float]:
-    packed = {node.input[1]: attributes(node) for node in seen.nodes.values() if node.op_type in _PACKED}
+def _weight_shares(structure: _Structure) -> dict[str, float]:
+    """Compute shares of parameters; scales and zero points of several dimensions are none."""
+    seen = structure.seen
+    nodes = list(seen.nodes.values())
+    packed = {node.input[1]: attributes(node) for node in nodes if node.op_type in _PACKED}
+    scales = {node.input[i] for node in nodes for i in _SCALES.get(node.op_type, ()) if i < len(node.input)}
     sizes: Counter[str] = Counter()
-    for name in seen.constants - structure.scales:
+    for name in seen.constants - scales:
         value = seen.value(name)
         if name in packed:
             given = packed[name]
@@ -219,19 +364,3 @@ def _weights(seen: View, structure: Structure) -> dict[str, float]:
         elif value.shape is not None and len(value.shape) > 1 and value.dtype in _PRECISIONS:
             sizes[_PRECISIONS[value.dtype]] += prod(value.shape)
     return _shares(sizes, sizes.total())
-
-
-def _conversions(seen: View) -> dict[str, int]:
-    nodes = list(seen.nodes.values())
-    return {
-        "conversions": sum(node.op_type in CONVERTERS and node.input[0] not in seen.constants for node in nodes),
-        "casts": sum(_float_cast(node, seen) for node in nodes),
-        "reorders": sum(node.op_type in ("ReorderInput", "ReorderOutput", "Transpose") for node in nodes),
-    }
-
-
-def _float_cast(node: "onnx.NodeProto", seen: View) -> bool:
-    if node.op_type != "Cast" or node.input[0] in seen.constants:
-        return False
-    ends = (seen.value(node.input[0]).dtype, seen.value(node.output[0]).dtype)
-    return all("float" in end for end in ends)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from enginesmith.pipeline.frameworks.torch.pruning_facts import Kept
+from enginesmith.pipeline.frameworks.records import PrunedGroup
 
 Whole = nn.MultiheadAttention
 _NESTED = "use_nested_tensor"
@@ -189,7 +189,7 @@ class Surgery(BaseModel):
     """Name of a parameter or buffer → its shape."""
     attention: tuple[str, ...] = ()
     """Paths of attention modules of torch.nn that were replaced by the form that can lose heads, before all else."""
-    history: tuple[Kept, ...] = ()
+    history: tuple[PrunedGroup, ...] = ()
 
     def then(self, later: "Surgery") -> "Surgery":
         """Combine this one with another on top of it."""
@@ -238,7 +238,7 @@ class Before:
         self._shapes = shapes_of(module)
 
     def difference(
-        self, module: "nn.Module", history: tuple[Kept, ...] = (), attention: tuple[str, ...] = ()
+        self, module: "nn.Module", history: tuple[PrunedGroup, ...] = (), attention: tuple[str, ...] = ()
     ) -> Surgery:
         """Collect what was done to the module since then, where ``attention`` had been replaced before."""
         attributes = {}

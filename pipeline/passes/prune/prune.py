@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from enginesmith.pipeline.errors import ModelError, UsageError
+from enginesmith.pipeline.frameworks.records import PrunedGroup
 from enginesmith.pipeline.frameworks.torch import surgery
-from enginesmith.pipeline.frameworks.torch.pruning_facts import Kept
 from enginesmith.pipeline.frameworks.torch.surgery import Before, Surgery
 from enginesmith.pipeline.passes.prune import budget
 from enginesmith.pipeline.passes.prune.budget import Cost, Counter, PruneBudget
@@ -251,7 +251,7 @@ def prune(
             "give 30% of the channels, macs=-50% or params=-50%",
         )
     found = find(model, run, options, progress)
-    before, history = Before(model), list[Kept]()
+    before, history = Before(model), list[PrunedGroup]()
     counter = Counter(model, run)
     first = counter.cost()
     width = sum(group.width for group in found.groups)
@@ -371,10 +371,10 @@ class _Heads:
         return f"its heads cannot go one by one: {whys[0]}"
 
 
-def _kept(removal: Removal, step: int, importance: str) -> Kept:
+def _kept(removal: Removal, step: int, importance: str) -> PrunedGroup:
     group, gone = removal.group, set(removal.units)
     kept = tuple(unit for unit in range(group.units) if unit not in gone)
-    return Kept(
+    return PrunedGroup(
         step=step,
         root=group.root,
         members=group.modules,

@@ -1,0 +1,94 @@
+"""Rows of run.json about models: a graph's shares of work and weights by precision, and what pruning cut."""
+
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict
+
+QUANTISED = ("int4", "fp4", "int8", "fp8")
+HALF = ("fp16", "bf16")
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Coverage(_Row):
+    """A graph's precisions. Shares are of all multiply-adds, or all parameters, that could be counted."""
+
+    total_macs: int
+    """Multiply-adds of one inference at the sizes that it was looked at."""
+    macs: dict[str, float]
+    """Share by the precision that products are computed in, the largest first."""
+    operators: dict[str, dict[str, float]]
+    """Share by precision, and by operator within each precision."""
+    weights: dict[str, float]
+    """Share of parameters by the precision they are stored in: matrices and filters, no scales, biases or norms."""
+    products: dict[str, int]
+    """Number of products by precision, those of unknown size too."""
+    unknown_products: int = 0
+    """Products that are in no share of multiply-adds, as their shapes are not known."""
+    qdq_pairs: int = 0
+    """QuantizeLinear with a DequantizeLinear behind it."""
+    unfused: int = 0
+    """Products computed in floating point on what was quantised just before: of a graph as it is executed."""
+    islands: int = 0
+    """Connected runs of low-precision operators: between any two of them values change their type."""
+    conversions: int = 0
+    """Operators that quantise or dequantise activations."""
+    casts: int = 0
+    """Casts between floating-point types."""
+    reorders: int = 0
+    """Operators that only lay out values anew: ONNX Runtime's blocks of channels, and transpositions."""
+
+    def share(self, precision: str) -> float:
+        """Look up the share of multiply-adds in a precision."""
+        return self.macs.get(precision, 0.0)
+
+
+def format_shares(shares: Mapping[str, float]) -> str:
+    """Write ``int8 97 %, fp32 3 %``."""
+    return ", ".join(f"{name} {format_percent(share)}" for name, share in shares.items()) or "nothing"
+
+
+def format_percent(share: float) -> str:
+    """Write a share as people read it; a little is never shown as none, nor almost all as all."""
+    if 0 < share < 0.01:
+        return "< 1 %"
+    return "> 99 %" if 0.99 < share < 1 else f"{100 * share:.0f} %"
+
+
+class PrunedGroup(_Row, extra="forbid"):
+    """One group of layers that lost channels together, in one step."""
+
+    step: int
+    root: str
+    """The layer whose output channels are counted."""
+    members: tuple[str, ...]
+    """Every layer and parameter that was cut with it."""
+    unit: str
+    """Noun for one of the units counted: channel, or head."""
+    before: int
+    after: int
+    kept: tuple[int, ...]
+    """Indices of the units that stay, among those that there were before the step."""
+    importance: str
+
+
+class PruningFacts(_Row, extra="forbid"):
+    """Effect of one pruning, for people: written beside the pruned model."""
+
+    target: str
+    importance: str
+    scope: str
+    macs_before: int
+    macs_after: int
+    """Multiply-accumulates of one sample of the example."""
+    parameters_before: int
+    parameters_after: int
+    channels_before: int
+    channels_after: int
+    """Channels of groups that can be pruned."""
+    groups: tuple[PrunedGroup, ...]
+    """Every group that lost units, with those that stay of what there was at first."""
+    whole: dict[str, str]
+    """First layer of each group that stays as it is → why."""
