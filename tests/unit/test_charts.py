@@ -351,7 +351,7 @@ def test_a_variant_looks_the_same_everywhere() -> None:
     styles = [cast.style(one) for one in of.variants]
     assert len({(one.colour, one.symbol) for one in styles}) == len(styles)
     assert [one.winner for one in styles] == [False, True, False]
-    assert styles[1].width > styles[0].width
+    assert styles[1].line["width"] > styles[0].line["width"]
     assert styles[1].name == "★ onnxruntime-int8"
     assert {one.colour for one in styles} <= set(COLOURS)
 

@@ -5,12 +5,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from enginesmith.pipeline.report.charts import accuracy
-from enginesmith.pipeline.report.charts.accuracy import fidelity, recovery
+from enginesmith.pipeline.report.charts.accuracy import fidelity, recovery, sensitivity
 from enginesmith.pipeline.report.charts.latency import concurrency, ecdf, latency_by_batch, throughput_by_batch
-from enginesmith.pipeline.report.charts.memory import memory
-from enginesmith.pipeline.report.charts.pareto import pareto
-from enginesmith.pipeline.report.charts.plotly import DARK, LIGHT, Chart
+from enginesmith.pipeline.report.charts.memory import memory, pareto
+from enginesmith.pipeline.report.charts.plotly import DARK, LIGHT, Cast, Chart
 from enginesmith.pipeline.report.charts.profile import limits, profile
 from enginesmith.pipeline.results.run import Run
 
@@ -23,16 +21,6 @@ def charts(run: Run, samples: Mapping[str, NDArray[Any]] | None = None) -> tuple
     Their ids: pareto, ecdf-BATCH (or ecdf, where there is none), memory, latency-by-batch, throughput-by-batch,
     concurrency, fidelity, sensitivity, limits, profile, recovery.
     """
-    return (
-        pareto(run),
-        *ecdf(run, samples),
-        memory(run),
-        latency_by_batch(run),
-        throughput_by_batch(run),
-        concurrency(run),
-        fidelity(run),
-        accuracy.quantised(run),
-        limits(run),
-        profile(run),
-        recovery(run),
-    )
+    cast = Cast(run)
+    after = (latency_by_batch, throughput_by_batch, concurrency, fidelity, sensitivity, limits, profile, recovery)
+    return (pareto(cast), *ecdf(cast, samples), memory(cast), *(draw(cast) for draw in after))

@@ -12,96 +12,96 @@ from enginesmith.pipeline.report.charts.plotly import (
     Cast,
     Chart,
     Figure,
-    Style,
     axis,
     bars,
     count_words,
     draw_others,
-    find_rows,
     hover_text,
-    interval,
+    intervals,
     layout,
     limit,
-    make_empty_chart,
     places,
     points,
     short_name,
     why_none,
 )
 from enginesmith.pipeline.report.tables import best_level, marked, rate
-from enginesmith.pipeline.results.run import Run, VariantRecord
+from enginesmith.pipeline.results.run import VariantRecord
 from enginesmith.pipeline.units import ms
 
 _Rows = Mapping[str, Sequence[LatencyRow]]
-_Intervals = Callable[[LatencyRow], Interval | None]
 _Numbers = Callable[[LatencyRow], float | None]
-_Words = Callable[[LatencyRow], str]
 
 
-def latency_by_batch(run: Run) -> Chart:
+def latency_by_batch(cast: Cast) -> Chart:
     """Draw median latency with its interval by batch size."""
-    title = "Median latency (p50, ms) by batch size, with 95 % intervals"
-    return _draw_sweep(run, "latency", title, lambda row: row.p50_ms, _latency_figure, _latency_summary)
+    name, title = "latency-by-batch", "Median latency (p50, ms) by batch size, with 95 % intervals"
+    rows, empty = _collect_rows(cast, "latency", lambda row: row.p50_ms)
+    if not rows:
+        return Chart(name, title, empty=empty)
+    y = axis("p50 latency (ms)", [row.p50_ms for found in rows.values() for row in found])
+    figure = _draw_lines(cast, rows, y, {}, lambda row: row.p50_ms, lambda row: row.median_ms, _describe_latency)
+    return Chart(name, title, None if empty else figure, _summarize_latency(cast, rows), empty)
 
 
-def throughput_by_batch(run: Run) -> Chart:
+def throughput_by_batch(cast: Cast) -> Chart:
     """Draw answered samples in a second by batch size."""
+    name = "throughput-by-batch"
     title = "Throughput (samples/s) by batch size, with 95 % intervals where several callers were measured"
-    figure, summary = _throughput_figure, _throughput_summary
-    return _draw_sweep(run, "throughput", title, lambda row: row.throughput_per_s, figure, summary)
+    rows, empty = _collect_rows(cast, "throughput", lambda row: row.throughput_per_s)
+    if not rows:
+        return Chart(name, title, empty=empty)
+
+    def interval(row: LatencyRow) -> Interval | None:
+        return best.samples_per_s if (best := best_level(row)) else None
+
+    def words(row: LatencyRow) -> str:
+        best = best_level(row)
+        said = _format_rate(best.samples_per_s) if best else f"{rate(row.throughput_per_s)} samples/s"
+        return f"batch {row.batch}: {said} with {count_words(best.callers if best else 1, 'caller')}"
+
+    least = cast.run.recipe.budgets.min_throughput_per_s
+    rates = [row.throughput_per_s or 0.0 for found in rows.values() for row in found]
+    shapes = [] if least is None else [limit("y", least, f"budget {rate(least)} samples/s", rates)]
+    y = axis("throughput (samples/s)", [*rates, least])
+    figure = _draw_lines(cast, rows, y, {"shapes": shapes}, lambda row: row.throughput_per_s, interval, words)
+    return Chart(name, title, None if empty else figure, _summarize_throughput(cast, rows), empty)
 
 
-def _draw_sweep(
-    run: Run,
-    name: str,
-    title: str,
-    value: _Numbers,
-    figure: Callable[[Run, Cast, _Rows], Figure],
-    summary: Callable[[Run, Cast, _Rows], str],
-) -> Chart:
-    cast = Cast(run)
+def _collect_rows(cast: Cast, name: str, value: _Numbers) -> tuple[_Rows, str]:
+    """Collect each record's rows that have a number, and explain why there is nothing to draw if so."""
     rows = {record.id: found for record in cast.records if (found := [row for row in record.latency if value(row)])}
     if not rows:
-        why = f"No {name} was measured: {why_none(run, 'latency', 'nothing has run yet')}."
-        return make_empty_chart(f"{name}-by-batch", title, why)
-    single = _single(rows)
-    drawn = None if single else figure(run, cast, rows)
-    return Chart(f"{name}-by-batch", title, drawn, summary(run, cast, rows), empty=single)
-
-
-def _batches(rows: _Rows) -> Figure:
-    sizes = sorted({row.batch for found in rows.values() for row in found})
-    return places("batch size (samples)", {size: str(size) for size in sizes}, type="log")
-
-
-def _single(rows: _Rows) -> str:
-    """Explain that one batch size only leaves nothing to draw; empty where there are several."""
+        return rows, f"No {name} was measured: {why_none(cast.run, 'latency', 'nothing has run yet')}."
     sizes = {row.batch for found in rows.values() for row in found}
-    return "" if len(sizes) > 1 else f"Only batch {sizes.pop()} was measured: --batch 1,8,32 or --sweep measures more."
+    single = f"Only batch {min(sizes)} was measured: --batch 1,8,32 or --sweep measures more."
+    return rows, "" if len(sizes) > 1 else single
 
 
-def _lines(cast: Cast, rows: _Rows, value: _Numbers, between: _Intervals, words: _Words) -> tuple[list[Figure], int]:
-    """Draw a number by batch size with its interval for each named record; also count the entries of the legend."""
-    traces: list[Figure] = []
-    if rest := cast.rest(rows):
-        lines = [([row.batch for row in rows[one.id]], list(map(value, rows[one.id]))) for one in rest]
-        traces.append(draw_others(lines, "lines+markers"))
-    shown = cast.named(rows)
+def _draw_lines(
+    cast: Cast,
+    rows: _Rows,
+    y_axis: Figure,
+    more: Figure,
+    value: _Numbers,
+    interval: Callable[[LatencyRow], Interval | None],
+    words: Callable[[LatencyRow], str],
+) -> Figure:
+    """Draw a number by batch size with its interval for each named record; ``more`` is for the layout."""
+    shown, rest = cast.named(rows), cast.rest(rows)
+    lines = [([row.batch for row in rows[one.id]], list(map(value, rows[one.id]))) for one in rest]
+    traces = draw_others(lines, "lines+markers")
     for record in shown:
         style, mine = cast.style(record), rows[record.id]
         x, hover = [row.batch for row in mine], [hover_text(marked(record), words(row)) for row in mine]
         traces.append(points(style, x, list(map(value, mine)), hover))
-        traces += [bar] if (bar := interval(style, x, list(map(between, mine)))) else []
-    return traces, len(shown) + bool(rest)
+        traces += intervals(style, x, list(map(interval, mine)))
+    sizes = sorted({row.batch for found in rows.values() for row in found})
+    x_axis = places("batch size (samples)", {size: str(size) for size in sizes}, type="log")
+    return {"data": traces, "layout": layout(x_axis, y_axis, len(shown) + bool(rest), **more)}
 
 
-def _latency_figure(run: Run, cast: Cast, rows: _Rows) -> Figure:
-    traces, legend = _lines(cast, rows, lambda row: row.p50_ms, lambda row: row.median_ms, _latency_words)
-    y = axis("p50 latency (ms)", [row.p50_ms for found in rows.values() for row in found])
-    return {"data": traces, "layout": layout(_batches(rows), y, legend)}
-
-
-def _latency_words(row: LatencyRow) -> str:
+def _describe_latency(row: LatencyRow) -> str:
     tail = f", p99 {ms(row.p99_ms)} ms" if row.p99_ms is not None else ""
     between = ", in too few rounds for an interval"
     if row.median_ms:
@@ -109,125 +109,93 @@ def _latency_words(row: LatencyRow) -> str:
     return f"batch {row.batch}: p50 {ms(row.p50_ms)} ms{tail}{between}"
 
 
-def _latency_summary(run: Run, cast: Cast, rows: _Rows) -> str:
-    record = _told(run, cast, rows)
-    mine = rows[record.id]
-    first, last = mine[0], mine[-1]
+def _summarize_latency(cast: Cast, rows: _Rows) -> str:
+    """Describe the winner, else the record that is fastest at its smallest batch size."""
+    baseline, having = cast.run.baseline, cast.select(rows)
+    winner = next((record for record in having if record.id == cast.run.winner), None)
+    record = winner or min(having, key=lambda record: rows[record.id][0].p50_ms or float("inf"))
+    first, last = rows[record.id][0], rows[record.id][-1]
+    times = f"{ms(first.p50_ms)} ms at batch {first.batch}"
     if first is last:
-        text = (
-            f"{short_name(record)} takes {ms(first.p50_ms)} ms at batch {first.batch}, the only one that was measured"
-        )
+        text = f"{short_name(record)} takes {times}, the only one that was measured"
     else:
-        text = (
-            f"{short_name(record)} goes from {ms(first.p50_ms)} ms at batch {first.batch} to {ms(last.p50_ms)} ms at "
-        )
-        text += f"batch {last.batch}"
-    theirs = run.baseline.row(last.batch)
-    if theirs and record.id != run.baseline.id:
-        text += f", where {short_name(run.baseline)} takes {ms(theirs.p50_ms)} ms"
+        text = f"{short_name(record)} goes from {times} to {ms(last.p50_ms)} ms at batch {last.batch}"
+    theirs = baseline.row(last.batch)
+    if theirs and record.id != baseline.id:
+        text += f", where {short_name(baseline)} takes {ms(theirs.p50_ms)} ms"
     return f"{text}{cast.unnamed(rows)}."
-
-
-def _told(run: Run, cast: Cast, rows: _Rows) -> VariantRecord:
-    """Choose the record that the summary is about: the winner, else the fastest at its smallest batch size."""
-    having = [record for record in cast.records if record.id in rows]
-    winner = next((record for record in having if record.id == run.winner), None)
-    return winner or min(having, key=lambda record: rows[record.id][0].p50_ms or float("inf"))
-
-
-def _throughput_figure(run: Run, cast: Cast, rows: _Rows) -> Figure:
-    traces, legend = _lines(cast, rows, lambda row: row.throughput_per_s, _throughput_interval, _throughput_words)
-    least = run.recipe.budgets.min_throughput_per_s
-    rates = [row.throughput_per_s or 0.0 for found in rows.values() for row in found]
-    y = axis("throughput (samples/s)", [*rates, least])
-    shapes = [] if least is None else [limit("y", least, f"budget {rate(least)} samples/s", rates)]
-    return {"data": traces, "layout": layout(_batches(rows), y, legend, shapes=shapes)}
-
-
-def _throughput_interval(row: LatencyRow) -> Interval | None:
-    best = best_level(row)
-    return best.samples_per_s if best else None
-
-
-def _throughput_words(row: LatencyRow) -> str:
-    best = best_level(row)
-    said = _format_rate(best.samples_per_s) if best else f"{rate(row.throughput_per_s)} samples/s"
-    return f"batch {row.batch}: {said} with {count_words(best.callers if best else 1, 'caller')}"
 
 
 def _format_rate(interval: Interval) -> str:
     return f"throughput {TOO_NOISY}" if interval.too_noisy else f"{interval.format(rate)} samples/s"
 
 
-def _throughput_summary(run: Run, cast: Cast, rows: _Rows) -> str:
-    best, row = max(
-        ((record, row) for record in cast.records for row in rows.get(record.id, ())),
-        key=lambda pair: pair[1].throughput_per_s or 0.0,
-    )
+def _summarize_throughput(cast: Cast, rows: _Rows) -> str:
+    pairs = [(record, row) for record in cast.records for row in rows.get(record.id, ())]
+    best, row = max(pairs, key=lambda pair: pair[1].throughput_per_s or 0.0)
     text = f"{short_name(best)} answers most, {rate(row.throughput_per_s)} samples/s at batch {row.batch}"
-    theirs = next((one for one in rows.get(run.baseline.id, ()) if one.batch == row.batch), None)
-    if theirs and best.id != run.baseline.id and theirs.throughput_per_s:
-        text += f", where {short_name(run.baseline)} answers {rate(theirs.throughput_per_s)}"
+    baseline = cast.run.baseline
+    theirs = next((one for one in rows.get(baseline.id, ()) if one.batch == row.batch), None)
+    if theirs and best.id != baseline.id and theirs.throughput_per_s:
+        text += f", where {short_name(baseline)} answers {rate(theirs.throughput_per_s)}"
     return f"{text}{cast.unnamed(rows)}."
 
 
 # Latency distributions: which share of the calls took at most how long.
 
 Samples = Mapping[str, NDArray[Any]]
-"""As ``LatencyResult.samples`` says."""
+"""Latencies in seconds, as in ``LatencyResult.samples``."""
 _MOST_POINTS = 200
 _MOST_CHARTS = 4
 _TAIL = (0.995, 0.999, 1.0)
 
 
-def ecdf(run: Run, samples: Samples | None) -> tuple[Chart, ...]:
+def ecdf(cast: Cast, samples: Samples | None) -> list[Chart]:
     """Draw a chart for each of the first batch sizes, that of the budgets first."""
-    sizes = {row.batch for record in run.records for row in record.latency if row.p50_ms is not None}
-    ordered = sorted(sizes, key=lambda size: (size != run.deciding_batch, size))
-    charts = [_chart(run, samples or {}, size, sizes) for size in ordered[:_MOST_CHARTS]]
-    if charts:
-        return tuple(charts)
-    why = f"No latency was measured: {why_none(run, 'latency', 'nothing has run yet')}."
-    return (make_empty_chart("ecdf", "Distribution of latency (ms)", why),)
+    sizes = {row.batch for record in cast.records for row in record.latency if row.p50_ms is not None}
+    if not sizes:
+        why = f"No latency was measured: {why_none(cast.run, 'latency', 'nothing has run yet')}."
+        return [Chart("ecdf", "Distribution of latency (ms)", empty=why)]
+    ordered = sorted(sizes, key=lambda size: (size != cast.run.deciding_batch, size))
+    return [_draw_distribution(cast, samples or {}, size, len(sizes)) for size in ordered[:_MOST_CHARTS]]
 
 
-def _chart(run: Run, samples: Samples, size: int, sizes: set[int]) -> Chart:
-    cast, name = Cast(run), f"ecdf-{size}"
+def _draw_distribution(cast: Cast, samples: Samples, size: int, sizes: int) -> Chart:
+    name = f"ecdf-{size}"
     title = f"Distribution of latency (ms) at batch {size}: share of calls (%) that took at most so long"
     seconds = {one.id: samples[key] for one in cast.records if (key := f"{one.id}/{size}/seconds") in samples}
     found = {record: np.sort(values) * 1e3 for record, values in seconds.items() if values.size}
     if not found:
-        return make_empty_chart(name, title, "The run has no latency samples: samples.npz is not in its folder.")
-    return Chart(
-        id=name,
-        title=title,
-        figure=_figure(run, cast, found, size),
-        summary=_summary(run, cast, found, sizes),
-    )
-
-
-def _figure(run: Run, cast: Cast, found: Mapping[str, NDArray[Any]], size: int) -> Figure:
-    shown = cast.named(found)
-    lines = [(record, *_quantiles(found[record.id])) for record in shown]
-    traces = [_line(cast.style(record), record, x, share) for record, x, share in lines]
-    drawn = [value for _, values, _ in lines for value in values]
-    x = axis(f"latency of a call at batch {size} (ms)", drawn, zero=False)
-    y = axis("share of calls (%)", log=False, zero=False) | {"range": [0, 101]}
-    return {"data": traces, "layout": layout(x, y, len(shown), shapes=_budgets(run, size, drawn))}
-
-
-def _budgets(run: Run, size: int, drawn: Sequence[float]) -> list[Figure]:
-    """At the batch size that they are about, with the share of calls that has to be left of them."""
-    budgets = {"50 %": run.recipe.budgets.max_latency_ms, "99 %": run.recipe.budgets.max_p99_ms}
-    known = [(share, value) for share, value in budgets.items() if value is not None and size == run.deciding_batch]
-    return [
-        limit("x", value, f"budget: {share} within {ms(value)} ms", drawn, line)
-        for line, (share, value) in enumerate(known)
-    ]
+        return Chart(name, title, empty="The run has no latency samples: samples.npz is not in its folder.")
+    shown, traces, drawn = cast.named(found), list[Figure](), list[float]()
+    for record in shown:
+        (x, shares), style = _quantiles(found[record.id]), cast.style(record)
+        drawn += x
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": style.name,
+                "x": x,
+                "y": shares,
+                "line": {**style.line, "shape": "hv"},
+                "zorder": int(style.winner),
+                "hovertext": [f"{share:.4g} % within {ms(value)} ms" for value, share in zip(x, shares, strict=True)],
+                "hovertemplate": f"{hover_text(marked(record))}<br>%{{hovertext}}<extra></extra>",
+            }
+        )
+    budgets = cast.run.recipe.budgets
+    asked = {"50 %": budgets.max_latency_ms, "99 %": budgets.max_p99_ms} if size == cast.run.deciding_batch else {}
+    known = [(value, f"budget: {share} within {ms(value)} ms") for share, value in asked.items() if value is not None]
+    shapes = [limit("x", value, text, drawn, line) for line, (value, text) in enumerate(known)]
+    x_axis = axis(f"latency of a call at batch {size} (ms)", drawn, zero=False)
+    y_axis = axis("share of calls (%)", log=False, zero=False) | {"range": [0, 101]}
+    figure = {"data": traces, "layout": layout(x_axis, y_axis, len(shown), shapes=shapes)}
+    return Chart(name, title, figure, _summarize_distribution(cast, found, sizes))
 
 
 def _quantiles(values: NDArray[Any]) -> tuple[list[float], list[float]]:
-    """Latencies that were seen, and the share of calls that took no longer, in per cent; the tail is not left out."""
+    """Choose latencies, the tail among them; gives them with the share of calls that took no longer, in per cent."""
     count = values.size
     if count <= _MOST_POINTS:
         places = np.arange(1, count + 1)
@@ -237,106 +205,88 @@ def _quantiles(values: NDArray[Any]) -> tuple[list[float], list[float]]:
     return values[places - 1].tolist(), (100 * places / count).tolist()
 
 
-def _line(style: Style, record: VariantRecord, x: list[float], share: list[float]) -> Figure:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": style.name,
-        "x": x,
-        "y": share,
-        "line": {**style.line, "shape": "hv"},
-        "zorder": style.zorder,
-        "hovertext": [f"{part:.4g} % within {ms(value)} ms" for value, part in zip(x, share, strict=True)],
-        "hovertemplate": f"{hover_text(marked(record))}<br>%{{hovertext}}<extra></extra>",
-    }
-
-
-def _summary(run: Run, cast: Cast, found: Mapping[str, NDArray[Any]], sizes: set[int]) -> str:
-    records = [record for record in cast.records if record.id in found]
-    best = min(records, key=lambda record: float(np.median(found[record.id])))
-    values = found[best.id]
-    text = (
-        f"Half of {short_name(best)}'s {values.size} calls took at most {ms(float(np.median(values)))} ms, the slowest "
-    )
-    text += f"{ms(float(values[-1]))} ms"
-    if run.baseline.id in found and best.id != run.baseline.id:
-        base = found[run.baseline.id]
+def _summarize_distribution(cast: Cast, found: Mapping[str, NDArray[Any]], sizes: int) -> str:
+    best = min(cast.select(found), key=lambda record: float(np.median(found[record.id])))
+    values, baseline = found[best.id], cast.run.baseline.id
+    half = ms(float(np.median(values)))
+    text = f"Half of {short_name(best)}'s {values.size} calls took at most {half} ms, "
+    text += f"the slowest {ms(float(values[-1]))} ms"
+    if baseline in found and best.id != baseline:
+        base = found[baseline]
         faster = float(np.mean(values < base[0]))
-        text += f"; {100 * faster:.3g} % of them were faster than the fastest of {run.baseline.id} ({ms(base[0])} ms)"
-    more = len(sizes) - _MOST_CHARTS
+        text += f"; {100 * faster:.3g} % of them were faster than the fastest of {baseline} ({ms(base[0])} ms)"
+    more = sizes - _MOST_CHARTS
     text += f"; {more} more batch sizes are in the table of latencies" if more > 0 else ""
     return f"{text}{cast.unnamed(found, 'in the table only')}."
 
 
 # What several callers at the same time gain in throughput, and pay in latency.
 
-_ID = "concurrency"
 _MOST_NUMBERED = 4
 """Lines that numbers of callers stand at; of more, only the winner's."""
-_NOT_ASKED = "Throughput of several callers was not measured: --concurrency 1,2,4 asks for it."
 
 
-def concurrency(run: Run) -> Chart:
-    """Throughput against the tail of latency, a point for each number of callers."""
-    cast, at = Cast(run), run.deciding_batch
-    rows = {name: row for name, row in find_rows(cast.records, at).items() if row.concurrency}
+def concurrency(cast: Cast) -> Chart:
+    """Draw throughput against the tail of latency, a point for each number of callers."""
+    at = cast.run.deciding_batch
+    rows = {record.id: row for record in cast.records if (row := record.row(at)) and row.concurrency}
     if not rows:
-        return make_empty_chart(_ID, f"Throughput (samples/s) against latency (ms) at batch {at}", _NOT_ASKED)
+        why = "Throughput of several callers was not measured: --concurrency 1,2,4 asks for it."
+        return Chart("concurrency", f"Throughput (samples/s) against latency (ms) at batch {at}", empty=why)
     rank = "p99" if any(level.p99_ms is not None for row in rows.values() for level in row.concurrency) else "p50"
-    return Chart(
-        id=_ID,
-        title=f"Throughput (samples/s) against {rank} latency (ms) at batch {at}; numbers are callers at the same time",
-        figure=_concurrency_figure(cast, rows, rank),
-        summary=_concurrency_summary(cast, rows, rank),
-    )
+    found = {
+        name: [(value, level) for level in row.concurrency if (value := _latency(level, rank)) is not None]
+        for name, row in rows.items()
+    }
+    found = {name: known for name, known in found.items() if known}
+    shown, rest = cast.named(found), cast.rest(found)
+    traces = draw_others([_make_line(found[record.id]) for record in rest], "lines+markers")
+    for record in shown:
+        numbered = len(shown) <= _MOST_NUMBERED or cast.style(record).winner
+        traces.append(_draw_callers(cast, record, found[record.id], rows[record.id].knee, numbered=numbered))
+    x_axis = axis(f"{rank} latency of a call (ms)", [value for known in found.values() for value, _ in known])
+    rates = [level.samples_per_s.median for known in found.values() for _, level in known]
+    figure = {
+        "data": traces,
+        "layout": layout(x_axis, axis("throughput (samples/s)", rates), len(shown) + bool(rest)),
+    }
+    title = f"Throughput (samples/s) against {rank} latency (ms) at batch {at}; numbers are callers at the same time"
+    return Chart("concurrency", title, figure, _summarize_callers(cast, rows, rank))
 
 
 def _latency(level: Throughput, rank: str) -> float | None:
     return level.p99_ms if rank == "p99" else level.p50_ms
 
 
-def _known(row: LatencyRow, rank: str) -> list[tuple[float, Throughput]]:
-    return [(value, level) for level in row.concurrency if (value := _latency(level, rank)) is not None]
-
-
-def _concurrency_figure(cast: Cast, rows: Mapping[str, LatencyRow], rank: str) -> Figure:
-    found = {name: known for name, row in rows.items() if (known := _known(row, rank))}
-    shown, rest = cast.named(found), cast.rest(found)
-    traces: list[Figure] = []
-    if rest:
-        traces.append(draw_others([_concurrency_line(found[record.id]) for record in rest], "lines+markers"))
-    for record in shown:
-        numbered = len(shown) <= _MOST_NUMBERED or cast.style(record).winner
-        traces.append(_trace(cast.style(record), record, found[record.id], rows[record.id].knee, numbered=numbered))
-    x = axis(f"{rank} latency of a call (ms)", [value for known in found.values() for value, _ in known])
-    rates = [level.samples_per_s.median for known in found.values() for _, level in known]
-    return {"data": traces, "layout": layout(x, axis("throughput (samples/s)", rates), len(shown) + bool(rest))}
-
-
-def _concurrency_line(known: Sequence[tuple[float, Throughput]]) -> tuple[list[float], list[float | None]]:
+def _make_line(known: Sequence[tuple[float, Throughput]]) -> tuple[list[float], list[float | None]]:
     return [value for value, _ in known], [level.samples_per_s.median for _, level in known]
 
 
-def _trace(
-    style: Style, record: VariantRecord, known: Sequence[tuple[float, Throughput]], knee: int | None, *, numbered: bool
+def _draw_callers(
+    cast: Cast,
+    record: VariantRecord,
+    known: Sequence[tuple[float, Throughput]],
+    knee: int | None,
+    *,
+    numbered: bool,
 ) -> Figure:
-    x, y = _concurrency_line(known)
-    hover = [hover_text(marked(record), _words(level, knee)) for _, level in known]
-    trace = points(style, x, y, hover, error_y=bars([level.samples_per_s for _, level in known], style.colour))
+    hover = []
+    for _, level in known:
+        text = f"{count_words(level.callers, 'caller')}: {_format_rate(level.samples_per_s)}, "
+        text += f"p50 {ms(level.p50_ms)} ms, p99 {ms(level.p99_ms)} ms"
+        more = ", the knee: more callers gain less than 5 %" if level.callers == knee else ""
+        hover.append(hover_text(marked(record), text + more))
+    style = cast.style(record)
+    error = bars([level.samples_per_s for _, level in known], style.colour)
+    trace = points(style, *_make_line(known), hover, error_y=error)
     if numbered:
         trace |= {"mode": "lines+markers+text", "textposition": "top center"}
         trace["text"] = [str(level.callers) for _, level in known]
     return trace
 
 
-def _words(level: Throughput, knee: int | None) -> str:
-    text = f"{count_words(level.callers, 'caller')}: {_format_rate(level.samples_per_s)}, "
-    text += f"p50 {ms(level.p50_ms)} ms, p99 {ms(level.p99_ms)} ms"
-    return text + (", the knee: more callers gain less than 5 %" if level.callers == knee else "")
-
-
-def _concurrency_summary(cast: Cast, rows: Mapping[str, LatencyRow], rank: str) -> str:
-    pairs = [(one, level) for one in cast.records if one.id in rows for level in rows[one.id].concurrency]
+def _summarize_callers(cast: Cast, rows: Mapping[str, LatencyRow], rank: str) -> str:
+    pairs = [(one, level) for one in cast.select(rows) for level in rows[one.id].concurrency]
     best, level = max(pairs, key=lambda pair: pair[1].samples_per_s.median)
     most = f"{rate(level.samples_per_s.median)} samples/s with {count_words(level.callers, 'caller')}"
     text = f"{short_name(best)} answers most, {most}"
@@ -344,6 +294,6 @@ def _concurrency_summary(cast: Cast, rows: Mapping[str, LatencyRow], rank: str) 
     text += f", at {rank} {ms(value)} ms" if value is not None else ""
     knee = rows[best.id].knee
     text += f"; from {knee} on, more callers gain less than 5 %" if knee is not None and knee != level.callers else ""
-    unknown = sum(_latency(level, rank) is None for _, level in pairs)
-    few = f"; {unknown} of {len(pairs)} points are left out, as they have too few calls for a {rank}" if unknown else ""
-    return f"{text}{few}{cast.unnamed(rows)}."
+    if unknown := sum(_latency(level, rank) is None for _, level in pairs):
+        text += f"; {unknown} of {len(pairs)} points are left out, as they have too few calls for a {rank}"
+    return f"{text}{cast.unnamed(rows)}."

@@ -2,10 +2,8 @@
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.report.tables import marked
 from enginesmith.pipeline.results.budgets import why_unknown
@@ -27,18 +25,13 @@ class Chart:
     id: str
     """Unique among the charts of a run; letters, digits and hyphens."""
     title: str
-    """What is seen, with units."""
-    figure: Figure | None
+    """The quantities that are drawn, with units."""
+    figure: Figure | None = None
     """None where there is nothing to draw, as ``empty`` explains."""
-    summary: str
+    summary: str = ""
     """One sentence that says what the figure shows; empty where there is none. Its numbers are in a table beside it."""
     empty: str = ""
-    """Why there is no figure."""
-
-
-def make_empty_chart(name: str, title: str, why: str) -> Chart:
-    """Make a chart that has nothing to draw."""
-    return Chart(id=name, title=title, figure=None, summary="", empty=why)
+    """The reason why there is no figure."""
 
 
 def _theme(text: str, lines: str, ground: str) -> Figure:
@@ -67,7 +60,7 @@ _LONGEST = 32
 
 
 def escape(text: str) -> str:
-    """Text that plotly.js shows as it stands, in legends, ticks, annotations and hover templates."""
+    """Escape text, so that plotly.js shows it as it stands in legends, ticks, annotations and hover templates."""
     for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("{", "&#123;"), ("$", "&#36;")):
         text = text.replace(character, entity)
     return " ".join(text.split())
@@ -86,27 +79,23 @@ def label(name: str, most: int = _LONGEST) -> str:
     return escape(shorten_name(name, most))
 
 
-def whole(name: str) -> str:
-    """Break a whole name into lines for hover texts."""
-    return "<br>".join(escape(name[start : start + _TEXT_LINE]) for start in range(0, len(name), _TEXT_LINE))
-
-
 def hover_text(*lines: str) -> str:
-    """Join plain lines to a hover text."""
-    return "<br>".join(whole(line) for line in lines if line)
+    """Join plain lines to a hover text, long ones broken."""
+    starts = ((line, start) for line in lines for start in range(0, len(line), _TEXT_LINE))
+    return "<br>".join(escape(line[start : start + _TEXT_LINE]) for line, start in starts)
 
 
-def count_words(number: int, one: str, many: str = "") -> str:
-    """``1 variant``, ``3 variants``."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
+def count_words(number: int, one: str) -> str:
+    """Format a count with its noun: ``1 variant``, ``3 variants``."""
+    return f"{number} {one}{'' if number == 1 else 's'}"
 
 
 # Who is drawn how: the same colour, marker and dash for the same variant in every chart of a run.
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
-"""Those of Okabe and Ito ("Color Universal Design", 2008) with a contrast of 3 on white and on black alike."""
+"""Colours of Okabe and Ito ("Color Universal Design", 2008) with a contrast of 3 on white and on black alike."""
 NEUTRAL = "#6E7681"
-"""The baseline's, and of what belongs to no variant."""
+"""Colour of the baseline, and of what belongs to no variant."""
 REST = "#9AA0A6"
 SYMBOLS = (
     *("circle", "square", "diamond", "triangle-up", "triangle-down", "pentagon"),
@@ -119,7 +108,7 @@ _IN_SENTENCES = 60
 
 @dataclass(frozen=True)
 class Style:
-    """How one variant looks: never told from others by colour alone."""
+    """The look of one variant, which is never told from others by colour alone."""
 
     name: str
     """For legends and ticks; the winner's has a star."""
@@ -129,29 +118,19 @@ class Style:
     winner: bool
 
     @property
-    def zorder(self) -> int:
-        """The winner lies above the others."""
-        return int(self.winner)
-
-    @property
-    def width(self) -> float:
-        """Of lines, in pixels."""
-        return 3.5 if self.winner else 2
-
-    @property
     def size(self) -> float:
-        """Of markers, in pixels."""
+        """Diameter of markers, in pixels."""
         return 11 if self.winner else 8
 
     @property
-    def marker(self) -> dict[str, Any]:
-        """As plotly.js takes it."""
+    def marker(self) -> Figure:
+        """Markers in the notation of plotly.js."""
         return {"color": self.colour, "symbol": self.symbol, "size": self.size}
 
     @property
-    def line(self) -> dict[str, Any]:
-        """As plotly.js takes it."""
-        return {"color": self.colour, "dash": self.dash, "width": self.width}
+    def line(self) -> Figure:
+        """Lines in the notation of plotly.js; their width is in pixels."""
+        return {"color": self.colour, "dash": self.dash, "width": 3.5 if self.winner else 2}
 
 
 def short_name(record: VariantRecord) -> str:
@@ -160,62 +139,48 @@ def short_name(record: VariantRecord) -> str:
 
 
 class Cast:
-    """The records of a run in the order of who is named first: winner, baseline, front, then as they stand."""
+    """Chooses a style for each record of a run, and who is named first: winner, baseline, front, then as they stand."""
 
     def __init__(self, run: Run) -> None:
-        self._run = run
-
-    @cached_property
-    def records(self) -> tuple[VariantRecord, ...]:
-        """The baseline, and the variants."""
-        return self._run.records
-
-    @cached_property
-    def _ranks(self) -> dict[str, int]:
-        run = self._run
-        measured = (record.id for record in self.records if record.status == "measured")
+        self.run, self.records = run, run.records
+        measured = (record.id for record in run.records if record.status == "measured")
         ordered = (run.winner or run.baseline.id, run.baseline.id, *run.pareto, *measured)
-        names = dict.fromkeys((*ordered, *(record.id for record in self.records)))
-        return {name: rank for rank, name in enumerate(names)}
+        names = dict.fromkeys((*ordered, *(record.id for record in run.records)))
+        self._ranks = {name: rank for rank, name in enumerate(names)}
+        others = sorted(run.variants, key=lambda record: self._ranks[record.id])
+        self._styles = {record.id: self._choose_style(record, index) for index, record in enumerate(others)}
+        self._styles[run.baseline.id] = self._choose_style(run.baseline)
 
-    @cached_property
-    def _styles(self) -> dict[str, Style]:
-        others = sorted((record for record in self._run.variants), key=lambda one: self._ranks[one.id])
-        found = {record.id: self._style(record, index) for index, record in enumerate(others)}
-        plain = Style(self._name(self._run.baseline), NEUTRAL, "x", "dot", self._run.winner == self._run.baseline.id)
-        return {**found, self._run.baseline.id: plain}
-
-    def _style(self, record: VariantRecord, index: int) -> Style:
-        return Style(
-            name=self._name(record),
-            colour=COLOURS[index % len(COLOURS)],
-            symbol=SYMBOLS[index % len(SYMBOLS)],
-            dash=DASHES[index // len(COLOURS) % len(DASHES)],
-            winner=record.id == self._run.winner,
-        )
-
-    def _name(self, record: VariantRecord) -> str:
-        star = "★ " if record.id == self._run.winner else ""
-        return star + label(marked(record))
+    def _choose_style(self, record: VariantRecord, index: int | None = None) -> Style:
+        winner = record.id == self.run.winner
+        name = ("★ " if winner else "") + label(marked(record))
+        if index is None:
+            return Style(name, NEUTRAL, "x", "dot", winner)
+        colours = len(COLOURS)
+        dash = DASHES[index // colours % len(DASHES)]
+        return Style(name, COLOURS[index % colours], SYMBOLS[index % len(SYMBOLS)], dash, winner)
 
     def style(self, record: VariantRecord) -> Style:
-        """Return how a record is drawn."""
+        """Look up how a record is drawn."""
         return self._styles[record.id]
 
-    def named(self, having: Container[str]) -> tuple[VariantRecord, ...]:
+    def select(self, names: Container[str]) -> list[VariantRecord]:
+        """List the records of these names, in the run's order."""
+        return [record for record in self.records if record.id in names]
+
+    def named(self, names: Container[str]) -> list[VariantRecord]:
         """Choose the most important of the records that have something to show, in the run's order."""
-        found = sorted((one for one in self.records if one.id in having), key=lambda one: self._ranks[one.id])
-        kept = {record.id for record in found[:MOST_NAMED]}
-        return tuple(record for record in self.records if record.id in kept)
+        ranked = sorted(self.select(names), key=lambda record: self._ranks[record.id])
+        return self.select({record.id for record in ranked[:MOST_NAMED]})
 
-    def rest(self, having: Container[str]) -> tuple[VariantRecord, ...]:
+    def rest(self, names: Container[str]) -> list[VariantRecord]:
         """List the records that have something to show and are not named."""
-        kept = {record.id for record in self.named(having)}
-        return tuple(record for record in self.records if record.id in having and record.id not in kept)
+        named = {record.id for record in self.named(names)}
+        return [record for record in self.select(names) if record.id not in named]
 
-    def unnamed(self, having: Container[str], what: str = "grey") -> str:
+    def unnamed(self, names: Container[str], what: str = "grey") -> str:
         """Describe the records that are not named, as the end of a sentence; empty where there are none."""
-        count = len(self.rest(having))
+        count = len(self.rest(names))
         return f"; {count} more {'is' if count == 1 else 'are'} {what}" if count else ""
 
 
@@ -229,61 +194,45 @@ _PLOT, _LINE, _ROW, _FRAME = 330, 23, 38, 110
 
 
 def why_none(run: Run, field: str, otherwise: str) -> str:
-    """Explain why no record has a field, in the run's own words where it has some."""
-    return _first([record.reasons.get(field) or record.reason for record in run.records], otherwise)
+    """Explain why no record has a field, in the run's own words where it has some.
 
-
-def why_no_memory(run: Run) -> str:
-    """Explain why no record has a peak of memory, which its measurement may lack."""
-    records, at = run.records, run.deciding_batch
-    return _first([why_unknown(record, "max_memory_bytes", at) for record in records], "it was not measured")
-
-
-def _first(reasons: Sequence[str], otherwise: str) -> str:
-    told = list(dict.fromkeys(filter(None, reasons)))
-    more = f" (and {count_words(len(told) - 1, 'more reason')})" if len(told) > 1 else ""
-    return f"{told[0]}{more}" if told else otherwise
+    For ``memory`` it is the peak that is missing, which a measurement may lack.
+    """
+    if field == "memory":
+        reasons = [why_unknown(record, "max_memory_bytes", run.deciding_batch) for record in run.records]
+    else:
+        reasons = [record.reasons.get(field) or record.reason for record in run.records]
+    first, *others = dict.fromkeys(filter(None, reasons)) or (otherwise,)
+    return first + (f" (and {count_words(len(others), 'more reason')})" if others else "")
 
 
 def axis(title: str, values: Iterable[float | None] = (), *, log: bool | None = None, zero: bool = True) -> Figure:
     """Make an axis with its unit, logarithmic where the values ask for it, else from zero on if ``zero``."""
     known = [value for value in values if value is not None]
-    found: Figure = {"title": {"text": escape(title), "standoff": 8}, "automargin": True}
-    if not (is_wide(known) if log is None else log):
-        return {**found, "rangemode": "tozero"} if zero else found
+    plain: Figure = {"title": {"text": escape(title), "standoff": 8}, "automargin": True}
+    wide = len(known) > 1 and min(known) > 0 and max(known) / min(known) > _WIDE
+    if not (wide if log is None else log):
+        return {**plain, "rangemode": "tozero"} if zero else plain
     few = bool(known) and max(known) / min(known) < _DECADES
-    return {**found, "type": "log", "dtick": "D2" if few else 1, "tickformat": "~g"}
+    return {**plain, "type": "log", "dtick": "D2" if few else 1, "tickformat": "~g"}
 
 
 def places(title: str, labels: Mapping[float, str], **more: Any) -> Figure:
     """Make an axis with labels at some places of it alone."""
-    found: Figure = {"title": {"text": escape(title), "standoff": 8}, "automargin": True, "tickmode": "array"}
-    return {**found, "tickvals": list(labels), "ticktext": list(labels.values()), **more}
-
-
-def is_wide(values: Sequence[float]) -> bool:
-    """Tell whether values need a logarithmic axis, and can have one."""
-    return len(values) > 1 and min(values) > 0 and max(values) / min(values) > _WIDE
+    ticks = {"tickmode": "array", "tickvals": list(labels), "ticktext": list(labels.values())}
+    return {**axis(title, log=False, zero=False), **ticks, **more}
 
 
 def layout(x: Figure, y: Figure, legend: int, *, plot: int = _PLOT, **more: Any) -> Figure:
     """Make a layout for so many entries in the legend, which stands below a plot of so many pixels."""
-    above = sum(one.get("xref", "x") == "x" and one.get("yref") == "paper" for one in more.get("shapes", ()))
+    above = sum(shape.get("xref", "x") == "x" and shape.get("yref") == "paper" for shape in more.get("shapes", ()))
     height = plot + _FRAME + legend * _LINE + 14 * above
+    below = {"x": 0, "xref": "container", "y": 0, "yref": "container", "yanchor": "bottom"}
     return {
         "height": height,
         "margin": {"l": 12, "r": 16, "t": 16 + 14 * above, "b": 12},
         "showlegend": legend > 0,
-        "legend": {
-            "orientation": "h",
-            "x": 0,
-            "xref": "container",
-            "y": 0,
-            "yref": "container",
-            "yanchor": "bottom",
-            "traceorder": "normal",
-            "itemwidth": 40,
-        },
+        "legend": {"orientation": "h", **below, "traceorder": "normal", "itemwidth": 40},
         "hovermode": "closest",
         "xaxis": x,
         "yaxis": y,
@@ -305,7 +254,7 @@ def list_layout(x: Figure, names: Sequence[str], legend: int, **more: Any) -> Fi
 
 def points(style: Style, x: Sequence[float], y: Sequence[float | None], hover: Sequence[str], **more: Any) -> Figure:
     """Draw markers joined by a line, for one variant."""
-    how = {"mode": "lines+markers", "line": style.line, "marker": style.marker, "zorder": style.zorder}
+    how = {"mode": "lines+markers", "line": style.line, "marker": style.marker, "zorder": int(style.winner)}
     return {**draw_markers(style.name, x, y, hover, **how), **more}
 
 
@@ -313,26 +262,16 @@ def draw_markers(
     name: str, x: Sequence[float | None], y: Sequence[float | None], hover: Sequence[str], **more: Any
 ) -> Figure:
     """Draw markers with hover texts; ``more`` are other fields of the trace."""
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "x": list(x),
-        "y": list(y),
-        "hovertext": list(hover),
-        "hoverinfo": "text",
-        **more,
-    }
+    common = {"type": "scatter", "mode": "markers", "name": name}
+    return {**common, "x": list(x), "y": list(y), "hovertext": list(hover), "hoverinfo": "text", **more}
 
 
-def interval(
-    style: Style, at: Sequence[float], found: Sequence[Interval | None], direction: str = "y", **more: Any
-) -> Figure | None:
-    """Error bars by themselves: a median of undisturbed calls may lie elsewhere than the one of all calls."""
-    known = [(place, one) for place, one in zip(at, found, strict=True) if one is not None and not one.too_noisy]
-    if not known:
-        return None
-    return {
+def intervals(
+    style: Style, at: Sequence[float], values: Sequence[Interval | None], direction: str = "y"
+) -> list[Figure]:
+    """Draw error bars by themselves, as a median of undisturbed calls may lie elsewhere than the one of all calls."""
+    known = [(place, one) for place, one in zip(at, values, strict=True) if one is not None and not one.too_noisy]
+    trace = {
         "type": "scatter",
         "mode": "markers",
         "x" if direction == "y" else "y": [place for place, _ in known],
@@ -341,43 +280,38 @@ def interval(
         "marker": {"color": style.colour, "size": 1},
         "hoverinfo": "skip",
         "showlegend": False,
-        **more,
     }
+    return [trace] if known else []
 
 
-def bars(found: Sequence[Interval], colour: str) -> Figure:
+def bars(values: Sequence[Interval], colour: str) -> Figure:
     """Draw intervals around their medians as error bars, none for those that are too noisy to tell."""
     return {
         "type": "data",
         "symmetric": False,
-        "array": [0.0 if one.too_noisy else one.high - one.median for one in found],
-        "arrayminus": [0.0 if one.too_noisy else one.median - one.low for one in found],
+        "array": [0.0 if one.too_noisy else one.high - one.median for one in values],
+        "arrayminus": [0.0 if one.too_noisy else one.median - one.low for one in values],
         "color": colour,
         "thickness": 1.5,
         "width": 4,
     }
 
 
-def draw_others(lines: Sequence[tuple[Sequence[float], Sequence[float | None]]], mode: str = "lines") -> Figure:
-    """Draw all records that are not named as one grey trace, with gaps between its lines."""
-    x: list[float | None] = []
-    y: list[float | None] = []
-    for xs, ys in lines:
-        x += [*xs, None]
-        y += [*ys, None]
-    marker = {"marker": {"color": REST, "size": 5}} if "markers" in mode else {}
-    return {
+def draw_others(lines: Sequence[tuple[Sequence[float], Sequence[float | None]]], mode: str = "lines") -> list[Figure]:
+    """Draw all records that are not named, if there are some, as one grey trace with gaps between its lines."""
+    trace = {
         "type": "scatter",
         "mode": mode,
         "name": f"{len(lines)} more",
-        "x": x,
-        "y": y,
+        "x": [value for xs, _ in lines for value in (*xs, None)],
+        "y": [value for _, ys in lines for value in (*ys, None)],
         "hoverinfo": "skip",
         "line": {"color": REST, "width": 1},
-        **marker,
+        **({"marker": {"color": REST, "size": 5}} if "markers" in mode else {}),
         "opacity": 0.3,
         "connectgaps": False,
     }
+    return [trace] if lines else []
 
 
 def limit(direction: str, value: float, text: str, values: Sequence[float], line: int = 0) -> Figure:
@@ -403,8 +337,3 @@ def limit(direction: str, value: float, text: str, values: Sequence[float], line
         "line": {"color": NEUTRAL, "width": 1.5, "dash": "longdash"},
         "label": label,
     }
-
-
-def find_rows(records: Iterable[VariantRecord], at: int) -> dict[str, LatencyRow]:
-    """Look up each record's latency at a batch size, as far as it was measured."""
-    return {record.id: row for record in records if (row := record.row(at)) is not None}
