@@ -7,7 +7,8 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from enginesmith.pipeline.errors import MissingCapability, UsageError
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.system import plugins
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,8 +38,6 @@ PORTABLE_PLACEMENT = "tensorrt"
 
 def names() -> tuple[str, ...]:
     """List the names of all engines: those of the table, and those of installed plug-ins."""
-    from enginesmith.pipeline.system import plugins
-
     return tuple(dict.fromkeys((*ENGINES, *(plugin.name for plugin in plugins.installed(plugins.ENGINES)))))
 
 
@@ -49,37 +48,21 @@ def engine_class(name: str) -> "type[Engine]":
         UsageError: no engine has that name.
         MissingCapability: it is a plug-in that cannot be loaded, or that is no engine of that name.
     """
-    if name in ENGINES:
-        module, _, attribute = ENGINES[name].partition(":")
-        own: type[Engine] = getattr(importlib.import_module(module), attribute)
-        return own
-    from enginesmith.pipeline.system import plugins
-
-    if not plugins.offered(plugins.ENGINES, name):
+    if name not in ENGINES and not plugins.offered(plugins.ENGINES, name):
         raise UsageError(f"there is no engine {name!r}", f"use one of {', '.join(names())}")
-    return _load_plugin(name)
-
-
-def _load_plugin(name: str) -> "type[Engine]":
-    from enginesmith.pipeline.engines.base import Engine
-    from enginesmith.pipeline.system import plugins
-
-    loaded = plugins.load(plugins.ENGINES, name)
-    if not isinstance(loaded, type) or not issubclass(loaded, Engine) or getattr(loaded, "name", None) != name:
-        raise MissingCapability(
-            f"the plug-in {name!r} gives {loaded!r}, which is no engine of that name",
-            f"its entry point has to name a subclass of {Engine.__module__}.Engine whose name is {name!r}",
-        )
-    return loaded
+    engine: type[Engine] = plugins.load_class(
+        plugins.ENGINES, name, ENGINES, "enginesmith.pipeline.engines.base:Engine"
+    )
+    return engine
 
 
 def baseline(form: Literal["torch", "onnx"]) -> "Engine":
-    """Make the engine that runs a given module or graph as it stands, which variants are held against."""
+    """Make the engine that runs a given module or graph unchanged, which variants are held against."""
     return engine_class(BASELINES[form]).as_given()
 
 
 def simulation() -> "Engine":
-    """Make the engine that runs a graph as it stands, also where it has no kernels for the types in it."""
+    """Make the engine that runs a graph unchanged, also where it has no kernels for the types in it."""
     return engine_class(BASELINES["onnx"]).simulating()
 
 
@@ -109,8 +92,6 @@ def describe_file(path: "Path") -> dict[str, object]:
 
 def needs_cuda(name: str) -> bool:
     """Tell whether an engine runs on CUDA alone; of a plug-in that is not installed any more, nothing is known."""
-    from enginesmith.pipeline.system import plugins
-
     known = name in ENGINES or plugins.offered(plugins.ENGINES, name)
     return known and engine_class(name).kinds == ("cuda",)
 
@@ -137,11 +118,10 @@ def environment() -> "Environment":
 
 def check_software(stack: "Stack", exported: "Formats") -> "list[Check]":
     """Make all checks that what is installed gives reason for; models are exported in that format."""
-    from enginesmith.pipeline.engines.compatibility import check_devices, check_glibc
+    from enginesmith.pipeline.engines.compatibility import check_machine
 
-    engines = (engine_class(name) for name in ENGINES)
-    checks = [*check_devices(stack), *(row for engine in engines for row in engine.check_software(stack, exported))]
-    return [*{check.name: check for check in checks}.values(), *check_glibc(stack)]
+    checks = [row for name in ENGINES for row in engine_class(name).check_software(stack, exported)]
+    return list({check.name: check for check in (*check_machine(stack), *checks)}.values())
 
 
 def import_default() -> None:

@@ -18,7 +18,6 @@ from enginesmith.pipeline.tensors import Array, Feeds, ShapeRange, Signature
 if TYPE_CHECKING:
     from enginesmith.pipeline.engines.compatibility import Check
     from enginesmith.pipeline.engines.options import EngineOptions
-    from enginesmith.pipeline.engines.triton import TritonBackend
     from enginesmith.pipeline.system.software import Formats, Stack
 
 
@@ -28,14 +27,16 @@ NODE = "node:"
 """Starts the path of what has no module: a graph that nobody exported from PyTorch here is told apart by its nodes."""
 WARM_CALLS = 3
 """Calls before those that count: the first ones allocate, compile and pick kernels."""
+Fields = list[tuple[str, Any]]
+"""Fields of a protobuf message in order; one that is given several times is repeated."""
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """Say what is profiled, and with what."""
+    """Bundle what a profiler works with."""
 
     artifact: Artifact
-    device: "Device"
+    device: Device
     feeds: Feeds
     calls: int
     """Inferences that count."""
@@ -46,7 +47,7 @@ class ProfileRequest:
 
 
 class Origin(BaseModel):
-    """Say where in the model an operator's work comes from."""
+    """Locate the modules of the model that an operator's work comes from."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -55,9 +56,9 @@ class Origin(BaseModel):
     also: dict[str, tuple[str, ...]] = {}
     """Light operators that are fused into it, by the module that they came from."""
     multiplies: bool = False
-    """Whether a product (a convolution, a matrix product, attention) is part of it; unknown counts as none."""
+    """True if a product (a convolution, a matrix product, attention) is known to be part of it."""
     converts: bool = False
-    """Whether it only changes types or layouts: quantises, dequantises, casts or reorders for the engine's own sake."""
+    """True if it only changes types or layouts: quantises, dequantises, casts or reorders for the engine's own sake."""
 
 
 class OperatorTime(BaseModel):
@@ -71,9 +72,9 @@ class OperatorTime(BaseModel):
     """Its kind: ``aten::conv2d``, ``FusedConv``, or the kernel's name."""
     origin: Origin
     precision: str = ""
-    """What it computes in, by the narrowest type that it reads; empty where the profiler does not tell."""
+    """Type that it computes in, taken for the narrowest that it reads; empty where the profiler does not tell."""
     seconds: float
-    """Of one inference: the median over those that were profiled."""
+    """Median over the inferences that were profiled, of all runs in one."""
     calls: int = 1
     """Times that it runs in one inference."""
 
@@ -85,7 +86,7 @@ class Profiled(BaseModel):
 
     operators: tuple[OperatorTime, ...]
     source: str
-    """Whose figures these are."""
+    """Name of the profiler."""
     call_seconds: float | None
     """Median of a whole profiled inference; None where the profiler sees operators alone."""
     notes: tuple[str, ...] = ()
@@ -110,12 +111,11 @@ class Tally:
 
     def medians(self) -> dict[str, tuple[float, int]]:
         """Compute median seconds and runs of an inference, in order of first appearance; absent counts as zero."""
-        names = dict.fromkeys(name for inference in self.inferences for name in inference)
-        return {name: self._median(name) for name in names}
-
-    def _median(self, name: str) -> tuple[float, int]:
-        seconds, runs = zip(*(inference.get(name, (0.0, 0)) for inference in self.inferences), strict=True)
-        return statistics.median(seconds), round(statistics.median(runs))
+        medians = {}
+        for name in dict.fromkeys(name for inference in self.inferences for name in inference):
+            seconds, runs = zip(*(inference.get(name, (0.0, 0)) for inference in self.inferences), strict=True)
+            medians[name] = (statistics.median(seconds), round(statistics.median(runs)))
+        return medians
 
 
 def warm_up(session: "Session", feeds: Feeds) -> Any:
@@ -134,6 +134,11 @@ def narrowest(types: Iterable[str], names: Mapping[str, str]) -> str:
     return next((short for word, short in names.items() if word in given), "")
 
 
+def unavailable(reason: str, remedy: str) -> Availability:
+    """Make the answer that something cannot be had here."""
+    return Availability(ok=False, reason=reason, remedy=remedy)
+
+
 class Session(ABC):
     """Run a loaded engine. Use it as a context manager: leaving it frees what it holds.
 
@@ -144,12 +149,12 @@ class Session(ABC):
 
     @property
     def cuda_stream(self) -> int | None:
-        """Give the handle of the CUDA stream that ``enqueue`` puts its work on; None on the CPU."""
+        """Handle of the CUDA stream that ``enqueue`` puts its work on; None on the CPU."""
         return None
 
     @property
     def first_call_note(self) -> str:
-        """Tell what the first call does besides, or is spared: compiling kernels, say. Empty if nothing."""
+        """Work that the first call does besides, or is spared: compiling kernels, say. Empty if none."""
         return ""
 
     @abstractmethod
@@ -170,7 +175,7 @@ class Session(ABC):
 
     @property
     def sibling_note(self) -> str:
-        """Tell what a sibling costs besides its activations and outputs: weights of its own, say. Empty if nothing."""
+        """Costs of a sibling besides its activations and outputs: weights of its own, say. Empty if none."""
         return ""
 
     @abstractmethod
@@ -210,7 +215,7 @@ class Session(ABC):
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """Say what an engine is built from, and where to."""
+    """Bundle what an engine is built from, and for."""
 
     artifact: Artifact
     out: Path
@@ -229,7 +234,7 @@ class EngineFacts(BaseModel):
     workspace_limit_bytes: int | None = None
     weights_bytes: int | None = None
     activation_bytes: int | None = None
-    """What one inference at the largest shape works in."""
+    """Memory that one inference at the largest shape works in."""
     scratch_bytes: int | None = None
     build_device_peak_bytes: int | None = None
     layers: dict[str, int] | None = None
@@ -242,7 +247,7 @@ class Configuration:
 
     engine: "Engine"
     precision: str
-    """As it is part of the variant's name: ``int8``, ``tf32``."""
+    """Part of the variant's name: ``int8``, ``tf32``."""
     workspace: str = ""
     """The workspace limit as it was asked for; empty where there is none."""
     target: str | None = None
@@ -271,11 +276,49 @@ class PackageFacts:
     """List what the manifest of a package says of an engine's file."""
 
     version: str | None = None
-    """Of what it was built with; None for the one that the run recorded."""
+    """Version of the package that built it; None for the one that the run recorded."""
     targets: tuple[str, ...] = ()
     """Compute capabilities of the GPUs that it is built for; empty where it is not for certain ones."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Names and values as the engine's own package takes them."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """Format a protobuf message as text (``model_config.proto``)."""
+
+    fields: Fields = field(default_factory=list)
+
+    def lines(self, indent: str = "") -> Iterator[str]:
+        """Yield lines of the text format."""
+        for name, value in self.fields:
+            if isinstance(value, Message):
+                inner = list(value.lines(indent + "  "))
+                yield from (f"{indent}{name} {{", *inner, f"{indent}}}") if inner else (f"{indent}{name} {{}}",)
+            elif isinstance(value, list):
+                yield f"{indent}{name}: [{', '.join(map(str, value))}]"
+            else:
+                yield f"{indent}{name}: {value}"
+
+
+def quoted(text: str) -> str:
+    """Quote a string for protobuf's text format: quotes, backslashes and control characters escaped, the rest UTF-8."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(char if char >= " " else f"\\{ord(char):03o}" for char in escaped) + '"'
+
+
+@dataclass(frozen=True)
+class TritonBackend:
+    """Describe a backend of Triton and what its configuration says beyond names and shapes."""
+
+    name: str
+    file: str
+    """Name that it expects of the file that it loads."""
+    platform: str = ""
+    configure: Callable[[Mapping[str, Any], str], Fields] = lambda options, device: []
+    """From the options of a package and the kind of device: the backend's own fields."""
+    remark: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda engine: ()
+    """From a package's record of the engine: remarks for people, a line each."""
 
 
 class Engine(BaseModel, ABC):
@@ -288,11 +331,11 @@ class Engine(BaseModel, ABC):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
-    """What it is called in recipes and in the table."""
+    """Its name in recipes and in the table."""
     title: ClassVar[str]
-    """What people call it, as in ``ONNX Runtime``."""
+    """Its name in reports: ``ONNX Runtime``."""
     consumes: ClassVar[Kind]
-    """What it is made from: ``torch`` engines run the module itself and have no build step."""
+    """Kind of artifact that it is made from: ``torch`` engines run the module itself and have no build step."""
     tools: ClassVar[tuple[str, ...]]
     """Distributions whose versions decide what is built and how it runs; the first one installed is its own."""
     reads: ClassVar[tuple[str, ...]] = ()
@@ -300,27 +343,27 @@ class Engine(BaseModel, ABC):
     precisions: ClassVar[tuple[str, ...]] = ()
     """Precisions that it casts a module to by itself; engines of graphs take the precision of the graph."""
     placement: ClassVar[Placement] = "inputs"
-    """Where Q/DQ pairs go in graphs for it."""
+    """Rule for the places of Q/DQ pairs in graphs for it."""
     needs_shapes: ClassVar[bool] = False
-    """Whether it is built for ranges of shapes, given to it in :attr:`BuildRequest.ranges`."""
+    """True if it is built for ranges of shapes, given to it in :attr:`BuildRequest.ranges`."""
     file_suffix: ClassVar[str] = ""
-    """Of the engine file that the ``build`` command writes and ``benchmark`` reads; empty where it has none."""
+    """Suffix of the engine file that the ``build`` command writes and ``benchmark`` reads; empty for no file."""
     modules: ClassVar[tuple[str, ...]] = ()
     """Modules that building it takes, for workers to import ahead: no other framework is imported then."""
     builder_tells_memory: ClassVar[bool] = False
-    """Whether :meth:`facts` has the memory that it will take, so that ``fit`` builds and does not run it."""
+    """True if :meth:`facts` has the memory that it will take, so that ``fit`` builds and does not run it."""
     package_caution: ClassVar[str] = ""
-    """What people who are handed a package of it should know."""
+    """Warning for people who are handed a package of it."""
     kinds: ClassVar[tuple[str, ...]] = DEVICE_KINDS
     """Kinds of device that it can run on."""
     built_elsewhere: ClassVar[bool] = False
-    """Whether it can be built where it cannot run."""
+    """True if it can be built where it cannot run."""
     memory_from_torch: ClassVar[bool] = False
-    """Whether its device memory comes from torch's caching allocator, which then counts it exactly."""
+    """True if its device memory comes from torch's caching allocator, which then counts it exactly."""
     shows_graph: ClassVar[bool] = False
-    """Whether :meth:`executed` can tell."""
+    """True if it has :meth:`executed`."""
     loads_graph: ClassVar[bool] = False
-    """Whether it loads the graph that it builds from as well, which then runs on machines that the engine does not."""
+    """True if it also loads the graph that it builds from, which then runs on machines that the engine does not."""
     only_running: ClassVar[frozenset[str]] = frozenset()
     """Fields that change how it runs and not what is built."""
 
@@ -419,8 +462,8 @@ class Engine(BaseModel, ABC):
         return None
 
     @classmethod
-    def triton(cls) -> "TritonBackend | None":
-        """Say how Triton Inference Server runs it; None if that cannot."""
+    def triton(cls) -> TritonBackend | None:
+        """Describe the backend of Triton Inference Server that runs it; None if that has none."""
         return None
 
     @classmethod
@@ -455,14 +498,23 @@ class Engine(BaseModel, ABC):
         """Tell whether this machine can run what these options build."""
         return type(self).available(device)
 
+    def require_runnable(self, device: Device) -> None:
+        """Insist that this machine can run what these options build; raises as :meth:`require`."""
+        self.require(device)
+        availability = self.runnable(device)
+        if not availability.ok:
+            raise MissingCapability(
+                f"{self.name} cannot run so on {device}: {availability.reason}", availability.remedy
+            )
+
     @property
     def built_ahead(self) -> bool:
-        """Tell whether these options build it for a device that need not be there, so that any machine will do."""
+        """True if these options build it for a device that need not be there, so that any machine will do."""
         return False
 
     @property
     def arithmetic(self) -> str:
-        """What fp32 products are computed in: ``tf32`` where they may be rounded to its 10 bits, ``fp16``, ``bf16``.
+        """Type of fp32 products: ``tf32`` where they may be rounded to its 10 bits, ``fp16`` or ``bf16`` where cast.
 
         It names the row of the fidelity thresholds that its outputs are held to.
         """
@@ -525,7 +577,7 @@ class WorkspaceEngine(Engine):
     """Limit of the memory pool for intermediate buffers; None is the builder's default, which the record says."""
 
     def within(self, limit_bytes: int) -> Self:
-        """Give back the engine with this limit."""
+        """Copy the engine with this limit."""
         return self.model_copy(update={"workspace_bytes": limit_bytes})
 
     @classmethod

@@ -7,13 +7,13 @@ from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.system.software import Requirement, Stack, meets, numbers
 
+NO_GPU = "there is no NVIDIA GPU here"
 _OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 """For all releases of a major version, by minor version compatibility: the release notes of the CUDA Toolkit, table of
 minimum driver versions (Linux)."""
 _COMMON_BRANCH = 580
 """The driver's branch that all of these run on, and GPUs from Maxwell on."""
 _DRIVER_FIX = "on the host (Ubuntu): sudo apt-get install nvidia-driver-{branch} && sudo reboot"
-NO_GPU = "there is no NVIDIA GPU here"
 
 
 class Check(BaseModel):
@@ -51,12 +51,11 @@ def check_driver(
     name, needed = f"driver for {package}", f"{least} or newer, for CUDA {wanted[0]}" if least else f"CUDA {wanted[0]}"
     newer_driver = _DRIVER_FIX.format(branch=max(_COMMON_BRANCH, numbers(least)[0] if least else 0))
     if stack.driver_cuda is None:
-        note = "" if stack.gpu_without_driver else NO_GPU
-        ok = False if stack.gpu_without_driver else None
+        ok, note = (False, "") if stack.gpu_without_driver else (None, NO_GPU)
         yield check(name, stack.driver_reason, needed, ok, newer_driver, note)
         return
-    told = "{}.{}".format(*stack.driver_cuda)
-    found = f"{stack.driver}, for CUDA {told}" if stack.driver else f"one for CUDA {told}"
+    known = "{}.{}".format(*stack.driver_cuda)
+    found = f"{stack.driver}, for CUDA {known}" if stack.driver else f"one for CUDA {known}"
     too_old = stack.driver and stricter and least and numbers(stack.driver) < numbers(least)
     fits = stack.driver_cuda[0] >= wanted[0] and not too_old
     newer = fits and stack.driver_cuda < wanted[:2]
@@ -64,8 +63,8 @@ def check_driver(
     yield check(name, found, needed, fits, "; or: ".join(filter(None, (newer_driver, fix))), note)
 
 
-def check_devices(stack: Stack) -> Iterator[Check]:
-    """Check the compute mode of each GPU, and whether NVML shows its state."""
+def check_machine(stack: Stack) -> Iterator[Check]:
+    """Check the compute mode of each GPU, whether NVML shows its state, and the C library."""
     for index, gpu in enumerate(stack.gpus):
         if gpu.compute_mode is not None:
             needed = "default: every session has a process of its own, and several are open at once"
@@ -73,29 +72,22 @@ def check_devices(stack: Stack) -> Iterator[Check]:
             yield check(f"compute mode of cuda:{index}", gpu.compute_mode, needed, gpu.compute_mode == "default", fix)
         if gpu.driver is None:
             needed = "NVML, for clocks, temperature, power and who else is on the device"
-            why = gpu.reasons.get("driver", "")
             fix = "start the container with --gpus all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility"
-            yield check(f"state of cuda:{index}", "not shown", needed, False, fix, why)
-
-
-def check_glibc(stack: Stack) -> Iterator[Check]:
-    """Check the C library for the package that needs the newest one."""
-    if stack.glibc is None or not stack.glibc_needed:
-        return
-    package, least = max(stack.glibc_needed.items(), key=lambda item: numbers(item[1]))
-    fits = numbers(stack.glibc) >= numbers(least)
-    fix = f"pip install --force-reinstall {package} takes a version that fits, if there is one; else a newer system"
-    yield check("C library", f"glibc {stack.glibc}", f"{least}, by {package}", fits, fix)
+            yield check(f"state of cuda:{index}", "not shown", needed, False, fix, gpu.reasons.get("driver", ""))
+    if stack.glibc is not None and stack.glibc_needed:  # for the package that needs the newest one
+        package, least = max(stack.glibc_needed.items(), key=lambda item: numbers(item[1]))
+        fits = numbers(stack.glibc) >= numbers(least)
+        fix = f"pip install --force-reinstall {package} takes a version that fits, if there is one; else a newer system"
+        yield check("C library", f"glibc {stack.glibc}", f"{least}, by {package}", fits, fix)
 
 
 def check_packages(stack: Stack, name: str, asked: list[Requirement], fix: str = "") -> Check:
     """Check whether all are installed in a version that was asked for."""
-    missing = [need for need in asked if need.name not in stack.packages]
-    wrong = [
-        need for need in asked if need.name in stack.packages and not meets(stack.packages[need.name], need.versions)
-    ]
-    found = [f"no {need.name}" for need in missing] + [f"{need.name} {stack.packages[need.name]}" for need in wrong]
-    wanted = [f"{need.name}{need.versions}" for need in (*missing, *wrong)]
+    here = stack.packages
+    wrong = [need for need in asked if need.name not in here or not meets(here[need.name], need.versions)]
+    wrong.sort(key=lambda need: need.name in here)
+    found = [f"{need.name} {here[need.name]}" if need.name in here else f"no {need.name}" for need in wrong]
+    wanted = [f"{need.name}{need.versions}" for need in wrong]
     fix = fix or f"pip install {' '.join(map(repr, wanted))}"
-    there, needed = ", ".join(found) or f"all {len(asked)}", ", ".join(wanted) or "as the package's metadata says"
-    return check(name, there, needed, not wanted, fix)
+    needed = ", ".join(wanted) or "as the package's metadata says"
+    return check(name, ", ".join(found) or f"all {len(asked)}", needed, not wanted, fix)

@@ -3,11 +3,10 @@
 Nothing is imported until passes are asked for. ``passes/base.py`` has the contract, docs/extending.md an example.
 """
 
-import importlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from enginesmith.pipeline.errors import MissingCapability, UsageError
+from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.system import plugins
 
 if TYPE_CHECKING:
@@ -34,21 +33,10 @@ def pass_class(name: str) -> "type[Pass]":
         UsageError: no pass has that name.
         MissingCapability: it is a plug-in that cannot be loaded, or that is no pass of that name.
     """
-    if name in PASSES:
-        module, _, attribute = PASSES[name].partition(":")
-        own: type[Pass] = getattr(importlib.import_module(module), attribute)
-        return own
-    if not plugins.offered(plugins.PASSES, name):
+    if name not in PASSES and not plugins.offered(plugins.PASSES, name):
         raise UsageError(f"there is no pass {name!r}", f"use {_requestable()}")
-    from enginesmith.pipeline.passes import base
-
-    loaded = plugins.load(plugins.PASSES, name)
-    if not isinstance(loaded, type) or not issubclass(loaded, base.Pass) or getattr(loaded, "name", None) != name:
-        raise MissingCapability(
-            f"the plug-in {name!r} gives {loaded!r}, which is no pass of that name",
-            f"its entry point has to name a subclass of {base.__name__}.Pass whose name is {name!r}",
-        )
-    return loaded
+    found: type[Pass] = plugins.load_class(plugins.PASSES, name, PASSES, "enginesmith.pipeline.passes.base:Pass")
+    return found
 
 
 def requested_pass(name: str) -> "type[Pass]":

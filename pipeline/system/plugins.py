@@ -7,6 +7,7 @@ name that enginesmith itself has is never asked for.
 import functools
 import importlib.metadata
 import inspect
+import pkgutil
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint
@@ -65,6 +66,26 @@ def load(group: str, name: str) -> Any:
             f"{type(error).__name__}: {error}",
             f"mend or reinstall {plugin.distribution}, or leave {name!r} away",
         ) from error
+
+
+def load_class(group: str, name: str, table: Mapping[str, str], contract: str) -> type[Any]:
+    """Import a class by name: that of ``table``, name → ``module:Class``, else the plug-in of that name.
+
+    ``contract`` is the class that plug-ins have to derive from, written in the same way.
+
+    Raises:
+        MissingCapability: it is a plug-in that cannot be loaded, or that is no such class of that name.
+    """
+    if name in table:
+        own: type[Any] = pkgutil.resolve_name(table[name])
+        return own
+    base, loaded = pkgutil.resolve_name(contract), load(group, name)
+    if not isinstance(loaded, type) or not issubclass(loaded, base) or getattr(loaded, "name", None) != name:
+        raise MissingCapability(
+            f"the plug-in {name!r} gives {loaded!r}, which is no {base.__name__.lower()} of that name",
+            f"its entry point has to name a subclass of {contract.replace(':', '.')} whose name is {name!r}",
+        )
+    return loaded
 
 
 def identify_code(value: Any) -> dict[str, str]:

@@ -15,7 +15,6 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,26 +26,35 @@ from enginesmith.pipeline.engines.base import (
     BuildRequest,
     Configuration,
     Engine,
+    Fields,
+    Message,
     PackageFacts,
     Profiled,
     ProfileRequest,
+    TritonBackend,
+    quoted,
+    unavailable,
     warm_up,
 )
 from enginesmith.pipeline.engines.compatibility import Check, check, check_driver, check_packages
-from enginesmith.pipeline.engines.onnxruntime import session as sessions
-from enginesmith.pipeline.engines.onnxruntime.session import Level
-from enginesmith.pipeline.engines.triton import Fields, Message, TritonBackend, quoted
+from enginesmith.pipeline.engines.onnxruntime.session import (
+    LEVELS,
+    Level,
+    OnnxRuntimeSession,
+    disabled_optimizers,
+    open_session,
+    session_options,
+)
 from enginesmith.pipeline.errors import MissingCapability, install_command
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.passes.quantize.precisions import Placement
 from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.cpu import int8_weight_bits
 from enginesmith.pipeline.system.device import Availability, Device
-from enginesmith.pipeline.system.software import Formats, Stack, numbers
+from enginesmith.pipeline.system.software import Formats, Stack, numbers, versions
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.engines.options import EngineOptions
-
 
 _logger = logging.getLogger(__name__)
 _MODEL, _RECORD, _TRACE = "model.onnx", "engine.json", "trace"
@@ -122,21 +130,19 @@ class OnnxRuntime(Engine):
         """List options by the names that onnxruntime has for them; ``session`` is for the session itself."""
         cuda_options = {"CUDAExecutionProvider": {"use_tf32": str(int(self.tf32))}} if device.kind == "cuda" else {}
         providers: dict[str, dict[str, str]] = {**cuda_options, "CPUExecutionProvider": {}}
-        options = {
-            "graph_optimization_level": sessions.LEVELS[self.graph_optimization],
-            "intra_op_num_threads": device.threads,
-            "session": {
-                "providers": list(providers),
-                "provider_options": list(providers.values()),
-                "disabled_optimizers": sessions.disabled_optimizers(main),
-            },
+        session = {
+            "providers": list(providers),
+            "provider_options": list(providers.values()),
+            "disabled_optimizers": disabled_optimizers(main),
         }
+        level = LEVELS[self.graph_optimization]
+        options = {"graph_optimization_level": level, "intra_op_num_threads": device.threads, "session": session}
         return PackageFacts(options=options)
 
     @classmethod
     def from_package(cls, options: Mapping[str, Any]) -> Engine:
         """Take the optimisation level alone; the graph is optimised when it is loaded."""
-        by_name = {value: key for key, value in sessions.LEVELS.items()}
+        by_name = {value: key for key, value in LEVELS.items()}
         level = by_name.get(options.get("graph_optimization_level", ""), "all")
         return cls(graph_optimization=level, save_optimized=False)
 
@@ -147,15 +153,31 @@ class OnnxRuntime(Engine):
 
     @classmethod
     def triton(cls) -> TritonBackend:
-        """Describe the ONNX Runtime backend."""
-        return _TRITON
+        """Describe the ONNX Runtime backend, with a remark where optimisation is off."""
+
+        def remark(engine: Mapping[str, Any]) -> tuple[str, ...]:
+            wrong = ", ".join(engine["options"]["session"]["disabled_optimizers"])
+            told = f"optimisation is off: {wrong} gets this graph wrong, and the backend cannot leave out one alone"
+            return (told,) if wrong else ()
+
+        return TritonBackend("onnxruntime", "model.onnx", configure=_configure_triton, remark=remark)
 
     @classmethod
     def check_software(cls, stack: Stack, exported: Formats) -> Iterator[Check]:
         """Check ONNX Runtime's driver, packages and CUDA libraries, and the ONNX format that it takes."""
         yield from check_driver(stack, "onnxruntime-gpu", stack.onnxruntime_cuda)
         yield from _check_builds(stack)
-        yield from _check_formats(stack, exported)
+        if stack.taken is None or stack.written is None:
+            return
+        taken, written = stack.taken, stack.written
+        found = f"ONNX Runtime takes IR {taken.ir} and opset {taken.opset}"
+        needed = f"IR {exported.ir} and opset {exported.opset}, for exported models"
+        fits = taken.ir >= exported.ir and taken.opset >= exported.opset
+        package = "onnxruntime-gpu" if "onnxruntime-gpu" in stack.versions else "onnxruntime"
+        newest = f"the installed onnx writes up to IR {written.ir} and opset {written.opset}"
+        ahead = written.opset > taken.opset or written.ir > taken.ir
+        note = f"{newest}: such files open in tools and not in ONNX Runtime" if ahead else ""
+        yield check("ONNX format", found, needed, fits, f"pip install --upgrade {package}", note)
 
     @classmethod
     def weight_bits(cls, device: Device) -> int:
@@ -165,17 +187,16 @@ class OnnxRuntime(Engine):
     @classmethod
     def available(cls, device: Device) -> Availability:
         """Check that it is installed; for CUDA, that its CUDA build and a driver are."""
-        package = "onnxruntime-gpu" if device.kind == "cuda" else "onnxruntime"
-        remedy = f"install it: {install_command(package)}"
+        install = install_command("onnxruntime-gpu" if device.kind == "cuda" else "onnxruntime")
         try:
             import onnxruntime as ort
         except ImportError as error:
-            return Availability(ok=False, reason=f"onnxruntime cannot be imported: {error}", remedy=remedy)
+            return unavailable(f"onnxruntime cannot be imported: {error}", f"install it: {install}")
         if device.kind == "cpu":
             return Availability(ok=True)
         if "CUDAExecutionProvider" not in ort.get_available_providers():
-            remedy = f"replace it: pip uninstall onnxruntime; {install_command(package)}"
-            return Availability(ok=False, reason="this onnxruntime is built without CUDA", remedy=remedy)
+            remedy = f"replace it: pip uninstall onnxruntime; {install}"
+            return unavailable("this onnxruntime is built without CUDA", remedy)
         return nvidia.available(device.index)
 
     def runnable(self, device: Device) -> Availability:
@@ -183,11 +204,11 @@ class OnnxRuntime(Engine):
         availability = type(self).available(device)
         if not availability.ok or not self.tf32 or device.kind == "cuda":
             return availability
-        return Availability(ok=False, reason="TF32 can be had on CUDA devices only", remedy="use --device cuda")
+        return unavailable("TF32 can be had on CUDA devices only", "use --device cuda")
 
     @property
     def arithmetic(self) -> str:
-        """``tf32`` where that is allowed."""
+        """Type of fp32 products."""
         return "tf32" if self.tf32 else "fp32"
 
     def environment_key(self, device: Device) -> dict[str, Any]:
@@ -205,18 +226,16 @@ class OnnxRuntime(Engine):
             (out / artifact.path.name).rename(out / _MODEL)
             summary = f"the same graph; optimised at level {self.graph_optimization!r} at every load"
             return Effect(file=_MODEL, summary=summary, signature=artifact.signature)
-        chosen = sessions.options(device, self.graph_optimization, memory_arena=self.memory_arena, save_to=out / _MODEL)
-        sessions.open_session(artifact.path, chosen, device)
-        (out / _RECORD).write_text(_here(device).model_dump_json(indent=1))
-        return Effect(
-            file=_MODEL,
-            summary=_difference(artifact.path, out / _MODEL, self.graph_optimization),
-            notes=(
-                f"holds for processors with the same vector units, and onnxruntime {_version()}",
-                *_sparsity(artifact.path, out / _MODEL),
-            ),
-            signature=artifact.signature,
-        )
+        level, file, record = self.graph_optimization, out / _MODEL, _here(device)
+        open_session(artifact.path, session_options(device, level, self.memory_arena, save_to=file), device)
+        (out / _RECORD).write_text(record.model_dump_json(indent=1))
+        old, new = (Counter(model_file.summary(path).operators) for path in (artifact.path, file))
+        summary = f"optimised at level {level!r}: {old.total()} → {new.total()} nodes"
+        if made := ", ".join(f"{count} {name}" for name, count in (new - old).most_common(4)):
+            summary += f" (new: {made})"
+        holds = f"holds for processors with the same vector units, and onnxruntime {record.onnxruntime}"
+        notes = (holds, *_sparsity(artifact.path, file))
+        return Effect(file=_MODEL, summary=summary, notes=notes, signature=artifact.signature)
 
     def _saves(self, device: Device) -> bool:
         """Tell whether the engine is the optimised graph; never on CUDA, where that may not load elsewhere."""
@@ -228,11 +247,11 @@ class OnnxRuntime(Engine):
         if (artifact.folder / _RECORD).is_file():
             return artifact.path
         self.require(device)
-        chosen = sessions.options(device, self.graph_optimization, memory_arena=False, save_to=scratch / _MODEL)
-        sessions.open_session(artifact.path, chosen, device)
+        chosen = session_options(device, self.graph_optimization, memory_arena=False, save_to=scratch / _MODEL)
+        open_session(artifact.path, chosen, device)
         return scratch / _MODEL
 
-    def load(self, artifact: Artifact, device: Device) -> sessions.OnnxRuntimeSession:
+    def load(self, artifact: Artifact, device: Device) -> OnnxRuntimeSession:
         """Open a session on an engine, or on a plain ONNX model."""
         return self._open(artifact, device)
 
@@ -249,29 +268,23 @@ class OnnxRuntime(Engine):
                 session.enqueue(bound)
                 session.synchronize()
             trace = session.end_trace()
-        events = profiler.read_trace(trace)
-        return profiler.profiled(events, executed, request.graph, on_cuda=device.kind == "cuda")
+        return profiler.profiled(profiler.read_trace(trace), executed, request.graph, on_cuda=device.kind == "cuda")
 
     def _open(
         self, artifact: Artifact, device: Device, save_to: Path | None = None, trace: Path | None = None
-    ) -> sessions.OnnxRuntimeSession:
-        self.require(device)
-        availability = self.runnable(device)
-        if not availability.ok:
-            raise MissingCapability(
-                f"{self.name} cannot run so on {device}: {availability.reason}", availability.remedy
-            )
+    ) -> OnnxRuntimeSession:
+        self.require_runnable(device)
         level = self.graph_optimization
         if (artifact.folder / _RECORD).is_file():
             _validate_record(_Record.model_validate_json((artifact.folder / _RECORD).read_bytes()), device)
             level = "disabled"
-        chosen = sessions.options(device, level, memory_arena=self.memory_arena, save_to=save_to, trace=trace)
+        chosen = session_options(device, level, self.memory_arena, save_to, trace)
         stream = _stream(device)
         content = _emulated(artifact.path) if self.emulate else None
         handle = stream and stream.cuda_stream
-        session = sessions.open_session(artifact.path, chosen, device, handle, content, tf32=self.tf32)
+        session = open_session(artifact.path, chosen, device, handle, content, tf32=self.tf32)
         signature = artifact.signature or model_file.signature(artifact.path)
-        return sessions.OnnxRuntimeSession(session, signature, device, stream, lambda: self.load(artifact, device))
+        return OnnxRuntimeSession(session, signature, device, stream, lambda: self.load(artifact, device))
 
     def prime(self, artifact: Artifact, device: Device) -> None:
         """Run a model of a few bytes, and read a record: the libraries are in then; thread pools belong to sessions."""
@@ -318,32 +331,17 @@ def _stream(device: Device) -> Any:
 
 
 @functools.cache
-def _version() -> str:
-    for distribution in OnnxRuntime.tools:
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return "unknown"
-
-
 def _here(device: Device) -> _Record:
-    """Record what a graph that is optimised here depends on."""
-    return _Record(onnxruntime=_version(), processor=_processor(), device=device.kind)
-
-
-@functools.cache
-def _processor() -> str:
-    """Name the processor with the width of its vector units, which layouts follow."""
+    """Record what a graph that is optimised here depends on; layouts follow the processor's vector units."""
     info = Path("/proc/cpuinfo")
     units = sorted(set(_SIMD.findall(info.read_text()))) if info.is_file() else [platform.processor()]
-    return " ".join((platform.machine(), *units))
+    version = next(iter(versions(OnnxRuntime.tools).values()), "unknown")
+    return _Record(onnxruntime=version, processor=" ".join((platform.machine(), *units)), device=device.kind)
 
 
 def _validate_record(record: _Record, device: Device) -> None:
     here = _here(device)
-    for field in _Record.model_fields:
-        made, now = getattr(record, field), getattr(here, field)
+    for (field, made), (_, now) in zip(record, here, strict=True):
         if made != now:
             raise MissingCapability(
                 f"the engine was optimised for {field} {made!r}, and here it is {now!r}",
@@ -363,12 +361,6 @@ def _sparsity(before: Path, after: Path) -> tuple[str, ...]:
     return (f"in the optimised graph, {check.follow(before, after)}; there are no sparse kernels for it here",)
 
 
-def _difference(before: Path, after: Path, level: Level) -> str:
-    old, new = (Counter(model_file.summary(path).operators) for path in (before, after))
-    made = ", ".join(f"{count} {name}" for name, count in (new - old).most_common(4))
-    return f"optimised at level {level!r}: {old.total()} → {new.total()} nodes" + (f" (new: {made})" if made else "")
-
-
 def _check_builds(stack: Stack) -> Iterator[Check]:
     names = [name for name in ("onnxruntime", "onnxruntime-gpu") if name in stack.versions]
     if len(names) > 1:
@@ -377,22 +369,18 @@ def _check_builds(stack: Stack) -> Iterator[Check]:
         yield check("packages of ONNX Runtime", " and ".join(names), needed, False, fix)
     if "onnxruntime-gpu" not in names:
         return
-    yield from _check_libraries(stack)
     tensorrt = stack.versions.get("tensorrt")
     if tensorrt and numbers(tensorrt)[0] != _TENSORRT_OF_ONNXRUNTIME:
         needed, theirs = f"libnvinfer {_TENSORRT_OF_ONNXRUNTIME}", f"'tensorrt=={_TENSORRT_OF_ONNXRUNTIME}.*'"
         note = f"not used here, where TensorRT builds engines itself; other programs: pip install {theirs}"
         yield check("TensorRT provider of onnxruntime-gpu", f"tensorrt {tensorrt}", needed, None, note=note)
-
-
-def _check_libraries(stack: Stack) -> Iterator[Check]:
-    """Check the CUDA libraries, which its metadata names under two extras; torch may bring the same ones."""
-    fix = f"pip install 'onnxruntime-gpu[cuda,cudnn]=={stack.versions['onnxruntime-gpu']}'"
-    asked = [need for need in stack.requirements.get("onnxruntime-gpu", ()) if need.extra in ("cuda", "cudnn")]
     if stack.onnxruntime_cuda is None:
         why = "the package does not say which CUDA it is built for"
         yield check("CUDA libraries of onnxruntime-gpu", "unknown", "unknown", None, note=why)
         return
+    # the metadata names the libraries under two extras; torch may bring the same ones
+    fix = f"pip install 'onnxruntime-gpu[cuda,cudnn]=={stack.versions['onnxruntime-gpu']}'"
+    asked = [need for need in stack.requirements.get("onnxruntime-gpu", ()) if need.extra in ("cuda", "cudnn")]
     major = numbers(stack.onnxruntime_cuda)[0]
     if stack.torch_cuda:
         found = f"{stack.torch_cuda} and {stack.onnxruntime_cuda}"
@@ -406,45 +394,19 @@ def _check_libraries(stack: Stack) -> Iterator[Check]:
     yield check("cuDNN", stack.cudnn or "not found", f"{_CUDNN_OF_ONNXRUNTIME}.x", fits, package)
 
 
-def _check_formats(stack: Stack, exported: Formats) -> Iterator[Check]:
-    if stack.taken is None or stack.written is None:
-        return
-    found = f"ONNX Runtime takes IR {stack.taken.ir} and opset {stack.taken.opset}"
-    needed = f"IR {exported.ir} and opset {exported.opset}, for exported models"
-    fits = stack.taken.ir >= exported.ir and stack.taken.opset >= exported.opset
-    package = "onnxruntime-gpu" if "onnxruntime-gpu" in stack.versions else "onnxruntime"
-    ahead = stack.written.opset > stack.taken.opset or stack.written.ir > stack.taken.ir
-    newest = f"the installed onnx writes up to IR {stack.written.ir} and opset {stack.written.opset}"
-    note = f"{newest}: such files open in tools and not in ONNX Runtime" if ahead else ""
-    yield check("ONNX format", found, needed, fits, f"pip install --upgrade {package}", note)
-
-
 def _configure_triton(options: Mapping[str, Any], device: str) -> Fields:
     """Set the optimisation level, the CUDA accelerator and the threads, as the backend's README has them."""
-    fields: list[tuple[str, Any]] = []
     left_out = options["session"]["disabled_optimizers"]
-    level = _TRITON_LEVELS["ORT_DISABLE_ALL"] if left_out else _TRITON_LEVELS.get(options["graph_optimization_level"])
-    inner: list[tuple[str, Any]] = [] if level is None else [("graph", Message([("level", level)]))]
+    level = _TRITON_LEVELS.get("ORT_DISABLE_ALL" if left_out else options["graph_optimization_level"])
+    inner: Fields = [] if level is None else [("graph", Message([("level", level)]))]
     if device == "cuda":
         given = options["session"]["provider_options"][0]
         parameters = [("parameters", Message([("key", quoted(k)), ("value", quoted(v))])) for k, v in given.items()]
         cuda = Message([("gpu_execution_accelerator", Message([("name", quoted("cuda")), *parameters]))])
         inner.append(("execution_accelerators", cuda))
-    if inner:
-        fields.append(("optimization", Message(inner)))
+    fields: Fields = [("optimization", Message(inner))] if inner else []
     threads = {"intra_op_thread_count": options["intra_op_num_threads"], "inter_op_thread_count": 1}
     for key, number in threads.items():
         value = Message([("string_value", quoted(str(number)))])
         fields.append(("parameters", Message([("key", quoted(key)), ("value", value)])))
     return fields
-
-
-def _remark_triton(engine: Mapping[str, Any]) -> tuple[str, ...]:
-    """Tell that optimisation is off, where ONNX Runtime gets a graph wrong."""
-    wrong = ", ".join(engine["options"]["session"]["disabled_optimizers"])
-    if not wrong:
-        return ()
-    return (f"optimisation is off: {wrong} gets this graph wrong, and the backend cannot leave out one alone",)
-
-
-_TRITON = TritonBackend("onnxruntime", "model.onnx", configure=_configure_triton, remark=_remark_triton)

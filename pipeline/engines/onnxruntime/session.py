@@ -32,6 +32,17 @@ if TYPE_CHECKING:
 
 
 _logger = logging.getLogger(__name__)
+Level = Literal["disabled", "basic", "extended", "all"]
+LEVELS: dict[Level, str] = {
+    "disabled": "ORT_DISABLE_ALL",
+    "basic": "ORT_ENABLE_BASIC",
+    "extended": "ORT_ENABLE_EXTENDED",
+    "all": "ORT_ENABLE_ALL",
+}
+_ERROR_SEVERITY = 3
+_EXTERNAL_ABOVE_BYTES = 1024
+_WRONG_IN_HALF = "WeightBiasQuantization"
+"""An optimisation that multiplies two scales in their own type, and gets next to nothing in float16."""
 _Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
 _Free = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -89,22 +100,8 @@ def counted_options(device: int) -> dict[str, str]:
     return {name: str(ctypes.cast(function, ctypes.c_void_p).value) for name, function in addresses.items()}
 
 
-Level = Literal["disabled", "basic", "extended", "all"]
-
-LEVELS: dict[Level, str] = {
-    "disabled": "ORT_DISABLE_ALL",
-    "basic": "ORT_ENABLE_BASIC",
-    "extended": "ORT_ENABLE_EXTENDED",
-    "all": "ORT_ENABLE_ALL",
-}
-_ERROR_SEVERITY = 3
-_EXTERNAL_ABOVE_BYTES = 1024
-_WRONG_IN_HALF = "WeightBiasQuantization"
-"""An optimisation that multiplies two scales in their own type, and gets next to nothing in float16."""
-
-
-def options(
-    device: Device, level: Level, *, memory_arena: bool, save_to: Path | None = None, trace: Path | None = None
+def session_options(
+    device: Device, level: Level, memory_arena: bool, save_to: Path | None = None, trace: Path | None = None
 ) -> Any:
     """Make session options; with ``save_to`` the optimised graph is written there, its weights in a file beside it.
 
@@ -169,24 +166,23 @@ def open_session(
 
 
 def disabled_optimizers(path: Path) -> list[str]:
-    """List optimisations that get a graph wrong, by ONNX Runtime's names for them."""
-    return [_WRONG_IN_HALF] if _has_half_scales(path) else []
+    """List optimisations that get a graph wrong, by ONNX Runtime's names for them.
 
-
-def _has_half_scales(path: Path) -> bool:
-    """Tell if values are quantised with scales of float16 or bfloat16; a graph without Q/DQ is not taken apart."""
+    That is one, where values are quantised with scales of float16 or bfloat16; a graph without Q/DQ is not taken apart.
+    """
     from enginesmith.pipeline.frameworks.onnx import model_file
 
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             if content.find(b"QuantizeLinear") < 0:
-                return False
+                return []
         model = model_file.read(path)
     except (OSError, ValueError, InvalidGraph):  # ValueError: an empty file
-        return False
+        return []
     kinds = {tensor.name: model_file.dtype_name(tensor.data_type) for tensor in model_file.tensors(model)}
     nodes = (node for node in model_file.nodes(model) if node.op_type in ("QuantizeLinear", "DequantizeLinear"))
-    return any(kinds.get(node.input[1]) in ("float16", "bfloat16") for node in nodes if len(node.input) > 1)
+    half = any(kinds.get(node.input[1]) in ("float16", "bfloat16") for node in nodes if len(node.input) > 1)
+    return [_WRONG_IN_HALF] if half else []
 
 
 def _providers(device: Device, stream: int | None, tf32: bool) -> list[tuple[str, dict[str, str]]]:
@@ -211,22 +207,14 @@ def _load_error(error: Exception, file: str) -> EnginesmithError:
     text = _text(error)
     if says_out_of_memory(text):
         return out_of_memory(text, f"memory ran out while ONNX Runtime loaded {file}: {text}", "use a larger machine")
+    verdict, remedy = f"cannot load {file}", "export the model again"
     if "float8" in text or "bfloat16" in text or "BFloat16" in text:
+        verdict = f"has no CPU kernels for what is in {file}"
         remedy = "fp8 and bf16 are for GPUs: build the graph for TensorRT, or take int8 or fp16 here"
-        return InvalidGraph(f"ONNX Runtime has no CPU kernels for what is in {file}: {text}", remedy)
-    if type(error).__name__ == "NotImplemented" or "is not a registered function" in text or "opset" in text:
+    elif type(error).__name__ == "NotImplemented" or "is not a registered function" in text or "opset" in text:
+        verdict = f"does not support what is in {file}"
         remedy = "export with another opset (--opset), or without that operator, or update onnxruntime"
-        return InvalidGraph(f"ONNX Runtime does not support what is in {file}: {text}", remedy)
-    return InvalidGraph(f"ONNX Runtime cannot load {file}: {text}", "export the model again")
-
-
-def _run_error(error: Exception) -> EnginesmithError:
-    text = _text(error)
-    if says_out_of_memory(text):
-        return out_of_memory(text, f"ONNX Runtime ran out of memory: {text}")
-    return ModelError(
-        f"ONNX Runtime failed on this input: {text}", "check that the model takes this shape and these values"
-    )
+    return InvalidGraph(f"ONNX Runtime {verdict}: {text}", remedy)
 
 
 def _text(error: Exception) -> str:
@@ -255,11 +243,8 @@ class OnnxRuntimeSession(Session):
         again: "Callable[[], OnnxRuntimeSession]",
     ):
         """``again`` opens another session like this one."""
-        self.signature = signature
-        self._again = again
+        self.signature, self._device, self._stream, self._again = signature, device, stream, again
         self._session: Any = session
-        self._device = device
-        self._stream = stream
         self._errors = _errors()
         self._last: Any = None
 
@@ -270,24 +255,26 @@ class OnnxRuntimeSession(Session):
 
     @property
     def sibling_note(self) -> str:
-        """On CUDA a stream belongs to a session, so that a sibling loads the weights again."""
+        """Weights on CUDA: a stream belongs to a session there, so that a sibling loads them again."""
         return "it has the weights on the device once more" if self._stream else ""
+
+    def _opened(self) -> Any:
+        if self._session is None:
+            raise UsageError("the session is closed")
+        return self._session
 
     def sibling(self) -> "OnnxRuntimeSession":
         """Bind the same session once more on the CPU, where several threads may run it; open another one on CUDA."""
-        if self._session is None:
-            raise UsageError("the session is closed")
+        session = self._opened()
         if self._stream:
             return self._again()
-        return OnnxRuntimeSession(self._session, self.signature, self._device, None, self._again)
+        return OnnxRuntimeSession(session, self.signature, self._device, None, self._again)
 
     def bind(self, feeds: Feeds) -> "Bound":
         """Bind inputs as tensors on the device; outputs are left to be allocated there."""
         from onnxruntime import OrtValue
 
-        if self._session is None:
-            raise UsageError("the session is closed")
-        binding = self._session.io_binding()
+        binding = self._opened().io_binding()
         kind, index = self._device.kind, self._device.index
         arrays = {spec.name: np.require(feeds[spec.name], requirements="C") for spec in self.signature.inputs}
         values = {name: OrtValue.ortvalue_from_numpy(array, kind, index) for name, array in arrays.items()}
@@ -308,7 +295,11 @@ class OnnxRuntimeSession(Session):
         try:
             self._session.run_with_iobinding(bound.binding)
         except self._errors as error:
-            raise _run_error(error) from error
+            text = _text(error)
+            if says_out_of_memory(text):
+                raise out_of_memory(text, f"ONNX Runtime ran out of memory: {text}") from error
+            remedy = "check that the model takes this shape and these values"
+            raise ModelError(f"ONNX Runtime failed on this input: {text}", remedy) from error
         self._last = bound.binding
 
     def synchronize(self) -> None:

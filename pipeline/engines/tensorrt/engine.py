@@ -20,7 +20,9 @@ from enginesmith.pipeline.engines.base import (
     PackageFacts,
     Profiled,
     ProfileRequest,
+    TritonBackend,
     WorkspaceEngine,
+    unavailable,
 )
 from enginesmith.pipeline.engines.tensorrt import builder, manifest, parser, versions
 from enginesmith.pipeline.engines.tensorrt import layers as audits
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from enginesmith.pipeline.engines.compatibility import Check
     from enginesmith.pipeline.engines.options import EngineOptions
     from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
-    from enginesmith.pipeline.engines.triton import TritonBackend
     from enginesmith.pipeline.system.software import Formats, Stack
 
 
@@ -199,9 +200,8 @@ class TensorRT(WorkspaceEngine):
         return Path(__file__).with_name("infer.py")
 
     @classmethod
-    def triton(cls) -> "TritonBackend | None":
+    def triton(cls) -> TritonBackend | None:
         """Describe the TensorRT backend, which loads engines of this flavour alone."""
-        from enginesmith.pipeline.engines.triton import TritonBackend
 
         def remark(engine: Mapping[str, Any]) -> tuple[str, ...]:
             targets = ", ".join(engine["compute_capabilities"])
@@ -228,7 +228,7 @@ class TensorRT(WorkspaceEngine):
     def available(cls, device: Device) -> Availability:
         """Check for CUDA, the package, a driver with that device, and a torch for it."""
         if device.kind not in cls.kinds:
-            return Availability(ok=False, reason="it runs on CUDA only", remedy="use --device cuda")
+            return unavailable("it runs on CUDA only", "use --device cuda")
         availability = versions.importable(cls.flavour)
         if not availability.ok:
             return availability
@@ -239,7 +239,7 @@ class TensorRT(WorkspaceEngine):
 
         if torch.version.cuda is None:
             reason = f"the installed torch {torch.__version__} is built without CUDA, and buffers come from it"
-            return Availability(ok=False, reason=reason, remedy=nvidia.OTHER_TORCH)
+            return unavailable(reason, nvidia.OTHER_TORCH)
         return Availability(ok=True)
 
     @classmethod
@@ -273,7 +273,7 @@ class TensorRT(WorkspaceEngine):
         if not availability.ok or not targets or here is None or here.target in targets:
             return availability
         reason = f"it is built for {', '.join(targets)}, and {device} is {here.target} ({here.name})"
-        return Availability(ok=False, reason=reason, remedy=f"build it for --target {here.target}")
+        return unavailable(reason, f"build it for --target {here.target}")
 
     def environment_key(self, device: Device) -> dict[str, Any]:
         """Collect the device and driver that kernels are timed on, where no target was named; plugins by content."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from enginesmith.pipeline.engines import ENGINES, engine_class
-from enginesmith.pipeline.engines.triton import Message, quoted
+from enginesmith.pipeline.engines.base import Message, quoted
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.results.package import manifest as manifests
