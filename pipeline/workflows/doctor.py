@@ -6,7 +6,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.engines import check_software, engine_class, environment
-from enginesmith.pipeline.engines.compatibility import Check, find_stack
+from enginesmith.pipeline.engines.compatibility import Check
+from enginesmith.pipeline.engines.stack import find_stack
 from enginesmith.pipeline.errors import install_command
 from enginesmith.pipeline.recipe.options import ExportOptions
 from enginesmith.pipeline.store.address import default_address

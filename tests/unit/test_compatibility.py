@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.engines import check_software
-from enginesmith.pipeline.engines.compatibility import Check, find_stack
+from enginesmith.pipeline.engines.compatibility import Check
+from enginesmith.pipeline.engines.stack import find_stack
 from enginesmith.pipeline.system import software
 from enginesmith.pipeline.system.nvidia import GpuState
 from enginesmith.pipeline.system.software import Formats, Requirement, Stack, meets, numbers
