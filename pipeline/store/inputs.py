@@ -69,13 +69,6 @@ def publish_candidate(store: SharedStore, name: str, content: bytes) -> None:
         _write(store, name, (newest, *(candidate for candidate in older if candidate != newest))[:MOST_CANDIDATES])
 
 
-def remove_unused_candidates(store: SharedStore, max_age_seconds: float) -> None:
-    """Remove the candidates of names that were not looked up for so long."""
-    oldest = time.time() - max_age_seconds
-    old = [path for path, info in store.files("reads").items() if store.modified(info) < oldest]
-    store.delete(f"{store.root}/reads/{path}" for path in old)
-
-
 def _read(store: SharedStore, name: str) -> _SharedFile:
     with contextlib.suppress(ValidationError):
         if (content := store.read(_place(name))) is not None:

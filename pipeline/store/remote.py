@@ -23,6 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -31,88 +32,18 @@ from enginesmith.pipeline.store.address import open_filesystem, single_request_o
 from enginesmith.pipeline.store.manifest import (
     DAY_SECONDS,
     MANIFEST,
+    Entry,
     Manifest,
     StoredFile,
     decode_checked,
     describe_file,
     encode,
+    entry_of,
+    prune_entries,
 )
 from enginesmith.pipeline.store.retry import Retries
 
-_FILE, _SCHEMA = "enginesmith-store.json", "enginesmith.store/1"
-
-
-class StoreMarker:
-    """The file at the root that marks a folder as a store; seen once, it is not read again."""
-
-    def __init__(
-        self, place: str, has_folders: bool, read: Callable[[str], bytes], write: Callable[[str, bytes], None]
-    ) -> None:
-        """Take the store's name for messages, and functions that ``read`` and ``write`` a path below the root."""
-        self._place, self._has_folders, self._read, self._write = place, has_folders, read, write
-        self._known = False
-        self._failed: tuple[float, StoreError] | None = None
-        """Time and error of the last failure."""
-        self._lock = threading.Lock()
-
-    def ensure_exists(self) -> None:
-        """Check before anything else that this is a store, or mark an empty folder as one.
-
-        Raises:
-            UsageError: the bucket is not there, or the folder cannot be.
-            StoreError: it is a store of another version; the service refuses access, or cannot be reached.
-        """
-        if self._known:
-            return
-        began = time.monotonic()
-        with self._lock:
-            if self._known:
-                return
-            if self._failed is not None and self._failed[0] > began:  # while this thread waited for the other one
-                raise self._failed[1]
-            try:
-                self._read_or_create()
-            except StoreError as error:
-                self._failed = time.monotonic(), error
-                raise
-            self._known = True
-
-    def validate_exists(self) -> None:
-        """Check that there is a store, without making one.
-
-        Raises:
-            UsageError: there is none.
-        """
-        try:
-            self._validate_schema(self._read(_FILE))
-        except FileNotFoundError as error:
-            raise UsageError(f"{self._place}: there is no store", "check the address") from error
-
-    def _read_or_create(self) -> None:
-        try:
-            try:
-                self._validate_schema(self._read(_FILE))
-            except FileNotFoundError:
-                self._write(_FILE, json.dumps({"schema": _SCHEMA}).encode() + b"\n")
-        except FileNotFoundError as error:
-            if self._has_folders:
-                raise UsageError(
-                    f"{self._place}: no folder can be made there ({error})", "name one that can be written to"
-                ) from error
-            raise UsageError(
-                f"{self._place}: there is no such bucket ({error})", "check the address, or make the bucket"
-            ) from error
-
-    def _validate_schema(self, content: bytes) -> None:
-        with contextlib.suppress(ValueError, LookupError, TypeError):
-            schema = json.loads(content)["schema"]
-            if schema != _SCHEMA:
-                raise StoreError(
-                    f"{self._place} is of another version of enginesmith: {schema!r} instead of {_SCHEMA!r}",
-                    "use another folder of the bucket, or the same version everywhere",
-                )
-
-
+_MARKER, _SCHEMA = "enginesmith-store.json", "enginesmith.store/1"
 _AT_ONCE = 8
 """Files that are transferred at the same time, if the file system can do that."""
 _SMALL_BYTES = 256 << 10
@@ -120,8 +51,21 @@ _SMALL_BYTES = 256 << 10
 _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "memory"}
 """Protocols where a path is only a name; asked to make a folder, some of them would make a bucket."""
 
+_LEFTOVER_SECONDS = 86400.0
+"""Files that no manifest names may be an upload under way for so long; older ones are leftovers."""
+
 A = TypeVar("A")
 B = TypeVar("B")
+
+
+@dataclass
+class _Folder:
+    """Files below one key."""
+
+    manifest: Mapping[str, Any] | None = None
+    """The file system's description of it."""
+    uploads: dict[str, dict[str, Mapping[str, Any]]] = field(default_factory=dict)
+    """Files by upload."""
 
 
 class SharedStore:
@@ -142,7 +86,55 @@ class SharedStore:
         self._has_folders = url.partition("://")[0] not in _WITHOUT_FOLDERS
         self._damaged: set[str] = set()
         """Keys whose entry was found damaged, and could perhaps not be removed."""
-        self.marker = StoreMarker(self.retries.place, self._has_folders, self._read, self._write)
+        self._is_marked = False
+        self._failed_at, self._failure = 0.0, StoreError("")
+        """Time and error of the last failure to read or write the marker."""
+        self._lock = threading.Lock()
+
+    def ensure_marked(self) -> None:
+        """Check before anything else that this is a store, or mark an empty folder as one; once seen, never again.
+
+        Raises:
+            UsageError: the bucket is not there, or the folder cannot be.
+            StoreError: it is a store of another version; the service refuses access, or cannot be reached.
+        """
+        began = time.monotonic()
+        if self._is_marked:
+            return
+        with self._lock:
+            if self._is_marked:
+                return
+            if self._failed_at > began:  # while this thread waited for the other one
+                raise self._failure
+            try:
+                if not self._read_marker():
+                    self._write(_MARKER, json.dumps({"schema": _SCHEMA}).encode() + b"\n")
+            except FileNotFoundError as error:
+                problem, remedy = (
+                    ("no folder can be made there", "name one that can be written to")
+                    if self._has_folders
+                    else ("there is no such bucket", "check the address, or make the bucket")
+                )
+                raise UsageError(f"{self.retries.place}: {problem} ({error})", remedy) from error
+            except StoreError as error:
+                self._failed_at, self._failure = time.monotonic(), error
+                raise
+            self._is_marked = True
+
+    def _read_marker(self) -> bool:
+        """Read the file that marks a folder as a store; False if there is none."""
+        try:
+            content = self._read(_MARKER)
+        except FileNotFoundError:
+            return False
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            schema = json.loads(content)["schema"]
+            if schema != _SCHEMA:
+                raise StoreError(
+                    f"{self.retries.place} is of another version of enginesmith: {schema!r} instead of {_SCHEMA!r}",
+                    "use another folder of the bucket, or the same version everywhere",
+                )
+        return True
 
     def fetch(self, key: str, folder: Path, *, touch: bool = True) -> Manifest | None:
         """Download an entry's files into an empty folder; None if there is no intact entry.
@@ -172,8 +164,7 @@ class SharedStore:
 
     def manifest(self, key: str) -> Manifest | None:
         """Read an entry's manifest, without a look at its files; None if there is no intact one."""
-        content = self.read(self._place(key, MANIFEST))
-        if content is None:
+        if (content := self.read(self._place(key, MANIFEST))) is None:
             return None
         manifest = decode_checked(content)
         if manifest is not None and manifest.is_safe:
@@ -199,7 +190,7 @@ class SharedStore:
         Raises:
             StoreError: the service refuses access, or could not be reached for too long.
         """
-        self.marker.ensure_exists()
+        self.ensure_marked()
         upload, contents = uuid.uuid4().hex, {}
         if manifest.bytes <= _SMALL_BYTES:
             with storage_errors(f"the folder {folder}"):
@@ -213,7 +204,7 @@ class SharedStore:
 
     def read(self, place: str) -> bytes | None:
         """Read a small file by its path below the root; None if there is none."""
-        self.marker.ensure_exists()
+        self.ensure_marked()
         try:
             return self._read(place)
         except FileNotFoundError:
@@ -225,7 +216,7 @@ class SharedStore:
         Raises:
             StoreError: as for :meth:`publish`; or its folder was removed at the same moment.
         """
-        self.marker.ensure_exists()
+        self.ensure_marked()
         try:
             self._write(place, content)
         except FileNotFoundError as error:
@@ -239,6 +230,80 @@ class SharedStore:
             self.delete([self._path(key, MANIFEST)])
             if manifest is not None and not manifest.is_complete:
                 self.delete(self._path(key, manifest.upload, name) for name in manifest.files)
+
+    def entries(self) -> list[Entry]:
+        """List published entries, most recently used first.
+
+        An entry counts as used when it was published, and again when a machine downloads it, noted once a day;
+        machines that have it in their cache leave no trace.
+        """
+        infos = {key: folder.manifest for key, folder in self._folders().items() if folder.manifest is not None}
+        manifests = self._bare_manifests(list(infos))
+        entries = [entry_of(key, manifests[key], self.modified(info)) for key, info in infos.items()]
+        return sorted(entries, key=lambda entry: -entry.used)
+
+    def verify(self, workspace: Path) -> list[str]:
+        """Download and hash every entry; remove the damaged ones and return their keys."""
+        damaged = []
+        for key, folder in sorted(self._folders().items()):
+            if folder.manifest is not None:
+                if self.fetch(key, workspace, touch=False) is None:
+                    self.remove(key)
+                    damaged.append(key)
+                shutil.rmtree(workspace)
+                workspace.mkdir()
+        return damaged
+
+    def prune(self, max_bytes: int | None, max_age_seconds: float | None) -> list[Entry]:
+        """Remove entries as :func:`.manifest.prune_entries` does, leftovers of uploads, and unused candidates."""
+
+        def remove(entry: Entry) -> bool:
+            self.remove(entry.key)
+            return True
+
+        removed = prune_entries(self.entries(), remove, max_bytes, max_age_seconds)
+        oldest = time.time() - _LEFTOVER_SECONDS
+        folders = {key: folder for key, folder in self._folders().items() if folder.uploads}
+        manifests = self._bare_manifests([key for key, folder in folders.items() if folder.manifest is not None])
+        for key, folder in folders.items():
+            named = entry.upload if (entry := manifests.get(key)) else ""
+            for upload, files in folder.uploads.items():
+                if upload != named and max(map(self.modified, files.values())) < oldest:
+                    self.delete(files)
+        if max_age_seconds is not None:
+            oldest = time.time() - max_age_seconds
+            old = [path for path, info in self.files("reads").items() if self.modified(info) < oldest]
+            self.delete(f"{self.root}/reads/{path}" for path in old)
+        return removed
+
+    def _folders(self) -> dict[str, _Folder]:
+        """List the files below each key.
+
+        Raises:
+            UsageError: there is no store.
+        """
+        if not self._read_marker():
+            raise UsageError(f"{self.retries.place}: there is no store", "check the address")
+        folders: dict[str, _Folder] = {}
+        for path, info in self.files("objects").items():
+            _, *parts = path.split("/", 3)
+            if len(parts) < 2:
+                continue
+            folder = folders.setdefault(parts[0], _Folder())
+            if parts[1:] == [MANIFEST]:
+                folder.manifest = info
+            else:
+                folder.uploads.setdefault(parts[1], {})[f"{self.root}/objects/{path}"] = info
+        return folders
+
+    def _bare_manifests(self, keys: list[str]) -> dict[str, Manifest | None]:
+        """Read manifests, without the files that are in them: there may be thousands."""
+
+        def read(key: str) -> Manifest | None:
+            manifest = self.manifest(key)
+            return manifest and manifest.model_copy(update={"contents": {}})
+
+        return dict(zip(keys, self.each(read, keys), strict=True))
 
     def files(self, folder: str) -> dict[str, Mapping[str, Any]]:
         """List all files below a folder by their relative paths, with the file system's description of each."""

@@ -3,125 +3,46 @@
 A store is a folder of this machine, or a URL that many machines share. Used entries of a shared one are cached in a
 folder here, which works as a store by itself does: cached entries are not requested again.
 
-    ROOT/objects/…, begun/…, tmp/…           as in :mod:`.local`
-    ROOT/reads/NAME/CANDIDATE.json           the user's files that steps read, by name
-    ROOT/unshared/KEY                        entries that are not, or not as a whole, in the shared store yet
+    ROOT/objects/ab/abcdef…/artifact.json + files      published artifacts, named by key
+    ROOT/begun/…                                       partial work of a long step; gone once it is done
+    ROOT/tmp/PID@HOST-…                                work in flight; nobody reads it
+    ROOT/reads/NAME/CANDIDATE.json                     the user's files that steps read, by name
+    ROOT/unshared/KEY                                  entries that are not, or not as a whole, in the shared store yet
+
+An entry appears whole or not at all: it is written under ``tmp`` and renamed. Files are checked against
+their digests when they are read; a damaged entry is removed and made again.
 """
 
 import contextlib
+import errno
+import fcntl
+import os
+import platform
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, Kind, files_below, write_whole
 from enginesmith.pipeline.errors import MissingEntry, storage_errors
 from enginesmith.pipeline.store.address import default_address, parse_address
-from enginesmith.pipeline.store.inputs import (
-    InputDependencies,
-    ReadRecord,
-    export_candidate,
-    publish_candidate,
-    remove_unused_candidates,
+from enginesmith.pipeline.store.inputs import InputDependencies, ReadRecord, export_candidate, publish_candidate
+from enginesmith.pipeline.store.manifest import (
+    MANIFEST,
+    UNFINISHED,
+    Entry,
+    Manifest,
+    decode_checked,
+    describe_file,
+    encode,
+    entry_of,
+    is_unchanged,
+    prune_entries,
 )
-from enginesmith.pipeline.store.local import LocalStore
-from enginesmith.pipeline.store.manifest import MANIFEST, Entry, Manifest, describe_file, entry_of, prune_entries
 from enginesmith.pipeline.store.remote import SharedStore
 from enginesmith.pipeline.store.retry import notify
 from enginesmith.pipeline.tensors import Signature
-
-# Maintenance of a shared store.
-#
-# An entry counts as used when it was published, and again when a machine downloads it, noted once a day; machines that
-# have it in their cache leave no trace.
-
-_LEFTOVER_SECONDS = 86400.0
-"""Files that no manifest names may be an upload under way for so long; older ones are leftovers."""
-
-
-@dataclass
-class _Folder:
-    """Files below one key."""
-
-    manifest: Mapping[str, Any] | None = None
-    """The file system's description of it."""
-    uploads: dict[str, dict[str, Mapping[str, Any]]] = field(default_factory=dict)
-    """Files by upload."""
-
-
-def list_shared(store: SharedStore) -> list[Entry]:
-    """List published entries, most recently used first."""
-    infos = {key: folder.manifest for key, folder in _folders(store).items() if folder.manifest is not None}
-    manifests = _manifests(store, list(infos))
-    entries = [entry_of(key, manifests[key], store.modified(info)) for key, info in infos.items()]
-    return sorted(entries, key=lambda entry: -entry.used)
-
-
-def verify_shared(store: SharedStore, workspace: Path) -> list[str]:
-    """Download and hash every entry; remove the damaged ones and return their keys."""
-    damaged = []
-    for key, folder in sorted(_folders(store).items()):
-        if folder.manifest is not None:
-            if store.fetch(key, workspace, touch=False) is None:
-                store.remove(key)
-                damaged.append(key)
-            shutil.rmtree(workspace)
-            workspace.mkdir()
-    return damaged
-
-
-def prune_shared(store: SharedStore, max_bytes: int | None, max_age_seconds: float | None) -> list[Entry]:
-    """Remove entries as :func:`.manifest.prune_entries` does, leftovers of uploads, and candidates not looked up."""
-
-    def remove(entry: Entry) -> bool:
-        store.remove(entry.key)
-        return True
-
-    removed = prune_entries(list_shared(store), remove, max_bytes, max_age_seconds)
-    _remove_leftovers(store)
-    if max_age_seconds is not None:
-        remove_unused_candidates(store, max_age_seconds)
-    return removed
-
-
-def _folders(store: SharedStore) -> dict[str, _Folder]:
-    store.marker.validate_exists()
-    folders: dict[str, _Folder] = {}
-    for path, info in store.files("objects").items():
-        parts = path.split("/", 3)
-        if len(parts) < 3:
-            continue
-        folder = folders.setdefault(parts[1], _Folder())
-        if parts[2:] == [MANIFEST]:
-            folder.manifest = info
-        else:
-            folder.uploads.setdefault(parts[2], {})[f"{store.root}/objects/{path}"] = info
-    return folders
-
-
-def _manifests(store: SharedStore, keys: list[str]) -> dict[str, Manifest | None]:
-    """Read manifests, without the files that are in them: there may be thousands."""
-
-    def bare(key: str) -> Manifest | None:
-        manifest = store.manifest(key)
-        return manifest and manifest.model_copy(update={"contents": {}})
-
-    return dict(zip(keys, store.each(bare, keys), strict=True))
-
-
-def _remove_leftovers(store: SharedStore) -> None:
-    """Remove files that no manifest names, once they are so old that their upload cannot be under way."""
-    oldest = time.time() - _LEFTOVER_SECONDS
-    folders = {key: folder for key, folder in _folders(store).items() if folder.uploads}
-    manifests = _manifests(store, [key for key, folder in folders.items() if folder.manifest is not None])
-    for key, folder in folders.items():
-        named = entry.upload if (entry := manifests.get(key)) else ""
-        for upload, files in folder.uploads.items():
-            if upload != named and max(map(store.modified, files.values())) < oldest:
-                store.delete(files)
 
 
 class Store:
@@ -151,21 +72,19 @@ class Store:
         """Opens the same store on another machine."""
         self._shared = SharedStore(address.url, tell) if address.url else None
         if self._shared is not None and make and not address.folder.exists():
-            self._shared.marker.ensure_exists()
-        self._local = LocalStore(address.folder, make=make)
-        self._reuse = reuse
+            self._shared.ensure_marked()
+        self.root, self.reuse = address.folder, reuse
         self._published: set[str] = set()
-        self._unshared = self._list_unshared()
-
-    @property
-    def reuse(self) -> bool:
-        """Whether entries that others published are found."""
-        return self._reuse
-
-    @property
-    def root(self) -> Path:
-        """The folder on this machine."""
-        return self._local.root
+        self._unshared: set[str] = set()
+        """Keys still to be uploaded: their process was interrupted, or could not reach the shared store."""
+        if make:
+            with storage_errors(f"the store {self.root}"):
+                for name in ("objects", "reads", "begun", "tmp"):
+                    (self.root / name).mkdir(parents=True, exist_ok=True)
+        self._remove_abandoned()
+        with contextlib.suppress(FileNotFoundError):
+            names = {path.name for path in (self.root / "unshared").iterdir()}
+            self._unshared = {name for name in names if not name.startswith(".")}
 
     def get(self, key: str) -> Artifact | None:
         """Look up the artifact of a key; None if there is none. A damaged entry is removed.
@@ -173,15 +92,15 @@ class Store:
         Raises:
             StoreError: the shared store refuses access, or cannot be reached.
         """
-        if not (self._reuse or key in self._published):
+        if not (self.reuse or key in self._published):
             return None
-        manifest = self._local.find(key)
+        manifest = self._find(key)
         if self._shared is not None and key not in self._published:
             if manifest is None or manifest.incomplete:  # another machine may have a final one
                 manifest = self._download(self._shared, key) or manifest
             elif key in self._unshared:
                 manifest = self._share(self._shared, key, manifest)
-        return manifest.artifact(self._local.folder(key), key) if manifest is not None else None
+        return manifest.artifact(self._folder(key), key) if manifest is not None else None
 
     def fetch(self, key: str, sha256: str = "") -> Artifact:
         """Fetch the artifact of a key that has to exist, whoever published it; with ``sha256``, the one of that digest.
@@ -190,7 +109,7 @@ class Store:
             MissingEntry: it is nowhere.
             StoreError: the shared store cannot be reached.
         """
-        manifest = self._local.find(key)
+        manifest = self._find(key)
         if self._shared is not None and (manifest is None or sha256 not in ("", manifest.sha256)):
             manifest = self._download(self._shared, key, replace=manifest is not None) or manifest
         if manifest is None or sha256 not in ("", manifest.sha256):
@@ -198,7 +117,7 @@ class Store:
                 f"the store {self.address} has no entry {key[:16]}" + (" of that content" if manifest else ""),
                 "it was removed meanwhile; do it again",
             )
-        return manifest.artifact(self._local.folder(key), key)
+        return manifest.artifact(self._folder(key), key)
 
     def share(self, artifact: Artifact) -> Artifact:
         """Upload an artifact that others lack, and return it as they have it.
@@ -208,27 +127,54 @@ class Store:
         Raises:
             StoreError: the shared store refuses access, or cannot be reached.
         """
-        if self._shared is None or (manifest := self._local.find(artifact.key)) is None:
+        if self._shared is None or (manifest := self._find(artifact.key)) is None:
             return artifact
         manifest = self._share(self._shared, artifact.key, manifest)
-        return manifest.artifact(self._local.folder(artifact.key), artifact.key).model_copy(
+        return manifest.artifact(self._folder(artifact.key), artifact.key).model_copy(
             update={"history": artifact.history}
         )
 
-    def workspace(self) -> AbstractContextManager[Path]:
+    @contextlib.contextmanager
+    def workspace(self) -> Iterator[Path]:
         """Make an empty folder on the store's own file system, and remove it afterwards unless it was published.
 
         Raises:
             StoreError: it cannot be made.
         """
-        return self._local.workspace()
+        folder = self.root / "tmp" / _workspace_name()
+        with storage_errors(f"the store {self.root}"):
+            folder.mkdir(parents=True)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
-    def partial_work(self, name: str) -> AbstractContextManager[Path]:
-        """Open the folder of a step's partial work on this machine, as :meth:`LocalStore.partial_work` does.
+    @contextlib.contextmanager
+    def partial_work(self, name: str) -> Iterator[Path]:
+        """Open the folder of a step's partial work, as the last interrupted process left it; removed on success.
 
-        If nothing may be reused, earlier content is removed first.
+        A second process that does the same step at the same time has an empty workspace instead. If nothing may be
+        reused, earlier content is removed first; content that is left on failure is there for the next process.
+
+        Raises:
+            StoreError: it cannot be made.
         """
-        return self._local.partial_work(name, resume=self._reuse)
+        folder = self.root / "begun" / name
+        if (lock := _try_claim(folder)) is None:
+            with self.workspace() as empty:
+                yield empty
+            return
+        try:
+            if not self.reuse:
+                with storage_errors(f"the folder {folder}"):
+                    for entry in folder.iterdir():
+                        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            yield folder
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            with contextlib.suppress(OSError):  # it has content, or is gone
+                folder.rmdir()
+            os.close(lock)
 
     def publish(
         self,
@@ -263,33 +209,60 @@ class Store:
                 step=history[-1].step if history else "",
             )
             if self._shared is not None:
-                self._note_unshared(key, read)
-        manifest = self._local.install(key, folder, manifest, replace=not self._reuse)
+                write_whole(self.root / "unshared" / key, read.path.encode() if read is not None else b"")
+                self._unshared.add(key)
+        manifest = self._install(key, folder, manifest, replace=not self.reuse)
         if self._shared is not None:
             manifest = self._share(self._shared, key, manifest)
         self._published.add(key)
-        return manifest.artifact(self._local.folder(key), key)
+        return manifest.artifact(self._folder(key), key)
 
     def dependencies(self, name: str) -> InputDependencies:
         """Return the user's files that the step of that name may depend on."""
-        return InputDependencies(self.root / "reads", name, self._shared if self._reuse else None)
+        return InputDependencies(self.root / "reads", name, self._shared if self.reuse else None)
 
     def entries(self) -> list[Entry]:
         """List published entries, most recently used first; of a folder, partial work, too."""
-        return self._local.entries() if self._shared is None else list_shared(self._shared)
+        if self._shared is not None:
+            return self._shared.entries()
+        entries = []
+        for path in self.root.glob(f"objects/*/*/{MANIFEST}"):
+            folder = path.parent
+            with contextlib.suppress(FileNotFoundError):  # another process removed it meanwhile
+                entries.append(entry_of(folder.name, _read(folder), folder.stat().st_mtime))
+        for folder in self.root.glob("begun/*"):
+            with contextlib.suppress(FileNotFoundError):  # its step has ended meanwhile
+                total = sum((folder / name).stat().st_size for name in files_below(folder))
+                entries.append(Entry(folder.name, "unfinished", UNFINISHED, total, folder.stat().st_mtime))
+        return sorted(entries, key=lambda entry: -entry.used)
 
     def verify(self) -> list[str]:
         """Hash every file of every entry; remove the damaged entries and return their keys."""
-        if self._shared is None:
-            return self._local.verify()
-        with self.workspace() as folder:
-            return verify_shared(self._shared, folder)
+        if self._shared is not None:
+            with self.workspace() as folder:
+                return self._shared.verify(folder)
+        damaged = []
+        for path in sorted(self.root.glob(f"objects/*/*/{MANIFEST}")):
+            if _read_intact(path.parent, every_byte=True) is None:
+                damaged.append(path.parent.name)
+                shutil.rmtree(path.parent, ignore_errors=True)
+        return damaged
 
     def prune(self, *, max_bytes: int | None = None, max_age_seconds: float | None = None) -> list[Entry]:
-        """Remove entries not used for so long, then the least recently used until the rest fits; return them."""
-        if self._shared is None:
-            return self._local.prune(max_bytes, max_age_seconds)
-        return prune_shared(self._shared, max_bytes, max_age_seconds)
+        """Remove entries not used for so long, then the least recently used until the rest fits; return them.
+
+        The workspaces of killed processes, and candidates not looked up for so long, go as well.
+        """
+        if self._shared is not None:
+            return self._shared.prune(max_bytes, max_age_seconds)
+        removed = prune_entries(self.entries(), self._try_remove, max_bytes, max_age_seconds)
+        self._remove_abandoned()
+        for path in self.root.glob("reads/*/*.json") if max_age_seconds is not None else ():
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < time.time() - max_age_seconds:
+                    path.unlink()
+                    path.parent.rmdir()
+        return removed
 
     def stop(self) -> None:
         """Wait no longer for a shared store that cannot be reached: present and later calls fail."""
@@ -300,12 +273,12 @@ class Store:
         """Download an entry of the shared store into the local one."""
         with self.workspace() as folder:
             manifest = shared.fetch(key, folder)
-            return self._local.install(key, folder, manifest, replace=replace) if manifest is not None else None
+            return self._install(key, folder, manifest, replace=replace) if manifest is not None else None
 
     def _share(self, shared: SharedStore, key: str, manifest: Manifest) -> Manifest:
         """Upload an entry and the candidate that leads to it, if the shared store lacks them; return the entry."""
         stored = shared.find_complete(key)
-        if stored is not None and stored.sha256 != manifest.sha256 and self._reuse:
+        if stored is not None and stored.sha256 != manifest.sha256 and self.reuse:
             manifest = self._download(shared, key, replace=True) or manifest
             stored = shared.find_complete(key)
         marker = self.root / "unshared" / key
@@ -314,22 +287,114 @@ class Store:
             if path and (content := export_candidate(self.root / "reads", path)) is not None:
                 publish_candidate(shared, path.partition("/")[0], content)
         if stored is None or stored.sha256 != manifest.sha256:
-            shared.publish(key, self._local.folder(key), manifest)
+            shared.publish(key, self._folder(key), manifest)
         self._unshared.discard(key)
         marker.unlink(missing_ok=True)
         return manifest
 
-    def _note_unshared(self, key: str, read: ReadRecord | None) -> None:
-        write_whole(self.root / "unshared" / key, read.path.encode() if read is not None else b"")
-        self._unshared.add(key)
+    def _folder(self, key: str) -> Path:
+        """Return the folder of an entry, whether it exists or not."""
+        return self.root / f"objects/{key[:2]}/{key}"
 
-    def _list_unshared(self) -> set[str]:
-        """List keys still to be uploaded: their process was interrupted, or could not reach the shared store."""
-        with contextlib.suppress(FileNotFoundError):
-            return {path.name for path in (self.root / "unshared").iterdir() if not path.name.startswith(".")}
-        return set()
+    def _find(self, key: str) -> Manifest | None:
+        """Read the manifest of an entry and check its files; None if there is none. A damaged entry is removed."""
+        folder = self._folder(key)
+        if not os.access(folder / MANIFEST, os.F_OK):
+            return None
+        manifest = _read_intact(folder) or _read_intact(folder)  # it may have been replaced while it was looked at
+        if manifest is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            return None
+        with contextlib.suppress(OSError):  # a store that may only be read has no last use
+            os.utime(folder)
+        return manifest
+
+    def _install(self, key: str, folder: Path, manifest: Manifest, *, replace: bool) -> Manifest:
+        """Move a workspace's content under its key, in one step; return the manifest that is there then.
+
+        An entry of another process stays, if it is whole and final, unless it is to be replaced.
+
+        Raises:
+            StoreError: the disk is full or cannot be written.
+        """
+        target = self._folder(key)
+        with storage_errors(f"the store {self.root}"):
+            (folder / MANIFEST).write_bytes(encode(manifest))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                try:
+                    folder.rename(target)
+                    break
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise
+                if not replace and (present := _read_intact(target)) is not None and not present.incomplete:
+                    break
+                displaced = self.root / "tmp" / _workspace_name()
+                with contextlib.suppress(FileNotFoundError):  # another process was quicker
+                    target.rename(displaced)
+                shutil.rmtree(displaced, ignore_errors=True)
+        return _read(target) or manifest
+
+    def _try_remove(self, entry: Entry) -> bool:
+        """Remove an entry and return whether it could be: partial work that a process is at stays."""
+        if entry.kind != UNFINISHED:
+            shutil.rmtree(self._folder(entry.key), ignore_errors=True)
+            return True
+        folder = self.root / "begun" / entry.key
+        if (lock := _try_claim(folder)) is None:
+            return False
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+        return True
+
+    def _remove_abandoned(self) -> None:
+        """Remove the workspaces of processes of this machine that are gone."""
+        for folder in self.root.glob("tmp/*"):
+            owner, _, host = folder.name.rpartition("-")[0].partition("@")
+            if host == platform.node() and not Path("/proc", owner).exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def default_root() -> Path:
     """Return the folder on this machine of the store that is used if none is named."""
     return default_address().folder
+
+
+def _read(folder: Path) -> Manifest | None:
+    try:
+        return decode_checked((folder / MANIFEST).read_bytes())
+    except OSError:
+        return None
+
+
+def _read_intact(folder: Path, *, every_byte: bool = False) -> Manifest | None:
+    manifest = _read(folder)
+    if manifest is None or files_below(folder, skip=[MANIFEST]) != sorted(manifest.files):
+        return None
+    try:
+        whole = all(is_unchanged(folder / name, file, every_byte) for name, file in manifest.files.items())
+    except OSError:  # another process removed it meanwhile
+        return None
+    return manifest if whole else None
+
+
+def _try_claim(folder: Path) -> int | None:
+    """Lock a folder, which is made if needed, for this process; returns a descriptor, or None if another one has it."""
+    with storage_errors(f"the folder {folder}"):
+        folder.mkdir(exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        claimed = os.fstat(descriptor).st_nlink > 0  # else another process removed it between the two
+    except BlockingIOError:
+        claimed = False
+    if not claimed:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _workspace_name() -> str:
+    """Make up a name that identifies process and machine."""
+    return f"{os.getpid()}@{platform.node()}-{uuid.uuid4().hex}"

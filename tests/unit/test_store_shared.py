@@ -571,13 +571,13 @@ def test_who_waits_for_a_store_that_is_away_fails_with_the_first_one(
         raise StoreError("away", "wait")
 
     shared = two._shared
-    monkeypatch.setattr(shared.marker, "_read", functools.partial(away, shared))
-    monkeypatch.setattr(shared.marker, "_known", False)
+    monkeypatch.setattr(shared, "_read", functools.partial(away, shared))
+    monkeypatch.setattr(shared, "_is_marked", False)
 
     def ask() -> None:
         begun.wait()
         with pytest.raises(StoreError, match="away"):
-            shared.marker.ensure_exists()
+            shared.ensure_marked()
         others.append(1)
 
     threads = [threading.Thread(target=ask) for _ in range(3)]
@@ -587,5 +587,5 @@ def test_who_waits_for_a_store_that_is_away_fails_with_the_first_one(
         thread.join()
     assert (len(asked), len(others)) == (1, 3)
     with pytest.raises(StoreError, match="away"):
-        shared.marker.ensure_exists()  # one who comes later asks anew
+        shared.ensure_marked()  # one who comes later asks anew
     assert len(asked) == 2
