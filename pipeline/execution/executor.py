@@ -3,9 +3,8 @@
 import contextlib
 import functools
 import hashlib
-import importlib.metadata
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,7 @@ from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.store import retry
 from enginesmith.pipeline.store.inputs import ReadRecord, to_portable_path
 from enginesmith.pipeline.store.store import Store
-from enginesmith.pipeline.system import plugins
+from enginesmith.pipeline.system import plugins, software
 from enginesmith.pipeline.tasks.base import Done, ResumableTask
 
 _ROOMS = ("tasks", "measure", "engines", "passes", "frameworks", "system")
@@ -159,7 +158,7 @@ class StepCache:
     @functools.cached_property
     def tools(self) -> dict[str, str]:
         """Versions that are part of the key."""
-        return _versions(self.step.task.tools)
+        return software.versions(self.step.task.tools)
 
     @functools.cached_property
     def _identity(self) -> str:
@@ -235,18 +234,6 @@ class StepCache:
     def _before(self) -> tuple[HistoryEntry, ...]:
         """History of the artifact that the step continues."""
         return self.inputs["model"].history if "model" in self.inputs else ()
-
-
-def _versions(distributions: Iterable[str]) -> dict[str, str]:
-    return {name: version for name in distributions if (version := _version(name))}
-
-
-@functools.cache
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @functools.cache

@@ -14,11 +14,8 @@ from enginesmith.pipeline.errors import MissingCapability, UsageError, install_c
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-    "gcs": "GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-    "abfs": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-    "abfss": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    **dict.fromkeys(("gs", "gcs"), "GOOGLE_APPLICATION_CREDENTIALS"),
+    **dict.fromkeys(("az", "abfs", "abfss"), "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"),
 }
 """Protocol → the environment variables that its file system reads."""
 _READ_ONLY = ("http", "https", "data", "git", "github", "zip")
@@ -37,14 +34,17 @@ class Address:
 
 
 def parse_address(place: Path | str) -> Address:
-    """Parse the path or URL of a store.
+    """Parse the path or URL of a store; a URL is cached below ``$ENGINESMITH_CACHE`` or the user's cache folder.
 
     Raises:
         UsageError: the URL names no place, or has a password in it.
     """
     if isinstance(place, str) and "://" in place:
         url = _url(place)
-        return Address(url, _cache_folder(url), url)
+        chosen = os.environ.get("ENGINESMITH_CACHE")
+        root = Path(chosen).expanduser().absolute() if chosen else _user_cache() / "enginesmith-shared"
+        readable = re.sub(r"[^A-Za-z0-9]+", "-", url)[-40:].strip("-")
+        return Address(url, root / f"{readable}-{json_digest(url)[:16]}", url)
     path = Path(place)
     if path.parts and path.parts[0].endswith(":"):
         meant = f"{path.parts[0]}//{'/'.join(path.parts[1:])}"
@@ -75,35 +75,18 @@ def _url(text: str) -> str:
         raise UsageError(f"{text} is no valid address of a store", "name one as s3://bucket/folder")
     if protocol in _READ_ONLY:
         raise UsageError(f"{text} cannot be written to", "name a place that can, as s3://bucket/folder")
-    if protocol == "local":  # another name of it
-        protocol = "file"
-    if protocol == "file" and not rest.startswith(("/", "~")):
+    if protocol not in ("file", "local"):  # two names of one
+        return f"{protocol}://{rest.rstrip('/')}"
+    if not rest.startswith(("/", "~")):
         raise UsageError(f"{text} would be another folder wherever it is used", f"did you mean file:///{rest}?")
-    if protocol == "file":
-        return f"file://{Path(rest).expanduser().absolute()}"
-    return f"{protocol}://{rest.rstrip('/')}"
-
-
-def _cache_folder(url: str) -> Path:
-    """Return the folder that caches a URL, below ``$ENGINESMITH_CACHE`` or the user's cache folder."""
-    chosen = os.environ.get("ENGINESMITH_CACHE")
-    root = Path(chosen).expanduser().absolute() if chosen else _user_cache() / "enginesmith-shared"
-    readable = re.sub(r"[^A-Za-z0-9]+", "-", url)[-40:].strip("-")
-    return root / f"{readable}-{json_digest(url)[:16]}"
+    return f"file://{Path(rest).expanduser().absolute()}"
 
 
 def _user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
-_PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "az": "adlfs",
-    "abfs": "adlfs",
-}
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:

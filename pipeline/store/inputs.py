@@ -8,10 +8,8 @@ of somebody else, or of long ago, can at worst lead to no entry.
 
 import contextlib
 import functools
-import importlib.metadata
 import json
 import os
-import stat
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -25,6 +23,7 @@ from enginesmith.pipeline.artifact import json_digest, portable, write_whole
 from enginesmith.pipeline.errors import StoreError, storage_errors
 from enginesmith.pipeline.store.manifest import DAY_SECONDS, StoredFile, describe_file
 from enginesmith.pipeline.store.remote import SharedStore
+from enginesmith.pipeline.system import software
 
 # In a shared store there is one small file for each name, with all lists in it: one request finds them, or that there
 # are none. Of two machines that add lists to one file at the same moment one may lose its own; whoever needs that list
@@ -45,19 +44,6 @@ class _SharedFile(BaseModel):
     """Newest first."""
 
 
-def read_shared_candidates(store: SharedStore, name: str) -> tuple[Any, ...]:
-    """Read the candidates published under a name, newest first, and count them as used.
-
-    Raises:
-        StoreError: the service refuses it, or was away for too long.
-    """
-    file = _read(store, name)
-    if file.candidates and file.used < time.time() - DAY_SECONDS:
-        with contextlib.suppress(StoreError):  # who may only read leaves no trace
-            _write(store, name, file.candidates)
-    return file.candidates
-
-
 def publish_candidate(store: SharedStore, name: str, content: bytes) -> None:
     """Put a candidate before the other ones of its name.
 
@@ -71,17 +57,14 @@ def publish_candidate(store: SharedStore, name: str, content: bytes) -> None:
 
 def _read(store: SharedStore, name: str) -> _SharedFile:
     with contextlib.suppress(ValidationError):
-        if (content := store.read(_place(name))) is not None:
+        if (content := store.read(f"reads/{name}.json")) is not None:
             return _SharedFile.model_validate_json(content)
     return _SharedFile()
 
 
 def _write(store: SharedStore, name: str, candidates: tuple[Any, ...]) -> None:
-    store.write(_place(name), _SharedFile(used=time.time(), candidates=candidates).model_dump_json().encode())
-
-
-def _place(name: str) -> str:
-    return f"reads/{name}.json"
+    file = _SharedFile(used=time.time(), candidates=candidates)
+    store.write(f"reads/{name}.json", file.model_dump_json().encode())
 
 
 # Portable paths, which mean the same on another machine: from the project, the user's home and the like.
@@ -102,10 +85,9 @@ def to_portable_path(path: str) -> str:
     """Rewrite an absolute path relative to the nearest anchor above it; leave anything else as it is."""
     if not path.startswith("/"):
         return path
-    above = [(len(root), label) for root, label in _anchors(str(Path.cwd())) if _is_below(path, root)]
-    if not above:
-        return path
-    length, label = max(above)
+    anchors = _anchors(str(Path.cwd()))
+    above = [(len(root), label) for root, label in anchors if path == root or path.startswith(f"{root}/")]
+    length, label = max(above, default=(0, ""))
     return label + path[length:]
 
 
@@ -125,9 +107,8 @@ def anchor_of(name: str) -> str:
 @functools.cache
 def _anchor_folders(project: str) -> dict[str, str]:
     """Map each anchor to its folder."""
-    home = str(Path.home())
-    own = str(Path(__file__).parent.parent.parent)
-    return {"{home}": home, "{prefix}": sys.prefix, _OWN: own, "{project}": project}
+    own = str(Path(__file__).parents[2])
+    return {"{home}": str(Path.home()), "{prefix}": sys.prefix, _OWN: own, "{project}": project}
 
 
 @functools.cache
@@ -137,10 +118,6 @@ def _anchors(project: str) -> tuple[tuple[str, str], ...]:
     named = [(folder, label) for label, folder in anchors.items() if label != _OWN]
     named += [(f"{anchors[_OWN]}/{folder}", f"{_OWN}/{folder}") for folder in OWN_FOLDERS]
     return tuple((folder, label) for folder, label in named if folder not in ("", "/"))
-
-
-def _is_below(path: str, root: str) -> bool:
-    return path.startswith(root) and (len(path) == len(root) or path[len(root)] == "/")
 
 
 class _Candidate(BaseModel):
@@ -165,6 +142,16 @@ class _CandidateRecord(BaseModel):
 
     candidate: _Candidate
     states: dict[str, StoredFile] = {}
+
+    def save(self, path: Path) -> None:
+        write_whole(path, self.model_dump_json().encode())
+
+    @classmethod
+    def load(cls, path: Path) -> "_CandidateRecord | None":
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError):
+            return None
 
 
 @dataclass(frozen=True)
@@ -199,7 +186,7 @@ class InputDependencies:
         seen: set[str] = set()
         for path in self._newest_first():
             seen.add(path.name)
-            record = _load_record(path)
+            record = _CandidateRecord.load(path)
             if record is not None and record.candidate.digest == path.stem and (read := self._compare(record)):
                 with contextlib.suppress(OSError):  # a store that may only be read has no last use
                     os.utime(path)
@@ -226,13 +213,17 @@ class InputDependencies:
                 packages=tuple(sorted(packages)),
             )
             path = self._folder / f"{candidate.digest}.json"
-            write_whole(path, _CandidateRecord(candidate=candidate, states=files).model_dump_json().encode())
+            _CandidateRecord(candidate=candidate, states=files).save(path)
             for old in self._newest_first()[MOST_CANDIDATES:]:
                 old.unlink(missing_ok=True)
         return ReadRecord(f"{self._name}/{path.name}", files, dict(packages))
 
     def _shared_candidates(self, shared: SharedStore, seen: Collection[str]) -> Iterator[ReadRecord]:
-        for content in read_shared_candidates(shared, self._name):
+        file = _read(shared, self._name)
+        if file.candidates and file.used < time.time() - DAY_SECONDS:
+            with contextlib.suppress(StoreError):  # who may only read leaves no trace
+                _write(shared, self._name, file.candidates)
+        for content in file.candidates:
             with contextlib.suppress(ValidationError):
                 record = _CandidateRecord(candidate=_Candidate.model_validate(content))
                 if f"{record.candidate.digest}.json" not in seen and (read := self._compare(record, new=True)):
@@ -249,62 +240,34 @@ class InputDependencies:
                 return None
             if any(_subfolders(Path(from_portable_path(name))) != names for name, names in wanted.subfolders.items()):
                 return None
-            packages = {name: _version(name) for name in wanted.packages}
             files = {
-                name: _describe_regular_file(Path(from_portable_path(name)), record.states.get(name))
-                for name in wanted.files
+                name: describe_file(Path(from_portable_path(name)), record.states.get(name)) for name in wanted.files
             }
-        except (OSError, LookupError, ValueError, importlib.metadata.PackageNotFoundError):
+        except (OSError, LookupError, ValueError):
+            return None
+        packages = software.versions(wanted.packages)
+        if len(packages) < len(wanted.packages):
             return None
         path = f"{wanted.digest}.json"
         if new or files != record.states:
             with contextlib.suppress(OSError):  # a store that may only be read learns nothing
-                write_whole(
-                    self._folder / path, _CandidateRecord(candidate=wanted, states=files).model_dump_json().encode()
-                )
+                _CandidateRecord(candidate=wanted, states=files).save(self._folder / path)
         return ReadRecord(f"{self._name}/{path}", files, packages)
 
     def _newest_first(self) -> list[Path]:
-        try:
-            with os.scandir(self._folder) as entries:
-                records = [entry for entry in entries if entry.name.endswith(".json") and entry.name[0] != "."]
-        except FileNotFoundError:
-            return []
-        if len(records) > 1:
-            records.sort(key=_sort_newest_first)
-        return [Path(entry.path) for entry in records]
+        written: dict[Path, int] = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(".json") and entry.name[0] != ".":
+                    with contextlib.suppress(FileNotFoundError):  # another process forgot it meanwhile
+                        written[Path(entry.path)] = entry.stat().st_mtime_ns
+        return sorted(written, key=lambda path: -written[path])
 
 
 def export_candidate(root: Path, path: str) -> bytes | None:
     """Encode a candidate without the state of files on this machine; None if it is gone."""
-    record = _load_record(root / path)
+    record = _CandidateRecord.load(root / path)
     return record.candidate.model_dump_json().encode() if record is not None else None
-
-
-def _load_record(path: Path) -> _CandidateRecord | None:
-    try:
-        return _CandidateRecord.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError):
-        return None
-
-
-def _sort_newest_first(entry: os.DirEntry[str]) -> int:
-    try:
-        return -entry.stat().st_mtime_ns
-    except FileNotFoundError:  # another process forgot it meanwhile
-        return 0
-
-
-def _describe_regular_file(path: Path, before: StoredFile | None) -> StoredFile:
-    """Describe a regular file; one that a list of somebody else names may be anything, even one without end."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise FileNotFoundError(path)
-    return describe_file(path, before)
-
-
-@functools.cache
-def _version(name: str) -> str:
-    return importlib.metadata.version(name)
 
 
 def _listing(folder: Path) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -34,27 +35,33 @@ class StoredFile(BaseModel):
 
 def is_unchanged(path: Path, stored: StoredFile, every_byte: bool) -> bool:
     """Return whether a file has the content that was stored; a large one by its inode, unless ``every_byte``."""
-    stat = path.stat()
-    if _inode(stat) == stored.inode and stored.bytes > _ALWAYS_HASH_BYTES and not every_byte:
+    status = path.stat()
+    if _inode(status) == stored.inode and stored.bytes > _ALWAYS_HASH_BYTES and not every_byte:
         return True
-    return stat.st_size == stored.bytes and file_digest(path) == stored.sha256
+    return status.st_size == stored.bytes and file_digest(path) == stored.sha256
 
 
 def describe_file(path: Path, before: StoredFile | None = None) -> StoredFile:
-    """Describe a file's present content; it is hashed only if its inode differs from ``before``."""
-    stat = path.stat()
-    if before is not None and before.inode == _inode(stat):
+    """Describe a file's present content; it is hashed only if its inode differs from ``before``.
+
+    Raises:
+        OSError: there is none, or it is no regular file: what others name may be anything, even one without end.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise FileNotFoundError(path)
+    if before is not None and before.inode == _inode(status):
         return before
-    return StoredFile(sha256=file_digest(path), bytes=stat.st_size, inode=_inode(stat))
+    return StoredFile(sha256=file_digest(path), bytes=status.st_size, inode=_inode(status))
 
 
-def _inode(stat: os.stat_result) -> tuple[int, int, int]:
-    return stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
+def _inode(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
 MANIFEST = "artifact.json"
 DAY_SECONDS = 86400.0
-"""How often a shared store notes a use."""
+"""Time between two notes of a use in a shared store."""
 UNFINISHED = "unfinished"
 """The kind of an entry with partial work of a step."""
 
@@ -81,8 +88,12 @@ class Manifest(BaseModel):
 
     @property
     def is_safe(self) -> bool:
-        """Whether all names stay within the folder of the entry: others can write a shared store's manifests."""
-        return self.upload.isalnum() and all(map(_is_within, [self.file, *self.files]))
+        """True if all names stay within the folder of the entry: others can write a shared store's manifests."""
+        names = [self.file, *self.files]
+        paths = [PurePosixPath(name) for name in names]
+        outside = any(path.is_absolute() or ".." in path.parts for path in paths)
+        invalid = any(name in ("", ".", MANIFEST) or "\0" in name for name in names)
+        return self.upload.isalnum() and not outside and not invalid
 
     @property
     def sha256(self) -> str:
@@ -91,7 +102,7 @@ class Manifest(BaseModel):
 
     @property
     def is_complete(self) -> bool:
-        """Whether it holds all files itself."""
+        """True if it holds all files itself."""
         return self.contents.keys() == self.files.keys()
 
     @property
@@ -124,11 +135,6 @@ class Entry:
     bytes: int
     used: float
     """Seconds since the epoch."""
-
-
-def _is_within(name: str) -> bool:
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts and name not in ("", ".", MANIFEST) and "\0" not in name
 
 
 def entry_of(key: str, manifest: Manifest | None, used: float) -> Entry:

@@ -49,15 +49,15 @@ class Retries:
     tell: Callable[[str], None]
     """Takes messages for people, a line each."""
     total_seconds: float = 300.0
-    """How long one call is repeated."""
+    """Time for which one call is repeated."""
     first_seconds: float = 0.5
     longest_seconds: float = 30.0
     stopped: threading.Event = field(default_factory=threading.Event)
     """Set when nobody waits any more: later calls fail."""
     _given_up: bool = False
-    """Whether a call was repeated for the whole time; the next one has one attempt."""
+    """A call was repeated for the whole time; the next one has one attempt."""
     _reported_at: float | None = None
-    """When people were notified that it cannot be reached, until they are that it can."""
+    """Time at which people were notified that it cannot be reached, until they are that it can."""
     _silent_until: float = 0.0
     """No message is repeated until then."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -70,8 +70,10 @@ class Retries:
             StoreError: the service refuses access, or could not be reached for the whole time.
         """
         deadline = time.monotonic() + (0 if self._given_up else self.total_seconds)
-        for wait in self._waits():
-            began = time.monotonic()
+        longest_wait = self.first_seconds
+        while True:
+            began, wait = time.monotonic(), longest_wait * random.uniform(0.5, 1.5)
+            longest_wait = min(2 * longest_wait, self.longest_seconds)
             if self.stopped.is_set():
                 raise StoreError(f"{self.place}: nobody waits for it any more", _RESUME)
             try:
@@ -84,19 +86,15 @@ class Retries:
                     raise explain_refusal(error, self.place) from error
                 if self.stopped.is_set() or time.monotonic() + wait > deadline:
                     self._given_up = True
-                    raise self._explain_loss(error) from error
+                    raise StoreError(
+                        f"{self.place} cannot be reached: {_brief(error)}",
+                        f"check the network and the address (for S3-compatible services: AWS_ENDPOINT_URL); {_RESUME}",
+                    ) from error
                 self._report_failure(error, wait)
             else:
                 self._report_success(began)
                 return answer
             self.stopped.wait(wait)
-        raise AssertionError("waits do not end")
-
-    def _waits(self) -> Iterator[float]:
-        wait = self.first_seconds
-        while True:
-            yield wait * random.uniform(0.5, 1.5)
-            wait = min(2 * wait, self.longest_seconds)
 
     def _report_failure(self, error: Exception, wait: float) -> None:
         with self._lock:
@@ -113,15 +111,9 @@ class Retries:
         if back:
             self.tell(f"{self.place} is reachable again")
 
-    def _explain_loss(self, error: Exception) -> StoreError:
-        return StoreError(
-            f"{self.place} cannot be reached: {_brief(error)}",
-            f"check the network and the address (for S3-compatible services: AWS_ENDPOINT_URL); {_RESUME}",
-        )
-
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a repeated call may succeed: the connection failed or was lost, or the service is overloaded."""
+    """Tell whether a repeated call may succeed: the connection failed or was lost, or the service is overloaded."""
     status = _status(error)
     if status is not None:
         return status in _TRANSIENT_STATUSES

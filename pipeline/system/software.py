@@ -1,6 +1,7 @@
 """Read what is installed, and what it was built for, from files, without importing anything heavy."""
 
 import ctypes
+import functools
 import importlib.metadata
 import importlib.util
 import re
@@ -38,7 +39,7 @@ class Formats(BaseModel):
 
 
 class Stack(BaseModel):
-    """What is here. None is what is not there, or cannot be known."""
+    """Versions and abilities of what is installed. None is what is not there, or cannot be known."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -56,9 +57,9 @@ class Stack(BaseModel):
     onnxruntime_cuda: str | None = None
     cudnn: str | None = None
     requirements: dict[str, tuple[Requirement, ...]] = {}
-    """Of a package: NVIDIA's packages that it asks for."""
+    """Package → NVIDIA's packages that it asks for."""
     packages: dict[str, str] = {}
-    """Those of them that are installed, and TensorRT's parts."""
+    """Versions of those of them that are installed, and of TensorRT's parts."""
     variants: dict[str, dict[int, list[str]]] = {}
     """``tensorrt`` → CUDA's major version → distributions."""
     loadable: tuple[str, ...] = ()
@@ -71,6 +72,7 @@ class Stack(BaseModel):
     """By the installed ONNX Runtime, found out by trying."""
 
 
+@functools.cache
 def version(name: str) -> str | None:
     """Return a package's installed version, or None."""
     try:
