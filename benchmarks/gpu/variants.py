@@ -11,8 +11,8 @@ from enginesmith.pipeline.engines.tensorrt.engine import TensorRT
 from enginesmith.pipeline.engines.tensorrt.options import RunOptions
 from enginesmith.pipeline.engines.torch.eager import Compiled, Eager
 from enginesmith.pipeline.execution.events import Outcome
-from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, Variant, VariantName
-from enginesmith.pipeline.planning.planner import plan, verify_step
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Step, Variant, VariantName, verify_step
+from enginesmith.pipeline.planning.planner import plan
 from enginesmith.pipeline.planning.variants import device_for, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe, make
 from enginesmith.pipeline.tasks.verify import Verify
@@ -90,7 +90,7 @@ def _checked(recipe: Recipe, variant: Variant, checks: Mapping[str, Step]) -> tu
     before = checks[variant.verified[-1]].task if variant.verified else None
     tf32 = variant.precision == "tf32"
     row = before.precision if isinstance(before, Verify) and not tf32 else variant.engine.arithmetic
-    check = verify_step(recipe, variant.name, "engine", variant.artifact, variant.engine, variant.device, row)
+    check = verify_step(recipe, variant.name, variant.artifact, variant.engine, variant.device, row, stage="engine")
     return replace(variant, verified=(*variant.verified[:-1], check.id)), [check]
 
 

@@ -73,7 +73,8 @@ def _own(step: Step, plan: str, work: Mapping[str, str], by_work: Mapping[str, S
     needs, wants = (
         {role: by_work[work[name]].id for role, name in part.items()} for part in (step.inputs, step.optional_inputs)
     )
-    return replace(step, id=step.id.in_run(plan), label=step.name, inputs=needs, optional_inputs=wants, required=False)
+    own = {"unavailable": step.unavailable, "place": step.place, "label": step.name}
+    return Step(step.id.in_run(plan), step.task, needs, wants, **own)
 
 
 # Which steps of a plan have to run on the machines of its target, and what becomes of them where there are none.

@@ -1,4 +1,4 @@
-"""The part of a plan that leads through pruned and sparse models: each is made, and then treated like the given one.
+"""Plan the steps that lead through pruned and sparse models: each is made, and then treated like the given one.
 
 load ── [prune-P-dense ─ prune-P-trial-1 ─ … ─ N ─] prune-P ── recover-P
 
@@ -22,14 +22,15 @@ from enginesmith.pipeline.passes.sparsify.options import Sparsity
 from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, SHAPES, Step, StepRef, Variant
 from enginesmith.pipeline.planning.precision import feeder
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, list_variants
-from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.build import Transform
 from enginesmith.pipeline.tasks.finetune import TEACHER, Recover
 from enginesmith.pipeline.tasks.prune import BEFORE, DENSE, DenseEngine, Prune, PruneToLatency, ToEngine, TryLatency
 from enginesmith.pipeline.tasks.verify import Answers, Verify
 
-# Parts of a plan made once more for a changed model: the same steps under other names, on other artifacts.
+_TRIALS = 6
+"""Models with other shares of MACs that are tried on the way to a latency."""
+_TRIAL_SECONDS = 6.0
 
 
 @dataclass(frozen=True)
@@ -64,29 +65,17 @@ class PlanTransform:
         """Make the variant that differs from the given one in nothing but the model."""
         own: dict[str, Any] = {
             name: self.ref(step)
-            for name in ("calibration", "assignment", "quality", "memory", "work", "profile")
+            for name in ("artifact", "calibration", "assignment", "quality", "memory", "work", "profile")
             if (step := getattr(variant, name))
         }
-        own |= {
-            name: tuple(self.ref(step) for step in getattr(variant, name)) for name in ("verified", "search", "audits")
-        }
-        return replace(
-            variant,
-            name=replace(variant.name, changes=(*variant.name.changes, self.change)),
-            artifact=self.ref(variant.artifact),
-            dense=variant.dense or variant.id,
-            **own,
-        )
-
-
-_TRIALS = 6
-"""Of models with other shares of MACs, on the way to a latency."""
-_TRIAL_SECONDS = 6.0
+        own |= {name: tuple(map(self.ref, getattr(variant, name))) for name in ("verified", "search", "audits")}
+        name = replace(variant.name, changes=(*variant.name.changes, self.change))
+        return replace(variant, name=name, dense=variant.dense or variant.id, **own)
 
 
 @dataclass(frozen=True)
 class DensePlan:
-    """What was planned for the given model."""
+    """The part of a plan that the given model has, before it is pruned or made sparse."""
 
     graph: StepRef
     """The step whose graph engines are built from."""
@@ -173,6 +162,14 @@ def pruning_steps(resolved: ResolvedRecipe, target: PruneTarget) -> Iterator[Ste
         )
     turns = recipe.pruning.steps if recipe.recover and target.kind != "latency" else 1
     options = recipe.pruning.model_copy(update={"steps": 1}) if turns > 1 else recipe.pruning
+    recover = Recover(
+        options=recipe.recovery.model_copy(update={"seconds": recipe.recovery.seconds / turns}),
+        data=recipe.calibration_data,
+        data_options=recipe.data_options,
+        metric=recipe.metric,
+        seed=recipe.seed,
+        device=recipe.where,
+    )
     last = LOAD
     for turn, part in enumerate(target.stages(turns) if turns > 1 else [target], start=1):
         name = StepRef(target.slug, f"{turn}of{turns}") if turns > 1 else StepRef(target.slug)
@@ -180,7 +177,7 @@ def pruning_steps(resolved: ResolvedRecipe, target: PruneTarget) -> Iterator[Ste
         last = name
         if recipe.recover:
             last = StepRef("recover", name)
-            yield Step(last, _recover(recipe, turns), {"model": name, TEACHER: LOAD})
+            yield Step(last, recover, {"model": name, TEACHER: LOAD})
 
 
 def _pruning_turn(
@@ -203,11 +200,9 @@ def _pruning_turn(
     trial = TryLatency(prune=wanted, way=way, seconds=min(_TRIAL_SECONDS, recipe.measure.seconds))
     before: dict[str, StepRef] = {}
     for index in range(1, _TRIALS + 1):
-        step = Step(
-            StepRef(name.kind, *name.subject, "trial", index), trial, {**needs, **shapes, DENSE: dense.id, **before}
-        )
-        yield step
-        before = {BEFORE: step.id}
+        last = StepRef(name.kind, *name.subject, "trial", index)
+        yield Step(last, trial, {**needs, **shapes, DENSE: dense.id, **before})
+        before = {BEFORE: last}
     yield Step(name, wanted, {**needs, **before})
 
 
@@ -230,17 +225,6 @@ def _measured_on(resolved: ResolvedRecipe, target: PruneTarget) -> Variant:
             f"give --engine {DEFAULT_ENGINES[0]}, or --prune macs=-50%",
         )
     return able[0]
-
-
-def _recover(recipe: Recipe, turns: int) -> Recover:
-    return Recover(
-        options=recipe.recovery.model_copy(update={"seconds": recipe.recovery.seconds / turns}),
-        data=recipe.calibration_data,
-        data_options=recipe.data_options,
-        metric=recipe.metric,
-        seed=recipe.seed,
-        device=recipe.where,
-    )
 
 
 def _plan_sparse(pattern: Sparsity, made: Pass, dense_plan: DensePlan) -> CompressedModel:

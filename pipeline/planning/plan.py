@@ -7,11 +7,12 @@ from typing import Any, Self
 
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.passes.quantize.precisions import Name
+from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import load
 from enginesmith.pipeline.tasks.base import Task
-from enginesmith.pipeline.tasks.verify import Audit
+from enginesmith.pipeline.tasks.verify import Audit, Verify
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class VariantName:
     """Name a variant by what tells it from others; it is printed as the variant's id, and never read from that."""
 
     engine: str
-    """Or what a model is called that is measured as it is."""
+    """Or the name of a model that is measured as it is."""
     precision: str = ""
     workspace: str = ""
     """The workspace limit as it was asked for."""
@@ -28,7 +29,7 @@ class VariantName:
     mode: str = ""
     """The engine's own word for how it runs or optimises: ``graphs``, ``basic``."""
     changes: tuple[str, ...] = ()
-    """Of the model, as they were made: ``sparse24``, ``prune30``."""
+    """Changes of the model, in their order: ``sparse24``, ``prune30``."""
     number: int | None = None
     """Tells models of one name apart."""
 
@@ -52,17 +53,17 @@ class StepRef(str):
 
     __slots__ = ("changes", "kind", "run", "subject")
     kind: str
-    """What is done: ``build``."""
+    """The action: ``build``."""
     subject: tuple[object, ...]
-    """To what: a variant's name, another step, a number."""
+    """Its object: a variant's name, another step, a number."""
     changes: tuple[str, ...]
-    """Of the model that it is done to, as they were made: ``sparse24``, ``prune30``."""
+    """Changes of the object's model, in their order: ``sparse24``, ``prune30``."""
     run: str
     """The run that it belongs to, where several have been merged."""
 
     def __new__(cls, kind: str, *subject: object, changes: tuple[str, ...] = (), run: str = "") -> Self:
-        words = "-".join((kind, *map(str, subject), *changes))
-        ref = super().__new__(cls, f"{run}/{words}" if run else words)
+        words = "-".join([kind, *map(str, subject), *changes])
+        ref = str.__new__(cls, f"{run}/{words}" if run else words)
         ref.kind, ref.subject, ref.changes, ref.run = kind, subject, changes, run
         return ref
 
@@ -97,28 +98,28 @@ class Step:
     optional_inputs: dict[str, StepRef] = field(default_factory=dict)
     """By role, steps that may fail: one failed variant does not keep the others from being compared."""
     required: bool = False
-    """Whether the whole run stops once this has failed."""
+    """Ends the whole run once this has failed."""
     unavailable: str = ""
-    """What this machine lacks to do it; another one may have it, so the step is left for that."""
+    """The reason why this machine cannot do it; another one may, so the step is left for that."""
     place: Place | None = None
-    """Where it has to run, as builds for a device and measurements have to; None means anywhere."""
+    """The machines that a build for a device or a measurement has to run on; None means anywhere."""
     label: str = ""
-    """What it is called in histories, where its id says also which run of several it belongs to."""
+    """Its name in histories, where its id says also which run of several it belongs to."""
 
     @property
     def name(self) -> str:
-        """Return the step's name for people."""
+        """The step's name for people."""
         return self.label or self.id
 
     @property
     def variant(self) -> str:
-        """Return the id of the variant that it builds or measures alone; empty for other steps, and of merged runs."""
+        """The id of the variant that it builds or measures alone; empty for other steps, and of merged runs."""
         alone = self.id.kind in ("build", "memory", "quality") and not self.id.run
         return "-".join(map(str, (*self.id.subject, *self.id.changes))) if alone else ""
 
     @property
     def sources(self) -> tuple[StepRef, ...]:
-        """List the steps that it takes artifacts from."""
+        """The steps that it takes artifacts from."""
         return (*self.inputs.values(), *self.optional_inputs.values())
 
 
@@ -132,7 +133,6 @@ class Variant:
     artifact: StepRef
     """The step whose artifact the engine loads."""
     device: Device
-    """Where the engine runs."""
     verified: tuple[StepRef, ...] = ()
     """Steps that hold its stages against the reference."""
     memory: StepRef | None = None
@@ -149,7 +149,7 @@ class Variant:
     """The steps that trained it back."""
     sparsity: str | None = None
     unavailable: str = ""
-    """Why it can be built here, and not run."""
+    """The reason why it can be built here, and not run."""
     lowering: Name | None = None
     """The precision that the graph is turned into for it; None where it is taken as it is."""
     calibration: StepRef | None = None
@@ -166,7 +166,7 @@ class Variant:
 
     @functools.cached_property
     def id(self) -> str:
-        """Print the name."""
+        """The printed name."""
         return str(self.name)
 
 
@@ -214,18 +214,34 @@ def libraries_of(steps: Iterable[Step]) -> tuple[str, ...]:
     return tuple(name for source in models for name in source.libraries)
 
 
+def verify_step(
+    recipe: Recipe,
+    subject: StepRef | VariantName | str,
+    artifact: StepRef,
+    engine: Engine,
+    device: Device,
+    threshold: str = "",
+    *,
+    stage: str = "",
+    judged: bool = True,
+) -> Step:
+    """Plan to compare a step's artifact, as an engine runs it, with the reference, by a row of fidelity thresholds."""
+    task = Verify(
+        stage=stage or str(subject),
+        engine=engine,
+        device=device,
+        precision=threshold or engine.arithmetic,
+        min_sqnr_db=recipe.min_sqnr_db,
+        judged=judged,
+    )
+    return Step(StepRef("verify", subject), task, {"model": artifact, REFERENCE: REFERENCE})
+
+
 def add_audits(variant: Variant, graph: StepRef) -> tuple[Variant, list[Step]]:
     """Plan a variant's audits: of the graph that a step made, and of the engine where that shows what it runs."""
-    needs: dict[str, StepRef] = {REFERENCE: REFERENCE}
-    steps = [Step(StepRef("audit", graph), Audit(), {"model": graph, **needs})]
+    steps = [Step(StepRef("audit", graph), Audit(), {"model": graph, REFERENCE: REFERENCE})]
     if variant.engine.shows_graph:
-        task = Audit(engine=variant.engine, device=variant.device)
-        steps.append(
-            Step(
-                StepRef("audit", variant.name),
-                task,
-                {"model": variant.artifact, **needs},
-                unavailable=variant.unavailable,
-            )
-        )
+        task, needs = Audit(engine=variant.engine, device=variant.device), {"model": variant.artifact}
+        needs[REFERENCE] = REFERENCE
+        steps.append(Step(StepRef("audit", variant.name), task, needs, unavailable=variant.unavailable))
     return replace(variant, audits=tuple(step.id for step in steps)), steps

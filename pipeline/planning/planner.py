@@ -7,6 +7,7 @@ load ─┬─ reference ─────────────────┬�
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from enginesmith.pipeline.engines import BASELINES, baseline, engine_class
 from enginesmith.pipeline.engines.base import MAX, SWEPT, Engine, WorkspaceEngine
@@ -28,6 +29,7 @@ from enginesmith.pipeline.planning.plan import (
     Variant,
     VariantName,
     add_audits,
+    verify_step,
 )
 from enginesmith.pipeline.planning.precision import feeder, lower_precision
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, list_variants
@@ -47,12 +49,12 @@ from enginesmith.pipeline.tasks.measure import (
     ProfileVariant,
     Quality,
 )
-from enginesmith.pipeline.tasks.verify import Sample, Verify
+from enginesmith.pipeline.tasks.verify import Sample
 
 _BATCH_OF_JUDGING = 32
 """Samples that are judged together, where nothing says how large a batch may be."""
 _SHARE_TO_START = 0.25
-"""Of a time limit, for sessions to be started in."""
+"""Share of a time limit that sessions have to start in."""
 
 
 def plan(resolved: ResolvedRecipe, *, here: bool = True) -> Plan:
@@ -60,6 +62,7 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True) -> Plan:
 
     Raises:
         UsageError: the recipe asks for what does not go together.
+        MissingCapability: none of its engines can be built here.
     """
     recipe, source = resolved.recipe, resolved.source
     engines = [name for name in recipe.engines if name != BASELINES["torch"]]  # as it is, the baseline is always there
@@ -77,13 +80,17 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True) -> Plan:
     original = baseline_variant(resolved)
     if own := quality_step(recipe, original, original.name):
         steps.append(own)  # what searches hold their trials against
-    dense, to_engines = _plan_engines(recipe, asked, graph, verified, original.name)
+    planned = [_engine_steps(recipe, variant, graph, verified, original.name) for variant in asked]
+    dense, to_engines = [variant for variant, _ in planned], [step for _, more in planned for step in more]
     shared = frozenset((SHAPES, *([own.id] if own else ())))
     dense_plan = DensePlan(graph, tuple(to_graph), tuple(to_engines), tuple(dense), shared)
     others, more = compress(resolved, dense_plan)
     variants, steps = [original, *dense, *others], [*steps, *to_engines, *more]
     if here:
-        _check_buildable(engines)
+        kinds = [engine_class(name) for name in engines]
+        found = [kind.buildable() for kind in kinds if kind.file_suffix]
+        if len(found) == len(kinds) and found and not any(one.ok for one in found):
+            raise MissingCapability(f"{engines[0]} cannot be built here: {found[0].reason}", found[0].remedy)
     lacking = [variant.unavailable for variant in variants[1:]]
     if lacking and all(lacking):
         variants[0] = replace(original, unavailable=f"there is nothing to compare it with: {lacking[0]}")
@@ -91,39 +98,27 @@ def plan(resolved: ResolvedRecipe, *, here: bool = True) -> Plan:
     built_from = {step.id: step.inputs["model"] for step in steps if isinstance(step.task, (Build, BuildWithin))}
     for index, variant in enumerate(variants):
         its_graph = built_from.get(variant.artifact, stands_for_it)
-        variants[index], more = _own_measurements(recipe, variant, original.name, its_graph)
+        variants[index], more = measurements(recipe, variant, its_graph, baseline=original.name)
         steps += more
-    limits = limits_steps(recipe, recipe.where)
-    latency = latency_step(recipe, variants) if recipe.measure.latency else None
-    steps += [*limits, *([latency] if latency else [])]
+    return complete_plan(recipe, steps, variants)
+
+
+def complete_plan(recipe: Recipe, steps: Sequence[Step], variants: Sequence[Variant], again: str = "") -> Plan:
+    """Add what is measured of the device and of all variants together; ``again`` is new for measurements made anew."""
     distinct: dict[str, Step] = {}
     for step in steps:
         distinct.setdefault(step.id, step)  # variants share what leads to them
-    return Plan(
-        tuple(distinct.values()),
-        variants[0],
-        tuple(variants[1:]),
-        latency.id if latency else None,
-        limits[0].id if limits else None,
-    )
+    if recipe.measure.limits:
+        distinct[LIMITS] = Step(LIMITS, DeviceRates(device=variants[0].device))
+    if recipe.measure.latency or again:
+        distinct[LATENCY] = _latency_step(recipe, variants, again)
+    latency, limits = (name if name in distinct else None for name in (LATENCY, LIMITS))
+    return Plan(tuple(distinct.values()), variants[0], tuple(variants[1:]), latency, limits)
 
 
 def plan_loading(resolved: ResolvedRecipe) -> Plan:
     """Plan to load the model, and no more."""
-    load, _ = first_steps(resolved)
-    return Plan((load,), baseline_variant(resolved), (), None)
-
-
-def _plan_engines(
-    recipe: Recipe, asked: Sequence[Variant], graph: StepRef, checks: tuple[StepRef, ...], baseline: VariantName
-) -> tuple[list[Variant], list[Step]]:
-    """Plan the steps of variants' engines, from one float graph."""
-    variants, steps = [], []
-    for variant in asked:
-        finished, more = _engine_steps(recipe, variant, graph, checks, baseline)
-        variants.append(finished)
-        steps += more
-    return variants, steps
+    return Plan(first_steps(resolved)[:1], baseline_variant(resolved), (), None)
 
 
 def _check_source(resolved: ResolvedRecipe) -> None:
@@ -144,14 +139,6 @@ def _check_source(resolved: ResolvedRecipe) -> None:
             f"the engine {needs_module[0]!r} runs a PyTorch module, and {source.text} is an ONNX file",
             "leave that engine away, or give the model as file.py:factory",
         )
-
-
-def _check_buildable(engines: list[str]) -> None:
-    """Refuse at once where none of the engines can be built here."""
-    kinds = [engine_class(name) for name in engines]
-    found = [kind.buildable() for kind in kinds if kind.file_suffix]
-    if len(found) == len(kinds) and found and not any(one.ok for one in found):
-        raise MissingCapability(f"{engines[0]} cannot be built here: {found[0].reason}", found[0].remedy)
 
 
 def load_task(recipe: Recipe, source: Source) -> Task:
@@ -175,18 +162,6 @@ def baseline_variant(resolved: ResolvedRecipe) -> Variant:
     return Variant(name, baseline_of(source), resolved.given_precision, LOAD, device=resolved.recipe.where)
 
 
-def _sample(recipe: Recipe, source: Source) -> Task:
-    return Sample(
-        engine=baseline_of(source),
-        ranges=recipe.ranges,
-        batches=recipe.batch,
-        data=recipe.data,
-        data_options=recipe.data_options,
-        held_out=None if recipe.data or not recipe.calibration_data else feeder(recipe),
-        seed=recipe.seed,
-    )
-
-
 def graph_steps(resolved: ResolvedRecipe) -> tuple[StepRef, tuple[StepRef, ...], list[Step]]:
     """Plan the way from the loaded model to the graph of engines; each stage is verified as it is, unoptimised."""
     recipe = resolved.recipe
@@ -195,38 +170,18 @@ def graph_steps(resolved: ResolvedRecipe) -> tuple[StepRef, tuple[StepRef, ...],
     for made in graph_passes(recipe, "torch" if resolved.source.is_torch else "onnx"):
         name = StepRef("pass", made.step_name) if made.stage == "request" else StepRef(made.step_name)
         steps.append(Step(name, Transform(step=made), {"model": parent}))
-        checks.append(verify_step(recipe, name, str(name), name, runtime, Device()))
+        checks.append(verify_step(recipe, name, name, runtime, Device()))
         parent = name
     return parent, tuple(check.id for check in checks), [*steps, *checks]
-
-
-def verify_step(
-    recipe: Recipe,
-    subject: StepRef | VariantName | str,
-    stage: str,
-    artifact: StepRef,
-    engine: Engine,
-    device: Device,
-    threshold: str = "",
-) -> Step:
-    """Plan to compare a step's artifact, as an engine runs it, with the reference, by a row of fidelity thresholds."""
-    task = Verify(
-        stage=stage,
-        engine=engine,
-        device=device,
-        precision=threshold or engine.arithmetic,
-        min_sqnr_db=recipe.min_sqnr_db,
-    )
-    return Step(StepRef("verify", subject), task, {"model": artifact, "reference": REFERENCE})
 
 
 def _engine_steps(
     recipe: Recipe, variant: Variant, graph: StepRef, checks: tuple[StepRef, ...], baseline: VariantName
 ) -> tuple[Variant, list[Step]]:
-    """The precision, the engine, and the check that stands for all checks before it too."""
+    """Plan the precision, the engine, and the check that stands for all checks before it too."""
     engine, device = variant.engine, variant.device
     if engine.consumes == "torch":
-        check = verify_step(recipe, variant.name, "engine", LOAD, engine, device)
+        check = verify_step(recipe, variant.name, LOAD, engine, device, stage="engine")
         return replace(variant, verified=(check.id,)), [check]
     steps: list[Step] = []
     threshold = engine.arithmetic
@@ -237,7 +192,7 @@ def _engine_steps(
         variant = replace(variant, calibration=made.calibration, assignment=made.assignment, search=made.search)
     build = build_step(variant, graph)
     variant, audits = add_audits(variant, graph)
-    check = verify_step(recipe, variant.name, "engine", build.id, engine, device, threshold)
+    check = verify_step(recipe, variant.name, build.id, engine, device, threshold, stage="engine")
     needs: dict[str, StepRef] = {**check.inputs, **{str(name): name for name in checks}}
     check = replace(check, inputs=needs, unavailable=variant.unavailable)
     return replace(variant, verified=(*checks, check.id)), [*steps, build, *audits, check]
@@ -264,64 +219,46 @@ def build_step(variant: Variant, graph: StepRef) -> Step:
     return Step(variant.artifact, task, needs)
 
 
-def _own_measurements(
-    recipe: Recipe, variant: Variant, baseline: VariantName, graph: StepRef | None
-) -> tuple[Variant, list[Step]]:
-    """Plan what is measured of one variant alone."""
-    variant, steps = measurements(recipe, variant, graph)
-    if quality := quality_step(recipe, variant, baseline):
-        steps.insert(0, replace(quality, inputs={**_measured_needs(variant), **quality.inputs}))
-        variant = replace(variant, quality=quality.id)
-    return variant, steps
-
-
 def measurements(
-    recipe: Recipe, variant: Variant, graph: StepRef | None, again: str = ""
+    recipe: Recipe, variant: Variant, graph: StepRef | None, again: str = "", baseline: VariantName | None = None
 ) -> tuple[Variant, list[Step]]:
-    """Plan what is measured of a variant alone but its quality; ``again`` is new for measurements made anew.
+    """Plan what is measured of a variant alone; its quality only where there is a ``baseline`` to hold it against.
 
-    ``graph`` is the step of the ONNX graph that its engine was built from, or that stands for its module.
+    ``graph`` is the step of the ONNX graph that its engine was built from, or that stands for its module; ``again`` is
+    new for measurements made anew.
     """
-    steps, device = [], variant.device
-    if recipe.measure.memory:
-        memory = Memory(
-            engine=variant.engine, device=device, limit_bytes=recipe.measure.memory_limit_bytes, again=again
-        )
-        steps.append(
-            Step(StepRef("memory", variant.name), memory, _measured_needs(variant), unavailable=variant.unavailable)
-        )
-        variant = replace(variant, memory=steps[-1].id)
-    counted = variant.artifact if variant.engine.shows_graph else graph
-    if recipe.measure.limits and counted:
-        work = CountWork(engine=variant.engine, device=device)
-        needs = {**_measured_needs(variant), "model": counted}
-        steps.append(Step(StepRef("work", variant.name), work, needs, unavailable=variant.unavailable))
-        variant = replace(variant, work=steps[-1].id)
-    if recipe.measure.profile:
-        profile = ProfileVariant(variant=variant.id, engine=variant.engine, device=device, again=again)
-        wants = {GRAPH: graph} if graph and variant.engine.consumes == "onnx" else {}
-        step = Step(
-            StepRef("profile", variant.name), profile, _measured_needs(variant), wants, unavailable=variant.unavailable
-        )
-        steps.append(step)
-        variant = replace(variant, profile=step.id)
-    return variant, steps
+    asked, engine, device = recipe.measure, variant.engine, variant.device
+    needs: dict[str, StepRef] = {"model": variant.artifact, REFERENCE: REFERENCE}
+    if variant.verified:
+        needs[VERIFIED] = variant.verified[-1]
+    steps: dict[str, Step] = {}
+    """By the variant's field that refers to it."""
 
+    def add(kind: str, task: Task, model: StepRef = variant.artifact, wants: StepRef | None = None) -> None:
+        step = StepRef(kind, variant.name)
+        graphs = {GRAPH: wants} if wants else {}
+        steps[kind] = Step(step, task, {**needs, "model": model}, graphs, unavailable=variant.unavailable)
 
-def limits_steps(recipe: Recipe, device: Device) -> list[Step]:
-    """Plan to measure what the device can do at best, where that was asked for."""
-    return [Step(LIMITS, DeviceRates(device=device))] if recipe.measure.limits else []
-
-
-def _measured_needs(variant: Variant) -> dict[str, StepRef]:
-    needs = {"model": variant.artifact, "reference": REFERENCE}
-    return {**needs, VERIFIED: variant.verified[-1]} if variant.verified else needs
+    if baseline and (quality := quality_step(recipe, variant, baseline)):
+        steps["quality"] = replace(quality, inputs={**needs, **quality.inputs})
+    if asked.memory:
+        add("memory", Memory(engine=engine, device=device, limit_bytes=asked.memory_limit_bytes, again=again))
+    if asked.limits and (counted := variant.artifact if engine.shows_graph else graph):
+        add("work", CountWork(engine=engine, device=device), counted)
+    if asked.profile:
+        profile = ProfileVariant(variant=variant.id, engine=engine, device=device, again=again)
+        add("profile", profile, wants=graph if engine.consumes == "onnx" else None)
+    refs: dict[str, Any] = {name: step.id for name, step in steps.items()}
+    return replace(variant, **refs), list(steps.values())
 
 
 def quality_step(recipe: Recipe, variant: Variant, baseline: VariantName) -> Step | None:
     """Plan to work out the metric of a variant, where there is data for it."""
     if not recipe.data:
         return None
+    most = max(recipe.batch) if variant.engine.needs_shapes else max(*recipe.batch, _BATCH_OF_JUDGING)
+    if asked := recipe.ranges.get("batch"):
+        most = asked.max
     task = Quality(
         engine=variant.engine,
         device=variant.device,
@@ -330,7 +267,7 @@ def quality_step(recipe: Recipe, variant: Variant, baseline: VariantName) -> Ste
         samples=recipe.eval_samples,
         metric=recipe.metric,
         batch=max(recipe.batch),
-        largest_batch=_largest_batch(recipe, variant.engine),
+        largest_batch=most,
         seed=recipe.seed,
     )
     step = StepRef("quality", variant.name)
@@ -340,15 +277,8 @@ def quality_step(recipe: Recipe, variant: Variant, baseline: VariantName) -> Ste
     return Step(step, task, needs, unavailable=variant.unavailable)
 
 
-def _largest_batch(recipe: Recipe, engine: Engine) -> int:
-    """Return the largest batch that an engine is sure to take: of its range, or any where none limits it."""
-    if asked := recipe.ranges.get("batch"):
-        return asked.max
-    return max(recipe.batch) if engine.needs_shapes else max(*recipe.batch, _BATCH_OF_JUDGING)
-
-
-def latency_step(recipe: Recipe, variants: list[Variant], again: str = "") -> Step:
-    """Measure all variants together that can run on the baseline's device; ``again`` is new for one made anew."""
+def _latency_step(recipe: Recipe, variants: Sequence[Variant], again: str) -> Step:
+    """Plan to measure all variants together that can run on the baseline's device."""
     device = variants[0].device
     variants = [variants[0], *(one for one in variants[1:] if device.kind in one.engine.kinds and not one.unavailable)]
     asked = recipe.measure
@@ -377,24 +307,34 @@ def latency_step(recipe: Recipe, variants: list[Variant], again: str = "") -> St
 def first_steps(resolved: ResolvedRecipe) -> tuple[Step, Step]:
     """Plan to load the model, and to have it answer: the reference."""
     recipe, source = resolved.recipe, resolved.source
+    sample = Sample(
+        engine=baseline_of(source),
+        ranges=recipe.ranges,
+        batches=recipe.batch,
+        data=recipe.data,
+        data_options=recipe.data_options,
+        held_out=None if recipe.data or not recipe.calibration_data else feeder(recipe),
+        seed=recipe.seed,
+    )
     load = Step(LOAD, load_task(recipe, source), required=True)
-    return load, Step(REFERENCE, _sample(recipe, source), {"model": LOAD}, required=True)
+    return load, Step(REFERENCE, sample, {"model": LOAD}, required=True)
 
 
 def in_time(steps: Sequence[Step], limit_seconds: float | None, batch_sizes: int) -> list[Step]:
-    """Limit the starts of sessions to a quarter of the time, all batch sizes together: one may hang."""
+    """Limit the starts of sessions to a quarter of the time, all batch sizes together: one may hang.
+
+    The limit is no part of what is measured, so keys stay.
+    """
     if limit_seconds is None:
         return list(steps)
-    return [_limit_start(step, _SHARE_TO_START * limit_seconds / batch_sizes) for step in steps]
+    seconds = _SHARE_TO_START * limit_seconds / batch_sizes
 
+    def limit(task: Task) -> Task:
+        if isinstance(task, Memory):
+            return task.model_copy(update={"time_limit_seconds": min(task.time_limit_seconds, seconds)})
+        if not isinstance(task, Latency):
+            return task
+        update = {"start_limit_seconds": min(task.settings.start_limit_seconds, seconds)}
+        return task.model_copy(update={"settings": task.settings.model_copy(update=update)})
 
-def _limit_start(step: Step, seconds: float) -> Step:
-    """Limit the time that sessions take to start; it is no part of what is measured, so keys stay."""
-    if isinstance(step.task, Memory):
-        limit = min(step.task.time_limit_seconds, seconds)
-        return replace(step, task=step.task.model_copy(update={"time_limit_seconds": limit}))
-    if not isinstance(step.task, Latency):
-        return step
-    settings = step.task.settings
-    changed = settings.model_copy(update={"start_limit_seconds": min(settings.start_limit_seconds, seconds)})
-    return replace(step, task=step.task.model_copy(update={"settings": changed}))
+    return [replace(step, task=limit(step.task)) for step in steps]

@@ -13,14 +13,13 @@ from enginesmith.pipeline.engines import engine_class, simulation
 from enginesmith.pipeline.passes import passes_for
 from enginesmith.pipeline.passes.base import PrecisionPass, PrecisionRequest
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
-from enginesmith.pipeline.planning.plan import REFERENCE, SHAPES, Step, StepRef, Variant
+from enginesmith.pipeline.planning.plan import REFERENCE, SHAPES, Step, StepRef, Variant, verify_step
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.build import Build, Transform
 from enginesmith.pipeline.tasks.calibrate import Calibrate, Feeder
 from enginesmith.pipeline.tasks.measure import BASELINE
 from enginesmith.pipeline.tasks.mixed_precision import BEFORE, FLOAT, Assign, Goal, Search, Sensitivity
-from enginesmith.pipeline.tasks.verify import Verify
 
 _RANKING_SAMPLES = 16
 """Samples that groups are ranked by: an order needs fewer than ranges do, and everything is computed twice."""
@@ -29,7 +28,7 @@ _FIRST_METHODS = ("mse", *(method for method in METHODS if method != "mse"))
 
 @dataclass(frozen=True)
 class Lowered:
-    """A graph in another precision: the step that makes it, and what stands beside it."""
+    """A graph in another precision: the step that makes it, and the steps beside it."""
 
     graph: StepRef
     checks: tuple[StepRef, ...]
@@ -37,16 +36,6 @@ class Lowered:
     calibration: StepRef
     assignment: StepRef | None = None
     search: tuple[StepRef, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Floating:
-    """A float graph on its way: the step that makes it, its checks and its ranges."""
-
-    graph: StepRef
-    ranges: StepRef
-    checks: tuple[StepRef, ...]
-    steps: tuple[Step, ...]
 
 
 def lower_precision(recipe: Recipe, variant: Variant, graph: StepRef, quality: Step | None) -> Lowered:
@@ -64,7 +53,7 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: StepRef, quality: S
     assert isinstance(step, PrecisionPass)
     subject = (name,) if kind.rest != "fp32" and not kind.searched else (name, variant.engine.name)
     graph_there = StepRef("precision", *subject)
-    needs = {"model": given.graph, "ranges": given.ranges}
+    needs = {"model": given.graph, "ranges": given.calibration}
     steps: list[Step] = list(given.steps)
     searched: tuple[StepRef, ...] = ()
     assign: StepRef | None = None
@@ -81,12 +70,12 @@ def lower_precision(recipe: Recipe, variant: Variant, graph: StepRef, quality: S
         searched, assign = tuple(one.id for one in more if isinstance(one.task, Search)), more[-1].id
         needs["assignment"] = assign
     steps.append(Step(graph_there, Transform(step=step), needs))
-    steps.append(_check(recipe, graph_there, kind.threshold))
+    steps.append(verify_step(recipe, graph_there, graph_there, simulation(), Device(), kind.threshold))
     return Lowered(
         graph=graph_there,
         checks=(*given.checks, steps[-1].id),
         steps=tuple(steps),
-        calibration=given.ranges,
+        calibration=given.calibration,
         assignment=assign,
         search=searched,
     )
@@ -97,17 +86,19 @@ def feeder(recipe: Recipe) -> Feeder:
     return Feeder(data=recipe.calibration_data, samples=recipe.samples, seed=recipe.seed, options=recipe.data_options)
 
 
-def _prepare_graph(recipe: Recipe, request: PrecisionRequest, graph: StepRef) -> _Floating:
+def _prepare_graph(recipe: Recipe, request: PrecisionRequest, graph: StepRef) -> Lowered:
     """Plan the passes that make a float graph easier to quantise, each followed by ranges of its own."""
-    calibrate = StepRef("calibrate")
-    found = _Floating(graph, calibrate, (), (_calibrate(recipe, graph, calibrate),))
+    ranges = _calibrate(recipe, graph, StepRef("calibrate"))
+    prepared = Lowered(graph, (), (ranges,), ranges.id)
     for step in passes_for("rescale", recipe, request=request):
-        name = StepRef(step.step_name) if found.graph == graph else StepRef(step.step_name, found.graph)
-        made = Step(name, Transform(step=step), {"model": found.graph, "ranges": found.ranges})
-        check = _check(recipe, name, "fp32")
+        before = prepared.graph
+        name = StepRef(step.step_name) if before == graph else StepRef(step.step_name, before)
+        made = Step(name, Transform(step=step), {"model": before, "ranges": prepared.calibration})
+        check = verify_step(recipe, name, name, simulation(), Device(), "fp32")
         ranges = _calibrate(recipe, name, StepRef("calibrate", name))
-        found = _Floating(name, ranges.id, (*found.checks, check.id), (*found.steps, made, check, ranges))
-    return found
+        steps = (*prepared.steps, made, check, ranges)
+        prepared = Lowered(name, (*prepared.checks, check.id), steps, ranges.id)
+    return prepared
 
 
 def _calibrate(recipe: Recipe, graph: StepRef, name: StepRef) -> Step:
@@ -115,26 +106,19 @@ def _calibrate(recipe: Recipe, graph: StepRef, name: StepRef) -> Step:
     return Step(name, task, {"model": graph, REFERENCE: REFERENCE})
 
 
-def _check(recipe: Recipe, graph: StepRef, threshold: str) -> Step:
-    task = Verify(
-        stage=str(graph), engine=simulation(), device=Device(), precision=threshold, min_sqnr_db=recipe.min_sqnr_db
-    )
-    return Step(StepRef("verify", graph), task, {"model": graph, REFERENCE: REFERENCE})
-
-
 def _search(
     recipe: Recipe,
     variant: Variant,
     step: PrecisionPass,
     goal: Goal,
-    given: _Floating,
+    given: Lowered,
     graph: StepRef,
     subject: tuple[str, ...],
     quality: Step | None,
 ) -> Iterator[Step]:
     """Plan the ranking by sensitivity, the search, and the assignment that comes of it."""
     options, engine, device = recipe.quantisation, variant.engine, variant.device
-    needs: dict[str, StepRef] = {"model": given.graph, "ranges": given.ranges, REFERENCE: REFERENCE}
+    needs: dict[str, StepRef] = {"model": given.graph, "ranges": given.calibration, REFERENCE: REFERENCE}
     few = feeder(recipe).model_copy(update={"samples": min(recipe.samples, _RANKING_SAMPLES)})
     sensitivity = Step(StepRef("sensitivity", *subject), Sensitivity(step=step, feeder=few), dict(needs))
     yield sensitivity

@@ -11,19 +11,27 @@ from enginesmith.pipeline.frameworks.source import Source, resolve
 from enginesmith.pipeline.passes import passes_for
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
 from enginesmith.pipeline.planning.compression import pruning_steps
-from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, SHAPES, Plan, Step, StepRef, Variant, VariantName
+from enginesmith.pipeline.planning.plan import (
+    LOAD,
+    REFERENCE,
+    SHAPES,
+    Plan,
+    Step,
+    StepRef,
+    Variant,
+    VariantName,
+    verify_step,
+)
 from enginesmith.pipeline.planning.planner import (
     baseline_of,
     build_step,
+    complete_plan,
     first_steps,
     graph_steps,
-    latency_step,
-    limits_steps,
     load_task,
     measurements,
     quality_step,
     shapes_step,
-    verify_step,
 )
 from enginesmith.pipeline.planning.precision import Lowered, lower_precision
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, device_for, list_variants
@@ -32,21 +40,15 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.build import Build, Refit, Transform, Trial
 from enginesmith.pipeline.tasks.measure import Memory
 from enginesmith.pipeline.tasks.prune import Prune
-from enginesmith.pipeline.tasks.verify import Verify
 
 EXPORT, SIMPLIFY, SPARSIFY = StepRef("export"), StepRef("simplify"), StepRef("sparsify")
 BUILD, MEMORY = StepRef("build"), StepRef("memory")
 VERIFY_FILE = StepRef("verify", "file")
 
 
-def export_steps(resolved: ResolvedRecipe) -> tuple[Step, ...]:
-    """Plan ``export`` alone, with its check."""
-    return (*first_steps(resolved), *graph_steps(resolved.updated(simplify=False))[2])
-
-
-def simplify_steps(resolved: ResolvedRecipe) -> tuple[Step, ...]:
-    """Plan ``simplify`` on an ONNX file, with its check."""
-    return (*first_steps(resolved), *graph_steps(resolved.updated(simplify=True))[2])
+def export_steps(resolved: ResolvedRecipe, *, simplify: bool = False) -> tuple[Step, ...]:
+    """Plan ``export`` of a module alone, or ``simplify`` of an ONNX file, with the check."""
+    return (*first_steps(resolved), *graph_steps(resolved.updated(simplify=simplify))[2])
 
 
 def precision_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], Lowered]:
@@ -62,7 +64,7 @@ def precision_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], Lowered
         raise UsageError(
             f"{len(found)} graphs are asked for, and one file is written", "give one --precision and one --engine"
         )
-    graph, checks, steps = graph_steps(_untouched(resolved))
+    graph, checks, steps = _graph_steps(resolved)
     first = list(first_steps(resolved))
     original = Variant(VariantName("baseline"), baseline_of(resolved.source), "fp32", LOAD, device=recipe.where)
     quality = quality_step(recipe, found[0], original.name)
@@ -74,26 +76,19 @@ def precision_steps(resolved: ResolvedRecipe) -> tuple[tuple[Step, ...], Lowered
     return (*first, *steps, *made.steps), replace(made, checks=(*checks, *made.checks))
 
 
-def _untouched(resolved: ResolvedRecipe) -> ResolvedRecipe:
-    """Leave a graph of the user's as it is; only what was exported is simplified."""
-    return resolved if resolved.source.is_torch else resolved.updated(simplify=False)
+def _graph_steps(resolved: ResolvedRecipe) -> tuple[StepRef, tuple[StepRef, ...], list[Step]]:
+    """Plan the way to the graph; one of the user's is left as it is, and only an exported one simplified."""
+    return graph_steps(resolved if resolved.source.is_torch else resolved.updated(simplify=False))
 
 
 def sparsify_steps(resolved: ResolvedRecipe) -> tuple[Step, ...]:
     """Plan ``sparsify``: from a model, or a file as it is, to a graph with sparse weights."""
     recipe = resolved.recipe
-    graph, _, steps = graph_steps(_untouched(resolved))
+    graph, _, steps = _graph_steps(resolved)
     (asked,) = passes_for("sparsity", recipe)
     made = Step(SPARSIFY, Transform(step=asked), {"model": graph})
-    task = Verify(
-        stage=str(SPARSIFY),
-        engine=simulation(),
-        device=Device(),
-        precision="fp32",
-        min_sqnr_db=recipe.min_sqnr_db,
-        judged=recipe.min_sqnr_db is not None,
-    )
-    check = Step(StepRef("verify", SPARSIFY), task, {"model": SPARSIFY, REFERENCE: REFERENCE})
+    judged = recipe.min_sqnr_db is not None
+    check = verify_step(recipe, SPARSIFY, SPARSIFY, simulation(), Device(), "fp32", judged=judged)
     return (*first_steps(resolved), *steps, made, check)
 
 
@@ -118,12 +113,9 @@ def verify_steps(resolved: ResolvedRecipe, file: str) -> tuple[Step, ...]:
     if source.is_torch:
         raise UsageError(f"{file} is neither an ONNX file nor an engine", "verify FILE.onnx --against MODEL")
     engine = _own_engine(source)
-    check = verify_step(recipe, "file", Path(file).name, StepRef("file"), engine, device_for(recipe, engine))
-    return (
-        *first_steps(resolved),
-        Step(StepRef("file"), load_task(recipe.model_copy(update={"inputs": ()}), source)),
-        check,
-    )
+    check = verify_step(recipe, "file", StepRef("file"), engine, device_for(recipe, engine), stage=Path(file).name)
+    load = Step(StepRef("file"), load_task(recipe.model_copy(update={"inputs": ()}), source))
+    return (*first_steps(resolved), load, check)
 
 
 def build_steps(resolved: ResolvedRecipe) -> tuple[Step, ...]:
@@ -132,24 +124,21 @@ def build_steps(resolved: ResolvedRecipe) -> tuple[Step, ...]:
     Raises:
         UsageError: the recipe stands for more than one engine, or for none that has an engine file of its own.
     """
-    found = _file_variants(resolved)
-    if len(found) != 1 or resolved.recipe.workspace == ("sweep",):
+    first, variants = _onnx_steps(resolved), _file_variants(resolved)
+    if len(variants) != 1 or resolved.recipe.workspace == ("sweep",):
         raise UsageError(
-            f"this asks for {len(found)} engines, and build makes one",
+            f"this asks for {len(variants)} engines, and build makes one",
             "name one target and one workspace limit; optimize makes all of them",
         )
-    variant = replace(found[0], artifact=BUILD)
-    return (*_onnx_steps(resolved), build_step(variant, LOAD))
+    return (*first, build_step(replace(variants[0], artifact=BUILD), LOAD))
 
 
 def refit_steps(resolved: ResolvedRecipe, engine: str) -> tuple[Step, ...]:
     """Plan to put an ONNX file's weights into a built engine."""
-    recipe, source = resolved.recipe, resolve(engine)
-    _check_onnx(resolved)
+    recipe, source, (load, _) = resolved.recipe, resolve(engine), _onnx_steps(resolved)
     if source.form != "engine":
         raise UsageError(f"{engine} is no engine", "give the engine file that is to be refitted")
     own = _own_engine(source)
-    load = Step(LOAD, load_task(recipe, resolved.source), required=True)
     old = Step(StepRef("engine"), load_task(recipe, source), required=True)
     refit = Refit(engine=own, device=device_for(recipe, own))
     return load, old, Step(BUILD, refit, {"model": LOAD, "engine": old.id})
@@ -189,7 +178,6 @@ def memory_steps(resolved: ResolvedRecipe, batch: int, limit_bytes: int) -> tupl
 
 
 def _file_variants(resolved: ResolvedRecipe) -> list[Variant]:
-    _check_onnx(resolved)
     engines = resolved.recipe.engines
     other = [name for name in engines if not engine_class(name).file_suffix]
     if other:
@@ -205,6 +193,7 @@ def _check_onnx(resolved: ResolvedRecipe) -> None:
 
 
 def _onnx_steps(resolved: ResolvedRecipe) -> tuple[Step, Step]:
+    _check_onnx(resolved)
     load = Step(LOAD, load_task(resolved.recipe, resolved.source), required=True)
     return load, replace(shapes_step(resolved.recipe), required=True)
 
@@ -247,7 +236,7 @@ def benchmark_plan(resolved: ResolvedRecipe, others: Sequence[Source], again: st
         label = _distinct(VariantName(_label(source)), variants)
         variants.append(Variant(label, engine, AS_GIVEN, name, device=device, unavailable=lacking))
     for variant in _variants_of_module(resolved):
-        check = verify_step(recipe, variant.name, "engine", LOAD, variant.engine, device)
+        check = verify_step(recipe, variant.name, LOAD, variant.engine, device, stage="engine")
         steps.append(check)
         label = _distinct(variant.name, variants)
         variants.append(replace(variant, name=label, device=device, verified=(check.id,)))
@@ -256,10 +245,7 @@ def benchmark_plan(resolved: ResolvedRecipe, others: Sequence[Source], again: st
         graph = variant.artifact if variant.artifact in graphs else next(iter(graphs), None)
         variants[index], more = measurements(recipe, variant, graph, again)
         steps += more
-    limits = limits_steps(recipe, device)
-    latency = latency_step(recipe, variants, again)
-    limited = limits[0].id if limits else None
-    return Plan((*steps, *limits, latency), variants[0], tuple(variants[1:]), latency.id, limited)
+    return complete_plan(recipe, steps, variants, again)
 
 
 def _variants_of_module(resolved: ResolvedRecipe) -> Iterator[Variant]:

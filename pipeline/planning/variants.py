@@ -9,7 +9,6 @@ from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Configuration, Engine
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.source import Source, resolve
-from enginesmith.pipeline.passes.quantize.precisions import Name
 from enginesmith.pipeline.planning.plan import LOAD, StepRef, Variant, VariantName
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.system.device import Device
@@ -24,7 +23,7 @@ class ResolvedRecipe:
 
     @functools.cached_property
     def given_precision(self) -> str:
-        """Return the precision that the model comes in; an ONNX file is read for it."""
+        """The precision that the model comes in; an ONNX file is read for it."""
         source = self.source
         return model_file.precision(Path(source.target)) if source.form == "onnx" else "fp32"
 
@@ -51,27 +50,17 @@ def list_variants(resolved: ResolvedRecipe, engines: Sequence[str], *, here: boo
     taken: set[str] = set()
     for name in engines:
         engine = engine_class(name)
-        if engine.consumes == "torch":
-            yield from _of_module(recipe, engine)
+        if engine.consumes == "torch":  # in each precision that a module can be cast to
+            for precision in [name for name in recipe.precisions if name in engine.precisions] or ["fp32"]:
+                for one in engine.configurations(recipe, precision):
+                    yield Variant(_name(one), one.engine, precision, LOAD, device=device_for(recipe, one.engine))
             continue
-        for lowering, label in _precisions(resolved):
-            for variant in _of_graph(recipe, engine, label, here):
+        for precision in recipe.precisions:
+            lowering = None if precision == "fp32" else precision
+            for variant in _of_graph(recipe, engine, lowering or resolved.given_precision, here):
                 if variant.id not in taken:  # a file may be in a precision already that is asked for besides
                     taken.add(variant.id)
                     yield replace(variant, lowering=lowering)
-
-
-def _of_module(recipe: Recipe, engine: type[Engine]) -> Iterator[Variant]:
-    """Yield the module in each precision that it can be cast to."""
-    for name in [name for name in recipe.precisions if name in engine.precisions] or ["fp32"]:
-        for one in engine.configurations(recipe, name):
-            yield Variant(_name(one), one.engine, name, LOAD, device=device_for(recipe, one.engine))
-
-
-def _precisions(resolved: ResolvedRecipe) -> list[tuple[Name | None, str]]:
-    """List what the graph is turned into (None: it is taken as it is), and what the variant is called after."""
-    given = resolved.given_precision
-    return [(None, given) if name == "fp32" else (name, name) for name in resolved.recipe.precisions]
 
 
 def _of_graph(recipe: Recipe, engine: type[Engine], precision: str, here: bool) -> Iterator[Variant]:

@@ -101,7 +101,7 @@ def simplify(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     resolved = resolve_recipe(recipe)
     if resolved.source.is_torch:
         raise UsageError(f"{recipe.model} is not an ONNX file", "export it first: `enginesmith export MODEL -o m.onnx`")
-    return _to_file(resolved, plans.simplify_steps(resolved), plans.SIMPLIFY, output, settings)
+    return _to_file(resolved, plans.export_steps(resolved, simplify=True), plans.SIMPLIFY, output, settings)
 
 
 def precision(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
