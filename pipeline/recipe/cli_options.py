@@ -7,7 +7,6 @@ import re
 import types
 import typing
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -56,8 +55,11 @@ def _describe(path: str, part: type[BaseModel], field: FieldInfo) -> dict[str, A
 
 def _kind(field: FieldInfo, option: Option) -> tuple[Kind, list[str]]:
     """Choose how click reads the values of a field, and list the words that it takes, if they are a few."""
-    members = [member for member in _members(field.annotation) if member is not types.NoneType]
-    kind: Any = members[0] if len(members) == 1 else None
+    union = typing.get_origin(field.annotation) in (typing.Union, types.UnionType)
+    members = typing.get_args(field.annotation) if union else (field.annotation,)
+    plain = [typing.get_args(one)[0] if typing.get_origin(one) is typing.Annotated else one for one in members]
+    kinds = [kind for kind in plain if kind is not types.NoneType]
+    kind: Any = kinds[0] if len(kinds) == 1 else None
     if COMMA_LIST in field.metadata or any(unit in METAVARS for unit in metadata(field)):
         return "text", []
     if kind is bool:
@@ -71,13 +73,6 @@ def _kind(field: FieldInfo, option: Option) -> tuple[Kind, list[str]]:
     if typing.get_origin(kind) is dict:
         return "mapping", []
     return {int: "integer", float: "number"}.get(kind, "text"), []  # type: ignore[return-value]
-
-
-def _members(annotation: Any) -> tuple[Any, ...]:
-    """Split a union into its members, without their metadata."""
-    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    members = typing.get_args(annotation) if union else (annotation,)
-    return tuple(typing.get_args(one)[0] if typing.get_origin(one) is typing.Annotated else one for one in members)
 
 
 def metadata(field: FieldInfo) -> Iterator[Any]:
@@ -100,18 +95,9 @@ def _default(field: FieldInfo) -> str:
     for unit in metadata(field):
         if unit in METAVARS:
             return f"{value >> 20}MiB" if METAVARS[unit] == "SIZE" else f"{value:g}s"
-    return (
-        ",".join(map(str, value))
-        if isinstance(value, tuple)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
-
-
-@cache
-def _fields_of_flags() -> dict[str, str]:
-    return {flag: row["field"] for row in list_options() for flag in row["flags"].split("/")}
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def option_for(place: tuple[str, ...]) -> str:
@@ -122,6 +108,6 @@ def option_for(place: tuple[str, ...]) -> str:
 
 def fields_for(text: str) -> list[str]:
     """List the fields of a recipe that stand for the options which a text names, as they are written in YAML."""
-    known = _fields_of_flags()
+    known = {flag: row["field"] for row in list_options() for flag in row["flags"].split("/")}
     places = [known[flag].split(".") for flag in _OPTION.findall(text) if flag in known]
     return list(dict.fromkeys(": {".join(place) + ": …" + "}" * (len(place) - 1) for place in places))

@@ -18,7 +18,7 @@ from enginesmith.pipeline.recipe.cli_options import fields_for
 
 @dataclass(frozen=True)
 class Place:
-    """What a machine has to have for the steps of a target: its device, and what tells it from others."""
+    """Requirements of a target on the machines of its steps: the device, and what tells them from others."""
 
     device: str = "cpu"
     """``cpu`` or ``cuda``."""
@@ -85,14 +85,13 @@ def validate_unique(where: str, names: Sequence[str]) -> None:
         UsageError: it has one twice.
     """
     twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise UsageError(
-            f"{where} has {twice!r} twice",
-            "leave one of them away, or give the same model two names, each with its own recipe: "
-            f"`{{one: {{model: {twice}}}, other: {{model: {twice}}}}}`"
-            if where == "models"
-            else "leave one of them away",
-        )
+    if twice is None:
+        return
+    remedy = "leave one of them away"
+    if where == "models":
+        remedy += ", or give the same model two names, each with its own recipe: "
+        remedy += f"`{{one: {{model: {twice}}}, other: {{model: {twice}}}}}`"
+    raise UsageError(f"{where} has {twice!r} twice", remedy)
 
 
 def select_pairs(pairs: Sequence[Pair], patterns: Iterable[str], where: str) -> tuple[Pair, ...]:
@@ -115,13 +114,11 @@ def unknown_name(where: str, name: str, known: Iterable[str], what: str) -> Usag
     """Make the error for an unknown name, with similar ones."""
     names = list(dict.fromkeys(known))
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    shown = ", ".join(names[:_MOST_NAMED]) + (
-        f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    )
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    meant = f"; did you mean {' or '.join(near)}?" if near else ""
     return UsageError(
-        f"{where} names {name!r}, and the fleet has no such {what}"
-        + (f"; did you mean {' or '.join(near)}?" if near else ""),
-        f"there are {shown}",
+        f"{where} names {name!r}, and the fleet has no such {what}{meant}",
+        f"there are {', '.join(names[:_MOST_NAMED])}{more}",
     )
 
 
@@ -167,7 +164,7 @@ def remedy_of(error: EnginesmithError) -> str:
 
 _SEE = "docs/scale.md shows one"
 _UNKNOWN = ("extra_forbidden", "invalid_key")
-"""What pydantic calls a key that does not belong there."""
+"""Pydantic's words for a key that does not belong there."""
 
 
 class _Part(BaseModel):
@@ -238,11 +235,10 @@ class Fleet(_Part):
             for target in model.targets or ():
                 if target not in self.targets:
                     raise unknown_name(f"models.{name}.targets", target, self.targets, "target")
-        return tuple(one for one in every if one not in skipped and self._wanted(one))
-
-    def _wanted(self, pair: Pair) -> bool:
-        asked = self.models[pair.model].targets
-        return asked is None or pair.target in asked
+        targets = {
+            name: self.targets if model.targets is None else model.targets for name, model in self.models.items()
+        }
+        return tuple(one for one in every if one not in skipped and one.target in targets[one.model])
 
     def entries(self, only: Sequence[str] = (), options: Mapping[str, Any] | None = None) -> tuple[Entry, ...]:
         """Return pairs with their recipes; ``only`` selects some, and ``options`` are fields for all of them.
@@ -258,14 +254,24 @@ class Fleet(_Part):
 
     def _entry(self, pair: Pair, options: Mapping[str, Any]) -> Entry:
         model, target = self.models[pair.model], self.targets[pair.target]
-        own: dict[str, Any] = {"device": _device(target)} if _device(target) else {}
+        device = target.device or ("cuda" if target.accelerator and "device" not in target.recipe else None)
+        own = {"device": device} if device else {}
         layers = (self.recipe, own, target.recipe, model.recipe, self.overrides.get(str(pair), {}), options)
         values = {**merge_layers(*layers), "model": model.model or pair.model}
         try:
-            recipe = _make_recipe(values)
-            place = _place(target, recipe)
+            try:
+                recipe = recipes.make(values)
+            except SourceError:  # an unknown model is reported when the entry runs, so that others run
+                recipe = recipes.parsed(values)
+            kind = recipe.where.kind
+            if target.accelerator and kind != "cuda":
+                raise UsageError(
+                    f"the target has the accelerator {target.accelerator}, and the recipe's device is {kind}",
+                    "leave the device to the target",
+                )
         except UsageError as error:
             raise type(error)(f"{pair}: {error.message}", remedy_of(error)) from error
+        place = Place(kind, target.accelerator, tuple(sorted(target.resources.items())))
         return Entry(pair.folder, pair.model, pair.target, recipe, place)
 
 
@@ -306,7 +312,7 @@ def make(values: dict[str, Any]) -> Fleet:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With models as a list of names taken for a mapping, and whatever is left empty for nothing."""
+    """Turn a list of models' names into a mapping, and leave out whatever is empty."""
     found = {name: value for name, value in values.items() if value is not None}
     for part in ("models", "targets", "overrides"):
         inner = found.get(part)
@@ -317,14 +323,13 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
             found[part] = {name: {} if value is None else value for name, value in inner.items()}
     for part in ("models", "targets"):
         if isinstance(inner := found.get(part), dict):
-            found[part] = {name: _without_nulls(value) for name, value in inner.items()}
+            found[part] = {
+                name: {key: field for key, field in value.items() if field is not None}
+                if isinstance(value, dict)
+                else value
+                for name, value in inner.items()
+            }
     return found
-
-
-def _without_nulls(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {name: inner for name, inner in value.items() if inner is not None}
 
 
 def _layers(fleet: Fleet) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -352,28 +357,6 @@ def _validate_device(where: str, target: Target) -> None:
             raise UsageError(f"{where}: {error.message}", error.remedy) from error
 
 
-def _device(target: Target) -> str | None:
-    return target.device or ("cuda" if target.accelerator and "device" not in target.recipe else None)
-
-
-def _make_recipe(values: dict[str, Any]) -> Recipe:
-    """Make the recipe of an entry; an unknown model is reported when the entry runs, so that others run."""
-    try:
-        return recipes.make(values)
-    except SourceError:
-        return recipes.parsed(values)
-
-
-def _place(target: Target, recipe: Recipe) -> Place:
-    device = recipe.where.kind
-    if target.accelerator and device != "cuda":
-        raise UsageError(
-            f"the target has the accelerator {target.accelerator}, and the recipe's device is {device}",
-            "leave the device to the target",
-        )
-    return Place(device, target.accelerator, tuple(sorted(target.resources.items())))
-
-
 def _explain_error(error: ValidationError) -> UsageError:
     """Explain a validation error in the words of a fleet file."""
     found = error.errors()  # what is missing may be there by a name that is not known
@@ -389,10 +372,6 @@ def _explain_error(error: ValidationError) -> UsageError:
     if first["type"] in ("missing", "too_short"):
         return UsageError(f"the fleet file has no {place[-1]}", _SEE)
     if place[-1] == "[key]":
-        return UsageError(
-            f"{place[0]}: the name {first['input']!r} is no text", f'put it in quotes: "{first["input"]}"'
-        )
+        name = first["input"]
+        return UsageError(f"{place[0]}: the name {name!r} is no text", f'put it in quotes: "{name}"')
     return UsageError(f"{'.'.join(place)}: {recipes.plain_words(first['msg'])} (given: {first['input']!r})", _SEE)
-
-
-__all__ = ["Entry", "Fleet", "read"]

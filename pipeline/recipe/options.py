@@ -24,7 +24,7 @@ class Part(BaseModel):
 
 
 class ExportOptions(Part):
-    """How the module becomes a graph."""
+    """Options of the export to ONNX."""
 
     opset: Annotated[int, _EXPORT] = Field(23, ge=18, description="ONNX opset version of the graph")
     exporter: Annotated[Literal["auto", "dynamo", "torchscript"], _EXPORT] = Field(
@@ -39,7 +39,7 @@ class ExportOptions(Part):
 
 
 class MeasureOptions(Part):
-    """How latency is measured; docs/measurement.md explains the numbers."""
+    """Options of measuring; docs/measurement.md explains the numbers."""
 
     precision: Annotated[float, Option(_MEASURING, "--precision-target", metavar="SHARE")] = Field(
         0.02, gt=0, lt=1, description="stop when every median is known to within ± this share"
@@ -96,7 +96,7 @@ class Budgets(Part):
 
 
 class QuantisationOptions(Part):
-    """How ranges are chosen and graphs are quantised; docs/precision.md explains it."""
+    """Options of ranges and quantised graphs; docs/precision.md explains them."""
 
     ranges: Annotated[Literal["auto", Method], _QUANTISING] = Field(
         "auto", description="method that takes ranges from histograms; auto tries mse first, then the others"

@@ -1,6 +1,7 @@
-"""Parse recipes from plain values, as files and options give them."""
+"""Parse recipes from plain values, as files and options give them, and check that their fields go together."""
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,15 +10,20 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from enginesmith.calibration import file_formats, user_code
+from enginesmith.calibration.sources import Request
+from enginesmith.pipeline.engines import ENGINES, engine_class
+from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
 from enginesmith.pipeline.errors import UsageError
-from enginesmith.pipeline.recipe import validation
+from enginesmith.pipeline.measure.quality import check_metric
+from enginesmith.pipeline.passes import requested_pass
+from enginesmith.pipeline.passes.quantize.precisions import KINDS
+from enginesmith.pipeline.recipe.cli_options import option_for
 from enginesmith.pipeline.recipe.options import Budgets, Part
 from enginesmith.pipeline.recipe.recipe import Recipe
 from enginesmith.pipeline.tensors import ShapeRange
 
 _YAML_WORDS = {"Value": "", "tuple": "list", "dicti": "mapping"}
-
-
 _IN_PYTHON_WORDS = re.compile(r"^Value error, |tuple|dictionary or instance of \w+|dictionary")
 """Python's words in messages of pydantic, which are replaced by those of YAML."""
 
@@ -26,10 +32,11 @@ def make(values: dict[str, Any]) -> Recipe:
     """Make a recipe from plain values, sizes and durations as text included.
 
     Raises:
-        UsageError: a key or a value that does not belong there, or fields that do not fit together.
+        UsageError: a key or a value that does not belong there; a field that has no effect, or lacks what it needs.
     """
     recipe = parsed(values)
-    validation.validate_recipe(recipe)
+    for check in (_check_smaller, _check_metric, _check_passes, _check_engines, _check_data):
+        check(recipe)
     return recipe
 
 
@@ -54,10 +61,10 @@ def read_budgets(values: dict[str, Any]) -> tuple[Budgets, float | None]:
         UsageError: one is no number, or makes no sense.
     """
     try:
-        found = _Demands.model_validate(values)
+        demands = _Demands.model_validate(values)
     except ValidationError as error:
         raise _explain_error(error) from error
-    return found.budgets, found.min_sqnr_db
+    return demands.budgets, demands.min_sqnr_db
 
 
 class _Demands(Part):
@@ -106,6 +113,97 @@ def _unknown_field(part: type[BaseModel], place: Sequence[str | int]) -> UsageEr
         + (f"; did you mean {near[0]}?" if near else ""),
         f"the fields are {', '.join(part.model_fields)}",
     )
+
+
+def _check_engines(recipe: Recipe) -> None:
+    """Refuse options of engines that are not asked for; those that are may refuse what does not go together."""
+    asked = [engine_class(name) for name in recipe.engines]
+    for engine in asked:
+        engine.check_options(recipe)
+    heard = {field for engine in asked for field in engine.reads}
+    for field in dict.fromkeys(field for name in ENGINES for field in engine_class(name).reads if field not in heard):
+        value, default, path = getattr(recipe, field), Recipe.model_fields[field].default, [field]
+        if value == default:
+            continue
+        if isinstance(value, BaseModel):
+            path.append(
+                next(name for name in type(value).model_fields if getattr(value, name) != getattr(default, name))
+            )
+        able = [other for other in map(engine_class, ENGINES) if field in other.reads]
+        best = next((other for other in able if other.built_elsewhere), able[0])
+        raise UsageError(
+            f"{option_for(tuple(path))} has no effect on {', '.join(recipe.engines)}",
+            f"add --engine {best.name}, or leave it away",
+        )
+
+
+def _check_passes(recipe: Recipe) -> None:
+    """Check that each pass which the recipe names is there, before anything is exported for it."""
+    for index, name in enumerate(recipe.passes):
+        requested_pass(name)
+        if name in recipe.passes[:index]:
+            raise UsageError(f"--pass is given twice as {name}", "give each one once")
+    if recipe.passes and not any(engine_class(name).consumes == "onnx" for name in recipe.engines):
+        raise UsageError(
+            f"--pass has no effect on {', '.join(recipe.engines)}",
+            f"add --engine {DEFAULT_ENGINES[0]}, or leave it away",
+        )
+
+
+def _check_data(recipe: Recipe) -> None:
+    """Check that ranges come from real data, or from made-up data that was asked for, and that files can be read."""
+    needing = [name for name in recipe.precisions if KINDS[name].calibrated]
+    if needing and not recipe.calibration_data and not recipe.synthetic_calibration:
+        raise UsageError(
+            f"{needing[0]} needs calibration data, and there is none",
+            "give some samples with --calibration DATA; --synthetic-calibration makes some up, which is good for "
+            "measuring speed and memory, and not for accuracy",
+        )
+    for data in dict.fromkeys(filter(None, (recipe.calibration, recipe.eval_data))):
+        file_formats.check_readable(data, Request(recipe.specs, options=recipe.data_options))
+    options = {"--tokenizer": (recipe.data_options.tokenizer,), **recipe.engine_files}
+    for option, names in options.items():
+        for name in filter(None, names):
+            if not os.access(Path(name).expanduser(), os.R_OK):
+                raise UsageError(f"{option} names {name}, which is not there or cannot be read", "check the path")
+
+
+def _check_smaller(recipe: Recipe) -> None:
+    """Check that pruning has a module, and training has data."""
+    for option, ids in (
+        ("--prune", [target.slug for target in recipe.prune_targets]),
+        ("--sparsity", [pattern.slug for pattern in recipe.sparsities]),
+    ):  # each raises its own message
+        if twice := next((one for one in ids if ids.count(one) > 1), None):
+            raise UsageError(f"{option} is given twice as {twice}", "give each one once")
+    for what, part, empty, missing in (
+        ("pruning", recipe.pruning, not recipe.prune, "--prune macs=-50%"),
+        ("recovery", recipe.recovery, not recipe.recover, "--recover distil"),
+        ("sparsifying", recipe.sparsifying, not recipe.sparsity, "--sparsity 2:4"),
+    ):
+        given = [name for name in type(part).model_fields if getattr(part, name) != getattr(type(part)(), name)]
+        if given and empty:
+            raise UsageError(f"{what}.{given[0]} has no effect here", f"add {missing}, or leave it away")
+    if recipe.recover and not recipe.prune:
+        raise UsageError("--recover trains back what was pruned, and nothing is", "add --prune macs=-50%")
+    if recipe.recover and user_code.is_reference(recipe.recovery.method):
+        user_code.check_reference(recipe.recovery.method, "loss")
+    by_taylor = recipe.prune and recipe.pruning.importance == "taylor"
+    if (recipe.recover or by_taylor) and recipe.calibration_data is None:
+        raise UsageError(
+            f"{'recovery' if recipe.recover else 'importance by taylor'} needs data, and there is none",
+            "give some samples with --calibration DATA; distilling needs no labels",
+        )
+
+
+def _check_metric(recipe: Recipe) -> None:
+    """Check that the metric exists and has labelled data."""
+    metric = recipe.metric
+    if metric:
+        check_metric(metric)
+    if recipe.data is None and (metric or recipe.budgets.max_drop is not None):
+        asked = f"the metric {metric}" if metric else "the budget max_drop"
+        raise UsageError(f"{asked} needs labelled data, and there is none", "give some with --eval DATA")
 
 
 # Recipes as YAML.

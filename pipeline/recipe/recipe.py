@@ -154,7 +154,7 @@ class Recipe(EngineOptions, ModelOptions):
 
     @property
     def prune_targets(self) -> tuple[PruneTarget, ...]:
-        """How far to prune, read.
+        """The targets of pruning, read.
 
         Raises:
             UsageError: one is no target.
