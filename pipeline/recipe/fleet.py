@@ -235,10 +235,9 @@ class Fleet(_Part):
             for target in model.targets or ():
                 if target not in self.targets:
                     raise unknown_name(f"models.{name}.targets", target, self.targets, "target")
-        targets = {
-            name: self.targets if model.targets is None else model.targets for name, model in self.models.items()
-        }
-        return tuple(one for one in every if one not in skipped and one.target in targets[one.model])
+        asked = {name: model.targets for name, model in self.models.items() if model.targets is not None}
+        wanted = [one for one in every if one.target in asked.get(one.model, self.targets)]
+        return tuple(one for one in wanted if one not in skipped)
 
     def entries(self, only: Sequence[str] = (), options: Mapping[str, Any] | None = None) -> tuple[Entry, ...]:
         """Return pairs with their recipes; ``only`` selects some, and ``options`` are fields for all of them.
