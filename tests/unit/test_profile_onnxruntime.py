@@ -148,7 +148,7 @@ def test_weights_that_two_modules_share_do_not_tie_them(tmp_path: Path) -> None:
     }"""
     table = {"model.embed.table.weight": np.eye(8, dtype=np.float32)}
     graph = write(tmp_path, text, table, {"embed": "embed.table", "decode": "head.decoder", "sin": "head"})
-    known = Provenance.read(graph.path)
+    known = Provenance(graph.path)
     assert known.named(["decode"]).modules == ("head.decoder",)
     assert known.named(["embed", "sin"]).also == {"head": ("Sin",)}
     assert known.named(["nowhere"]).modules == ()
@@ -171,7 +171,7 @@ def test_a_blocked_convolution_that_took_in_a_sum_keeps_the_name_of_its_own_valu
         helper.make_node("ReorderOutput", ["t3"], ["h"], name="ReorderOutput", domain=blocked),
     ]
     onnx.save(helper.make_model(helper.make_graph(nodes, "g", [], [])), tmp_path / "executed.onnx")
-    found = Provenance.read(graph.path).of_executed(tmp_path / "executed.onnx")
+    found = Provenance(graph.path).of_executed(tmp_path / "executed.onnx")
     assert found["b_nchwc"].also == {"one": ("Relu",)}
     assert found["c_nchwc"].modules == ("one.conv2",)
     assert {path: set(kinds) for path, kinds in found["c_nchwc"].also.items()} == {"one": {"Add", "Relu"}}

@@ -11,7 +11,7 @@ from torch import nn
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import BETWEEN, Profiled, ProfileRequest
 from enginesmith.pipeline.engines.torch.eager import Eager
-from enginesmith.pipeline.engines.torch.profiler import named_ranges, profiled
+from enginesmith.pipeline.engines.torch.session import named_ranges, profiled
 from enginesmith.pipeline.frameworks.source import resolve
 from enginesmith.pipeline.frameworks.torch import module, saved
 from enginesmith.pipeline.system.device import Device

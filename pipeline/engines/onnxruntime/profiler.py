@@ -14,7 +14,6 @@ import json
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,53 +31,64 @@ _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 """torch's word for operators that it made up outside of any module: sizes of inputs."""
 _MEMCPY = ("MemcpyToHost", "MemcpyFromHost")
 _LAYOUT = ("ReorderInput", "ReorderOutput", "Transpose", "Cast", "Identity", *_MEMCPY)
-"""What engines insert without the graph asking for it; the value stays the same."""
+"""Operators that engines insert without the graph asking for them; the value stays the same."""
 _BLOCKED = "_nchwc"
 """Ends the names of ONNX Runtime's convolutions and pools on blocked channels, which begin with the value's name."""
 _COPY = re.compile(r"_token_\d+$")
-"""What ONNX Runtime puts behind the name of a node that it made anew."""
+"""Suffix that ONNX Runtime puts behind the name of a node that it made anew."""
 _CLAMPS = ("Relu", "Clip")
 """Activations that quantising does by itself."""
 _SUM = 3
 """Input of a blocked convolution that is added to its result."""
 _WRAPPER = "model."
-"""What names of parameters start with when the exporter saw the module within a wrapper."""
+"""Prefix of parameters' names when the exporter saw the module within a wrapper."""
+_KERNEL = "_kernel_time"
+_TYPES = {
+    "int4": "int4",
+    "uint4": "int4",
+    "float8e4m3fn": "fp8",
+    "int8": "int8",
+    "uint8": "int8",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float": "fp32",
+}
+"""ONNX Runtime's words for types of values, the narrowest first."""
+_FLOATS = {"float", "float16", "bfloat16", "double"}
+_CONVERT = (*CONVERTERS, "ReorderInput", "ReorderOutput", *_MEMCPY)
+_INTEGER = re.compile(r"Integer|^QLinear|^QGemm$|^QAttention$|^DynamicQuantize(?:MatMul|LSTM)$")
+"""Operators that compute in int8 whatever they read: weights that are packed are in no event."""
+_COARSE_SECONDS = 2e-4
+"""Below this, whole microseconds are too coarse for single operators."""
+
+Event = dict[str, Any]
 
 
-@dataclass
 class Provenance:
     """Index the graph that an engine was built from: makers, readers and modules of its nodes."""
 
-    nodes: "list[onnx.NodeProto]"
-    constants: frozenset[str]
-    _makers: "dict[str, onnx.NodeProto]" = field(init=False)
-    _readers: "dict[str, list[onnx.NodeProto]]" = field(init=False)
-    _named: "dict[str, onnx.NodeProto]" = field(init=False)
-    _places: dict[str, int] = field(init=False)
-    _modules: dict[str, str] = field(init=False)
-    """By name of a node's first output."""
-
-    def __post_init__(self) -> None:
-        self._makers = {output: node for node in self.nodes for output in node.output if output}
-        self._named = {node.name: node for node in self.nodes if node.name}
-        self._places = {node.name: place for place, node in enumerate(self.nodes) if node.name}
-        self._readers = {}
-        for node in self.nodes:
-            for value in node.input:
-                self._readers.setdefault(value, []).append(node)
-        noted = {_key(node): module for node in self.nodes if (module := _noted(node)) is not None}
-        self._modules = {_key(node): self._module(node, noted) for node in self.nodes}
-
-    @classmethod
-    def read(cls, path: Path) -> "Provenance":
+    def __init__(self, path: Path) -> None:
         """Read an ONNX file.
 
         Raises:
             InvalidGraph: it cannot be read.
         """
         model = model_file.skeleton(path)
-        constants = {tensor.name for tensor in model.graph.initializer}
-        return cls(list(model_file.nodes(model)), frozenset(constants))
+        self._nodes = list(model_file.nodes(model))
+        self._constants = {tensor.name for tensor in model.graph.initializer}
+        self._makers = {output: node for node in self._nodes for output in node.output if output}
+        self._named = {node.name: node for node in self._nodes if node.name}
+        self._places = {node.name: place for place, node in enumerate(self._nodes) if node.name}
+        self._readers: dict[str, list[onnx.NodeProto]] = {}
+        noted: dict[str, str] = {}
+        for node in self._nodes:
+            for value in node.input:
+                self._readers.setdefault(value, []).append(node)
+            for entry in node.metadata_props:
+                if entry.key == model_file.MODULE_KEY:
+                    noted[_key(node)] = "" if entry.value == _NO_MODULE else entry.value
+        self._modules = {_key(node): self._module(node, noted) for node in self._nodes}
+        """By name of a node's first output."""
 
     def _module(self, node: "onnx.NodeProto", noted: Mapping[str, str]) -> str:
         """Find a node's module: as noted; of conversions between modules the value's writer's, else its reader's."""
@@ -98,7 +108,7 @@ class Provenance:
         A ``light`` kernel multiplies nothing: products that it names are what it prepares or finishes.
         """
         places = {self._places[name] for name in names if name in self._places}
-        covered = [self.nodes[place] for place in sorted(places, reverse=True)]
+        covered = [self._nodes[place] for place in sorted(places, reverse=True)]
         others = [node for node in covered if not is_product(node)]
         if not light or not others:
             return self._origin(covered)
@@ -116,19 +126,14 @@ class Provenance:
         same = self._aliases(executed)
         cuts = {same[output] for node in executed for output in node.output if output in same}
         origins = {node.name: self._of_node(node, same, cuts) for node in executed}
-        return self._of_readers(executed, origins)
-
-    def _of_readers(self, executed: "list[onnx.NodeProto]", origins: Mapping[str, Origin]) -> dict[str, Origin]:
-        """Assign what the engine put in front of a single module to that module."""
         readers: dict[str, set[tuple[str, ...]]] = {}
-        known = dict(origins)
-        for node in reversed(executed):
+        for node in reversed(executed):  # what the engine put in front of a single module belongs to that
             beyond = set[tuple[str, ...]]().union(*(readers.get(output, set()) for output in node.output))
-            if not known[node.name].modules and len(beyond) == 1:
-                known[node.name] = Origin(modules=next(iter(beyond)))
+            if not origins[node.name].modules and len(beyond) == 1:
+                origins[node.name] = Origin(modules=next(iter(beyond)))
             for value in node.input:
-                readers.setdefault(value, set()).add(known[node.name].modules)
-        return known
+                readers.setdefault(value, set()).add(origins[node.name].modules)
+        return origins
 
     def _of_node(self, node: "onnx.NodeProto", same: Mapping[str, str], cuts: set[str]) -> Origin:
         targets = {same[output] for output in node.output if output in same}
@@ -136,18 +141,16 @@ class Provenance:
         if targets and targets <= inputs:  # it hands on what it was given, in another layout
             maker = next((self._makers[value] for value in targets if value in self._makers), None)
             return Origin(modules=(self._modules[_key(maker)],) if maker is not None else (), converts=True)
-        return self._origin(list(self._between(targets, cuts | inputs)))
-
-    def _between(self, targets: set[str], cuts: set[str]) -> "Iterator[onnx.NodeProto]":
-        """Yield nodes that lead to the targets, back to where other nodes of the engine end; the last ones first."""
-        waiting, seen = [value for value in targets if value in self._makers], set[str]()
+        # nodes that lead to the targets, back to where other nodes of the engine end; the last ones first
+        ends = cuts | inputs
+        waiting = [value for value in targets if value in self._makers]
+        between: dict[str, onnx.NodeProto] = {}
         while waiting:
-            node = self._makers[waiting.pop(0)]
-            if _key(node) in seen:
-                continue
-            seen.add(_key(node))
-            yield node
-            waiting += [value for value in node.input if value in self._makers and value not in cuts]
+            maker = self._makers[waiting.pop(0)]
+            if _key(maker) not in between:
+                between[_key(maker)] = maker
+                waiting += [value for value in maker.input if value in self._makers and value not in ends]
+        return self._origin(list(between.values()))
 
     def _origin(self, covered: "list[onnx.NodeProto]") -> Origin:
         """Collect the modules of the products among the nodes, else of the last one; the others are fused into it."""
@@ -173,32 +176,28 @@ class Provenance:
             while value in self._makers and self._makers[value].op_type in CONVERTERS:
                 value = self._makers[value].input[0]
             holder = value.removeprefix(_WRAPPER).rpartition(".")[0]
-            if value in self.constants and holder and holder.rpartition(".")[0] == parent and NODE not in path:
+            if value in self._constants and holder and holder.rpartition(".")[0] == parent and NODE not in path:
                 yield holder
         yield path
 
     def _aliases(self, executed: "list[onnx.NodeProto]") -> dict[str, str]:
         """Map values of the optimised graph to their names in this one."""
-        known = {*self._makers, *self.constants}
+        known = {*self._makers, *self._constants}
         same = {value: value for node in executed for value in (*node.input, *node.output) if value in known}
         for node in reversed(executed):  # a value in another layout is known by what is made of it
             if node.op_type in _LAYOUT and node.output[0] in same:
                 same.setdefault(node.input[0], same[node.output[0]])
-        for node in executed:
-            self._follow(node, same)
+        for node in executed:  # other outputs: from the node's name, or from what it was made of
+            if not node.output or node.output[0] in same:
+                continue
+            value = node.name.partition(_BLOCKED)[0]
+            if node.op_type in _LAYOUT and node.input[0] in same:
+                same[node.output[0]] = same[node.input[0]]
+            elif _BLOCKED in node.name and value in self._makers:
+                same[node.output[0]] = self._behind_fused(node, value)
+            elif (original := self._named.get(_COPY.sub("", node.name))) is not None:
+                same[node.output[0]] = self._quantised(original.output[0], same)
         return same
-
-    def _follow(self, node: "onnx.NodeProto", same: dict[str, str]) -> None:
-        """Find out what a node's output is called here, from its name or from what it was made of."""
-        if not node.output or node.output[0] in same:
-            return
-        value = node.name.partition(_BLOCKED)[0]
-        if node.op_type in _LAYOUT and node.input[0] in same:
-            same[node.output[0]] = same[node.input[0]]
-        elif _BLOCKED in node.name and value in self._makers:
-            same[node.output[0]] = self._behind_fused(node, value)
-        elif (original := self._named.get(_COPY.sub("", node.name))) is not None:
-            same[node.output[0]] = self._quantised(original.output[0], same)
 
     def _quantised(self, value: str, same: Mapping[str, str]) -> str:
         """Follow a value to its quantised form, where no node of the engine quantises it by itself."""
@@ -211,45 +210,18 @@ class Provenance:
 
     def _behind_fused(self, node: "onnx.NodeProto", value: str) -> str:
         """Follow a value past the sum and the activation that a blocked convolution took in under its own name."""
-        wanted = ["Add", "Sum"] if len(node.input) > _SUM and node.input[_SUM] else []
-        activation = attributes(node).get("activation", b"")
-        for operators in filter(None, (tuple(wanted), (activation.decode(),) if activation else ())):
-            if self._makers[value].op_type in operators:
-                continue
-            following = next((reader for reader in self._readers.get(value, ()) if reader.op_type in operators), None)
-            value = following.output[0] if following is not None else value
+        wanted = [("Add", "Sum")] if len(node.input) > _SUM and node.input[_SUM] else []
+        if activation := attributes(node).get("activation", b""):
+            wanted.append((activation.decode(),))
+        for operators in wanted:
+            if self._makers[value].op_type not in operators:
+                following = (step.output[0] for step in self._readers.get(value, ()) if step.op_type in operators)
+                value = next(following, value)
         return value
 
 
 def _key(node: "onnx.NodeProto") -> str:
     return next(iter(node.output), node.name)
-
-
-def _noted(node: "onnx.NodeProto") -> str | None:
-    module = next((entry.value for entry in node.metadata_props if entry.key == model_file.MODULE_KEY), None)
-    return "" if module == _NO_MODULE else module
-
-
-_KERNEL = "_kernel_time"
-_TYPES = {
-    "int4": "int4",
-    "uint4": "int4",
-    "float8e4m3fn": "fp8",
-    "int8": "int8",
-    "uint8": "int8",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float": "fp32",
-}
-"""ONNX Runtime's words for what values are, the narrowest first."""
-_FLOATS = {"float", "float16", "bfloat16", "double"}
-_CONVERT = (*CONVERTERS, "ReorderInput", "ReorderOutput", "MemcpyToHost", "MemcpyFromHost")
-_INTEGER = re.compile(r"Integer|^QLinear|^QGemm$|^QAttention$|^DynamicQuantize(?:MatMul|LSTM)$")
-"""Operators that compute in int8 whatever they read: weights that are packed are in no event."""
-_COARSE_SECONDS = 2e-4
-"""Below this, whole microseconds are too coarse for single operators."""
-
-Event = dict[str, Any]
 
 
 def read_trace(path: Path) -> list[Event]:
@@ -271,12 +243,13 @@ def profiled(events: Sequence[Event], executed: Path, graph: Path | None, *, on_
     Raises:
         MissingCapability: the session ran on CUDA, and the trace has launches only.
     """
-    origins = Provenance.read(graph).of_executed(executed) if graph else {}
+    origins = Provenance(graph).of_executed(executed) if graph else {}
     tally, described = Tally(), dict[str, Event]()
     runs = sorted((event for event in events if event["name"] == "model_run"), key=lambda event: int(event["ts"]))
+    kinds = [event for event in events if event.get("cat") == "Kernel" or str(event["name"]).endswith(_KERNEL)]
     for run in runs[WARM_CALLS:]:
         tally.begin()
-        within = [event for event in events if _kind(event) and _within(event, run)]
+        within = [event for event in kinds if _within(event, run)]
         for name, seconds, event in _device_times(within) if on_cuda else _self_times(within):
             tally.add(name, seconds)
             described.setdefault(name, event)
@@ -289,17 +262,9 @@ def profiled(events: Sequence[Event], executed: Path, graph: Path | None, *, on_
             "profile eager or TensorRT, or use a build with onnxruntime_ENABLE_CUDA_PROFILING",
         )
     whole = statistics.median(int(run["dur"]) / 1e6 for run in runs[WARM_CALLS:])
-    coarse = whole < _COARSE_SECONDS
-    return Profiled(
-        operators=operators,
-        source="ONNX Runtime's profiler",
-        call_seconds=whole,
-        notes=("it counts whole microseconds, which is coarse for operators this short",) if coarse else (),
-    )
-
-
-def _kind(event: Event) -> bool:
-    return event.get("cat") == "Kernel" or str(event["name"]).endswith(_KERNEL)
+    coarse = "it counts whole microseconds, which is coarse for operators this short"
+    notes = (coarse,) if whole < _COARSE_SECONDS else ()
+    return Profiled(operators=operators, source="ONNX Runtime's profiler", call_seconds=whole, notes=notes)
 
 
 def _within(event: Event, other: Event) -> bool:
@@ -309,19 +274,17 @@ def _within(event: Event, other: Event) -> bool:
 
 def _self_times(events: Sequence[Event]) -> Iterator[tuple[str, float, Event]]:
     """Yield seconds of each node without the nodes of its subgraphs."""
-    left: list[tuple[Event, int]] = []
     ordered = sorted(events, key=lambda event: (int(event["ts"]), -int(event["dur"])))
+    own = [int(event["dur"]) for event in ordered]
     stack: list[int] = []
-    for event in ordered:
-        while stack and not _inside(event, left[stack[-1]][0]):
+    for place, event in enumerate(ordered):
+        while stack and not _inside(event, ordered[stack[-1]]):
             stack.pop()
         if stack:
-            outer, own = left[stack[-1]]
-            left[stack[-1]] = (outer, own - int(event["dur"]))
-        stack.append(len(left))
-        left.append((event, int(event["dur"])))
-    for event, own in left:
-        yield _name(event), max(0, own) / 1e6, event
+            own[stack[-1]] -= int(event["dur"])
+        stack.append(place)
+    for event, microseconds in zip(ordered, own, strict=True):
+        yield _name(event), max(0, microseconds) / 1e6, event
 
 
 def _inside(event: Event, outer: Event) -> bool:
@@ -347,19 +310,10 @@ def _operator(name: str, event: Event, origins: Mapping[str, Origin], seconds: f
     given = event.get("args", {})
     operator = str(given.get("op_name") or name)
     origin = origins.get(name, Origin())
-    read, written = (_types(given, f"{side}_type_shape") for side in ("input", "output"))
+    read, written = (
+        {str(word) for entry in given.get(f"{side}_type_shape", ()) for word in entry} for side in ("input", "output")
+    )
     if operator in _CONVERT or (operator == "Cast" and read | written <= _FLOATS):
         origin = origin.model_copy(update={"converts": True})
-    precision = "int8" if _INTEGER.search(operator) else narrowest(read, _TYPES)
-    return OperatorTime(
-        name=name,
-        operator=operator,
-        origin=origin,
-        precision="" if origin.converts else precision,
-        seconds=seconds,
-        calls=calls,
-    )
-
-
-def _types(given: Mapping[str, Any], key: str) -> set[str]:
-    return {str(word) for entry in given.get(key, ()) for word in entry}
+    precision = "" if origin.converts else "int8" if _INTEGER.search(operator) else narrowest(read, _TYPES)
+    return OperatorTime(name=name, operator=operator, origin=origin, precision=precision, seconds=seconds, calls=calls)

@@ -401,7 +401,7 @@ def profile(trt: Any, session: TensorRTSession, request: ProfileRequest, notes: 
         raise MissingCapability(
             "TensorRT reported no time of any layer", "build the engine again: it may be without profiling information"
         )
-    known = Provenance.read(request.graph) if request.graph else None
+    known = Provenance(request.graph) if request.graph else None
     return Profiled(
         operators=tuple(_operator(name, layers, known, *figures) for name, figures in times.items()),
         source="TensorRT's IProfiler",

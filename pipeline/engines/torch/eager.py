@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from enginesmith.pipeline.artifact import Artifact, Kind
-from enginesmith.pipeline.engines.base import Configuration, Engine, Profiled, ProfileRequest
+from enginesmith.pipeline.engines.base import Configuration, Engine, Profiled, ProfileRequest, unavailable
 from enginesmith.pipeline.engines.compatibility import NO_GPU, Check, check, check_driver, check_packages
-from enginesmith.pipeline.engines.torch.session import EagerSession, GraphedSession
-from enginesmith.pipeline.errors import MissingCapability
+from enginesmith.pipeline.engines.torch.session import EagerSession, GraphedSession, profile
 from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.device import Availability, Device
 from enginesmith.pipeline.system.software import Formats, Numbers, Stack, numbers
@@ -40,7 +39,9 @@ its threads keeps for products (with 512 it takes none)."""
 _TF32_SINCE = (8, 0)
 DType = Literal["float32", "float16", "bfloat16"]
 DTYPES: Mapping[str, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""What a module can be cast to, by the name of the precision."""
+"""Types that a module can be cast to, by the name of the precision."""
+_SHAPES = 64
+"""Shapes a session may be compiled for before that is an error; torch's own limit of 8 falls back to eager silently."""
 
 
 class Eager(Engine):
@@ -55,7 +56,7 @@ class Eager(Engine):
     memory_from_torch: ClassVar[bool] = True
 
     dtype: DType = "float32"
-    """What weights and float inputs are cast to; outputs come back in the model's own types. float32 casts nothing."""
+    """Type that weights and float inputs are cast to; outputs come back in the model's own. float32 casts nothing."""
     tf32: bool = False
     """Let products of float32 be rounded to TF32's 10 bits, on CUDA; a setting of the process, made by ``load``."""
     cuda_graphs: bool = False
@@ -81,15 +82,13 @@ class Eager(Engine):
         import torch
 
         if torch.version.cuda is None:
-            reason = f"the installed torch {torch.__version__} is built without CUDA"
-            return Availability(ok=False, reason=reason, remedy=nvidia.OTHER_TORCH)
+            return unavailable(f"the installed torch {torch.__version__} is built without CUDA", nvidia.OTHER_TORCH)
         if not torch.cuda.is_available():
             remedy = "look at what nvidia-smi says; the driver is missing or older than this torch needs"
-            return Availability(ok=False, reason="torch finds no CUDA device", remedy=remedy)
+            return unavailable("torch finds no CUDA device", remedy)
         count = torch.cuda.device_count()
         if device.index >= count:
-            remedy = f"use one of cuda:0 … cuda:{count - 1}"
-            return Availability(ok=False, reason=f"there is no {device}", remedy=remedy)
+            return unavailable(f"there is no {device}", f"use one of cuda:0 … cuda:{count - 1}")
         return Availability(ok=True)
 
     def runnable(self, device: Device) -> Availability:
@@ -100,18 +99,16 @@ class Eager(Engine):
         asked = [name for name, value in (("TF32", self.tf32), ("replays of CUDA graphs", self.cuda_graphs)) if value]
         if device.kind == "cpu" and asked:
             reason = f"{' and '.join(asked)} can be had on CUDA devices only"
-            return Availability(ok=False, reason=reason, remedy="use --device cuda, or leave that away")
-        if device.kind == "cpu":
-            return availability
-        here = nvidia.cuda_device(device.index)
+            return unavailable(reason, "use --device cuda, or leave that away")
+        here = nvidia.cuda_device(device.index) if device.kind == "cuda" else None
         if self.tf32 and here and here.compute_capability < _TF32_SINCE:
             reason = f"TF32 needs compute capability 8.0, and {device} is {here.target} ({here.name})"
-            return Availability(ok=False, reason=reason, remedy="leave tf32 away: products are in float32 here anyway")
+            return unavailable(reason, "leave tf32 away: products are in float32 here anyway")
         return availability
 
     @property
     def arithmetic(self) -> str:
-        """``fp16`` or ``bf16`` where the module is cast, else ``tf32`` where that is allowed."""
+        """Type of fp32 products: ``fp16`` or ``bf16`` where the module is cast, else ``tf32`` where that is allowed."""
         named = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
         return "tf32" if self.tf32 and named == "fp32" else named
 
@@ -121,12 +118,7 @@ class Eager(Engine):
 
         from enginesmith.pipeline.frameworks.torch.saved import load_artifact
 
-        self.require(device)
-        availability = self.runnable(device)
-        if not availability.ok:
-            raise MissingCapability(
-                f"{self.name} cannot run so on {device}: {availability.reason}", availability.remedy
-            )
+        self.require_runnable(device)
         self.enter_thread(device)
         _allow_tf32(device, self.tf32)
         loaded = load_artifact(artifact)
@@ -140,14 +132,12 @@ class Eager(Engine):
 
     def profile(self, request: ProfileRequest) -> Profiled:
         """Time each operator by torch's profiler, by the module that called it; without CUDA graphs."""
-        from enginesmith.pipeline.engines.torch import profiler
-
         notes = ("profiled without CUDA graphs",) if self.cuda_graphs else ()
         with self.model_copy(update={"cuda_graphs": False}).load(request.artifact, request.device) as session:
-            return profiler.profile(session, request, modules=True, notes=notes)
+            return profile(session, request, modules=True, notes=notes)
 
     def forward(self, module: "torch.nn.Module") -> "Forward":
-        """Give what a session calls; engines that transform the module do it here."""
+        """Transform the module into the function that a session calls."""
         return module
 
     def enter_thread(self, device: Device) -> None:
@@ -218,12 +208,6 @@ def _has_kernels(capability: Numbers, targets: tuple[str, ...]) -> bool:
     return any(re.fullmatch(rf"sm_{capability[0]}{capability[1]}[af]", target) for target in targets)
 
 
-_SHAPES = 64
-"""Shapes a session may be compiled for before that is an error; torch's own limit of 8 falls back to eager silently."""
-
-_NO_MODULES = "kernels of compiled code do not say which modules they came from"
-
-
 class Compiled(Eager):
     """Run a torch artifact's module compiled by Inductor, once for each set of input shapes."""
 
@@ -241,21 +225,19 @@ class Compiled(Eager):
         compiler = os.environ.get("CXX", "g++")
         if shutil.which(compiler) is None:
             remedy = "install it: apt-get install g++, or set CXX to the compiler that is there"
-            return Availability(ok=False, reason=f"there is no C++ compiler {compiler!r}", remedy=remedy)
+            return unavailable(f"there is no C++ compiler {compiler!r}", remedy)
         if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-            remedy = "install them: apt-get install python3-dev"
-            return Availability(ok=False, reason="Python's C headers (Python.h) are missing", remedy=remedy)
+            return unavailable("Python's C headers (Python.h) are missing", "install them: apt-get install python3-dev")
         return availability
 
     def profile(self, request: ProfileRequest) -> Profiled:
         """Time each kernel; compiled code does not say which module it came from."""
         from torch._inductor import config
 
-        from enginesmith.pipeline.engines.torch import profiler
-
         plain = self.model_copy(update={"cuda_graphs": False})
+        notes = ("kernels of compiled code do not say which modules they came from",)
         with config.patch({"cpp.enable_kernel_profile": True}), plain.load(request.artifact, request.device) as session:
-            return profiler.profile(session, request, modules=False, notes=(_NO_MODULES,))
+            return profile(session, request, modules=False, notes=notes)
 
     def forward(self, module: "torch.nn.Module") -> "Forward":
         """Compile the module at the first call with each set of shapes."""

@@ -1,16 +1,31 @@
-"""Run PyTorch modules on a device, called op by op or replayed as a CUDA graph."""
+"""Run PyTorch modules on a device, called op by op or replayed as a CUDA graph, and time their operators.
+
+A profile is that of torch's profiler; each operator counts for the module that called it. Each module's ``forward`` is
+wrapped in a named range while it is profiled. Hooks would do the same, but some modules
+(``nn.TransformerEncoderLayer``) take another path through their code when they have hooks.
+"""
 
 import contextlib
 import gc
+import statistics
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from enginesmith.pipeline.engines.base import Session
+from enginesmith.pipeline.engines.base import (
+    BETWEEN,
+    OperatorTime,
+    Origin,
+    Profiled,
+    ProfileRequest,
+    Session,
+    Tally,
+    warm_up,
+)
 from enginesmith.pipeline.errors import EnginesmithError, ModelError, UsageError
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
@@ -24,12 +39,18 @@ if TYPE_CHECKING:
 
 
 _RAISED = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
-"""What modules raise."""
+"""Exceptions that modules raise, besides others that are errors of ours."""
 _WARM_CALLS = 2
 """Calls before a graph is captured: the first loads kernels and picks algorithms, which a capture cannot hold."""
 _NOT_CAPTURED = "CUDA captured no graph of this module, which raised"
 _capturing = threading.Lock()
 """CUDA captures one graph at a time in a process."""
+_CALL, _MODULE = "enginesmith call", "enginesmith module "
+_WRAPPER = "model"
+"""Name under which the session's module holds the user's."""
+_COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph")
+"""Ranges that torch puts around the operators and kernels of compiled code."""
+_MICRO = 1e-6
 
 
 class EagerSession(Session):
@@ -48,7 +69,7 @@ class EagerSession(Session):
 
         self.signature = signature
         self._inference_mode, self._set_stream = torch.inference_mode, torch.cuda.set_stream
-        self._forward: Forward = forward
+        self.forward: Forward = forward
         self._where, self._device, self._dtype, self._enter_thread = device, str(device), dtype, enter_thread
         self._stream = torch.cuda.Stream(self._device) if device.kind == "cuda" else None  # type: ignore[no-untyped-call]
         self._outputs: Tensors = ()
@@ -58,21 +79,12 @@ class EagerSession(Session):
         """Handle of the session's stream; None on the CPU."""
         return self._stream.cuda_stream if self._stream else None
 
-    @property
-    def module(self) -> Any:
-        """What a call runs."""
-        return self._forward
-
     def sibling(self) -> Self:
         """Open a session on the same module, with outputs and a stream of its own."""
-        if self._forward is _closed:
+        if self.forward is _closed:
             _closed()
         self._enter_thread()
-        return type(self)(self._forward, self.signature, self._where, self._dtype, self._enter_thread)
-
-    def bind(self, feeds: Feeds) -> Any:
-        """Copy feeds to tensors on the device, cast where the module is, in the order of the inputs."""
-        return self._inputs(feeds)
+        return type(self)(self.forward, self.signature, self._where, self._dtype, self._enter_thread)
 
     def _streamed(self) -> contextlib.AbstractContextManager[Any]:
         """Enter the session's stream, which transfers go to too."""
@@ -80,7 +92,8 @@ class EagerSession(Session):
 
         return torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
 
-    def _inputs(self, feeds: Feeds) -> "Tensors":
+    def bind(self, feeds: Feeds) -> Any:
+        """Copy feeds to tensors on the device, cast where the module is, in the order of the inputs."""
         import torch
 
         tensors = []
@@ -104,7 +117,7 @@ class EagerSession(Session):
         self._enter_stream()
         try:
             with self._inference_mode():
-                self._outputs = self._forward(*bound)
+                self._outputs = self.forward(*bound)
         except _RAISED as error:
             raise _translated(error) from error
 
@@ -130,7 +143,7 @@ class EagerSession(Session):
     def close(self) -> None:
         """Let go of the module, once what was enqueued has finished."""
         self.synchronize()
-        self._forward, self._outputs = _closed, ()
+        self.forward, self._outputs = _closed, ()
         gc.collect()
 
 
@@ -142,7 +155,7 @@ class Captured:
     calls: int = 0
     graph: Any = None
     outputs: "Tensors" = ()
-    """Where the graph writes: in memory of its own, which stays as long as it does."""
+    """Tensors that the graph writes: in memory of its own, which stays as long as it does."""
 
 
 class GraphedSession(EagerSession):
@@ -154,7 +167,7 @@ class GraphedSession(EagerSession):
 
     def bind(self, feeds: Feeds) -> Captured:
         """Copy feeds to tensors on the device, whose addresses the graph will hold."""
-        bound = Captured(self._inputs(feeds))
+        bound = Captured(super().bind(feeds))
         self._bound.add(bound)
         return bound
 
@@ -165,7 +178,7 @@ class GraphedSession(EagerSession):
             ModelError: the module raised, or does what no graph can hold; StepOutOfMemory where memory was lacking.
         """
         if bound.graph is None:
-            if bound.calls < _WARM_CALLS or self._forward is _closed:
+            if bound.calls < _WARM_CALLS or self.forward is _closed:
                 super().enqueue(bound.inputs)
                 bound.calls += 1
                 return
@@ -186,7 +199,7 @@ class GraphedSession(EagerSession):
                 torch.cuda.empty_cache()  # a graph has a pool of its own: what the warm calls left would lie beside it
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    bound.outputs = self._forward(*bound.inputs)
+                    bound.outputs = self.forward(*bound.inputs)
                 finally:
                     graph.capture_end()
         except _RAISED as error:
@@ -213,3 +226,95 @@ def _translated(
         return out_of_memory(str(error))
     text = next(iter(str(error).strip().splitlines()), "no message")
     return ModelError(f"{what} {type(error).__name__}: {text}", remedy)
+
+
+def profile(session: EagerSession, request: ProfileRequest, *, modules: bool, notes: tuple[str, ...] = ()) -> Profiled:
+    """Profile an open session; without ``modules`` nothing is said of where operators belong."""
+    from torch import profiler
+
+    on_cuda = request.device.kind == "cuda"
+    activities = [profiler.ProfilerActivity.CPU, *([profiler.ProfilerActivity.CUDA] if on_cuda else [])]
+    with named_ranges(session.forward) if modules else contextlib.nullcontext():
+        bound = warm_up(session, request.feeds)
+        with profiler.profile(activities=activities, acc_events=True) as recorded:
+            for _ in range(request.calls):
+                with profiler.record_function(_CALL):
+                    session.enqueue(bound)
+                    session.synchronize()
+    return profiled(recorded.events(), modules=modules, on_cuda=on_cuda, notes=notes)
+
+
+@contextlib.contextmanager
+def named_ranges(root: Any) -> Iterator[None]:
+    """Have each module below ``root`` say when it runs; what TorchScript compiled stays as it is."""
+    import torch
+
+    def in_range(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def within(*args: Any, **kwargs: Any) -> Any:
+            with torch.profiler.record_function(name):
+                return forward(*args, **kwargs)
+
+        return within
+
+    wrapped: list[torch.nn.Module] = []
+    try:
+        for path, module in root.named_modules():
+            if path and not isinstance(module, torch.jit.ScriptModule) and "forward" not in vars(module):
+                path_in_model = "" if path == _WRAPPER else path.removeprefix(f"{_WRAPPER}.")
+                vars(module)["forward"] = in_range(module.forward, _MODULE + path_in_model)
+                wrapped.append(module)
+        yield
+    finally:
+        for module in wrapped:
+            del vars(module)["forward"]
+
+
+def profiled(events: Any, *, modules: bool, on_cuda: bool, notes: tuple[str, ...] = ()) -> Profiled:
+    """Sum up the operators among the profiler's events.
+
+    Each event counts with its own time, for the outermost operator that it is part of and the innermost module around
+    that, so that nothing counts twice. On CUDA that is the time of the kernels that it launched.
+    """
+    tally, known = Tally(), dict[str, tuple[Origin, str]]()
+    on_host = [event for event in events if event.device_type.name == "CPU"]
+    calls = sorted((event for event in on_host if event.name == _CALL), key=lambda call: call.time_range.start)
+    by_call: dict[int, list[Any]] = {id(call): [] for call in calls}
+    for event in on_host:
+        call = event
+        while call is not None and call.name != _CALL:
+            call = call.cpu_parent
+        if call is not None:
+            by_call[id(call)].append(event)
+    for call in calls:
+        tally.begin()
+        for event in by_call[id(call)]:
+            module, operator, outermost = _enclosing(event)
+            for kind, seconds in _seconds(event, operator, on_cuda):
+                name = f"{module or '(model)'}: {kind}" if modules else kind
+                known[name] = (Origin(modules=(module,) if modules else ()), kind)
+                tally.add(name, seconds, run=outermost)
+    operators = tuple(
+        OperatorTime(name=name, operator=known[name][1], origin=known[name][0], seconds=seconds, calls=count)
+        for name, (seconds, count) in tally.medians().items()
+    )
+    whole = statistics.median(call.time_range.elapsed_us() * _MICRO for call in calls)
+    return Profiled(operators=operators, source="torch's profiler", call_seconds=whole, notes=notes)
+
+
+def _enclosing(event: Any) -> tuple[str, str, bool]:
+    """Find the module and the operator that an event is part of, and whether it is the operator itself."""
+    operator, outermost, at = BETWEEN, False, event
+    while at.name != _CALL and not at.name.startswith(_MODULE):
+        if not at.name.startswith(_COMPILED):
+            operator, outermost = at.name, at is event
+        at = at.cpu_parent
+    return at.name.removeprefix(_MODULE) if at.name != _CALL else "", operator, outermost
+
+
+def _seconds(event: Any, operator: str, on_cuda: bool) -> list[tuple[str, float]]:
+    """List an event's own time, or that of its kernels; those that no operator launched keep their names (Triton's)."""
+    if on_cuda:
+        names = (kernel.name if operator == BETWEEN else operator for kernel in event.kernels)
+        return [(name, kernel.duration * _MICRO) for name, kernel in zip(names, event.kernels, strict=True)]
+    inner = sum(child.time_range.elapsed_us() for child in event.cpu_children)
+    return [(operator, float(max(0.0, event.time_range.elapsed_us() - inner)) * _MICRO)]
