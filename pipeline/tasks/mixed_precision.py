@@ -25,7 +25,7 @@ from enginesmith.pipeline.measure.latency.candidate import Candidate as TimedCan
 from enginesmith.pipeline.measure.latency.rows import measure_latency
 from enginesmith.pipeline.passes.base import PrecisionPass, Progress
 from enginesmith.pipeline.passes.quantize import layers, precision, search
-from enginesmith.pipeline.passes.quantize.qdq import require_opset
+from enginesmith.pipeline.passes.quantize.layers import require_opset
 from enginesmith.pipeline.passes.quantize.search import Candidate, GroupFact, Judgement, Trial, best, propose
 from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.system.device import Device

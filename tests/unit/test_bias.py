@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.pipeline.passes.quantize import bias_correction
+from enginesmith.pipeline.passes.quantize.quantizers import correct_bias
 
 Weights = dict[str, Any]
 CHANNELS, OUTPUTS, SIDE = 4, 6, 9
@@ -82,7 +82,7 @@ def test_an_input_that_is_its_mean_gives_what_it_gave(word: str) -> None:
     weight.const_value = ir.tensor(rounded(given), name="w")
     (lost,) = answers(model, x)
     assert np.abs(expected - lost).max() > 1
-    assert bias_correction.correct(model.graph[0], given, rounded(given), mean)
+    assert correct_bias(model.graph[0], given, rounded(given), mean)
     (found,) = answers(model, x)
     axes = tuple(range(found.ndim)[:1] if axis == -1 else (0, 2, 3))
     np.testing.assert_allclose(found.mean(axes), expected.mean(axes), atol=2e-4)
@@ -104,7 +104,7 @@ def test_the_mean_shift_of_real_activations_goes() -> None:
         error = answers(model, x)[0] - expected
         shifts.append(np.abs(error.mean((0, 2, 3))).max())
         errors.append((error**2).mean())
-        bias_correction.correct(model.graph[0], given, narrow, x.mean((0, 2, 3)))
+        correct_bias(model.graph[0], given, narrow, x.mean((0, 2, 3)))
     assert shifts[0] > 0.1
     assert shifts[1] < 0.02 * shifts[0]
     assert errors[1] < 0.95 * errors[0]
@@ -117,7 +117,7 @@ def test_another_reader_of_the_bias_keeps_it() -> None:
     x = np.ones((2, CHANNELS), np.float32)
     before = answers(model, x)
     given = weights["w"]
-    assert bias_correction.correct(model.graph[0], given, rounded(given), np.ones(CHANNELS))
+    assert correct_bias(model.graph[0], given, rounded(given), np.ones(CHANNELS))
     after = answers(model, x)
     assert (before[1] == after[1]).all()
     assert (before[0] != after[0]).all()
@@ -134,5 +134,5 @@ def test_where_there_is_no_place_nothing_is_done(word: str) -> None:
     }[word]
     model = built(nodes, weights, (2, CHANNELS))
     given = ir.to_proto(model).SerializeToString()
-    assert not bias_correction.correct(model.graph[0], weights["w"], rounded(weights["w"]), np.ones(CHANNELS))
+    assert not correct_bias(model.graph[0], weights["w"], rounded(weights["w"]), np.ones(CHANNELS))
     assert ir.to_proto(model).SerializeToString() == given

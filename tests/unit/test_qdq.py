@@ -15,8 +15,10 @@ import pytest
 
 from enginesmith.calibration.ranges import METHODS, Provenance, Ranges, TensorRange
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
+from enginesmith.pipeline.passes.quantize.layers import Quantised
 from enginesmith.pipeline.passes.quantize.precision import keep_clamps_apart
-from enginesmith.pipeline.passes.quantize.qdq import Quantised, Settings, quantise
+from enginesmith.pipeline.passes.quantize.qdq import Settings, quantise
+from enginesmith.pipeline.passes.quantize.quantizers import add_to_bias
 from enginesmith.pipeline.system.cpu import int8_weight_bits
 from enginesmith.pipeline.tensors import Array
 
@@ -389,7 +391,6 @@ def test_weights_have_a_scale_for_each_output_channel() -> None:
         "g": ((9,), 0),
         "y": ((3,), 1),
     }
-    assert set(shapes(replace(GPU, per_channel=False)).values()) == {((), 99)}
 
 
 def test_a_bias_beside_a_dead_channel_survives_integers() -> None:
@@ -483,9 +484,10 @@ def test_scales_fit_what_the_rest_becomes() -> None:
 def test_corrections_are_added_to_biases() -> None:
     seen: dict[str, tuple[tuple[int, ...], float]] = {}
 
-    def correct(node: ir.Node, given: Array, narrow: Array) -> Array | None:
+    def correct(node: ir.Node, given: Array, narrow: Array) -> None:
         seen[str(node.outputs[0].name)] = given.shape, float(np.abs(given - narrow).max())
-        return np.full(8, 0.5, np.float32) if given.shape[0] == 8 else None
+        if given.shape[0] == 8:
+            add_to_bias(node, np.full(8, 0.5, np.float32))
 
     model = residual()
     quantise(model, ranges(residual()), GPU, correct)

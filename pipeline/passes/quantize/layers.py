@@ -1,10 +1,12 @@
-"""Quantisable groups: one operator with a product in it, and the weight that it is multiplied by."""
+"""Find the operators of a float graph that can be computed in few bits, and prepare the graph for that."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
+from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -14,19 +16,25 @@ CONVOLUTIONS = ("Conv", "ConvTranspose")
 MATRIX_PRODUCTS = ("MatMul", "Gemm")
 PRODUCTS = (*CONVOLUTIONS, *MATRIX_PRODUCTS)
 """Operators with a quantised form."""
-RECURRENT = ("LSTM", "GRU", "RNN")
+WEIGHT, BIAS = 1, 2
+"""Positions of the inputs of products."""
+STANDARD = ("", "ai.onnx")
+"""Names of ONNX's own domain."""
+ON_REQUEST = "the assignment keeps it in floating point"
+_RECURRENT = ("LSTM", "GRU", "RNN")
 _WHOLE: Mapping[str, str] = {
-    **dict.fromkeys(RECURRENT, "recurrent operators have no form with fixed ranges"),
+    **dict.fromkeys(_RECURRENT, "recurrent operators have no form with fixed ranges"),
     "Attention": "attention stays one operator in floating point",
     "Einsum": "Einsum has no quantised form",
 }
-_STANDARD = ("", "ai.onnx")
-_BIAS = 2
+_MARKS = ("Quantize", "QLinear", "Integer", "NBits", "MatMulBnb4", "QGemm", "QAttention")
+_INITIALISERS_ARE_NO_INPUTS = 4  # IR version from which weights need not be listed as inputs
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class QuantizableOp:
-    """One operator that can be computed in few bits, and is so as a whole or not at all."""
+    """One operator that can be computed in few bits, and is so as a whole or not at all: a group."""
 
     name: str
     """The node's name, unique in the graph."""
@@ -44,20 +52,38 @@ class QuantizableOp:
     parameters: int
     """Elements of its weights, biases left out."""
     reason: str = ""
-    """Why it has no quantised form with fixed ranges; empty where it has one."""
+    """Reason for having no quantised form with fixed ranges; empty where it has one."""
+
+
+Correct = Callable[["ir.Node", Array, Array], object]
+"""Makes the bias of a product up for its rounded weight, before the product is changed; it is given the float weight
+and the rounded one (float32), both as the node reads them.
+"""
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Outcome of the quantisation of a graph."""
+
+    pairs: int
+    """QuantizeLinear nodes, each with its DequantizeLinear."""
+    groups: tuple[QuantizableOp, ...]
+    """All of them, in the order of the graph."""
+    left: Mapping[str, str] = field(default_factory=dict)
+    """Name of a group that stays in floating point → why."""
+
+    @property
+    def done(self) -> tuple[QuantizableOp, ...]:
+        """Return the groups in few bits."""
+        return tuple(group for group in self.groups if group.name not in self.left)
 
 
 def find(model: "ir.Model") -> tuple[QuantizableOp, ...]:
     """Find the groups of a float graph, in the order of its nodes.
 
-    Nodes without a name, or with another's, get one of their own first: the same each time for the same graph.
+    Nodes without a name, or with another's, get one of their own first, the same each time for the same graph:
+    ``Conv_7`` for the seventh node, a number behind a name that is there twice.
     """
-    name_nodes(model)
-    return tuple(_group(node) for node in model.graph if _is_product(node))
-
-
-def name_nodes(model: "ir.Model") -> None:
-    """Make every node's name its own: ``Conv_7`` for the seventh node, a number behind a name that is there twice."""
     import onnx_ir as ir
 
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
@@ -65,15 +91,14 @@ def name_nodes(model: "ir.Model") -> None:
     seen: set[str] = set()
     for index, node in enumerate(nodes):
         if not node.name or node.name in seen:
-            node.name = _free(f"{node.name or node.op_type}_{index}", taken)
-            taken.add(node.name)
+            name = f"{node.name or node.op_type}_{index}"
+            while name in taken:
+                name += "_"
+            node.name = name
+            taken.add(name)
         seen.add(node.name)
-
-
-def _free(name: str, taken: set[str]) -> str:
-    while name in taken:
-        name += "_"
-    return name
+    products = (node for node in model.graph if node.domain in STANDARD)
+    return tuple(_group(node) for node in products if node.op_type in PRODUCTS or node.op_type in _WHOLE)
 
 
 def tensor(value: "ir.Value | None") -> "ir.TensorProtocol | None":
@@ -83,60 +108,57 @@ def tensor(value: "ir.Value | None") -> "ir.TensorProtocol | None":
     return None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
 
 
+def input_of(node: "ir.Node", index: int) -> "ir.Value":
+    """Return an input that the node has."""
+    value = node.inputs[index]
+    assert value is not None, node
+    return value
+
+
+def weight_of(node: "ir.Node", index: int = WEIGHT) -> Array:
+    """Return the numbers of a product's constant weight."""
+    content = tensor(node.inputs[index])
+    assert content is not None, node
+    return content.numpy()
+
+
 def only_reader(value: "ir.Value") -> "tuple[ir.Node | None, int]":
-    """The node that alone reads a value, and at which input; None if there are others, or the graph hands it out."""
+    """Return the node that alone reads a value, and at which input; None if others do, or if it is an output."""
     uses = tuple(value.uses())
     return (uses[0].node, uses[0].idx) if len(uses) == 1 and not value.is_graph_output() else (None, 0)
 
 
-def _is_product(node: "ir.Node") -> bool:
-    return node.domain in _STANDARD and (node.op_type in PRODUCTS or node.op_type in _WHOLE)
-
-
 def _group(node: "ir.Node") -> QuantizableOp:
-    weights = list(_weights(node))
+    positions = {**dict.fromkeys(_RECURRENT, slice(1, 3)), **dict.fromkeys(PRODUCTS, slice(2))}
+    read = node.inputs[positions[node.op_type]] if node.op_type in positions else ()
+    weights = {value: found for value in read if value is not None and (found := tensor(value)) is not None}
     bias = _bias(node)
-    known = {id(value) for value in (*weights, bias)}
+    others = [value for value in node.inputs if value is not None and value not in weights and value is not bias]
     return QuantizableOp(
         name=str(node.name),
         module=node.metadata_props.get(MODULE_KEY, ""),
         operator=node.op_type,
-        activations=tuple(
-            str(value.name) for value in node.inputs if value is not None and id(value) not in known and value.name
-        ),
-        weight=str(weights[0].name) if weights else None,
+        activations=tuple(str(value.name) for value in others if value.name),
+        weight=next((str(value.name) for value in weights), None),
         bias=None if bias is None else str(bias.name),
         output=str(node.outputs[0].name),
-        parameters=sum(found.size for value in weights if (found := tensor(value)) is not None),
+        parameters=sum(content.size for content in weights.values()),
         reason=_reason(node),
     )
 
 
-def _weights(node: "ir.Node") -> "Iterator[ir.Value]":
-    """Return the constants that it multiplies by: one, or those for inputs and for the state."""
-    inputs = node.inputs[1:3] if node.op_type in RECURRENT else node.inputs[:2]
-    for value in inputs if node.op_type in (*RECURRENT, *PRODUCTS) else ():
-        if value is not None and tensor(value) is not None:
-            yield value
-
-
 def _bias(node: "ir.Node") -> "ir.Value | None":
+    """Find the constant that a product adds, or the one that the only reader of a MatMul adds to each column."""
     if node.op_type == "MatMul":
-        return _added(node)
-    if node.op_type in PRODUCTS and len(node.inputs) > _BIAS:
-        return node.inputs[_BIAS] if tensor(node.inputs[_BIAS]) is not None else None
-    return None
-
-
-def _added(node: "ir.Node") -> "ir.Value | None":
-    """Find the constant that the only reader of a product adds to each of its columns."""
-    reader, index = only_reader(node.outputs[0])
-    weight = tensor(node.inputs[1])
-    if reader is None or reader.op_type != "Add" or weight is None:
-        return None
-    other = reader.inputs[1 - index]
-    found = tensor(other)
-    return other if found is not None and tuple(found.shape) == tuple(weight.shape)[-1:] else None
+        reader, index = only_reader(node.outputs[0])
+        weight = tensor(node.inputs[WEIGHT])
+        if reader is None or reader.op_type != "Add" or weight is None:
+            return None
+        added = tensor(reader.inputs[1 - index])
+        fits = added is not None and tuple(added.shape) == tuple(weight.shape)[-1:]
+        return reader.inputs[1 - index] if fits else None
+    constant = node.op_type in PRODUCTS and len(node.inputs) > BIAS and tensor(node.inputs[BIAS]) is not None
+    return node.inputs[BIAS] if constant else None
 
 
 def _reason(node: "ir.Node") -> str:
@@ -152,3 +174,91 @@ def _reason(node: "ir.Node") -> str:
     if weight.dtype != ir.DataType.FLOAT:
         return f"its weight is {weight.dtype.name.lower()}, and only float32 is quantised"
     return ""
+
+
+# Demands on a graph before anything in it is quantised.
+
+
+def prepare(model: "ir.Model", precision: str, opset: int, keep: Collection[str] = ()) -> tuple[QuantizableOp, ...]:
+    """Make a float32 graph of at least this opset flat, with weights that cannot be fed; return its groups.
+
+    Raises:
+        InvalidGraph: it is too old, quantised already, or not in float32.
+        UsageError: ``keep`` names groups that there are none of.
+    """
+    import onnx_ir as ir
+    from onnx_ir.passes import common
+
+    require_opset(model, opset, precision)
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if any(mark in node.op_type for mark in _MARKS):
+            raise InvalidGraph(
+                f"the graph is quantised already: it has a {node.op_type} ({node.name or node.outputs[0].name!r}), and "
+                f"{precision} is made of a float32 graph",
+                "give the graph as it was before",
+            )
+    low = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    for value in (value for graph in model.graphs() for value in graph.initializers.values()):
+        if value.const_value is not None and value.const_value.dtype in low and value.const_value.size > 1:
+            raise InvalidGraph(
+                f"the weight {value.name!r} is {value.const_value.dtype.name.lower()}, and {precision} is made of a "
+                "float32 graph",
+                "export the model in float32: precisions that mix types lower the rest themselves",
+            )
+    model.ir_version = max(model.ir_version, _INITIALISERS_ARE_NO_INPUTS)
+    ir.passes.Sequential(common.InlinePass(), common.RemoveInitializersFromInputsPass())(model)
+    groups = find(model)
+    if unknown := sorted(set(keep) - {group.name for group in groups}):
+        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+        raise UsageError(
+            f"{', '.join(map(repr, unknown[:_SHOWN]))}{more} are to stay in floating point, and the graph has no "
+            "such products",
+            "take the names from the table of groups of this graph",
+        )
+    return groups
+
+
+def require_opset(model: "ir.Model", least: int, precision: str) -> None:
+    """Convert a graph to the opset that a precision needs, if it is older.
+
+    Raises:
+        InvalidGraph: it cannot be converted.
+    """
+    from onnxscript import version_converter
+
+    def opset() -> int:
+        return max(model.graph.opset_imports.get(domain, 0) for domain in STANDARD)
+
+    given = opset()
+    if given >= least:
+        return
+    cause: Exception | None = None
+    try:
+        version_converter.convert_version(model, target_version=least, fallback=True)
+    except (ValueError, RuntimeError) as error:
+        cause = error
+    if cause or opset() < least:
+        raise InvalidGraph(
+            f"the graph has opset {given}, {precision} needs opset {least}, and it cannot be converted",
+            f"export it with --opset {least} or later",
+        ) from cause
+
+
+def require_products(
+    groups: Collection[QuantizableOp],
+    precision: str,
+    usable: Collection[QuantizableOp],
+    operators: Collection[str] = PRODUCTS,
+) -> None:
+    """Refuse a graph that has nothing to quantise.
+
+    Raises:
+        InvalidGraph: says which operators would be, or why those that are there cannot be.
+    """
+    if usable:
+        return
+    reasons = sorted({f"{group.operator}: {group.reason}" for group in groups if group.reason})
+    what = f"has no product that can be in {precision}" + (f" ({'; '.join(reasons[:_SHOWN])})" if reasons else "")
+    raise InvalidGraph(
+        f"the graph {what}; {', '.join(operators)} with a constant float32 weight can", "use fp16 or fp32"
+    )

@@ -14,38 +14,40 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 
-from enginesmith.calibration import ranges as calibration
-from enginesmith.calibration.ranges import METHODS, Method, Ranges
+from enginesmith.calibration.ranges import METHODS, Method, Ranges, load
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.passes.base import PrecisionPass, PrecisionRequest, Progress, Records, Stage, by_reason
-from enginesmith.pipeline.passes.quantize import layers
+from enginesmith.pipeline.passes.float16.convert import Lowered, lower
+from enginesmith.pipeline.passes.quantize import layers, qdq, weights
+from enginesmith.pipeline.passes.quantize.layers import Correct, Quantised, QuantizableOp
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
-from enginesmith.pipeline.passes.quantize.qdq import ON_REQUEST
+from enginesmith.pipeline.passes.quantize.quantizers import correct_bias
 from enginesmith.pipeline.passes.quantize.writer import Writer
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from enginesmith.pipeline.passes.float16.convert import Lowered
-    from enginesmith.pipeline.passes.quantize.layers import QuantizableOp
-    from enginesmith.pipeline.passes.quantize.qdq import Correct, Quantised
-
-
-# What single groups are computed in: as it was decided, and as it came out.
 
 FILE = "assignment.json"
 """Beside the graph: what each group is computed in, and why."""
+_NAMES = 3
+
+
+def read(folder: Path) -> list[dict[str, str]]:
+    """Read the precision of each group that came out, and why."""
+    groups: list[dict[str, str]] = json.loads((folder / FILE).read_bytes())
+    return groups
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What was decided."""
+    """Decision on single groups, made before."""
 
     method: Method
-    """Whose ranges to take."""
+    """Method whose ranges are taken."""
     keep: frozenset[str] = frozenset()
     """Groups that are not to be quantised."""
     floating: frozenset[str] = frozenset()
@@ -65,55 +67,21 @@ class Assignment:
             entries: list[dict[str, Any]] = json.loads(record.path.read_bytes())
             given = {str(entry["group"]): str(entry["precision"]) for entry in entries}
             why = {str(entry["group"]): str(entry.get("why", "")) for entry in entries}
-            methods = {str(entry["method"]) for entry in entries if entry.get("method")}
+            named = sorted({str(entry["method"]) for entry in entries if entry.get("method")})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(
                 f"{record.path.name} is no assignment ({type(error).__name__}: {error})",
                 'give a JSON list of objects like {"group": "conv1", "precision": "int8", "why": ""}',
             ) from error
+        methods = [method for method in METHODS if [method] == named]
+        if named and not methods:
+            raise UsageError(
+                f"the assignment names ranges by {' and '.join(named)}", f"name one of {', '.join(METHODS)}"
+            )
         low = precision.partition("+")[0]
         kept = frozenset(name for name, one in given.items() if one != low)
         floating = frozenset(name for name in kept if given[name] == "fp32")
-        return cls(_method(methods, method), kept, floating, why)
-
-
-def _method(named: Iterable[str], otherwise: Method) -> Method:
-    found = sorted(named)
-    known = [method for method in METHODS if method in found]
-    if len(found) > 1 or len(known) != len(found):
-        raise UsageError(f"the assignment names ranges by {' and '.join(found)}", f"name one of {', '.join(METHODS)}")
-    return known[0] if known else otherwise
-
-
-def entries(
-    found: "Sequence[QuantizableOp]", left: Mapping[str, str], chosen: Assignment, lowered: "Lowered | None", low: str
-) -> list[dict[str, str]]:
-    """List each group's precision now; ``low`` is that of groups not in ``left``, empty if there is none."""
-    halved = set(lowered.nodes) if lowered else set()
-    reasons = {**(lowered.kept if lowered else {}), **left}
-
-    def entry(group: "QuantizableOp") -> dict[str, str]:
-        described = {"group": group.name, "module": group.module, "operator": group.operator}
-        if low and group.name not in left:
-            return {**described, "precision": low, "why": ""}
-        precision = lowered.dtype if lowered and group.name in halved else "fp32"
-        return {**described, "precision": precision, "why": chosen.why.get(group.name) or reasons.get(group.name, "")}
-
-    return [entry(group) for group in found]
-
-
-def write(out: Path, described: Sequence[Mapping[str, str]]) -> None:
-    """Write what became of the groups beside the graph."""
-    (out / FILE).write_text(json.dumps(described, indent=1) + "\n")
-
-
-def read(folder: Path) -> list[dict[str, str]]:
-    """Read what :func:`write` wrote."""
-    found: list[dict[str, str]] = json.loads((folder / FILE).read_bytes())
-    return found
-
-
-_NAMES = 3
+        return cls(methods[0] if methods else method, kept, floating, why)
 
 
 class Precision(PrecisionPass):
@@ -128,16 +96,13 @@ class Precision(PrecisionPass):
 
     precision: Literal["fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights"]
     weight_bits: Literal[7, 8] = 8
-    """Of int8 weights; 7 where the processor would saturate."""
+    """Bits of int8 weights; 7 where the processor would saturate."""
     keep_io_types: bool = True
-    """Whether inputs and outputs stay in float32."""
+    """Inputs and outputs stay in float32."""
     bias_correction: bool = False
-    """Whether biases make up for the mean error of rounded weights; needs ranges with statistics by channel."""
-    per_channel: bool = True
-    rest: Literal["fp32", "fp16"] | None = None
-    """What is beside the quantised products is brought into; None for what the precision is made of."""
+    """Biases make up for the mean error of rounded weights; needs ranges with statistics by channel."""
     inputs_only: bool = False
-    """Whether nothing but inputs of products is rounded, so that the error of each can be told from the others'."""
+    """Only inputs of products are rounded, and the rest is float32, so that each product's error can be measured."""
     external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
 
     @classmethod
@@ -155,190 +120,173 @@ class Precision(PrecisionPass):
         }
         return (cls.model_validate(values),)
 
+    def rounding_inputs(self) -> Self:
+        return self.model_copy(update={"inputs_only": True})
+
+    @property
+    def remainder(self) -> Literal["fp32", "fp16", "bf16"]:
+        """Type of operators that are not quantised; CPUs have no float16 kernels beside fp8 and int4."""
+        if self.inputs_only and self._low:
+            return "fp32"
+        if self.precision in ("fp8", "int4-weights"):
+            return "fp16" if self.placement == "inputs" else "fp32"
+        return KINDS[self.precision].rest
+
+    @property
+    def _low(self) -> str:
+        """Name of the precision of quantised groups; empty if none are."""
+        return "" if self.precision in ("fp16", "bf16") else self.precision.partition("+")[0]
+
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
         """Rewrite the graph, and write down what became of each group.
 
         Raises:
             InvalidGraph: the graph is no float32 graph, or has nothing in it that the precision is for.
             UsageError: the records are of another graph, or there are no ranges.
-            ModelError: nothing could be quantised.
+            ModelError: nothing could be quantised or lowered.
         """
+        import onnx_ir as ir
+
         from enginesmith.pipeline.frameworks.onnx import model_file
-        from enginesmith.pipeline.passes.quantize import layers
 
         ranges = self._ranges(artifact, records)
         chosen = Assignment.read(records.get("assignment"), self.precision, self.method)
         model = edit.load(artifact.path)
-        total = _float_elements(model)
+        values = (value.const_value for one in model.graphs() for value in one.initializers.values())
+        total = sum(one.size for one in values if one is not None and one.dtype == ir.DataType.FLOAT)
         progress(f"rewriting for {self.precision}")
-        done = self._quantise(model, ranges, chosen) if self._quantises else None
-        found = done.groups if done else layers.find(model)
-        low = self.remainder
-        lowered = self._lower(model, low, ranges, chosen) if low != "fp32" else None
-        if done is None and lowered is not None and not lowered.nodes:
-            _refuse_unchanged(self.precision, lowered.kept)
+        done = self._quantise(model, ranges, chosen) if self._low else None
+        groups = done.groups if done else layers.find(model)
+        lowered = self._lower(model, ranges, chosen)
+        left = done.left if done else {}
         progress("writing")
         edit.save(model, out, self.external_data_bytes)
-        left = done.left if done else {}
-        low_name = self._low if self._quantises else ""
-        write(out, entries(found, left, chosen, lowered, low_name))
+        (out / FILE).write_text(json.dumps(self._entries(groups, left, chosen, lowered), indent=1) + "\n")
         return Effect(
             file=edit.FILE,
-            summary=", ".join(_summary(self.precision, done, lowered, total)),
+            summary=", ".join(self._summary(done, lowered, total)),
             notes=by_reason("not quantised", {name: chosen.why.get(name) or why for name, why in left.items()}),
             signature=model_file.signature(out / edit.FILE),
         )
 
-    @property
-    def _quantises(self) -> bool:
-        return self.precision not in ("fp16", "bf16")
-
-    @property
-    def _low(self) -> str:
-        """Return the name of the precision of quantised groups."""
-        return self.precision.partition("+")[0]
-
-    def rounding_inputs(self) -> Self:
-        return self.model_copy(update={"inputs_only": True, "rest": "fp32"})
-
-    @property
-    def remainder(self) -> Literal["fp32", "fp16", "bf16"]:
-        """What is beside the quantised groups is brought into."""
-        """What is not quantised is brought into; the CPU has no kernels for what is half the size."""
-        if self.rest is not None and self._quantises:
-            return self.rest
-        if self.precision in ("fp8", "int4-weights"):
-            return "fp16" if self.placement == "inputs" else "fp32"
-        return KINDS[self.precision].rest
-
     def _ranges(self, artifact: Artifact, records: Records) -> Ranges | None:
         if "ranges" in records:
-            path = records["ranges"].path
-            return calibration.load(path, model_sha256=artifact.sha256)
+            return load(records["ranges"].path, model_sha256=artifact.sha256)
         if KINDS[self.precision].calibrated or self.bias_correction:
             what = self.precision if KINDS[self.precision].calibrated else "bias correction"
             raise UsageError(f"{what} needs the ranges of activations, and got none", "calibrate the graph first")
         return None
 
-    def _quantise(self, model: "ir.Model", ranges: Ranges | None, chosen: Assignment) -> "Quantised":
-
-        correct = _corrector(ranges) if self.bias_correction and ranges else None
-        done = self._narrowed(model, ranges, chosen, correct)
-        _hold(self.precision, done)
-        if self.placement == "inputs+outputs" or self.precision == "int8-dynamic":
-            keep_clamps_apart(model)
-            alone = KINDS[self.precision].calibrated  # else the bias before a Gelu is part of the product
-            keep_sums_apart(model, ("LayerNormalization", *(["Gelu"] if alone else [])))
-        return done
-
-    def _narrowed(
-        self, model: "ir.Model", ranges: Ranges | None, chosen: Assignment, correct: "Correct | None"
-    ) -> "Quantised":
-        from enginesmith.pipeline.passes.quantize import dynamic, qdq, weight_only
-
-        scales: Literal["fp32", "fp16"] = "fp16" if self.remainder == "fp16" else "fp32"
-        if self.precision == "int8-dynamic":
-            settings = dynamic.Settings(self.weight_bits, self.per_channel, chosen.keep)
-            return dynamic.quantise(model, settings, correct)
-        if self.precision == "int4-weights":
-            return weight_only.quantise(model, weight_only.Settings(scales, chosen.keep), ranges, correct)
-        assert ranges is not None
-        static = qdq.Settings(
+    def _quantise(self, model: "ir.Model", ranges: Ranges | None, chosen: Assignment) -> Quantised:
+        settings = qdq.Settings(
             number="fp8" if self.precision == "fp8" else "int8",
             placement=self.placement,
             method=chosen.method,
             weight_bits=self.weight_bits,
-            per_channel=self.per_channel,
-            rest=scales,
+            rest="fp16" if self.remainder == "fp16" else "fp32",
             keep=chosen.keep,
             inputs_only=self.inputs_only,
         )
-        return qdq.quantise(model, ranges, static, correct)
+        correct = _corrector(ranges) if self.bias_correction and ranges else None
+        if self.precision == "int8-dynamic":
+            done = weights.quantise_dynamically(model, settings, correct)
+        elif self.precision == "int4-weights":
+            done = weights.quantise_to_int4(model, settings, ranges, correct)
+        else:
+            assert ranges is not None
+            done = qdq.quantise(model, ranges, settings, correct)
+        if not done.done and layers.ON_REQUEST not in done.left.values():
+            raise ModelError(
+                f"no product of this graph can be in {self.precision}: {_most_common(done.left.values())}",
+                "look at the calibration data, or take fp16",
+            )
+        if self.placement == "inputs+outputs" or self.precision == "int8-dynamic":
+            keep_clamps_apart(model)
+            alone = KINDS[self.precision].calibrated  # else the bias before a Gelu is part of the product
+            _keep_sums_apart(model, ("LayerNormalization", *(["Gelu"] if alone else [])))
+        return done
 
-    def _lower(
-        self, model: "ir.Model", low: Literal["fp16", "bf16"], ranges: Ranges | None, chosen: Assignment
-    ) -> "Lowered":
-        from enginesmith.pipeline.passes.float16 import convert as half
-
+    def _lower(self, model: "ir.Model", ranges: Ranges | None, chosen: Assignment) -> Lowered | None:
+        low = self.remainder
+        if low == "fp32":
+            return None
         known = ranges.tensors.items() if ranges else ()
-        largest = {name: max(-found.minimum, found.maximum) if found.finite else math.inf for name, found in known}
-        return half.lower(model, low, keep_io=self.keep_io_types, keep=chosen.floating, largest=largest)
+        largest = {name: max(-one.minimum, one.maximum) if one.finite else math.inf for name, one in known}
+        lowered = lower(model, low, keep_io=self.keep_io_types, keep=chosen.floating, largest=largest)
+        if not self._low and not lowered.nodes:
+            shown = _most_common(lowered.kept.values()) or "there are no such nodes"
+            raise ModelError(
+                f"no node of this graph can be in {self.precision}: {shown}", "export it again with a newer opset"
+            )
+        return lowered
+
+    def _entries(
+        self, groups: Sequence[QuantizableOp], left: Mapping[str, str], chosen: Assignment, lowered: Lowered | None
+    ) -> list[dict[str, str]]:
+        """List each group's precision now, and the reason of those that are not quantised."""
+        halved = set(lowered.nodes) if lowered else set()
+        reasons = {
+            **(lowered.kept if lowered else {}),
+            **left,
+            **{name: why for name, why in chosen.why.items() if why},
+        }
+        entries = []
+        for group in groups:
+            precision, why = self._low, ""
+            if not self._low or group.name in left:
+                precision = lowered.dtype if lowered and group.name in halved else "fp32"
+                why = chosen.why.get(group.name) or reasons.get(group.name, "")
+            names = {"group": group.name, "module": group.module, "operator": group.operator}
+            entries.append({**names, "precision": precision, "why": why})
+        return entries
+
+    def _summary(self, done: Quantised | None, lowered: Lowered | None, total: int) -> list[str]:
+        """Describe the outcome; ``total`` is the number of float weights that there were."""
+        parts = []
+        if done is not None:
+            in_groups = sum(group.parameters for group in done.groups)  # Constant nodes may hold some of them
+            share = sum(group.parameters for group in done.done) / max(total, in_groups, 1)
+            parts += [f"{done.pairs} Q/DQ pairs"] if done.pairs else []
+            parts += [f"{len(done.done)} of {len(done.groups)} products in {self._low}", f"{share:.1%} of weights"]
+        if lowered is not None:
+            parts.append(f"{len(lowered.nodes)} nodes in {lowered.dtype}, {len(lowered.casts)} casts")
+        return parts
 
 
-def _corrector(ranges: Ranges) -> "Correct":
+def _corrector(ranges: Ranges) -> Correct:
     """Make the correction of a weight's mean error, for inputs whose mean is known."""
-    from enginesmith.pipeline.passes.quantize import bias_correction
 
-    def correct(node: "ir.Node", given: Array, narrow: Array) -> Array | None:
-        read = node.inputs[0]
-        known = ranges.channels.get(str(read.name)) if read is not None else None
-        return None if known is None else bias_correction.of_node(node, given, narrow, np.array(known.mean))
+    def correct(node: "ir.Node", weight: Array, dequantised: Array) -> None:
+        known = ranges.channels.get(str(layers.input_of(node, 0).name))
+        if known is not None:
+            correct_bias(node, weight, dequantised, np.array(known.mean))
 
     return correct
 
 
-def _hold(precision: str, done: "Quantised") -> None:
-    """Refuse a graph in which nothing was quantised, unless that was asked for."""
-    if done.done or ON_REQUEST in done.left.values():
-        return
-    reasons = Counter(done.left.values())
-    shown = "; ".join(f"{count} ×: {why}" for why, count in reasons.most_common(_NAMES))
-    raise ModelError(
-        f"no product of this graph can be in {precision}: {shown}", "look at the calibration data, or take fp16"
-    )
+def _most_common(reasons: Collection[str]) -> str:
+    return "; ".join(f"{count} ×: {why}" for why, count in Counter(reasons).most_common(_NAMES))
 
 
-def _refuse_unchanged(precision: str, kept: Mapping[str, str]) -> None:
-    """Refuse a half-precision graph in which every node stayed in float32."""
-    reasons = Counter(kept.values())
-    shown = "; ".join(f"{count} ×: {why}" for why, count in reasons.most_common(_NAMES)) or "there are no such nodes"
-    raise ModelError(f"no node of this graph can be in {precision}: {shown}", "export it again with a newer opset")
+# Patterns that ONNX Runtime's CPU provider fuses to its own loss, or stumbles over, written such that it does not.
 
 
-def _float_elements(model: "ir.Model") -> int:
-    import onnx_ir as ir
-
-    values = (value.const_value for one in model.graphs() for value in one.initializers.values())
-    return sum(found.size for found in values if found is not None and found.dtype == ir.DataType.FLOAT)
-
-
-def _summary(precision: str, done: "Quantised | None", lowered: "Lowered | None", total: int) -> list[str]:
-    parts = []
-    if done is not None:
-        weights = sum(group.parameters for group in done.groups)  # Constant nodes may hold some of them
-        share = sum(group.parameters for group in done.done) / max(total, weights, 1)
-        low = precision.partition("+")[0]
-        parts += [f"{done.pairs} Q/DQ pairs"] if done.pairs else []
-        parts += [f"{len(done.done)} of {len(done.groups)} products in {low}", f"{share:.1%} of weights"]
-    if lowered is not None:
-        parts.append(f"{len(lowered.nodes)} nodes in {lowered.dtype}, {len(lowered.casts)} casts")
-    return parts
-
-
-# What ONNX Runtime's CPU provider fuses to its own loss, or stumbles over, written such that it does not.
-
-_STANDARD = ("", "ai.onnx")
-
-
-def keep_sums_apart(model: "ir.Model", readers: Collection[str]) -> int:
-    """Write Add as Sum where one of these operators reads it; how often that was.
+def _keep_sums_apart(model: "ir.Model", readers: Collection[str]) -> None:
+    """Write Add as Sum where one of these operators reads it.
 
     ONNX Runtime makes SkipLayerNormalization and BiasGelu of such an Add and what follows, and takes longer for them
     than for the two: BERT-base in int8 on one thread (1.31, sequence 128, AVX-512 with VNNI) spends 11.7 ms on the one
     instead of 2.4, and 4.5 ms on the other instead of 3.7. It does not look for Sum, which computes the same.
     """
-    count = 0
     for node in model.graph:
-        value = node.inputs[0] if node.op_type in readers and node.domain in _STANDARD else None
+        value = node.inputs[0] if node.op_type in readers and node.domain in layers.STANDARD else None
         producer = value.producer() if value is not None else None
-        if producer is not None and producer.op_type == "Add" and producer.domain in _STANDARD:
+        if producer is not None and producer.op_type == "Add" and producer.domain in layers.STANDARD:
             producer.op_type = "Sum"
-            count += 1
-    return count
 
 
 def keep_clamps_apart(model: "ir.Model") -> int:
-    """Write a Relu or Clip behind a quantised MatMul or Gemm as Max and Min; how often that was.
+    """Write a Relu or Clip behind a quantised MatMul or Gemm as Max and Min; return how often that was.
 
     ONNX Runtime 1.31 takes a clamp for part of the product, and where it cannot be, as no QuantizeLinear that includes
     it follows, leaves the product in floats behind a weight that is dequantised at every call.
@@ -346,25 +294,21 @@ def keep_clamps_apart(model: "ir.Model") -> int:
     writer = Writer(model.graph)
     count = 0
     for node in list(model.graph):
-        if node.op_type not in layers.MATRIX_PRODUCTS or not _dequantised(node.inputs[1]):
+        maker = layers.input_of(node, 1).producer() if node.op_type in layers.MATRIX_PRODUCTS else None
+        if maker is None or maker.op_type != "DequantizeLinear":
             continue
         clamp, index = layers.only_reader(node.outputs[0])
         if clamp is None or index or clamp.op_type not in ("Relu", "Clip"):
             continue
         reader, _ = layers.only_reader(clamp.outputs[0])
         if reader is None or reader.op_type != "QuantizeLinear":
-            _write_out(clamp, writer)
+            _write_out_clamp(clamp, writer)
             count += 1
     return count
 
 
-def _dequantised(value: "ir.Value | None") -> bool:
-    producer = value.producer() if value is not None else None
-    return producer is not None and producer.op_type == "DequantizeLinear"
-
-
-def _write_out(clamp: "ir.Node", writer: Writer) -> None:
-    value = clamp.inputs[0]
+def _write_out_clamp(clamp: "ir.Node", writer: Writer) -> None:
+    value = layers.input_of(clamp, 0)
     bounds = [*clamp.inputs[1:], None, None][:2]
     if clamp.op_type == "Relu":
         bounds = [writer.shared("zero", np.zeros((), np.float32)), None]
@@ -373,5 +317,5 @@ def _write_out(clamp: "ir.Node", writer: Writer) -> None:
             node = writer.node(operator, [value, bound], [f"{clamp.outputs[0].name}_{operator}"], like=clamp)
             writer.graph.insert_before(clamp, node)
             value = node.outputs[0]
-    if value is not None and value is not clamp.inputs[0]:
+    if value is not clamp.inputs[0]:
         writer.replace(clamp, [value])

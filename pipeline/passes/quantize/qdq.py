@@ -1,4 +1,26 @@
-"""Static quantisation: QuantizeLinear/DequantizeLinear pairs around the products of a float graph."""
+"""Quantise statically: QuantizeLinear/DequantizeLinear pairs, so that an engine computes in few bits and fuses.
+
+                 TensorRT                                   ONNX Runtime, CPU
+activations      symmetric int8, zero point 0               uint8 with a zero point: costs nothing, includes a ReLU
+Conv             its input                                  its input, and its output behind the Relu or Clip, since
+                                                            no kernel writes floats
+ConvTranspose    its input                                  left: there is no int8 kernel
+MatMul, Gemm     their input                                their input; what they write stays floating, which is the
+                                                            faster kernel, and the better one
+bias             floating                                   floating for Conv, whose bias becomes int32 at load; int32
+                                                            for Gemm, which is not fused otherwise
+residual Add     the input that comes from no convolution,  both inputs and the sum, where what goes in is int8 already
+                 or from the one nearer to the fork: the
+                 other convolution takes the sum in
+pooling, Concat  never: Q moves through them by itself      where what they read is int8 already
+Reshape and so on, likewise
+
+TensorRT: "Q/DQ layer-placement recommendations" in its guide to quantised types. ONNX Runtime: its selectors in
+``core/optimizer/qdq_transformer`` say which patterns become integer kernels. It makes unsigned activations of signed
+ones by itself on x64, but not where a value has two readers: half of ResNet-50 then runs in floats.
+
+Of a number that is only simulated (E4M3 on a CPU), ONNX Runtime gets inputs of products and nothing else.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -7,10 +29,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from enginesmith.calibration.ranges import Method, Ranges
-from enginesmith.pipeline.errors import InvalidGraph, UsageError
-from enginesmith.pipeline.passes.quantize import bias_correction, layers, placement, quantizers
-from enginesmith.pipeline.passes.quantize.layers import QuantizableOp
-from enginesmith.pipeline.passes.quantize.placement import RULES, SIMULATED, Plan, Rules
+from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.passes.quantize import layers, quantizers
+from enginesmith.pipeline.passes.quantize.layers import BIAS, WEIGHT, Correct, Quantised, QuantizableOp
 from enginesmith.pipeline.passes.quantize.precisions import Placement
 from enginesmith.pipeline.passes.quantize.quantizers import Grid, Narrow, Number, Rest, Scales
 from enginesmith.pipeline.passes.quantize.writer import Stored, Writer
@@ -20,163 +41,66 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-# What has to hold of a graph before anything in it is quantised.
-
-ON_REQUEST = "the assignment keeps it in floating point"
-"""Why a group is not quantised that could be."""
-_MARKS = ("Quantize", "QLinear", "Integer", "NBits", "MatMulBnb4", "QGemm", "QAttention")
-_STANDARD = ("", "ai.onnx")
-_INITIALISERS_ARE_NO_INPUTS = 4  # IR version from which weights need not be listed as inputs
-_SHOWN = 3
-
-
-def prepare(model: "ir.Model", precision: str, keep: Collection[str] = ()) -> tuple[QuantizableOp, ...]:
-    """Make a float32 graph flat, with weights that cannot be fed and names for all nodes; its groups.
-
-    Raises:
-        InvalidGraph: it is quantised already, not in float32, or has no product.
-        UsageError: ``keep`` names groups that there are none of.
-    """
-    import onnx_ir as ir
-    from onnx_ir.passes import common
-
-    _preparation_hold(model, precision)
-    model.ir_version = max(model.ir_version, _INITIALISERS_ARE_NO_INPUTS)
-    ir.passes.Sequential(common.InlinePass(), common.RemoveInitializersFromInputsPass())(model)
-    found = layers.find(model)
-    if unknown := sorted(set(keep) - {group.name for group in found}):
-        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
-        raise UsageError(
-            f"{', '.join(map(repr, unknown[:_SHOWN]))}{more} are to stay in floating point, and the graph has no "
-            "such products",
-            "take the names from the table of groups of this graph",
-        )
-    return found
-
-
-def require_opset(model: "ir.Model", least: int, precision: str) -> None:
-    """Convert a graph to the opset that a precision needs, if it is older.
-
-    Raises:
-        InvalidGraph: it cannot be converted.
-    """
-    from onnxscript import version_converter
-
-    given = _opset(model)
-    if given >= least:
-        return
-    try:
-        version_converter.convert_version(model, target_version=least, fallback=True)
-    except (ValueError, RuntimeError) as error:
-        raise _too_old(given, least, precision) from error
-    if _opset(model) < least:
-        raise _too_old(given, least, precision)
-
-
-def _opset(model: "ir.Model") -> int:
-    return max((model.graph.opset_imports.get(domain, 0) for domain in _STANDARD), default=0)
-
-
-def _too_old(given: int, least: int, precision: str) -> InvalidGraph:
-    return InvalidGraph(
-        f"the graph has opset {given}, {precision} needs opset {least}, and it cannot be converted",
-        f"export it with --opset {least} or later",
-    )
-
-
-def _preparation_hold(model: "ir.Model", precision: str) -> None:
-    import onnx_ir as ir
-
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if any(mark in node.op_type for mark in _MARKS):
-            raise InvalidGraph(
-                f"the graph is quantised already: it has a {node.op_type} ({node.name or node.outputs[0].name!r}), and "
-                f"{precision} is made of a float32 graph",
-                "give the graph as it was before",
-            )
-    low = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-    values = (value for graph in model.graphs() for value in graph.initializers.values())
-    for value in values:
-        if value.const_value is not None and value.const_value.dtype in low and value.const_value.size > 1:
-            raise InvalidGraph(
-                f"the weight {value.name!r} is {value.const_value.dtype.name.lower()}, and {precision} is made of a "
-                "float32 graph",
-                "export the model in float32: precisions that mix types lower the rest themselves",
-            )
-
-
-def require_products(
-    found: Collection[QuantizableOp],
-    precision: str,
-    usable: Collection[QuantizableOp],
-    operators: Collection[str] = layers.PRODUCTS,
-) -> None:
-    """Refuse a graph that has nothing to quantise.
-
-    Raises:
-        InvalidGraph: says which operators would be, or why those that are there cannot be.
-    """
-    if usable:
-        return
-    reasons = sorted({f"{group.operator}: {group.reason}" for group in found if group.reason})
-    what = f"has no product that can be in {precision}" + (f" ({'; '.join(reasons[:_SHOWN])})" if reasons else "")
-    raise InvalidGraph(
-        f"the graph {what}; {', '.join(operators)} with a constant float32 weight can", "use fp16 or fp32"
-    )
-
-
-Correct = Callable[["ir.Node", Array, Array], Array | None]
-"""A product before it is changed, its float weight and the one it gets (float32, as the node reads them) → what to add
-to its bias, a number for each output channel; None to leave it.
-"""
-_WEIGHT, _BIAS = 1, 2
 _OPSET: Mapping[Number, int] = {"int8": 13, "fp8": 19}
 """The first opset whose QuantizeLinear makes the number, with a scale per channel."""
 _OPSET_OF_HALF_SCALES = 19
+_SAME_SCALE = frozenset(
+    ("MaxPool", "Resize", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Gather")
+    + ("Expand", "Tile")
+)
+"""They hand on numbers as they are: ONNX Runtime runs them on int8 if input and output have one grid."""
+_OWN_SCALE = frozenset(("Add", "Mul", "Concat", "AveragePool", "GlobalAveragePool", "LeakyRelu", "Sigmoid"))
+"""They have int8 kernels that take a grid for each input and one for the output."""
+_MANY_INPUTS = frozenset(("Add", "Mul", "Concat"))
+_CLAMPS = frozenset(("Relu", "Clip"))
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Patterns that one engine fuses."""
+
+    products: frozenset[str] = frozenset(layers.PRODUCTS)
+    """Operators that it has kernels for."""
+    symmetric: bool = True
+    outputs: bool = False
+    """A convolution's output has to be quantised too, and what follows it may be."""
+    residual: bool = False
+    """One input of a sum is to be quantised so that the sum becomes part of a convolution."""
+    integer_bias: frozenset[str] = frozenset()
+    """Operators whose bias has to be int32."""
+
+
+RULES: Mapping[Placement, Rules] = {
+    "inputs": Rules(residual=True),
+    "inputs+outputs": Rules(
+        frozenset(("Conv", "MatMul", "Gemm")), symmetric=False, outputs=True, integer_bias=frozenset(("Gemm",))
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a graph is quantised."""
+    """Options of a quantisation."""
 
     number: Number = "int8"
     placement: Placement = "inputs"
     method: Method = "minmax"
-    """Whose ranges; fp8 has the range to spare, and takes the largest number seen."""
+    """Method whose ranges are taken; fp8 has the range to spare, and takes the largest number seen."""
     weight_bits: int = 8
     """7 keeps int8 weights within ±63: processors without VNNI add two products in 16 bits, and saturate."""
-    per_channel: bool = True
     rest: Rest = "fp32"
-    """What the scales will be stored in."""
     keep: frozenset[str] = frozenset()
     """Names of groups that stay in floating point."""
     inputs_only: bool = False
-    """Whether only inputs of products are rounded, each product's apart from the others', for measuring them."""
+    """Only inputs of products are rounded, each product's apart from the others', so that errors can be measured."""
 
     @property
     def rules(self) -> Rules:
-        """Return the rules by which pairs are placed."""
+        """Rules by which pairs are placed."""
         if self.number == "fp8" and self.placement == "inputs+outputs":
-            return SIMULATED
+            return Rules()  # the engine only simulates the number
         rules = RULES[self.placement]
-        return Rules(rules.products, rules.symmetric, outputs=False, residual=False) if self.inputs_only else rules
-
-
-@dataclass(frozen=True)
-class Quantised:
-    """What was done to a graph."""
-
-    pairs: int
-    """QuantizeLinear nodes, each with its DequantizeLinear."""
-    groups: tuple[QuantizableOp, ...]
-    """All of them, in the order of the graph."""
-    left: Mapping[str, str] = field(default_factory=dict)
-    """Name of a group that stays in floating point → why."""
-
-    @property
-    def done(self) -> tuple[QuantizableOp, ...]:
-        """Return the groups in few bits."""
-        return tuple(group for group in self.groups if group.name not in self.left)
+        return Rules(rules.products, rules.symmetric) if self.inputs_only else rules
 
 
 def quantise(model: "ir.Model", ranges: Ranges, settings: Settings, correct: Correct | None = None) -> Quantised:
@@ -186,38 +110,31 @@ def quantise(model: "ir.Model", ranges: Ranges, settings: Settings, correct: Cor
         InvalidGraph: it is quantised already, or has none of the operators that can be.
         UsageError: the ranges are of another graph, or ``keep`` names groups that there are none of.
     """
-    half = settings.rest == "fp16"
-    require_opset(model, max(_OPSET[settings.number], _OPSET_OF_HALF_SCALES if half else 0), settings.number)
-    found = prepare(model, settings.number, settings.keep)
-    require_products(found, settings.number, [group for group in found if not group.reason])
+    opset = max(_OPSET[settings.number], _OPSET_OF_HALF_SCALES if settings.rest == "fp16" else 0)
+    groups = layers.prepare(model, settings.number, opset, settings.keep)
+    usable = [group for group in groups if not group.reason]
+    layers.require_products(groups, settings.number, usable)
+    names = {name for group in usable for name in group.activations}
+    if names and not names & set(ranges.tensors):
+        raise UsageError(
+            f"the ranges are of another model: they have {len(ranges.tensors)} values, and none that its products "
+            f"read ({', '.join(sorted(names)[:3])})",
+            "calibrate this graph",
+        )
     scales = Scales(ranges, settings.number, settings.method, settings.rest, symmetric=settings.rules.symmetric)
-    _hold(found, ranges)
     nodes = {str(node.name): node for node in model.graph}
-    left = {group.name: why for group in found if (why := _reason(group, nodes[group.name], scales, settings))}
-    chosen = [group for group in found if group.name not in left]
-    plan = placement.place(model, (nodes[group.name] for group in chosen), settings.rules, scales.problem)
+    left = {group.name: why for group in groups if (why := _reason(group, nodes[group.name], scales, settings))}
+    chosen = [nodes[group.name] for group in groups if group.name not in left]
+    plan = _place(model, chosen, settings.rules, scales.problem)
     grids = _grids(plan, scales)
     writer = Writer(model.graph)
-    narrowed = _Weights(writer, settings, correct)
-    for group in chosen:
-        node = nodes[group.name]
-        narrowed.quantise(group, node, grids[_input(node, 0)])
+    weights = _Weights(writer, settings, correct)
+    for node in chosen:
+        weights.quantise(node, grids[layers.input_of(node, 0)])
     for value, grid in grids.items():
         writer.pair(value, grid, None if value in plan.native else plan.readers[value])
     writer.finish(model)
-    return Quantised(len(grids), found, left)
-
-
-def _hold(found: "Iterable[QuantizableOp]", ranges: Ranges) -> None:
-    """Refuse ranges that are of another graph."""
-    names = {name for group in found if not group.reason for name in group.activations}
-    if names and not names & set(ranges.tensors):
-        shown = ", ".join(sorted(names)[:3])
-        raise UsageError(
-            f"the ranges are of another model: they have {len(ranges.tensors)} values, and none that its products "
-            f"read ({shown})",
-            "calibrate this graph",
-        )
+    return Quantised(len(grids), groups, left)
 
 
 def _reason(group: QuantizableOp, node: "ir.Node", scales: Scales, settings: Settings) -> str:
@@ -226,18 +143,16 @@ def _reason(group: QuantizableOp, node: "ir.Node", scales: Scales, settings: Set
     if group.reason:
         return group.reason
     if group.name in settings.keep:
-        return ON_REQUEST
+        return layers.ON_REQUEST
     if node.op_type not in rules.products:
         return f"there is no int8 kernel for {node.op_type}"
     if node.op_type in rules.integer_bias and (why := _bias_problem(node)):
         return why
-    if why := scales.problem(_input(node, 0)):
+    if why := scales.problem(layers.input_of(node, 0)):
         return f"its input {why}"
-    if rules.outputs and node.op_type in layers.CONVOLUTIONS and (why := scales.problem(placement.written(node))):
+    if rules.outputs and node.op_type in layers.CONVOLUTIONS and (why := scales.problem(_written(node))):
         return f"its output {why}"
-    weight = layers.tensor(node.inputs[_WEIGHT])
-    assert weight is not None, group
-    numbers = weight.numpy()
+    numbers = layers.weight_of(node)
     largest = float(np.abs([numbers.max(), numbers.min()]).max()) if numbers.size else 0.0
     if not largest:
         return "its weight is all zero"
@@ -245,43 +160,17 @@ def _reason(group: QuantizableOp, node: "ir.Node", scales: Scales, settings: Set
 
 
 def _bias_problem(node: "ir.Node") -> str:
-    bias = node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
+    bias = node.inputs[BIAS] if len(node.inputs) > BIAS else None
     if bias is None:
         return ""
-    found = layers.tensor(bias)
-    if found is None:
+    content = layers.tensor(bias)
+    if content is None:
         return "its bias is computed"
-    columns = node.inputs[_WEIGHT].shape  # type: ignore[union-attr]
-    wide = columns is not None and found.size == columns[0 if node.attributes.get_int("transB", 0) else 1]
+    columns = layers.input_of(node, WEIGHT).shape
+    wide = columns is not None and content.size == columns[0 if node.attributes.get_int("transB", 0) else 1]
     if not wide or node.attributes.get_float("beta", 1.0) != 1 or node.attributes.get_float("alpha", 1.0) != 1:
         return "its bias is not added as it is, one number for each column"
     return ""
-
-
-def _input(node: "ir.Node", index: int) -> "ir.Value":
-    value = node.inputs[index]
-    assert value is not None, node
-    return value
-
-
-def _grids(plan: Plan, scales: Scales) -> "dict[ir.Value, Grid]":
-    """Return a grid for each value that is rounded; those that have to share one get the widest."""
-    parent: dict[ir.Value, ir.Value] = {}
-
-    def root(value: "ir.Value") -> "ir.Value":
-        while value in parent:
-            value = parent[value]
-        return value
-
-    for one, other in plan.same:
-        if root(one) is not root(other):
-            parent[root(other)] = root(one)
-    values = dict.fromkeys((*plan.readers, *plan.native))
-    members: dict[ir.Value, list[ir.Value]] = {}
-    for value in values:
-        members.setdefault(root(value), []).append(value)
-    shared = {top: scales.grid(inside) for top, inside in members.items()}
-    return {value: shared[root(value)] for value in values}
 
 
 class _Weights:
@@ -291,43 +180,176 @@ class _Weights:
         self._writer, self._settings, self._correct = writer, settings, correct
         self._done: dict[tuple[object, ...], tuple[Stored, Array]] = {}
 
-    def quantise(self, group: QuantizableOp, node: "ir.Node", grid: Grid) -> None:
-        """Quantise a group's weight, and its bias where the engine wants that."""
-        value = _input(node, _WEIGHT)
-        weight = layers.tensor(value)
-        assert weight is not None, group
-        numbers = weight.numpy()
-        axis = quantizers.channel_axis(node, numbers.shape) if self._settings.per_channel else None
-        least = self._least_scale(node, axis, grid)
+    def quantise(self, node: "ir.Node", grid: Grid) -> None:
+        """Quantise a product's weight, and its bias where the engine wants that; ``grid`` is that of its input."""
+        settings, value, numbers = self._settings, layers.input_of(node, WEIGHT), layers.weight_of(node)
+        axis = quantizers.channel_axis(node, numbers.shape)
+        least = np.zeros(())
+        bias = quantizers.read_bias(node)
+        if bias is not None and settings.rules.outputs:  # ONNX Runtime adds biases up as int32, also those in floats
+            least = quantizers.least_scale(bias.reshape(-1), grid.scale)
+            least = least if axis is not None else np.asarray(least.max())
         key = (value, axis, least.tobytes())
         if key not in self._done or self._correct is not None:
-            narrow = self._narrow(numbers, axis, least)
+            narrow = quantizers.symmetric(numbers, axis, settings.number, settings.rest, settings.weight_bits, least)
             if self._correct is not None:
-                bias_correction.add(node, self._correct(node, numbers, narrow.wide()))
+                self._correct(node, numbers, narrow.wide())
+                bias = quantizers.read_bias(node)
             if key not in self._done:
                 self._done[key] = self._writer.store(str(value.name), narrow), narrow.scale
         stored, scale = self._done[key]
-        if node.op_type in self._settings.rules.integer_bias:
-            self._integer_bias(node, grid.scale * scale.astype(np.float64))
-        node.replace_input_with(_WEIGHT, self._writer.dequantised(stored, node))
+        if bias is not None and node.op_type in settings.rules.integer_bias:
+            steps = grid.scale * scale.astype(np.float64)
+            levels = quantizers.integer_bias(bias.reshape(-1), steps)
+            whole = Narrow(levels, steps.astype(np.float32), 0 if steps.ndim else None)
+            sums = self._writer.store(str(layers.input_of(node, BIAS).name), whole)
+            node.replace_input_with(BIAS, self._writer.dequantised(sums, node))
+        node.replace_input_with(WEIGHT, self._writer.dequantised(stored, node))
 
-    def _narrow(self, weight: Array, axis: int | None, least: Array) -> Narrow:
-        settings = self._settings
-        return quantizers.symmetric(weight, axis, settings.number, settings.rest, settings.weight_bits, least)
 
-    def _least_scale(self, node: "ir.Node", axis: int | None, grid: Grid) -> Array:
-        """Compute the smallest scale of a weight: ONNX Runtime adds up biases as int32, also those that are floats."""
-        bias = bias_correction.read(node) if self._settings.rules.outputs else None
-        if bias is None:
-            return np.zeros(())
-        least = quantizers.least_scale(bias.reshape(-1), grid.scale)
-        return least if axis is not None else np.asarray(least.max())
+# Placement of the pairs.
 
-    def _integer_bias(self, node: "ir.Node", scale: Array) -> None:
-        bias = bias_correction.read(node)
-        if bias is None:
-            return
-        levels = quantizers.integer_bias(bias.reshape(-1), scale)
-        narrow = Narrow(levels, scale.astype(np.float32), 0 if scale.ndim else None)
-        stored = self._writer.store(str(_input(node, _BIAS).name), narrow)
-        node.replace_input_with(_BIAS, self._writer.dequantised(stored, node))
+Problem = Callable[["ir.Value"], str]
+"""Explains why a value cannot be rounded; empty where it can."""
+
+
+@dataclass
+class _Plan:
+    """Values that are rounded, and who reads them so."""
+
+    readers: "dict[ir.Value, list[tuple[ir.Node, int]]]" = field(default_factory=dict)
+    """Value → where the rounded one is read; all other readers go on reading the floats."""
+    native: "set[ir.Value]" = field(default_factory=set)
+    """Values that exist in few bits alone: everything reads the rounded one, outputs of the graph too."""
+    same: "list[tuple[ir.Value, ir.Value]]" = field(default_factory=list)
+    """Pairs that have to share a grid."""
+
+    def read(self, node: "ir.Node", index: int) -> None:
+        """Round an input of a node."""
+        self.readers.setdefault(layers.input_of(node, index), []).append((node, index))
+
+
+def _grids(plan: _Plan, scales: Scales) -> "dict[ir.Value, Grid]":
+    """Return a grid for each value that is rounded; those that have to share one get the widest."""
+    import networkx
+
+    values = dict.fromkeys((*plan.readers, *plan.native))
+    linked = networkx.Graph(plan.same)
+    linked.add_nodes_from(values)
+    shared: dict[ir.Value, Grid] = {}
+    for members in networkx.connected_components(linked):
+        shared |= dict.fromkeys(members, scales.grid(members))
+    return {value: shared[value] for value in values}
+
+
+def _place(model: "ir.Model", chosen: "Iterable[ir.Node]", rules: Rules, problem: Problem) -> _Plan:
+    """Place the pairs for the products that are to be computed in few bits."""
+    plan = _Plan()
+    products = dict.fromkeys(chosen)
+    for node in products:
+        plan.read(node, 0)
+    if rules.outputs:
+        _follow_convolutions(model, products, problem, plan)
+    if rules.residual:
+        for node in model.graph:
+            index = _residual_input(node, products)
+            if index is not None and not problem(layers.input_of(node, index)):
+                plan.read(node, index)
+    return plan
+
+
+def _written(node: "ir.Node") -> "ir.Value":
+    """Find the value that a node writes, behind a Relu or Clip that alone reads it: engines fuse these into it."""
+    value = node.outputs[0]
+    reader, index = layers.only_reader(value)
+    if reader is None or reader.op_type not in _CLAMPS or index or any(map(_is_computed, reader.inputs[1:])):
+        return value
+    return reader.outputs[0]
+
+
+def _is_computed(value: "ir.Value | None") -> bool:
+    return value is not None and layers.tensor(value) is None
+
+
+def _follow_convolutions(model: "ir.Model", products: "Collection[ir.Node]", problem: Problem, plan: _Plan) -> None:
+    """Follow what convolutions write in int8 through operators that go on with it, if that saves moving floats."""
+    wanted: set[ir.Value] = set()  # values that are rounded anyway, since a product reads them, perhaps through others
+    for node in reversed(model.graph):
+        if node in products:
+            wanted.add(layers.input_of(node, 0))
+        elif node.op_type in _SAME_SCALE | _OWN_SCALE and not wanted.isdisjoint(_rounded_outputs(node)):
+            wanted.update(_operands(node))
+    for node in model.graph:
+        if node in products and node.op_type in layers.CONVOLUTIONS:
+            plan.native.add(_written(node))
+        if node in products or node.domain not in layers.STANDARD or not _has_kernel(node):
+            continue
+        read, outputs = _operands(node), _rounded_outputs(node)
+        native = [value in plan.native for value in read]
+        useful = any(native) and (all(native) or not wanted.isdisjoint(outputs))
+        if not useful or any(map(problem, (*read, *outputs))):
+            continue
+        for index, value in enumerate(node.inputs):
+            if value in read:
+                plan.read(node, index)
+        if node.op_type == "Concat":
+            floats = (value for value in read if value not in plan.native and len(value.uses()) == 1)
+            plan.same += [(value, outputs[0]) for value in floats]
+        if node.op_type in _SAME_SCALE:
+            plan.same += [(read[0], output) for output in outputs]
+        plan.native.update(outputs)
+
+
+def _rounded_outputs(node: "ir.Node") -> "list[ir.Value]":
+    """Return the values that are rounded behind a node, if it is computed in int8."""
+    return [_written(node)] if node.op_type in _OWN_SCALE else list(node.outputs)
+
+
+def _operands(node: "ir.Node") -> "list[ir.Value]":
+    """Return the values that a node computes with; indices, shapes and bounds are not among them."""
+    inputs = node.inputs if node.op_type in _MANY_INPUTS else node.inputs[:1]
+    return list(dict.fromkeys(value for value in inputs if value is not None))
+
+
+def _has_kernel(node: "ir.Node") -> bool:
+    """Tell whether ONNX Runtime has an integer kernel for it, and for how it is used here."""
+    import onnx_ir as ir
+
+    if node.op_type not in _SAME_SCALE | _OWN_SCALE or not all(node.inputs[: 1 + (node.op_type in _MANY_INPUTS)]):
+        return False
+    if any(value.dtype not in (None, ir.DataType.FLOAT) or not _is_computed(value) for value in _operands(node)):
+        return False
+    if not all(value.uses() or value.is_graph_output() for value in node.outputs):
+        return False
+    if node.op_type == "MaxPool":
+        return len(node.outputs) == 1
+    return node.op_type != "Resize" or node.attributes.get_string("mode", "nearest") == "nearest"
+
+
+def _residual_input(node: "ir.Node", products: "Collection[ir.Node]") -> int | None:
+    """Return the input of an Add that is to be rounded so that the other one's convolution takes in the sum."""
+    if node.op_type != "Add" or not all(map(_is_computed, node.inputs)):
+        return None
+    first, second = (_convolution(value, products) for value in node.inputs)
+    if first is None or second is None:
+        return None if first is second else int(first is not None)
+    return 0 if _depth(first) < _depth(second) else 1
+
+
+def _convolution(value: "ir.Value | None", products: "Collection[ir.Node]") -> "ir.Node | None":
+    """Return the quantised convolution whose output a value is, and that nothing else reads."""
+    node = value.producer() if value is not None else None
+    if value is None or node is None or len(value.uses()) != 1 or value.is_graph_output():
+        return None
+    if node.op_type == "BatchNormalization":
+        return _convolution(node.inputs[0], products)
+    return node if node in products and node.op_type in layers.CONVOLUTIONS else None
+
+
+def _depth(node: "ir.Node") -> int:
+    """Count the convolutions one behind the other in front of a node, on the way of first inputs."""
+    depth, source = 0, node.inputs[0]
+    while source is not None and (producer := source.producer()) is not None:
+        depth += producer.op_type in layers.CONVOLUTIONS
+        source = producer.inputs[0] if producer.inputs else None
+    return depth

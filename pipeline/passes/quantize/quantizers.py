@@ -1,5 +1,6 @@
-"""Constant weights in few bits: int8 and E4M3 with one scale per output channel, int4 with one per block."""
+"""Round numbers to few bits: grids for activations, scales for weights, and biases that make up for the mean error."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -7,30 +8,31 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from enginesmith.calibration.ranges import Method, Ranges, TensorRange
+from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.passes.quantize import layers
+from enginesmith.pipeline.passes.rescale.channels import by_channel, inputs_first
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-# From the range of a value to the grid that it is rounded to.
-
 Number = Literal["int8", "fp8"]
 Rest = Literal["fp32", "fp16"]
-"""What the scales are stored in: the type of what is not quantised."""
+"""Type that scales are stored in: that of operators which are not quantised."""
 LARGEST: Mapping[Number, float] = {"int8": 127.0, "fp8": 448.0}
 """Largest magnitude of a symmetric int8, and of E4M3 (Micikevicius et al.: FP8 Formats for Deep Learning, 2022)."""
 _UNSIGNED_STEPS = 255.0
-_SAME_NUMBERS = frozenset(("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
-_TINY: Mapping[Rest, float] = {
-    "fp32": float(np.finfo(np.float32).tiny),
-    "fp16": float(np.finfo(np.float16).tiny),
-}
+SAME_NUMBERS = frozenset(("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
+"""Operators whose output has the numbers of their input, in another shape."""
+
+
+# Grids of activations, from their ranges.
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What a value is rounded to: ``scale`` times whole numbers, or times numbers of E4M3."""
+    """Numbers that a value is rounded to: ``scale`` times whole numbers, or times numbers of E4M3."""
 
     scale: float
     zero_point: int
@@ -48,55 +50,54 @@ class Scales:
         self._symmetric = symmetric
 
     def problem(self, value: "ir.Value") -> str:
-        """Why a value has no grid, as the end of a sentence that starts with what it is; empty where it has one."""
-        found = self._range(value)
-        if found is None or found.amax is None:
+        """Explain why a value has no grid, after a word for what it is; empty where it has one."""
+        known = self._range(value)
+        if known is None or known.amax is None:
             return f"{value.name!r} has no range"
-        if not found.finite:
+        if not known.finite:
             return f"{value.name!r} is not finite on the calibration data"
-        if found.minimum == found.maximum or not found.amax[self._method] > 0:
+        if known.minimum == known.maximum or not known.amax[self._method] > 0:
             return f"{value.name!r} never varies on the calibration data"
         return ""
 
     def grid(self, values: "Iterable[ir.Value]") -> Grid:
-        """Return the grid that these values share, none of which has a problem."""
-        limits = [self._limits(value) for value in values]
-        low, high = min(low for low, _ in limits), max(high for _, high in limits)
+        """Return the grid that these values share, none of which has a problem; 0 is one of its numbers."""
+        low = high = 0.0
+        for value in values:
+            known = self._range(value)
+            assert known is not None, value
+            assert known.amax is not None, value
+            amax = known.amax[self._method]
+            low = min(low, -amax if self._symmetric else max(known.minimum, -amax))
+            high = max(high, amax if self._symmetric else min(known.maximum, amax))
         if self._symmetric:
-            scale = representable(max(-low, high) / LARGEST[self._number], self._rest)
+            scale = float(representable(max(-low, high) / LARGEST[self._number], self._rest))
             return Grid(scale, 0, self._number)
-        scale = representable((high - low) / _UNSIGNED_STEPS, self._rest)
+        scale = float(representable((high - low) / _UNSIGNED_STEPS, self._rest))
         return Grid(scale, int(np.clip(np.rint(-low / scale), 0, _UNSIGNED_STEPS)), "uint8")
 
-    def _limits(self, value: "ir.Value") -> tuple[float, float]:
-        """Return the least and the greatest number that is represented exactly enough; 0 lies between them."""
-        found = self._range(value)
-        assert found is not None, value
-        assert found.amax is not None, value
-        amax = found.amax[self._method]
-        if self._symmetric:
-            return -amax, amax
-        return min(max(found.minimum, -amax), 0.0), max(min(found.maximum, amax), 0.0)
-
     def _range(self, value: "ir.Value | None") -> TensorRange | None:
-        """Return a value's range, or that of what it is another shape of."""
+        """Return a value's range, or that of the value that it is another shape of."""
         while value is not None:
-            found = self._ranges.get(str(value.name))
+            known = self._ranges.get(str(value.name))
             producer = value.producer()
-            if found is not None or producer is None or producer.op_type not in _SAME_NUMBERS:
-                return found
+            if known is not None or producer is None or producer.op_type not in SAME_NUMBERS:
+                return known
             value = producer.inputs[0]
         return None
 
 
-def representable(scale: float, rest: Rest) -> float:
-    """Return the scale as the graph holds it: in its floating-point type, never subnormal.
+def representable(scale: Array | float, rest: Rest) -> Array:
+    """Return scales as the graph holds them: in their floating-point type, never subnormal; here as float32.
 
     A scale that cannot be told from 0 would make infinities of what is divided by it, and TensorRT refuses 0.
     """
-    scale = max(scale, _TINY[rest])
-    return float(np.float16(scale)) if rest == "fp16" else float(np.float32(scale))
+    stored = np.float16 if rest == "fp16" else np.float32
+    raised: Array = np.maximum(scale, float(np.finfo(stored).tiny))
+    return raised.astype(stored).astype(np.float32)
 
+
+# Constant weights in few bits: int8 and E4M3 with one scale per output channel, int4 with one per block.
 
 BLOCKS = (128, 64, 32)
 """Block sizes of int4 weights, the wanted one first: what ONNX Runtime and TensorRT both have kernels for."""
@@ -121,12 +122,11 @@ class Narrow:
 
     def wide(self) -> Array:
         """Return the numbers that it stands for, as float32."""
-        return self.levels.astype(np.float32) * self._spread()
-
-    def _spread(self) -> Array:
-        if self.block and self.axis is not None:
-            return np.repeat(self.scale, self.block, self.axis)
-        return _along(self.scale, self.axis, self.levels.ndim)
+        if self.block:
+            scale = np.repeat(self.scale, self.block, self.axis)
+        else:
+            scale = _along(self.scale, self.axis, self.levels.ndim)
+        return self.levels.astype(np.float32) * scale
 
 
 def channel_axis(node: "ir.Node", shape: tuple[int, ...]) -> int | None:
@@ -158,8 +158,7 @@ def symmetric(
     top = LARGEST[number] if number == "fp8" else _INTEGER_TOP[bits]
     axes = tuple(index for index in range(weight.ndim) if index != axis)
     largest = np.maximum(weight.max(axis=axes), -weight.min(axis=axes))
-    wanted = np.maximum(largest / top, least)
-    scale = _representable(wanted, rest)
+    scale = representable(np.maximum(largest / top, least), rest)
     levels = weight / _along(scale, axis, weight.ndim)
     np.clip(levels, -top, top, out=levels)
     if number == "fp8":
@@ -211,20 +210,15 @@ def blocked(weight: Array, block: int, rest: Rest, importance: Array | None = No
 def _best_scale(blocks: Array, weights: Array, rest: Rest) -> Array:
     """Return one scale for each block and column of blocks × inputs × columns."""
     largest = np.maximum(blocks.max(axis=1), -blocks.min(axis=1)) / _INT4_HIGH
-    best = least = None
+    best, least = representable(largest, rest), np.full_like(largest, np.inf)
     for shrink in _SHRINKS:
-        tried = _representable(largest * shrink, rest)
+        tried = representable(largest * shrink, rest)
         error = _rounded(blocks, tried)
         error *= tried[:, None]
         error -= blocks
         error *= error
         total = np.einsum("bkn,bk->bn", error, weights)
-        if best is None or least is None:
-            best, least = tried, total
-        else:
-            better = total < least
-            best, least = np.where(better, tried, best), np.where(better, total, least)
-    assert best is not None
+        best, least = np.where(total < least, tried, best), np.minimum(total, least)
     return best
 
 
@@ -233,12 +227,61 @@ def _rounded(blocks: Array, scale: Array) -> Array:
     return np.clip(np.rint(levels, out=levels), _INT4_LOW, _INT4_HIGH, out=levels)
 
 
-def _representable(scale: Array, rest: Rest) -> Array:
-    """Apply :func:`representable` to many scales."""
-    smallest = representable(0.0, rest)
-    raised = np.maximum(scale, smallest)
-    return (raised.astype(np.float16) if rest == "fp16" else raised).astype(np.float32)
-
-
 def _along(scale: Array, axis: int | None, rank: int) -> Array:
     return scale if axis is None else scale.reshape(-1, *(1,) * (rank - 1 - axis))
+
+
+# Bias correction: what rounding a weight adds to the mean of a product, taken out of the bias.
+#
+# Nagel, van Baalen, Blankevoort, Welling: Data-Free Quantization Through Weight Equalization and Bias Correction,
+# 2019, arXiv:1906.04721, section 4.2: E[W·x] − E[Ŵ·x] = (W − Ŵ)·E[x].
+
+_BIAS = 2
+
+
+def read_bias(node: "ir.Node") -> Array | None:
+    """Return the constant bias that an operator itself adds; None where there is none."""
+    return edit.read(node.inputs[_BIAS]) if len(node.inputs) > _BIAS else None
+
+
+def add_to_bias(node: "ir.Node", more: Array) -> bool:
+    """Add a number per output channel to a product's bias, in place; return False where there is no place for it.
+
+    Conv, ConvTranspose and Gemm get a bias where they have none; that of a MatMul is the constant of the Add behind
+    it. Other readers of the same bias keep theirs.
+    """
+    if node.op_type == "MatMul":
+        reader, index = layers.only_reader(node.outputs[0])
+        if reader is None or reader.op_type != "Add":
+            return False
+        bias = edit.read(reader.inputs[1 - index])
+        if bias is None or bias.shape != more.shape:
+            return False
+        edit.write(reader, 1 - index, (bias + more).astype(np.float32))
+        return True
+    bias = read_bias(node)
+    share = node.attributes.get_float("beta", 1.0) if node.op_type == "Gemm" else 1.0
+    if not share or (bias is None and len(node.inputs) > _BIAS and node.inputs[_BIAS] is not None):
+        return False
+    edit.write(node, _BIAS, (more / share + (0 if bias is None else bias)).astype(np.float32))
+    return True
+
+
+def correct_bias(node: "ir.Node", weight: Array, dequantised: Array, mean: Array) -> bool:
+    """Make the bias of a product up for its rounded weight, in place; return False where there is no place for it.
+
+    Weights are as the node reads them; ``mean`` is that of each input channel. Every place of a kernel is taken to see
+    the same mean, so padding, which is zeros, is ignored. An output of a ConvTranspose with strides sees one input in
+    as many places of the kernel.
+    """
+    groups, first = node.attributes.get_int("group", 1), inputs_first(node)
+    exact, rounded = (
+        by_channel(each, inputs_first=first, groups=groups).sum(axis=2, dtype=np.float64)
+        for each in (weight, dequantised)
+    )
+    lost: Array = exact - rounded
+    means = np.asarray(mean, np.float64).reshape(groups, -1)
+    shift: Array = (lost.reshape(groups, -1, lost.shape[1]) @ means[:, :, None]).reshape(-1)
+    if node.op_type == "ConvTranspose" and "strides" in node.attributes:
+        shift = shift / math.prod(node.attributes["strides"].as_ints())
+    return add_to_bias(node, shift * node.attributes.get_float("alpha", 1.0))

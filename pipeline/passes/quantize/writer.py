@@ -1,4 +1,4 @@
-"""Putting quantised values into a graph: initialisers and nodes with names of their own."""
+"""Put quantised values into a graph: initialisers and nodes with names of their own."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Stored:
     """A constant in few bits, as it lies in a graph."""
 
     name: str
-    """Of the float constant that it replaces."""
+    """Name of the float constant that it replaces."""
     levels: "ir.Value"
     scale: "ir.Value"
     axis: int | None
@@ -76,7 +76,7 @@ class Writer:
         like: "ir.Node | None" = None,
         name: str = "",
     ) -> "ir.Node":
-        """Return a new node that is in no graph yet, its outputs named; ``like`` is the one whose module it belongs to.
+        """Return a new node that is in no graph yet, its outputs named; it belongs to the module of ``like``.
 
         Without a ``name`` it is called after its first output and its operator.
         """
@@ -88,8 +88,7 @@ class Writer:
         for value, wanted in zip(node.outputs, outputs, strict=True):
             value.name = self._free(wanted, self._taken)
         node.name = name or self._free(f"{node.outputs[0].name}_{operator}", self._node_names)
-        if like is not None:
-            node.metadata_props.update(like.metadata_props)
+        node.metadata_props.update(like.metadata_props if like is not None else {})
         return node
 
     def store(self, name: str, narrow: Narrow) -> Stored:
@@ -100,9 +99,10 @@ class Writer:
 
     def dequantised(self, stored: Stored, before: "ir.Node") -> "ir.Value":
         """Return a constant in few bits, as floats for one node."""
+        import onnx_ir as ir
+
         inputs = [stored.levels, stored.scale]
-        numbers = stored.scale.const_value
-        if stored.levels.dtype is not None and stored.levels.dtype.name == "INT8" and numbers is not None:
+        if stored.levels.dtype == ir.DataType.INT8 and (numbers := stored.scale.const_value) is not None:
             shape = tuple(numbers.shape.numpy())
             inputs.append(self.shared(f"zero_points_{'_'.join(map(str, shape))}", np.zeros(shape, np.int8)))
         attributes = {} if stored.axis is None else {"axis": stored.axis}
@@ -116,34 +116,31 @@ class Writer:
 
     def pair(self, value: "ir.Value", grid: Grid, readers: "Iterable[tuple[ir.Node, int]] | None") -> None:
         """Round a value for some of its readers, or for all of them and the graph's outputs."""
-        everywhere = readers is None
+        import ml_dtypes
+
         uses = [(use.node, use.idx) for use in value.uses()] if readers is None else list(readers)
         scale = self.initialiser(f"{value.name}_scale", np.array(grid.scale, np.float32))
-        zero = self.shared(f"zero_point_{grid.dtype}_{grid.zero_point}", _zero_point(grid))
-        quantise = self.node("QuantizeLinear", [value, scale, zero], [f"{value.name}_quantized"])
-        restore = self.node("DequantizeLinear", [quantise.outputs[0], scale, zero], [f"{value.name}_dequantized"])
-        _describe(quantise.outputs[0], zero, value)
-        _describe(restore.outputs[0], scale, value)
+        dtype = ml_dtypes.float8_e4m3fn if grid.dtype == "fp8" else grid.dtype
+        zero = self.shared(f"zero_point_{grid.dtype}_{grid.zero_point}", np.array(grid.zero_point, dtype))
         producer = value.producer()
+        quantise = self.node("QuantizeLinear", [value, scale, zero], [f"{value.name}_quantized"], like=producer)
+        inputs = [quantise.outputs[0], scale, zero]
+        restore = self.node("DequantizeLinear", inputs, [f"{value.name}_dequantized"], like=producer)
+        rounded = restore.outputs[0]
+        _describe(quantise.outputs[0], zero, value)
+        _describe(rounded, scale, value)
         if producer is None:
             self.graph.insert_before(self.graph[0], [quantise, restore])
         else:
-            for new in (quantise, restore):
-                new.metadata_props.update(producer.metadata_props)
             self.graph.insert_after(producer, [quantise, restore])
         for node, index in uses:
-            node.replace_input_with(index, restore.outputs[0])
-        if everywhere and value.is_graph_output():
-            self._hand_over(value, restore.outputs[0])
-
-    def _hand_over(self, value: "ir.Value", other: "ir.Value") -> None:
-        """Make another value the graph's output, under the name that the output has."""
-        places = [index for index, output in enumerate(self.graph.outputs) if output is value]
-        for index in places:
-            self.graph.outputs[index] = other
-        name = value.name
-        value.name = self._free(f"{name}_float", self._taken)
-        other.name = name
+            node.replace_input_with(index, rounded)
+        if readers is None and value.is_graph_output():  # the rounded value takes the output's place and name
+            for index in [index for index, output in enumerate(self.graph.outputs) if output is value]:
+                self.graph.outputs[index] = rounded
+            name = value.name
+            value.name = self._free(f"{name}_float", self._taken)
+            rounded.name = name
 
     def replace(self, node: "ir.Node", outputs: "Sequence[ir.Value]") -> None:
         """Put other values in the place of what a node writes, under its names, and take it out of the graph."""
@@ -180,10 +177,3 @@ def _describe(value: "ir.Value", dtype_of: "ir.Value", shape_of: "ir.Value") -> 
     if dtype_of.dtype is not None:
         value.type = ir.TensorType(dtype_of.dtype)
     value.shape = None if shape_of.shape is None else shape_of.shape.copy()
-
-
-def _zero_point(grid: Grid) -> Array:
-    import ml_dtypes
-
-    dtypes = {"int8": np.int8, "uint8": np.uint8, "fp8": ml_dtypes.float8_e4m3fn}
-    return np.array(grid.zero_point, dtypes[grid.dtype])
