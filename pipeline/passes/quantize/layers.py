@@ -16,6 +16,8 @@ CONVOLUTIONS = ("Conv", "ConvTranspose")
 MATRIX_PRODUCTS = ("MatMul", "Gemm")
 PRODUCTS = (*CONVOLUTIONS, *MATRIX_PRODUCTS)
 """Operators with a quantised form."""
+SAME_NUMBERS = frozenset(("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
+"""Operators whose output has the numbers of their input, in another shape."""
 WEIGHT, BIAS = 1, 2
 """Positions of the inputs of products."""
 STANDARD = ("", "ai.onnx")

@@ -23,8 +23,6 @@ Rest = Literal["fp32", "fp16"]
 LARGEST: Mapping[Number, float] = {"int8": 127.0, "fp8": 448.0}
 """Largest magnitude of a symmetric int8, and of E4M3 (Micikevicius et al.: FP8 Formats for Deep Learning, 2022)."""
 _UNSIGNED_STEPS = 255.0
-SAME_NUMBERS = frozenset(("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
-"""Operators whose output has the numbers of their input, in another shape."""
 
 
 # Grids of activations, from their ranges.
@@ -81,7 +79,7 @@ class Scales:
         while value is not None:
             known = self._ranges.get(str(value.name))
             producer = value.producer()
-            if known is not None or producer is None or producer.op_type not in SAME_NUMBERS:
+            if known is not None or producer is None or producer.op_type not in layers.SAME_NUMBERS:
                 return known
             value = producer.inputs[0]
         return None

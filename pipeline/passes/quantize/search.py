@@ -7,6 +7,7 @@
 4. Where speed was measured: whole kinds of operators that may lose by being quantised stay in floating point.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -30,7 +31,7 @@ _MOST_KINDS = 3
 
 
 class GroupFact(BaseModel):
-    """What the search knows of a group."""
+    """A group, its work, and its sensitivity."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -40,23 +41,23 @@ class GroupFact(BaseModel):
     """Operator; convolutions in groups are a kind of their own."""
     macs: int
     sqnr_db: float | None
-    """Of its output with quantised weights and activations, its inputs being exact; None where it has no such form."""
+    """SQNR of its output with quantised weights and activations, its inputs being exact; None without such a form."""
     reason: str = ""
-    """Why it stays in floating point anyway."""
+    """Reason for staying in floating point anyway."""
 
 
 class Judgement(BaseModel):
-    """How good the answers of a graph are."""
+    """Accuracy of the answers of a graph."""
 
     model_config = ConfigDict(frozen=True)
 
     passed: bool
     error: float
-    """How far off it is, smaller is better: the drop of the metric where there is one, else −SQNR in dB."""
+    """Distance from the answers wanted, smaller is better: the drop of the metric if there is one, else −SQNR in dB."""
     drop: float | None = None
     sqnr_db: float | None = None
     reason: str = ""
-    """Why it did not pass."""
+    """Reason for not passing."""
 
 
 class Trial(Judgement):
@@ -74,7 +75,7 @@ class Trial(Judgement):
 
 @dataclass(frozen=True)
 class Candidate:
-    """What to try next."""
+    """The assignment to try next."""
 
     phase: Phase
     method: str
@@ -85,14 +86,14 @@ class Candidate:
 def propose(
     trials: Sequence[Trial], groups: Sequence[GroupFact], methods: Sequence[str], fixed: frozenset[str]
 ) -> Candidate | None:
-    """The next candidate, None where the search is over; ``fixed`` are groups that stay in floating point anyway."""
+    """Propose the next candidate, None where the search is over; ``fixed`` groups stay in floating point anyway."""
     groups = [group for group in groups if not group.reason]
-    if first := _everything(trials, methods, fixed):
-        return first
-    if best(trials, groups) is None:
-        return _grow(trials, groups, fixed)
+    everything = [trial for trial in trials if trial.phase == "everything"]
+    if len(everything) < len(methods) and not any(trial.passed for trial in everything):
+        method = methods[len(everything)]
+        return Candidate("everything", method, fixed, f"everything quantised, ranges by {method}")
     tried = {(trial.method, frozenset(trial.kept)) for trial in trials}
-    later = (_bisect(trials, groups, fixed), _give_back(trials, groups, fixed), _speed(trials, groups))
+    later = (_sensitive(trials, groups, fixed), _give_back(trials, groups, fixed), _speed(trials, groups))
     return next((one for one in later if one and (one.method, one.kept) not in tried), None)
 
 
@@ -101,72 +102,37 @@ def best(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Trial | None:
     work = {group.name: group.macs for group in groups}
     passed = [trial for trial in trials if trial.passed]
     passed.sort(key=lambda trial: (sum(work.get(name, 0) for name in trial.kept), trial.error))
-    found: Trial | None = None
+    fastest: Trial | None = None
     for trial in passed:
-        if found is None or (trial.speedup or 0.0) > _GAIN * (found.speedup or 0.0):
-            found = trial
-    return found
+        if fastest is None or (trial.speedup or 0.0) > _GAIN * (fastest.speedup or 0.0):
+            fastest = trial
+    return fastest
 
 
-def _everything(trials: Sequence[Trial], methods: Sequence[str], fixed: frozenset[str]) -> Candidate | None:
-    first = [trial for trial in trials if trial.phase == "everything"]
-    if any(trial.passed for trial in first) or len(first) == len(methods):
+def _sensitive(trials: Sequence[Trial], groups: Sequence[GroupFact], fixed: frozenset[str]) -> Candidate | None:
+    """Propose some of the most sensitive groups: twice as many as did not pass, or half way to those that passed."""
+    everything = [trial for trial in trials if trial.phase == "everything"]
+    if any(trial.passed for trial in everything):
         return None
-    method = methods[len(first)]
-    return Candidate("everything", method, fixed, f"everything quantised, ranges by {method}")
-
-
-def _method(trials: Sequence[Trial]) -> str:
-    return min((trial for trial in trials if trial.phase == "everything"), key=lambda trial: trial.error).method
-
-
-def _ranked(groups: Sequence[GroupFact], fixed: frozenset[str]) -> list[str]:
-    """Rank groups by the error that they bring in, the worst first."""
-    free = [group for group in groups if group.name not in fixed]
-    free.sort(key=lambda group: (group.sqnr_db if group.sqnr_db is not None else -1e9, group.macs))
-    return [group.name for group in free]
-
-
-def _counts(trials: Sequence[Trial], fixed: frozenset[str]) -> tuple[int, int | None]:
-    """Count the most sensitive groups: the most kept without passing, and the fewest kept with passing."""
-    own = [trial for trial in trials if trial.phase == "sensitive"]
-    failed = [len(set(trial.kept) - fixed) for trial in own if not trial.passed]
-    passed = [len(set(trial.kept) - fixed) for trial in own if trial.passed]
-    return max(failed, default=0), min(passed, default=None)
-
-
-def _sensitive(trials: Sequence[Trial], groups: Sequence[GroupFact], fixed: frozenset[str], count: int) -> Candidate:
-    kept = fixed | set(_ranked(groups, fixed)[:count])
-    return Candidate(
-        "sensitive",
-        _method(trials),
-        kept,
-        f"the {count} most sensitive groups in floating point"
-        if count > 1
-        else "the most sensitive group in floating point",
-    )
-
-
-def _grow(trials: Sequence[Trial], groups: Sequence[GroupFact], fixed: frozenset[str]) -> Candidate | None:
-    most = len(_ranked(groups, fixed))
-    failed = _counts(trials, fixed)[0]
-    count = min(most, 2 * failed or 1)
-    return _sensitive(trials, groups, fixed, count) if failed < most else None
-
-
-def _bisect(trials: Sequence[Trial], groups: Sequence[GroupFact], fixed: frozenset[str]) -> Candidate | None:
-    low, high = _counts(trials, fixed)
-    if high is None or high - low <= 1:
+    ranked = [group for group in groups if group.name not in fixed]
+    ranked.sort(key=lambda group: (group.sqnr_db if group.sqnr_db is not None else -1e9, group.macs))
+    counts = [(len(set(trial.kept) - fixed), trial.passed) for trial in trials if trial.phase == "sensitive"]
+    failed = max((count for count, passed in counts if not passed), default=0)
+    enough = min((count for count, passed in counts if passed), default=None)
+    count = min(len(ranked), 2 * failed or 1) if enough is None else (failed + enough) // 2
+    if count <= failed:
         return None
-    return _sensitive(trials, groups, fixed, (low + high) // 2)
+    why = f"the {count} most sensitive groups" if count > 1 else "the most sensitive group"
+    method = min(everything, key=lambda trial: trial.error).method
+    kept = fixed | {group.name for group in ranked[:count]}
+    return Candidate("sensitive", method, kept, f"{why} in floating point")
 
 
 def _give_back(trials: Sequence[Trial], groups: Sequence[GroupFact], fixed: frozenset[str]) -> Candidate | None:
     """Propose to quantise more: first the half of the kept groups with the most work, then the one with the most."""
-    found = best(trials, groups)
     before = [trial for trial in trials if trial.phase == "give back"]
     sensitive = [trial for trial in trials if trial.phase == "sensitive" and trial.passed]
-    if found is None or not sensitive or len(before) > 1 or any(trial.passed for trial in before):
+    if not sensitive or len(before) > 1 or any(trial.passed for trial in before):
         return None
     smallest = min(sensitive, key=lambda trial: len(trial.kept))
     total = sum(group.macs for group in groups)
@@ -180,20 +146,21 @@ def _give_back(trials: Sequence[Trial], groups: Sequence[GroupFact], fixed: froz
 
 
 def _speed(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Candidate | None:
-    found = best(trials, groups)
-    if found is None or found.speedup is None:
+    """Propose a kind of operators to stay in floating point, that with the least work first."""
+    fastest = best(trials, groups)
+    if fastest is None or fastest.speedup is None:
         return None
-    total = sum(group.macs for group in groups) or 1
-    work: dict[str, int] = {}
+    work: Counter[str] = Counter()
     for group in groups:
-        if group.name not in found.kept:
-            work[group.kind] = work.get(group.kind, 0) + group.macs
+        if group.name not in fastest.kept:
+            work[group.kind] += group.macs
+    most = _MAIN_SHARE * (sum(group.macs for group in groups) or 1)
     tried = {trial.why for trial in trials if trial.phase == "speed"}
-    for kind in sorted(work, key=lambda one: (work[one], one)):
+    for kind in sorted(work, key=lambda kind: (work[kind], kind)):
         why = f"{kind} in floating point, for speed"
-        if len(work) > 1 and work[kind] <= _MAIN_SHARE * total and why not in tried and len(tried) < _MOST_KINDS:
-            kept = frozenset(found.kept) | {group.name for group in groups if group.kind == kind}
-            return Candidate("speed", found.method, kept, why)
+        if len(work) > 1 and work[kind] <= most and why not in tried and len(tried) < _MOST_KINDS:
+            kept = frozenset(fastest.kept) | {group.name for group in groups if group.kind == kind}
+            return Candidate("speed", fastest.method, kept, why)
     return None
 
 
@@ -214,22 +181,32 @@ def output_name(group: QuantizableOp, what: str) -> str:
 def add_layerwise_error(
     floating: "ir.Model", quantised: "ir.Model", groups: Sequence[QuantizableOp]
 ) -> tuple[QuantizableOp, ...]:
-    """Turn the float graph into the joint one, in place; says which groups are in it.
+    """Turn the float graph into the joint one, in place, and return the groups that are in it.
 
     ``quantised`` is the same graph with each group quantised at its inputs alone, so that its values of the same name
     are the same values. It is taken apart.
     """
+    import onnx_ir as ir
+
     ours = {value.name: value for node in floating.graph for value in node.outputs}
     ours |= {value.name: value for value in floating.graph.inputs}
     theirs = {value.name: value for node in quantised.graph for value in node.outputs}
-    done = []
-    outputs = []
+    done: list[QuantizableOp] = []
+    outputs: list[ir.Value] = []
     for group in groups:
-        copied = _Copy(floating.graph, ours, group.output)
         twin = theirs.get(group.output)
-        if twin is None or not copied.chain(twin):
+        rounded = _Copy(floating.graph, ours, group.output).copy(twin) if twin is not None else None
+        if rounded is None:
             continue
-        outputs += _energies(floating.graph, group, ours[group.output], copied.last)
+        exact = ours[group.output]
+        difference = ir.node("Sub", [rounded, exact])
+        floating.graph.append(difference)
+        for value, what in ((exact, SIGNAL), (difference.outputs[0], NOISE)):
+            square = ir.node("ReduceSumSquare", [value], {"keepdims": 0}, name=output_name(group, what))
+            floating.graph.append(square)
+            energy = square.outputs[0]
+            energy.name, energy.type, energy.shape = square.name, ir.TensorType(ir.DataType.FLOAT), ir.Shape(())
+            outputs.append(energy)
         done.append(group)
     floating.graph.outputs.clear()
     floating.graph.outputs.extend(outputs)
@@ -242,17 +219,12 @@ class _Copy:
     def __init__(self, graph: "ir.Graph", known: "dict[str | None, ir.Value]", output: str) -> None:
         self._graph, self._known, self._output = graph, known, output
         self._made: dict[str | None, ir.Value] = {}
+        self._quantised = False
 
-    @property
-    def last(self) -> "ir.Value":
-        """Return the copy of the value that was asked for."""
-        return self._made[self._output]
-
-    def chain(self, value: "ir.Value") -> bool:
-        """Copy what makes a value; False where that is what the graph has already: nothing is quantised."""
-        return self._value(value, outermost=True) is not self._known.get(self._output) and self._narrow
-
-    _narrow = False
+    def copy(self, value: "ir.Value") -> "ir.Value | None":
+        """Copy what makes the output; None where nothing in it is quantised."""
+        made = self._value(value, outermost=True)
+        return made if self._quantised else None
 
     def _value(self, value: "ir.Value", *, outermost: bool = False) -> "ir.Value":
         import onnx_ir as ir
@@ -261,15 +233,20 @@ class _Copy:
             return self._made[value.name]
         if value.name in self._known and not outermost:
             return self._known[value.name]
-        node = value.producer()
+        name, node = f"{self._output}/{value.name}", value.producer()
         if node is None:
-            return self._initialiser(value)
-        self._narrow = self._narrow or "uantize" in node.op_type
-        inputs = [one and self._value(one) for one in node.inputs]
+            given = self._graph.initializers.get(value.name or "")
+            if given is not None and given.dtype == value.dtype:  # a bias or a shape: the same in both
+                return given
+            constant = ir.Value(name=name, type=value.type, shape=value.shape, const_value=value.const_value)
+            self._graph.register_initializer(constant)
+            self._made[value.name] = constant
+            return constant
+        self._quantised = self._quantised or "uantize" in node.op_type
         copy = ir.Node(
             node.domain,
             node.op_type,
-            inputs,
+            [one and self._value(one) for one in node.inputs],
             list(node.attributes.values()),
             num_outputs=len(node.outputs),
             name=f"{self._output}/{node.name}",
@@ -279,31 +256,3 @@ class _Copy:
             self._made[old.name] = new
         self._graph.append(copy)
         return self._made[value.name]
-
-    def _initialiser(self, value: "ir.Value") -> "ir.Value":
-        import onnx_ir as ir
-
-        given = self._graph.initializers.get(value.name or "")
-        if given is not None and given.dtype == value.dtype:  # a bias or a shape: the same in both
-            return given
-        copy = ir.Value(
-            name=f"{self._output}/{value.name}", type=value.type, shape=value.shape, const_value=value.const_value
-        )
-        self._graph.register_initializer(copy)
-        self._made[value.name] = copy
-        return copy
-
-
-def _energies(graph: "ir.Graph", group: QuantizableOp, exact: "ir.Value", rounded: "ir.Value") -> "list[ir.Value]":
-    import onnx_ir as ir
-
-    difference = ir.node("Sub", [rounded, exact])
-    squares = [
-        ir.node("ReduceSumSquare", [value], {"keepdims": 0}, name=output_name(group, what))
-        for value, what in ((exact, SIGNAL), (difference.outputs[0], NOISE))
-    ]
-    graph.extend([difference, *squares])
-    for node, what in zip(squares, (SIGNAL, NOISE), strict=True):
-        node.outputs[0].name = output_name(group, what)
-        node.outputs[0].type, node.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(())
-    return [node.outputs[0] for node in squares]

@@ -1,8 +1,4 @@
-"""A graph run in ONNX Runtime with any of its values as outputs.
-
-The runtime's own optimisations are off, so that every value is there. Weights that lie beside the graph are mapped and
-none is laid out anew, so the memory that it takes is about one copy of the weights and the values that are read out.
-"""
+"""Find the values of a float graph that calibration looks at, and run it in ONNX Runtime with these as outputs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks.onnx import evaluator, model_file
-from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS
+from enginesmith.pipeline.passes.quantize.layers import CONVOLUTIONS, PRODUCTS, SAME_NUMBERS, STANDARD
 from enginesmith.pipeline.tensors import Array, Feeds
 
 if TYPE_CHECKING:
-    import onnx
     import onnx_ir as ir
 
 
@@ -28,9 +23,7 @@ class ActivationCapture:
     """An open session; how many samples are fed at once can change the last bits of what it answers."""
 
     def __init__(self, session: Any, values: Sequence[str], failures: tuple[type[Exception], ...]) -> None:
-        self._session = session
-        self._values = tuple(values)
-        self._failures = failures
+        self._session, self._values, self._failures = session, tuple(values), failures
         self._inputs = {value.name for value in session.get_inputs()}
         self._computed = [name for name in dict.fromkeys(values) if name not in self._inputs]
 
@@ -42,10 +35,10 @@ class ActivationCapture:
         """
         given = {name: value for name, value in feeds.items() if name in self._inputs}
         try:
-            found = self._session.run(self._computed, given) if self._computed else []
+            computed = self._session.run(self._computed, given) if self._computed else []
         except self._failures as error:
             raise ModelError(f"{evaluator.TITLE} failed on these feeds: {_brief(error)}") from error
-        everything = {**given, **dict(zip(self._computed, found, strict=True))}
+        everything = {**given, **dict(zip(self._computed, computed, strict=True))}
         return {name: everything[name] for name in self._values}
 
 
@@ -53,6 +46,8 @@ class ActivationCapture:
 def open_activation_capture(path: Path, values: Sequence[str], threads: int = 0) -> Iterator[ActivationCapture]:
     """Open a graph on the CPU for reading out values of its main graph; inputs and outputs may be among them.
 
+    The runtime's own optimisations are off, so that every value is there. Weights that lie beside the graph are mapped
+    and none is laid out anew, so it takes about one copy of the weights and the memory of the values that are read out.
     ``threads`` is within an operator; 0 means one for each core this process may use.
 
     Raises:
@@ -61,33 +56,31 @@ def open_activation_capture(path: Path, values: Sequence[str], threads: int = 0)
     """
     library, failures = evaluator.import_library()
     failures = (*failures, ValueError)  # what is missing or of another rank
-    options = _options(library, path.parent, threads or len(sched_getaffinity(0)))
+    options = library.SessionOptions()
+    options.graph_optimization_level = library.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = _FATAL
+    options.intra_op_num_threads = threads or len(sched_getaffinity(0))
+    options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    folder = str(path.parent.absolute())
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     try:
         session = library.InferenceSession(_with_outputs(path, values), options, ["CPUExecutionProvider"])
     except failures as error:
         raise ModelError(f"{evaluator.TITLE} cannot load {path.name}: {_brief(error)}") from error
-    tapped = ActivationCapture(session, values, failures)
+    capture = ActivationCapture(session, values, failures)
     del session
     try:
-        yield tapped
+        yield capture
     finally:
-        del tapped._session  # frees its memory, whoever still holds the object
-
-
-def _options(library: Any, folder: Path, threads: int) -> Any:
-    options = library.SessionOptions()
-    options.graph_optimization_level = library.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = _FATAL
-    options.intra_op_num_threads = threads
-    options.enable_cpu_mem_arena = options.enable_mem_pattern = False
-    options.add_session_config_entry("session.disable_prepacking", "1")
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.absolute()))
-    return options
+        del capture._session  # frees its memory, whoever still holds the object
 
 
 def _with_outputs(path: Path, values: Sequence[str]) -> bytes:
     """Return the serialised graph; ONNX Runtime finds out the types of what is added."""
+    from google.protobuf.message import EncodeError
+
     model = model_file.read(path)
     known = {value.name for value in (*model.graph.input, *model.graph.output)}
     missing = [name for name in dict.fromkeys(values) if name not in known]
@@ -96,12 +89,6 @@ def _with_outputs(path: Path, values: Sequence[str]) -> bytes:
         raise ModelError(f"{path.name} computes no value {unknown[0]!r} in its main graph, so it cannot be read out")
     for name in missing:
         model.graph.output.add().name = name
-    return _serialised(model, path)
-
-
-def _serialised(model: "onnx.ModelProto", path: Path) -> bytes:
-    from google.protobuf.message import EncodeError
-
     try:
         data: bytes = model.SerializeToString()
     except (EncodeError, ValueError) as error:
@@ -113,8 +100,6 @@ def _brief(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)[:200]
 
 
-# Which values of a float graph calibration looks at, and how closely.
-
 _AROUND = frozenset(
     ("Add", "Sub", "Mul", "Div", "Concat", "Split", "Slice", "Gather", "Pad", "Resize", "Expand", "Tile", "Where")
     + ("Relu", "LeakyRelu", "PRelu", "Clip", "Sigmoid", "HardSigmoid", "HardSwish", "Gelu", "Tanh", "Softmax", "Mish")
@@ -122,7 +107,6 @@ _AROUND = frozenset(
     + ("LayerNormalization", "RMSNormalization", "BatchNormalization", "InstanceNormalization", "GroupNormalization")
 )
 """Operators whose inputs and outputs engines read and write in few bits where they stand next to a product."""
-_SAME_NUMBERS = frozenset(("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
 
 
 @dataclass(frozen=True)
@@ -132,11 +116,11 @@ class CalibrationPoints:
     values: tuple[str, ...]
     """Every float value, in the order in which they are computed: what has to be run with."""
     histograms: frozenset[str]
-    """Those that int8 may have to represent."""
+    """Values that int8 may have to represent."""
     channels: Mapping[str, int]
     """Channel axis of what is multiplied by a constant weight; −1 is the last one."""
     products: frozenset[str]
-    """What is read or made by a product: these have to be finite."""
+    """Values that products read or make: these have to be finite."""
     same: Mapping[str, str]
     """Value → another one with the same numbers in another shape, which stands for it in the sets above, but for
     ``channels``.
@@ -150,8 +134,11 @@ class CalibrationPoints:
 
 def find_calibration_points(model: "ir.Model") -> CalibrationPoints:
     """Return the values of a graph that calibration looks at; types that it does not say are inferred, in place."""
-    _infer_types(model)
+    from onnx_ir.passes import common
+
     graph = model.graph
+    if any(value.type is None for node in graph for value in node.outputs):
+        common.ShapeInferencePass()(model)
     inputs = [value for value in graph.inputs if value.name not in graph.initializers]
     computed = (value for node in graph for value in node.outputs)
     floats = {value.name: value for value in (*inputs, *computed) if value.name and _may_be_float(value)}
@@ -160,29 +147,21 @@ def find_calibration_points(model: "ir.Model") -> CalibrationPoints:
     products: set[str] = set()
     channels: dict[str, int] = {}
     for node in graph:
-        if node.domain not in ("", "ai.onnx"):
+        if node.domain not in STANDARD:
             continue
         near = [value.name for value in (*node.inputs, *node.outputs) if value is not None and value.name in floats]
         names = [same.get(name, name) for name in near if name]
-        if node.op_type in _SAME_NUMBERS and len(names) == 2:
+        if node.op_type in SAME_NUMBERS and len(names) == 2:
             same[names[1]] = names[0]
         if node.op_type in _AROUND or node.op_type in PRODUCTS:
             histograms.update(names)
         if node.op_type in PRODUCTS:
             products.update(names)
-            axis, read = _channel_axis(node), node.inputs[0]
-            if axis is not None and read is not None and read.name in floats:
-                channels.setdefault(str(read.name), axis)
+            data, factor = (*node.inputs, None)[:2]
+            plain = node.op_type in CONVOLUTIONS or not node.attributes.get_int("transA", 0)
+            if data is not None and data.name in floats and factor is not None and _is_constant(factor) and plain:
+                channels.setdefault(str(data.name), 1 if node.op_type in CONVOLUTIONS else -1)
     return CalibrationPoints(tuple(map(str, floats)), frozenset(histograms), channels, frozenset(products), same)
-
-
-def _channel_axis(node: "ir.Node") -> int | None:
-    """Return the axis of a product's first input that meets its constant weight; None where that is no plain axis."""
-    if len(node.inputs) < 2 or node.inputs[1] is None or not _is_constant(node.inputs[1]):
-        return None
-    if node.op_type in CONVOLUTIONS:
-        return 1
-    return -1 if not node.attributes.get_int("transA", 0) else None
 
 
 def _is_constant(value: "ir.Value") -> bool:
@@ -197,10 +176,3 @@ def _may_be_float(value: "ir.Value") -> bool:
     if _is_constant(value) or (value.type is not None and not isinstance(value.type, ir.TensorType)):
         return False
     return value.dtype in (None, ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
-
-
-def _infer_types(model: "ir.Model") -> None:
-    from onnx_ir.passes import common
-
-    if any(value.type is None for node in model.graph for value in node.outputs):
-        common.ShapeInferencePass()(model)
