@@ -16,7 +16,7 @@ from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.errors import InvalidGraph
 from enginesmith.pipeline.frameworks.onnx import edit, model_file
-from enginesmith.pipeline.passes.quantize import emulation
+from enginesmith.pipeline.passes.float16 import emulation
 from enginesmith.pipeline.system.device import Device
 
 RNG = np.random.default_rng(0)

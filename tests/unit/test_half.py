@@ -17,9 +17,8 @@ from onnx import TensorProto, numpy_helper
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit, model_file
 from enginesmith.pipeline.measure.fidelity import THRESHOLDS, compare
-from enginesmith.pipeline.passes.float16 import convert as half
-from enginesmith.pipeline.passes.float16.convert import Lowered
-from enginesmith.pipeline.passes.float16.placement import SINK, SOURCE, CastNetwork
+from enginesmith.pipeline.passes.float16.convert import Lowered, lower
+from enginesmith.pipeline.passes.float16.rules import SINK, SOURCE, CastNetwork
 
 RNG = np.random.default_rng(0)
 FLOAT, FLOAT16, BFLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16
@@ -71,7 +70,7 @@ def operators(path: Path) -> list[str]:
 def hold(folder: Path, model: ir.Model, feeds: dict[str, Any], **options: Any) -> tuple[Lowered, Path]:
     """Lower to float16, and hold the result against the float graph on the CPU."""
     before = saved(model, folder / "before")
-    low = half.lower(model, "fp16", **options)
+    low = lower(model, "fp16", **options)
     after = saved(model, folder / "after")
     assert model_file.signature(after) == model_file.signature(before)
     assert compare(run(before, **feeds), run(after, **feeds), THRESHOLDS["fp16"]).passed
@@ -100,7 +99,7 @@ NET_WEIGHTS = {
 def test_a_net_is_cast_four_times(tmp_path: Path, dtype: Any, kind: int) -> None:
     """In, up for the pooling, down again, out: with inputs, outputs and the sum in float32 there can be no fewer."""
     model = parsed(NET, **NET_WEIGHTS)
-    low = half.lower(model, dtype)
+    low = lower(model, dtype)
     path = saved(model, tmp_path)
     assert low.casts == (f"x_{dtype}", "d_fp32", f"e_{dtype}", "y_fp32")
     assert low.nodes == ("a", "b", "c", "d", "f", "y")
@@ -112,7 +111,7 @@ def test_a_net_is_cast_four_times(tmp_path: Path, dtype: Any, kind: int) -> None
 
 def test_bfloat16_weights_are_rounded_to_nearest(tmp_path: Path) -> None:
     model = parsed(NET, **NET_WEIGHTS)
-    half.lower(model, "bf16")
+    lower(model, "bf16")
     found = ir.load(saved(model, tmp_path)).graph.initializers["w2"].const_value
     assert found is not None
     np.testing.assert_array_equal(found.numpy(), NET_WEIGHTS["w2"].astype(ml_dtypes.bfloat16))
@@ -193,17 +192,17 @@ def test_nodes_that_were_asked_for_stay(tmp_path: Path) -> None:
 
 def test_a_node_that_is_not_there_cannot_be_kept() -> None:
     with pytest.raises(UsageError, match="no node 'conv9'"):
-        half.lower(parsed(NET, **NET_WEIGHTS), "fp16", keep={"a", "conv9"})
+        lower(parsed(NET, **NET_WEIGHTS), "fp16", keep={"a", "conv9"})
 
 
 @pytest.mark.parametrize(("reach", "stays"), [(32_000.0, False), (33_000.0, True), (float("inf"), True)])
 def test_what_was_seen_to_be_too_large_stays(reach: float, stays: bool) -> None:
     """Whoever makes or reads a value beyond half of float16's range; bfloat16 has no such bound."""
-    low = half.lower(parsed(NET, **NET_WEIGHTS), "fp16", largest={"c": reach, "x": 1.0})
+    low = lower(parsed(NET, **NET_WEIGHTS), "fp16", largest={"c": reach, "x": 1.0})
     assert {"c", "d"} <= set(low.kept) if stays else not {"c", "d"} & set(low.kept)
     assert "a" in low.nodes
     assert not stays or "and float16 ends at 65504" in low.kept["d"]
-    assert "c" in half.lower(parsed(NET, **NET_WEIGHTS), "bf16", largest={"c": reach}).nodes
+    assert "c" in lower(parsed(NET, **NET_WEIGHTS), "bf16", largest={"c": reach}).nodes
 
 
 def test_constants_beyond_float16_stay(tmp_path: Path) -> None:
@@ -308,7 +307,7 @@ def test_functions_are_inlined(tmp_path: Path) -> None:
     proto = onnx.parser.parse_model(text)
     proto.graph.initializer.append(numpy_helper.from_array(weights(8, 8), "w"))
     model = ir.from_proto(proto)
-    assert len(half.lower(model, "fp16").casts) == 2
+    assert len(lower(model, "fp16").casts) == 2
     assert operators(saved(model, tmp_path)) == ["Cast", "MatMul", "MatMul", "Cast"]
 
 
@@ -317,12 +316,12 @@ def test_a_graph_that_is_low_already_is_refused(dtype: str, numpy_dtype: Any) ->
     name = {"fp16": "float16", "bf16": "bfloat16"}[dtype]
     text = f"({name}[N,8] x) => ({name}[N,8] y) {{ y = MatMul(x, w) }}"
     with pytest.raises(InvalidGraph, match=f"in {name} already"):
-        half.lower(parsed(text, w=weights(8, 8).astype(numpy_dtype)), "fp16")
+        lower(parsed(text, w=weights(8, 8).astype(numpy_dtype)), "fp16")
 
 
 def test_inputs_and_outputs_can_go_low_too(tmp_path: Path) -> None:
     model = parsed(NET, **NET_WEIGHTS)
-    low = half.lower(model, "fp16", keep_io=False)
+    low = lower(model, "fp16", keep_io=False)
     path = saved(model, tmp_path)
     assert low.casts == ("d_fp32", "e_fp16")
     signature = model_file.signature(path)
@@ -381,24 +380,24 @@ def test_outer_products_are_no_products(tmp_path: Path) -> None:
         a = MatMul(u, w)
         y = Sin(a)
     }"""
-    low = half.lower(parsed(text, w=weights(1, 1, 4)), "fp16")
+    low = lower(parsed(text, w=weights(1, 1, 4)), "fp16")
     assert low.nodes == low.casts == ()
 
 
 def test_large_tables_go_low_and_small_ones_follow_their_neighbours() -> None:
     text = "(int64[N] i) => (float[N,512] y) { a = Gather(t, i) y = Softmax(a) }"
-    assert half.lower(parsed(text, t=weights(512, 512)), "fp16").nodes == ("a",)
-    assert half.lower(parsed(text, t=weights(4, 512)), "fp16").nodes == ()
+    assert lower(parsed(text, t=weights(512, 512)), "fp16").nodes == ("a",)
+    assert lower(parsed(text, t=weights(4, 512)), "fp16").nodes == ()
 
 
 def test_bfloat16_has_operators_of_its_own(tmp_path: Path) -> None:
     text = "(float[1,2,4,4] x) => (float[1,2,8,8] y) { y = ConvTranspose<strides=[2,2], kernel_shape=[2,2]>(x, w) }"
-    assert half.lower(parsed(text, w=weights(2, 2, 2, 2)), "fp16").nodes == ("y",)
-    low = half.lower(parsed(text, w=weights(2, 2, 2, 2)), "bf16")
+    assert lower(parsed(text, w=weights(2, 2, 2, 2)), "fp16").nodes == ("y",)
+    low = lower(parsed(text, w=weights(2, 2, 2, 2)), "bf16")
     assert low.kept == {"y": "engines have it in float16 and not in bfloat16"}
     text = "(float[N,8] x) => (float[N,8] y) { a = MatMul(x, w) b = HardSwish(a) y = MatMul(b, w) }"
-    assert set(half.lower(parsed(text, w=weights(8, 8)), "bf16").kept) == {"b"}
-    old = half.lower(parsed(NET, opset=21, **NET_WEIGHTS), "bf16")
+    assert set(lower(parsed(text, w=weights(8, 8)), "bf16").kept) == {"b"}
+    old = lower(parsed(NET, opset=21, **NET_WEIGHTS), "bf16")
     assert old.kept["a"] == "Conv of opset 21 has no bfloat16 form"
     assert "y" in old.nodes
 
@@ -460,7 +459,7 @@ def test_sums_between_pairs_are_in_float16(tmp_path: Path) -> None:
 def test_both_halves_of_a_pair_have_the_same_scale(tmp_path: Path) -> None:
     """Also where one is float32: no scale is below float16's normal numbers, and weights make up for theirs."""
     model = parsed(PAIRS, **PAIR_WEIGHTS)
-    half.lower(model, "fp16")
+    lower(model, "fp16")
     path = saved(model, tmp_path)
     found = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
     for name, other in (("sx", "sx_fp16"), ("ss", "st")):
@@ -499,7 +498,7 @@ def test_old_pairs_stay_in_float32_with_casts_around(tmp_path: Path) -> None:
 def test_weights_are_converted_when_they_are_written(tmp_path: Path) -> None:
     """Not before, so that there is no second copy of them in memory."""
     model = parsed(NET, **NET_WEIGHTS)
-    half.lower(model, "fp16")
+    lower(model, "fp16")
     assert all(isinstance(model.graph.initializers[name].const_value, ir.LazyTensor) for name in NET_WEIGHTS)
 
 

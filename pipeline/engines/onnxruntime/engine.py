@@ -307,7 +307,7 @@ def _emulated(path: Path) -> bytes | None:
     import onnx_ir as ir
 
     from enginesmith.pipeline.frameworks.onnx import edit
-    from enginesmith.pipeline.passes.quantize.emulation import emulate
+    from enginesmith.pipeline.passes.float16.emulation import emulate
 
     model = edit.load(path)
     if not emulate(model):

@@ -1,12 +1,14 @@
-"""Decide which nodes of a float32 graph go to float16 or bfloat16, which stay and why, and which may do either.
+"""Decide which nodes of a float32 graph go to float16 or bfloat16, and which stay and why.
 
 What stays is what PyTorch's autocast keeps in float32 too: operators that add up many numbers, and functions that are
-so steep that the rounding of what goes in, or the range of what comes out, shows in the result.
+so steep that the rounding of what goes in, or the range of what comes out, shows in the result. Nodes that may do
+either go where that needs the fewest casts.
 """
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,8 +16,6 @@ if TYPE_CHECKING:
     import onnx
     import onnx_ir as ir
 
-
-# Which inputs and outputs of a node can be float16 or bfloat16: what the operator's schema says.
 
 QUANTISE, DEQUANTISE = "QuantizeLinear", "DequantizeLinear"
 _FIXED = {"Resize": (1,)}
@@ -47,7 +47,7 @@ def is_standard(node: "ir.Node") -> bool:
     return node.domain in ("", "ai.onnx")
 
 
-def slots(node: "ir.Node", opset: int, dtype: str) -> Slots:
+def find_slots(node: "ir.Node", opset: int, dtype: str) -> Slots:
     """List what can change its type to ``dtype``, ONNX's name; nothing, if the schema is unknown.
 
     An output whose type follows from no input is left alone, unless it is known how to choose it.
@@ -84,11 +84,11 @@ def dequantisers(node: "ir.Node") -> "Iterator[ir.Node]":
                 waiting += [one for one in reader.outputs if one.dtype == value.dtype and one not in waiting]
 
 
-# What float16 can hold: numbers up to 65504, and none that is smaller than 6.1e-5 with all its bits.
+# The numbers of float16: up to 65504, and none that is smaller than 6.1e-5 with all its bits.
 
 LARGEST = float(np.finfo(np.float16).max)
 MARGIN = 2.0
-"""What was seen may be exceeded by other data: float16 has to hold this many times as much."""
+"""Float16 has to hold this many times as much as was seen, which other data may exceed."""
 MASKS = {"Attention": (3,)}
 """Inputs that are added to scores: numbers beyond the range mean "not this one", and so do the lowest within it."""
 _SMALLEST = float(np.finfo(np.float16).tiny)
@@ -115,17 +115,20 @@ class Range:
         for value in inputs:
             self._note(value)
 
-    def complaint(self, node: "ir.Node", found: Slots) -> str:
+    def complaint(self, node: "ir.Node", slots: Slots) -> str:
         """Explain why the node cannot be in float16; empty if it can."""
         spared = (*MASKS.get(node.op_type, ()), *_BOUNDS.get(node.op_type, ()))
         for index, value in enumerate(node.inputs):
             if value in self._beyond and index not in spared:
                 return _too_large(value.name, self._beyond[value])
-        for index, name, tensor in _constants(node, found):
+        for index, name, tensor in _constants(node, slots):
             reach = self._reach(tensor)
             if reach > LARGEST and index not in spared:
                 return _too_large(name, reach)
-            if 0 < reach < _SMALLEST and not _may_vanish(node, index, tensor):
+            # Nothing is lost with scales, which are raised, and small biases are noise; a lone ε guards a division.
+            added = node.op_type in _SUMS or index >= _BIASES.get(node.op_type, len(node.inputs))
+            may_vanish = index in _SCALES.get(node.op_type, ()) or (added and tensor.size > 1)
+            if 0 < reach < _SMALLEST and not may_vanish:
                 return f"the constant {name!r} is at most {reach:.3g}, and all but vanishes in float16"
         for value in node.outputs:
             reach = self._largest.get(value.name or "", 0.0)
@@ -133,15 +136,13 @@ class Range:
                 return _too_large(value.name, reach)
         return ""
 
-    def follow(self, node: "ir.Node", found: Slots) -> None:
+    def follow(self, node: "ir.Node", slots: Slots) -> None:
         """Note which outputs are too large: by what was seen, else because a constant or what is moved is."""
-        moved = [self._beyond[value] for value in node.inputs if value in self._beyond and node.op_type in _MOVE]
-        reaches = (
-            [] if node.op_type in (*_BOUNDS, "Div") else [self._reach(one) for _, _, one in _constants(node, found)]
-        )
-        guess = max((*moved, *(reach for reach in reaches if reach > LARGEST)), default=0.0)
+        reaches = [self._beyond[value] for value in node.inputs if value in self._beyond and node.op_type in _MOVE]
+        if node.op_type not in (*_BOUNDS, "Div"):
+            reaches += [reach for _, _, one in _constants(node, slots) if (reach := self._reach(one)) > LARGEST]
         for value in node.outputs:
-            self._note(value, guess)
+            self._note(value, max(reaches, default=0.0))
 
     def _note(self, value: "ir.Value", guess: float = 0.0) -> None:
         reach = self._largest.get(value.name or "", guess) if is_float(value) else guess
@@ -149,8 +150,13 @@ class Range:
             self._beyond[value] = reach
 
     def _reach(self, tensor: "ir.TensorProtocol") -> float:
+        """Compute the largest finite magnitude of a constant; 0 if it is empty."""
         if tensor not in self._reaches:
-            self._reaches[tensor] = _finite_reach(tensor)
+            array = tensor.numpy()
+            ends = (float(array.min()), float(array.max())) if array.size else (0.0, 0.0)
+            if not np.isfinite(ends).all():
+                ends = (0.0, float(np.abs(array[np.isfinite(array)]).max(initial=0.0)))
+            self._reaches[tensor] = max(-ends[0], ends[1])
         return self._reaches[tensor]
 
 
@@ -158,36 +164,17 @@ def _too_large(name: str | None, reach: float) -> str:
     return f"{name!r} reaches {reach:.3g}, and float16 ends at {LARGEST:.0f}"
 
 
-def _constants(node: "ir.Node", found: Slots) -> "Iterator[tuple[int, str, ir.TensorProtocol]]":
+def _constants(node: "ir.Node", slots: Slots) -> "Iterator[tuple[int, str, ir.TensorProtocol]]":
     """List constants that would change their type: position, name, content."""
     import onnx_ir as ir
 
-    for index in sorted(found.inputs):
+    for index in sorted(slots.inputs):
         value = node.inputs[index]
         if value is not None and value.const_value is not None:
             yield index, value.name or "", value.const_value
     fill = node.attributes.get("value")
     if node.op_type == "ConstantOfShape" and fill is not None and fill.as_tensor().dtype == ir.DataType.FLOAT:
         yield -1, f"{node.name}'s fill", fill.as_tensor()
-
-
-def _may_vanish(node: "ir.Node", index: int, tensor: "ir.TensorProtocol") -> bool:
-    """Whether nothing is lost with it: scales are raised, and small biases are noise; a lone ε guards a division."""
-    if index in _SCALES.get(node.op_type, ()):
-        return True
-    added = node.op_type in _SUMS or index >= _BIASES.get(node.op_type, len(node.inputs))
-    return added and tensor.size > 1
-
-
-def _finite_reach(tensor: "ir.TensorProtocol") -> float:
-    """Compute the largest finite magnitude of a constant; 0 if it is empty."""
-    array = tensor.numpy()
-    if not array.size:
-        return 0.0
-    least, most = float(array.min()), float(array.max())
-    if not np.isfinite((least, most)).all():
-        return float(np.abs(array[np.isfinite(array)]).max(initial=0.0))
-    return max(-least, most)
 
 
 _STAY: Mapping[str, tuple[str, ...]] = {
@@ -209,42 +196,50 @@ _STAY: Mapping[str, tuple[str, ...]] = {
 }
 _REASONS = {operator: reason for reason, operators in _STAY.items() for operator in operators}
 _STAY_IN_BFLOAT16 = frozenset({"ConvTranspose", "GRU", "HardSwish", "Mish"})
-"""What TensorRT-RTX 1.7 builds in float16 and refuses in bfloat16, of the operators that this module lowers."""
+"""Operators that TensorRT-RTX 1.7 builds in float16 and refuses in bfloat16."""
 _PRODUCTS = frozenset({"Attention", "Conv", "ConvTranspose", "Einsum", "Gemm", "GRU", "LSTM", "MatMul", "RNN"})
 _TABLE_SIZE = 1 << 16  # elements; a table of so many that Gather looks up is a weight of the model
 
 
 @dataclass
 class Judged:
-    """What is to become of the nodes that read or make float32, in the order of the graph."""
+    """The nodes that read or make float32, in the order of the graph: those that go low, may, or stay and why."""
 
     slots: "dict[ir.Node, Slots]" = field(default_factory=dict)
     low: "dict[ir.Node, None]" = field(default_factory=dict)
     free: "dict[ir.Node, None]" = field(default_factory=dict)
     kept: "dict[ir.Node, str]" = field(default_factory=dict)
 
+    def takes_low(self, node: "ir.Node", index: int) -> bool:
+        """Tell whether an input follows its node into the low type."""
+        return node in self.slots and index in self.slots[node].inputs
+
+    def makes_low(self, node: "ir.Node", index: int) -> bool:
+        """Tell whether an output follows its node into the low type."""
+        return node in self.slots and index in self.slots[node].outputs
+
 
 def judge(graph: "ir.Graph", opset: int, dtype: str, keep: Collection[str], largest: Mapping[str, float]) -> Judged:
-    """Look at every node; ``keep`` and ``largest`` as in :func:`half.lower`, ``dtype`` is ONNX's name."""
+    """Look at every node; ``keep`` and ``largest`` as in :func:`convert.lower`, ``dtype`` is ONNX's name."""
     result = Judged()
     ranges = Range(graph.inputs, largest) if dtype == "float16" else None
     for node in graph:
-        found = slots(node, opset, dtype)
+        slots = find_slots(node, opset, dtype)
         if has_body(node) or any(is_float(value) for value in (*node.inputs, *node.outputs)):
-            reason = "was asked for" if node.name in keep else why_it_stays(node, found, opset, dtype)
-            reason = reason or (ranges.complaint(node, found) if ranges else "")
+            reason = "was asked for" if node.name in keep else _operator_complaint(node, slots, opset, dtype)
+            reason = reason or (ranges.complaint(node, slots) if ranges else "")
             if reason:
                 result.kept[node] = reason
             else:
-                result.slots[node] = found
+                result.slots[node] = slots
                 (result.low if is_product(node) else result.free)[node] = None
         if ranges:
-            ranges.follow(node, found)
+            ranges.follow(node, slots)
     return result
 
 
-def why_it_stays(node: "ir.Node", found: Slots, opset: int, dtype: str) -> str:
-    """Explain why its operator stays in float32; empty if that is no reason."""
+def _operator_complaint(node: "ir.Node", slots: Slots, opset: int, dtype: str) -> str:
+    """Explain why the operator stays in float32; empty if that is no reason."""
     import onnx_ir as ir
 
     if has_body(node):
@@ -255,11 +250,12 @@ def why_it_stays(node: "ir.Node", found: Slots, opset: int, dtype: str) -> str:
         return _REASONS[node.op_type]
     if dtype == "bfloat16" and node.op_type in _STAY_IN_BFLOAT16:
         return "engines have it in float16 and not in bfloat16"
-    if any(value is not None and value.type is None for value in (*node.inputs, *node.outputs)):
+    types = [value.type for value in (*node.inputs, *node.outputs) if value is not None]
+    if None in types:
         return "its types are not known: shape inference does not get there"
-    if not all(value is None or isinstance(value.type, ir.TensorType) for value in (*node.inputs, *node.outputs)):
+    if not all(isinstance(one, ir.TensorType) for one in types):
         return "works on sequences"
-    return "" if found else f"{node.op_type} of opset {opset} has no {dtype} form"
+    return "" if slots else f"{node.op_type} of opset {opset} has no {dtype} form"
 
 
 def has_body(node: "ir.Node") -> bool:
@@ -279,10 +275,118 @@ def is_product(node: "ir.Node") -> bool:
     if node.op_type == "Gather":
         table = node.inputs[0]
         return table is not None and table.const_value is not None and table.const_value.size >= _TABLE_SIZE
-    return node.op_type in _PRODUCTS and not (node.op_type == "MatMul" and _is_outer(node))
+    if node.op_type != "MatMul":
+        return node.op_type in _PRODUCTS
+    left, right = (() if value is None or value.shape is None else tuple(value.shape) for value in node.inputs[:2])
+    return left[-1:] != (1,) and right[-2:-1] != (1,)
 
 
-def _is_outer(node: "ir.Node") -> bool:
-    left, right = (None if value is None else value.shape for value in node.inputs[:2])
-    along_left = left is not None and len(left) > 0 and left[-1] == 1
-    return along_left or (right is not None and len(right) > 1 and right[-2] == 1)
+# The nodes that may be in either type, chosen such that as few casts as possible are needed.
+#
+# A value is cast once if any of its readers wants the other type than it has. Each such cost is the capacity of an edge
+# in a network of which a minimum cut is found (networkx): float32 is the source's side. Of divisions that cost the
+# same, the one with most nodes in the low type is taken; but a run of nodes that no product touches (shape arithmetic,
+# say) stays.
+#
+# A Q/DQ pair changes types for free. It costs as much as a cast all the same, or everything between two pairs would
+# stay, and pay with twice the memory; afterwards the two halves of a pair go where they save a cast.
+
+SOURCE, SINK = 0, 1
+
+
+class CastNetwork:
+    """A flow network with one vertex per node of a graph; cutting an edge costs its capacity in casts."""
+
+    def __init__(self) -> None:
+        import networkx
+
+        self._graph: Any = networkx.DiGraph()
+        self._graph.add_nodes_from((SOURCE, SINK))
+
+    def add_vertex(self) -> int:
+        """Add a vertex and return its number."""
+        number = len(self._graph)
+        self._graph.add_node(number)
+        return number
+
+    def add_edge(self, start: int, end: int, capacity: float = 1) -> None:
+        """Add a directed edge with this capacity; parallel edges add up."""
+        known = self._graph.get_edge_data(start, end, {"capacity": 0})
+        self._graph.add_edge(start, end, capacity=known["capacity"] + capacity)
+
+    def add_value(self, maker: int, readers: list[int]) -> None:
+        """Add the costs of a value: one cast down if any reader is low and the maker is not, one up the other way."""
+        others = [reader for reader in readers if reader != maker]
+        if len(others) == 1:
+            self.add_edge(maker, others[0])
+            self.add_edge(others[0], maker)
+        elif others:
+            any_low, any_kept = self.add_vertex(), self.add_vertex()
+            self.add_edge(maker, any_low)
+            self.add_edge(any_kept, maker)
+            for reader in others:
+                self.add_edge(any_low, reader, math.inf)
+                self.add_edge(reader, any_kept, math.inf)
+
+    def source_side(self) -> frozenset[int]:
+        """Find the smallest source side of all minimum cuts, which is unique.
+
+        networkx gives the smallest sink side, so the network is searched backwards.
+        """
+        import networkx
+        from networkx.algorithms.flow import dinitz
+
+        _, (_, side) = networkx.minimum_cut(self._graph.reverse(copy=True), SINK, SOURCE, flow_func=dinitz)
+        return frozenset(side)
+
+    def connected_to_sink(self) -> frozenset[int]:
+        """Find the vertices that edges of any direction connect to the sink without passing the source."""
+        import networkx
+
+        rest = self._graph.to_undirected()
+        rest.remove_node(SOURCE)
+        return frozenset(networkx.node_connected_component(rest, SINK))
+
+
+def choose(graph: "ir.Graph", judged: Judged, *, keep_io: bool) -> "dict[ir.Node, None]":
+    """Choose the free nodes that compute in the low type."""
+    network = CastNetwork()
+    vertices = {node: network.add_vertex() for node in judged.free} | dict.fromkeys(judged.low, SINK)
+    outside = SOURCE if keep_io else SINK
+
+    def readers(value: "ir.Value") -> list[int]:
+        """Return vertices of all that read a value, each once; bodies of loops and branches read in float32."""
+        uses = [vertices[node] if judged.takes_low(node, index) else SOURCE for node, index in value.uses()]
+        return list(dict.fromkeys([outside, *uses] if value.is_graph_output() else uses))
+
+    for value in graph.inputs:
+        if is_float(value):
+            network.add_value(outside, readers(value))
+    for node in graph:
+        for index, value in enumerate(node.outputs):
+            if is_float(value):
+                network.add_value(vertices[node] if judged.makes_low(node, index) else SOURCE, readers(value))
+        if node.op_type == QUANTISE:
+            halves = [vertices.get(one, SOURCE) for one in dequantisers(node)]
+            network.add_value(vertices.get(node, SOURCE), halves)
+    kept, linked = network.source_side(), network.connected_to_sink()
+    low = {node: None for node in judged.free if vertices[node] not in kept and vertices[node] in linked}
+    _save_casts(low, judged, keep_io=keep_io)
+    return low
+
+
+def _save_casts(low: "dict[ir.Node, None]", judged: Judged, *, keep_io: bool) -> None:
+    """Take QuantizeLinear back where it alone makes a cast down necessary, DequantizeLinear where it makes one up."""
+    everything = low | judged.low
+    for node in [node for node in low if node.op_type in (QUANTISE, DEQUANTISE)]:
+        value = node.inputs[0] if node.op_type == QUANTISE else node.outputs[0]
+        assert value is not None
+        if node.op_type == QUANTISE:
+            maker = value.producer()
+            made_low = maker in everything and value.index() in judged.slots[maker].outputs
+            alone = not made_low and all(one.op_type == QUANTISE for one, _ in value.uses() if one in everything)
+        else:
+            leaves_low = value.is_graph_output() and not keep_io
+            alone = not leaves_low and not any(one in everything for one, _ in value.uses())
+        if alone:
+            del low[node]

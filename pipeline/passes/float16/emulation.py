@@ -1,4 +1,4 @@
-"""A graph in float16 or bfloat16, rewritten so that a CPU computes what the hardware would.
+"""Rewrite a graph in float16 or bfloat16 so that a CPU computes what the hardware would.
 
 Hardware adds up products of such numbers in float32, and rounds the result. So every operator computes in float32 here,
 and two Cast nodes behind it round: down to the type that the value has in the graph, and up again. The CPU runtime by
@@ -11,7 +11,11 @@ Weights stay as they are on disk, each behind a Cast; inputs and outputs keep th
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from enginesmith.pipeline.frameworks.onnx.edit import Names
+from enginesmith.pipeline.passes.float16.convert import hand_over, new_node
+from enginesmith.pipeline.passes.float16.rules import has_body, is_standard
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -48,17 +52,15 @@ def emulate(model: "ir.Model") -> bool:
         for node in nodes:
             for value in node.outputs:
                 rewriter.visit(body, value, node)
-    return rewriter.found
+    return rewriter.done
 
 
 def _is_wide(node: "ir.Node") -> bool:
-    """Whether a node with half-precision values is to compute in float32; bodies and foreign operators are let be."""
+    """Tell whether a node with half-precision values is to compute in float32; bodies and foreign operators are not."""
     import onnx_ir as ir
 
-    graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-    plain = not any(one.type in graphs for one in node.attributes.values())
     tensors = all(value is None or isinstance(value.type, ir.TensorType) for value in (*node.inputs, *node.outputs))
-    return node.domain in ("", "ai.onnx") and node.op_type not in _AS_THEY_ARE and plain and tensors
+    return is_standard(node) and node.op_type not in _AS_THEY_ARE and not has_body(node) and tensors
 
 
 class _Rewriter:
@@ -67,7 +69,7 @@ class _Rewriter:
     def __init__(self, graph: "ir.Graph", wide: "set[ir.Node]") -> None:
         self._wide = wide
         self._names = Names(graph)
-        self.found = False
+        self.done = False
 
     def visit(self, body: "ir.Graph", value: "ir.Value", maker: "ir.Node | None") -> None:
         """Rewrite what reads a value, and round what its maker makes if that computes in float32 now."""
@@ -76,56 +78,43 @@ class _Rewriter:
         kind = value.dtype
         if kind not in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) or not isinstance(value.type, ir.TensorType):
             return
-        self.found = True
+        self.done = True
         uses = value.uses()
-        made: list[ir.Node] = []
+        casts: list[ir.Node] = []
         narrow = value
         if maker in self._wide:
             _compute_wide(maker, kind)
             value.dtype = ir.DataType.FLOAT
             others = [use for use in uses if use[0] not in self._wide]
             if others or value.is_graph_output() or maker.op_type not in _EXACT:
-                made.append(self._cast(value, kind, "rounded"))
-                narrow = made[-1].outputs[0]
-                _connect(others, narrow)
-                _hand_over(body, value, narrow)
+                narrow = self._cast(value, kind, "rounded", others, casts)
+                hand_over(body, value, narrow)
         wide = [use for use in uses if use[0] in self._wide]
         if wide and (narrow is not value or value.dtype == kind):
-            made.append(self._cast(narrow, ir.DataType.FLOAT, "float32"))
-            _connect(wide, made[-1].outputs[0])
+            self._cast(narrow, ir.DataType.FLOAT, "float32", wide, casts)
         if maker is not None:
-            body.insert_after(maker, made)
-        elif made:
-            body.insert_before(body[0], made)
+            body.insert_after(maker, casts)
+        elif casts:
+            body.insert_before(body[0], casts)
 
-    def _cast(self, value: "ir.Value", dtype: "ir.DataType", word: str) -> "ir.Node":
-        import onnx_ir as ir
-
-        name = self._names.new(f"{value.name}_{word}")
-        made = ir.node("Cast", [value], {"to": dtype.value}, name=name)
-        output = made.outputs[0]
-        output.name, output.shape, output.type = name, value.shape, ir.TensorType(dtype)
-        return made
-
-
-def _hand_over(body: "ir.Graph", value: "ir.Value", new: "ir.Value") -> None:
-    """Replace a graph output by another value, under its name."""
-    places = [place for place, output in enumerate(body.outputs) if output is value]
-    if places:
-        name, value.name = value.name, new.name
-        new.name = name
-        for place in places:
-            body.outputs[place] = new
-
-
-def _connect(uses: "Sequence[tuple[ir.Node, int]]", value: "ir.Value") -> None:
-    for node, index in uses:
-        node.replace_input_with(index, value)
+    def _cast(
+        self,
+        value: "ir.Value",
+        dtype: "ir.DataType",
+        word: str,
+        uses: "Sequence[tuple[ir.Node, int]]",
+        casts: "list[ir.Node]",
+    ) -> "ir.Value":
+        """Cast a value for some of its uses."""
+        cast = new_node("Cast", [value], {"to": dtype.value}, self._names.new(f"{value.name}_{word}"), dtype, value)
+        casts.append(cast)
+        for node, index in uses:
+            node.replace_input_with(index, cast.outputs[0])
+        return cast.outputs[0]
 
 
 def _compute_wide(node: "ir.Node", kind: "ir.DataType") -> None:
     """Rename the narrow type to float32 in attributes."""
-    import numpy as np
     import onnx_ir as ir
 
     for name in _TYPE_ATTRIBUTES:
