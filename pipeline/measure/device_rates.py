@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -29,29 +29,49 @@ from enginesmith.pipeline.system.device import Device
 
 Call = Callable[[], object]
 Timer = Callable[[Call], float]
-"""Makes a call once and returns the seconds that its work took."""
+"""Make a call once, or several times; return the seconds of the work of one."""
 
 _MIB = 1 << 20
-_FIELDS = {
-    "copy": "copy_bandwidth",
-    "read": "read_bandwidth",
-    "cache": "cache_bandwidth",
-    "operator": "operators",
-    "call": "calls",
-}
-"""Fields of the figures that are no products; those are called after what they are computed in."""
+_FIELDS = ("copy_bandwidth", "read_bandwidth", "cache_bandwidth", "operators", "calls")
+"""Figures that are no products; those are called after the type that they are computed in."""
 _BUDGET_SECONDS = 3.5
 _FEWEST_ROUNDS = 3
 _BURST_SECONDS = 0.025
 _STEADY_ROUNDS, _STEADY = 5, 1.01
 """Measuring ends when so many rounds in a row have made no figure better by more than 1 %."""
 _WIDE = 3.0
-"""The best over the median above which a figure is doubtful."""
+"""Ratio of the best to the median above which a figure is doubtful."""
+_BEYOND_CACHE = 4
+"""Copied bytes for each byte of all caches, so that nothing of them is left there the next time."""
+_LEAST_BYTES, _MOST_BYTES = 128 * _MIB, 1024 * _MIB
+_SHARE_OF_MEMORY = 16
+_CPU_FOLDER = Path("/sys/devices/system/cpu")
+_PIECE = {"cpu": 4 * _MIB, "cuda": 128 * _MIB}
+_CACHED = {"cpu": _MIB, "cuda": 16 * _MIB}
+_SIDE = {"cpu": 384, "cuda": 4096}
+"""Side of the matrices that a thread or a GPU multiplies."""
+_LONGEST_PRODUCT_SECONDS = 0.05
+_SMALLEST_SIDE = 128
+_TRIED = 2
+_OPERATORS = 1000
+_SINCE = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
+"""Compute capability from which on a type has products of its own."""
+_TORCH = {
+    "fp32": "float32",
+    "tf32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "int8": "int8",
+    "fp8": "float8_e4m3fn",
+}
+_QUEUED = 10
+_AHEAD_CYCLES = 500_000
+"""A third of a millisecond, in which some tens of calls are sent."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Calls that can be repeated, one for each thread, and what one repetition is worth of their figure."""
+    """Hold calls that can be repeated, one for each thread, and the amount of one repetition."""
 
     figure: str
     calls: tuple[Call, ...]
@@ -59,7 +79,7 @@ class Probe:
     how: str
     timer: Timer
     shared: bool = False
-    """Whether threads share what limits them: one that goes on alone for a moment is faster than all are together."""
+    """True where threads share what limits them: one that goes on alone for a moment is faster than all together."""
 
 
 def measure_limits(device: Device, progress: Callable[[str], None] = lambda text: None) -> DeviceLimits:
@@ -70,11 +90,32 @@ def measure_limits(device: Device, progress: Callable[[str], None] = lambda text
     """
     baseline("torch").require(device)
     start = time.monotonic()
+    probes = []
     with _configured_torch(device):
-        name, cache, free, reasons = _describe_cuda(device) if device.kind == "cuda" else _describe_cpu(device)
-        probes = list(_prepare(_list_probes(device, cache, free), reasons))
+        name, cache, free, reasons = _describe(device)
+        for figure, make in _list_probes(device, cache, free, reasons).items():
+            try:
+                probe = make(figure)
+                probe.timer(probe.calls[0])
+            except (MissingCapability, ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+                line = next(iter(str(error).strip().splitlines()), "")
+                reasons[figure] = f"{type(error).__name__}: {line}" if line else type(error).__name__
+            else:
+                probes.append(probe)
         rates = repeat_probes(probes, start + _BUDGET_SECONDS, lambda text: progress(f"{name}, {text}"))
-    return _summarize(name, cache, rates, reasons, time.monotonic() - start)
+    wide = [f"{figure} {rate.spread:.1f} ×" for figure, rate in rates.items() if rate.spread > _WIDE]
+    busy = f"the device was busy and may be faster than this: the best over the median is {', '.join(wide)}"
+    figures = {field: rates.pop(field, None) for field in _FIELDS}
+    missing = {field: "nothing that tells could be run here" for field, rate in figures.items() if rate is None}
+    return DeviceLimits(
+        device=name,
+        cache_bytes=cache,
+        products=rates,
+        seconds=time.monotonic() - start,
+        warnings=(busy,) if wide else (),
+        reasons=missing | reasons,
+        **figures,
+    )
 
 
 def repeat_probes(probes: Sequence[Probe], deadline: float, progress: Callable[[str], None]) -> dict[str, Rate]:
@@ -121,60 +162,6 @@ def _repeat(timer: Timer, call: Call) -> list[float]:
     return seconds
 
 
-def _prepare(probes: dict[str, Callable[[str], Probe]], reasons: dict[str, str]) -> Iterator[Probe]:
-    """Make each probe and call it once; add the reason of one that this device or library cannot run."""
-    for figure, make in probes.items():
-        try:
-            probe = make(figure)
-            probe.timer(probe.calls[0])
-        except (MissingCapability, ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-            line = next(iter(str(error).strip().splitlines()), "")
-            reasons[figure] = f"{type(error).__name__}: {line}" if line else type(error).__name__
-        else:
-            yield probe
-
-
-def _summarize(
-    name: str, cache: int | None, rates: dict[str, Rate], reasons: dict[str, str], seconds: float
-) -> DeviceLimits:
-    wide = [f"{figure} {rate.spread:.1f} ×" for figure, rate in rates.items() if rate.spread > _WIDE]
-    busy = f"the device was busy and may be faster than this: the best over the median is {', '.join(wide)}"
-    figures = {field: rates.get(figure) for figure, field in _FIELDS.items()}
-    missing = {field: "nothing that tells could be run here" for field, rate in figures.items() if rate is None}
-    return DeviceLimits(
-        device=name,
-        cache_bytes=cache,
-        products={figure: rate for figure, rate in rates.items() if figure not in _FIELDS},
-        seconds=seconds,
-        warnings=(busy,) if wide else (),
-        reasons=missing | {_FIELDS.get(figure, figure): why for figure, why in reasons.items()},
-        **figures,
-    )
-
-
-# Devices: their caches and free memory, and the probes that they are measured with
-
-_BEYOND_CACHE = 4
-"""What is copied has that many times the bytes of all caches, so that nothing of it is left there the next time."""
-_LEAST_BYTES, _MOST_BYTES = 128 * _MIB, 1024 * _MIB
-_SHARE_OF_MEMORY = 16
-_MOST_FREE_BYTES = 1 << 60
-_NO_CACHES = "the system does not show what caches there are"
-_CPU_FOLDER = Path("/sys/devices/system/cpu")
-_PIECE = {"cpu": 4 * _MIB, "cuda": 128 * _MIB}
-_CACHED = {"cpu": _MIB, "cuda": 16 * _MIB}
-_SIDE = {"cpu": 384, "cuda": 4096}
-"""Of the matrices that a thread or a GPU multiplies."""
-_LONGEST_PRODUCT_SECONDS = 0.05
-_SMALLEST_SIDE = 128
-_TRIED = 2
-_OPERATORS = 1000
-_SINCE = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
-"""The compute capability from which on a type has products of its own."""
-_TORCH = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8"}
-_TORCH |= {"fp8": "float8_e4m3fn"}
-
-
 @contextlib.contextmanager
 def _configured_torch(device: Device) -> Iterator[None]:
     """Choose the GPU, or give each thread that is started from now on one core; restore torch's own afterwards."""
@@ -192,63 +179,41 @@ def _configured_torch(device: Device) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _describe_cpu(device: Device) -> tuple[str, int | None, int, dict[str, str]]:
-    """Return the CPU's name, the bytes of its caches and of free memory, and the reasons of missing figures."""
-    cache = cpu_cache_bytes(_CPU_FOLDER, os.sched_getaffinity(0))
-    machine = devices.environment()
-    free = min(machine.available_memory_bytes or machine.memory_bytes, machine.memory_limit_bytes or _MOST_FREE_BYTES)
-    reasons = {"tf32": "a type of CUDA devices", "fp8": f"torch and {evaluator.TITLE} have no such products on the CPU"}
-    reasons |= dict.fromkeys(("cache_bytes", "cache"), _NO_CACHES) if cache is None else {}
-    threads = device.thread_count
-    return f"{device}, {threads} thread{'s'[: threads > 1]}", cache, free, reasons
-
-
-def _describe_cuda(device: Device) -> tuple[str, int | None, int, dict[str, str]]:
-    """Return the GPU's name, the bytes of its L2 cache and of free memory, and the reasons of missing figures."""
-    import torch
-
-    properties = torch.cuda.get_device_properties(device.index)
-    cache: int | None = getattr(properties, "L2_cache_size", None) or None
-    free, _ = torch.cuda.mem_get_info(device.index)
-    capability = (properties.major, properties.minor)
-    reasons = {
-        name: f"needs compute capability {major}.{minor}, and {properties.name} has {capability[0]}.{capability[1]}"
-        for name, (major, minor) in _SINCE.items()
-        if capability < (major, minor)
-    }
-    reasons |= dict.fromkeys(("cache_bytes", "cache"), _NO_CACHES) if cache is None else {}
-    return f"{device}, {properties.name}", cache, free, reasons
-
-
-def _list_probes(device: Device, cache: int | None, free: int) -> dict[str, Callable[[str], Probe]]:
-    """List what makes each figure's probe; types that the device has no products of are refused when one is made."""
-    threads = _threads(device)
-    size = min(_MOST_BYTES, max(_LEAST_BYTES, _BEYOND_CACHE * (cache or 0)), free // _SHARE_OF_MEMORY) // threads
-    probes: dict[str, Callable[[str], Probe]] = {
-        "copy": partial(copy_probe, device, size),
-        "read": partial(read_probe, device, size),
-    }
-    if cache:  # source and target of all threads together take half of the caches at most
-        probes["cache"] = partial(copy_probe, device, min(_CACHED[device.kind], cache // 4 // threads))
+def _describe(device: Device) -> tuple[str, int | None, int, dict[str, str]]:
+    """Return the device's name, the bytes of its caches and of free memory, and the reasons of missing figures."""
     if device.kind == "cuda":
         import torch
 
-        capability = torch.cuda.get_device_capability(device.index)
-        types = [name for name in _TORCH if capability >= _SINCE.get(name, (0, 0))]
-        launches = {"operator": partial(kernels_probe, _OPERATORS), "call": partial(kernels_probe, 1)}
-        return probes | {name: partial(product_probe, device) for name in types} | launches
-    products = {name: partial(product_probe, device) for name in ("fp32", "fp16", "bf16")}
-    launches = {"operator": partial(operators_probe, _OPERATORS), "call": partial(operators_probe, 1)}
-    return probes | products | {"int8": partial(integer_probe, device)} | launches
+        properties = torch.cuda.get_device_properties(device.index)
+        name, cache = properties.name, getattr(properties, "L2_cache_size", None) or None
+        free, _ = torch.cuda.mem_get_info(device.index)
+        capability = (properties.major, properties.minor)
+        reasons = {
+            precision: f"needs compute capability {major}.{minor}, and {name} has {capability[0]}.{capability[1]}"
+            for precision, (major, minor) in _SINCE.items()
+            if capability < (major, minor)
+        }
+    else:
+        name, cache = f"{device.thread_count} thread{'s'[: device.thread_count > 1]}", cpu_cache_bytes(_CPU_FOLDER)
+        machine = devices.environment()
+        available = machine.available_memory_bytes or machine.memory_bytes
+        free = min(available, machine.memory_limit_bytes or available)
+        no_fp8 = f"torch and {evaluator.TITLE} have no such products on the CPU"
+        reasons = {"tf32": "a type of CUDA devices", "fp8": no_fp8}
+    if cache is None:
+        no_caches = "the system does not show what caches there are"
+        reasons |= dict.fromkeys(("cache_bytes", "cache_bandwidth"), no_caches)
+    return f"{device}, {name}", cache, free, reasons
 
 
-def cpu_cache_bytes(folder: Path, cores: set[int]) -> int | None:
+def cpu_cache_bytes(folder: Path, cores: set[int] | None = None) -> int | None:
     """Add up the caches for data above the first level that these cores have, each once; None where none are shown.
 
-    Levels are added up, as there are processors whose last one keeps nothing that is in another.
+    Levels are added up, as there are processors whose last one keeps nothing that is in another. The cores are by
+    default those that this process may use.
     """
     caches: dict[tuple[int, str], int] = {}
-    for core in cores:
+    for core in os.sched_getaffinity(0) if cores is None else cores:
         for index in (folder / f"cpu{core}" / "cache").glob("index*"):
             with contextlib.suppress(OSError, ValueError, IndexError):
                 level, kind, size, shared = (
@@ -263,108 +228,112 @@ def cpu_cache_bytes(folder: Path, cores: set[int]) -> int | None:
 # Probes: what is repeated
 
 
-def _threads(device: Device) -> int:
+def _list_probes(
+    device: Device, cache: int | None, free: int, reasons: Mapping[str, str]
+) -> dict[str, Callable[[str], Probe]]:
+    """List what makes each figure's probe, without those that the device cannot have."""
+    threads = _count_threads(device)
+    size = min(_MOST_BYTES, max(_LEAST_BYTES, _BEYOND_CACHE * (cache or 0)), free // _SHARE_OF_MEMORY) // threads
+    sizes = {"copy_bandwidth": size, "read_bandwidth": size}
+    if cache:  # source and target of all threads together take half of the caches at most
+        sizes["cache_bandwidth"] = min(_CACHED[device.kind], cache // 4 // threads)
+    return (
+        {figure: partial(memory_probe, device, size) for figure, size in sizes.items()}
+        | {precision: partial(product_probe, device) for precision in _TORCH if precision not in reasons}
+        | {"operators": partial(operators_probe, device, _OPERATORS), "calls": partial(operators_probe, device, 1)}
+    )
+
+
+def _count_threads(device: Device) -> int:
     return 1 if device.kind == "cuda" else device.thread_count
 
 
-def copy_probe(device: Device, size: int, figure: str) -> Probe:
-    """Copy ``size`` bytes in each thread, piece by piece; bytes read and written count."""
+def memory_probe(device: Device, size: int, figure: str) -> Probe:
+    """Copy ``size`` bytes in each thread, or only read them, as an engine does its weights; go piece by piece.
+
+    Bytes read and bytes written both count.
+    """
     import torch
 
-    piece = min(size, _PIECE[device.kind])
+    piece, reads = min(size, _PIECE[device.kind]), figure == "read_bandwidth"
 
     def make() -> Call:
         source, target = (torch.ones(max(1, size // piece), piece // 4, device=str(device)) for _ in range(2))
-        pieces = itertools.cycle(list(zip(target, source, strict=True)))
-        return lambda: torch.Tensor.copy_(*next(pieces))
+        pieces = itertools.cycle(list(zip(source, target, strict=True)))
+        return (lambda: next(pieces)[0].sum()) if reads else (lambda: torch.Tensor.copy_(*next(pieces)))
 
-    how = f"torch copies {_of_all(piece, size)}"
-    return Probe(
-        figure, tuple(make() for _ in range(_threads(device))), 2.0 * piece, how, _timer_of(device), shared=True
-    )
-
-
-def read_probe(device: Device, size: int, figure: str) -> Probe:
-    """Sum up ``size`` bytes in each thread, piece by piece, which only reads them, as an engine does its weights."""
-    import torch
-
-    piece = min(size, _PIECE[device.kind])
-
-    def make() -> Call:
-        pieces = itertools.cycle(torch.ones(max(1, size // piece), piece // 4, device=str(device)))
-        return lambda: next(pieces).sum()
-
-    how = f"torch sums up {_of_all(piece, size)}"
-    return Probe(
-        figure, tuple(make() for _ in range(_threads(device))), float(piece), how, _timer_of(device), shared=True
-    )
-
-
-def _of_all(piece: int, size: int) -> str:
-    return f"the next {piece / _MIB:g} MiB of {size // _MIB}" if piece < size else f"the same {size / _MIB:g} MiB"
+    pieces = f"the next {piece / _MIB:g} MiB of {size // _MIB}" if piece < size else f"the same {size / _MIB:g} MiB"
+    calls = tuple(make() for _ in range(_count_threads(device)))
+    timer = time_by_events if device.kind == "cuda" else time_by_host
+    how = f"torch {'sums up' if reads else 'copies'} {pieces}"
+    return Probe(figure, calls, float(piece if reads else 2 * piece), how, timer, shared=True)
 
 
 def product_probe(device: Device, precision: str) -> Probe:
-    """Multiply square matrices with torch, smaller ones where that takes long; a multiply-add is two operations."""
-    dtype = _TORCH[precision]
-    timer = _product_timer(precision) if device.kind == "cuda" else time_by_host
-    make = {"int8": _integer_product, "float8_e4m3fn": _scaled_product}.get(dtype, _plain_product)
+    """Multiply square matrices, smaller ones where that takes long; a multiply-add is two operations.
+
+    ONNX Runtime multiplies 8-bit integers on the CPU, as torch has no fast kernel for them there; all else torch does.
+    """
+    timer = partial(_time_product, precision) if device.kind == "cuda" else time_by_host
+    by_torch, dtype = device.kind == "cuda" or precision != "int8", _TORCH[precision]
+    make = partial(_multiply, str(device), dtype) if by_torch else _multiply_integers
     side = _SIDE[device.kind]
-    while side > _SMALLEST_SIDE and _least_seconds(timer, make(str(device), dtype, side)) > _LONGEST_PRODUCT_SECONDS:
+    while side > _SMALLEST_SIDE:
+        call = make(side)
+        if min(timer(call) for _ in range(_TRIED)) <= _LONGEST_PRODUCT_SECONDS:
+            break
         side //= 2
-    calls = tuple(make(str(device), dtype, side) for _ in range(_threads(device)))
-    return Probe(precision, calls, 2.0 * side**3, f"torch multiplies {dtype} matrices of {side} × {side}", timer)
+    what = f"torch multiplies {dtype}" if by_torch else f"{evaluator.TITLE} multiplies uint8 by int8"
+    calls = tuple(make(side) for _ in range(_count_threads(device)))
+    return Probe(precision, calls, 2.0 * side**3, f"{what} matrices of {side} × {side}", timer)
 
 
-def _least_seconds(timer: Timer, call: Call) -> float:
-    return min(timer(call) for _ in range(_TRIED))
-
-
-def _plain_product(place: str, dtype: str, side: int) -> Call:
+def _multiply(place: str, dtype: str, side: int) -> Call:
+    """Prepare a product by torch; cuBLAS takes the second matrix of 8-bit types by columns."""
     import torch
 
-    left, right, out = (torch.randn(side, side, device=place).to(getattr(torch, dtype)) for _ in range(3))
-    return partial(torch.mm, left, right, out=out)
-
-
-def _integer_product(place: str, dtype: str, side: int) -> Call:
-    """cuBLAS takes the second matrix by columns."""
-    import torch
-
-    left, right = (torch.randint(-7, 7, (side, side), device=place).to(torch.int8) for _ in range(2))
-    return partial(torch._int_mm, left, right.t())
-
-
-def _scaled_product(place: str, dtype: str, side: int) -> Call:
-    """cuBLASLt takes the second matrix by columns, and sums in fewer bits if it may."""
-    import torch
-
-    left, right = (torch.randn(side, side, device=place).to(getattr(torch, dtype)) for _ in range(2))
+    kind = getattr(torch, dtype)
+    if dtype == "int8":
+        left, right = torch.randint(-7, 7, (2, side, side), device=place).to(kind)
+        return partial(torch._int_mm, left, right.t())
+    left, right, out = (torch.randn(side, side, device=place).to(kind) for _ in range(3))
+    if dtype != "float8_e4m3fn":
+        return partial(torch.mm, left, right, out=out)
     scale = torch.ones((), device=place)
+    # cuBLASLt sums in fewer bits if it may
     how: dict[str, Any] = {"scale_a": scale, "scale_b": scale, "out_dtype": torch.bfloat16, "use_fast_accum": True}
     return partial(torch._scaled_mm, left, right.t(), **how)
 
 
-def integer_probe(device: Device, figure: str) -> Probe:
-    """Multiply uint8 by int8 with ONNX Runtime, as torch has no fast kernel for that on the CPU."""
-    side = _SIDE["cpu"]
+def _multiply_integers(side: int) -> Call:
     left, right = np.random.default_rng(0).integers(0, 7, (2, side, side))
-    nodes = [("MatMulInteger", ["x", "w"], ["y"])]
-    calls = (_session(nodes, left.astype("uint8"), right.astype("int8"), "int32") for _ in range(_threads(device)))
-    how = f"{evaluator.TITLE} multiplies uint8 by int8 matrices of {side} × {side}"
-    return Probe(figure, tuple(calls), 2.0 * side**3, how, time_by_host)
+    return _open_session([("MatMulInteger", ["x", "w"], ["y"])], left.astype("uint8"), right.astype("int8"), "int32")
 
 
-def operators_probe(count: int, figure: str) -> Probe:
-    """Run ``count`` sines of one number in one call of ONNX Runtime, which starts no other operator faster."""
-    names = ["x", *(f"x{index}" for index in range(1, count)), "y"]
-    nodes = [("Sin", [source], [result]) for source, result in itertools.pairwise(names)]
-    call = _session(nodes, np.ones(1, np.float32), None, "float32")
-    how = f"{evaluator.TITLE} takes the sine of one number, {count} operators a call"
+def operators_probe(device: Device, count: int, figure: str) -> Probe:
+    """Start ``count`` operators that have next to nothing to do, one after the other, and wait for them.
+
+    On the CPU they are ONNX Runtime's sines of one number, as it starts no other operator faster.
+    """
+    if device.kind == "cuda":
+        how, call = f"{count} empty kernels put on one stream", partial(_start_kernels, count)
+    else:
+        names = ["x", *(f"x{index}" for index in range(1, count)), "y"]
+        nodes = [("Sin", [source], [result]) for source, result in itertools.pairwise(names)]
+        call = _open_session(nodes, np.ones(1, np.float32), None, "float32")
+        how = f"{evaluator.TITLE} takes the sine of one number, {count} operators a call"
     return Probe(figure, (call,), float(count), how, time_by_host)
 
 
-def _session(nodes: Sequence[tuple[str, list[str], list[str]]], x: Any, w: Any, result: str) -> Call:
+def _start_kernels(count: int) -> None:
+    import torch
+
+    for _ in range(count):
+        torch.cuda._sleep(0)  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+
+
+def _open_session(nodes: Sequence[tuple[str, list[str], list[str]]], x: Any, w: Any, result: str) -> Call:
     """Return a call, on one thread, of nodes that make ``y`` from ``x`` and ``w``, in the shape of ``x``."""
     from onnx import helper, numpy_helper
 
@@ -387,27 +356,7 @@ def _session(nodes: Sequence[tuple[str, list[str], list[str]]], x: Any, w: Any, 
     return call
 
 
-def kernels_probe(count: int, figure: str) -> Probe:
-    """Put ``count`` kernels that end at once on a stream, one after the other, and wait for them."""
-    import torch
-
-    def call() -> None:
-        for _ in range(count):
-            torch.cuda._sleep(0)  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-
-    return Probe(figure, (call,), float(count), f"{count} empty kernels put on one stream", time_by_host)
-
-
 # Clocks
-
-_QUEUED = 10
-_AHEAD_CYCLES = 500_000
-"""A third of a millisecond, in which some tens of calls are sent."""
-
-
-def _timer_of(device: Device) -> Timer:
-    return time_by_events if device.kind == "cuda" else time_by_host
 
 
 def time_by_host(call: Call) -> float:
@@ -435,25 +384,17 @@ def time_by_events(call: Call) -> float:
     return float(before.elapsed_time(after)) / 1e3 / _QUEUED
 
 
-def _product_timer(precision: str) -> Timer:
-    """Return a timer that computes float32 products in TF32 or not, as the precision says, and sums float16 in float16.
+def _time_product(precision: str, call: Call) -> float:
+    """Time a product of float32 values in TF32 or not, as the precision says, with sums of float16 in float16.
 
-    Sums in float16 are twice as fast on devices for games, and TensorRT uses them.
+    Such sums are twice as fast on devices for games, and TensorRT uses them.
     """
+    from torch.backends.cuda import matmul
+
     wanted = {"allow_tf32": precision == "tf32", "allow_fp16_accumulation": precision == "fp16"}
-
-    def time_product(call: Call) -> float:
-        from torch.backends.cuda import matmul
-
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
-            before = {name: getattr(matmul, name) for name in wanted}
-            try:
-                for name, value in wanted.items():
-                    setattr(matmul, name, value)
-                return time_by_events(call)
-            finally:
-                for name, value in before.items():
-                    setattr(matmul, name, value)
-
-    return time_product
+    with warnings.catch_warnings(), contextlib.ExitStack() as restored:
+        warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
+        for name, value in wanted.items():
+            restored.callback(setattr, matmul, name, getattr(matmul, name))
+            setattr(matmul, name, value)
+        return time_by_events(call)

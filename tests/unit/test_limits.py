@@ -2,7 +2,6 @@
 
 import itertools
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -322,7 +321,7 @@ def test_a_figure_that_cannot_be_had_has_its_reason(monkeypatch: pytest.MonkeyPa
 
 
 def test_matrices_are_made_smaller_where_a_product_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_rates, "_least_seconds", lambda timer, call: call.args[0].shape[0] / 3000)
+    monkeypatch.setattr(device_rates, "time_by_host", lambda call: call.args[0].shape[0] / 3000)
     monkeypatch.setattr(device_rates, "_SIDE", {"cpu": 512})
     assert device_rates.product_probe(Device(threads=1), "fp32").amount == 2.0 * 128**3
 
@@ -360,14 +359,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_a_figure_that_a_gpu_is_too_old_for_has_its_reason(gpu: SimpleNamespace) -> None:
     device = Device(kind="cuda")
-    name, cache, free, reasons = device_rates._describe_cuda(device)
+    name, cache, free, reasons = device_rates._describe(device)
     assert (name, cache, free) == ("cuda:0, Some GPU", 8 * MIB, 4 << 30)
     assert reasons == {"fp8": "needs compute capability 8.9, and Some GPU has 8.6"}
-    always = {"copy", "read", "cache", "fp32", "fp16", "int8", "operator", "call"}
+    always = {*device_rates._FIELDS, "fp32", "fp16", "int8"}
     for version, newer in (((8, 6), {"tf32", "bf16"}), ((7, 5), set()), ((9, 0), {"tf32", "bf16", "fp8"})):
         gpu.major, gpu.minor = version
-        assert device_rates._list_probes(device, cache, free).keys() == always | newer
-        assert device_rates._describe_cuda(device)[3].keys() == {"tf32", "bf16", "fp8"} - newer
+        reasons = device_rates._describe(device)[3]
+        assert reasons.keys() == {"tf32", "bf16", "fp8"} - newer
+        assert device_rates._list_probes(device, cache, free, reasons).keys() == always | newer
 
 
 def test_events_are_around_several_calls_that_are_queued_while_the_device_spins(gpu: SimpleNamespace) -> None:
@@ -384,7 +384,7 @@ def test_settings_are_made_for_the_product_and_given_back(
     before = SimpleNamespace(allow_tf32=True, allow_fp16_accumulation=True)
     monkeypatch.setattr(torch.backends.cuda, "matmul", before)
     seen: list[SimpleNamespace] = []
-    device_rates._product_timer(precision)(lambda: seen.append(SimpleNamespace(**vars(before))))
+    device_rates._time_product(precision, lambda: seen.append(SimpleNamespace(**vars(before))))
     assert seen == [SimpleNamespace(allow_tf32=tf32, allow_fp16_accumulation=sums)] * device_rates._QUEUED
     assert before == SimpleNamespace(allow_tf32=True, allow_fp16_accumulation=True)
 
@@ -393,7 +393,7 @@ def test_kernels_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("kernel"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
-    found = device_rates.kernels_probe(3, "operator")
+    found = device_rates.operators_probe(Device(kind="cuda"), 3, "operators")
     found.calls[0]()
     assert done == ["kernel"] * 3 + ["wait"]
     assert found.amount == 3
@@ -402,20 +402,20 @@ def test_kernels_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_eight_bit_floats_are_given_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(torch, "_scaled_mm", lambda left, right, **how: seen.append((left, right, how)))
-    device_rates._scaled_product("cpu", "float8_e4m3fn", 64)()
+    device_rates._multiply("cpu", "float8_e4m3fn", 64)()
     left, right, how = seen[-1]
     assert (left.stride(), right.stride()) == ((64, 1), (1, 64))
     assert {left.dtype, right.dtype} == {torch.float8_e4m3fn}
     assert how["scale_a"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("make", [device_rates.copy_probe, device_rates.read_probe])
-def test_memory_is_gone_through_piece_by_piece(make: Callable[..., Probe], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("figure", ["copy_bandwidth", "read_bandwidth"])
+def test_memory_is_gone_through_piece_by_piece(figure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setattr(device_rates, "_PIECE", {"cpu": 4096})
     monkeypatch.setattr(torch.Tensor, "copy_", lambda to, of: seen.append(of.data_ptr()))
     monkeypatch.setattr(torch.Tensor, "sum", lambda one: seen.append(one.data_ptr()))
-    (call,) = make(Device(threads=1), 3 * 4096, "copy").calls
+    (call,) = device_rates.memory_probe(Device(threads=1), 3 * 4096, figure).calls
     for _ in range(4):
         call()
     assert len(set(seen)) == 3
