@@ -23,12 +23,11 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.engines.base import Candidate, Engine
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.frameworks.source import resolve
-from enginesmith.pipeline.measure.latency.candidate import Candidate
 from enginesmith.pipeline.measure.memory.peak import measure_memory
 from enginesmith.pipeline.measure.rows import MemoryRow
 from enginesmith.pipeline.system import worker

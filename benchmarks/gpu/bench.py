@@ -21,10 +21,10 @@ from record import Record
 from variants import Field, field, why_not
 
 from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.execution.events import Event, Outcome
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
-from enginesmith.pipeline.measure.latency.candidate import Candidate
 from enginesmith.pipeline.measure.latency.rows import measure_latency
 from enginesmith.pipeline.measure.memory.peak import measure_memory
 from enginesmith.pipeline.measure.rows import LatencyRow

@@ -28,7 +28,7 @@ from enginesmith.pipeline.engines.tensorrt.options import RunOptions
 from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
 from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.frameworks.onnx import model_file
-from enginesmith.pipeline.measure.memory.cuda import moment, peaks
+from enginesmith.pipeline.measure.memory.peak import read_moment, read_peaks
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds, TensorSpec
 
@@ -46,7 +46,7 @@ class Lines:
         """Wait for the device, and write down what it has."""
         import torch
 
-        now, most, account = moment(CUDA), peaks(CUDA), self._ledger.account()
+        now, most, account = read_moment(CUDA), read_peaks(CUDA), self._ledger.account()
         line = {
             "after": step,
             "allocated_bytes": now.allocated,

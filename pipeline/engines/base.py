@@ -597,3 +597,13 @@ class WorkspaceEngine(Engine):
     @abstractmethod
     def workspace_points(cls, unlimited: EngineFacts, smallest: int, count: int) -> tuple[int, ...]:
         """Give ``count`` limits in bytes worth measuring, from the smallest one that builds upwards."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Name an engine and its artifact on a device, to be measured."""
+
+    id: str
+    engine: Engine
+    artifact: Artifact
+    device: Device

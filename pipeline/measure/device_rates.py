@@ -230,7 +230,7 @@ def cpu_cache_bytes(folder: Path, cores: set[int] | None = None) -> int | None:
 
 def _list_probes(
     device: Device, cache: int | None, free: int, reasons: Mapping[str, str]
-) -> dict[str, Callable[[str], Probe]]:
+) -> Mapping[str, Callable[[str], Probe]]:
     """List what makes each figure's probe, without those that the device cannot have."""
     threads = _count_threads(device)
     size = min(_MOST_BYTES, max(_LEAST_BYTES, _BEYOND_CACHE * (cache or 0)), free // _SHARE_OF_MEMORY) // threads
@@ -315,9 +315,9 @@ def operators_probe(device: Device, count: int, figure: str) -> Probe:
 
     On the CPU they are ONNX Runtime's sines of one number, as it starts no other operator faster.
     """
-    if device.kind == "cuda":
-        how, call = f"{count} empty kernels put on one stream", partial(_start_kernels, count)
-    else:
+    call: Call = partial(_start_kernels, count)
+    how = f"{count} empty kernels put on one stream"
+    if device.kind != "cuda":
         names = ["x", *(f"x{index}" for index in range(1, count)), "y"]
         nodes = [("Sin", [source], [result]) for source, result in itertools.pairwise(names)]
         call = _open_session(nodes, np.ones(1, np.float32), None, "float32")

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline.engines.base import BETWEEN, NODE, OperatorTime, Profiled, ProfileRequest
+from enginesmith.pipeline.engines.base import BETWEEN, NODE, Candidate, OperatorTime, Profiled, ProfileRequest
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability
-from enginesmith.pipeline.measure.latency.candidate import Candidate
 from enginesmith.pipeline.measure.rows import ROOT, Profile, ProfileRow
 from enginesmith.pipeline.system.worker import run
 from enginesmith.pipeline.tensors import Feeds

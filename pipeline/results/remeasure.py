@@ -15,11 +15,10 @@ from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.artifact import Artifact, holds
 from enginesmith.pipeline.engines import engine_class, environment
-from enginesmith.pipeline.engines.base import Engine
+from enginesmith.pipeline.engines.base import Candidate, Engine
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
-from enginesmith.pipeline.measure.latency.candidate import Candidate
 from enginesmith.pipeline.measure.latency.rows import launches_of, measure_latency
 from enginesmith.pipeline.measure.statistics import (
     LEAST_LAUNCHES,

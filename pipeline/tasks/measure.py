@@ -16,7 +16,7 @@ from enginesmith.calibration.dataset import Dataset
 from enginesmith.calibration.options import DataOptions
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import environment
-from enginesmith.pipeline.engines.base import Engine, Session
+from enginesmith.pipeline.engines.base import Candidate, Engine, Session
 from enginesmith.pipeline.errors import DataError, UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import evaluator
@@ -25,7 +25,6 @@ from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.measure import quality
 from enginesmith.pipeline.measure.device_rates import measure_limits
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
-from enginesmith.pipeline.measure.latency.candidate import Candidate
 from enginesmith.pipeline.measure.latency.rows import BatchSweep, FeedsAt, LatencyBenchmark
 from enginesmith.pipeline.measure.memory.peak import measure_memory
 from enginesmith.pipeline.measure.profile import measure_profile

@@ -16,12 +16,12 @@ from pydantic import BaseModel, ConfigDict, SerializeAsAny
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import simulation
 from enginesmith.pipeline.engines.base import BuildRequest, Engine, Session
+from enginesmith.pipeline.engines.base import Candidate as TimedCandidate
 from enginesmith.pipeline.errors import DataError, MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage, edit, evaluator, model_file
 from enginesmith.pipeline.measure.fidelity import Fidelity, compare_calls, thresholds_for
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
-from enginesmith.pipeline.measure.latency.candidate import Candidate as TimedCandidate
 from enginesmith.pipeline.measure.latency.rows import measure_latency
 from enginesmith.pipeline.passes.base import PrecisionPass, Progress
 from enginesmith.pipeline.passes.quantize import layers, precision, search

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, SerializeAsAny
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.engines.base import BuildRequest, Engine
+from enginesmith.pipeline.engines.base import BuildRequest, Candidate, Engine
 from enginesmith.pipeline.errors import EmptyLayer, ModelError, UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.records import PrunedGroup, PruningFacts
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
-from enginesmith.pipeline.measure.latency.candidate import Candidate
 from enginesmith.pipeline.measure.latency.rows import measure_latency
 from enginesmith.pipeline.passes.base import Pass, Progress
 from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget

@@ -16,8 +16,8 @@ from enginesmith.pipeline.engines.base import BuildRequest, Engine
 from enginesmith.pipeline.engines.cuda_allocator import ACTIVATIONS, TRANSFERS, UNTAGGED, WEIGHTS, counting
 from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.errors import MissingCapability, UnsupportedGraph
-from enginesmith.pipeline.measure.memory import cuda
-from enginesmith.pipeline.measure.memory.cuda import CudaPhases, device_used, measure_on_cuda, moment
+from enginesmith.pipeline.measure.memory import peak
+from enginesmith.pipeline.measure.memory.peak import CudaPhases, measure_on_cuda, read_device_used, read_moment
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import ShapeRange, Signature, TensorSpec
 
@@ -110,28 +110,28 @@ def sound(seen: CudaPhases) -> None:
     assert seen.counted
     assert (seen.leaked, seen.account.unknown_frees, seen.account.double_frees) == (0, 0, 0)
     assert seen.closed.allocated == seen.start.allocated
-    found = cuda.figures(seen)
+    found = peak.list_lenses(seen)
     assert found["allocator_reserved"].bytes >= found["allocator"].bytes
     assert found["device_peak"].bytes >= found["allocator_reserved"].bytes - 2 * MIB
-    assert cuda.split(seen) is not None
+    assert peak.split_peak(seen) is not None
 
 
 def test_eager_takes_what_it_is_made_of(feeds: dict[str, Any]) -> None:
     seen = measure_on_cuda(Plain(), Artifact.model_construct(kind="torch"), CUDA, feeds)
     sound(seen)
-    parts = cuda.split(seen)
+    parts = peak.split_peak(seen)
     assert parts is not None
     assert parts.weights == WEIGHTS_BYTES
     assert parts.activations == 3 * INPUT_BYTES  # first, second and the sum
     assert parts.peak == WEIGHTS_BYTES + 3 * INPUT_BYTES
-    assert cuda.inputs(seen) == INPUT_BYTES
+    assert peak.count_inputs(seen) == INPUT_BYTES
     assert seen.run.requested - seen.start.requested == parts.peak + INPUT_BYTES
 
 
 def test_onnxruntime_is_counted_to_the_byte(onnxruntime: Engine, graph: Artifact, feeds: dict[str, Any]) -> None:
     seen = measure_on_cuda(onnxruntime, graph, CUDA, feeds)
     sound(seen)
-    parts = cuda.split(seen)
+    parts = peak.split_peak(seen)
     assert parts is not None
     assert seen.account.peak == seen.run.requested - seen.start.requested  # all that torch gave went through the ledger
     assert WEIGHTS_BYTES <= parts.weights < WEIGHTS_BYTES + MIB
@@ -161,9 +161,9 @@ def test_onnxruntime_answers_the_same_when_it_is_counted(
 def test_onnxruntime_allocates_by_itself_when_it_is_not_counted(
     onnxruntime: Engine, graph: Artifact, feeds: dict[str, Any]
 ) -> None:
-    before = moment(CUDA).allocated
+    before = read_moment(CUDA).allocated
     with onnxruntime.load(graph, CUDA):
-        assert moment(CUDA).allocated == before
+        assert read_moment(CUDA).allocated == before
 
 
 @pytest.mark.parametrize("name", ["tensorrt", "tensorrt_rtx"])
@@ -199,11 +199,11 @@ def test_a_build_peaks_above_what_its_engine_weighs(
 def test_the_devices_use_returns(feeds: dict[str, Any]) -> None:
     measure_on_cuda(Plain(), Artifact.model_construct(kind="torch"), CUDA, feeds)  # modules are loaded by this
     torch.cuda.empty_cache()
-    before = device_used(CUDA)
+    before = read_device_used(CUDA)
     seen = measure_on_cuda(Plain(), Artifact.model_construct(kind="torch"), CUDA, feeds)
     torch.cuda.empty_cache()
-    assert abs(device_used(CUDA) - before) <= 2 * MIB
-    assert cuda.figures(seen)["device_closed"].bytes <= 2 * MIB
+    assert abs(read_device_used(CUDA) - before) <= 2 * MIB
+    assert peak.list_lenses(seen)["device_closed"].bytes <= 2 * MIB
 
 
 def _built(kind: type[Engine], graph: Artifact, out: Path) -> Artifact:

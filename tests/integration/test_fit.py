@@ -12,9 +12,9 @@ import pytest
 from onnx import numpy_helper, parser
 
 from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
 from enginesmith.pipeline.frameworks.onnx import model_file
-from enginesmith.pipeline.measure.latency.candidate import Candidate
 from enginesmith.pipeline.measure.memory.peak import measure_memory
 from enginesmith.pipeline.system.device import Device
 

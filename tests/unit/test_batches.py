@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.errors import ModelError
 from enginesmith.pipeline.measure.latency import rows
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
-from enginesmith.pipeline.measure.latency.candidate import Candidate
 from enginesmith.pipeline.measure.rows import LatencyRow, OutOfMemory
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds

@@ -12,8 +12,8 @@ import pytest
 
 from enginesmith.pipeline.engines.base import Session
 from enginesmith.pipeline.errors import ModelError
-from enginesmith.pipeline.measure.latency import throughput
-from enginesmith.pipeline.measure.latency.throughput import ConcurrentClients
+from enginesmith.pipeline.measure.latency import timer
+from enginesmith.pipeline.measure.latency.timer import ConcurrentClients
 from enginesmith.pipeline.system.cpu import RunQueue
 from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
@@ -49,7 +49,7 @@ class Served(Session):
         if self.fails:
             raise ModelError("it does not run")
         self.calls += 1
-        if self.calls == throughput._WARM_CALLS + 1:
+        if self.calls == timer._WARM_CALLS + 1:
             self.together.wait(60)  # fails unless the others call at the same time
         self.clocks.seconds += CALL_SECONDS
 
@@ -66,7 +66,7 @@ class Served(Session):
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     clocks = Clocks()
-    monkeypatch.setattr(throughput, "_now", lambda: round(clocks.seconds * 1e9))
+    monkeypatch.setattr(timer, "_now", lambda: round(clocks.seconds * 1e9))
     return clocks
 
 

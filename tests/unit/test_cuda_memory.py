@@ -19,9 +19,8 @@ from enginesmith.pipeline.engines.cuda_allocator import ACTIVATIONS, OUTPUTS, TR
 from enginesmith.pipeline.engines.onnxruntime import session
 from enginesmith.pipeline.engines.tensorrt.memory import allocator, ledger_of
 from enginesmith.pipeline.errors import MissingCapability, StepOutOfMemory
-from enginesmith.pipeline.measure.memory import cuda, usage
-from enginesmith.pipeline.measure.memory.cuda import CudaPhases, measure_on_cuda
-from enginesmith.pipeline.measure.memory.peak import _cuda_row
+from enginesmith.pipeline.measure.memory import peak, usage
+from enginesmith.pipeline.measure.memory.peak import CudaPhases, measure_on_cuda
 from enginesmith.pipeline.measure.memory.usage import Sampler
 from enginesmith.pipeline.measure.rows import MemoryRow
 from enginesmith.pipeline.system import nvidia
@@ -98,7 +97,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     }
     for name, function in functions.items():
         monkeypatch.setattr(torch.cuda, name, function)
-    monkeypatch.setattr(cuda, "used_bytes", lambda one: (device.used(), ""))
+    monkeypatch.setattr(peak, "used_bytes", lambda one: (device.used(), ""))
     answers = SimpleNamespace(process_bytes=lambda index, pid: (device.used() - OTHERS, ""))
     monkeypatch.setattr(nvidia, "nvml", lambda: answers)
     return device
@@ -238,7 +237,7 @@ def measured(engine: Any, kind: Any = "onnx") -> CudaPhases:
 
 
 def row(seen: CudaPhases) -> MemoryRow:
-    return _cuda_row(seen, "cuda:0", 8)
+    return MemoryRow(device="cuda:0", batch=8, **seen.summarize())
 
 
 def lenses(seen: CudaPhases) -> dict[str, int]:
@@ -396,7 +395,7 @@ def test_lenses_that_cannot_work_say_why(gpu: Gpu, monkeypatch: pytest.MonkeyPat
         raise MissingCapability("there is no NVML (libnvidia-ml.so.1)")
 
     monkeypatch.setattr(nvidia, "nvml", missing)
-    monkeypatch.setattr(cuda, "used_bytes", usage.used_bytes)
+    monkeypatch.setattr(peak, "used_bytes", usage.used_bytes)
     found = row(measured(Eager(gpu)))
     assert {"process", "context"}.isdisjoint(found.lenses)
     assert "no NVML" in found.reasons["process"]

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability
 from enginesmith.pipeline.measure.latency import benchmark
-from enginesmith.pipeline.measure.latency.rows import Candidate, LatencyResult, LatencySettings, measure_latency
+from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
+from enginesmith.pipeline.measure.latency.rows import LatencyResult, measure_latency
 from enginesmith.pipeline.measure.latency.timer import SessionTimer
 from enginesmith.pipeline.measure.memory import usage
 from enginesmith.pipeline.system import machine, nvidia, worker

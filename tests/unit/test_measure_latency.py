@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.errors import StepCrashed, StepTimeout
 from enginesmith.pipeline.measure.latency import benchmark
-from enginesmith.pipeline.measure.latency.rows import Candidate, LatencyResult, LatencySettings, measure_latency
-from enginesmith.pipeline.measure.latency.throughput import ConcurrentCalls
-from enginesmith.pipeline.measure.latency.timer import Block, Ready
+from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
+from enginesmith.pipeline.measure.latency.rows import LatencyResult, measure_latency
+from enginesmith.pipeline.measure.latency.timer import Block, ConcurrentCalls, Ready
 from enginesmith.pipeline.system.device import Device
 
 Script = Callable[[int], float]

@@ -7,25 +7,33 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.errors import MissingCapability, ModelError, StepCrashed, StepError, StepOutOfMemory
-from enginesmith.pipeline.measure.latency.candidate import Candidate
-from enginesmith.pipeline.measure.memory import limits, out_of_memory, peak, rss, usage
-from enginesmith.pipeline.measure.memory.out_of_memory import (
+from enginesmith.pipeline.measure.memory import limits, peak, usage
+from enginesmith.pipeline.measure.memory.limits import (
+    describe_out_of_memory,
     explain_out_of_memory,
     largest_fit,
-    outcome,
     run_limited,
     try_batch,
 )
 from enginesmith.pipeline.measure.memory.peak import measure_memory
-from enginesmith.pipeline.measure.memory.rss import Phase, Resident, parse_smaps, phase, read_trimmed
-from enginesmith.pipeline.measure.rows import OutOfMemory
+from enginesmith.pipeline.measure.memory.usage import (
+    Phase,
+    Resident,
+    parse_smaps,
+    read_phase,
+    read_trimmed,
+    reset_high_water,
+)
+from enginesmith.pipeline.measure.rows import MemoryRow, OutOfMemory
 from enginesmith.pipeline.system.device import Device
 
 MIB = 1 << 20
@@ -58,14 +66,14 @@ def test_peak_of_a_phase_is_what_was_live_at_once() -> None:
         return block
 
     base = read_trimmed()
-    with phase() as found:
-        pages(64 * MIB).close()
-        second = pages(40 * MIB)
+    reset_high_water()
+    pages(64 * MIB).close()
+    second = pages(40 * MIB)
+    found = read_phase()
     assert found.peak - base.counted == pytest.approx(64 * MIB, rel=0.03)
     assert found.end.counted - base.counted == pytest.approx(40 * MIB, rel=0.03)
-    with phase() as later:
-        pass
-    assert later.peak - base.counted == pytest.approx(40 * MIB, rel=0.03)
+    reset_high_water()
+    assert read_phase().peak - base.counted == pytest.approx(40 * MIB, rel=0.03)
     second.close()
 
 
@@ -82,23 +90,23 @@ def test_kernel_that_does_not_reset_the_mark(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(path: Path, text: str) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(rss.Path, "write_text", refuse)
-    with pytest.raises(MissingCapability, match="Permission denied"), phase():
-        pass
+    monkeypatch.setattr(usage.Path, "write_text", refuse)
+    with pytest.raises(MissingCapability, match="Permission denied"):
+        reset_high_water()
 
 
-def phases() -> peak._Phases:
+def phases() -> peak.ResidentPhases:
     """Weights: 10 written and 90 mapped at the first call; 40 of activations; loading peaks at 30."""
     base = Resident(200 * MIB, 0, 30 * MIB)
     load = Phase(Resident(215 * MIB, 0, 31 * MIB), peak=230 * MIB, process_peak=261 * MIB)
     held = Resident(210 * MIB, 0, 31 * MIB)
     first = Phase(Resident(240 * MIB, 90 * MIB, 40 * MIB), peak=330 * MIB, process_peak=370 * MIB)
     steady = Phase(Resident(250 * MIB, 90 * MIB, 40 * MIB), peak=340 * MIB, process_peak=380 * MIB)
-    return peak._Phases(base, load, held, first, steady)
+    return peak.ResidentPhases(base, load, held, first, steady)
 
 
 def test_weights_that_are_mapped_later_are_weights() -> None:
-    row = phases().row("cpu", 8)
+    row = MemoryRow(device="cpu", batch=8, **phases().summarize())
     assert (row.weights_bytes, row.activation_bytes, row.peak_bytes) == (100 * MIB, 40 * MIB, 140 * MIB)
     assert row.host_peak_bytes == 380 * MIB
     assert row.lenses["load_peak"].bytes == 30 * MIB
@@ -178,7 +186,7 @@ def test_other_errors_pass_as_they_are() -> None:
 @pytest.mark.parametrize(("left", "told"), [(100, 100), (5000, None)])
 def test_what_was_free_is_told_where_it_can_be_believed(left: int, told: int | None, monkeypatch: Any) -> None:
     """More free than was asked for: the libraries had let go of some before it could be read."""
-    monkeypatch.setattr(limits, "_left", lambda device: left)
+    monkeypatch.setattr(limits, "_read_free", lambda device: left)
     monkeypatch.setattr(limits, "release", lambda: None)
     with pytest.raises(StepOutOfMemory) as caught, explain_out_of_memory(CPU):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")
@@ -226,13 +234,15 @@ def used(*numbers: int | None) -> Callable[[Device], tuple[int | None, str]]:
 class TestOutcome:
     @pytest.fixture(autouse=True)
     def quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(out_of_memory, "_BACK_SECONDS", 0.02)
-        monkeypatch.setattr(out_of_memory, "_LOOK_SECONDS", 0.001)
+        """Let time pass by sleeping alone, at once."""
+        slept = [0.0]
+        clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+        monkeypatch.setattr(limits, "time", clock)
 
     def test_what_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(out_of_memory, "used_bytes", used(900, 500, 205))
+        monkeypatch.setattr(limits, "used_bytes", used(900, 500, 205))
         error = StepOutOfMemory("tried 70", "less", asked_bytes=70, free_bytes=30)
-        assert outcome(error, 204, CUDA, 100) == OutOfMemory(
+        assert describe_out_of_memory(error, 204, CUDA, 100) == OutOfMemory(
             message="tried 70",
             asked_bytes=70,
             free_bytes=30,
@@ -243,14 +253,14 @@ class TestOutcome:
         )
 
     def test_what_does_not_come_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(out_of_memory, "used_bytes", used(900, 310, 320))
-        found = outcome(StepOutOfMemory("full"), 300, CUDA, 100)
+        monkeypatch.setattr(limits, "used_bytes", used(900, 310, 320))
+        found = describe_out_of_memory(StepOutOfMemory("full"), 300, CUDA, 100)
         assert (found.used_after_bytes, found.given_back) == (310, False)
         assert "others have taken" in found.reasons["given_back"]
 
     def test_every_none_has_its_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(out_of_memory, "used_bytes", used(None))
-        found = outcome(StepOutOfMemory("full"), None, CUDA, None)
+        monkeypatch.setattr(limits, "used_bytes", used(None))
+        found = describe_out_of_memory(StepOutOfMemory("full"), None, CUDA, None)
         missing = {name for name, value in found if value is None}
         assert missing == set(found.reasons) == set(OutOfMemory.model_fields) - {"message", "reasons"}
         assert found.reasons["given_back"] == "NVML is not there"
@@ -261,7 +271,7 @@ class TestRunHeld:
 
     @pytest.fixture
     def held(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-        monkeypatch.setattr(out_of_memory, "used_bytes", used(100))
+        monkeypatch.setattr(limits, "used_bytes", used(100))
 
         def call(
             ends: StepError | ModelError | int,
@@ -271,12 +281,12 @@ class TestRunHeld:
             killed: int = 0,
         ) -> Any:
             kills = iter((0, killed))
-            monkeypatch.setattr(out_of_memory, "killed_by_kernel", lambda: next(kills))
+            monkeypatch.setattr(limits, "killed_by_kernel", lambda: next(kills))
             log = tmp_path / "session.log"
             log.write_text("std::bad_alloc, of an earlier process\n")
 
             def run(function: Callable[..., Any], *args: Any, on_start: Any = None, **options: Any) -> Any:
-                if function is out_of_memory._nothing:
+                if function is limits._nothing:
                     return None
                 monkeypatch.setattr(limits.HeadroomMonitor, "gap", gap, raising=False)
                 with log.open("a") as stream:
@@ -285,7 +295,7 @@ class TestRunHeld:
                     raise ends
                 return ends
 
-            monkeypatch.setattr(out_of_memory, "run", run)
+            monkeypatch.setattr(limits, "run", run)
             monkeypatch.setattr(limits.HeadroomMonitor, "__init__", lambda self: None)
             monkeypatch.setattr(limits.HeadroomMonitor, "stop", lambda self: None)
             return run_limited(print, device=CPU, log=log, limit_bytes=limit)
@@ -370,10 +380,8 @@ def test_a_batch_is_tried_in_a_process_held_to_the_limit(monkeypatch: pytest.Mon
             order.append(feeds)
 
     candidate = Candidate("net", Engine(), Artifact(kind="torch", path=tmp_path, sha256="", bytes=0), CPU)  # type: ignore[arg-type]
-    monkeypatch.setattr(out_of_memory, "set_memory_limit", lambda limit, device: order.append(limit))
-    monkeypatch.setattr(
-        out_of_memory, "run_limited", lambda function, *args, device, log, limit_bytes: function(*args, print)
-    )
+    monkeypatch.setattr(limits, "set_memory_limit", lambda limit, device: order.append(limit))
+    monkeypatch.setattr(limits, "run_limited", lambda function, *args, device, log, limit_bytes: function(*args, print))
     assert try_batch(candidate, {}, tmp_path, LIMIT) is None
     assert order == ["prime", LIMIT, "load", {}, "close"]
 
@@ -385,18 +393,18 @@ def test_what_one_process_alone_has_is_not_counted_besides() -> None:
     ) as process:
         assert process.stdout
         process.stdout.readline()
-        own, why = usage._own_bytes(CPU, process.pid)
+        own, why = usage._read_own_bytes(CPU, process.pid)
         process.communicate("\n")
     assert own is not None
     assert LIMIT <= own < 2 * LIMIT
     assert why == ""
-    assert usage._own_bytes(CPU, process.pid) == (0, "")
+    assert usage._read_own_bytes(CPU, process.pid) == (0, "")
 
 
 def test_what_is_in_use_besides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "used_bytes", used(100, 100, None, 5))
     own = iter([(30, ""), (None, "no such process listed"), (1, ""), (9, "")])
-    monkeypatch.setattr(usage, "_own_bytes", lambda device, process: next(own))
+    monkeypatch.setattr(usage, "_read_own_bytes", lambda device, process: next(own))
     assert usage.used_besides(CUDA, 1) == (70, "")
     assert usage.used_besides(CUDA, 1) == (None, "no such process listed")
     assert usage.used_besides(CUDA, 1) == (None, "NVML is not there")

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import BETWEEN, OperatorTime, Origin, Profiled, Tally
+from enginesmith.pipeline.engines.base import BETWEEN, Candidate, OperatorTime, Origin, Profiled, Tally
 from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.errors import MissingCapability, StepCrashed, UsageError
 from enginesmith.pipeline.measure import profile as profiles
-from enginesmith.pipeline.measure.latency.candidate import Candidate
 from enginesmith.pipeline.measure.profile import cells, columns, joined, label, measure_profile, of, repeated
 from enginesmith.pipeline.measure.rows import Profile
 from enginesmith.pipeline.system.device import Device

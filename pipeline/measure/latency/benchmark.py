@@ -7,25 +7,24 @@ processes are started anew several times: how fast one is depends on where its m
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.errors import EnginesmithError, StepCrashed, StepOutOfMemory, StepTimeout
-from enginesmith.pipeline.measure.latency.candidate import Candidate
-from enginesmith.pipeline.measure.latency.throughput import ConcurrentCalls
-from enginesmith.pipeline.measure.latency.timer import Block, Ready, serve_session
-from enginesmith.pipeline.measure.memory import out_of_memory
+from enginesmith.pipeline.measure.latency.timer import Block, ConcurrentCalls, Ready, serve_session
+from enginesmith.pipeline.measure.memory.limits import describe_out_of_memory, try_batch
+from enginesmith.pipeline.measure.memory.usage import used_besides
 from enginesmith.pipeline.measure.rows import OutOfMemory
 from enginesmith.pipeline.measure.statistics import (
     LEAST_LAUNCHES,
     LEAST_ROUNDS,
     MOST_LAUNCHES,
     TOO_NOISY,
-    Interval,
     Timed,
     median_interval,
     rate_interval,
@@ -63,7 +62,7 @@ class LatencySettings(BaseModel):
     block_ms: float = Field(80.0, gt=0)
     min_rounds: int = Field(10, ge=2)
     launches: int = Field(MOST_LAUNCHES, ge=1, le=MOST_LAUNCHES)
-    """How often the processes are started, at most."""
+    """The most times that the processes are started."""
     noisy_extension: float = Field(3.0, ge=1)
     """Up to so many times the time limit is measured while launches disagree so much that medians say nothing."""
     warmup_limit_seconds: float = 3.0
@@ -72,7 +71,7 @@ class LatencySettings(BaseModel):
     concurrency: tuple[int, ...] = ()
     """Numbers of callers that throughput is measured with, after latency."""
     memory_limit_bytes: int | None = None
-    """What a session may take besides libraries: address space on the CPU, device memory on CUDA."""
+    """Limit of what a session takes besides libraries: address space on the CPU, device memory on CUDA."""
     seed: int = 0
 
 
@@ -95,12 +94,12 @@ class MeasuredSession:
     worker: Worker | None = None
     load_seconds: float | None = None
     ready: Ready | None = None
-    """Of the first launch."""
+    """Figures of the first launch."""
     launches: list[Launch] = field(default_factory=list)
     failure: str = ""
     oom: OutOfMemory | None = None
     hangs: str = ""
-    """How it ran past a time limit: it is not started again then."""
+    """Words on how it ran past a time limit: it is not started again then."""
     starting_seconds: float = 0.0
     """For opening its session and making it ready."""
     _opening_seconds: float = 0.0
@@ -110,10 +109,9 @@ class MeasuredSession:
 
     def start(self, feeds: Feeds, settings: LatencySettings) -> None:
         """Open the session unless it is open, and make it ready for new feeds."""
-        self.launches, self.ready, self.failure, self.oom = [], None, "", None
+        self.launches, self.ready, self.failure, self.oom = [], None, self.hangs, None
         self._feeds, self._hang_limit_seconds = feeds, min(_LEAST_LIMIT_SECONDS, settings.start_limit_seconds)
         if self.hangs:
-            self.failure = self.hangs
             return
         with self._failing_alone():
             if self.worker is None:
@@ -134,9 +132,8 @@ class MeasuredSession:
             self._make_ready(settings)
 
     def _open(self, settings: LatencySettings) -> float:
-        what = (self.candidate.engine, self.candidate.artifact, self.candidate.device)
-        self._limit_bytes = settings.memory_limit_bytes
-        self.worker = Worker(serve_session, *what, log=self.log)
+        one, self._limit_bytes = self.candidate, settings.memory_limit_bytes
+        self.worker = Worker(serve_session, one.engine, one.artifact, one.device, log=self.log)
         seconds: float = self.worker.request("load", self._limit_bytes, timeout_seconds=settings.start_limit_seconds)
         return seconds
 
@@ -162,8 +159,8 @@ class MeasuredSession:
             return
         limit = max(self._hang_limit_seconds, _SLOW_BLOCK * seconds)
         with self._failing_alone():
-            found = self.worker.request("call_concurrently", callers, seconds, timeout_seconds=limit)
-            self.launches[-1].concurrent_calls.setdefault(callers, []).append(found)
+            calls = self.worker.request("call_concurrently", callers, seconds, timeout_seconds=limit)
+            self.launches[-1].concurrent_calls.setdefault(callers, []).append(calls)
 
     def close_clients(self) -> None:
         """Close the callers' sessions, which would be idle from here on."""
@@ -173,25 +170,13 @@ class MeasuredSession:
 
     @property
     def blocks(self) -> list[Block]:
-        """Return the blocks of all launches, one for each round."""
+        """Blocks of all launches, one for each round."""
         return [block for launch in self.launches for block in launch.blocks]
 
     @property
     def timed(self) -> list[list[Timed]]:
-        """Return the calls by the host's clock, by launch and round."""
+        """Calls by the host's clock, by launch and round."""
         return [[block.timed for block in launch.blocks] for launch in self.launches]
-
-    def concurrent_calls(self, callers: int) -> list[list[ConcurrentCalls]]:
-        """Return the calls of so many callers, by launch and round."""
-        return [launch.concurrent_calls.get(callers, []) for launch in self.launches]
-
-    def rate(self, callers: int, seed: int) -> Interval:
-        """Compute calls a second with so many callers."""
-        rates = [
-            [calls.calls_per_second for calls in concurrent_calls]
-            for concurrent_calls in self.concurrent_calls(callers)
-        ]
-        return rate_interval(rates, seed)
 
     def close(self) -> None:
         """End the session's process."""
@@ -208,20 +193,19 @@ class MeasuredSession:
             self.failure, device = str(error), self.candidate.device
             before = None
             if isinstance(error, StepOutOfMemory) and self.worker:
-                before = out_of_memory.used_besides(device, self.worker.pid)[0]
+                before = used_besides(device, self.worker.pid)[0]
             self.close()
             if isinstance(error, StepTimeout):
                 self.hangs = self.failure
             elif isinstance(error, StepOutOfMemory):
-                self.oom = out_of_memory.outcome(error, before, device, self._limit_bytes)
+                self.oom = describe_out_of_memory(error, before, device, self._limit_bytes)
             elif isinstance(error, StepCrashed) and self._limit_bytes is not None:
-                self.oom = self._crashed_for_memory()
+                # some libraries end the process where an allocation fails: it is tried again alone
+                with contextlib.suppress(EnginesmithError):
+                    self.oom = try_batch(self.candidate, self._feeds, self.log.parent, self._limit_bytes)
 
-    def _crashed_for_memory(self) -> OutOfMemory | None:
-        """Find out whether the process ended because an allocation failed, as it does in some libraries."""
-        with contextlib.suppress(EnginesmithError):
-            return out_of_memory.try_batch(self.candidate, self._feeds, self.log.parent, self._limit_bytes)
-        return None
+
+Turn = Callable[[MeasuredSession], None]
 
 
 def run_interleaved(sessions: Sequence[MeasuredSession], settings: LatencySettings, progress: Progress) -> str:
@@ -241,10 +225,11 @@ def run_interleaved(sessions: Sequence[MeasuredSession], settings: LatencySettin
         alive = [session for session in sessions if not session.failure]
         if not alive:
             return "every candidate failed"
-        width = max(median_interval(one.timed, settings.seed).relative_half_width for one in alive)
+        intervals = [median_interval(session.timed, settings.seed) for session in alive]
+        width = max(interval.relative_half_width for interval in intervals)
         if width <= settings.precision and (launch >= _LAUNCHES or not several):
             return f"every median's 95 % interval is within ±{settings.precision:.0%}"
-        noisy = any(median_interval(one.timed, settings.seed).too_noisy for one in alive)
+        noisy = any(interval.too_noisy for interval in intervals)
         limit = settings.time_limit_seconds * (settings.noisy_extension if noisy else 1)
         over = time.monotonic() - begun + starting / 2 > limit
         if not several or (over and launch >= LEAST_LAUNCHES):
@@ -276,14 +261,12 @@ def _launch_settings(settings: LatencySettings, starting_seconds: float, launch:
 def _time_blocks(sessions: Sequence[MeasuredSession], settings: LatencySettings, progress: Progress) -> None:
     """Time rounds of blocks in the current launch."""
 
-    def turn(session: MeasuredSession) -> None:
-        session.run_block(settings.block_ms / 1e3)
+    def measure_width(alive: Sequence[MeasuredSession]) -> float:
+        intervals = (median_interval(session.timed[-1:], settings.seed) for session in alive)
+        return max((interval.relative_half_width for interval in intervals), default=0.0)
 
-    def widest(alive: Sequence[MeasuredSession]) -> float:
-        widths = (median_interval(one.timed[-1:], settings.seed).relative_half_width for one in alive)
-        return max(widths, default=0.0)
-
-    _run_rounds({session: [turn] for session in sessions}, widest, settings, "median", progress)
+    turns: list[Turn] = [lambda session: session.run_block(settings.block_ms / 1e3)]
+    _run_rounds(sessions, turns, measure_width, settings, "median", progress)
 
 
 def _time_concurrent_calls(sessions: Sequence[MeasuredSession], settings: LatencySettings, progress: Progress) -> None:
@@ -296,39 +279,37 @@ def _time_concurrent_calls(sessions: Sequence[MeasuredSession], settings: Latenc
 
         return run
 
-    def widest(alive: Sequence[MeasuredSession]) -> float:
-        last = [concurrent_calls for one in alive for concurrent_calls in one.launches[-1].concurrent_calls.values()]
-        rates = [[calls.calls_per_second for calls in concurrent_calls] for concurrent_calls in last]
-        return max((rate_interval([one], settings.seed).relative_half_width for one in rates), default=0.0)
+    def measure_width(alive: Sequence[MeasuredSession]) -> float:
+        levels = [rounds for session in alive for rounds in session.launches[-1].concurrent_calls.values()]
+        rates = ([calls.calls_per_second for calls in rounds] for rounds in levels)
+        return max((rate_interval([launch], settings.seed).relative_half_width for launch in rates), default=0.0)
 
     turns = [turn(callers) for callers in settings.concurrency]
-    _run_rounds(dict.fromkeys(sessions, turns), widest, settings, "throughput", progress)
+    _run_rounds(sessions, turns, measure_width, settings, "throughput", progress)
     for session in sessions:
         session.close_clients()
 
 
-Turn = Callable[[MeasuredSession], None]
-
-
 def _run_rounds(
-    turns: Mapping[MeasuredSession, Sequence[Turn]],
-    widest: Callable[[Sequence[MeasuredSession]], float],
+    sessions: Sequence[MeasuredSession],
+    turns: Sequence[Turn],
+    measure_width: Callable[[Sequence[MeasuredSession]], float],
     settings: LatencySettings,
     what: str,
     progress: Progress,
 ) -> None:
-    """Take each session's turns in rounds, shuffled together, until ``widest`` is narrow or time is over."""
+    """Take each session's turns in rounds, shuffled together, until ``measure_width`` gives little or time is over."""
     rng = np.random.default_rng(settings.seed)
     deadline = time.monotonic() + settings.time_limit_seconds
     rounds, next_check, least = 0, settings.min_rounds, min(LEAST_ROUNDS, settings.min_rounds)
-    while running := [session for session in turns if not session.failure]:
-        order = [(session, turn) for session in running for turn in turns[session]]
+    while running := [session for session in sessions if not session.failure]:
+        order = [(session, turn) for session in running for turn in turns]
         for position in rng.permutation(len(order)):
             session, turn = order[position]
             turn(session)
         rounds += 1
         if rounds >= next_check:
-            width = widest([session for session in running if not session.failure])
+            width = measure_width([session for session in running if not session.failure])
             progress(f"round {rounds}: {_describe_width(what, width)}")
             if width <= settings.precision:
                 return

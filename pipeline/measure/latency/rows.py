@@ -13,10 +13,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings, MeasuredSession, Progress, run_interleaved
-from enginesmith.pipeline.measure.latency.candidate import Candidate
-from enginesmith.pipeline.measure.memory.out_of_memory import largest_fit, try_batch
+from enginesmith.pipeline.measure.memory.limits import largest_fit, try_batch
 from enginesmith.pipeline.measure.rows import LatencyRow, Throughput
 from enginesmith.pipeline.measure.statistics import (
     LEAST_LAUNCHES,
@@ -28,10 +28,9 @@ from enginesmith.pipeline.measure.statistics import (
     median_interval,
     paired_ratio,
     percentile,
+    rate_interval,
 )
 from enginesmith.pipeline.tensors import Feeds
-
-__all__ = ["Candidate", "LatencyResult", "LatencySettings", "measure_latency"]
 
 _PERCENTILES = {"p50_ms": 50.0, "p90_ms": 90.0, "p95_ms": 95.0, "p99_ms": 99.0, "p99_9_ms": 99.9}
 _ON_CPU = "on the CPU nothing is transferred, and the host's clock is the only one"
@@ -51,6 +50,10 @@ class LatencyResult:
 
     rows: dict[str, tuple[LatencyRow, ...]]
     samples: dict[str, NDArray[Any]]
+
+
+FeedsAt = Callable[[int], Feeds]
+"""Make feeds of any batch size."""
 
 
 def measure_latency(
@@ -120,7 +123,7 @@ class LatencyBenchmark:
             dense = names.get(self._dense.get(session.candidate.id, ""))
             row = _row(session, against, dense, batch, stopped, self._settings.seed)
             self._rows[session.candidate.id][batch] = row
-            self._samples |= _samples(session, batch)
+            self._samples |= _collect_samples(session, batch)
 
     def result(self) -> LatencyResult:
         """Return all rows and samples."""
@@ -140,12 +143,13 @@ def _row(
         failed = LatencyRow(batch=batch, load_ms=loaded, failure=session.failure, oom=session.oom)
         return _with_reasons(failed, session.failure, {})
     seconds = np.concatenate([block.host_seconds for block in session.blocks])
-    found = {name: percentile(seconds, rank) for name, rank in _PERCENTILES.items()}
-    reasons = {name: reason for name, (_, reason) in found.items() if reason}
+    percentiles = {name: percentile(seconds, rank) for name, rank in _PERCENTILES.items()}
+    reasons = {name: reason for name, (_, reason) in percentiles.items() if reason}
     enough = len(session.blocks) >= LEAST_ROUNDS or len(session.launches) >= LEAST_LAUNCHES
     if not enough:
         few = f"an interval takes {LEAST_ROUNDS} rounds, and there are {len(session.blocks)}; give it more time"
         reasons |= dict.fromkeys(("median_ms", "speedup", "speedup_rounds", "speedup_over_dense"), few)
+    speedup = _compute_speedup(baseline, session, seed) if enough else None
     row = LatencyRow(
         batch=batch,
         n=seconds.size,
@@ -154,12 +158,13 @@ def _row(
         mean_ms=float(seconds.mean()) * 1e3,
         median_ms=median_interval(session.timed, seed).scaled(1e3) if enough else None,
         stopped_because=stopped,
-        **{name: _milliseconds(value) for name, (value, _) in found.items()},
+        **{name: _milliseconds(value) for name, (value, _) in percentiles.items()},
         **_startup(session),
         **_isolation(session),
         **_throughput(session, batch, seed),
-        **(_speedup(baseline, session, seed) if enough else {}),
-        speedup_over_dense=_ratio(dense, session, seed) if enough else None,
+        speedup=speedup,
+        speedup_rounds=sum(map(len, comparable(baseline.timed, session.timed)[0])) if baseline and speedup else None,
+        speedup_over_dense=_compute_speedup(dense, session, seed) if enough else None,
     )
     if baseline is None or baseline.failure:
         why = f"the baseline {baseline.candidate.id} failed" if baseline else "the baseline had no memory for it"
@@ -175,14 +180,17 @@ def _throughput(session: MeasuredSession, batch: int, seed: int) -> dict[str, An
     """Compute answered samples a second by the clock: of each number of callers, and the best."""
     levels = []
     for callers in sorted({callers for launch in session.launches for callers in launch.concurrent_calls}):
-        concurrent_calls = [calls for launch in session.concurrent_calls(callers) for calls in launch]
-        seconds = np.concatenate([calls.host_seconds for calls in concurrent_calls])
-        tail = percentile(seconds, 99.0)[0]
-        rate = session.rate(callers, seed).scaled(batch)
-        p50 = float(np.median(seconds)) * 1e3
-        levels.append(
-            Throughput(callers=callers, samples_per_s=rate, p50_ms=p50, p99_ms=_milliseconds(tail), n=seconds.size)
+        launches = [launch.concurrent_calls.get(callers, []) for launch in session.launches]
+        seconds = np.concatenate([calls.host_seconds for rounds in launches for calls in rounds])
+        rates = [[calls.calls_per_second for calls in rounds] for rounds in launches]
+        level = Throughput(
+            callers=callers,
+            samples_per_s=rate_interval(rates, seed).scaled(batch),
+            p50_ms=float(np.median(seconds)) * 1e3,
+            p99_ms=_milliseconds(percentile(seconds, 99.0)[0]),
+            n=seconds.size,
         )
+        levels.append(level)
     if not levels:
         calls = sum(block.host_seconds.size for block in session.blocks)
         return {"throughput_per_s": batch * calls / sum(block.wall_seconds for block in session.blocks)}
@@ -208,8 +216,10 @@ def _startup(session: MeasuredSession) -> dict[str, Any]:
 
 
 def _isolation(session: MeasuredSession) -> dict[str, Any]:
-    """Compute how quiet the process was between its blocks, and the device's own time."""
+    """Compute how quiet the process was during and between its blocks, and the device's own time."""
     blocks = session.blocks
+    waited = [block.waited for block in blocks if block.waited is not None]
+    disturbed = float(np.mean(np.concatenate(waited) > UNDISTURBED)) if len(waited) == len(blocks) else None
     idle = sum(block.idle_seconds for block in blocks)
     timed = sum(float(block.host_seconds.sum()) for block in blocks)
     events = [block.device_seconds for block in blocks if block.device_seconds is not None]
@@ -217,30 +227,14 @@ def _isolation(session: MeasuredSession) -> dict[str, Any]:
         "settle_ms": float(np.median([block.settle_seconds for block in blocks])) * 1e3,
         "idle_cpu_share": sum(block.idle_cpu_seconds for block in blocks) / idle,
         "preemptions_per_s": sum(block.preemptions for block in blocks) / timed,
-        "disturbed_share": _disturbed_share(session),
+        "disturbed_share": disturbed,
         "device_p50_ms": float(np.median(np.concatenate(events))) * 1e3 if events else None,
     }
 
 
-def _disturbed_share(session: MeasuredSession) -> float | None:
-    parts = [block.waited for block in session.blocks]
-    known = [part for part in parts if part is not None]
-    return float(np.mean(np.concatenate(known) > UNDISTURBED)) if len(known) == len(parts) else None
-
-
-def _speedup(baseline: MeasuredSession | None, session: MeasuredSession, seed: int) -> dict[str, Any]:
-    speedup = _ratio(baseline, session, seed)
-    if baseline is None or speedup is None:
-        return {}
-    rounds = sum(map(len, comparable(baseline.timed, session.timed)[0]))
-    return {"speedup": speedup, "speedup_rounds": rounds}
-
-
-def _ratio(other: MeasuredSession | None, session: MeasuredSession, seed: int) -> Interval | None:
+def _compute_speedup(other: MeasuredSession | None, session: MeasuredSession, seed: int) -> Interval | None:
     """Compute the speed-up over another session that was measured beside it."""
-    if other is None or other.failure:
-        return None
-    return paired_ratio(other.timed, session.timed, seed)
+    return None if other is None or other.failure else paired_ratio(other.timed, session.timed, seed)
 
 
 def _with_reasons(row: LatencyRow, otherwise: str, reasons: dict[str, str]) -> LatencyRow:
@@ -249,7 +243,7 @@ def _with_reasons(row: LatencyRow, otherwise: str, reasons: dict[str, str]) -> L
     return row.model_copy(update={"reasons": {name: reasons.get(name, otherwise) for name in empty}})
 
 
-def _samples(session: MeasuredSession, batch: int) -> dict[str, NDArray[Any]]:
+def _collect_samples(session: MeasuredSession, batch: int) -> dict[str, NDArray[Any]]:
     if not session.blocks:
         return {}
     name, blocks = f"{session.candidate.id}/{batch}", session.blocks
@@ -265,11 +259,9 @@ def launches_of(samples: Mapping[str, NDArray[Any]], name: str, batch: int) -> l
     """Rebuild a candidate's blocks by launch and round from the samples of a :class:`LatencyResult`."""
     key = f"{name}/{batch}"
     ends = np.cumsum(samples[f"{key}/calls"])[:-1]
-    seconds, waited = (
-        np.split(samples[part], ends) if part in samples else None for part in (f"{key}/seconds", f"{key}/waited")
-    )
-    assert seconds is not None
-    blocks = [Timed(block, waited[index] if waited else None) for index, block in enumerate(seconds)]
+    seconds = np.split(samples[f"{key}/seconds"], ends)
+    waited = np.split(samples[f"{key}/waited"], ends) if f"{key}/waited" in samples else [None] * len(seconds)
+    blocks = [Timed(*block) for block in zip(seconds, waited, strict=True)]
     starts = np.cumsum([0, *samples[f"{key}/rounds"]])
     return [blocks[start:end] for start, end in itertools.pairwise(starts)]
 
@@ -282,9 +274,6 @@ def _milliseconds(seconds: float | None) -> float | None:
 #
 # Wherever a batch size does not fit, the next smaller ones are tried: first in fresh processes that only load and call
 # once, to find the largest that fits; that one is then measured like any other.
-
-FeedsAt = Callable[[int], Feeds]
-"""Feeds of any batch size."""
 
 
 class BatchSweep:
@@ -308,17 +297,16 @@ class BatchSweep:
         A candidate that failed for another reason than memory is left alone.
         """
         batch = start
-        while most is not None and batch < most and (able := self._measured_at(batch)):
+        while most is not None and batch < most:
+            able = [one.id for one in self._candidates if batch in self._list_measured(one.id)]
+            if not able:
+                break
             batch = min(2 * batch, most)
             self._benchmark.measure(batch, self._feeds_at(batch), able)
         for candidate in self._candidates:
             self._find_largest(candidate)
 
-    def _measured_at(self, batch: int) -> list[str]:
-        """List the candidates that were measured at this batch size."""
-        return [one.id for one in self._candidates if batch in self._measured_batches(one.id)]
-
-    def _measured_batches(self, name: str) -> list[int]:
+    def _list_measured(self, name: str) -> list[int]:
         return [row.batch for row in self._benchmark.rows(name) if not row.failure]
 
     def _find_largest(self, candidate: Candidate) -> None:
@@ -327,12 +315,12 @@ class BatchSweep:
         One that fits by itself may yet fail while it is measured; the search goes on below it then.
         """
         while over := min((row.batch for row in self._benchmark.rows(candidate.id) if row.oom), default=0):
-            measured = max((batch for batch in self._measured_batches(candidate.id) if batch < over), default=0)
+            measured = max((batch for batch in self._list_measured(candidate.id) if batch < over), default=0)
             largest = largest_fit(lambda batch: self._fits(candidate, batch), measured, over)
             if largest == measured:
                 return
             self._benchmark.measure(largest, self._feeds_at(largest), [candidate.id], fresh=True)
-            if largest in self._measured_batches(candidate.id):
+            if largest in self._list_measured(candidate.id):
                 return
 
     def _fits(self, candidate: Candidate, batch: int) -> bool:

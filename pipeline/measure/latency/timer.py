@@ -1,16 +1,20 @@
-"""Time inferences inside the process that runs the session. No other file reads a clock for that.
+"""Time inferences inside the process that runs the session, by one caller or several. No other file does.
 
 A sample is the host's monotonic clock around ``enqueue`` and ``synchronize``; reading it takes about 0.2 µs a call. On
 CUDA the same calls are also timed by events on the session's stream. Every few milliseconds, between two calls, the
 kernel is asked how long the session's threads waited for a core: calls around which they did were disturbed by others.
+
+Each of several callers has a thread, a session of its own on the same weights and, on CUDA, a stream, and calls again
+as soon as it has its answer: a closed loop. Nothing is computed from latency; calls that were answered are counted.
 """
 
 import contextlib
 import gc
+import queue
 import resource
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,8 +25,7 @@ import numpy as np
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.base import Engine, Session
 from enginesmith.pipeline.frameworks.samples import check_feeds
-from enginesmith.pipeline.measure.latency.throughput import ConcurrentCalls, ConcurrentClients
-from enginesmith.pipeline.measure.memory import out_of_memory
+from enginesmith.pipeline.measure.memory.limits import explain_out_of_memory, set_memory_limit
 from enginesmith.pipeline.measure.statistics import Samples, Timed
 from enginesmith.pipeline.system.cpu import RunQueue
 from enginesmith.pipeline.system.device import Device
@@ -36,9 +39,11 @@ _SLICE_SECONDS = 0.004
 _TREND = 0.97
 """Warm-up goes on while the latest blocks are below this share of the ones before them."""
 _TRANSFERS = 5
+_WARM_CALLS = 3
 _SETTLE_STEP_SECONDS = 0.001
 _SETTLE_LIMIT_SECONDS = 0.5
 _TASKS = Path("/proc/self/task")
+_now = time.perf_counter_ns
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Ready:
     d2h_seconds: float | None
     first_call_note: str = ""
     sibling_note: str = ""
-    """What several callers share, where that holds them up."""
+    """Names what several callers share, where that holds them up."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +85,10 @@ class Block:
 def serve_session(connection: Connection, engine: Engine, artifact: Artifact, device: Device) -> None:
     """Serve ``(method of SessionTimer, *arguments)`` requests in a worker until the other end hangs up."""
     timer = SessionTimer(engine, artifact, device)
-    methods: dict[str, Callable[..., Any]] = {
-        "load": timer.load,
-        "make_ready": timer.make_ready,
-        "block": timer.block,
-        "call_concurrently": timer.call_concurrently,
-        "close_clients": timer.close_clients,
-    }
 
     def answer(name: str, *arguments: Any) -> Any:
-        with out_of_memory.explain_out_of_memory(device):
-            return methods[name](*arguments[:-1])  # without the worker's progress, which nobody looks at
+        with explain_out_of_memory(device):
+            return getattr(timer, name)(*arguments[:-1])  # without the worker's progress, which nobody looks at
 
     serve(connection, answer)
 
@@ -111,7 +109,7 @@ class SessionTimer:
         """Open the session and return the seconds that took. The limit covers memory besides libraries."""
         if memory_limit_bytes is not None:
             self._engine.prime(self._artifact, self._device)
-            out_of_memory.set_memory_limit(memory_limit_bytes, self._device)
+            set_memory_limit(memory_limit_bytes, self._device)
         start = _now()
         self._session = self._engine.load(self._artifact, self._device)
         return _seconds_since(start)
@@ -138,29 +136,28 @@ class SessionTimer:
 
         Where calls are short, one before the first takes the cost of having been asleep; it is not a sample.
         """
-        cpu, wall = self._asleep_since
-        idle_cpu, idle = time.process_time_ns() - cpu, _now() - wall
+        idle_cpu, idle = time.process_time_ns() - self._asleep_since[0], _now() - self._asleep_since[1]
         calls = self._calls(budget_seconds)
         if calls > 3:
             self._timed(1)
-        device = self._events(calls)
-        before = _preemptions()
-        start = _now()
-        host, waited = self._sliced(calls, device)
-        whole = _seconds_since(start)
-        preemptions = _preemptions() - before
+        stream = self._session.cuda_stream
+        events = None if stream is None else _Events(stream, calls)
+        before, start = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, _now()
+        host, waited = self._time_slices(calls, events)
+        wall = _seconds_since(start)
+        preemptions = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before
         self._call_seconds = float(np.median(host))
         settle = self._settle()
-        on_device = device.seconds() if device else None
-        return Block(host, waited, whole, on_device, settle, idle / 1e9, idle_cpu / 1e9, preemptions)
+        on_device = events.seconds() if events else None
+        return Block(host, waited, wall, on_device, settle, idle / 1e9, idle_cpu / 1e9, preemptions)
 
-    def call_concurrently(self, callers: int, seconds: float) -> ConcurrentCalls:
+    def call_concurrently(self, callers: int, seconds: float) -> "ConcurrentCalls":
         """Time several callers at the same time, each with a session on the same weights and the feeds made ready."""
         if self._callers is None:
             self._callers = ConcurrentClients(self._session, self._feeds)
-        found = self._callers.run(callers, seconds)
+        calls = self._callers.run(callers, seconds)
         self._settle()
-        return found
+        return calls
 
     def close_clients(self) -> None:
         """Close the callers' sessions, where there are any."""
@@ -168,16 +165,16 @@ class SessionTimer:
             self._callers.close()
             self._callers = None
 
-    def _sliced(self, calls: int, events: "_Events | None") -> tuple[Samples, Samples | None]:
+    def _time_slices(self, calls: int, events: "_Events | None") -> tuple[Samples, Samples | None]:
         """Time calls in slices; return their seconds and the share of waiting around each, shapes (calls,)."""
         at_once = self._calls(_SLICE_SECONDS)
         parts, shares = [], []
-        with RunQueue() as queue:
+        with RunQueue() as run_queue:
             for start in range(0, calls, at_once):
-                before, since = queue.waited_ns(), _now()
+                before, since = run_queue.waited_ns(), _now()
                 parts.append(self._timed(min(at_once, calls - start), events))
-                shares.append((queue.waited_ns() - before) / (_now() - since))
-        waited = np.repeat(shares, [part.size for part in parts]) if queue.known else None
+                shares.append((run_queue.waited_ns() - before) / (_now() - since))
+        waited = np.repeat(shares, [part.size for part in parts]) if run_queue.known else None
         return np.concatenate(parts), waited
 
     def _calls(self, budget_seconds: float) -> int:
@@ -190,22 +187,13 @@ class SessionTimer:
             enqueue = events.around(enqueue)
         synchronize, bound, clock = self._session.synchronize, self._bound, _now
         taken = [0] * calls
-        collected = gc.isenabled()
-        gc.disable()
-        try:
+        with _without_collections():
             for call in range(calls):
                 start = clock()
                 enqueue(bound)
                 synchronize()
                 taken[call] = clock() - start
-        finally:
-            if collected:
-                gc.enable()
         return np.array(taken, np.float64) / 1e9
-
-    def _events(self, calls: int) -> "_Events | None":
-        stream = self._session.cuda_stream
-        return None if stream is None else _Events(stream, calls)
 
     def _warm_up(self, limit_seconds: float) -> tuple[int, str]:
         medians: list[float] = []
@@ -278,12 +266,105 @@ def _others_awake() -> bool:
     return False
 
 
-def _preemptions() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-
-
-_now = time.perf_counter_ns
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collect no garbage meanwhile."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _seconds_since(start: int) -> float:
     return (_now() - start) / 1e9
+
+
+# Several callers
+
+
+@dataclass(frozen=True)
+class ConcurrentCalls:
+    """Hold the rate and the call times of several callers at the same time."""
+
+    calls_per_second: float
+    host_seconds: Samples
+    """Time of each call, of all callers, shape (calls,)."""
+
+
+class ConcurrentClients:
+    """Keep threads that call a session on request; start more as they are needed."""
+
+    def __init__(self, session: Session, feeds: Feeds) -> None:
+        self._session, self._feeds = session, feeds
+        self._callers: list[_Caller] = []
+
+    def run(self, count: int, seconds: float) -> ConcurrentCalls:
+        """Let ``count`` callers call for so long, once at least.
+
+        Raises:
+            EnginesmithError: a caller's session raised it.
+        """
+        while len(self._callers) < count:
+            self._callers.append(_Caller(self._session, self._feeds))
+            self._callers[-1].answer()
+        start = threading.Barrier(count)
+        with _without_collections():
+            for caller in self._callers[:count]:
+                caller.orders.put((start, seconds))
+            rates, taken = zip(*(caller.answer() for caller in self._callers[:count]), strict=True)
+        return ConcurrentCalls(sum(rates), np.concatenate(taken))
+
+    def close(self) -> None:
+        """Close their sessions and end the threads."""
+        for caller in self._callers:
+            caller.orders.put(None)
+            caller.thread.join()
+        self._callers = []
+
+
+class _Caller:
+    """Run a thread with a session of its own."""
+
+    def __init__(self, session: Session, feeds: Feeds) -> None:
+        self.orders: queue.SimpleQueue[tuple[threading.Barrier, float] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._live, args=(session, feeds), daemon=True)
+        self.thread.start()
+
+    def answer(self) -> tuple[float, Samples]:
+        """Return the last request's calls a second and the seconds of each."""
+        answer: tuple[float, Samples] | BaseException = self._answers.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def _live(self, session: Session, feeds: Feeds) -> None:
+        try:
+            with session.sibling() as own:
+                bound = own.bind(feeds)
+                for _ in range(_WARM_CALLS):
+                    own.enqueue(bound)
+                    own.synchronize()
+                self._answers.put((0.0, np.empty(0)))
+                while (order := self.orders.get()) is not None:
+                    self._answers.put(_call_repeatedly(own, bound, *order))
+        except BaseException as error:  # noqa: BLE001 - another thread's error is raised where it is asked for
+            self._answers.put(error)
+
+
+def _call_repeatedly(session: Session, bound: Any, start: threading.Barrier, seconds: float) -> tuple[float, Samples]:
+    """Call until time is over; return calls a second and the seconds of each. The last call may end later."""
+    enqueue, synchronize, taken = session.enqueue, session.synchronize, []
+    start.wait()
+    first = before = _now()
+    end = first + int(seconds * 1e9)
+    while before < end:
+        enqueue(bound)
+        synchronize()
+        after = _now()
+        taken.append(after - before)
+        before = after
+    return len(taken) / ((before - first) / 1e9), np.array(taken, np.float64) / 1e9

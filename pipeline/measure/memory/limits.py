@@ -1,52 +1,63 @@
-"""Hold a process to a limit of memory, and see how near to it the process came.
+"""Run a session within a limit of memory, and describe what happened where memory ran out.
 
 On the CPU the limit is on address space and on what of it can be written (RLIMIT_AS and RLIMIT_DATA, getrlimit(2)):
 allocators reserve room for later, which takes address space when it is reserved and counts as data when it is used.
-On CUDA it is on torch's caching allocator, which eager and TensorRT take their memory from.
+On CUDA it is on torch's caching allocator, which eager and TensorRT take their memory from. Without a limit it is the
+device's own memory that runs out. Once a session's process has ended, what is in use besides is looked at, too.
 """
 
 import contextlib
 import resource
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from enginesmith.pipeline.errors import StepOutOfMemory
-from enginesmith.pipeline.measure.memory import rss
-from enginesmith.pipeline.measure.memory.rss import fill_heap_holes
+from enginesmith.pipeline.engines.base import Candidate
+from enginesmith.pipeline.errors import StepCrashed, StepError, StepOutOfMemory
+from enginesmith.pipeline.measure.memory import usage
+from enginesmith.pipeline.measure.memory.usage import killed_by_kernel, used_bytes
+from enginesmith.pipeline.measure.rows import OutOfMemory
 from enginesmith.pipeline.system import oom
 from enginesmith.pipeline.system.cpu import available_bytes, fields, kibibytes, text
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.system.worker import Worker
+from enginesmith.pipeline.system.worker import Progress, Worker, run
+from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.units import format_bytes
 
 _LIMITS = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
 _WATCH_SECONDS = 0.005
+_BACK_WITHIN = 0.01
+_BACK_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+_NEAR_BYTES = 16 << 20
+"""Two threads' stacks: a library that gets none ends the process, with that much or less left."""
+_FINEST = 16
+_THREADS = ("thread creation failed", "pthread_create", "can't start new thread")
 
 
 def set_memory_limit(limit_bytes: int | None, device: Device) -> None:
-    """Limit what this process may take from here on; call it when libraries and pools are in (``Engine.prime``)."""
+    """Limit what this process may take from here on; call it when libraries and pools are in (``Engine.prime``).
+
+    On CUDA torch is limited to a share of the device's memory; what it has taken already is not counted.
+    """
     if limit_bytes is None:
         return
     if device.kind == "cuda":
-        _limit_device(limit_bytes, device.index)
+        import torch
+
+        torch.cuda.empty_cache()
+        total = torch.cuda.mem_get_info(device.index)[1]
+        allowed = torch.cuda.memory_reserved(device.index) + limit_bytes
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device.index)
         return
-    fill_heap_holes()
-    now = _status("self")
+    usage.fill_heap_holes()
+    now = _read_status("self")
     for kind, counter in _LIMITS:
         _, hard = resource.getrlimit(kind)
         most = now[counter] + limit_bytes
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-
-def _limit_device(limit_bytes: int, index: int) -> None:
-    """Limit torch to a share of the device's memory; what it has taken already is not counted."""
-    import torch
-
-    torch.cuda.empty_cache()
-    total = torch.cuda.mem_get_info(index)[1]
-    allowed = torch.cuda.memory_reserved(index) + limit_bytes
-    torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), index)
 
 
 def release() -> None:
@@ -66,40 +77,40 @@ def explain_out_of_memory(device: Device) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found = oom.find_cause(error)
-        if found is None:
+        cause = oom.find_cause(error)
+        if cause is None:
             raise
-        free = found.free_bytes if found.free_bytes is not None else _left(device)
-        believable = free is None or found.asked_bytes is None or free < found.asked_bytes
-        found.free_bytes = free if believable else None  # else the libraries had freed some before it could be read
+        free = cause.free_bytes if cause.free_bytes is not None else _read_free(device)
+        believable = free is None or cause.asked_bytes is None or free < cause.asked_bytes
+        cause.free_bytes = free if believable else None  # else the libraries had freed some before it could be read
         release()
-        if found is error:
+        if cause is error:
             raise
-        raise found from error
+        raise cause from error
 
 
-def _left(device: Device) -> int | None:
+def _read_free(device: Device) -> int | None:
     """Return the free bytes; below a limit on address space at the fullest, as libraries free memory when they fail."""
     if device.kind == "cuda":
         import torch
 
         return int(torch.cuda.mem_get_info(device.index)[0])
-    gap = _gap("self")
+    gap = _read_gap("self")
     return available_bytes() if gap is None else gap
 
 
 class HeadroomMonitor:
-    """How near a process came to its limit on address space, looked at from another one while it lives."""
+    """Watch from another process how near one comes to its limit on address space while it lives."""
 
     def __init__(self) -> None:
         self.gap: int | None = None
-        """Bytes; None where there was no limit."""
+        """Least bytes that were left; None where there was no limit."""
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, worker: Worker) -> None:
         """Begin to look."""
-        self._thread = threading.Thread(target=self._read_gap, args=(worker.pid,), daemon=True)
+        self._thread = threading.Thread(target=self._watch, args=(worker.pid,), daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -108,64 +119,62 @@ class HeadroomMonitor:
         if self._thread:
             self._thread.join()
 
-    def _read_gap(self, pid: int) -> None:
+    def _watch(self, pid: int) -> None:
         while not self._over.wait(_WATCH_SECONDS):
             try:
-                gap = _gap(str(pid))
+                gap = _read_gap(str(pid))
             except KeyError:  # it has ended
                 return
             if gap is not None:
                 self.gap = gap if self.gap is None else min(gap, self.gap)
 
 
-def _gap(process: str) -> int | None:
+def _read_gap(process: str) -> int | None:
     """Return the bytes that a limit on address space left at the fullest; None where there is no limit.
 
-    The high-water mark is of the process's whole life; one above the limit is of before.
+    The soft limit is in proc_pid_limits(5): ``Max address space  SOFT  HARD  bytes``. The high-water mark is of the
+    process's whole life; one above the limit is of before.
     """
-    limit = _limit(process)
-    if limit is None:
-        return None
-    now = _status(process)
-    return max(0, limit - (now["VmPeak"] if now["VmPeak"] <= limit else now["VmSize"]))
-
-
-def _limit(process: str) -> int | None:
-    """Read the soft limit on address space (proc_pid_limits(5)): ``Max address space  SOFT  HARD  bytes``."""
     name = "Max address space"
     rows = (text(Path(f"/proc/{process}/limits")) or "").splitlines()
     soft = next((row.removeprefix(name).split()[0] for row in rows if row.startswith(name)), "unlimited")
-    return int(soft) if soft.isdecimal() else None
+    if not soft.isdecimal():
+        return None
+    now = _read_status(process)
+    return max(0, int(soft) - (now["VmPeak"] if now["VmPeak"] <= int(soft) else now["VmSize"]))
 
 
-def _status(process: str) -> dict[str, int]:
-    """Bytes by the names of proc_pid_status(5)."""
-    found = fields(Path(f"/proc/{process}/status"))
-    return {name: kibibytes(found[name]) for name in ("VmSize", "VmPeak", "VmData")}
-
-
-# Peak memory of work inside of this process, beyond what it held when the meter was made.
+def _read_status(process: str) -> dict[str, int]:
+    """Read bytes by the names of proc_pid_status(5)."""
+    status = fields(Path(f"/proc/{process}/status"))
+    return {name: kibibytes(status[name]) for name in ("VmSize", "VmPeak", "VmData")}
 
 
 class StepMeter:
-    """Run an action and count the bytes that it took: resident ones on the CPU, torch's reserved ones on CUDA."""
+    """Measure the peak memory of work inside of this process, beyond what it had when the meter was made.
+
+    Resident bytes count on the CPU, torch's reserved ones on CUDA.
+    """
 
     def __init__(self, device: Device, limit_bytes: int | None) -> None:
-        """Make it once libraries are loaded, and before anything large is; a limit on CUDA is held from here on."""
+        """Make it once libraries are loaded, and before anything large is; a limit on CUDA is in force from here on."""
         self._device, self._limit = device, limit_bytes
         self._before = self._libraries = 0
         if limit_bytes is None:
             return
         if device.kind == "cuda":
-            self._before = self._reserved()
+            import torch
+
+            self._before = int(torch.cuda.memory_reserved(device.index))
             set_memory_limit(limit_bytes, device)
         else:
-            rss.return_freed_memory()
-            rss.reset_high_water()
-            now = rss.resident()
+            usage.return_freed_memory()
+            usage.reset_high_water()
+            now = usage.resident()
             self._before, self._libraries = now.counted, now.libraries
 
     def __call__(self, action: Callable[[], None]) -> int:
+        """Run an action and return the bytes that it took."""
         if self._device.kind == "cuda":
             import torch
 
@@ -173,13 +182,14 @@ class StepMeter:
             torch.cuda.reset_peak_memory_stats(self._device.index)
             action()
             return int(torch.cuda.max_memory_reserved(self._device.index)) - self._before
-        with rss.phase() as found:
-            action()
-        rss.reset_high_water()  # what was tried is no part of what follows
-        return found.peak - self._before
+        usage.reset_high_water()
+        action()
+        peak = usage.read_phase().peak
+        usage.reset_high_water()  # what was tried is no part of what follows
+        return peak - self._before
 
     def check(self) -> None:
-        """Look whether the limit was kept since this was last said; on CUDA torch refuses what goes beyond it.
+        """Check that the limit was kept since this was last said; on CUDA torch refuses what goes beyond it.
 
         The kernel's own mark tells cheaply that all is well; only beyond that are libraries, whose pages come in as
         code is first used, told from what was written.
@@ -189,13 +199,13 @@ class StepMeter:
         """
         if self._limit is None or self._device.kind == "cuda":
             return
-        if rss.read_high_water() - self._libraries - self._before <= self._limit:
+        if usage.read_high_water() - self._libraries - self._before <= self._limit:
             return
-        found = rss.read_phase_so_far()
-        self._libraries = found.end.libraries
-        taken = found.peak - self._before
+        phase = usage.read_phase()
+        self._libraries = phase.end.libraries
+        taken = phase.peak - self._before
         if taken > self._limit:
-            rss.reset_high_water()
+            usage.reset_high_water()
             raise StepOutOfMemory(
                 f"{format_bytes(taken)} were taken, of {format_bytes(self._limit)} that were allowed",
                 "allow more memory, or use smaller inputs",
@@ -203,7 +213,130 @@ class StepMeter:
                 free_bytes=self._limit,
             )
 
-    def _reserved(self) -> int:
-        import torch
 
-        return int(torch.cuda.memory_reserved(self._device.index))
+# A session alone in a process of its own
+
+
+def run_limited(
+    function: Callable[..., Any],
+    *args: Any,
+    device: Device,
+    log: Path,
+    limit_bytes: int | None = None,
+    timeout_seconds: float | None = None,
+) -> Any:
+    """Run as :func:`worker.run`; returns an :class:`OutOfMemory` where memory ran out; ``function`` sets its own limit.
+
+    Raises:
+        EnginesmithError: anything else that ended it.
+    """
+    run(_nothing, log=log)  # where workers have no server yet, it starts with this one, and takes memory that it keeps
+    before, kills = used_bytes(device)[0], killed_by_kernel()
+    said_before = log.stat().st_size if log.is_file() else 0
+    monitor = HeadroomMonitor()
+    try:
+        return run(
+            function,
+            *args,
+            log=log,
+            prepare=usage.return_freed_memory,
+            on_start=monitor.start,
+            timeout_seconds=timeout_seconds,
+        )
+    except StepOutOfMemory as error:
+        cause, now = error, killed_by_kernel()
+        if kills is not None and now is not None and now > kills:
+            cause = StepOutOfMemory(f"the kernel killed a process for lack of memory: {error.message}", error.remedy)
+    except StepCrashed as error:
+        monitor.stop()
+        if limit_bytes is None:
+            raise
+        why = _explain_crash(log.read_bytes()[said_before:].decode(errors="replace"), monitor.gap, limit_bytes)
+        if not why:
+            raise
+        cause = StepOutOfMemory(f"{why}: {error.message}", error.remedy, free_bytes=monitor.gap)
+    finally:
+        monitor.stop()
+    return describe_out_of_memory(cause, before, device, limit_bytes)
+
+
+def _nothing(progress: Progress) -> None:
+    pass
+
+
+def _explain_crash(said: str, gap: int | None, limit_bytes: int) -> str:
+    """Say why a crash under a limit is taken for lack of memory; empty where nothing speaks for it."""
+    if oom.says_out_of_memory(said) or "MemoryError" in said:
+        return "it ended itself when an allocation failed"
+    if gap is None or gap > max(_NEAR_BYTES, limit_bytes // 20):
+        return ""
+    if any(words in said.lower() for words in _THREADS):
+        return "it ended itself when there was no room for a thread's stack"
+    return f"it crashed with {gap} bytes left below its limit"
+
+
+def largest_fit(fits: Callable[[int], bool], start: int, over: int) -> int:
+    """Find the largest batch that fits, between ``start``, which does, and ``over``, which does not; 0 where none does.
+
+    It stops where the two are 1, or a sixteenth of what fits, apart.
+    """
+    while over - start > max(1, start // _FINEST):
+        middle = (start + over) // 2
+        start, over = (middle, over) if fits(middle) else (start, middle)
+    return start
+
+
+def try_batch(
+    candidate: Candidate, feeds: Feeds, log_folder: Path, memory_limit_bytes: int | None
+) -> OutOfMemory | None:
+    """Load and run once in a fresh process; None if that fits.
+
+    Raises:
+        EnginesmithError: it failed for another reason.
+    """
+    log = log_folder / f"fit-{candidate.id}.log"
+    options: dict[str, Any] = {"device": candidate.device, "log": log, "limit_bytes": memory_limit_bytes}
+    answer: OutOfMemory | None = run_limited(_call_once, candidate, feeds, memory_limit_bytes, **options)
+    return answer
+
+
+def _call_once(candidate: Candidate, feeds: Feeds, memory_limit_bytes: int | None, progress: Progress) -> None:
+    engine, artifact, device = candidate.engine, candidate.artifact, candidate.device
+    engine.prime(artifact, device)
+    set_memory_limit(memory_limit_bytes, device)
+    with explain_out_of_memory(device), engine.load(artifact, device) as session:
+        session.run(feeds)
+
+
+def describe_out_of_memory(
+    error: StepError, before: int | None, device: Device, limit_bytes: int | None
+) -> OutOfMemory:
+    """Describe a session that did not fit, once memory is back to within 1 % of before, or after a few seconds.
+
+    ``before`` is what was in use besides.
+    """
+    deadline = time.monotonic() + _BACK_SECONDS
+    after, why = used_bytes(device)
+    while before is not None and after is not None and after > before * (1 + _BACK_WITHIN):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_LOOK_SECONDS)
+        after = min(after, used_bytes(device)[0] or after)
+    figures = {
+        "asked_bytes": getattr(error, "asked_bytes", None),
+        "free_bytes": getattr(error, "free_bytes", None),
+        "limit_bytes": limit_bytes,
+        "used_before_bytes": before,
+        "used_after_bytes": after,
+    }
+    missing = {
+        "asked_bytes": "what ran out of memory did not say how much it had asked for",
+        "free_bytes": "it was not told, and memory was free again before it could be read",
+        "limit_bytes": "no limit was set: it had all the memory that was free",
+    }
+    given_back = None if before is None or after is None else after <= before * (1 + _BACK_WITHIN)
+    reasons = dict.fromkeys(("used_before_bytes", "used_after_bytes", "given_back"), why) if why else {}
+    reasons |= {name: reason for name, reason in missing.items() if figures[name] is None}
+    if given_back is False:
+        reasons["given_back"] = "its process has ended; what is in use besides, others have taken since"
+    return OutOfMemory(message=error.message, given_back=given_back, reasons=reasons, **figures)
