@@ -29,7 +29,7 @@ class RunQueue:
         self.known = _ENABLED.is_file()
 
     def waited_ns(self) -> int:
-        """Nanoseconds that the threads waited, all together, since they started; 0 where that is not known."""
+        """Add up the nanoseconds that the threads waited since they started; 0 where that is not known."""
         total = 0
         for file in self._files:
             with contextlib.suppress(OSError, IndexError):  # the thread ended
@@ -55,13 +55,13 @@ _UNITS = re.compile(r"\b(?:avx|fma|amx|asimd|sve|i8mm|bf16)\w*")
 
 @cache
 def vector_units() -> tuple[str, ...]:
-    """Names of the vector extensions, sorted; where the kernel does not tell, what Python knows of the processor."""
+    """List the vector extensions, sorted; where the kernel does not tell, what Python knows of the processor."""
     info = Path("/proc/cpuinfo")
     return tuple(sorted(set(_UNITS.findall(info.read_text())))) if info.is_file() else (platform.processor(),)
 
 
 def int8_weight_bits() -> int:
-    """Bits that weights can have beside 8-bit activations without a wrong result.
+    """Find how many bits weights can have beside 8-bit activations without a wrong result.
 
     x86 processors before VNNI add two products in a saturating 16-bit register (vpmaddubsw): with weights of 8 bits
     that overflows, so they get 7 ("reduce_range" in ONNX Runtime's documentation of quantisation).
@@ -83,45 +83,31 @@ def text(path: Path) -> str | None:
 
 
 def fields(path: Path) -> dict[str, str]:
-    """``name : value`` lines; the first of each name."""
-    found: dict[str, str] = {}
-    for row in (text(path) or "").splitlines():
-        name, _, value = row.partition(":")
-        found.setdefault(name.strip(), value.strip())
-    return found
+    """Read ``name : value`` lines; the first of each name."""
+    rows = [row.partition(":") for row in (text(path) or "").splitlines()]
+    return {name.strip(): value.strip() for name, _, value in reversed(rows)}
 
 
 def numbers(path: Path) -> dict[str, int]:
-    """``name number`` lines."""
+    """Read ``name number`` lines."""
     rows = (row.split() for row in (text(path) or "").splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdecimal()}
 
 
 _CPU_FOLDER = Path("/sys/devices/system/cpu")
 _NODE_FOLDER = Path("/sys/devices/system/node")
-_CPUINFO, _STAT = Path("/proc/cpuinfo"), Path("/proc/stat")
+_CPUINFO, _STAT, _PROCESSES = Path("/proc/cpuinfo"), Path("/proc/stat"), Path("/proc")
 _TICKS_TOLD, _STOLEN = 8, 7
 """Columns of /proc/stat (proc(5)): those before the time of guests, which the user's holds already; the stolen one."""
-
-
-_PROCESSES = Path("/proc")
 _GROUP, _TIMES, _STARTED = 2, slice(11, 15), 19
 """Columns of /proc/PID/stat after the name: group; ticks by the process and by children that have ended; start."""
 _LOAD_SECONDS = 60.0
 """Time constant of the load average."""
 
 
-class Time(NamedTuple):
-    """Of all cores together since the start, in seconds."""
-
-    total: float
-    stolen: float
-    """The host of this virtual machine gave it to others."""
-
-
-def first_core() -> Path:
-    """Return the folder of a core that this process may run on."""
-    return _CPU_FOLDER / f"cpu{min(os.sched_getaffinity(0))}"
+def _read_first_core(name: str) -> str | None:
+    """Read a file of the first core that this process may run on."""
+    return text(_CPU_FOLDER / f"cpu{min(os.sched_getaffinity(0))}" / name)
 
 
 def model() -> str:
@@ -155,79 +141,68 @@ def is_virtual() -> bool | None:
 
 def governor() -> str | None:
     """Read the governor of the cores that this process may run on; several are joined by a comma."""
-    files = (_CPU_FOLDER / f"cpu{core}/cpufreq/scaling_governor" for core in sorted(os.sched_getaffinity(0)))
-    return ", ".join(sorted({found for file in files if (found := text(file))})) or None
+    files = (_CPU_FOLDER / f"cpu{core}/cpufreq/scaling_governor" for core in os.sched_getaffinity(0))
+    return ", ".join(sorted(set(filter(None, map(text, files))))) or None
 
 
 def frequency_mhz() -> float | None:
     """Read the first core's clock from the kernel; where it shows none, from /proc/cpuinfo."""
-    found = _megahertz("scaling_cur_freq")
-    if found is not None:
-        return found
-    told = fields(_CPUINFO).get("cpu MHz")
-    return float(told) if told else None
+    return _read_megahertz("cur") or float(fields(_CPUINFO).get("cpu MHz") or 0) or None
 
 
 def frequency_limits_mhz() -> tuple[float | None, float | None]:
     """Read the least and the most that the governor may choose."""
-    return _megahertz("scaling_min_freq"), _megahertz("scaling_max_freq")
+    return _read_megahertz("min"), _read_megahertz("max")
+
+
+def _read_megahertz(which: str) -> float | None:
+    kilohertz = _read_first_core(f"cpufreq/scaling_{which}_freq")
+    return int(kilohertz) / 1e3 if kilohertz and kilohertz.isdecimal() else None
 
 
 def turbo() -> bool | None:
     """Tell whether clocks may go above the nominal one; None where the kernel does not show it."""
-    no_turbo = text(_CPU_FOLDER / "intel_pstate/no_turbo")
+    no_turbo, boost = text(_CPU_FOLDER / "intel_pstate/no_turbo"), text(_CPU_FOLDER / "cpufreq/boost")
     if no_turbo is not None:
         return no_turbo == "0"
-    boost = text(_CPU_FOLDER / "cpufreq/boost")
     return None if boost is None else boost == "1"
 
 
 def threads_per_core() -> int | None:
-    """Hardware threads that share a core (SMT)."""
-    listed = text(first_core() / "topology/thread_siblings_list")
-    return None if listed is None else _count(listed)
+    """Count the hardware threads that share a core (SMT), in a list like ``0-1,64``."""
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", _read_first_core("topology/thread_siblings_list") or "")
+    return sum(int(last or first) - int(first) + 1 for first, last in ranges) or None
 
 
 def numa_nodes() -> int | None:
-    """Memory nodes; reaching the memory of another one is slower."""
+    """Count memory nodes; reaching the memory of another one is slower."""
     return len(list(_NODE_FOLDER.glob("node[0-9]*"))) or None
 
 
 def thermal_throttles() -> int | None:
     """Count how often heat slowed cores or the package down since the start, over all cores."""
     files = _CPU_FOLDER.glob("cpu[0-9]*/thermal_throttle/*_throttle_count")
-    counts = [int(found) for file in files if (found := text(file))]
+    counts = [int(count) for file in files if (count := text(file))]
     return sum(counts) if counts else None
 
 
-def time() -> Time | None:
-    """Read total and stolen time from the first line of /proc/stat."""
+def time() -> tuple[float, float] | None:
+    """Read the seconds of all cores since the start, in total and those that the host gave to other machines."""
     ticks = (text(_STAT) or "").partition("\n")[0].split()[1:]
     if len(ticks) < _TICKS_TOLD:
         return None
     second = os.sysconf("SC_CLK_TCK")
-    return Time(sum(map(int, ticks[:_TICKS_TOLD])) / second, int(ticks[_STOLEN]) / second)
-
-
-def _megahertz(name: str) -> float | None:
-    kilohertz = text(first_core() / "cpufreq" / name)
-    return int(kilohertz) / 1e3 if kilohertz and kilohertz.isdecimal() else None
-
-
-def _count(listed: str) -> int:
-    """Count the numbers in ``0-1,64``."""
-    ranges = re.findall(r"(\d+)(?:-(\d+))?", listed)
-    return sum(int(last or first) - int(first) + 1 for first, last in ranges)
+    return sum(map(int, ticks[:_TICKS_TOLD])) / second, int(ticks[_STOLEN]) / second
 
 
 def available_bytes() -> int | None:
-    """Return the bytes that the machine could still hand out without swapping (MemAvailable, proc_meminfo(5))."""
+    """Read the bytes that the machine could still hand out without swapping (MemAvailable, proc_meminfo(5))."""
     row = fields(Path("/proc/meminfo")).get("MemAvailable")
     return kibibytes(row) if row else None
 
 
 def kibibytes(field: str) -> int:
-    """``12 kB`` → bytes."""
+    """Convert ``12 kB`` to bytes."""
     return int(field.split()[0]) * 1024
 
 
@@ -239,66 +214,51 @@ _UNLIMITED_BYTES = 1 << 60
 
 
 class MemoryLimit(NamedTuple):
-    """The limit that leaves the least, and what it leaves."""
+    """The limit that leaves the least, and the bytes that it leaves."""
 
     limit_bytes: int
     left_bytes: int | None
     """None where the group's use is not shown. Cached files that would give way do not count as used."""
 
 
-class Throttling(NamedTuple):
-    """Counted since the group was made: periods of the quota, those in which it ran out, and the time lost."""
-
-    periods: int
-    throttled_periods: int
-    throttled_seconds: float
-
-
 def quota_cores() -> float | None:
-    """Cores' worth of time: the least of all limits. ``cpu.max`` holds ``quota period``; version 1 has −1 for none."""
-    limits = []
-    for folder in _folders(""):
-        quota, _, period = (text(folder / "cpu.max") or "max").partition(" ")
-        limits += [int(quota) / int(period)] if quota != "max" else []
+    """Read cores' worth of time: the least of all limits; ``cpu.max`` holds ``quota period``, version 1 −1 for none."""
+    quotas = [(text(folder / "cpu.max") or "max").split() for folder in _folders("")]
     for folder in _folders("cpu"):
-        quota, period = (text(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period"))
-        limits += [int(quota) / int(period)] if quota and period and int(quota) > 0 else []
-    return min(limits, default=None)
+        quotas.append([text(folder / f"cpu.cfs_{name}_us") or "-1" for name in ("quota", "period")])
+    return min((int(row[0]) / int(row[1]) for row in quotas if row[0] != "max" and "-1" not in row), default=None)
 
 
 def memory_limit() -> MemoryLimit | None:
-    """None where no limit is set."""
+    """Read the limits of all groups; None where no limit is set."""
     files = [(folder, "memory.max", "memory.current", "inactive_file") for folder in _folders("")]
-    files += [
-        (folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        for folder in _folders("memory")
-    ]
-    found = []
+    old_names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    files += [(folder, *old_names) for folder in _folders("memory")]
+    limits = []
     for folder, limit_file, use_file, cached in files:
         limit, used = text(folder / limit_file), text(folder / use_file)
         if limit and limit != "max" and int(limit) < _UNLIMITED_BYTES:
             reclaimable = numbers(folder / "memory.stat").get(cached, 0)
-            found.append(MemoryLimit(int(limit), max(0, int(limit) - int(used) + reclaimable) if used else None))
-    return min(found, key=lambda one: one.limit_bytes if one.left_bytes is None else one.left_bytes, default=None)
+            limits.append(MemoryLimit(int(limit), max(0, int(limit) - int(used) + reclaimable) if used else None))
+    return min(limits, key=lambda row: row.limit_bytes if row.left_bytes is None else row.left_bytes, default=None)
 
 
-def throttling() -> Throttling | None:
-    """Read the counts of the group that was throttled most; None where no group has a quota or counts."""
-    counts = [numbers(folder / "cpu.stat") for folder in (*_folders(""), *_folders("cpu"))]
-    found = [
-        Throttling(
-            one["nr_periods"],
-            one["nr_throttled"],
-            one["throttled_usec"] / 1e6 if "throttled_usec" in one else one.get("throttled_time", 0) / 1e9,
-        )
-        for one in counts
-        if one.get("nr_periods")
-    ]
-    return max(found, key=lambda one: one.throttled_seconds, default=None)
+def throttling() -> tuple[int, int, float] | None:
+    """Read periods of the quota since the group was made, those in which it ran out, and the seconds lost.
+
+    Counts are those of the group that was throttled most; None where no group has a quota or counts.
+    """
+    rows = []
+    for folder in (*_folders(""), *_folders("cpu")):
+        counts = numbers(folder / "cpu.stat")
+        if periods := counts.get("nr_periods"):
+            nanoseconds = counts.get("throttled_usec", 0) * 1e3 or counts.get("throttled_time", 0)
+            rows.append((periods, counts["nr_throttled"], nanoseconds / 1e9))
+    return max(rows, key=lambda row: row[2], default=None)
 
 
 def _folders(controller: str) -> list[Path]:
-    """List this process's group and those above it, as far as they are mounted."""
+    """List this process's control group and those above it, as far as they are mounted; version 2 has no controller."""
     root = _CGROUP / controller if controller else _CGROUP
     group = Path(_own_group(controller).lstrip("/"))
     return [root / group, *(root / parent for parent in group.parents)]

@@ -1,19 +1,14 @@
 """Name the device that sessions run on, and whether an engine can be used there."""
 
 import os
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
-
-if TYPE_CHECKING:
-    pass
-
 
 DEVICE_KINDS = ("cpu", "cuda")
 
 
 class Availability(BaseModel):
-    """Tell whether an engine can be used here; if not, why, and what to do about it."""
+    """Answer to whether an engine can be used here; if not, why, and what to do about it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -23,7 +18,7 @@ class Availability(BaseModel):
 
 
 class Device(BaseModel):
-    """Name where sessions run: ``cpu`` with a number of threads, or ``cuda`` with an index."""
+    """Place where sessions run: ``cpu`` with a number of threads, or ``cuda`` with an index."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -34,7 +29,7 @@ class Device(BaseModel):
 
     @property
     def thread_count(self) -> int:
-        """The number of threads that a session is given."""
+        """Number of threads that a session is given."""
         return self.threads or len(os.sched_getaffinity(0))
 
     def __str__(self) -> str:

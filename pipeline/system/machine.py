@@ -15,8 +15,6 @@ from enginesmith.pipeline.system.nvidia import GpuState
 from enginesmith.pipeline.units import format_bytes
 
 BUSY = "the machine is busy"
-
-
 PACKAGES = (
     *("enginesmith", "numpy", "torch", "onnx", "onnxscript"),
     *("nvidia-modelopt", "transformers", "timm", "safetensors"),
@@ -50,17 +48,16 @@ class Environment(BaseModel):
     """Hardware threads, each of which counts as a core above."""
     numa_nodes: int | None = None
     virtual: bool | None = None
-    """Whether this is a virtual machine."""
     quota_cores: float | None = None
     """Cores' worth of time that the container may use."""
     governor: str | None = None
     turbo: bool | None = None
-    """Whether clocks may go above the nominal one."""
+    """Clocks may go above the nominal one."""
     frequency_mhz: float | None = None
     frequency_min_mhz: float | None = None
     frequency_max_mhz: float | None = None
     load_average: float
-    """Of the last minute: threads that ran or wanted to."""
+    """Threads that ran or wanted to in the last minute."""
     cpu_seconds: float | None = None
     """This and the next ones are counted since the start of the machine or container, over all cores; what happened
     during a measurement is the difference."""
@@ -68,10 +65,10 @@ class Environment(BaseModel):
     """Time that the host of this virtual machine gave to others."""
     quota_periods: int | None = None
     throttled_periods: int | None = None
-    """Those in which the container had used up its quota and had to wait."""
+    """Periods in which the container had used up its quota and had to wait."""
     throttled_seconds: float | None = None
     thermal_throttles: int | None = None
-    """How often heat slowed the processor down."""
+    """Times that heat slowed the processor down."""
     memory_bytes: int
     available_memory_bytes: int | None = None
     memory_limit_bytes: int | None = None
@@ -91,10 +88,16 @@ class Environment(BaseModel):
 def environment(packages: Iterable[str] = PACKAGES) -> Environment:
     """Look at the machine now."""
     gpus, no_gpus = _gpus()
-    time, throttling, limit = cpu.time(), cpu.throttling(), cpu.memory_limit()
+    total_seconds, stolen_seconds = cpu.time() or (None, None)
+    periods, throttled_periods, throttled_seconds = cpu.throttling() or (None, None, None)
+    limit_bytes, left_bytes = cpu.memory_limit() or (None, None)
     least, most = cpu.frequency_limits_mhz()
     affinity = tuple(sorted(os.sched_getaffinity(0)))
-    found = Environment(
+    try:
+        system = platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        system = platform.platform()
+    machine = Environment(
         processor=cpu.model(),
         architecture=platform.machine(),
         vector_units=vector_units(),
@@ -111,18 +114,18 @@ def environment(packages: Iterable[str] = PACKAGES) -> Environment:
         frequency_min_mhz=least,
         frequency_max_mhz=most,
         load_average=os.getloadavg()[0],
-        cpu_seconds=time and time.total,
-        stolen_seconds=time and time.stolen,
-        quota_periods=throttling and throttling.periods,
-        throttled_periods=throttling and throttling.throttled_periods,
-        throttled_seconds=throttling and throttling.throttled_seconds,
+        cpu_seconds=total_seconds,
+        stolen_seconds=stolen_seconds,
+        quota_periods=periods,
+        throttled_periods=throttled_periods,
+        throttled_seconds=throttled_seconds,
         thermal_throttles=cpu.thermal_throttles(),
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         available_memory_bytes=cpu.available_bytes(),
-        memory_limit_bytes=limit and limit.limit_bytes,
-        memory_limit_left_bytes=limit and limit.left_bytes,
+        memory_limit_bytes=limit_bytes,
+        memory_limit_left_bytes=left_bytes,
         transparent_huge_pages=text(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
-        system=_system(),
+        system=system,
         kernel=platform.release(),
         python=platform.python_version(),
         packages=software.versions(packages),
@@ -130,11 +133,11 @@ def environment(packages: Iterable[str] = PACKAGES) -> Environment:
         gpus=gpus,
     )
     unset = ["quota_cores", "memory_limit_bytes"]
-    unset += ["quota_periods", "throttled_periods", "throttled_seconds"] if found.quota_cores is None else []
-    unset += ["memory_limit_left_bytes"] if limit is None else []
+    unset += ["quota_periods", "throttled_periods", "throttled_seconds"] if machine.quota_cores is None else []
+    unset += ["memory_limit_left_bytes"] if limit_bytes is None else []
     reasons = {**dict.fromkeys(unset, _NO_LIMIT), "gpus": no_gpus}
-    why = {name: reasons.get(name, _NOT_SHOWN) for name, value in found if value is None}
-    return found.model_copy(update={"warnings": tuple(warnings_of(found, cpu.own_load())), "reasons": why})
+    why = {name: reasons.get(name, _NOT_SHOWN) for name, value in machine if value is None}
+    return machine.model_copy(update={"warnings": tuple(warnings_of(machine, cpu.own_load())), "reasons": why})
 
 
 def fingerprint(machine: Environment) -> str:
@@ -151,7 +154,7 @@ def fingerprint(machine: Environment) -> str:
 
 
 def warnings_of(machine: Environment, own_load: float = 0.0) -> list[str]:
-    """List what about this machine spoils measurements; ``own_load`` is this program's part of the load."""
+    """List conditions of this machine that spoil measurements; ``own_load`` is this program's part of the load."""
     found = []
     others = machine.load_average - own_load
     if others > machine.usable_cores / 2:
@@ -184,7 +187,7 @@ def warnings_of(machine: Environment, own_load: float = 0.0) -> list[str]:
 
 
 def interference(before: Environment, after: Environment, during: Iterable[Sequence[GpuState]] = ()) -> tuple[str, ...]:
-    """Describe what happened between two readings of the machine that spoils what was measured meanwhile.
+    """Describe what happened between two readings of the machine that spoils measurements made meanwhile.
 
     ``during`` are looks at the GPUs (:func:`gpu_states`) while they worked: clocks and their limits are those of the
     moment, and after a measurement they are those of rest.
@@ -207,7 +210,7 @@ def interference(before: Environment, after: Environment, during: Iterable[Seque
         found.append(f"the processor's clock fell from {before.frequency_mhz:.0f} to {after.frequency_mhz:.0f} MHz")
     if before.gpus and not after.gpus:
         found.append(f"the GPU no longer tells its state: {after.reasons.get('gpus', 'no reason is known')}")
-    looks = [*during]
+    looks = list(during)
     for index, (first, last) in enumerate(zip(before.gpus or (), after.gpus or (), strict=False)):
         seen = [look[index] for look in looks if index < len(look)]
         found += [f"cuda:{index} {what}" for what in _interference_on_gpu(first, last, seen)]
@@ -238,13 +241,13 @@ def _interference_on_gpu(before: GpuState, after: GpuState, during: Sequence[Gpu
 
 
 def _held_down(gpu: GpuState) -> list[str]:
-    """Limits that nobody asked for, as the hardware or the driver has them now."""
+    """Describe limits that nobody asked for, as the hardware or the driver has them now."""
     limits = [limit for limit in gpu.clock_limits or () if limit not in (nvidia.IDLE, nvidia.CHOSEN)]
     return [f"has its clocks held down by: {', '.join(limits)}"] if limits else []
 
 
 def _used_by_others(gpu: GpuState) -> list[str]:
-    """Processes that are not of this program's group."""
+    """Describe processes that are not of this program's group."""
     others = [process.pid for process in gpu.processes or () if not _is_ours(process.pid)]
     return [f"is used by others too (process {', '.join(map(str, others))})"] if others else []
 
@@ -265,25 +268,15 @@ def _share(part: float | None, whole: float | None) -> float:
     return part / whole if part is not None and whole else 0.0
 
 
-def _system() -> str:
-    try:
-        return platform.freedesktop_os_release()["PRETTY_NAME"]
-    except (OSError, KeyError):
-        return platform.platform()
-
-
 def _gpus() -> tuple[tuple[GpuState, ...] | None, str]:
     """List all GPUs that CUDA shows, or None and why. Where NVML says nothing of one, CUDA's facts are left."""
-    shown = nvidia.driver()
-    if not shown.devices:
-        return None, shown.reason
-    found = []
-    for index, known in enumerate(shown.devices):
+    states = []
+    for index, device in enumerate(nvidia.driver().devices):
         try:
-            found.append(nvidia.nvml().state(index))
+            states.append(nvidia.nvml().state(index))
         except MissingCapability as missing:
             names = set(GpuState.model_fields) - {"name", "compute_capability", "reasons"}
-            capability = "{}.{}".format(*known.compute_capability)
+            capability = "{}.{}".format(*device.compute_capability)
             reasons = dict.fromkeys(sorted(names), missing.message)
-            found.append(GpuState(name=known.name, compute_capability=capability, reasons=reasons))
-    return tuple(found), ""
+            states.append(GpuState(name=device.name, compute_capability=capability, reasons=reasons))
+    return (tuple(states), "") if states else (None, nvidia.driver().reason)

@@ -13,41 +13,29 @@ Seen with torch 2.13, ONNX Runtime 1.31 and numpy 2 under an address-space limit
 
 import errno
 import re
-from collections.abc import Iterator
 
 from enginesmith.pipeline.errors import StepOutOfMemory
 from enginesmith.pipeline.units import parse_bytes
 
 _WORDS = (
-    "out of memory",
-    "outofmemory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "unable to allocate",
-    "failed to allocate",
-    "not be allocated",
-    "insufficient memory",
-    "bad allocation",
-    "bad_alloc",
+    *("out of memory", "outofmemory", "can't allocate memory", "cannot allocate memory", "unable to allocate"),
+    *("failed to allocate", "not be allocated", "insufficient memory", "bad allocation", "bad_alloc"),
     "cudaexternalallocator",
 )
 _SIZE = r"([\d.]+) ?([kmgt]?i?b|bytes)\b"
 _ASKED = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
-        rf"tried to allocate {_SIZE}",
-        rf"unable to allocate {_SIZE}",
-        rf"unable to mmap {_SIZE}",
+        rf"(?:tried to allocate|unable to allocate|unable to mmap|requested size was) {_SIZE}",
         r"requested buffer of size (\d+)()",
         rf"\({_SIZE}\) could not be allocated",
-        rf"requested size was {_SIZE}",
     )
 )
 _FREE = re.compile(rf"of which {_SIZE} is free", re.IGNORECASE)
 _ALLOWED = re.compile(
     rf"{_SIZE} allowed; Of the allocated memory {_SIZE} is allocated by PyTorch, .*?{_SIZE} is reserved", re.IGNORECASE
 )
-"""What is left of torch's own limit is what it allows, less what it has taken."""
+"""Torch's own limit, of which it has taken a part."""
 _REMEDY = "use a smaller batch"
 
 
@@ -65,8 +53,8 @@ def out_of_memory(text: str, message: str = "", remedy: str = _REMEDY) -> StepOu
 
 def asked_bytes(text: str) -> int | None:
     """Read the size that was refused, as exactly as it was told."""
-    found = (pattern.search(text) for pattern in _ASKED)
-    return next((_bytes(*match.groups()) for match in found if match), None)
+    matches = (pattern.search(text) for pattern in _ASKED)
+    return next((_bytes(*match.groups()) for match in matches if match), None)
 
 
 def free_bytes(text: str) -> int | None:
@@ -82,23 +70,17 @@ def free_bytes(text: str) -> int | None:
 
 
 def find_cause(error: BaseException) -> StepOutOfMemory | None:
-    """Memory that ran out, where that is what an exception came from; libraries put others around it."""
-    for one in _chain(error):
-        if isinstance(one, StepOutOfMemory):
-            return one
-        if isinstance(one, MemoryError) or getattr(one, "errno", None) == errno.ENOMEM:
-            return out_of_memory(str(one), f"memory ran out: {one}", f"{_REMEDY} or a larger machine")
-        if isinstance(one, RuntimeError) and says_out_of_memory(str(one)):
-            return out_of_memory(str(one))
+    """Find memory that ran out among an exception and those that it was raised from; None if there is none."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, StepOutOfMemory):
+            return cause
+        if isinstance(cause, MemoryError) or getattr(cause, "errno", None) == errno.ENOMEM:
+            return out_of_memory(str(cause), f"memory ran out: {cause}", f"{_REMEDY} or a larger machine")
+        if isinstance(cause, RuntimeError) and says_out_of_memory(str(cause)):
+            return out_of_memory(str(cause))
+        cause = cause.__cause__
     return None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Follow an exception to those that it was raised from."""
-    one: BaseException | None = error
-    while one is not None:
-        yield one
-        one = one.__cause__
 
 
 def _bytes(number: str, unit: str) -> int:

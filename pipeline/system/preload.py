@@ -22,20 +22,15 @@ def _import(names: str) -> None:
                 getattr(loaded, function)()
 
 
-def _keep_progress_bars_apart() -> None:
-    """Bars of one worker are nobody else's: tqdm's lock across processes is a semaphore that a killed worker leaves."""
-    with contextlib.suppress(ImportError):
-        from tqdm import tqdm
-
-        tqdm.set_lock(threading.RLock())
-
-
 _FRAMEWORKS = (
     "torch torch.export torch.onnx onnx enginesmith.pipeline.engines:import_default onnxscript safetensors.torch "
     "enginesmith.pipeline.tasks.measure enginesmith.pipeline.tasks.load enginesmith.pipeline.frameworks.torch.module"
 )
 _import(os.environ.get("ENGINESMITH_PRELOAD_ONLY", _FRAMEWORKS))
-_keep_progress_bars_apart()
+with contextlib.suppress(ImportError):  # tqdm's lock across processes is a semaphore that a killed worker leaves
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
 COMMON = frozenset(name.partition(".")[0] for name in sys.modules)
 """Top-level modules that every worker has, whatever the model is."""
 _import(os.environ.get("ENGINESMITH_PRELOAD", ""))

@@ -83,7 +83,7 @@ def version(name: str) -> str | None:
 
 def versions(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of the packages that are installed."""
-    return {name: found for name in names if (found := version(name))}
+    return {name: installed for name in names if (installed := version(name))}
 
 
 def numbers(text: str) -> Numbers:
@@ -119,8 +119,8 @@ def torch_cuda() -> str | None:
 
 def find(package: str) -> Path | None:
     """Find the folder that a package would be imported from."""
-    found = importlib.util.find_spec(package)
-    return Path(found.origin).parent if found and found.origin else None
+    spec = importlib.util.find_spec(package)
+    return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def cuda_of(package: str, file: str) -> str | None:
@@ -146,12 +146,11 @@ def requirements(package: str, start: str = "nvidia-") -> list[Requirement]:
 def cuda_variants(package: str) -> dict[int, list[str]]:
     """List a package's distributions by CUDA's major version: tensorrt-cu12, say, and tensorrt-cu12-libs."""
     pattern = re.compile(rf"{package.replace('-', '[-_]')}[-_]cu(\d+)(?:[-_](?:libs|bindings))?", re.IGNORECASE)
-    found: dict[int, list[str]] = {}
-    for one in importlib.metadata.distributions():
-        match = pattern.fullmatch(one.metadata["Name"] or "")
-        if match:
-            found.setdefault(int(match[1]), []).append(one.metadata["Name"].replace("_", "-"))
-    return {major: sorted(set(names)) for major, names in sorted(found.items())}
+    names: dict[int, set[str]] = {}
+    for distribution in importlib.metadata.distributions():
+        if match := pattern.fullmatch(distribution.metadata["Name"] or ""):
+            names.setdefault(int(match[1]), set()).add(match[0].replace("_", "-"))
+    return {major: sorted(names[major]) for major in sorted(names)}
 
 
 def needed_glibc(package: str) -> str | None:
@@ -160,8 +159,7 @@ def needed_glibc(package: str) -> str | None:
         tags = importlib.metadata.distribution(package).read_text("WHEEL") or ""
     except PackageNotFoundError:
         return None
-    found = [match.replace("_", ".") for match in _GLIBC.findall(tags)]
-    return min(found, key=numbers, default=None)
+    return min((match.replace("_", ".") for match in _GLIBC.findall(tags)), key=numbers, default=None)
 
 
 def loads(library: str) -> bool:

@@ -126,7 +126,10 @@ class Worker:
         with self._ending:
             self._process.join(_STOP_SECONDS)
             code = self._process.exitcode
-        said = _tail(self.log, self._said_before)
+        said = ""
+        if self.log.is_file():
+            said = self.log.read_bytes()[self._said_before :][-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        said = " / ".join(said.splitlines()[-3:]) or "empty"
         tail = f"; the end of its log ({self.log.name}): {said}"
         if code == -signal.SIGKILL:
             return StepKilled(
@@ -173,22 +176,15 @@ def _attempt(function: Callable[..., Any], args: Sequence[Any]) -> tuple[str, An
     """Catch whatever a step raises and turn it into an answer: the one place where everything is caught."""
     try:
         return _DONE, function(*args)
-    except EnginesmithError as error:
-        traceback.print_exc()
-        return _FAILED, oom.find_cause(error) or error
-    except OSError as error:
-        traceback.print_exc()
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            return _FAILED, translated(error, error.filename or "a file of the step")
-        return _FAILED, _unexpected(error)
     except Exception as error:  # noqa: BLE001 - the worker boundary
         traceback.print_exc()
-        return _FAILED, _unexpected(error)
-
-
-def _unexpected(error: Exception) -> StepError:
-    memory = oom.find_cause(error)
-    return memory or StepError(f"{type(error).__name__}: {error}", "the whole trace is in the step's log")
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            return _FAILED, translated(error, error.filename or "a file of the step")
+        if memory := oom.find_cause(error):
+            return _FAILED, memory
+        if isinstance(error, EnginesmithError):
+            return _FAILED, error
+        return _FAILED, StepError(f"{type(error).__name__}: {error}", "the whole trace is in the step's log")
 
 
 def _main(
@@ -200,30 +196,26 @@ def _main(
     prepare: Callable[[], None] | None,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; Ctrl-C reaches the whole group
-    _write_to(log)
-    faulthandler.enable()
-    if cores:
-        os.sched_setaffinity(0, cores)
-    if prepare:
-        prepare()
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    body(connection, *args)
-
-
-def _write_to(log: str) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
         os.dup2(descriptor, number)
     os.close(descriptor)
+    faulthandler.enable()
+    if cores:
+        os.sched_setaffinity(0, cores)
+    if prepare:
+        prepare()
+    if (parent := multiprocessing.parent_process()) is not None:
+        sentinel = parent.sentinel
 
+        def die_with_parent() -> None:
+            multiprocessing.connection.wait([sentinel])
+            os._exit(1)
 
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
+        threading.Thread(target=die_with_parent, daemon=True).start()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    body(connection, *args)
 
 
 @contextlib.contextmanager
@@ -241,14 +233,6 @@ def main_module_hidden() -> Iterator[None]:
                 setattr(main, name, value)
 
 
-def _tail(log: Path, since: int) -> str:
-    """Read the last lines of what was written after the first ``since`` bytes."""
-    if not log.is_file():
-        return "empty"
-    text = log.read_bytes()[since:][-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
-    return " / ".join(text.splitlines()[-3:]) or "empty"
-
-
 _PRELOADED = "enginesmith.pipeline.system.preload"  # not imported here: it is all that is heavy
 _wanted: list[str] = []
 _only: list[str] = []
@@ -257,9 +241,8 @@ _only: list[str] = []
 @contextlib.contextmanager
 def _preload_named() -> Iterator[None]:
     """Tell the fork server, which this may be the start of, what to import."""
-    named = {"ENGINESMITH_PRELOAD": " ".join(_wanted)} | (
-        {"ENGINESMITH_PRELOAD_ONLY": " ".join(_only)} if _only else {}
-    )
+    named = {"ENGINESMITH_PRELOAD": " ".join(_wanted)}
+    named |= {"ENGINESMITH_PRELOAD_ONLY": " ".join(_only)} if _only else {}
     os.environ.update(named)
     try:
         yield
