@@ -1,4 +1,4 @@
-"""What passes hand to each other: files with a digest and a history, never live objects."""
+"""Artifacts, which passes hand to each other: files with a digest and a history, never live objects."""
 
 import hashlib
 import json
@@ -47,20 +47,20 @@ class Artifact(BaseModel):
     signature: Signature | None = None
     history: tuple[HistoryEntry, ...] = ()
     rejected: str = ""
-    """Why what was made is not good enough, where it is not."""
+    """Reason why it is not good enough, where it is not."""
     incomplete: bool = False
-    """Whether it is to be made again the next time."""
+    """It is to be made again the next time."""
     key: str = Field("", exclude=True)
-    """Its key in the store that it was taken from, under which another machine finds it there, too."""
+    """Key in the store that it was taken from, under which another machine finds it there, too."""
 
     @property
     def folder(self) -> Path:
-        """Where the artifact's files lie."""
+        """Folder of the artifact's files."""
         return self.path.parent
 
 
 class Effect(BaseModel):
-    """What a step did: the main file it wrote, the signature it leaves, and one factual sentence."""
+    """Outcome of a step: the main file it wrote, the signature it leaves, and one factual sentence."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -69,7 +69,7 @@ class Effect(BaseModel):
     notes: tuple[str, ...] = ()
     signature: Signature | None = None
     rejected: str = ""
-    """Why the result is not good enough to go on with; it is kept all the same."""
+    """Reason why the result is not good enough to go on with; it is kept all the same."""
     reads: tuple[Path, ...] = ()
     """Files outside of the store that the result depends on, found out while making it; and folders as a whole."""
     packages: dict[str, str] = {}
@@ -93,36 +93,36 @@ def write_whole(file: Path, data: bytes) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """sha256 of a file's bytes."""
+    """Compute the sha256 of a file's bytes."""
     with path.open("rb", buffering=0) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def folder_digest(digests: Mapping[str, str]) -> str:
-    """One digest for files by relative name → their own digest."""
+    """Compute one digest for files by relative name → their own digest."""
     return json_digest(sorted(digests.items()))
 
 
-def holds(folder: Path, sha256: str) -> bool:
-    """Whether a folder has the files of an artifact as they were made, besides records of it."""
+def has_files(folder: Path, sha256: str) -> bool:
+    """Tell whether a folder has the files of an artifact as they were made, besides records of it."""
     names = files_below(folder, skip=RECORDS)
     return bool(names) and folder_digest({name: file_digest(folder / name) for name in names}) == sha256
 
 
 def json_digest(value: Any) -> str:
-    """sha256 of a value's canonical JSON: the same content gives the same digest."""
+    """Compute the sha256 of a value's canonical JSON: the same content gives the same digest."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def portable(digests: Mapping[Path, str]) -> list[tuple[str, str]]:
-    """Files by name from the folder that they share, with their digests: the same for the same project elsewhere."""
+def relative_digests(digests: Mapping[Path, str]) -> list[tuple[str, str]]:
+    """Name files from the folder that they share, with their digests: the same for the same project elsewhere."""
     root = Path(os.path.commonpath([path.parent for path in digests])) if digests else Path()
     return sorted((str(path.relative_to(root)), digest) for path, digest in digests.items())
 
 
 def files_below(folder: Path, skip: Iterable[str] = ()) -> list[str]:
-    """Relative names of all files below a folder, sorted."""
+    """List the relative names of all files below a folder, sorted."""
     root = os.path.join(folder, "")  # noqa: PTH118 - an entry of the store is looked at in well under a millisecond
     paths = (os.path.join(parent, name) for parent, _, names in os.walk(root) for name in names)  # noqa: PTH118
     return sorted({path.removeprefix(root) for path in paths if os.path.isfile(path)} - set(skip))  # noqa: PTH113

@@ -19,7 +19,7 @@ DTYPES = (
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
 )
 DESCRIBED = (*DTYPES, "bfloat16")
-"""What a graph's inputs and outputs may be; numpy has no bfloat16, so such a graph is built and not fed."""
+"""Dtypes of a graph's inputs and outputs; numpy has no bfloat16, so such a graph is built and not fed."""
 _NAME = re.compile(r"[^:\s]+")
 _DIM = re.compile(r"[A-Za-z_]\w*")
 
@@ -50,11 +50,11 @@ class TensorSpec(BaseModel):
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        """The words among the dimensions, in order."""
+        """Words among the dimensions, in order."""
         return tuple(dim for dim in self.shape if isinstance(dim, str))
 
     def resolve(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape with every word replaced by its size.
+        """Replace every word of the shape by its size.
 
         Raises:
             SignatureError: a word has no size.
@@ -105,7 +105,7 @@ class ShapeRange(BaseModel):
         return cls(min=low, opt=opt, max=high)
 
     def at(self, point: Point) -> int:
-        """The size at ``min``, ``opt`` or ``max``."""
+        """Return the size at ``min``, ``opt`` or ``max``."""
         return {"min": self.min, "opt": self.opt, "max": self.max}[point]
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class ShapeRange(BaseModel):
 
 
 class Signature(BaseModel):
-    """What goes into a model and what comes out, by name and in order."""
+    """Inputs and outputs of a model, by name and in order."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -126,12 +126,12 @@ class Signature(BaseModel):
         return tuple(dict.fromkeys(dim for spec in self.inputs for dim in spec.symbols))
 
     def check(self, feeds: Feeds) -> None:
-        """Hold feeds against the inputs; errors as in :func:`check_feeds`."""
+        """Compare feeds with the inputs; errors as in :func:`check_feeds`."""
         check_feeds(self.inputs, {name: (str(value.dtype), value.shape) for name, value in feeds.items()})
 
 
 def check_feeds(specs: Sequence[TensorSpec], given: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """Hold dtype and shape by name against inputs: names, dtypes, ranks, fixed and shared sizes.
+    """Compare dtype and shape by name with inputs: names, dtypes, ranks, fixed and shared sizes.
 
     Raises:
         SignatureError: says what was given and what was expected.
@@ -144,24 +144,18 @@ def check_feeds(specs: Sequence[TensorSpec], given: Mapping[str, tuple[str, tupl
         )
     sizes: dict[str, int] = {}
     for spec in specs:
-        _check_tensor(spec, *given[spec.name], sizes)
-
-
-def _check_tensor(spec: TensorSpec, dtype: str, shape: tuple[int, ...], sizes: dict[str, int]) -> None:
-    found = f"{dtype}{list(shape)}"
-    if dtype != spec.dtype or len(shape) != len(spec.shape):
-        raise SignatureError(f"input {spec.name!r} is {found}, expected {spec}", f"give it as {spec}")
-    for dim, size in zip(spec.shape, shape, strict=True):
-        wanted = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
-        if size != wanted:
-            same = f" with {dim} = {wanted}, as before" if isinstance(dim, str) else ""
-            raise SignatureError(f"input {spec.name!r} is {found}, expected {spec}{same}", f"give it as {spec}")
+        dtype, shape = given[spec.name]
+        message, remedy = f"input {spec.name!r} is {dtype}{list(shape)}, expected {spec}", f"give it as {spec}"
+        if dtype != spec.dtype or len(shape) != len(spec.shape):
+            raise SignatureError(message, remedy)
+        for dim, size in zip(spec.shape, shape, strict=True):
+            wanted = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
+            if size != wanted:
+                same = f" with {dim} = {wanted}, as before" if isinstance(dim, str) else ""
+                raise SignatureError(message + same, remedy)
 
 
 def total_bytes(specs: Iterable[TensorSpec], sizes: Mapping[str, int]) -> int:
-    """Bytes of all tensors together at these sizes."""
-    return sum(math.prod(spec.resolve(sizes)) * _item_bytes(spec.dtype) for spec in specs)
-
-
-def _item_bytes(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else int(np.dtype(dtype).itemsize)
+    """Compute the bytes of all tensors together at these sizes."""
+    dtypes = [("float16" if spec.dtype == "bfloat16" else spec.dtype, spec.resolve(sizes)) for spec in specs]
+    return sum(math.prod(shape) * int(np.dtype(dtype).itemsize) for dtype, shape in dtypes)

@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-zµ]*)\s*")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in ``256MiB``, ``2GB`` or ``4096``.
+    """Read the bytes in ``256MiB``, ``2GB`` or ``4096``.
 
     Raises:
         UsageError: not a size.
@@ -33,7 +33,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds in ``5ms``, ``30m``, ``1h`` or ``2.5``.
+    """Read the seconds in ``5ms``, ``30m``, ``1h`` or ``2.5``.
 
     Raises:
         UsageError: not a duration.
@@ -52,19 +52,16 @@ def _split(text: str, what: str, examples: str) -> tuple[float, str]:
 
 
 def format_bytes(size: float | None) -> str:
-    """``1.5 GiB``; an unknown size is a dash."""
+    """Write ``1.5 GiB``; an unknown size is a dash."""
     if size is None:
         return "–"
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024 or unit == "GiB":
-            return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 100 else f"{value:.3g} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")
+    power = min(3, max(0, int(abs(size)).bit_length() - 1) // 10)
+    value, unit = size / 1024**power, ("B", "KiB", "MiB", "GiB")[power]
+    return f"{value:.0f} {unit}" if power == 0 or abs(value) >= 100 else f"{value:.3g} {unit}"
 
 
 def format_seconds(seconds: float) -> str:
-    """``0.3 s``, ``12 s``, ``3 m 05 s``."""
+    """Write ``0.3 s``, ``12 s``, ``3 m 05 s``."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{int(seconds // 60)} m {int(seconds % 60):02d} s"
@@ -77,7 +74,7 @@ def format_si(value: float, unit: str) -> str:
 
 
 def ms(value: float | None) -> str:
-    """Milliseconds with three digits that count."""
+    """Write milliseconds with three digits that count."""
     if value is None:
         return "–"
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
@@ -128,7 +125,7 @@ SIZE = _of_text(parse_bytes)
 DURATION = _of_text(parse_seconds)
 _MILLISECONDS = _of_text(lambda text: parse_seconds(text) * 1e3)
 METAVARS = {SIZE: "SIZE", DURATION: "TIME", _MILLISECONDS: "TIME"}
-"""Unit → what ``--help`` calls a value in it."""
+"""Unit → word of ``--help`` for a value in it."""
 
 Bytes = Annotated[int, Field(gt=0), SIZE]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), DURATION]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline.artifact import Artifact, holds
+from enginesmith.pipeline.artifact import Artifact, has_files
 from enginesmith.pipeline.engines import engine_class, environment
 from enginesmith.pipeline.engines.base import Candidate, Engine
 from enginesmith.pipeline.errors import ModelError
@@ -79,7 +79,7 @@ def why_not(before: Stored, after: Stored, *, any_machine: bool) -> str:
     for which, stored in (("baseline", before), ("run", after)):
         if stored.record.artifact is None or not stored.record.built_with:
             return f"the {which} has no engine file of {stored.record.id}"
-        if not holds((stored.folder / stored.record.artifact.path).parent, stored.record.artifact.sha256):
+        if not has_files((stored.folder / stored.record.artifact.path).parent, stored.record.artifact.sha256):
             return f"the {which}'s engine file of {stored.record.id} is missing, or not what the run made"
     if before.run.model.signature != after.run.model.signature or after.run.model.signature is None:
         return "the inputs or outputs are not the same"
@@ -98,7 +98,9 @@ def same(before: Stored, after: Stored) -> bool:
         return False
     if _engine(before.record) != _engine(after.record) or _device(before) != _device(after):
         return False
-    return all(holds((side.folder / made.path).parent, made.sha256) for side, made in ((before, one), (after, other)))
+    return all(
+        has_files((side.folder / made.path).parent, made.sha256) for side, made in ((before, one), (after, other))
+    )
 
 
 def remeasure(before: Stored, after: Stored, batch: int, limits: Limits) -> Remeasurement:

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from enginesmith.pipeline.artifact import json_digest, portable, write_whole
+from enginesmith.pipeline.artifact import json_digest, relative_digests, write_whole
 from enginesmith.pipeline.errors import StoreError, storage_errors
 from enginesmith.pipeline.store.manifest import DAY_SECONDS, StoredFile, describe_file
 from enginesmith.pipeline.store.remote import SharedStore
@@ -170,7 +170,7 @@ class ReadRecord:
         groups: dict[str, dict[Path, str]] = {}
         for name, file in self.files.items():
             groups.setdefault(anchor_of(name), {})[Path(name)] = file.sha256
-        files = {anchor: portable(digests) for anchor, digests in groups.items()}
+        files = {anchor: relative_digests(digests) for anchor, digests in groups.items()}
         return {"files": files, "packages": dict(self.packages)}
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from enginesmith.calibration.dataset import Dataset, open_dataset
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.calibration.user_code import is_reference
-from enginesmith.pipeline.artifact import Effect, Kind, file_digest, json_digest, portable
+from enginesmith.pipeline.artifact import Effect, Kind, file_digest, json_digest, relative_digests
 from enginesmith.pipeline.errors import DataError, EnginesmithError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
@@ -127,7 +127,7 @@ class Recover(ResumableTask):
         fixed = None if samples.batch_symbol(signature) else samples.fixed_batch(signature)
         threads = max(1, self.device.thread_count // size)
         work = Work(models, material, self.options, metric, self.seed, threads, size, meter, fixed)
-        fingerprint = json_digest([data.digest, portable({path: file_digest(path) for path in files}), size])
+        fingerprint = json_digest([data.digest, relative_digests({path: file_digest(path) for path in files}), size])
         return Opened(work, fingerprint, (*files, *data.folders))
 
     def _data(self, inputs: Inputs) -> Dataset:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from enginesmith.pipeline.artifact import RECORDS, Artifact, Kind, file_digest, files_below, holds, write_whole
+from enginesmith.pipeline.artifact import RECORDS, Artifact, Kind, file_digest, files_below, has_files, write_whole
 from enginesmith.pipeline.errors import UsageError, storage_errors
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
@@ -136,7 +136,7 @@ class RunDirectory:
     def _copied(self, relative: Path, artifact: Artifact) -> Path:
         """The main file of an artifact that is copied to a folder of the run directory, unless it is there as it is."""
         target, partial = self._folder / relative, self._folder / relative.with_name(f".{relative.name}.partial")
-        if str(relative) not in self._whole and not holds(target, artifact.sha256):
+        if str(relative) not in self._whole and not has_files(target, artifact.sha256):
             for old in (one for one in (partial, target) if one.exists()):
                 shutil.rmtree(old, ignore_errors=True)
             try:
@@ -276,7 +276,7 @@ def load_handoff(run: Path, plan: Plan, load: Artifact) -> dict[str, Outcome]:
 def _find_intact(run: Path, kept: _StepHandoff) -> Artifact | None:
     """Return the artifact where it lies, if its files are unchanged."""
     folder = run / kept.folder
-    if not holds(folder, kept.artifact.sha256):
+    if not has_files(folder, kept.artifact.sha256):
         return None
     return kept.artifact.model_copy(update={"path": folder / kept.artifact.path})
 

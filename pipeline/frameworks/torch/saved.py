@@ -18,8 +18,8 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from enginesmith.pipeline.artifact import Artifact, file_digest, portable
-from enginesmith.pipeline.errors import ModelError, SignatureError, SourceError, translated
+from enginesmith.pipeline.artifact import Artifact, file_digest, relative_digests
+from enginesmith.pipeline.errors import ModelError, SignatureError, SourceError, explain_os_error
 from enginesmith.pipeline.frameworks.source import SAVED, Source, rebased, resolve
 from enginesmith.pipeline.frameworks.torch import factories
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
@@ -94,7 +94,7 @@ def save(loaded: LoadedModel, source: Source, options: LoadOptions, out: Path) -
     record = _Record(
         model=source.text,
         options=options,
-        code=tuple(portable({path: file_digest(path) for path in loaded.files})),
+        code=tuple(relative_digests({path: file_digest(path) for path in loaded.files})),
         signature=loaded.signature,
         output_names=loaded.module.outputs,
         packages=loaded.packages,
@@ -186,7 +186,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
         found = _OS_ERROR.search(str(error))
         if found is None:
             raise
-        raise translated(OSError(int(found[1]), str(error)), "the store") from error
+        raise explain_os_error(OSError(int(found[1]), str(error)), "the store") from error
 
 
 def load_artifact(artifact: Artifact) -> LoadedModel:

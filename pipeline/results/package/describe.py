@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from enginesmith.calibration.options import AS_FOUND
-from enginesmith.pipeline.artifact import RECORDS, file_digest, files_below, holds
+from enginesmith.pipeline.artifact import RECORDS, file_digest, files_below, has_files
 from enginesmith.pipeline.engines import engine_class
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
@@ -137,7 +137,7 @@ def _check_digests(chosen: Chosen) -> None:
     again = f"run `enginesmith resume {chosen.folder}`, which makes it again"
     if not main.is_file():
         raise ModelError(f"{main} is missing", again)
-    if not holds(main.parent, kept.sha256):
+    if not has_files(main.parent, kept.sha256):
         raise ModelError(f"{main.parent} is not what the run made: its sha256 is another than run.json says", again)
     vector = chosen.record.test_vector
     assert vector is not None
