@@ -109,10 +109,8 @@ def run(command: Command, cli: Cli) -> None:
     assert answer.code == command.exit, f"{command.where}: {command.line}\n{answer.text}"
 
 
-@pytest.mark.parametrize(
-    "document",
-    [pytest.param(path, marks=[pytest.mark.thorough] * (path.stem != "README"), id=path.stem) for path in DOCUMENTS],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 @pytest.mark.timeout(1800)  # all commands of a page, one after the other
 def test_commands_run(
     document: Path, project: Path, home: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,7 @@ from enginesmith.pipeline.passes.base import Pass
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "tests" / "data" / "plugin_example"
-WORDS = ("optimize", "net.onnx", "--engine", "onnx_reference", "--batch", "1", "--measure-time", "1s", "--no-memory")
+WORDS = ("optimize", "net.onnx", "--engine", "onnx_reference", "--batch", "1", "--measure-time", "0.3s", "--no-memory")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,6 @@ def test_its_engine_is_built_verified_and_measured(site: Path, home: Path) -> No
     assert not built_from_store(first)
     reported = enginesmith(home / "nothing", home, "report", "first")
     assert reported.returncode == 0, "a run is read where the plug-in is not installed: " + reported.stderr
-    assert built_from_store(optimized(site, home, "again"))
     changed = shutil.copytree(site, home / "changed")
     with (changed / "enginesmith_example.py").open("a") as module:
         module.write("# other code may build other engines\n")
@@ -97,7 +96,7 @@ def test_its_pass_and_its_metric_are_used(site: Path, home: Path) -> None:
     logits = np.eye(4, dtype=np.float32)
     np.savez(home / "data.npz", x=logits, labels=np.array([0, 1, 2, 0]))
     words = ("optimize", "net.onnx", "--no-simplify", "--pass", "clear-docs", "--metric", "within_one", "--batch", "1")
-    more = ("--eval", "data.npz", "--measure-time", "1s", "--no-memory", "--out", "out")
+    more = ("--eval", "data.npz", "--measure-time", "0.3s", "--no-memory", "--out", "out")
     done = enginesmith(site, home, *words, *more)
     assert done.returncode == 0, done.stdout + done.stderr
     run = json.loads((home / "out" / "run.json").read_text())

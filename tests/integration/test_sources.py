@@ -106,8 +106,6 @@ def test_zoo(export) -> None:
 @pytest.mark.parametrize(
     ("model", "depth", "width"),
     [
-        ("net.py:build", 1, 4),
-        ("net.py:build(depth=3)", 3, 4),
         ("net.py:build(2, width=5)", 2, 5),
         ("net:build(depth=2)", 2, 4),
         ("net.py:ready", 2, 4),
