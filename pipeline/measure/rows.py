@@ -4,7 +4,9 @@ Nothing here measures or imports what runs models: results and reports read thes
 What is None in a row has its reason under its name in ``reasons``.
 """
 
-from typing import Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -13,25 +15,33 @@ from enginesmith.pipeline.measure.statistics import Interval
 SAMPLES = "samples.npz"
 """File of every latency sample, in the step's folder and in the run directory."""
 
+Row = TypeVar("Row", bound=BaseModel)
+
+
+def explain_missing(row: Row, otherwise: str, reasons: Mapping[str, str] = MappingProxyType({})) -> Row:
+    """Give a reason to every field of a row that is None and is no failure: its own, or ``otherwise``."""
+    missing = [name for name, value in row if value is None and name not in ("failure", "oom")]
+    return row.model_copy(update={"reasons": {name: reasons.get(name, otherwise) for name in missing}})
+
 
 class OutOfMemory(BaseModel):
-    """A batch that did not fit. What is None has its reason under its name in ``reasons``."""
+    """Report a batch that did not fit. What is None has its reason under its name in ``reasons``."""
 
     model_config = ConfigDict(frozen=True)
 
     message: str
-    """What the allocator said, or why a process that ended without a word is taken for out of memory."""
+    """The allocator's words, or why a process that ended without one is taken for out of memory."""
     asked_bytes: int | None = None
     free_bytes: int | None = None
-    """What was left when it was asked for: of the limit where there was one."""
+    """Left when it was asked for: of the limit where there was one."""
     limit_bytes: int | None = None
-    """What loading and running were allowed to add to the loaded libraries."""
+    """Bytes that loading and running were allowed to add to the loaded libraries."""
     used_before_bytes: int | None = None
     """In use besides, as :func:`used_bytes` counts: before the process started, or less what it alone had."""
     used_after_bytes: int | None = None
-    """The same once the process had ended."""
+    """In use besides once the process had ended."""
     given_back: bool | None = None
-    """Whether that returned to within 1 % of before."""
+    """True where use returned to within 1 % of before."""
     reasons: dict[str, str] = {}
 
 
@@ -44,7 +54,7 @@ class Throughput(BaseModel):
     samples_per_s: Interval
     """Samples that were answered in a second, by the clock."""
     p50_ms: float
-    """Of a call, as its caller saw it."""
+    """Time of a call, as its caller saw it."""
     p99_ms: float | None
     n: int
 
@@ -72,13 +82,13 @@ class LatencyRow(BaseModel):
     knee: int | None = None
     """The fewest callers that have 95 % of the best throughput."""
     sibling_note: str = ""
-    """What several callers share, where that holds them up."""
+    """Names what several callers share, where that holds them up."""
     median_ms: Interval | None = None
     """The median over rounds of the blocks' medians, which the stopping rule looks at."""
     speedup: Interval | None = None
     """Against the first candidate, paired by round."""
     speedup_over_dense: Interval | None = None
-    """Of a pruned or sparse variant, against the one that differs from it in nothing else."""
+    """For a pruned or sparse variant, against the one that differs from it in nothing else."""
     device_p50_ms: float | None = None
     """By CUDA events on the session's stream."""
     h2d_ms: float | None = None
@@ -86,7 +96,7 @@ class LatencyRow(BaseModel):
     load_ms: float | None = None
     first_call_ms: float | None = None
     first_call_note: str = ""
-    """What the first call did besides: compiling kernels, or taking over those of an earlier run."""
+    """Names what else the first call did: compiling kernels, or taking over those of an earlier run."""
     warmup_calls: int | None = None
     warmup_ended: str | None = None
     settle_ms: float | None = None
@@ -94,9 +104,9 @@ class LatencyRow(BaseModel):
     idle_cpu_share: float | None = None
     """Cores that its process kept busy while others were measured; near 0 if it left them undisturbed."""
     preemptions_per_s: float | None = None
-    """How often the kernel took a core from it while it was timed: near 0 on a machine that is not shared."""
+    """Times that the kernel took a core from it while it was timed: near 0 on a machine that is not shared."""
     disturbed_share: float | None = None
-    """Of the calls, those around which its threads waited for a core; medians and the speed-up leave them out."""
+    """Share of calls around which its threads waited for a core; medians and the speed-up leave them out."""
     speedup_rounds: int | None = None
     """Rounds behind the speed-up: those with undisturbed calls on both sides."""
     stopped_because: str | None = None
@@ -107,7 +117,7 @@ class LatencyRow(BaseModel):
 
 
 class Lens(BaseModel):
-    """One way to look at memory: a number, where it comes from, what it means."""
+    """Report one way to look at memory: a number, where it comes from, what it means."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -117,7 +127,7 @@ class Lens(BaseModel):
 
 
 class MemoryRow(BaseModel):
-    """Memory of one candidate at one batch size. What is None has its reason under its name in ``reasons``."""
+    """Report the memory of one candidate at one batch size. A field that is None has its reason in ``reasons``."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -126,7 +136,7 @@ class MemoryRow(BaseModel):
     peak_bytes: int | None = None
     """The most that loading and running together needed at any time."""
     weights_bytes: int | None = None
-    """What the loaded session keeps: weights in the engine's own layout, graph, buffers."""
+    """Kept by the loaded session: weights in the engine's own layout, graph, buffers."""
     activation_bytes: int | None = None
     """The most that running needed besides the weights: activations, workspace, outputs."""
     host_peak_bytes: int | None = None
@@ -134,7 +144,7 @@ class MemoryRow(BaseModel):
     lenses: dict[str, Lens] = {}
     failure: str | None = None
     oom: OutOfMemory | None = None
-    """Where it did not fit: what was asked for, what was free, and that it was given back."""
+    """Set where it did not fit: bytes asked for, bytes free, and that they were given back."""
     reasons: dict[str, str] = {}
 
 
@@ -152,14 +162,14 @@ _HOLDS: dict[str, tuple[str, ...]] = {
 
 
 class Rate(BaseModel):
-    """How often something happens in a second, at best."""
+    """Report how often something happens in a second, at best."""
 
     model_config = ConfigDict(frozen=True)
 
     per_second: float
     """Bytes, floating-point (or integer) operations, operators or calls."""
     usual_per_second: float
-    """The same of the median repetition."""
+    """Rate of the median repetition."""
     repetitions: int
     how: str
 
@@ -170,7 +180,7 @@ class Rate(BaseModel):
 
 
 class DeviceLimits(BaseModel):
-    """What one device can do at best. What is None, or no key of ``products``, has its reason under that name."""
+    """Report the best of one device. What is None, or no key of ``products``, has its reason under that name."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -190,7 +200,7 @@ class DeviceLimits(BaseModel):
     calls: Rate | None
     """Inferences of one such operator."""
     seconds: float
-    """What measuring took."""
+    """Time that measuring took."""
     warnings: tuple[str, ...] = ()
     reasons: dict[str, str] = {}
 
@@ -211,7 +221,7 @@ Bound = Literal["arithmetic", "memory", "launch", "nothing known"]
 
 
 class Work(BaseModel):
-    """What one inference has to do, at one batch size.
+    """Count the work of one inference, at one batch size.
 
     What is None has its reason under its name; so has what is less than it should be, as part of it is not known.
     """
@@ -226,15 +236,15 @@ class Work(BaseModel):
     large_intermediates: tuple[int, ...] = ()
     """Bytes of each result that is too large for small caches; only of graphs that are executed as they stand."""
     traffic_bytes: int | None = None
-    """What all operators together read and write. Caches keep much of it from memory, and fusing does away with it, so
-    that it bounds nothing; beside ``least_bytes`` it shows what there is to be fused."""
+    """Bytes that all operators together read and write. Caches keep much of it from memory, and fusing does away with
+    it, so that it bounds nothing; beside ``least_bytes`` it shows what there is to be fused."""
     launches: int | None = None
     """Operators that are started; None where the engine fuses them out of sight."""
     reasons: dict[str, str] = {}
 
 
 class LimitRow(BaseModel):
-    """A variant's measured time beside the least that it could be. What is None has its reason under its name."""
+    """Compare a variant's measured time with the least that it could be. What is None has its reason under its name."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -249,7 +259,7 @@ class LimitRow(BaseModel):
     measured_over_floor: float | None
     """Below 1 the floor is wrong, and ``summary`` says so."""
     bound_by: Bound
-    """Which of the three the floor is."""
+    """Name of the largest of the three."""
     summary: str
     reasons: dict[str, str] = {}
 
@@ -259,7 +269,7 @@ ROOT = "(model)"
 
 
 class ProfileRow(BaseModel):
-    """The time of one module, or of several whose work an engine does in one operator."""
+    """Report the time of one module, or of several whose work an engine does in one operator."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -271,11 +281,11 @@ class ProfileRow(BaseModel):
     """The engine's operators or kernels with their runs in one inference, the slowest first."""
     calls: int
     ms: float
-    """Of one inference: medians over those that were profiled, added up."""
+    """Time in one inference: medians over those that were profiled, added up."""
     share: float
-    """Of all operators' time."""
+    """Share of all operators' time."""
     precision: str = ""
-    """What its products are computed in, the slowest of several; empty where there are none or it is not told."""
+    """Type that its products are computed in, the slowest of several; empty where there are none or it is not told."""
     conversions: dict[str, float] = {}
     """Milliseconds of operators in it that only change types or layouts."""
     also: dict[str, tuple[str, ...]] = {}
@@ -283,7 +293,7 @@ class ProfileRow(BaseModel):
 
 
 class Profile(BaseModel):
-    """One variant's time by module, at one batch size. What is None has its reason under its name in ``reasons``."""
+    """Report one variant's time by module, at one batch size. A field that is None has its reason in ``reasons``."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -293,11 +303,11 @@ class Profile(BaseModel):
     calls: int
     """Inferences that were profiled."""
     source: str = ""
-    """Whose figures these are."""
+    """Profiler that gave these figures."""
     rows: tuple[ProfileRow, ...] = ()
     """The slowest first; they add up to the total."""
     total_ms: float | None = None
-    """Of all operators in one inference."""
+    """Time of all operators in one inference."""
     call_ms: float | None = None
     """Median of a whole inference while it was profiled."""
     unattributed_share: float | None = None
@@ -314,7 +324,7 @@ class Profile(BaseModel):
 
 
 class StageFidelity(BaseModel):
-    """How close a stage's outputs are to the reference at one point: an entry of ``fidelity[]``."""
+    """Report how close a stage's outputs are to the reference at one point: an entry of ``fidelity[]``."""
 
     model_config = ConfigDict(frozen=True)
 

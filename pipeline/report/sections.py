@@ -270,8 +270,8 @@ def tabulate_profile(run: Run) -> Table:
     return Table(
         "modules-side-by-side",
         caption,
-        profile.columns(profiles) if profiles else (),
-        tuple(profile.cells(profiles)),
+        profile.list_columns(profiles) if profiles else (),
+        tuple(profile.format_cells(profiles)),
     )
 
 
@@ -286,7 +286,7 @@ def _module_rows(run: Run) -> Iterator[dict[str, str]]:
         for entry in record.profile:
             if entry.total_ms is None or entry.batch not in baselines:
                 continue
-            for row in profile.joined([baselines[entry.batch], entry]):
+            for row in profile.join_profiles([baselines[entry.batch], entry]):
                 yield {
                     "module": row.module,
                     "variant": marked(record),

@@ -12,7 +12,15 @@ from enginesmith.pipeline.engines.base import BETWEEN, Candidate, OperatorTime, 
 from enginesmith.pipeline.engines.torch.eager import Eager
 from enginesmith.pipeline.errors import MissingCapability, StepCrashed, UsageError
 from enginesmith.pipeline.measure import profile as profiles
-from enginesmith.pipeline.measure.profile import cells, columns, joined, label, measure_profile, of, repeated
+from enginesmith.pipeline.measure.profile import (
+    fill_profile,
+    format_cells,
+    join_profiles,
+    list_columns,
+    measure_profile,
+    merge_layers,
+    name_modules,
+)
 from enginesmith.pipeline.measure.rows import Profile
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks import measure as tasks
@@ -31,7 +39,7 @@ def operator(
 
 def profile(variant: str, *operators: OperatorTime, call_ms: float | None = None) -> Profile:
     found = Profiled(operators=operators, source="a test", call_seconds=call_ms and call_ms / 1e3)
-    return of(Profile(variant=variant, batch=1, device="cpu", calls=3), found)
+    return fill_profile(Profile(variant=variant, batch=1, device="cpu", calls=3), found)
 
 
 EAGER = profile(
@@ -58,31 +66,31 @@ def test_rows_add_up_to_the_total_and_shares_to_one() -> None:
         assert one.total_ms is not None
         assert sum(row.ms for row in one.rows) == pytest.approx(one.total_ms)
         assert sum(row.share for row in one.rows) == pytest.approx(1)
-    rows = joined([EAGER, FUSED])
+    rows = join_profiles([EAGER, FUSED])
     assert sum(row.ms["eager"] or 0 for row in rows) == pytest.approx(8.0)
     assert sum(row.ms["ort"] or 0 for row in rows) == pytest.approx(7.0)
-    *lines, total = cells([EAGER, FUSED], most=2)  # also where people see a part of them only
+    *lines, total = format_cells([EAGER, FUSED], most=2)  # also where people see a part of them only
     for column, expected in ((1, 8.0), (2, 7.0)):
         assert float(total[column]) == expected
         assert sum(float(line[column]) for line in lines if line[column] != "–") == pytest.approx(expected, rel=0.01)
 
 
 def test_modules_that_one_operator_does_share_a_row() -> None:
-    row = next(row for row in joined([EAGER, FUSED]) if "block.conv" in row.modules)
+    row = next(row for row in join_profiles([EAGER, FUSED]) if "block.conv" in row.modules)
     assert row.module == "block.conv + bn"
     assert row.ms == {"eager": pytest.approx(5.0), "ort": pytest.approx(3.5)}
     assert row.ratio["ort"] == pytest.approx(0.7)
 
 
 def test_what_got_slower_comes_first_and_says_in_which_operator() -> None:
-    first = joined([EAGER, FUSED])[0]
+    first = join_profiles([EAGER, FUSED])[0]
     assert first.module == "head"
     assert first.lost_ms == pytest.approx(1.0)
     assert first.why["ort"] == "mostly SlowGemm"
 
 
 def test_why_names_evidence_only() -> None:
-    rows = {row.module: row for row in joined([EAGER, FUSED])}
+    rows = {row.module: row for row in join_profiles([EAGER, FUSED])}
     assert rows["block"].ms["ort"] is None
     assert rows["block"].ratio["ort"] is None
     assert rows["block"].why["ort"] == "Relu done within block.conv + bn"
@@ -93,7 +101,7 @@ def test_why_names_evidence_only() -> None:
 
 def test_what_is_not_known_has_a_row_of_its_own() -> None:
     assert FUSED.unattributed_share == pytest.approx(0.4 / 7.0)
-    row = next(row for row in joined([EAGER, FUSED]) if not row.modules)
+    row = next(row for row in join_profiles([EAGER, FUSED]) if not row.modules)
     assert row.module == "(unknown: node_7)"
     assert row.ms == {"eager": None, "ort": pytest.approx(0.4)}
 
@@ -101,10 +109,10 @@ def test_what_is_not_known_has_a_row_of_its_own() -> None:
 def test_a_module_that_is_gone() -> None:
     base = profile("eager", operator("aten::dropout", 1.0, "drop"), operator("aten::linear", 1.0, "head"))
     told = profile("ort", operator("Gemm", 1.0, "head"))
-    gone = next(row for row in joined([base, told]) if row.module == "drop")
+    gone = next(row for row in join_profiles([base, told]) if row.module == "drop")
     assert gone.why["ort"] == "no operator of it is left"
     silent = profile("compiled", operator("kernel", 1.0))  # where modules are not told, this one may be anywhere
-    gone = next(row for row in joined([base, silent]) if row.module == "drop")
+    gone = next(row for row in join_profiles([base, silent]) if row.module == "drop")
     assert gone.why == {}
 
 
@@ -116,7 +124,7 @@ def test_products_left_in_float_are_told() -> None:
         operator("Gemm", 0.9, "b", precision="fp32"),
         operator("DequantizeLinear", 0.3, "b", converts=True),
     )
-    rows = {row.module: row for row in joined([base, low])}
+    rows = {row.module: row for row in join_profiles([base, low])}
     assert rows["b"].why["int8"] == (
         "mostly Gemm; 25 % in DequantizeLinear; computed in fp32 on what was dequantised: not fused"
     )
@@ -126,12 +134,12 @@ def test_products_left_in_float_are_told() -> None:
 def test_layers_that_differ_in_their_number_are_one_row_where_there_are_many() -> None:
     base = profile("eager", *(operator("aten::norm", 1.0, f"layer.{i}.norm") for i in range(12)))
     slow = profile("ort", *(operator("Skip", 5.0, f"layer.{i}.norm") for i in range(12)))
-    (row,) = repeated(joined([base, slow]))
+    (row,) = merge_layers(join_profiles([base, slow]))
     assert row.module == "layer.*.norm (12×)"
     assert row.ms["ort"] == pytest.approx(60)
     assert row.why["ort"] == "mostly Skip"
-    assert columns([base, slow]) == ("module", "eager ms", "ort ms", "ort / eager", "why")
-    assert cells([base, slow], most=5) == [
+    assert list_columns([base, slow]) == ("module", "eager ms", "ort ms", "ort / eager", "why")
+    assert format_cells([base, slow], most=5) == [
         ("layer.*.norm (12×)", "12", "60", "5.00×", "mostly Skip"),
         ("total", "12", "60", "5.00×", ""),
     ]
@@ -141,7 +149,7 @@ def test_what_is_said_of_a_single_layer_is_not_said_of_all() -> None:
     base = profile("eager", *(operator("aten::norm", 1.0, f"layer.{i}.norm") for i in range(3)))
     also = {"head": ("Add",)}
     noisy = profile("ort", *(operator("Skip", 0.9 + i, f"layer.{i}.norm", also=also) for i in range(3)))
-    (row,) = repeated(joined([base, noisy]))
+    (row,) = merge_layers(join_profiles([base, noisy]))
     assert row.why["ort"] == "with Add of head"
 
 
@@ -156,7 +164,7 @@ def test_what_is_said_of_a_single_layer_is_not_said_of_all() -> None:
     ],
 )
 def test_labels(modules: tuple[str, ...], expected: str) -> None:
-    assert label(modules, {"a.q", "a.k", "a.v", "ab.x", "head", ""}) == expected
+    assert name_modules(modules, {"a.q", "a.k", "a.v", "ab.x", "head", ""}) == expected
 
 
 def test_medians_are_of_inferences_and_absence_counts() -> None:
@@ -192,8 +200,8 @@ def test_what_cannot_be_profiled_says_why(
     assert (found.total_ms, found.rows) == (None, ())
     assert str(error) in found.reasons["total_ms"]
     assert (found.failure is not None) == failed
-    assert joined([found]) == ()
-    assert cells([found]) == []
+    assert join_profiles([found]) == ()
+    assert format_cells([found]) == []
 
 
 FEEDS = {batch: {"x": np.ones((batch, 4), np.float32)} for batch in (8, 1)}

@@ -17,7 +17,7 @@ from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings, MeasuredSession, Progress, run_interleaved
 from enginesmith.pipeline.measure.memory.limits import largest_fit, try_batch
-from enginesmith.pipeline.measure.rows import LatencyRow, Throughput
+from enginesmith.pipeline.measure.rows import LatencyRow, Throughput, explain_missing
 from enginesmith.pipeline.measure.statistics import (
     LEAST_LAUNCHES,
     LEAST_ROUNDS,
@@ -141,7 +141,7 @@ def _row(
     if session.failure:
         loaded = _milliseconds(session.load_seconds)
         failed = LatencyRow(batch=batch, load_ms=loaded, failure=session.failure, oom=session.oom)
-        return _with_reasons(failed, session.failure, {})
+        return explain_missing(failed, session.failure)
     seconds = np.concatenate([block.host_seconds for block in session.blocks])
     percentiles = {name: percentile(seconds, rank) for name, rank in _PERCENTILES.items()}
     reasons = {name: reason for name, (_, reason) in percentiles.items() if reason}
@@ -173,7 +173,7 @@ def _row(
         reasons["speedup_over_dense"] = "there is no dense variant that was measured beside it"
     reasons["knee"] = "not asked for: --concurrency 1,2,4"
     reasons["disturbed_share"] = "the kernel keeps no account of waiting (/proc/self/schedstat)"
-    return _with_reasons(row, _ON_CPU, reasons)
+    return explain_missing(row, _ON_CPU, reasons)
 
 
 def _throughput(session: MeasuredSession, batch: int, seed: int) -> dict[str, Any]:
@@ -235,12 +235,6 @@ def _isolation(session: MeasuredSession) -> dict[str, Any]:
 def _compute_speedup(other: MeasuredSession | None, session: MeasuredSession, seed: int) -> Interval | None:
     """Compute the speed-up over another session that was measured beside it."""
     return None if other is None or other.failure else paired_ratio(other.timed, session.timed, seed)
-
-
-def _with_reasons(row: LatencyRow, otherwise: str, reasons: dict[str, str]) -> LatencyRow:
-    """Add a reason to the row for every field that is None."""
-    empty = [name for name, value in row if value is None and name not in ("failure", "oom")]
-    return row.model_copy(update={"reasons": {name: reasons.get(name, otherwise) for name in empty}})
 
 
 def _collect_samples(session: MeasuredSession, batch: int) -> dict[str, NDArray[Any]]:

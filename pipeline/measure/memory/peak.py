@@ -38,7 +38,7 @@ from enginesmith.pipeline.frameworks.samples import check_feeds
 from enginesmith.pipeline.measure.memory import usage
 from enginesmith.pipeline.measure.memory.limits import explain_out_of_memory, run_limited, set_memory_limit
 from enginesmith.pipeline.measure.memory.usage import Phase, Resident, Sampled, Sampler, read_trimmed, used_bytes
-from enginesmith.pipeline.measure.rows import Lens, MemoryRow, OutOfMemory
+from enginesmith.pipeline.measure.rows import Lens, MemoryRow, OutOfMemory, explain_missing
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.units import format_bytes
@@ -86,8 +86,7 @@ def measure_memory(
     except EnginesmithError as error:
         reason = str(error)
         row |= {} if isinstance(error, MissingCapability) else {"failure": reason}
-    missing = [name for name, value in MemoryRow(**row) if value is None and name not in ("failure", "oom")]
-    return MemoryRow(**row, reasons=dict.fromkeys(missing, reason))
+    return explain_missing(MemoryRow(**row), reason)
 
 
 def _measure(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from enginesmith.pipeline.measure.profile import JoinedRow, joined, repeated
+from enginesmith.pipeline.measure.profile import JoinedRow, join_profiles, merge_layers
 from enginesmith.pipeline.measure.rows import LimitRow, Profile
 from enginesmith.pipeline.report.charts.plotly import (
     NEUTRAL,
@@ -40,15 +40,15 @@ def profile(cast: Cast) -> Chart:
 
 def _choose_modules(profiles: Sequence[Profile]) -> list[JoinedRow]:
     """Choose the modules that cost most somewhere, and sum up all that are left in one more row."""
-    rows = joined(profiles)
+    rows = join_profiles(profiles)
     if len(rows) > _MOST_MODULES:
-        rows = repeated(rows)
+        rows = merge_layers(rows)
     ordered = sorted(rows, key=lambda row: (-row.most_ms, row.module))
     kept, left = ordered[:_MOST_MODULES], ordered[_MOST_MODULES:]
     if not left:
         return kept
     sums: dict[str, float | None] = {one.variant: sum(row.ms[one.variant] or 0.0 for row in left) for one in profiles}
-    return [*kept, JoinedRow(module=f"({len(left)} more)", modules=(), ms=sums, ratio=dict.fromkeys(sums))]
+    return [*kept, JoinedRow(module=f"({len(left)} more)", modules=(), ms=sums)]
 
 
 def _draw_modules(cast: Cast, modules: Sequence[JoinedRow]) -> Figure:
