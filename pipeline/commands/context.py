@@ -131,9 +131,9 @@ def announce(title: str, errors: Sequence[str], warnings: Sequence[str], summary
 def announce_run(run: "Run") -> None:
     """Announce a run: missed budgets are errors, cautions are warnings."""
     from enginesmith.pipeline.report import markdown, sentences
-    from enginesmith.pipeline.results import budgets
+    from enginesmith.pipeline.results import verdicts
 
-    broken = [budgets.format_verdict(one) for one in run.verdicts if not one.passed]
+    broken = [verdicts.format_verdict(one) for one in run.verdicts if not one.passed]
     announce(run.name, broken, sentences.list_cautions(run), markdown.render(run))
 
 

@@ -6,16 +6,16 @@ from typing import Any
 
 from enginesmith.pipeline.measure.statistics import TOO_NOISY
 from enginesmith.pipeline.report.markdown import plain, render_table
-from enginesmith.pipeline.report.tables import Table
+from enginesmith.pipeline.report.tables import Table, name_some
 from enginesmith.pipeline.results.comparison import (
     BatchComparison,
     Change,
+    Changed,
     Comparison,
     MetricDelta,
     Pair,
     VariantComparison,
 )
-from enginesmith.pipeline.results.differences import Changed
 from enginesmith.pipeline.units import format_bytes, format_seconds, ms
 
 _NUMBERS = ("", "reference", "other", "change [95 %]", "")
@@ -29,14 +29,14 @@ _NAMES = {
 }
 _COMPARED = {"peak_bytes": ("less", "more"), "size_bytes": ("a smaller", "a larger"), "drop": ("a smaller", "a larger")}
 _UNCERTAIN, _UNJUDGED = "no certain change", "not judged"
-_LONGEST, _DIGEST = 80, 12
+_LONGEST, _DIGEST, _MOST_NAMED = 80, 12, 4
 _LARGE = 3.0
 """Ratios from which per cent are hard to read."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Hold a heading, sentences, and a table, each of which may be missing."""
+    """A heading, sentences, and a table, each of which may be missing."""
 
     title: str = ""
     lines: tuple[str, ...] = ()
@@ -63,7 +63,8 @@ def _list_pair(pair: Pair) -> Iterator[Part]:
     yield Part(f"{pair.after.path} beside {pair.before.path}", (*_list_summary(pair), *cautions))
     for variant in pair.variants:
         rows = tuple(row for row in _list_rows(variant) if set(row[1:3]) != {"–"})
-        said = () if rows else (_explain_no_numbers(variant),)
+        statuses = " in both" if variant.before_status == variant.after_status else f", then {variant.after_status}"
+        said = () if rows else (f"no numbers: {variant.before_status}{statuses}",)
         yield Part(variant.id, said, Table(variant.id, "", _NUMBERS, rows) if rows else None)
     yield Part(lines=tuple(_list_notes(pair)))
     yield _list_changes(pair)
@@ -90,11 +91,6 @@ def list_certain(variants: Iterable[VariantComparison]) -> Iterator[str]:
         for number in variant.numbers:
             if number.significant:
                 yield f"{variant.id} has {_judge_number(number)} {_NAMES[number.name]}: {_format_difference(number)}"
-
-
-def _explain_no_numbers(variant: VariantComparison) -> str:
-    first, second = variant.before_status, variant.after_status
-    return f"no numbers: {first} in both" if first == second else f"no numbers: {first}, then {second}"
 
 
 def _list_rows(variant: VariantComparison) -> Iterator[tuple[str, ...]]:
@@ -168,11 +164,9 @@ def _format_value(number: MetricDelta, value: float | None, *, signed: bool = Fa
 def _format_difference(number: MetricDelta) -> str:
     if number.before is None or number.after is None:
         return "–"
-    said = _format_value(number, number.after - number.before, signed=True)
-    if number.low == number.high:
-        return said
-    ends = [_format_value(number, end, signed=True) for end in (number.low, number.high) if end is not None]
-    return f"{said} [{', '.join(ends)}]" if ends else said
+    ends = [] if number.low == number.high else [end for end in (number.low, number.high) if end is not None]
+    said, *shown = (_format_value(number, value, signed=True) for value in (number.after - number.before, *ends))
+    return f"{said} [{', '.join(shown)}]" if shown else said
 
 
 def _judge_number(number: MetricDelta) -> str:
@@ -192,8 +186,7 @@ def _list_notes(pair: Pair) -> Iterator[str]:
             if number.note and (number.before, number.after) != (None, None):
                 together.setdefault(number.note, []).append(f"{_NAMES[number.name]} of {variant.id}")
     for note, about in together.items():
-        more = f" and {len(about) - 4} more" if len(about) > 4 else ""
-        yield f"note: {', '.join(about[:4])}{more}: {note}"
+        yield f"note: {name_some(about, _MOST_NAMED)}: {note}"
 
 
 def _list_changes(pair: Pair) -> Part:

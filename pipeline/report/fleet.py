@@ -19,45 +19,31 @@ from enginesmith.pipeline.results.run import Run
 
 # ``fleet.html``: a fleet as one file that needs no network, with links to the pages of its runs.
 
-_TONES: dict[str, Tone] = {"failed": "bad", "lacking": "caution", "budgets broken": "bad", "slower": "bad"}
+_TONES: dict[str, Tone] = dict.fromkeys(("failed", "budgets broken", "slower"), "bad")
+_TONES |= {"lacking": "caution", "winners": "good"}
+_TONES_OF_NONE: dict[str, Tone] = {"winners": "bad"}
+"""Tones of counts at the top, and of those that are 0."""
 
 
 def render(record: FleetRecord) -> str:
     """Render the page of a fleet."""
-    return lay_out(
-        "fleet.html.j2",
-        (
-            _render_winners(record),
-            _render_changes(record),
-            _render_failures(record),
-            _render_targets(record),
-            _render_reproduction(record),
-        ),
-        record=record,
-        verdict=Words(fleet_tables.summarize(record), _tone(record)),
-        unfinished=_unfinished(record),
-        facts=tuple(_fact(name, text) for name, text in fleet_tables.list_facts(record).items()),
-    )
-
-
-def _tone(record: FleetRecord) -> Tone:
-    if record.having("failed") or record.having("breached"):
-        return "bad"
-    return "good" if not record.having("lacking") and record.complete else "caution"
-
-
-def _fact(name: str, text: str) -> Fact:
-    if name == "winners":
-        return Fact(name, text, "", "good" if text != "0" else "bad")
-    return Fact(name, text, "", _TONES.get(name, "") if text != "0" else "")
-
-
-def _unfinished(record: FleetRecord) -> tuple[Words, ...]:
-    if record.complete:
-        return ()
+    bad = record.having("failed") or record.having("breached")
+    good = not record.having("lacking") and record.complete
     left = len(record.having("pending"))
     text = f"This fleet is not complete: {left} of {len(record.entries)} entries have not ended."
-    return (Words(f"{text} Go on with: enginesmith resume {record.name}", "caution"),)
+    goes_on = Words(f"{text} Go on with: enginesmith resume {record.name}", "caution")
+    draws = (_render_winners, _render_changes, _render_failures, _render_targets, _render_reproduction)
+    return lay_out(
+        "fleet.html.j2",
+        [draw(record) for draw in draws],
+        record=record,
+        verdict=Words(fleet_tables.summarize(record), "bad" if bad else "good" if good else "caution"),
+        unfinished=() if record.complete else (goes_on,),
+        facts=tuple(
+            Fact(name, text, "", (_TONES_OF_NONE if text == "0" else _TONES).get(name, ""))
+            for name, text in fleet_tables.list_facts(record).items()
+        ),
+    )
 
 
 def _render_winners(record: FleetRecord) -> Section:
@@ -69,25 +55,26 @@ def _render_winners(record: FleetRecord) -> Section:
 
 def _render_changes(record: FleetRecord) -> Section:
     certain, rest = (fleet_tables.tabulate_changes(record, certain=certain) for certain in (True, False))
-    blocks: list[Block] = [*points(f"{text}." for text in fleet_tables.describe_last(record)), *filled(certain)]
-    if not certain.rows and record.last is not None:
-        blocks.append(Words("No measured difference is certain.", "good"))
-    blocks += folded("What did not change for certain", *filled(rest))
-    return Section("since", "Since the last fleet", "What became slower, or faster?", tuple(blocks))
+    none = Words("No measured difference is certain.", "good")
+    blocks = (
+        *points(f"{text}." for text in fleet_tables.describe_last(record)),
+        *(filled(certain) or ((none,) if record.last is not None else ())),
+        *folded("What did not change for certain", *filled(rest)),
+    )
+    return Section("since", "Since the last fleet", "What became slower, or faster?", blocks)
 
 
 def _render_failures(record: FleetRecord) -> Section:
-    none = (Words("Nothing failed, and no budget is broken.", "good"),)
-    blocks = filled(fleet_tables.tabulate_failures(record)) or none
+    none = Words("Nothing failed, and no budget is broken.", "good")
+    blocks = filled(fleet_tables.tabulate_failures(record)) or (none,)
     return Section("failures", "What failed", "Why is there no winner, or one variant less?", blocks)
 
 
 def _render_targets(record: FleetRecord) -> Section:
     facts = []
     for target, machine in {entry.target: entry.machine for entry in record.entries}.items():
-        parts = [machine.device, machine.accelerator]
-        parts += [f"{amount:g} of {name}" for name, amount in machine.resources.items()]
-        facts.append(Fact(target, ", ".join(filter(None, parts))))
+        amounts = (f"{amount:g} of {name}" for name, amount in machine.resources.items())
+        facts.append(Fact(target, ", ".join(filter(None, (machine.device, machine.accelerator, *amounts)))))
     return Section("targets", "Targets", "What does each of them ask of a machine?", (Facts(tuple(facts)),))
 
 

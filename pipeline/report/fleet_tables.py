@@ -10,36 +10,26 @@ from enginesmith.pipeline.report.tables import (
     Table,
     Tone,
     make_table,
+    name_some,
     number_cell,
     size_cell,
     time_cell,
 )
-from enginesmith.pipeline.results import budgets
+from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.fleet import EntryChange, EntryRecord, EntryStatus, Failure, FleetRecord, Winner
 from enginesmith.pipeline.units import format_seconds, ms
 
 PAGE = "report.html"
 """File of a run directory that entries link to."""
-_WORDS: dict[EntryStatus, str] = {
-    "done": "done",
-    "breached": "over budget",
-    "lacking": "lacking",
-    "failed": "failed",
-    "pending": "not ended",
+_STATUSES: dict[EntryStatus, tuple[str, str, Tone]] = {
+    "done": ("done", "", "good"),
+    "breached": ("over budget", "over budget", "bad"),
+    "failed": ("failed", "failed", "bad"),
+    "lacking": ("lacking", "lacking what the target asks for", "caution"),
+    "pending": ("not ended", "not ended", "caution"),
 }
-_COUNTED: dict[EntryStatus, str] = {
-    "breached": "over budget",
-    "failed": "failed",
-    "lacking": "lacking what the target asks for",
-    "pending": "not ended",
-}
-STATUS_TONES: dict[EntryStatus, Tone] = {
-    "done": "good",
-    "breached": "bad",
-    "failed": "bad",
-    "lacking": "caution",
-    "pending": "caution",
-}
+"""Status → its word in tables, its words in the sentence that counts those that are not done, and its tone."""
+_CHANGES: dict[str, Tone] = {"slower": "bad", "faster": "good"}
 _MOST_NAMED = 8
 _EXPECTED = 20
 """Intervals of 95 % from which one is expected to leave out what is true by chance."""
@@ -49,21 +39,21 @@ def summarize(record: FleetRecord) -> str:
     """Sum up the fleet in one sentence."""
     total = len(record.entries)
     winners = sum(entry.winner is not None for entry in record.entries)
-    counts = {word: len(record.having(status)) for status, word in _COUNTED.items()}
-    rest = "; ".join(f"{count} {word}" for word, count in counts.items() if count)
+    counts = {words: len(record.having(status)) for status, (_, words, _) in _STATUSES.items() if words}
+    rest = "; ".join(f"{count} {words}" for words, count in counts.items() if count)
     return f"{winners} of {total} {'entry has' if total == 1 else 'entries have'} a winner{'; ' if rest else ''}{rest}."
 
 
 def tabulate_entries(record: FleetRecord) -> Table:
     """List each entry with its winner's numbers, and links to the pages of runs."""
     rows = [_entry_row(entry) for entry in record.entries]
+    changed = [row["since the last fleet"].partition(" ")[0] for row in rows]
     tones: dict[tuple[int, int], Tone] = {}
-    columns = list(rows[0]) if rows else []
-    for index, (entry, row) in enumerate(zip(record.entries, rows, strict=True)):
-        tones[index, columns.index("status")] = STATUS_TONES[entry.status]
-        changed = row["since the last fleet"].partition(" ")[0]
-        if changed in ("slower", "faster"):
-            tones[index, columns.index("since the last fleet")] = "bad" if changed == "slower" else "good"
+    for index, entry in enumerate(record.entries):
+        columns = list(rows[index])
+        tones[index, columns.index("status")] = _STATUSES[entry.status][2]
+        if changed[index] in _CHANGES:
+            tones[index, columns.index("since the last fleet")] = _CHANGES[changed[index]]
     caption = "All entries; latency is that of the winner at the batch size that decides."
     links = _link_first(record.entries)
     return make_table("entries", caption, rows, sortable=True, searched=True, links=links, tones=tones)
@@ -81,6 +71,7 @@ def _find_page(entry: EntryRecord) -> str:
 def _entry_row(entry: EntryRecord) -> dict[str, str]:
     winner = entry.winner
     speedup = winner.speedup if winner else None
+    broken = [verdicts.format_title(one.budget) for one in entry.verdicts if not one.passed]
     return {
         "entry": entry.name,
         "status": describe_status(entry),
@@ -92,7 +83,7 @@ def _entry_row(entry: EntryRecord) -> dict[str, str]:
         "peak memory": size_cell(winner.peak_bytes if winner else None),
         "size": size_cell(winner.bytes if winner else None),
         "drop": number_cell(winner.drop if winner else None, "+.4f"),
-        "budgets": _judge_budgets(entry),
+        "budgets": f"broken: {', '.join(broken)}" if broken else "met" if entry.verdicts else "–",
     }
 
 
@@ -100,18 +91,11 @@ def _name(winner: Winner) -> str:
     return f"{winner.id}*" if winner.synthetic_calibration else winner.id
 
 
-def _judge_budgets(entry: EntryRecord) -> str:
-    if not entry.verdicts:
-        return "–"
-    broken = [budgets.format_title(one.budget) for one in entry.verdicts if not one.passed]
-    return f"broken: {', '.join(broken)}" if broken else "met"
-
-
 def describe_status(entry: EntryRecord) -> str:
     """Say how an entry ended, in a few words."""
     failed = entry.variants.get("failed", 0)
     some = f", {failed} of {sum(entry.variants.values())} variants failed" if failed and entry.status == "done" else ""
-    return f"{_WORDS[entry.status]}{', taken over' if entry.taken_from else ''}{some}"
+    return f"{_STATUSES[entry.status][0]}{', taken over' if entry.taken_from else ''}{some}"
 
 
 def describe_change(change: EntryChange | None) -> str:
@@ -186,7 +170,7 @@ def describe_last(record: FleetRecord) -> Iterator[str]:
         return
     yield f"held against {record.last.path}, begun {record.last.created}"
     if record.last.without:
-        yield f"no longer there: {_name_some(record.last.without)}"
+        yield f"no longer there: {name_some(record.last.without, _MOST_NAMED)}"
     notes: dict[str, list[str]] = {}
     for entry in record.entries:
         if entry.since_last and entry.since_last.pair is None:
@@ -196,7 +180,7 @@ def describe_last(record: FleetRecord) -> Iterator[str]:
         for note in dict.fromkeys(_list_notes(entry.since_last)):
             notes.setdefault(note, []).append(entry.name)
     for note, names in notes.items():
-        yield f"{_name_some(names)}: {note}"
+        yield f"{name_some(names, _MOST_NAMED)}: {note}"
     count = sum(
         row.change.basis is not None and row.change.low is not None
         for entry in record.entries
@@ -217,11 +201,6 @@ def _list_notes(change: EntryChange | None) -> Iterator[str]:
     for variant in change.compared:
         if variant is change.winners or variant.id == change.pair.after.winner:
             yield from (row.change.note for row in variant.latency if row.change.note)
-
-
-def _name_some(names: list[str] | tuple[str, ...]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 def tabulate_failures(record: FleetRecord) -> Table:
@@ -264,7 +243,7 @@ def _failure_row(entry: EntryRecord, names: Sequence[str], failure: Failure) -> 
     return {
         "entry": entry.name,
         "variant": ", ".join(names),
-        "class": failure.failure or ("failed" if failure.variant else _WORDS[entry.status]),
+        "class": failure.failure or ("failed" if failure.variant else _STATUSES[entry.status][0]),
         "reason": failure.reason or "–",
         "what to do": failure.remedy or "–",
         "log": failure.log or "–",
@@ -276,7 +255,7 @@ def group_failures(record: FleetRecord) -> Iterator[tuple[str, ...]]:
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, *rest in tabulate_failures(record).rows:
         alike.setdefault(tuple(rest), []).append(name)
-    yield from ((_name_some(names), *rest) for rest, names in alike.items())
+    yield from ((name_some(names, _MOST_NAMED), *rest) for rest, names in alike.items())
 
 
 def tabulate_matrix(record: FleetRecord) -> Table:
@@ -284,19 +263,17 @@ def tabulate_matrix(record: FleetRecord) -> Table:
     models = list(dict.fromkeys(entry.model for entry in record.entries))
     targets = list(dict.fromkeys(entry.target for entry in record.entries))
     by_pair = {(entry.model, entry.target): entry for entry in record.entries}
-    rows = [
-        {"model": model}
-        | {target: _cell(by_pair[model, target]) if (model, target) in by_pair else "–" for target in targets}
-        for model in models
-    ]
+    rows = [{"model": model, **{target: _cell(by_pair.get((model, target))) for target in targets}} for model in models]
     places = {(models.index(model), targets.index(target) + 1): entry for (model, target), entry in by_pair.items()}
     links = {place: page for place, entry in places.items() if (page := _find_page(entry))}
-    tones = {place: STATUS_TONES[entry.status] for place, entry in places.items()}
+    tones = {place: _STATUSES[entry.status][2] for place, entry in places.items()}
     caption = "Winners by model and target, with their speed-up over the baseline there."
     return make_table("matrix", caption, rows, links=links, tones=tones)
 
 
-def _cell(entry: EntryRecord) -> str:
+def _cell(entry: EntryRecord | None) -> str:
+    if entry is None:
+        return "–"
     if entry.winner is None:
         return describe_status(entry)
     times = entry.winner.speedup
@@ -332,5 +309,5 @@ def list_footnotes(record: FleetRecord) -> list[str]:
     renamed = [f"{name} for {model}" for model, name in names.items() if name != model]
     return [
         *([SYNTHETIC] if synthetic else []),
-        *([f"entries are called as their folders: {_name_some(renamed)}"] if renamed else []),
+        *([f"entries are called as their folders: {name_some(renamed, _MOST_NAMED)}"] if renamed else []),
     ]

@@ -7,7 +7,7 @@ from typing import Literal
 from xml.etree import ElementTree
 
 from enginesmith.pipeline.measure.rows import StageFidelity
-from enginesmith.pipeline.results import budgets
+from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.fleet import EntryRecord, FleetRecord
 from enginesmith.pipeline.results.run import Run, VariantRecord
 
@@ -73,10 +73,10 @@ def _add(suite: ElementTree.Element, name: str, case: _Case) -> None:
 
 def _budgets(run: Run) -> Iterator[_Case]:
     for one in run.verdicts:
-        name = f"{budgets.format_title(one.budget)}: {budgets.format_limit(one)}"
-        yield _Case(name) if one.passed else _Case(name, "failure", budgets.format_verdict(one))
-    for budget in budgets.list_unjudged(run):
-        yield _Case(budgets.format_title(budget), "skipped", f"not judged: {run.winner_reason}")
+        name = f"{verdicts.format_title(one.budget)}: {verdicts.format_limit(one)}"
+        yield _Case(name) if one.passed else _Case(name, "failure", verdicts.format_verdict(one))
+    for budget in verdicts.list_unjudged(run):
+        yield _Case(verdicts.format_title(budget), "skipped", f"not judged: {run.winner_reason}")
 
 
 def _made(record: VariantRecord) -> _Case:

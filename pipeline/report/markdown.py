@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from enginesmith.pipeline.report import sections, sentences, tables
 from enginesmith.pipeline.report.tables import Table
-from enginesmith.pipeline.results import budgets
+from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.run import Run, VariantRecord
 
 MOST_CHARACTERS = 60_000
@@ -120,7 +120,7 @@ def _choose_variants(run: Run) -> tuple[VariantRecord, ...]:
 
 def _render_budgets(run: Run) -> list[str]:
     missing = [
-        f"{budgets.format_title(name)} was not judged: {run.winner_reason}" for name in budgets.list_unjudged(run)
+        f"{verdicts.format_title(name)} was not judged: {run.winner_reason}" for name in verdicts.list_unjudged(run)
     ]
     table = sections.tabulate_budgets(run)
     if not table.rows and not missing:
@@ -150,13 +150,10 @@ def _render_machine(run: Run) -> str:
     """Name the machine, and say why measuring stopped."""
     count = run.recipe.where.thread_count
     machine = f"{plain(str(run.environment.get('processor') or 'unknown CPU'))}, {run.recipe.where}"
-    stops = {row.stopped_because for record in run.records for row in record.latency}
-    known = sorted(stop for stop in stops if stop)
     threads = f"{count} thread{'s' if count != 1 else ''}"
-    said = (
-        f"Measured on {machine}; {threads}. Speed-up is the median of paired rounds against {plain(run.baseline.id)}."
-    )
-    return said + (f" Stopped: {plain('; '.join(known))}." if known else "")
+    speedup = f"Speed-up is the median of paired rounds against {plain(run.baseline.id)}."
+    stops = plain("; ".join(sentences.list_stops(run)))
+    return f"Measured on {machine}; {threads}. {speedup}" + (f" Stopped: {stops}." if stops else "")
 
 
 def _list_contents(run: Run) -> str:

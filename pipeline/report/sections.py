@@ -24,7 +24,7 @@ from enginesmith.pipeline.report.tables import (
     speedup,
     time_cell,
 )
-from enginesmith.pipeline.results import budgets
+from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.explain import narrowest_type
 from enginesmith.pipeline.results.run import Assignment, Run, VariantRecord
 from enginesmith.pipeline.units import format_seconds, ms
@@ -563,9 +563,9 @@ def tabulate_budgets(run: Run) -> Table:
     """List the budgets that the run was judged by."""
     rows = (
         {
-            "budget": budgets.format_title(verdict.budget),
-            "limit": budgets.format_limit(verdict),
-            "actual": budgets.format_value(verdict.budget, verdict.actual),
+            "budget": verdicts.format_title(verdict.budget),
+            "limit": verdicts.format_limit(verdict),
+            "actual": verdicts.format_value(verdict.budget, verdict.actual),
             "held": "yes" if verdict.passed else "no",
         }
         for verdict in run.verdicts

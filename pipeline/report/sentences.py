@@ -1,16 +1,17 @@
 """Say in words what a run comes to: its verdict, what to know before believing its numbers, and what became of each
 variant."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, TOO_NOISY, Interval
-from enginesmith.pipeline.report.tables import mark, marked, points, speedup
-from enginesmith.pipeline.results import budgets
+from enginesmith.pipeline.report.tables import mark, marked, name_some, points, speedup
+from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.comparison import MOSTLY_DISTURBED
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.machine import BUSY
 from enginesmith.pipeline.units import format_bytes, ms
 
+_MOST_NAMED = 3
 LONG_TAIL = 20.0
 """p99 over p50 from which the report explains the tail."""
 SYNTHETIC = "* calibrated on made-up data: speed holds, accuracy does not"
@@ -42,11 +43,11 @@ def _summarize(run: Run) -> str:
 
 
 def _summarize_budgets(run: Run) -> list[str]:
-    broken = [budgets.format_verdict(verdict) for verdict in run.verdicts if not verdict.passed]
+    broken = [verdicts.format_verdict(verdict) for verdict in run.verdicts if not verdict.passed]
     if broken:
         return [f"{len(broken)} of {len(run.verdicts)} budgets broken: {', '.join(broken)}"]
     if len(run.verdicts) == 1:
-        return [f"its budget is met: {budgets.format_title(run.verdicts[0].budget)}"]
+        return [f"its budget is met: {verdicts.format_title(run.verdicts[0].budget)}"]
     return [f"all {len(run.verdicts)} budgets met"] if run.verdicts else []
 
 
@@ -129,6 +130,11 @@ def list_missing_percentiles(run: Run) -> list[str]:
     return list(dict.fromkeys(reason for reason in reasons if reason))
 
 
+def list_stops(run: Run) -> list[str]:
+    """List the reasons why measuring stopped, each once."""
+    return sorted({row.stopped_because for record in run.records for row in record.latency if row.stopped_because})
+
+
 def list_unreported(run: Run) -> Iterator[str]:
     """Say which figures engines do not report, all fields of one reason together."""
     groups: dict[str, dict[str, None]] = {}
@@ -178,7 +184,7 @@ def _describe_disturbed(run: Run) -> Iterator[str]:
     noisy = [f"{marked(record)} at batch {row.batch}" for record, row in rows if row.speedup and row.speedup.too_noisy]
     shares = [row.disturbed_share for _, row in rows if (row.disturbed_share or 0.0) > MOSTLY_DISTURBED]
     if noisy:
-        yield f"the speed-up is {TOO_NOISY} of {_name_some(noisy)}"
+        yield f"the speed-up is {TOO_NOISY} of {name_some(noisy, _MOST_NAMED)}"
     elif shares and not any(str(text).startswith(BUSY) for text in run.environment.get("warnings", ())):
         waited = f"in up to {max(filter(None, shares)):.0%} of their calls threads waited for a core that others had"
         yield f"{len(shares)} of {len(rows)} measurements were disturbed: {waited}"
@@ -196,11 +202,6 @@ def _describe_tails(run: Run) -> Iterator[str]:
         _, longest, median = max(tails)
         others = f" ({len(tails) - 1} more are like it)" if len(tails) > 1 else ""
         yield f"p99 of {longest} beside a p50 of {median} ms{others}, as calls waited while other work had the cores"
-
-
-def _name_some(names: Sequence[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def list_measurement_notes(run: Run) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Hold tables with formatted cells, which the terminal, Markdown and HTML render."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -45,11 +45,11 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     sortable: bool = False
     searched: bool = False
-    """Whether rows can be looked for by their text."""
+    """True where rows can be looked for by their text."""
     grouped: bool = False
-    """Whether a first cell that is empty belongs to the row above."""
+    """True where a first cell that is empty belongs to the row above."""
     foldable: bool = False
-    """Whether all rows of a group but the first can be hidden."""
+    """True where all rows of a group but the first can be hidden."""
     marked: frozenset[str] = frozenset()
     """First cells of rows that stand out."""
     total: int = 0
@@ -177,6 +177,12 @@ def mark(run: Run, text: str) -> str:
         if record.synthetic_calibration:
             text = re.sub(rf"(?<![\w+-]){re.escape(record.id)}(?![\w+*-])", marked(record), text)
     return text
+
+
+def name_some(names: Sequence[str], most: int) -> str:
+    """Join names, of which those beyond ``most`` are only counted."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def passed(entry: StageFidelity) -> str:

@@ -1,34 +1,231 @@
-"""Assemble ``run.json`` from the outcomes of steps."""
+"""Assemble ``run.json`` from the outcomes of steps: numbers, and reasons for those that are missing."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from enginesmith.pipeline.artifact import Artifact
+from enginesmith.pipeline.errors import WrongEngine
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
-from enginesmith.pipeline.measure.rows import LatencyRow
-from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan
+from enginesmith.pipeline.frameworks.records import Coverage
+from enginesmith.pipeline.measure.quality import Quality
+from enginesmith.pipeline.measure.roofline import floor
+from enginesmith.pipeline.measure.rows import DeviceLimits, LatencyRow, LimitRow, MemoryRow, Profile, StageFidelity
+from enginesmith.pipeline.passes.finetune.options import read as read_recovery
+from enginesmith.pipeline.passes.quantize.precisions import KINDS
+from enginesmith.pipeline.planning.plan import LOAD, REFERENCE, Plan, Variant
 from enginesmith.pipeline.recipe import Recipe
-from enginesmith.pipeline.results import explain, variant_record
-from enginesmith.pipeline.results.run import ModelRecord, Run, StepRecord, StoredArtifact, VariantRecord, deciding_batch
-from enginesmith.pipeline.results.variant_record import artifact_of
+from enginesmith.pipeline.results.explain import Circumstances, explain_gain
+from enginesmith.pipeline.results.run import (
+    Assignment,
+    BuildRecord,
+    ModelRecord,
+    Run,
+    SearchStep,
+    StepRecord,
+    StoredArtifact,
+    VariantRecord,
+    deciding_batch,
+)
 from enginesmith.pipeline.results.verdicts import judge_compression, judge_precision, select_winner
 from enginesmith.pipeline.tasks.base import read_records
-from enginesmith.pipeline.tasks.measure import ENVIRONMENT
+from enginesmith.pipeline.tasks.measure import ENVIRONMENT, read_limits, read_work
+from enginesmith.pipeline.tasks.prune import read_facts
+
+# Look up a step's artifact, records or failure reason.
+
+
+def artifact_of(outcomes: Outcomes, step: str | None) -> Artifact | None:
+    """Return a step's artifact if it is done; ``step`` is None if it was not asked for."""
+    outcome = outcomes.get(step) if step else None
+    return outcome.artifact if outcome else None
+
+
+def records_of(outcomes: Outcomes, step: str | None) -> list[dict[str, Any]]:
+    """Read a step's records; none where it left nothing."""
+    found = artifact_of(outcomes, step)
+    return read_records(found) if found else []
+
+
+def why_missing(step: str | None, outcomes: Outcomes) -> str:
+    """Explain for people why a step left nothing."""
+    if step is None:
+        return "not asked for"
+    outcome = outcomes.get(step)
+    if outcome is None:
+        return f"not reached: {step}"
+    return outcome.reason or (outcome.artifact.history[-1].effect if outcome.artifact else outcome.status)
+
+
+def make_record(
+    variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...], file: Path | None
+) -> VariantRecord:
+    """Make a variant's record as far as it is known, of its latencies and the engine's file in the run directory."""
+    own = artifact_of(outcomes, variant.artifact)
+    failure, kind, unfinished = _explain_end(variant, plan, outcomes, rows)
+    measured = any(row.p50_ms is not None for row in rows)
+    there = own and not unfinished and not (variant.unavailable and own.kind != "engine")
+    status = "failed" if failure else "measured" if measured else "built" if there else "skipped"
+    build = _build(variant, own)
+    memory, quality = (next(iter(records_of(outcomes, step)), None) for step in (variant.memory, variant.quality))
+    profile, limits = records_of(outcomes, variant.profile), _hold_against_limits(variant, plan, outcomes, rows)
+    audits, reasons = _audits(variant, outcomes)
+    made = {
+        "quality": (quality, variant.quality),
+        "memory": (memory, variant.memory),
+        "latency": (rows, plan.latency),
+        "profile": (profile, variant.profile),
+        "limits": (limits, variant.work and plan.limits),
+    }
+    reasons = {name: why_missing(step, outcomes) for name, (value, step) in made.items() if not value} | reasons
+    assignment = tuple(Assignment.model_validate(entry) for entry in records_of(outcomes, variant.assignment))
+    pruned, recovered = (
+        [artifact for step in steps if (artifact := artifact_of(outcomes, step))]
+        for steps in (variant.pruned, variant.recovered)
+    )
+    calibrated = variant.lowering is not None and KINDS[variant.lowering].calibrated
+    ranges = artifact_of(outcomes, variant.calibration) if calibrated else None
+    return VariantRecord(
+        id=variant.id,
+        engine=variant.engine.name,
+        precision=variant.precision,
+        prune=variant.prune,
+        sparsity=variant.sparsity,
+        dense=variant.dense,
+        workspace_limit_bytes=build.workspace_limit_bytes if build and variant.workspace else None,
+        target=variant.target,
+        status=status,
+        reason=failure or unfinished or variant.unavailable or _partial_failure(rows),
+        failure=kind or None,
+        artifact=StoredArtifact(path=str(file), sha256=own.sha256, bytes=own.bytes) if own and file else None,
+        history=own.history if own else (),
+        fidelity=tuple(
+            StageFidelity.model_validate(entry) for check in variant.verified for entry in records_of(outcomes, check)
+        ),
+        latency=rows,
+        quality=Quality.model_validate(quality) if quality else None,
+        memory=MemoryRow.model_validate(memory) if memory else None,
+        limits=limits,
+        profile=tuple(Profile.model_validate(entry) for entry in profile),
+        build=build,
+        pruning=tuple(map(read_facts, pruned)),
+        recovery=tuple(read_recovery(one.folder) for one in recovered),
+        **audits,
+        assignment=assignment,
+        search=_search(variant, outcomes, len(assignment) or None),
+        synthetic_calibration=ranges is not None and _are_synthetic(ranges.path),
+        reasons=reasons,
+    )
+
+
+def read_device_limits(plan: Plan, outcomes: Outcomes) -> DeviceLimits | None:
+    """Read what the device can do at best; None if that was not measured."""
+    found = artifact_of(outcomes, plan.limits)
+    return read_limits(found) if found else None
+
+
+def _hold_against_limits(
+    variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...]
+) -> tuple[LimitRow, ...]:
+    limits, counted = read_device_limits(plan, outcomes), artifact_of(outcomes, variant.work)
+    if limits is None or counted is None:
+        return ()
+    measured = {row.batch: row.median_ms.median if row.median_ms else row.p50_ms for row in rows}
+    return tuple(floor(work, limits, measured.get(batch)) for batch, work in read_work(counted).items())
+
+
+def _audits(variant: Variant, outcomes: Outcomes) -> tuple[dict[str, Coverage], dict[str, str]]:
+    """Read what the graph asks for and what the engine runs, and the reason for what is not known."""
+    found: dict[str, Coverage] = {}
+    reasons: dict[str, str] = {}
+    for index, name in enumerate(("coverage", "engine_coverage")):
+        step = variant.audits[index] if index < len(variant.audits) else None
+        entry = next(iter(records_of(outcomes, step)), None)
+        if entry:
+            found[name] = Coverage.model_validate(entry)
+        elif step:
+            reasons[name] = why_missing(step, outcomes)
+        elif variant.engine.consumes == "torch":
+            reasons[name] = f"{variant.engine.name} runs the module itself"
+        elif variant.audits:
+            reasons[name] = f"{variant.engine.name} does not show its graph; build.layers counts its kernels"
+        else:
+            reasons[name] = "not asked for"
+    return found, reasons
+
+
+def _search(variant: Variant, outcomes: Outcomes, groups: int | None) -> tuple[SearchStep, ...]:
+    """Read all trials from the last step of the search that was done."""
+    done = [step for step in variant.search if artifact_of(outcomes, step)]
+    steps = []
+    for index, entry in enumerate(records_of(outcomes, done[-1] if done else None), 1):
+        kept = len(entry["kept"])
+        quantised = None if groups is None else groups - kept
+        steps.append(SearchStep.model_validate({**entry, "step": index, "kept": kept, "quantised": quantised}))
+    return tuple(steps)
+
+
+@cache
+def _are_synthetic(ranges: Path) -> bool:
+    """Tell whether ranges come from synthetic data; remembered, as the document may be large and never changes."""
+    return bool(json.loads(ranges.read_bytes())["provenance"]["synthetic"])
+
+
+def _build(variant: Variant, own: Artifact | None) -> BuildRecord | None:
+    if own is None or own.kind != "engine":
+        return None
+    last = own.history[-1]
+    facts = variant.engine.facts(own).model_dump()
+    missing = [name for name, value in facts.items() if value is None]
+    return BuildRecord(
+        seconds=last.seconds,
+        host_peak_bytes=last.host_peak_bytes,
+        engine_bytes=own.bytes,
+        **facts,
+        reasons=dict.fromkeys(missing, f"{variant.engine.name} does not report it"),
+    )
+
+
+def _explain_end(
+    variant: Variant, plan: Plan, outcomes: Outcomes, rows: tuple[LatencyRow, ...]
+) -> tuple[str, str, str]:
+    """Explain why a variant cannot be used, with the class of the failure, and what was not reached; empty if it can.
+
+    It is the first step of its own that failed, or was not good enough.
+    """
+    ends = [variant.artifact, *variant.verified, *(name for name in (variant.quality, variant.memory) if name)]
+    own = plan.leading_to(ends)
+    missing = next((f"not reached: {name}" for name in own if name not in outcomes), "")
+    for name in own:
+        outcome = outcomes.get(name)
+        if outcome and outcome.status == "failed":
+            return f"{name}: {outcome.reason}", outcome.error.failure if outcome.error else "", missing
+        if outcome and outcome.artifact and outcome.artifact.rejected:
+            return outcome.artifact.rejected, WrongEngine.failure, missing
+    return _partial_failure(rows) if rows and all(row.failure for row in rows) else "", "", missing
+
+
+def _partial_failure(rows: tuple[LatencyRow, ...]) -> str:
+    return next((f"latency at batch {row.batch}: {row.failure}" for row in rows if row.failure), "")
+
+
+# The whole document.
 
 
 @dataclass(frozen=True)
 class Header:
-    """Hold what is known of a run besides its outcomes."""
+    """Facts of a run besides its outcomes."""
 
     name: str
     created: str
     seconds: float
     environment: dict[str, Any]
     cautions: tuple[str, ...] = ()
-    """What the run's readers are to be warned of besides the machine."""
+    """Warnings for the run's readers besides those of the machine."""
 
 
 def assemble(
@@ -46,17 +243,19 @@ def assemble(
     """
     latency = _latency(plan, outcomes)
     baseline, *records = (
-        variant_record.make_record(variant, plan, outcomes, latency.get(variant.id, ()), artifacts.get(variant.id))
+        make_record(variant, plan, outcomes, latency.get(variant.id, ()), artifacts.get(variant.id))
         for variant in (plan.baseline, *plan.variants)
     )
-    variants = [
+    judged = [
         judge_precision(record, variant.device, asked=variant.lowering is not None)
         for record, variant in zip(records, plan.variants, strict=True)
     ]
     batch = deciding_batch(recipe, (row for rows in latency.values() for row in rows))
     environment = _environment(header, plan, outcomes)
-    variants = _remarked(variants, plan, batch, environment)
-    variants = [record.model_copy(update=dict((kept or {}).get(record.id, {}))) for record in variants]
+    variants = []
+    for record, variant in zip(judged, plan.variants, strict=True):
+        remarks = explain_gain(record, judged, Circumstances(batch, variant.device, environment))
+        variants.append(record.model_copy(update={"remarks": remarks, **(kept or {}).get(record.id, {})}))
     by_id = {record.id: record for record in (baseline, *variants)}
     variants = [judge_compression(record, by_id, recipe.budgets, batch) for record in variants]
     chosen = select_winner([baseline, *variants], recipe.budgets, recipe.objective, batch, recipe.min_sqnr_db)
@@ -67,7 +266,7 @@ def assemble(
         complete=all(step.id in outcomes and outcomes[step.id].status != "unavailable" for step in plan.steps),
         recipe=recipe,
         environment=environment,
-        limits=variant_record.read_device_limits(plan, outcomes),
+        limits=read_device_limits(plan, outcomes),
         model=_model(recipe, outcomes),
         steps=tuple(_step(step.id, outcomes.get(step.id)) for step in plan.steps),
         baseline=baseline,
@@ -79,28 +278,10 @@ def assemble(
     )
 
 
-def _remarked(
-    records: Sequence[VariantRecord], plan: Plan, batch: int, environment: Mapping[str, Any]
-) -> list[VariantRecord]:
-    """Add a remark to each record whose precision was to make it faster."""
-    devices = {variant.id: variant.device for variant in plan.variants}
-    return [
-        record.model_copy(
-            update={
-                "remarks": explain.explain_gain(
-                    record, records, explain.Circumstances(batch, devices[record.id], environment)
-                )
-            }
-        )
-        for record in records
-    ]
-
-
 def _step(name: str, outcome: Outcome | None) -> StepRecord:
-    if outcome is None:
-        return StepRecord(id=name, status="pending", cached=False, seconds=None, effect="not reached")
-    if outcome.status == "unavailable":
-        return StepRecord(id=name, status="pending", cached=False, seconds=None, effect=outcome.reason)
+    if outcome is None or outcome.status == "unavailable":
+        reason = outcome.reason if outcome else "not reached"
+        return StepRecord(id=name, status="pending", cached=False, seconds=None, effect=reason)
     if outcome.artifact is None:
         return StepRecord(id=name, status=outcome.status, cached=False, seconds=None, effect=outcome.reason)
     last = outcome.artifact.history[-1]
@@ -121,11 +302,8 @@ def _model(recipe: Recipe, outcomes: Outcomes) -> ModelRecord:
 
 
 def _latency(plan: Plan, outcomes: Outcomes) -> dict[str, tuple[LatencyRow, ...]]:
-    found = artifact_of(outcomes, plan.latency)
-    if found is None:
-        return {}
     rows: dict[str, list[LatencyRow]] = {}
-    for entry in read_records(found):
+    for entry in records_of(outcomes, plan.latency):
         rows.setdefault(entry["variant"], []).append(LatencyRow.model_validate(entry["row"]))
     return {name: tuple(values) for name, values in rows.items()}
 

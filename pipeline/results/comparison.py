@@ -1,30 +1,200 @@
 """Compare runs: the numbers of their variants with intervals, and what else changed.
 
-The first run is the reference of all others. How latency is compared stands in ``latency_change.py``, what runs differ
-in besides numbers in ``differences.py``.
+The first run is the reference of all others.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from enginesmith.pipeline.engines import ENGINES, engine_class, needs_cuda
 from enginesmith.pipeline.errors import UsageError
+from enginesmith.pipeline.frameworks.samples import batch_symbol
 from enginesmith.pipeline.measure.rows import LatencyRow
 from enginesmith.pipeline.measure.statistics import LEAST_LAUNCHES, NOISE_REMEDY, TOO_NOISY, Interval, divide
-from enginesmith.pipeline.results import differences
-from enginesmith.pipeline.results.budgets import why_unknown
-from enginesmith.pipeline.results.differences import Differences
 from enginesmith.pipeline.results.run import Run, VariantRecord
+from enginesmith.pipeline.results.verdicts import why_unknown
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+# What two runs differ in besides their results: field by field, with dotted names; a side without the field has None.
+
+_PROCESSOR = ("processor", "architecture", "vector_units", "threads_per_core", "usable_cores", "quota_cores")
+"""Facts that tell processors apart, and how much of one may be used."""
+_MACHINE = (
+    *_PROCESSOR,
+    *("memory_bytes", "virtual", "numa_nodes", "governor", "turbo", "system", "kernel", "thread_variables"),
+)
+_GPU = ("name", "compute_capability", "memory_bytes", "mig")
+_GPU_STATE = (*_GPU, "driver", "power_limit_watts", "ecc")
+
+
+class Changed(_Part):
+    """One field, as each run has it."""
+
+    name: str
+    before: Any = None
+    after: Any = None
+
+
+class Differences(_Part):
+    """Everything that two runs differ in, by subject."""
+
+    model: tuple[Changed, ...] = ()
+    recipe: tuple[Changed, ...] = ()
+    versions: tuple[Changed, ...] = ()
+    machine: tuple[Changed, ...] = ()
+    data: tuple[Changed, ...] = ()
+
+    @property
+    def sections(self) -> tuple[tuple[str, tuple[Changed, ...]], ...]:
+        """Names and fields of the subjects, also of those that do not differ."""
+        return tuple((name, getattr(self, name)) for name in type(self).model_fields)
+
+
+def list_differences(before: Run, after: Run) -> Differences:
+    """List everything that two runs differ in besides their results."""
+    environments = before.environment, after.environment
+    return Differences(
+        model=_changed(_model(before), _model(after)),
+        recipe=_changed(before.recipe.model_dump(mode="json"), after.recipe.model_dump(mode="json")),
+        versions=_changed(*({"python": env.get("python"), **env.get("packages", {})} for env in environments)),
+        machine=_changed(_machine(before, _MACHINE, _GPU_STATE), _machine(after, _MACHINE, _GPU_STATE)),
+        data=_changed(_data(before), _data(after)),
+    )
+
+
+def is_same_model(before: Run, after: Run) -> bool | None:
+    """Tell whether both runs loaded the same model; None where that is not known.
+
+    Runs without the model's digest had the same one where an engine of both is the same, byte for byte.
+    """
+    one, other = before.model.sha256, after.model.sha256
+    if one is not None and other is not None:
+        return one == other
+    if before.model.signature != after.model.signature:
+        return False
+    made = {record.id: record.artifact.sha256 for record in before.variants if record.artifact}
+    alike = any(record.artifact and made.get(record.id) == record.artifact.sha256 for record in after.variants)
+    return True if alike else None
+
+
+def why_no_yardstick(before: Run, after: Run) -> str:
+    """Explain why the baseline of one run is no yardstick for the other; empty where it is one.
+
+    It is one where the same model ran on the same inputs by the same versions on the same kind of machine.
+    """
+    same = is_same_model(before, after)
+    if not same:
+        return "other models" if same is False else "whether the model is the same was not recorded"
+    if before.baseline.engine != after.baseline.engine:
+        return f"{before.baseline.engine} and {after.baseline.engine}"
+    changed = [
+        *_changed(_lasting(before), _lasting(after)),
+        *_changed(_machine(before, _PROCESSOR, _GPU_STATE), _machine(after, _PROCESSOR, _GPU_STATE)),
+    ]
+    sides = ("none" if value is None else str(value) for one in changed[:1] for value in (one.before, one.after))
+    return f"{changed[0].name}: {' and '.join(sides)}" if changed else ""
+
+
+def compare_devices(before: Run, after: Run) -> tuple[Changed, ...]:
+    """List how the devices differ that latency and memory were measured on; empty where they are of one kind."""
+    kinds = device_kind(before), device_kind(after)
+    if kinds[0] != kinds[1]:
+        return (Changed(name="device", before=kinds[0], after=kinds[1]),)
+    if kinds[0] == "cuda":
+        return _changed(_gpus(before, _GPU), _gpus(after, _GPU))
+    return _changed(_machine(before, _PROCESSOR, ()), _machine(after, _PROCESSOR, ()))
+
+
+def device_kind(run: Run) -> str:
+    """Return the kind of device that a run measured on, or would have: cpu or cuda."""
+    measured = (record.memory.device for record in run.records if record.memory)
+    if known := next(measured, run.recipe.device):
+        return known.partition(":")[0]
+    needs = any(needs_cuda(name) for name in run.recipe.engines)
+    return "cuda" if needs and run.environment.get("gpus") else "cpu"
+
+
+def _model(run: Run) -> dict[str, Any]:
+    signature = run.model.signature
+    shown = {} if signature is None else signature.model_dump(mode="json", include={"inputs", "outputs"})
+    return {
+        "source": run.model.source,
+        "sha256": run.model.sha256,
+        **{
+            f"{side}.{spec['name']}": f"{spec['dtype']}[{', '.join(map(str, spec['shape']))}]"
+            for side, specs in shown.items()
+            for spec in specs
+        },
+        "baseline": run.baseline.engine,
+    }
+
+
+def _machine(run: Run, facts: Sequence[str], gpu: Sequence[str]) -> dict[str, Any]:
+    return {**{name: run.environment.get(name) for name in facts}, **_gpus(run, gpu)}
+
+
+def _gpus(run: Run, facts: Sequence[str]) -> dict[str, Any]:
+    gpus = enumerate(run.environment.get("gpus") or ())
+    return {f"gpus[{index}].{name}": gpu.get(name) for index, gpu in gpus for name in facts}
+
+
+def _data(run: Run) -> dict[str, Any]:
+    quality = next((record.quality for record in run.variants if record.quality), None)
+    return {
+        "measured on": run.model.data,
+        "shapes": run.model.shapes,
+        "metric": quality.metric if quality else None,
+        "evaluated samples": quality.samples if quality else None,
+    }
+
+
+def _lasting(run: Run) -> dict[str, Any]:
+    """Collect what decides how fast the baseline is, besides model and machine."""
+    engine = run.baseline.engine
+    tools = engine_class(engine).tools if engine in ENGINES else ()
+    packages = run.environment.get("packages", {})
+    batch = batch_symbol(run.model.signature) if run.model.signature else None
+    return {
+        "python": run.environment.get("python"),
+        **{name: packages.get(name) for name in tools},
+        "device": device_kind(run),
+        "threads": run.recipe.threads,
+        "thread_variables": run.environment.get("thread_variables", {}),
+        "shapes": {name: sizes for name, sizes in run.model.shapes.items() if name != batch},
+    }
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Changed, ...]:
+    one, other = _flat(before), _flat(after)
+    names = dict.fromkeys((*one, *other))
+    return tuple(
+        Changed(name=name, before=one.get(name), after=other.get(name))
+        for name in names
+        if one.get(name) != other.get(name)
+    )
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Flatten mappings within mappings to dotted names; an empty one is nothing."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
+    return flat
+
 
 # Whether a variant became slower or faster from one run to another, and how sure that is.
 #
 # Two runs were measured at different times, so milliseconds of one are not those of the other: clocks, load and
-# neighbours differ. What both have is the baseline, measured in turn with every variant. Where it is the same
-# model run
-# in the same way, the two speed-ups over it are compared, and what slowed everything down alike cancels.
+# neighbours differ. What both have is the baseline, measured in turn with every variant. Where it is the same model
+# run in the same way, the two speed-ups over it are compared, and what slowed everything down alike cancels.
 
 Basis = Literal["speed-up over eager", "milliseconds"]
 _SAME = "both runs hold the same measurement: the second took it from the store"
@@ -33,20 +203,18 @@ MOSTLY_DISTURBED = 0.5
 Rows = Sequence[LatencyRow]
 
 
-class Change(BaseModel):
-    """How long a variant takes in the second run, as a multiple of the first: 1.1 is 10 % slower.
+class Change(_Part):
+    """A variant's time in the second run as a multiple of that in the first: 1.1 is 10 % slower.
 
     Without a number, and wherever there is something to know about it, ``note`` says what.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     median: float | None = None
     low: float | None = None
     high: float | None = None
     """Ends of the 95 % interval."""
     significant: bool | None = None
-    """Whether the interval leaves 1 out; None where there is none that can be judged by."""
+    """True where the interval leaves 1 out; None where there is none that can be judged by."""
     basis: Basis | None = None
     note: str = ""
 
@@ -66,7 +234,7 @@ def compare_latency(before: Run, after: Run, variant: str, batch: int, successor
     rows: list[LatencyRow] = []
     names = variant, successor or variant
     for which, run, name in zip(("first", "second"), (before, after), names, strict=True):
-        record = _find_record(run, name)
+        record = next((record for record in run.records if record.id == name), None)
         row = record.row(batch) if record else None
         if row is None:
             return Change(note=_why_none(record, batch, f"the {which} run"))
@@ -85,44 +253,32 @@ def compare_latency(before: Run, after: Run, variant: str, batch: int, successor
     return Change(median=bare, basis="milliseconds", note=f"{apart}; there is no interval: {few}")
 
 
-def _find_record(run: Run, variant: str) -> VariantRecord | None:
-    """Look up a variant, or the baseline, by its id."""
-    return next((record for record in run.records if record.id == variant), None)
+def _positive(interval: Interval | None) -> TypeGuard[Interval]:
+    return interval is not None and 0 < interval.low <= interval.median <= interval.high
 
 
-def _positive(found: Interval | None) -> TypeGuard[Interval]:
-    return found is not None and 0 < found.low <= found.median <= found.high
-
-
-def _judged(found: Interval, basis: Basis, rows: Rows, yardsticks: Rows, note: str) -> Change:
+def _judged(ratio: Interval, basis: Basis, rows: Rows, yardsticks: Rows, note: str) -> Change:
     """Judge a ratio; ``yardsticks`` are the baselines' rows, where they are part of it."""
-    noise = f"not judged: {TOO_NOISY}; {NOISE_REMEDY}" if found.too_noisy else ""
-    unjudged = next((why for why in (_few_launches(rows), noise, _disturbed((*rows, *yardsticks))) if why), "")
+    unjudged = ""
+    sides = zip(("first", "second"), rows, strict=True)
+    few = next(((which, row) for which, row in sides if (row.launches or 0) < LEAST_LAUNCHES), None)
+    disturbed = max(row.disturbed_share or 0.0 for row in (*rows, *yardsticks))
+    if few:
+        which, row = few
+        unjudged = f"not judged: an interval that holds for another start takes {LEAST_LAUNCHES} launches, and the "
+        unjudged += f"{which} run has {row.launches or 'none on record'}; give it more --measure-time"
+    elif ratio.too_noisy:
+        unjudged = f"not judged: {TOO_NOISY}; {NOISE_REMEDY}"
+    elif disturbed > MOSTLY_DISTURBED:
+        unjudged = f"not judged: {disturbed:.0%} of the calls of one side waited for a core that others had"
     return Change(
-        median=found.median,
-        low=found.low,
-        high=found.high,
-        significant=None if unjudged else not found.low <= 1.0 <= found.high,
+        median=ratio.median,
+        low=ratio.low,
+        high=ratio.high,
+        significant=None if unjudged else not ratio.low <= 1.0 <= ratio.high,
         basis=basis,
         note="; ".join(filter(None, (note, unjudged))),
     )
-
-
-def _few_launches(rows: Rows) -> str:
-    for which, row in zip(("first", "second"), rows, strict=True):
-        if (row.launches or 0) < LEAST_LAUNCHES:
-            return (
-                f"not judged: an interval that holds for another start takes {LEAST_LAUNCHES} launches, and the "
-                f"{which} run has {row.launches or 'none on record'}; give it more --measure-time"
-            )
-    return ""
-
-
-def _disturbed(rows: Rows) -> str:
-    worst = max((row.disturbed_share or 0.0 for row in rows), default=0.0)
-    if worst <= MOSTLY_DISTURBED:
-        return ""
-    return f"not judged: {worst:.0%} of the calls of one side waited for a core that others had"
 
 
 def _no_yardstick(before: Run, after: Run, names: tuple[str, str], first: LatencyRow, second: LatencyRow) -> str:
@@ -134,7 +290,7 @@ def _no_yardstick(before: Run, after: Run, names: tuple[str, str], first: Latenc
         if not _positive(row.speedup):
             why = row.reasons.get("speedup", "not recorded")
             return f"the {which} run has no speed-up ({why}), so milliseconds: {drift}"
-    changed = differences.why_no_yardstick(before, after)
+    changed = why_no_yardstick(before, after)
     return f"the baselines are not the same ({changed}), so milliseconds: {drift}" if changed else ""
 
 
@@ -156,16 +312,14 @@ def _why_none(record: VariantRecord | None, batch: int, run: str) -> str:
 Quantity = Literal["peak_bytes", "size_bytes", "drop", "sqnr_db", "build_seconds"]
 
 MEMORY_SPREAD = 0.03
-"""How far peaks of the same engine may lie apart, as a share: what ``benchmarks/memory_truth.py`` holds them to over
-five fresh processes."""
+"""Share by which peaks of the same engine may lie apart: ``benchmarks/memory_truth.py`` holds them to it over five
+fresh processes."""
 MEMORY_GRAIN_BYTES = 256 << 10
-"""The same in bytes, for small models: what an allocator takes from the system at once."""
+"""Least difference of peaks that counts in small models: an allocator takes so much from the system at once."""
 
 
-class MetricDelta(BaseModel):
-    """Compare one number of a variant in two runs, in the unit that its name ends in."""
-
-    model_config = ConfigDict(frozen=True)
+class MetricDelta(_Part):
+    """One number of a variant in two runs, in the unit that its name ends in."""
 
     name: Quantity
     before: float | None = None
@@ -174,105 +328,93 @@ class MetricDelta(BaseModel):
     high: float | None = None
     """Ends of the 95 % interval of ``after - before``, where it has one."""
     significant: bool | None = None
-    """Whether it differs by more than the number's own spread; None where that is not known."""
+    """True where it differs by more than the number's own spread; None where that is not known."""
     note: str = ""
-    """Why a number is missing, or how it was judged."""
+    """The reason why a number is missing, or how it was judged."""
 
 
 def compare_metrics(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> tuple[MetricDelta, ...]:
     """Compare all of them; a missing number has its reason."""
+    records = (earlier, later)
+    peaks = [record.peak_bytes for record in records]
+    sizes = [record.artifact.bytes if record.artifact else None for record in records]
+    seconds = [record.build.seconds if record.build else None for record in records]
     return (
-        _memory(earlier, later),
-        _size(earlier, later),
-        _drop(before, after, earlier, later),
-        _fidelity(before, after, earlier, later),
-        _build(earlier, later),
+        _note_missing("peak_bytes", peaks, "max_memory_bytes", records) or _compare_memory(earlier, later),
+        _note_missing("size_bytes", sizes, "max_size_bytes", records)
+        or MetricDelta(name="size_bytes", before=sizes[0], after=sizes[1], significant=sizes[0] != sizes[1]),
+        _compare_drops(before, after, earlier, later),
+        _compare_fidelity(before, after, earlier, later),
+        # builds are timed once, so that chance cannot be told from a difference
+        _note_missing("build_seconds", seconds, "max_build_seconds", records)
+        or MetricDelta(name="build_seconds", before=seconds[0], after=seconds[1]),
     )
 
 
-def _memory(earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
-    found = MetricDelta(name="peak_bytes", before=earlier.peak_bytes, after=later.peak_bytes)
-    if found.before is None or found.after is None:
-        return _missing(found, "max_memory_bytes", earlier, later)
-    assert earlier.memory is not None
-    assert later.memory is not None
-    if earlier.memory.batch != later.memory.batch:
-        at = f"at batch {earlier.memory.batch} and at batch {later.memory.batch}: they do not compare"
-        return found.model_copy(update={"note": at})
-    spread = max(MEMORY_SPREAD * found.before, MEMORY_GRAIN_BYTES)
-    return found.model_copy(update={"significant": abs(found.after - found.before) > spread})
+def _note_missing(
+    name: Quantity, values: Sequence[float | None], budget: str, records: Sequence[VariantRecord]
+) -> MetricDelta | None:
+    """Explain why one of two numbers is missing, as its budget explains it; None if both are known."""
+    sides = zip(("first", "second"), values, records, strict=True)
+    missing = [
+        f"none in the {which} run: {why_unknown(one, budget, 0)}" for which, value, one in sides if value is None
+    ]
+    return MetricDelta(name=name, before=values[0], after=values[1], note="; ".join(missing)) if missing else None
 
 
-def _size(earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
-    sizes = [record.artifact.bytes if record.artifact else None for record in (earlier, later)]
-    found = MetricDelta(name="size_bytes", before=sizes[0], after=sizes[1])
-    if None in sizes:
-        return _missing(found, "max_size_bytes", earlier, later)
-    return found.model_copy(update={"significant": sizes[0] != sizes[1]})
+def _compare_memory(earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
+    rows = (row for row in (earlier.memory, later.memory) if row is not None)
+    (first, before), (second, after) = ((row.batch, row.peak_bytes or 0) for row in rows)
+    delta = MetricDelta(name="peak_bytes", before=before, after=after)
+    if first != second:
+        return delta.model_copy(update={"note": f"at batch {first} and at batch {second}: they do not compare"})
+    spread = max(MEMORY_SPREAD * before, MEMORY_GRAIN_BYTES)
+    return delta.model_copy(update={"significant": abs(after - before) > spread})
 
 
-def _drop(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
+def _compare_drops(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
     """Compare two drops; what the metric's samples have in common was taken out in each run by itself."""
     one, other = earlier.quality, later.quality
-    found = MetricDelta(name="drop", before=one and one.drop, after=other and other.drop)
+    drops = [quality.drop if quality else None for quality in (one, other)]
     if one is None or other is None:
-        return _missing(found, "max_drop", earlier, later)
-    if (one.metric, one.samples, before.model.data) != (other.metric, other.samples, after.model.data):
-        sides = ((one, before.model.data), (other, after.model.data))
+        missing = _note_missing("drop", drops, "max_drop", (earlier, later))
+        assert missing is not None
+        return missing
+    delta = MetricDelta(name="drop", before=one.drop, after=other.drop)
+    sides = ((one, before.model.data), (other, after.model.data))
+    if len({(quality.metric, quality.samples, data) for quality, data in sides}) > 1:
         said = (f"{quality.metric} on {quality.samples} samples of {data or 'unknown'} data" for quality, data in sides)
-        return found.model_copy(update={"note": f"{' and '.join(said)} do not compare"})
+        return delta.model_copy(update={"note": f"{' and '.join(said)} do not compare"})
     if one == other:
-        return found.model_copy(update={"low": 0.0, "high": 0.0, "significant": False})
-    ends = one.drop_low, one.drop_high, other.drop_low, other.drop_high
-    if any(end is None for end in ends):
-        return found.model_copy(update={"note": f"{one.metric} has no interval"})
-    least, most, lower, upper = (end for end in ends if end is not None)
+        return delta.model_copy(update={"low": 0.0, "high": 0.0, "significant": False})
+    ends = [end for end in (one.drop_low, one.drop_high, other.drop_low, other.drop_high) if end is not None]
+    if len(ends) < 4:
+        return delta.model_copy(update={"note": f"{one.metric} has no interval"})
+    least, most, lower, upper = ends
     apart = other.drop - one.drop
     low = apart - math.hypot(other.drop - lower, most - one.drop)
     high = apart + math.hypot(upper - other.drop, one.drop - least)
-    return found.model_copy(update={"low": low, "high": high, "significant": not low <= 0 <= high})
+    return delta.model_copy(update={"low": low, "high": high, "significant": not low <= 0 <= high})
 
 
-def _fidelity(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
+def _compare_fidelity(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
     """Compare the lowest SQNR of the last stage over all shapes, which has no spread on the same samples."""
-    values = [_lowest(record) for record in (earlier, later)]
-    found = MetricDelta(name="sqnr_db", before=values[0], after=values[1])
+    values = []
+    for record in (earlier, later):
+        last = [entry.sqnr_db for entry in record.fidelity if entry.stage == record.fidelity[-1].stage]
+        values.append(min((sqnr for sqnr in last if sqnr is not None), default=None))
+    note = ""
     if None in values:
-        return found.model_copy(update={"note": "its outputs were not held against the baseline's in both runs"})
-    if (before.model.data, before.model.shapes) != (after.model.data, after.model.shapes):
-        return found.model_copy(update={"note": "on other samples"})
-    return found
-
-
-def _lowest(record: VariantRecord) -> float | None:
-    last = record.fidelity[-1].stage if record.fidelity else None
-    known = (entry.sqnr_db for entry in record.fidelity if entry.stage == last and entry.sqnr_db is not None)
-    return min(known, default=None)
-
-
-def _build(earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
-    """Compare the seconds of builds, each timed once, so that chance cannot be told from a difference."""
-    seconds = [record.build.seconds if record.build else None for record in (earlier, later)]
-    found = MetricDelta(name="build_seconds", before=seconds[0], after=seconds[1])
-    if None in seconds:
-        return _missing(found, "max_build_seconds", earlier, later)
-    return found
-
-
-def _missing(found: MetricDelta, budget: str, earlier: VariantRecord, later: VariantRecord) -> MetricDelta:
-    sides = (("first", found.before, earlier), ("second", found.after, later))
-    lacking = [(which, why_unknown(record, budget, 0)) for which, value, record in sides if value is None]
-    return found.model_copy(update={"note": "; ".join(f"none in the {which} run: {why}" for which, why in lacking)})
+        note = "its outputs were not held against the baseline's in both runs"
+    elif (before.model.data, before.model.shapes) != (after.model.data, after.model.shapes):
+        note = "on other samples"
+    return MetricDelta(name="sqnr_db", before=values[0], after=values[1], note=note)
 
 
 SCHEMA: Literal["enginesmith.comparison/1"] = "enginesmith.comparison/1"
 
 _MANY = 20
 """Intervals of 95 % from which one is expected to leave out what is true by chance."""
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True)
 
 
 class BatchComparison(_Part):
@@ -305,7 +447,7 @@ class Side(_Part):
     created: str
     winner: str | None
     measured: bool
-    """Whether there is any latency or memory in it."""
+    """True where there is any latency or memory in it."""
 
 
 class Pair(_Part):
@@ -343,19 +485,14 @@ def compare(runs: Sequence[tuple[Path, Run]], *, any_device: bool = False) -> Co
         raise UsageError(f"{twice} is given twice", "give each run once")
     (reference, before), *others = runs
     for path, after in others:
-        if not any_device:
-            _check_device(reference, before, path, after)
+        apart = () if any_device else compare_devices(before, after)
+        if apart and _is_measured(before) and _is_measured(after):
+            where = "; ".join(f"{one.name} {one.before} and {one.after}" for one in apart)
+            raise UsageError(
+                f"{reference} and {path} were measured on different devices ({where}): their times do not compare",
+                "compare runs of one machine, or give --any-device to see them side by side all the same",
+            )
     return Comparison(pairs=tuple(_pair(reference, before, path, after) for path, after in others))
-
-
-def _check_device(reference: Path, before: Run, path: Path, after: Run) -> None:
-    apart = differences.compare_devices(before, after)
-    if apart and _measured(before) and _measured(after):
-        where = "; ".join(f"{one.name} {one.before} and {one.after}" for one in apart)
-        raise UsageError(
-            f"{reference} and {path} were measured on different devices ({where}): their times do not compare",
-            "compare runs of one machine, or give --any-device to see them side by side all the same",
-        )
 
 
 def _pair(reference: Path, before: Run, path: Path, after: Run) -> Pair:
@@ -363,58 +500,56 @@ def _pair(reference: Path, before: Run, path: Path, after: Run) -> Pair:
     later = {record.id: record for record in after.records}
     both = [name for name in earlier if name in later]
     variants = tuple(compare_variants(before, after, earlier[name], later[name]) for name in both)
-    sides = _side(reference, before), _side(path, after)
+    first, second = (
+        Side(path=str(path), created=run.created, winner=run.winner, measured=_is_measured(run))
+        for path, run in ((reference, before), (path, after))
+    )
     return Pair(
-        before=sides[0],
-        after=sides[1],
-        cautions=tuple(_cautions(*sides, before, after, variants)),
-        changed=differences.list_differences(before, after),
+        before=first,
+        after=second,
+        cautions=tuple(_cautions(first, second, before, after, variants)),
+        changed=list_differences(before, after),
         variants=variants,
         only_before=tuple(name for name in earlier if name not in later),
         only_after=tuple(name for name in later if name not in earlier),
     )
 
 
-def _side(path: Path, run: Run) -> Side:
-    return Side(path=str(path), created=run.created, winner=run.winner, measured=_measured(run))
-
-
-def _measured(run: Run) -> bool:
-    records = run.records
-    return any(record.peak_bytes is not None or any(row.p50_ms for row in record.latency) for record in records)
+def _is_measured(run: Run) -> bool:
+    return any(one.peak_bytes is not None or any(row.p50_ms for row in one.latency) for one in run.records)
 
 
 def compare_variants(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord) -> VariantComparison:
     """Compare a variant of the first run with one of the second, which may have another name."""
     batches = dict.fromkeys(row.batch for record in (earlier, later) for row in record.latency)
+    rows = [(batch, earlier.row(batch), later.row(batch)) for batch in sorted(batches)]
+    latency = (
+        BatchComparison(
+            batch=batch,
+            before_p50_ms=first and first.p50_ms,
+            after_p50_ms=second and second.p50_ms,
+            before_p99_ms=first and first.p99_ms,
+            after_p99_ms=second and second.p99_ms,
+            before_speedup=first and first.speedup,
+            after_speedup=second and second.speedup,
+            change=compare_latency(before, after, earlier.id, batch, later.id),
+        )
+        for batch, first, second in rows
+    )
     return VariantComparison(
         id=earlier.id,
         before_status=earlier.status,
         after_status=later.status,
-        latency=tuple(_batch(before, after, earlier, later, batch) for batch in sorted(batches)),
+        latency=tuple(latency),
         numbers=compare_metrics(before, after, earlier, later),
-    )
-
-
-def _batch(before: Run, after: Run, earlier: VariantRecord, later: VariantRecord, batch: int) -> BatchComparison:
-    first, second = earlier.row(batch), later.row(batch)
-    return BatchComparison(
-        batch=batch,
-        before_p50_ms=first and first.p50_ms,
-        after_p50_ms=second and second.p50_ms,
-        before_p99_ms=first and first.p99_ms,
-        after_p99_ms=second and second.p99_ms,
-        before_speedup=first and first.speedup,
-        after_speedup=second and second.speedup,
-        change=compare_latency(before, after, earlier.id, batch, later.id),
     )
 
 
 def _cautions(before: Side, after: Side, one: Run, other: Run, variants: Sequence[VariantComparison]) -> Iterator[str]:
     """List what has to be known before any number is believed, the gravest first."""
-    if differences.is_same_model(one, other) is False:
+    if is_same_model(one, other) is False:
         yield "the runs are of different models: what differs may be due to that alone"
-    for apart in differences.compare_devices(one, other):
+    for apart in compare_devices(one, other):
         yield f"measured on different devices: {apart.name} is {apart.before} and {apart.after}"
     for side, run in ((before, one), (after, other)):
         if not side.measured:

@@ -12,9 +12,9 @@ from enginesmith.pipeline.errors import EnginesmithError, GateBreach, MissingCap
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe.fleet import Entry, Fleet, remedy_of
 from enginesmith.pipeline.results import documents
-from enginesmith.pipeline.results.budgets import why_unknown
 from enginesmith.pipeline.results.comparison import Pair, VariantComparison
 from enginesmith.pipeline.results.run import Run, VariantRecord, VariantStatus, Verdict, find_record
+from enginesmith.pipeline.results.verdicts import why_unknown
 
 SCHEMA: Literal["enginesmith.fleet/1"] = "enginesmith.fleet/1"
 FILE = "fleet.json"

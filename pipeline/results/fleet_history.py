@@ -12,7 +12,7 @@ from enginesmith.pipeline.artifact import file_digest, files_below, folder_diges
 from enginesmith.pipeline.errors import UsageError, storage_errors
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Entry
-from enginesmith.pipeline.results import comparison, differences, documents
+from enginesmith.pipeline.results import comparison, documents
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.fleet import (
     FILE,
@@ -98,7 +98,7 @@ def compare_entry(
         return found.model_copy(update={"note": "there is no run now"})
     if folder.resolve() == (earlier.folder / str(entry.run)).resolve():
         return found.model_copy(update={"note": "taken over: nothing has changed"})
-    if not any_device and (apart := differences.compare_devices(then, now)):
+    if not any_device and (apart := comparison.compare_devices(then, now)):
         where = "; ".join(f"{one.name} was {one.before}, and is {one.after}" for one in apart)
         return found.model_copy(update={"note": f"other machine: {where}"})
     sides = [(earlier.folder / str(entry.run), then), (folder, now)]

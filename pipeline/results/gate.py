@@ -12,7 +12,7 @@ from pathlib import Path
 from enginesmith.pipeline.errors import EnginesmithError, UsageError
 from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, TOO_NOISY, Interval
 from enginesmith.pipeline.recipe.options import Budgets
-from enginesmith.pipeline.results import budgets, differences, remeasure
+from enginesmith.pipeline.results import comparison, remeasure, verdicts
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.comparison import MetricDelta, Quantity, compare_latency, compare_metrics
 from enginesmith.pipeline.results.gate_report import Gate, GateCheck
@@ -131,7 +131,7 @@ def _budgets(after: Stored, demands: Demands) -> Iterator[GateCheck]:
             name=one.budget,
             against="budget",
             passed=one.passed,
-            text=budgets.format_verdict(one),
+            text=verdicts.format_verdict(one),
             limit=one.limit,
             actual=one.actual,
         )
@@ -163,7 +163,7 @@ def _quantity(one: MetricDelta, tolerance: float) -> GateCheck:
 
 def _latency(before: Stored, after: Stored, demands: Demands) -> GateCheck:
     """Check latency by measuring side by side where that can be done, else by what both runs stored."""
-    apart = differences.compare_devices(before.run, after.run)
+    apart = comparison.compare_devices(before.run, after.run)
     if apart and not demands.any_machine:
         where = "; ".join(f"{one.name} {one.before} and {one.after}" for one in apart)
         said = f"latency was measured on different machines ({where}); --any-machine compares it all the same"
@@ -257,7 +257,7 @@ def _cautions(before: Stored | None, after: Stored, found: list[GateCheck]) -> I
         yield f"{after.record.id} is held against {before.record.id}, the baseline's winner"
     if before.run.model.source != after.run.model.source:
         yield f"the run is of {after.run.model.source}, and the baseline of {before.run.model.source}"
-    changed = differences.list_differences(before.run, after.run)
+    changed = comparison.list_differences(before.run, after.run)
     for one in changed.versions:
         yield f"{one.name} is {one.after}, and was {one.before}"
     for name, number in (("peak memory", before.record.peak_bytes), ("quality", before.record.quality)):

@@ -28,7 +28,7 @@ from enginesmith.pipeline.measure.statistics import (
     median_interval,
     paired_ratio,
 )
-from enginesmith.pipeline.results import differences, documents
+from enginesmith.pipeline.results import comparison, documents
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Feeds, ShapeRange, Signature
@@ -85,7 +85,7 @@ def why_not(before: Stored, after: Stored, *, any_machine: bool) -> str:
         return "the inputs or outputs are not the same"
     if _vector(after) is None:
         return "the run keeps no test vector that engines could be fed with"
-    apart = differences.compare_devices(after.run, _here(after.run))
+    apart = comparison.compare_devices(after.run, _here(after.run))
     if apart and not any_machine:
         return f"this is not the kind of machine that the runs were measured on ({apart[0].name})"
     return ""

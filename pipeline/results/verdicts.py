@@ -1,26 +1,170 @@
-"""Decide which variants may win, which budgets they keep, and which of them wins.
+"""Decide which budgets a variant keeps, which variants may win, and which of them wins.
+
+To add a budget, declare its field in ``options.Budgets`` and add its row to :data:`BUDGETS`.
 
 A variant cannot be used if nothing of it is in the precision that it is called after. A pruned or sparse variant may
 win only if it is measurably faster than its dense sibling, for a loss that is allowed. What is unknown keeps no budget.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from enginesmith.pipeline.engines import BASELINES
 from enginesmith.pipeline.errors import WrongEngine
-from enginesmith.pipeline.measure.rows import LimitRow
 from enginesmith.pipeline.recipe.options import Budgets, Objective
-from enginesmith.pipeline.results.budgets import BUDGETS, Budget, read_throughput, why_unknown
 from enginesmith.pipeline.results.explain import find_shortfall
-from enginesmith.pipeline.results.run import VariantRecord, Verdict
+from enginesmith.pipeline.results.run import Run, VariantRecord, Verdict
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.units import format_bytes, format_seconds
 
-_GAIN = 0.95
-"""A floor that is no lower than this share of the dense one's was hardly lowered."""
+# Budgets, with one row for each.
+
+
+@dataclass(frozen=True)
+class Budget:
+    """One limit that can be set: the number that it is about, and how that is written."""
+
+    field: str
+    """Field of ``options.Budgets`` or of the recipe; ``min_…`` is a lower bound, everything else an upper one."""
+    title: str
+    read: Callable[[VariantRecord, int], float | None]
+    """Record and deciding batch size → the number, None where it is unknown."""
+    explain: Callable[[VariantRecord, int], str | None]
+    """Likewise → why the number is unknown."""
+    format: Callable[[float], str]
+
+    def allows(self, value: float | None, limit: float) -> bool:
+        """Tell whether a number is within the limit; an unknown one is not."""
+        if value is None:
+            return False
+        return value >= limit if self.field.startswith("min_") else value <= limit
+
+
+def _read_latency(name: str) -> Callable[[VariantRecord, int], float | None]:
+    return lambda record, batch: getattr(record.row(batch), name, None)
+
+
+def read_throughput(record: VariantRecord, batch: int) -> float | None:
+    """Read the best throughput of all batch sizes, in samples/s."""
+    return max((row.throughput_per_s for row in record.latency if row.throughput_per_s is not None), default=None)
+
+
+def _read_lowest_sqnr(record: VariantRecord, batch: int) -> float | None:
+    """Read the lowest SQNR of all stages and shapes, in dB; outputs that are no floats have none."""
+    return min((entry.sqnr_db for entry in record.judged_fidelity if entry.sqnr_db is not None), default=None)
+
+
+def _explain_latency(record: VariantRecord, batch: int) -> str:
+    failed = next((row.failure for row in record.latency if row.batch == batch and row.failure), None)
+    return failed or record.reasons.get("latency") or record.reason or f"it was not measured at batch {batch}"
+
+
+def _explain_p99(record: VariantRecord, batch: int) -> str:
+    row = record.row(batch)
+    return row.reasons.get("p99_ms", "") if row else _explain_latency(record, batch)
+
+
+def _format_ms(value: float) -> str:
+    return f"{value:.4g} ms"
+
+
+BUDGETS: tuple[Budget, ...] = (
+    Budget(
+        "max_drop",
+        "loss of quality",
+        lambda record, batch: record.quality.drop if record.quality else None,
+        lambda record, batch: record.reasons.get("quality", "not asked for"),
+        lambda value: f"{value:.4f}",
+    ),
+    Budget(
+        "max_memory_bytes",
+        "peak memory",
+        lambda record, batch: record.peak_bytes,
+        lambda record, batch: (
+            (record.memory and record.memory.reasons.get("peak_bytes")) or record.reasons.get("memory")
+        ),
+        format_bytes,
+    ),
+    Budget("max_latency_ms", "p50 latency", _read_latency("p50_ms"), _explain_latency, _format_ms),
+    Budget("max_p99_ms", "p99 latency", _read_latency("p99_ms"), _explain_p99, _format_ms),
+    Budget(
+        "min_throughput_per_s",
+        "throughput",
+        read_throughput,
+        _explain_latency,
+        lambda value: f"{value:{'.4g' if value < 10_000 else ',.0f'}} samples/s",
+    ),
+    Budget(
+        "max_size_bytes",
+        "size",
+        lambda record, batch: record.artifact.bytes if record.artifact else None,
+        lambda record, batch: "it has no engine file",
+        format_bytes,
+    ),
+    Budget(
+        "max_build_seconds",
+        "build time",
+        lambda record, batch: record.build.seconds if record.build else None,
+        lambda record, batch: "no engine is built for it",
+        format_seconds,
+    ),
+    Budget(
+        "min_sqnr_db",
+        "fidelity",
+        _read_lowest_sqnr,
+        lambda record, batch: "no outputs are floats" if record.judged_fidelity else "its outputs were not judged",
+        lambda value: f"SQNR {value:.1f} dB",
+    ),
+)
+_BY_FIELD = {budget.field: budget for budget in BUDGETS}
+
+
+def why_unknown(record: VariantRecord, field: str, batch: int) -> str:
+    """Explain why a budget's number is unknown, in the record's own words where it has some."""
+    return _BY_FIELD[field].explain(record, batch) or "it was not measured"
+
+
+def format_title(field: str) -> str:
+    """Name what a budget is about: ``p50 latency``."""
+    return _BY_FIELD[field].title if field in _BY_FIELD else field
+
+
+def format_value(field: str, value: float | None) -> str:
+    """Write a number in the budget's unit."""
+    if value is None:
+        return "unknown"
+    return _BY_FIELD[field].format(value) if field in _BY_FIELD else f"{value:g}"
+
+
+def format_limit(verdict: Verdict) -> str:
+    """Write a limit: ``at most 5 ms``."""
+    bound = "at least" if verdict.budget.startswith("min_") else "at most"
+    return f"{bound} {format_value(verdict.budget, verdict.limit)}"
+
+
+def format_verdict(verdict: Verdict) -> str:
+    """Write a verdict: ``p50 latency is 5.2 ms, and has to be at most 5 ms``; similar numbers are given in full."""
+    actual, limit = format_value(verdict.budget, verdict.actual), format_limit(verdict)
+    looks_equal = actual == format_value(verdict.budget, verdict.limit)
+    if verdict.actual is not None and looks_equal and verdict.actual != verdict.limit:
+        actual, limit = f"{actual} ({verdict.actual!r})", f"{limit} ({verdict.limit!r})"
+    why = f" ({verdict.reason})" if verdict.reason else ""
+    return f"{format_title(verdict.budget)} is {actual}{why}, and has to be {limit}"
+
+
+def list_unjudged(run: Run) -> list[str]:
+    """List budgets that were set and not judged."""
+    asked = {**run.recipe.budgets.model_dump(), "min_sqnr_db": run.recipe.min_sqnr_db}
+    judged = {verdict.budget for verdict in run.verdicts}
+    if run.winner == run.baseline.id:
+        judged.add("min_sqnr_db")  # it is what fidelity is measured against
+    return [name for name, limit in asked.items() if limit is not None and name not in judged]
 
 
 # Which variants may win.
+
+_GAIN = 0.95
+"""Share of the dense floor down to which a floor was hardly lowered."""
 
 
 def why_ineligible(record: VariantRecord) -> str:
@@ -53,11 +197,17 @@ def judge_compression(
     """
     if record.dense is None or record.status != "measured":
         return record
-    reason = _too_slow(record, others.get(record.dense), batch) or _unknown_loss(record, budgets)
+    reason = _explain_slowness(record, others.get(record.dense), batch)
+    if not reason and record.quality is None:
+        reason = "how much accuracy it lost is not known: give labelled data with --eval"
+    elif not reason and record.quality and budgets.max_drop is None:
+        lost = f"it lost {record.quality.drop:.3g} of {record.quality.metric}"
+        reason = f"{lost}, and nothing says how much it may: give --max-drop"
     return record.model_copy(update={"rejected": reason})
 
 
-def _too_slow(record: VariantRecord, dense: VariantRecord | None, batch: int) -> str:
+def _explain_slowness(record: VariantRecord, dense: VariantRecord | None, batch: int) -> str:
+    """Explain why it is not faster than its dense sibling; empty if it is."""
     row = record.row(batch)
     if row is None:
         return f"it was not measured at batch {batch}"
@@ -73,7 +223,9 @@ def _too_slow(record: VariantRecord, dense: VariantRecord | None, batch: int) ->
 
 def _explain_bounds(record: VariantRecord, dense: VariantRecord | None, batch: int) -> Iterator[str]:
     """Explain by the limits of the machine why it is no faster, where they were measured."""
-    mine, theirs = _limit(record, batch), _limit(dense, batch) if dense else None
+    mine, theirs = (
+        next((row for row in one.limits if row.batch == batch), None) if one else None for one in (record, dense)
+    )
     if mine is None or theirs is None or not mine.floor_ms or not theirs.floor_ms:
         yield "measure with --limits to see what bounds it"
         return
@@ -88,56 +240,43 @@ def _explain_bounds(record: VariantRecord, dense: VariantRecord | None, batch: i
         )
 
 
-def _limit(record: VariantRecord, batch: int) -> LimitRow | None:
-    return next((row for row in record.limits if row.batch == batch), None)
-
-
-def _unknown_loss(record: VariantRecord, budgets: Budgets) -> str:
-    if record.quality is None:
-        return "how much accuracy it lost is not known: give labelled data with --eval"
-    if budgets.max_drop is None:
-        lost = f"it lost {record.quality.drop:.3g} of {record.quality.metric}"
-        return f"{lost}, and nothing says how much it may: give --max-drop"
-    return ""
-
-
-# Which budgets a variant keeps.
-
-
 def judge_budgets(
     record: VariantRecord, budgets: Budgets, batch: int, min_sqnr_db: float | None = None
 ) -> tuple[Verdict, ...]:
     """Judge a record by each budget that was set; what is unknown does not pass.
 
-    ``min_sqnr_db`` is for records that are compared with the baseline, which leaves out the baseline itself.
+    ``min_sqnr_db`` is for records that are compared with the baseline, which leaves out the baseline itself. By it each
+    stage and shape is judged: by its SQNR, or by its own check where outputs are no floats.
     """
     limits: dict[str, float | None] = {**budgets.model_dump(), "min_sqnr_db": min_sqnr_db}
-    return tuple(
-        _judge(budget, record, batch, limit) for budget in BUDGETS if (limit := limits.get(budget.field)) is not None
-    )
-
-
-def _judge(budget: Budget, record: VariantRecord, batch: int, limit: float) -> Verdict:
-    value = budget.read(record, batch)
-    reason = "" if value is not None else why_unknown(record, budget.field, batch)
-    passed = _agrees(record, limit) if budget.field == "min_sqnr_db" else budget.allows(value, limit)
-    return Verdict(budget=budget.field, limit=limit, actual=value, passed=passed, reason=reason)
-
-
-def _agrees(record: VariantRecord, min_sqnr_db: float) -> bool:
-    """Judge every stage and shape: by its SQNR, or by its own check where outputs are no floats."""
-    judged = record.judged_fidelity
-    return bool(judged) and all(
-        entry.passed if entry.sqnr_db is None else entry.sqnr_db >= min_sqnr_db for entry in judged
-    )
+    verdicts = []
+    for budget in BUDGETS:
+        if (limit := limits.get(budget.field)) is not None:
+            value, judged = budget.read(record, batch), record.judged_fidelity
+            reason = "" if value is not None else why_unknown(record, budget.field, batch)
+            passed = budget.allows(value, limit)
+            if budget.field == "min_sqnr_db":
+                known = (one.passed if one.sqnr_db is None else one.sqnr_db >= limit for one in judged)
+                passed = bool(judged) and all(known)
+            verdict = Verdict(budget=budget.field, limit=limit, actual=value, passed=passed, reason=reason)
+            verdicts.append(verdict)
+    return tuple(verdicts)
 
 
 # Which variant wins.
 
 
+_BEST = {
+    "latency": "lowest median latency",
+    "throughput": "highest throughput",
+    "memory": "lowest peak memory",
+    "size": "smallest file",
+}
+
+
 @dataclass(frozen=True)
 class Selection:
-    """Name the winner (None if no variant keeps the budgets), why, the Pareto front, and the verdicts by budget."""
+    """The winner (None if no variant keeps the budgets), why it won, the Pareto front, and the verdicts by budget."""
 
     winner: str | None
     reason: str
@@ -163,10 +302,17 @@ def select_winner(
     pareto = _pareto(eligible, batch)
     within = [record for record in ranked if all(verdict.passed for verdict in judged(record))]
     if within:
-        return Selection(within[0].id, _why(within[0], objective), pareto, judged(within[0]))
+        alone = "; no engine does better" if within[0].id == BASELINES["torch"] else ""
+        why = f"{_BEST[objective]} among those within the budgets{alone}"
+        return Selection(within[0].id, why, pareto, judged(within[0]))
     if ranked:
         best = judged(ranked[0])
-        missed = ", ".join(_missed(verdict) for verdict in best if not verdict.passed)
+        missed = ", ".join(
+            f"{one.budget} {'unknown' if one.actual is None else f'{one.actual:g}'} "
+            f"{'<' if one.budget.startswith('min_') else '>'} {one.limit:g}"
+            for one in best
+            if not one.passed
+        )
         return Selection(None, f"no variant holds every budget; the best, {ranked[0].id}, has {missed}", pareto, best)
     waiting = [record for record in records if record.status == "built" and record.reason]
     if waiting:
@@ -196,25 +342,8 @@ def _pareto(records: Sequence[VariantRecord], batch: int) -> tuple[str, ...]:
             memory = record.peak_bytes if record.peak_bytes is not None else float("inf")
             drop = record.quality.drop if record.quality and record.quality.drop is not None else 0.0
             points[record.id] = (row.p50_ms, memory, drop)
-    return tuple(name for name, point in points.items() if not any(_beats(other, point) for other in points.values()))
 
+    def beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+        return one != other and all(mine <= theirs for mine, theirs in zip(one, other, strict=True))
 
-def _beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    return one != other and all(mine <= theirs for mine, theirs in zip(one, other, strict=True))
-
-
-def _why(record: VariantRecord, objective: Objective) -> str:
-    best = {
-        "latency": "lowest median latency",
-        "throughput": "highest throughput",
-        "memory": "lowest peak memory",
-        "size": "smallest file",
-    }[objective]
-    return f"{best} among those within the budgets" + (
-        "" if record.id != BASELINES["torch"] else "; no engine does better"
-    )
-
-
-def _missed(verdict: Verdict) -> str:
-    actual = "unknown" if verdict.actual is None else f"{verdict.actual:g}"
-    return f"{verdict.budget} {actual} {'<' if verdict.budget.startswith('min_') else '>'} {verdict.limit:g}"
+    return tuple(name for name, point in points.items() if not any(beats(other, point) for other in points.values()))

@@ -21,9 +21,8 @@ from enginesmith.pipeline.measure.rows import SAMPLES
 from enginesmith.pipeline.planning.plan import LOAD, Plan, Step, StepRef, Variant
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results import run as runs
-from enginesmith.pipeline.results.assemble import Header, assemble
+from enginesmith.pipeline.results.assemble import Header, artifact_of, assemble
 from enginesmith.pipeline.results.run import Run, StoredArtifact
-from enginesmith.pipeline.results.variant_record import artifact_of
 from enginesmith.pipeline.store.manifest import MANIFEST
 from enginesmith.pipeline.system.machine import Environment
 

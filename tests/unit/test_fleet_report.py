@@ -179,9 +179,9 @@ def test_the_page_needs_no_network_and_no_more_than_its_own_script(pages: Module
     elements = pages.Elements(text)
     assert len(text) < 200_000
     assert not any("src" in attributes for _, attributes in elements.all)
-    assert re.findall(r"<script>(.*?)</script>", text, re.S) == [page.load_script()]
+    assert re.findall(r"<script>(.*?)</script>", text, re.S) == [page.load(page.SCRIPT)]
     policy = next(one["content"] for one in elements.named("meta") if one.get("http-equiv"))
-    assert policy == page.write_policy((page.load_script(),))
+    assert policy == page.write_policy((page.load(page.SCRIPT),))
 
 
 def evil(made_fleets: ModuleType, made_runs: ModuleType, folder: Path) -> FleetRecord:

@@ -11,7 +11,7 @@ import pytest
 
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.report import files, sections, tables
-from enginesmith.pipeline.report.html import blocks, page, summary
+from enginesmith.pipeline.report.html import blocks, page
 from enginesmith.pipeline.report.html.blocks import Folded, Section, tables_in
 from enginesmith.pipeline.report.tables import Table
 from enginesmith.pipeline.results import run as runs
@@ -58,7 +58,7 @@ def test_nothing_comes_from_the_network(pages: ModuleType, some: Run) -> None:
 
 def test_the_policy_names_exactly_the_scripts_that_run(some: Run) -> None:
     bodies = re.findall(r"<script>(.*?)</script>", page.render(some), re.S)
-    assert bodies == [page.load_library(), page.load_script()]
+    assert bodies == [page.load(page.LIBRARY), page.load(page.SCRIPT)]
 
 
 def test_ids_are_unique_and_labels_point_to_some(elements: Any) -> None:
@@ -131,7 +131,7 @@ def test_nothing_measured_says_so_everywhere() -> None:
 
 
 def test_the_ten_questions_have_an_answer_each(some: Run) -> None:
-    found = summary.answer_questions(some)
+    found = page.answer_questions(some)
     assert len(found) == 10
     assert all(fact.text.strip() and fact.target in SECTIONS for fact in found)
 
@@ -145,7 +145,7 @@ def test_what_stayed_in_float_is_told_by_reason(some: Run) -> None:
     record = record.model_validate({**record.model_dump(), "assignment": groups})
     kept = next(
         fact
-        for fact in summary.answer_questions(some.model_copy(update={"variants": (record,)}))
+        for fact in page.answer_questions(some.model_copy(update={"variants": (record,)}))
         if "floating" in fact.term
     )
     assert kept.text == f"{record.id}: 2 of 3: b, c (too sensitive)."
@@ -154,7 +154,7 @@ def test_what_stayed_in_float_is_told_by_reason(some: Run) -> None:
 def test_p99_is_held_against_a_budget_of_p50_when_there_is_no_other(some: Run) -> None:
     budgets = some.recipe.budgets.model_copy(update={"max_latency_ms": 1.0})
     recipe = some.recipe.model_copy(update={"budgets": budgets})
-    found = summary.answer_questions(some.model_copy(update={"recipe": recipe, "verdicts": ()}))[0]
+    found = page.answer_questions(some.model_copy(update={"recipe": recipe, "verdicts": ()}))[0]
     assert found.text == f"The budget is on p50, 1 ms; p99 of {some.winner} at batch 3 is 1.5 ms, above it."
 
 
@@ -210,7 +210,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_contrast_is_that_of_wcag_aa_in_both_schemes_and_in_print() -> None:
-    blocks = re.findall(r":root \{(.*?)\}", page.load_style(), re.S)
+    blocks = re.findall(r":root \{(.*?)\}", page.load(page.STYLE), re.S)
     schemes = [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in blocks]
     assert len(schemes) == 3
     texts = [(text, ground) for text in ("text", "muted", "accent") for ground in ("ground", "raised")]

@@ -6,8 +6,8 @@ from typing import Any
 
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.report.tables import marked
-from enginesmith.pipeline.results.budgets import why_unknown
 from enginesmith.pipeline.results.run import Run, VariantRecord
+from enginesmith.pipeline.results.verdicts import why_unknown
 
 # What a chart is: a plotly.js figure as plain data, and the same in words and as a table.
 

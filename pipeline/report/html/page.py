@@ -1,10 +1,9 @@
-"""Render a run as one HTML file."""
+"""Render a run as one HTML file that needs no network."""
 
 import base64
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from enginesmith.pipeline.report import charts, sections, sentences
-from enginesmith.pipeline.report.html import summary
+from enginesmith.pipeline.report import charts, provenance, sentences
+from enginesmith.pipeline.report.html import sections
 from enginesmith.pipeline.report.html.blocks import (
     Block,
     Fact,
@@ -26,199 +25,299 @@ from enginesmith.pipeline.report.html.blocks import (
     script_data,
     within_limits,
 )
-from enginesmith.pipeline.report.html.sections import (
-    Placed,
-    render_batch_sweep,
-    render_compression,
-    render_environment,
-    render_fidelity,
-    render_latency,
-    render_limits,
-    render_memory,
-    render_method,
-    render_precision,
-    render_profile,
-    render_provenance,
-    render_rejected,
-    render_reproduction,
-    render_sensitivity,
-)
-from enginesmith.pipeline.report.tables import Tone
-from enginesmith.pipeline.results import budgets
-from enginesmith.pipeline.results.run import Run, Verdict
+from enginesmith.pipeline.report.html.sections import Drawings, describe_calibration, draw
+from enginesmith.pipeline.report.sections import tabulate_front, tabulate_losses, tabulate_variants
+from enginesmith.pipeline.report.tables import Tone, marked, name_some
+from enginesmith.pipeline.results import verdicts
+from enginesmith.pipeline.results.explain import narrowest_type
+from enginesmith.pipeline.results.run import NOT_KNOWN, Assignment, Run, VariantRecord
+from enginesmith.pipeline.units import format_bytes, ms
 
-# The first screen: the verdict, the budgets, the table of variants, the Pareto front; and answers in a line each.
-
-
-def render_verdict(run: Run) -> Words:
-    """Sum up the run in one sentence, coloured by how it ended."""
-    broken = any(not one.passed for one in run.verdicts)
-    tone: Tone = "bad" if run.winner is None and run.complete else "caution" if run.winner is None or broken else "good"
-    return Words(sentences.summarize(run), tone)
-
-
-def list_budgets(run: Run) -> tuple[Fact, ...]:
-    """List each budget with its number and its limit, and those that were not judged."""
-    judged = tuple(_budget(one) for one in run.verdicts)
-    open_ = tuple(Fact(budgets.format_title(name), "not judged", "", "caution") for name in budgets.list_unjudged(run))
-    return judged + open_
-
-
-def _budget(one: Verdict) -> Fact:
-    word = "met" if one.passed else "broken"
-    why = f" ({one.reason})" if one.reason else ""
-    text = f"{word}: {budgets.format_value(one.budget, one.actual)}{why}, {budgets.format_limit(one)}"
-    return Fact(budgets.format_title(one.budget), text, "", "good" if one.passed else "bad")
-
-
-def render_progress(run: Run) -> tuple[Words, ...]:
-    """Say what is missing of a run that was interrupted, or has steps for another machine."""
-    if run.complete:
-        return ()
-    left = [step.id for step in run.steps if step.status == "pending"]
-    text = sentences.describe_progress(run).capitalize()
-    return (Words(f"{text}; next: {', '.join(left[:3]) or '–'}. Go on with: enginesmith resume {run.name}", "caution"),)
-
-
-# Load the page's scripts and style: plotly.js and the page's own.
+# Sections and a template as one file: all of it is escaped, besides the scripts and the style of ours.
 
 TEMPLATES = Path(__file__).parent / "templates"
+LIBRARY, SCRIPT, STYLE = "plotly-basic.min.js", "page.js", "style.css"
+"""plotly.js, the script that makes tables sortable and draws charts and long tables, and the page's style.
+
+plotly.js is its "basic" build, which draws scatter, bar and pie traces: the npm package ``plotly.js-basic-dist-min`` as
+it stands. A report is about 1.3 MB with it, and would be 5 MB with every trace type.
+"""
 
 
 @functools.cache
-def load_library() -> str:
-    """Load plotly.js in its "basic" build, which draws scatter, bar and pie traces.
-
-    The file is ``plotly-basic.min.js`` of the npm package ``plotly.js-basic-dist-min`` as it stands: a report is about
-    1.3 MB with it, and would be 5 MB with every trace type.
-    """
-    return (TEMPLATES / "plotly-basic.min.js").read_text(encoding="utf-8")
-
-
-@functools.cache
-def load_script() -> str:
-    """Load the script that makes tables sortable and draws charts and long tables."""
-    return (TEMPLATES / "page.js").read_text(encoding="utf-8")
-
-
-@functools.cache
-def load_style() -> str:
-    """Load the page's style."""
-    return (TEMPLATES / "style.css").read_text(encoding="utf-8")
+def load(name: str) -> Markup:
+    """Load a script or the style, marked as safe, so that it stands in the page as it is."""
+    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
 
 
 @functools.cache
 def write_policy(texts: tuple[str, ...]) -> str:
     """Write a content security policy that allows these scripts and the page's style, and nothing from anywhere."""
-    scripts = " ".join(f"'sha256-{_digest(text)}'" for text in texts)
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    scripts = " ".join(f"'sha256-{digest}'" for digest in digests)
     return f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
-
-
-def _digest(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-# Sections and a template as one HTML file that needs no network: all of it is escaped, besides two known scripts.
 
 
 def lay_out(template: str, parts: Sequence[Section], figures: Mapping[str, Any] | None = None, **values: Any) -> str:
     """Render a page; without ``figures`` for charts it has no library that draws."""
     shown = within_limits(parts)
-    libraries = (load_library(),) if figures is not None else ()
+    scripts = (load(SCRIPT),) if figures is None else (load(LIBRARY), load(SCRIPT))
     return _template(template).render(
         sections=shown,
         charts=script_data(figures or {}),
         tables=script_data(long_tables(shown)),
-        policy=Markup(write_policy((*libraries, load_script()))),
-        style=Markup(load_style()),
-        library=_known(load_library()) if libraries else "",
-        script=_known(load_script()),
+        policy=Markup(write_policy(scripts)),
+        style=load(STYLE),
+        library="" if figures is None else load(LIBRARY),
+        script=load(SCRIPT),
         **values,
     )
 
 
 @functools.cache
-def _known(script: str) -> Markup:
-    """Mark a script of ours as safe, so that it stands in the page as it is."""
-    return Markup(script)
-
-
-@functools.cache
 def _template(name: str) -> Template:
+    loader = FileSystemLoader(TEMPLATES)
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     return environment.get_template(name)
 
 
-@dataclass(frozen=True)
-class SectionRow:
-    """A section of the page: its id, its heading, the question that people come with, and what fills it."""
-
-    name: str
-    title: str
-    question: str
-    render: Callable[[Run, Placed], Sequence[Block]]
+# The first screen: the verdict, the budgets, the table of variants, the Pareto front; and answers in a line each.
 
 
-def _render_variants(run: Run, placed: Placed) -> Sequence[Block]:
-    notes = (Words(f"{note}.") for note in sentences.list_footnotes(run))
-    front = sections.tabulate_front(run)
+def _render_variants(run: Run, drawings: Drawings) -> Sequence[Block]:
+    front = tabulate_front(run)
     return (
-        sections.tabulate_variants(run),
-        *notes,
-        *placed.under("pareto"),
+        tabulate_variants(run),
+        *(Words(f"{note}.") for note in sentences.list_footnotes(run)),
+        drawings["pareto"],
         *folded(front.caption, *filled(front)),
     )
 
 
-def _render_summary(run: Run, placed: Placed) -> Sequence[Block]:
-    return (Facts(summary.answer_questions(run)),)
+def _render_summary(run: Run, drawings: Drawings) -> Sequence[Block]:
+    return (Facts(answer_questions(run)),)
 
 
-SECTIONS: tuple[SectionRow, ...] = (
-    SectionRow("variants-and-front", "Variants", "Which variant is it to be?", _render_variants),
-    SectionRow("glance", "At a glance", "What a reviewer asks first", _render_summary),
-    SectionRow("out", "Failed, rejected or left", "Why can this variant not be used?", render_rejected),
-    SectionRow("latency", "Latency", "How are single calls distributed, and what is the tail?", render_latency),
-    SectionRow("memory", "Memory", "Where does peak memory go?", render_memory),
-    SectionRow("sweep", "Batch sizes and callers", "What does a larger batch give?", render_batch_sweep),
-    SectionRow("fidelity", "Fidelity along the stages", "Where was accuracy lost?", render_fidelity),
-    SectionRow("sensitivity", "Sensitivity", "Which layers suffer most in low precision?", render_sensitivity),
-    SectionRow("precision", "Precision", "What was quantised, what was not, and why?", render_precision),
-    SectionRow("smaller", "Pruning and recovery", "What was taken away, did it come back?", render_compression),
-    SectionRow(
-        "limits", "Distance to the hardware's limit", "How far is it from what the machine can do?", render_limits
+SECTIONS: tuple[tuple[str, str, str, Callable[[Run, Drawings], Sequence[Block]]], ...] = (
+    ("variants-and-front", "Variants", "Which variant is it to be?", _render_variants),
+    ("glance", "At a glance", "What a reviewer asks first", _render_summary),
+    ("out", "Failed, rejected or left", "Why can this variant not be used?", sections.render_rejected),
+    ("latency", "Latency", "How are single calls distributed, and what is the tail?", sections.render_latency),
+    ("memory", "Memory", "Where does peak memory go?", sections.render_memory),
+    ("sweep", "Batch sizes and callers", "What does a larger batch give?", sections.render_batch_sweep),
+    ("fidelity", "Fidelity along the stages", "Where was accuracy lost?", sections.render_fidelity),
+    ("sensitivity", "Sensitivity", "Which layers suffer most in low precision?", sections.render_sensitivity),
+    ("precision", "Precision", "What was quantised, what was not, and why?", sections.render_precision),
+    ("smaller", "Pruning and recovery", "What was taken away, did it come back?", sections.render_compression),
+    (
+        "limits",
+        "Distance to the hardware's limit",
+        "How far is it from what the machine can do?",
+        sections.render_limits,
     ),
-    SectionRow("profile", "Where the time goes", "Which modules and operators take the time?", render_profile),
-    SectionRow("provenance", "Provenance", "What was done, by what, with which result?", render_provenance),
-    SectionRow("environment", "Environment", "On what machine, and was it quiet?", render_environment),
-    SectionRow(
-        "method", "How things were measured", "Which clock, how many rounds, what counts as memory?", render_method
+    ("profile", "Where the time goes", "Which modules and operators take the time?", sections.render_profile),
+    ("provenance", "Provenance", "What was done, by what, with which result?", sections.render_provenance),
+    ("environment", "Environment", "On what machine, and was it quiet?", sections.render_environment),
+    (
+        "method",
+        "How things were measured",
+        "Which clock, how many rounds, what counts as memory?",
+        sections.render_method,
     ),
-    SectionRow("reproduce", "Do it again", "What do I install, and what do I run?", render_reproduction),
+    ("reproduce", "Do it again", "What do I install, and what do I run?", sections.render_reproduction),
 )
-"""Sections in the order of the page; a new one is a function and a row."""
+"""Sections in the order of the page: id, heading, the question that people come with, the function that fills it."""
 
 
 def render(run: Run, samples: Mapping[str, NDArray[Any]] | None = None) -> str:
     """Render the page of a run; ``samples`` are the latencies of samples.npz, whose distribution is drawn."""
-    placed = Placed(charts.charts(run, samples))
+    drawn = charts.charts(run, samples)
+    drawings = draw(drawn)
+    figures = {chart.id: chart.figure for chart in drawn if chart.figure is not None}
+    broken = any(not verdict.passed for verdict in run.verdicts)
+    tone: Tone = "bad" if run.winner is None and run.complete else "caution" if run.winner is None or broken else "good"
+    left = ", ".join([step.id for step in run.steps if step.status == "pending"][:3]) or "–"
+    progress = f"{sentences.describe_progress(run).capitalize()}; next: {left}."
+    goes_on = Words(f"{progress} Go on with: enginesmith resume {run.name}", "caution")
     return lay_out(
         "page.html.j2",
-        [Section(row.name, row.title, row.question, tuple(row.render(run, placed))) for row in SECTIONS],
-        _figures(placed),
+        [Section(name, title, question, tuple(fill(run, drawings))) for name, title, question, fill in SECTIONS],
+        {"figures": figures, "light": charts.LIGHT, "dark": charts.DARK},
         run=run,
-        verdict=render_verdict(run),
-        unfinished=render_progress(run),
-        budgets=list_budgets(run),
+        verdict=Words(sentences.summarize(run), tone),
+        unfinished=() if run.complete else (goes_on,),
+        budgets=tuple(_list_budgets(run)),
     )
 
 
-def _figures(placed: Placed) -> dict[str, Any]:
-    drawn = {one.id: one.figure for one in placed.charts if one.figure is not None}
-    return {"figures": drawn, "light": charts.LIGHT, "dark": charts.DARK}
+def _list_budgets(run: Run) -> Iterator[Fact]:
+    """List each budget with its number and its limit, and those that were not judged."""
+    for one in run.verdicts:
+        why = f" ({one.reason})" if one.reason else ""
+        actual = f"{verdicts.format_value(one.budget, one.actual)}{why}, {verdicts.format_limit(one)}"
+        word = "met" if one.passed else "broken"
+        yield Fact(verdicts.format_title(one.budget), f"{word}: {actual}", "", "good" if one.passed else "bad")
+    for name in verdicts.list_unjudged(run):
+        yield Fact(verdicts.format_title(name), "not judged", "", "caution")
+
+
+_NAMED = 3
+"""Groups or variants that are named in a line."""
+_DISTURBED = 0.1
+
+
+def answer_questions(run: Run) -> tuple[Fact, ...]:
+    """Answer a reviewer's questions in a line each, naming the section that has the rest."""
+    versions = ", ".join(f"{name} {number}" for name, number in provenance.list_versions(run.environment).items())
+    return (
+        Fact("Did the budget hold at p99?", _p99(run), "latency"),
+        Fact("Which clock, how many rounds?", _clock(run), "method"),
+        Fact("Was the machine quiet?", _quiet(run), "environment"),
+        Fact("Where does memory go?", _memory(run), "memory"),
+        Fact("Where was accuracy lost?", _lost(run), "fidelity"),
+        Fact("Which layers stayed in floating point, and why?", _kept(run), "precision"),
+        Fact("Which variants failed, were rejected or left?", _out(run), "out"),
+        Fact("Calibrated and evaluated on what?", _data(run), "precision"),
+        Fact("How far from the hardware's limit?", _limit(run), "limits"),
+        Fact("What do I install to run this again?", f"{versions or 'No versions are known'}.", "reproduce"),
+    )
+
+
+def choose_variant(run: Run) -> VariantRecord:
+    """Choose the variant that answers are about: the winner, else the fastest, else the baseline."""
+    records = {record.id: record for record in run.records}
+    if run.winner in records:
+        return records[run.winner]
+    timed = [(row.p50_ms, one.id) for one in run.variants if (row := one.row(run.deciding_batch)) and row.p50_ms]
+    return records[min(timed)[1]] if timed else run.baseline
+
+
+def _p99(run: Run) -> str:
+    record, batch = choose_variant(run), run.deciding_batch
+    row = record.row(batch)
+    if row is None:
+        return f"Not known: {_why(record, 'latency')}."
+    if row.p99_ms is None:
+        said = f"p99 of {record.id} at batch {batch} is not known: {row.reasons.get('p99_ms', 'too few samples')}"
+    else:
+        said = f"p99 of {record.id} at batch {batch} is {ms(row.p99_ms)} ms"
+    asked = run.recipe.budgets
+    if judged := next((one for one in run.verdicts if one.budget == "max_p99_ms"), None):
+        return f"{'Yes' if judged.passed else 'No'}: {verdicts.format_verdict(judged)}."
+    if asked.max_latency_ms is None:
+        return f"No budget was set on latency; {said}."
+    if row.p99_ms is None:
+        return f"The budget is on p50, {asked.max_latency_ms:g} ms; {said}."
+    within = "within" if row.p99_ms <= asked.max_latency_ms else "above"
+    return f"The budget is on p50, {asked.max_latency_ms:g} ms; {said}, {within} it."
+
+
+def _clock(run: Run) -> str:
+    rows = [row for record in run.records for row in record.latency if row.rounds]
+    if not rows:
+        return f"Nothing was timed: {_why(run.baseline, 'latency')}."
+    device = " and CUDA events beside it" if any(row.device_p50_ms is not None for row in rows) else ""
+    rounds, launches = _range(row.rounds for row in rows), _range(row.launches for row in rows)
+    samples = _range(row.n for row in rows)
+    return f"The host's monotonic clock{device}; rounds: {rounds}, launches: {launches}, samples: {samples}."
+
+
+def _range(counts: Iterator[int | None]) -> str:
+    known = sorted({count for count in counts if count is not None})
+    return " to ".join(f"{count:,}" for count in dict.fromkeys((known[0], known[-1]))) if known else "unknown"
+
+
+def _quiet(run: Run) -> str:
+    warnings = [text for text in map(str, run.environment.get("warnings", ())) if not text.startswith(NOT_KNOWN)]
+    shares = [row.disturbed_share for one in run.records for row in one.latency if row.disturbed_share is not None]
+    said = f"at most {max(shares):.1%} of a variant's calls were disturbed by others" if shares else ""
+    if warnings:
+        more = f", and {len(warnings) - 1} more" if len(warnings) > 1 else ""
+        return f"No: {'; '.join(filter(None, (warnings[0] + more, said)))}."
+    if shares and max(shares) > _DISTURBED:
+        return f"Not all the time: {said}; they are left out of medians and speed-ups."
+    return f"Yes, nothing is known to the contrary{'; ' if said else ''}{said}."
+
+
+def _memory(run: Run) -> str:
+    record = choose_variant(run)
+    row = record.memory
+    if row is None or row.peak_bytes is None:
+        return f"Not known: {(row and row.reasons.get('peak_bytes')) or _why(record, 'memory')}."
+    whole = run.baseline.peak_bytes if record is not run.baseline else None
+    share = f", {row.peak_bytes / whole:.0%} of that of {run.baseline.id}" if whole else ""
+    parts = f"weights {format_bytes(row.weights_bytes)}, activations {format_bytes(row.activation_bytes)}"
+    return f"{record.id} at batch {row.batch}: peak {format_bytes(row.peak_bytes)}{share}; {parts}."
+
+
+def _lost(run: Run) -> str:
+    rows = tabulate_losses(run).rows
+    mine = next((row for row in rows if row[0] == marked(choose_variant(run))), next(iter(rows), None))
+    if mine is None:
+        return "No outputs were held against the baseline's."
+    name, stage, fall, worst, metric = mine
+    where = f"most at {stage}, SQNR {fall} dB" if fall != "–" else f"nowhere to speak of: SQNR is at least {worst} dB"
+    return f"{name}: {where}{f'; {metric}' if metric != '–' else ''}."
+
+
+def _kept(run: Run) -> str:
+    answers = []
+    for record in (record for record in run.variants if record.assignment):
+        low, total = narrowest_type(record.precision), len(record.assignment)
+        kept = [one for one in record.assignment if narrowest_type(one.precision) != low]
+        reasons = f"{len(kept)} of {total}: {'; '.join(_group_by_reason(kept))}" if kept else f"none of {total}"
+        answers.append(f"{marked(record)}: {reasons}.")
+    if not answers:
+        return "No variant was quantised group by group."
+    more = [f"Other variants: {len(answers) - _NAMED}, see below."] if len(answers) > _NAMED else []
+    return "\n".join([*answers[:_NAMED], *more])
+
+
+def _group_by_reason(kept: Sequence[Assignment]) -> Iterator[str]:
+    together: dict[str, list[str]] = {}
+    for one in kept:
+        together.setdefault(one.why, []).append(one.module or one.group)
+    for why, names in list(together.items())[:_NAMED]:
+        yield name_some(names, _NAMED) + (f" ({why})" if why else "")
+    if len(together) > _NAMED:
+        yield f"and {len(together) - _NAMED} more reasons"
+
+
+def _out(run: Run) -> str:
+    ends = [record.status for record in run.variants]
+    counts = {
+        "failed": ends.count("failed"),
+        "rejected": sum(bool(record.rejected) for record in run.variants),
+        "skipped": ends.count("skipped"),
+        "built, not measured": ends.count("built"),
+    }
+    said = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    return f"{said} of {len(run.variants)}." if said else "None."
+
+
+def _data(run: Run) -> str:
+    parts = []
+    if any(record.assignment or record.synthetic_calibration for record in run.variants):
+        made_up = any(record.synthetic_calibration for record in run.variants)
+        parts.append(f"ranges from {'made-up data' if made_up else describe_calibration(run)}")
+    quality = next((one.quality for one in (choose_variant(run), *run.variants) if one.quality), None)
+    if quality:
+        parts.append(f"{quality.metric} on {quality.samples} samples of {run.recipe.data or run.model.data}")
+    parts.append(f"outputs and latency on {run.model.data or 'unknown'} data")
+    return f"{'; '.join(parts)}."
+
+
+def _limit(run: Run) -> str:
+    record = choose_variant(run)
+    row = next((one for one in record.limits if one.batch == run.deciding_batch), next(iter(record.limits), None))
+    if row is None:
+        return f"Not known: {_why(record, 'limits')}."
+    if row.measured_over_floor is None:
+        return f"Not known: {row.reasons.get('measured_over_floor', row.summary)}."
+    return f"{record.id} at batch {row.batch} takes {row.measured_over_floor:.3g}× its floor, bound by {row.bound_by}."
+
+
+def _why(record: VariantRecord, field: str) -> str:
+    return record.reasons.get(field) or record.reason or "not asked for"

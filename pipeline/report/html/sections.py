@@ -1,7 +1,6 @@
-"""Render accuracy and what explains it: fidelity by stage, sensitivity, precisions, and what was made smaller."""
+"""Render the sections of a run's page: accuracy and compression, provenance, and measurements."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 
 from enginesmith.pipeline.recipe import commented
@@ -20,123 +19,104 @@ from enginesmith.pipeline.report.html.blocks import (
     folded,
     points,
 )
-from enginesmith.pipeline.report.html.summary import describe_calibration
 from enginesmith.pipeline.report.tables import make_table, mark, marked
 from enginesmith.pipeline.results.explain import narrowest_type
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.units import format_seconds
 
-# Charts on their way to the sections that they belong to, and what stands there where there is nothing to draw.
+Drawings = Mapping[str, Drawn | Words]
+"""Chart's id → the chart, or the reason why it is empty."""
 
 
-@dataclass(frozen=True)
-class Placed:
-    """All charts of a run."""
-
-    charts: Sequence[Chart]
-
-    def under(self, *names: str) -> tuple[Drawn | Words, ...]:
-        """Return the named charts in their order, with a reason in the place of one that is empty."""
-        by_id = {one.id: one for one in self.charts}
-        return tuple(_shown(by_id[name]) for name in names if name in by_id)
-
-    def by_batch(self, name: str, first: int) -> tuple[Drawn | Words, ...]:
-        """Return the charts of a name that there is one of for each batch size, one batch size first."""
-        found = [one for one in self.charts if one.id == name or one.id.startswith(f"{name}-")]
-        return tuple(_shown(one) for one in sorted(found, key=lambda one: one.id != f"{name}-{first}"))
-
-    def why(self, run: Run, field: str, what: str) -> Words:
-        """Explain why no variant has a field."""
-        records = run.records
-        reason = next((one.reasons[field] for one in records if one.reasons.get(field)), "")
-        return Words(f"{what}: {reason}." if reason else f"{what}.")
-
-
-def _shown(chart: Chart) -> Drawn | Words:
-    return Drawn(chart) if chart.figure is not None else Words(f"{chart.title}: {chart.empty.rstrip('.')}.")
+def draw(charts: Iterable[Chart]) -> Drawings:
+    """Make blocks of charts, with a reason in the place of each that is empty."""
+    return {
+        chart.id: Words(f"{chart.title}: {chart.empty.rstrip('.')}.") if chart.figure is None else Drawn(chart)
+        for chart in charts
+    }
 
 
 _NAMED = 3
 """Variants that are named where many have the same assignment."""
+_CALIBRATION = "calibrate"
+"""The step that takes ranges of the model as it came; changed models have others of their own."""
 
 
-def render_fidelity(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_fidelity(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List the distance to the baseline's outputs, and the metric."""
+    why = next((one.reasons["quality"] for one in run.records if one.reasons.get("quality")), "")
     return (
         *filled(sections.tabulate_losses(run)),
-        *(filled(sections.tabulate_quality(run)) or (placed.why(run, "quality", "No metric was taken"),)),
-        *placed.under("fidelity"),
+        *(filled(sections.tabulate_quality(run)) or (Words(f"No metric was taken{f': {why}' if why else ''}."),)),
+        drawings["fidelity"],
         *folded("Every comparison", *filled(sections.tabulate_fidelity(run))),
     )
 
 
-def render_sensitivity(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_sensitivity(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List what each group costs in low precision."""
-    trials = (_trials(index, record) for index, record in enumerate(run.variants) if record.search)
-    return (*placed.under("sensitivity"), *trials)
+    trials = []
+    for index, record in enumerate(run.variants):
+        if count := len(record.search):
+            name = f"{marked(record)}: {count} trial{'s' if count > 1 else ''} of what stays in floating point"
+            trials.append(Folded(name, (sections.tabulate_search(record, f"trials-{index}", name),)))
+    return (drawings["sensitivity"], *trials)
 
 
-def _trials(index: int, record: VariantRecord) -> Folded:
-    count = len(record.search)
-    name = f"{marked(record)}: {count} trial{'s' if count > 1 else ''} of what stays in floating point"
-    return Folded(name, (sections.tabulate_search(record, f"trials-{index}", name),))
-
-
-def render_precision(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_precision(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List what is computed in which precision, and why."""
     paid = ({"variant": marked(one), "evidence": mark(run, text)} for one in run.variants for text in one.remarks)
     none = Words("No variant was quantised group by group: operators are in the precision of their variant's name.")
+    assigned = any(one.assignment for one in run.variants)
     return (
         *points(f"{note}." for note in sentences.list_footnotes(run)),
-        *(
-            [Words(f"Ranges come from {describe_calibration(run)}.")]
-            if any(one.assignment for one in run.variants)
-            else []
-        ),
-        *(tuple(_assignments(run)) or (none,)),
+        *([Words(f"Ranges come from {describe_calibration(run)}."), *_assignments(run)] if assigned else [none]),
         *filled(make_table("paid", "Whether low precision pays", paid)),
         *filled(sections.tabulate_coverage(run)),
     )
 
 
+def describe_calibration(run: Run) -> str:
+    """Name the data that ranges were taken from, as the step that calibrates the model says."""
+    step = next((step for step in run.steps if step.id == _CALIBRATION and step.effect), None)
+    return step.effect if step else f"{run.recipe.calibration_data or 'no data'}, up to {run.recipe.samples} samples"
+
+
 def _assignments(run: Run) -> Iterator[Folded]:
-    """List the precision of every group, variants that agree in all of them together."""
+    """List the precision of every group, variants that agree in all of them together, the first mixed one opened."""
     together: dict[tuple[object, ...], list[VariantRecord]] = {}
     for record in run.variants:
         if record.assignment:
             alike = tuple((one.group, one.precision, one.why, one.sqnr_db) for one in record.assignment)
             together.setdefault((record.precision, alike), []).append(record)
-    opened = next((key for key, found in together.items() if _mixed(found[0])), next(iter(together), None))
-    for index, (key, records) in enumerate(together.items()):
+    groups = list(together.values())
+    mixed = [
+        len({narrowest_type(one.precision) == narrowest_type(found[0].precision) for one in found[0].assignment}) > 1
+        for found in groups
+    ]
+    opened = mixed.index(True) if any(mixed) else 0
+    for index, records in enumerate(groups):
         more = f"; and {len(records) - _NAMED} more alike" if len(records) > _NAMED else ""
         summary = "; ".join(sections.summarize_assignment(record) for record in records[:_NAMED]) + more
         table = sections.tabulate_assignment(records[0], f"groups-{index}")
-        yield Folded(summary, (table,), open=key is opened)
+        yield Folded(summary, (table,), open=index == opened)
 
 
-def _mixed(record: VariantRecord) -> bool:
-    """Tell whether some groups are in its low precision, and some are not."""
-    low = {narrowest_type(one.precision) == narrowest_type(record.precision) for one in record.assignment}
-    return len(low) > 1
-
-
-def render_compression(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_compression(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List what pruning took away, and what training brought back."""
     models = filled(sections.tabulate_pruning(run))
     if not models:
         asked = ", ".join(run.recipe.prune)
         return (Words(f"No pruned model came out: {asked} was asked for." if asked else "Nothing was to be pruned."),)
     curves = folded("Every step of training", *filled(sections.tabulate_recovery(run)))
-    return (*models, *placed.under("recovery"), *curves, *_groups(run))
-
-
-def _groups(run: Run) -> Iterator[Folded]:
+    groups = []
     for place, record in enumerate(sections.pruned(run)):
         for index, facts in enumerate(record.pruning):
             title = f"{record.prune}: what each group lost"
             lost = sections.tabulate_groups(facts, f"lost-{place}-{index}", title)
             whole = points(f"{group} stays whole: {why}." for group, why in facts.whole.items())
-            yield Folded(title, (*filled(lost), *whole))
+            groups.append(Folded(title, (*filled(lost), *whole)))
+    return (*models, drawings["recovery"], *curves, *groups)
 
 
 # Render what was left out and where the numbers come from: steps, the machine, doing it again.
@@ -145,28 +125,26 @@ _TELLING = ("processor", "usable cores", "memory", "system", "kernel", "python",
 _MOST_FACTS = 24
 
 
-def render_rejected(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_rejected(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List variants that cannot be used, and why."""
     rejected = [([record], "rejected", record.rejected) for record in run.variants if record.rejected]
-    others = [(records, _how(records[0]), why) for records, why in sentences.group_by_reason(run)]
+    others = [(records, _describe_end(records[0]), why) for records, why in sentences.group_by_reason(run)]
     rows = (
         {"variants": ", ".join(map(marked, records)), "what": what, "why": why}
         for records, what, why in (*rejected, *others)
     )
     none = Words("None: every variant was built, held against the baseline and measured.")
-    return filled(make_table("reasons", "Variants that failed, were rejected or are left, with the reason", rows)) or (
-        none,
-    )
+    caption = "Variants that failed, were rejected or are left, with the reason"
+    return filled(make_table("reasons", caption, rows)) or (none,)
 
 
-def _how(record: VariantRecord) -> str:
-    """Say in a word what became of a variant."""
+def _describe_end(record: VariantRecord) -> str:
     if record.status == "failed":
         return f"failed: {record.failure}" if record.failure else "failed"
     return f"{record.status}, with a shortfall" if record.shortfall else record.status
 
 
-def render_provenance(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_provenance(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List the model, the files and every step."""
     steps = filled(provenance.tabulate_steps(run))
     return (
@@ -190,7 +168,7 @@ def _about(run: Run) -> Iterator[Fact]:
     yield Fact("Took", format_seconds(run.seconds))
 
 
-def render_environment(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_environment(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List the machine, its warnings and its software."""
     warnings = tuple(f"{one}." for one in run.environment.get("warnings", ()))
     machine = provenance.tabulate_machine(run.environment)
@@ -207,7 +185,7 @@ def render_environment(run: Run, placed: Placed) -> tuple[Block, ...]:
     )
 
 
-def render_reproduction(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_reproduction(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List what to install and what to run."""
     known = provenance.list_versions(run.environment)
     install, python = provenance.write_install_command(run.environment), run.environment.get("python")
@@ -230,13 +208,13 @@ def render_reproduction(run: Run, placed: Placed) -> tuple[Block, ...]:
 _REASONS = 2
 
 
-def render_latency(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_latency(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List the distributions and percentiles of single calls."""
-    first, *others = placed.by_batch("ecdf", run.deciding_batch) or (None,)
+    first, *others = (drawing for name, drawing in drawings.items() if name.startswith("ecdf"))
     whys = "; ".join(sentences.list_missing_percentiles(run)[:_REASONS])
     missing = [f"Why some have no p99: {whys}."] if whys else []
     return (
-        *([first] if first else []),
+        first,
         *folded("The distribution at other batch sizes", *others),
         *filled(sections.tabulate_latency(run)),
         *filled(sections.tabulate_device_latency(run)),
@@ -244,11 +222,11 @@ def render_latency(run: Run, placed: Placed) -> tuple[Block, ...]:
     )
 
 
-def render_memory(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_memory(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List peak memory by part, and the figures of the engines."""
     lenses = filled(sections.tabulate_lenses(run))
     return (
-        *placed.under("memory"),
+        drawings["memory"],
         *filled(sections.tabulate_memory(run)),
         *filled(sections.tabulate_engines(run)),
         *points(f"{text}." for text in sentences.list_unreported(run)),
@@ -256,30 +234,29 @@ def render_memory(run: Run, placed: Placed) -> tuple[Block, ...]:
     )
 
 
-def render_batch_sweep(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_batch_sweep(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List latency and throughput by batch size and callers."""
     sweep, callers = sections.tabulate_sweep(run), sections.tabulate_throughput(run)
     return (
-        *placed.under("latency-by-batch", "throughput-by-batch"),
+        drawings["latency-by-batch"],
+        drawings["throughput-by-batch"],
         *folded(sweep.caption, *filled(sweep)),
-        *placed.under("concurrency"),
+        drawings["concurrency"],
         *folded(callers.caption, *filled(callers)),
     )
 
 
-def render_limits(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_limits(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """Compare each variant with the limits of the device."""
-    warnings = run.limits.warnings if run.limits else ()
-    limits, rates = sections.tabulate_limits(run), provenance.tabulate_rates(run)
     return (
-        *placed.under("limits"),
-        *filled(limits),
-        *filled(rates),
-        *points(f"{warning}." for warning in warnings),
+        drawings["limits"],
+        *filled(sections.tabulate_limits(run)),
+        *filled(provenance.tabulate_rates(run)),
+        *points(f"{warning}." for warning in (run.limits.warnings if run.limits else ())),
     )
 
 
-def render_profile(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_profile(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List time by module and operator."""
     sizes = ", ".join(str(batch) for batch in sorted({one.batch for record in run.records for one in record.profile}))
     said = f"At batch {sizes}. Profilers slow down what they look at: this says how time is divided."
@@ -287,7 +264,7 @@ def render_profile(run: Run, placed: Placed) -> tuple[Block, ...]:
     notes = points(f"{note[:1].upper()}{note[1:]}." for note in sentences.describe_profiles(run))
     return (
         *([Words(said)] if sizes else []),
-        *placed.under("profile"),
+        drawings["profile"],
         *folded(side_by_side.caption, *filled(side_by_side)),
         *folded(
             "Every module, and why it takes more or less than in the baseline",
@@ -317,19 +294,14 @@ _REST = (
 )
 
 
-def render_method(run: Run, placed: Placed) -> tuple[Block, ...]:
+def render_method(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """Describe the clock, the rounds, and what counts as memory."""
-    where, count = run.recipe.where, run.recipe.where.thread_count
+    where, count, measure = run.recipe.where, run.recipe.where.thread_count, run.recipe.measure
     device = f"Measured on {where} with {count} thread{'s' if count != 1 else ''} a session."
+    rule = f"Measuring stops when every median is known to ± {measure.precision:.0%}, or after {measure.seconds:g} s"
+    stops = ", ".join(sentences.list_stops(run))
+    stopping = f"{rule} for each batch size{f'; here: {stops}' if stops else ''}."
     return (
-        Points((device, *_LATENCY, _stopping(run), *_REST)),
+        Points((device, *_LATENCY, stopping, *_REST)),
         Words("The whole of it is in docs/measurement.md of enginesmith."),
     )
-
-
-def _stopping(run: Run) -> str:
-    measure = run.recipe.measure
-    rule = f"Measuring stops when every median is known to ± {measure.precision:.0%}, or after {measure.seconds:g} s"
-    stops = {row.stopped_because for record in run.records for row in record.latency}
-    here = ", ".join(sorted(one for one in stops if one))
-    return f"{rule} for each batch size{f'; here: {here}' if here else ''}."
