@@ -133,7 +133,7 @@ def _said(session: TensorRTSession) -> dict[str, Any]:
     contexts = [context.native for context in session._contexts.values()]
     said: dict[str, Any] = {
         "activation_memory_bytes": session.activation_memory.bytes,
-        "kernels_were_kept": session._opened.warm,
+        "kernels_were_kept": session._opened.cached_bytes > 0,
         "profile_activation_bytes": [
             engine.get_device_memory_size_for_profile_v2(index) for index in range(engine.num_optimization_profiles)
         ],

@@ -10,7 +10,7 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.units import COMMA_LIST, Option, parse_bytes
 
 DEFAULT_ENGINES = ("onnxruntime",)
-"""What a model is made into where no engine is named."""
+"""Engines that a model is made into where none is named."""
 GraphOptimization = Literal["disabled", "basic", "extended", "all"]
 _MOST_BYTES = 1 << 50
 
@@ -20,14 +20,14 @@ class _Part(BaseModel):
 
 
 class ModuleOptions(_Part):
-    """How eager and compiled run the module, in variants of their own; the baseline is always plain float32."""
+    """Choose how eager and compiled run the module, in variants of their own; the baseline is always plain float32."""
 
     tf32: bool = Field(False, description="let fp32 products be rounded to TF32's 10 bits, on CUDA")
     cuda_graphs: bool = Field(False, description="capture each set of inputs once as a CUDA graph, and replay it")
 
 
 class OnnxRuntimeOptions(_Part):
-    """How ONNX Runtime runs a graph."""
+    """Choose how ONNX Runtime runs a graph."""
 
     tf32: bool = Field(False, description="let fp32 products be rounded to TF32's 10 bits, on CUDA")
 
@@ -73,7 +73,13 @@ class EngineOptions(_Part):
             UsageError: one is no size.
         """
         words: dict[str, int | Literal["sweep"] | None] = {"max": None, "sweep": "sweep"}
-        return tuple(words[text] if text in words else _limit(text) for text in self.workspace)
+        limits = {text: parse_bytes(text) for text in self.workspace if text not in words}
+        for text, limit in limits.items():
+            if limit > _MOST_BYTES:
+                raise UsageError(f"a workspace of {text!r} is more than any device has", "give max for no limit")
+            if limit < 1:
+                raise UsageError(f"a workspace of {text!r} holds nothing", "give at least 1 byte, or max")
+        return tuple((words | limits)[text] for text in self.workspace)
 
     @property
     def engine_files(self) -> dict[str, tuple[str, ...]]:
@@ -93,12 +99,3 @@ class EngineOptions(_Part):
         if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
             raise UsageError(f"there is no device {self.device!r}", "use cpu, cuda or cuda:1")
         return Device(kind=kind, index=int(index or 0), threads=self.threads)
-
-
-def _limit(text: str) -> int:
-    limit = parse_bytes(text)
-    if limit > _MOST_BYTES:
-        raise UsageError(f"a workspace of {text!r} is more than any device has", "give max for no limit")
-    if limit < 1:
-        raise UsageError(f"a workspace of {text!r} holds nothing", "give at least 1 byte, or max")
-    return limit

@@ -328,11 +328,11 @@ def test_compiled_kernels_are_kept(build: Build, opened: Any, mlp: Artifact, kin
         pytest.skip(f"{kind.name} compiles nothing when it runs")
     built = build(mlp)
     cold = opened(built)
-    assert not cold._opened.warm
+    assert not cold._opened.cached_bytes
     cold.run(rows(8))
     cold.close()
     warm = opened(built)
-    assert warm._opened.warm
+    assert warm._opened.cached_bytes
     agrees(warm.run(rows(8))["y"], rows(8))
 
 

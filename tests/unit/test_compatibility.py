@@ -161,6 +161,7 @@ def test_versions_are_held_against_what_is_asked(version: str, wanted: str, fits
 
 def test_numbers_leave_labels_out() -> None:
     assert (numbers("2.13.0+cu130"), numbers("1.7.1.116"), numbers("1.0rc1")) == ((2, 13, 0), (1, 7, 1, 116), (1, 0))
+    assert numbers("10.14.1.48.post1") == (10, 14, 1, 48)
 
 
 def test_builds_are_read_from_files(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

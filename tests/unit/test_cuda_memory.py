@@ -17,7 +17,7 @@ from enginesmith.pipeline.engines import cuda_allocator
 from enginesmith.pipeline.engines.base import EngineFacts
 from enginesmith.pipeline.engines.cuda_allocator import ACTIVATIONS, OUTPUTS, TRANSFERS, WEIGHTS, WORKSPACE
 from enginesmith.pipeline.engines.onnxruntime import session
-from enginesmith.pipeline.engines.tensorrt.memory import allocator, ledger_of
+from enginesmith.pipeline.engines.tensorrt.loader import allocator, ledger_of
 from enginesmith.pipeline.errors import MissingCapability, StepOutOfMemory
 from enginesmith.pipeline.measure.memory import peak, usage
 from enginesmith.pipeline.measure.memory.peak import CudaPhases, measure_on_cuda

@@ -13,6 +13,7 @@ from enginesmith.pipeline import engines
 from enginesmith.pipeline.engines.tensorrt import versions
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.engines.tensorrt.versions import Capabilities
+from enginesmith.pipeline.system.software import numbers
 
 NAMES = json.loads((Path(__file__).parent.parent / "data" / "tensorrt_api_names.json").read_text())
 HERE = Path(engines.__file__).parent
@@ -98,7 +99,7 @@ class Flavour(NamedTuple):
 
     def uses(self, field: str) -> bool:
         if field == "attention_layers_since":
-            return versions.numbers(self.version) >= self.known.attention_layers_since
+            return numbers(self.version) >= self.known.attention_layers_since
         return bool(getattr(self.known, field))
 
 

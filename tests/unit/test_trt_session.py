@@ -27,10 +27,15 @@ from enginesmith.pipeline.engines.cuda_allocator import (
     active,
     counting,
 )
-from enginesmith.pipeline.engines.tensorrt import loader, memory, session
-from enginesmith.pipeline.engines.tensorrt.loader import Opened, RuntimeLog, _validate_allowed, open_engine
+from enginesmith.pipeline.engines.tensorrt import loader, session
+from enginesmith.pipeline.engines.tensorrt.loader import (
+    ActivationMemory,
+    Opened,
+    RuntimeLog,
+    _validate_allowed,
+    open_engine,
+)
 from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
-from enginesmith.pipeline.engines.tensorrt.memory import ActivationMemory
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions
 from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
 from enginesmith.pipeline.engines.tensorrt.versions import capabilities
@@ -256,7 +261,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("set_device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *one: None)
     yield
-    assert not memory._shared, "the last session leaves shared memory"
+    assert not loader._shared, "the last session leaves shared memory"
 
 
 @pytest.fixture
@@ -559,7 +564,7 @@ def test_the_allocator_takes_and_gives_back_torchs_memory(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch.cuda, "caching_allocator_alloc", alloc)
     monkeypatch.setattr(torch.cuda, "caching_allocator_delete", freed.append)
-    found = memory.allocator(TRT, memory.ledger_of(1))
+    found = loader.allocator(TRT, loader.ledger_of(1))
     stream = 0x7F0000000000
     assert found.allocate_async(10, 256, stream, 1) == found.allocate_async(10, 256, 1, stream) == 0xABC000
     assert found.allocate(20, 256, 1) == 0xABC000
@@ -778,7 +783,7 @@ def test_compiled_kernels_from_one_run_to_the_next(
 ) -> None:
     for expected_warm, content in zip((False, warm), contents, strict=True):
         found = opened_from(engine, tmp_path, "tensorrt_rtx")
-        assert found.warm == expected_warm
+        assert bool(found.cached_bytes) == expected_warm
         found.users, found.cache.content = 1, content
         found.leave()
         assert [path.read_bytes() for path in kernels.iterdir()] == [content]

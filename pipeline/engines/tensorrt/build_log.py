@@ -1,29 +1,34 @@
-"""Read the builder's log: its messages, its memory figures and the layers of the engine."""
+"""Read TensorRT's messages: the builder's, with its memory figures and the engine's layers, and those of a runtime."""
 
 import contextlib
 import functools
 import re
 import sys
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from enginesmith.pipeline.errors import EnginesmithError, ModelError
+from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
+
+_PEAK = re.compile(r"Peak memory usage of TRT CPU/GPU memory allocators: CPU \d+ MiB, GPU (\d+) MiB")
 _BYTES = {
-    "activation_bytes": re.compile(r"Total Activation Memory: (\d+) bytes"),
-    "weights_bytes": re.compile(r"Total Weights Memory: (\d+) bytes"),
-    "scratch_bytes": re.compile(r"Max Scratch Memory: (\d+) bytes"),
+    "activation_bytes": (re.compile(r"Total Activation Memory: (\d+) bytes"), 1),
+    "weights_bytes": (re.compile(r"Total Weights Memory: (\d+) bytes"), 1),
+    "scratch_bytes": (re.compile(r"Max Scratch Memory: (\d+) bytes"), 1),
+    "build_device_peak_bytes": (_PEAK, 1 << 20),
 }
-_DEVICE_PEAK = re.compile(r"Peak memory usage of TRT CPU/GPU memory allocators: CPU \d+ MiB, GPU (\d+) MiB")
+"""Figure → pattern, and its unit in bytes."""
 _VOLATILE = re.compile(r"\d+(?:\.\d+)? ?(?:ms|seconds)\b")
 """Times, which would make two logs of one build differ."""
 _OF_THE_MACHINE = ("MemUsage", "[MS]")
 _BANNER = re.compile(
     r"-{8,}|(?:Input filename|ONNX IR version|Opset version|Producer \w+|Domain|Model version|Doc string):"
 )
-"""What the parser says of each file: paths, and nothing that is not known."""
-_LAYERS = "Layers:\n"
-_MIB = 1 << 20
+"""Lines of the parser about each file: paths, and nothing that is not known."""
+_MESSAGES = 16
 _WITHOUT_DRIVER = "catchCudaError"
 """In messages that follow another one where there is no driver, and say nothing of the model."""
 
@@ -64,7 +69,7 @@ class BuildLog:
     def take(self, severity: str, text: str) -> None:
         """Take a message of severity INTERNAL_ERROR, ERROR, WARNING, INFO or VERBOSE."""
         if severity == "VERBOSE":
-            if text.startswith(_LAYERS):
+            if text.startswith("Layers:\n"):
                 self.layers = text
             return
         if _BANNER.match(text):
@@ -77,51 +82,62 @@ class BuildLog:
         elif severity == "WARNING":
             self.warnings.append(text)
         else:
-            self._read(text)
-
-    def _read(self, text: str) -> None:
-        for name, pattern in _BYTES.items():
-            if match := pattern.search(text):
-                self._at_least(name, int(match[1]))
-        if match := _DEVICE_PEAK.search(text):
-            self._at_least("build_device_peak_bytes", int(match[1]) * _MIB)
-
-    def _at_least(self, name: str, value: int) -> None:
-        self._bytes[name] = max(value, self._bytes.get(name, 0))
+            for name, (pattern, unit) in _BYTES.items():
+                if match := pattern.search(text):
+                    self._bytes[name] = max(int(match[1]) * unit, self._bytes.get(name, 0))
 
 
-class _Relay:
-    """Pass messages of a process's logger on to the log that listens now."""
+class RuntimeLog(BuildLog):
+    """Keep the latest errors of runtimes and their contexts, and nothing else."""
 
-    def __init__(self, trt: Any) -> None:
-        relay = self
+    def __init__(self) -> None:
+        super().__init__()
+        self.latest: deque[str] = deque(maxlen=_MESSAGES)
+        self.seen = 0
+        """Errors so far."""
 
-        class Logger(trt.ILogger):  # type: ignore[misc]
-            def __init__(self) -> None:
-                trt.ILogger.__init__(self)
+    def take(self, severity: str, text: str) -> None:
+        """Take a message; everything up to INFO goes to standard error, which is the step's log."""
+        if severity == "VERBOSE":
+            return
+        sys.stderr.write(f"[{severity}] {text}\n")
+        if severity in ("ERROR", "INTERNAL_ERROR"):
+            self.latest.append(text)
+            self.seen += 1
 
-            def log(self, severity: Any, msg: str) -> None:
-                if relay.listener is not None:
-                    relay.listener.take(severity.name, msg)
-
-        self.listener: BuildLog | None = None
-        self.native = Logger()
+    def failure(self, what: str, remedy: str, since: int = 0) -> EnginesmithError:
+        """Make an error that quotes the first message after ``since`` ones; StepOutOfMemory where memory ran out."""
+        fresh = list(self.latest)[-(self.seen - since) :] if self.seen > since else []
+        message = f"{what}, and said: {fresh[0]}" if fresh else f"{what}, and did not say why"
+        if says_out_of_memory("\n".join(fresh)):
+            return out_of_memory("\n".join(fresh), message, "use a smaller batch, or close what else is on the device")
+        return ModelError(message, remedy)
 
 
 @functools.cache
-def _relay(trt: Any) -> _Relay:
-    """Make the one relay of the process, which is never freed.
+def _relay(trt: Any) -> Any:
+    """Make the one logger of the process, which passes messages on to the log that listens now, and is never freed.
 
     TensorRT goes on using the first logger that it was given for as long as any object of its lives.
     """
-    return _Relay(trt)
+
+    class Relay(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.listener: BuildLog | None = None
+
+        def log(self, severity: Any, msg: str) -> None:
+            if self.listener is not None:
+                self.listener.take(severity.name, msg)
+
+    return Relay()
 
 
 def logger(trt: Any, log: BuildLog) -> Any:
     """Return a TensorRT logger that hands everything to ``log`` from now on."""
     relay = _relay(trt)
     relay.listener = log
-    return relay.native
+    return relay
 
 
 @contextlib.contextmanager
@@ -130,6 +146,6 @@ def listening(trt: Any, log: BuildLog) -> Iterator[Any]:
     relay = _relay(trt)
     before, relay.listener = relay.listener, log
     try:
-        yield relay.native
+        yield relay
     finally:
         relay.listener = before

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from enginesmith.pipeline.artifact import file_digest, write_whole
-from enginesmith.pipeline.engines.base import EngineFacts
+from enginesmith.pipeline.engines.base import PORTABLE, EngineFacts
 from enginesmith.pipeline.engines.cuda_allocator import CudaAllocationTracker
 from enginesmith.pipeline.engines.tensorrt import parser
 from enginesmith.pipeline.engines.tensorrt.build_log import BuildLog, Figures, listening
-from enginesmith.pipeline.engines.tensorrt.memory import allocator, ledger_of
+from enginesmith.pipeline.engines.tensorrt.loader import allocator, ledger_of
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.engines.tensorrt.parser import node_name, plain
-from enginesmith.pipeline.engines.tensorrt.versions import PORTABLE, Capabilities, FlavourName, module
+from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, FlavourName, module
 from enginesmith.pipeline.errors import (
     BuilderFailed,
     BuildError,

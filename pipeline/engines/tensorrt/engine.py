@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind, file_digest
 from enginesmith.pipeline.engines.base import (
     MAX,
+    PORTABLE,
     SWEPT,
     BuildRequest,
     Configuration,
@@ -351,7 +352,7 @@ class TensorRT(WorkspaceEngine):
                     "leave --target away, or use tensorrt_rtx, which builds ahead of time",
                 )
             return ()
-        choices = ", ".join((*known.targets, versions.PORTABLE))
+        choices = ", ".join((*known.targets, PORTABLE))
         if self.target is None:
             if here is None:
                 raise UsageError(
@@ -363,7 +364,7 @@ class TensorRT(WorkspaceEngine):
                     f"its targets are {choices}; on this device use the engine tensorrt",
                 )
             return (here.target,)
-        if self.target not in (*known.targets, versions.PORTABLE):
+        if self.target not in (*known.targets, PORTABLE):
             raise UsageError(f"{self.name} has no target {self.target!r}", f"use one of {choices}")
         return compute_capabilities(self.target, known)
 

@@ -1,42 +1,45 @@
-"""Open engines: weights in torch's memory, contexts without memory of their own, compiled kernels kept."""
+"""Open engines: weights in torch's memory, contexts without memory of their own, compiled kernels kept.
+
+TensorRT gets its device memory from torch's caching allocator, so that one instrument counts everything. The allocator
+reuses freed memory in the order of the stream it was taken for, which need not be waited for; so each buffer is taken
+for the stream that works on it.
+"""
 
 import functools
 import logging
 import mmap
-import sys
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from enginesmith.pipeline.artifact import Artifact, Effect, file_digest, write_whole
-from enginesmith.pipeline.engines.cuda_allocator import WEIGHTS, WORKSPACE
+from enginesmith.pipeline.engines import cuda_allocator
+from enginesmith.pipeline.engines.cuda_allocator import (
+    ACTIVATIONS,
+    OUTPUTS,
+    WEIGHTS,
+    WORKSPACE,
+    CudaAllocationTracker,
+    TorchMemory,
+)
 from enginesmith.pipeline.engines.tensorrt import manifest
-from enginesmith.pipeline.engines.tensorrt.build_log import BuildLog, listening, logger
+from enginesmith.pipeline.engines.tensorrt.build_log import BuildLog, RuntimeLog, listening, logger
 from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
-from enginesmith.pipeline.engines.tensorrt.memory import allocator, ledger_of
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions
 from enginesmith.pipeline.engines.tensorrt.parser import load_plugins
 from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, module
-from enginesmith.pipeline.errors import (
-    BuilderFailed,
-    EnginesmithError,
-    MissingCapability,
-    ModelError,
-    SignatureError,
-    UsageError,
-)
+from enginesmith.pipeline.errors import BuilderFailed, MissingCapability, ModelError, SignatureError, UsageError
 from enginesmith.pipeline.store.store import default_root
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.nvidia import cuda_device, driver
-from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
 
 _log = logging.getLogger(__name__)
-
 _KERNELS = "kernels"
 """Folder below the store's root for kernels that were compiled at a first run."""
-_MESSAGES = 16
+_FLAGS_BELOW = 1 << 12
+"""Allocation flags are small numbers, handles of streams are addresses."""
+_SAME = "give a graph of the same architecture, exported and simplified the same way"
 DTYPES = {
     "FLOAT": "float32",
     "HALF": "float16",
@@ -50,31 +53,154 @@ DTYPES = {
 """TensorRT's ``DataType`` by name → dtype, of those that a host array can have."""
 
 
-class RuntimeLog(BuildLog):
-    """Keep the latest errors of runtimes and their contexts, and nothing else."""
+class ActivationMemory:
+    """Hold the buffer that execution contexts work in, and the stream that puts them one after another.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.latest: deque[str] = deque(maxlen=_MESSAGES)
-        self.seen = 0
-        """Errors so far."""
+    It grows to the largest need. Sessions that share it share the stream, so that none runs into another's activations.
+    """
 
-    def take(self, severity: str, text: str) -> None:
-        """Take a message; everything up to INFO goes to standard error, which is the step's log."""
-        if severity == "VERBOSE":
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._device = device
+        self._buffer: Any = None
+        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.users = 0
+        self.generation = 0
+        """Goes up whenever the buffer moves: contexts have to be told, and captured graphs are void."""
+
+    @property
+    def bytes(self) -> int:
+        """Size of the buffer; 0 while there is none."""
+        return 0 if self._buffer is None else int(self._buffer.numel())
+
+    @property
+    def address(self) -> int:
+        """Device address of the buffer; 0 while there is none."""
+        return 0 if self._buffer is None else int(self._buffer.data_ptr())
+
+    def reserve(self, size: int) -> None:
+        """Make sure that there are ``size`` bytes; what was in the buffer is lost."""
+        if size <= self.bytes:
             return
-        sys.stderr.write(f"[{severity}] {text}\n")
-        if severity in ("ERROR", "INTERNAL_ERROR"):
-            self.latest.append(text)
-            self.seen += 1
+        import torch
 
-    def failure(self, what: str, remedy: str, since: int = 0) -> EnginesmithError:
-        """Make an error that quotes the first message after ``since`` ones; StepOutOfMemory where memory ran out."""
-        fresh = list(self.latest)[-(self.seen - since) :] if self.seen > since else []
-        message = f"{what}, and said: {fresh[0]}" if fresh else f"{what}, and did not say why"
-        if says_out_of_memory("\n".join(fresh)):
-            return out_of_memory("\n".join(fresh), message, "use a smaller batch, or close what else is on the device")
-        return ModelError(message, remedy)
+        self._buffer, self.generation = None, self.generation + 1  # freed first: the larger one may take its place
+        with torch.cuda.stream(self.stream):
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        cuda_allocator.follow(self._buffer, ACTIVATIONS, device_index(self._device))
+
+    def leave(self) -> None:
+        """Count one session less that works here; the last one frees the buffer."""
+        self.users -= 1
+        if not self.users:
+            self._buffer, self.generation = None, self.generation + 1
+            if _shared.get(self._device) is self:
+                del _shared[self._device]
+
+
+_shared: dict[str, ActivationMemory] = {}
+
+
+def activation_memory(device: str, *, shared: bool) -> ActivationMemory:
+    """Get a buffer for one session, or the one that sharing sessions of this process have; to be left in the end."""
+    memory = _shared.get(device) if shared else None
+    if memory is None:
+        memory = ActivationMemory(device)
+        if shared:
+            _shared[device] = memory
+    memory.users += 1
+    return memory
+
+
+def device_index(device: str) -> int:
+    """Parse the index of a device: 1 for ``cuda:1``."""
+    import torch
+
+    return torch.device(device).index or 0
+
+
+def ledger_of(device: int) -> CudaAllocationTracker:
+    """Get the ledger that counts the device now, else a new one: memory is given back to the ledger it came from."""
+    return cuda_allocator.active(device) or CudaAllocationTracker(TorchMemory(device))
+
+
+def allocator(trt: Any, ledger: CudaAllocationTracker, tag: str = WORKSPACE, *, waits: bool = False) -> Any:
+    """Make a GPU allocator for TensorRT that takes its memory through a ledger, under its attribute ``tag``.
+
+    With ``waits`` it waits for the device before it gives memory back, as ``cudaFree`` does: for the builder, which
+    works on streams of its own.
+    """
+    import torch
+
+    class LedgerAllocator(trt.IGpuAsyncAllocator):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IGpuAsyncAllocator.__init__(self)
+            self.tag = tag
+
+        def allocate(self, size: int, alignment: int, flags: int) -> int:
+            return self.allocate_async(size, alignment, 0, 0)
+
+        def deallocate(self, memory: int) -> bool:
+            return self.deallocate_async(memory, 0)
+
+        def reallocate(self, address: int, alignment: int, new_size: int) -> int:
+            return 0  # not done in place: the caller allocates and copies
+
+        def allocate_async(self, size: int, alignment: int, first: int, second: int) -> int:
+            """Allocate; stream and flags come in either order (the docstring says one, the binding does the other)."""
+            larger = max(first, second)  # the handle of a stream, or 0 for the default stream
+            return ledger.allocate(size, larger if larger >= _FLAGS_BELOW else 0, self.tag)
+
+        def deallocate_async(self, memory: int, stream: int) -> bool:
+            """Give memory back, and tell if it was this allocator's; no memory is nothing to give back."""
+            if memory and waits:
+                torch.cuda.synchronize()
+            return not memory or ledger.free(memory)
+
+    return LedgerAllocator()
+
+
+@dataclass(eq=False)
+class Room:
+    """Hold the memory of an output whose shape only the run decides, and that shape."""
+
+    buffer: Any = None
+    shape: tuple[int, ...] = ()
+
+
+def output_allocator(trt: Any, device: str, stream: Any) -> Any:
+    """Make an allocator for an output whose shape only the run decides: it asks for memory, then tells the shape.
+
+    A context keeps every allocator that it is given until its end, so each context has one for each output, which is
+    pointed at the :class:`Room` of what is bound. Memory is asked for at the first run, and when it is too small.
+    """
+    import torch
+
+    class OutputAllocator(trt.IOutputAllocator):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IOutputAllocator.__init__(self)
+            self.room = Room()
+
+        def reallocate_output(self, tensor_name: str, memory: int, size: int, alignment: int) -> int:
+            return self.reallocate_output_async(tensor_name, memory, size, alignment, 0)
+
+        def reallocate_output_async(self, tensor_name: str, memory: int, size: int, alignment: int, queue: int) -> int:
+            room = self.room
+            if room.buffer is None or room.buffer.numel() < size:
+                room.buffer = None
+                try:
+                    with torch.cuda.stream(stream):
+                        room.buffer = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
+                except torch.OutOfMemoryError:
+                    return 0
+                cuda_allocator.follow(room.buffer, OUTPUTS, device_index(device))
+            return int(room.buffer.data_ptr())
+
+        def notify_shape(self, tensor_name: str, shape: Any) -> None:
+            self.room.shape = tuple(shape)
+
+    return OutputAllocator()
 
 
 @functools.cache
@@ -94,41 +220,32 @@ class Opened:
     config: Any
     log: RuntimeLog
     captures_itself: bool
-    """Whether TensorRT makes and replays CUDA graphs on its own."""
+    """True if TensorRT makes and replays CUDA graphs on its own."""
     streams: bool = False
-    """Whether weights come from the host while it runs."""
+    """True if weights come from the host while it runs."""
     temporary: Any = None
     """The allocator that contexts ask for memory whose size only the run tells; None leaves it to the runtime's."""
     cache: Any = None
     cache_file: Path | None = None
     cached_bytes: int = 0
-    """Of kernels that were taken over from an earlier run."""
+    """Size of the kernels that were taken over from an earlier run, so that none is compiled for shapes it had."""
     users: int = 0
-
-    @property
-    def warm(self) -> bool:
-        """Whether kernels of an earlier run were taken over, so that none is compiled for shapes it had."""
-        return self.cached_bytes > 0
 
     def leave(self) -> None:
         """Count one user less; the last one keeps compiled kernels and frees all, in the order that TensorRT needs."""
         self.users -= 1
-        if not self.users:
-            self._keep_kernels()
-            self.config = self.cache = None
-            self.engine = None
-            self.runtime = self.allocator = self.temporary = None
-
-    def _keep_kernels(self) -> None:
-        """Write kernels back if any were compiled; where that fails they are compiled again, which is no error."""
-        if self.cache is None or self.cache_file is None:
+        if self.users:
             return
-        data = bytes(self.cache.serialize() or b"")
-        if len(data) > self.cached_bytes:
+        if self.cache is not None and self.cache_file is not None:
+            data = bytes(self.cache.serialize() or b"")
             try:
-                write_whole(self.cache_file, data)
-            except OSError as error:
+                if len(data) > self.cached_bytes:
+                    write_whole(self.cache_file, data)
+            except OSError as error:  # they are compiled again then
                 _log.warning("compiled kernels were not kept: %s", error)
+        self.config = self.cache = None
+        self.engine = None
+        self.runtime = self.allocator = self.temporary = None
 
 
 def open_engine(
@@ -174,8 +291,10 @@ def open_engine(
     config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
     opened = Opened(engine, runtime, taken, config, log, captures_itself=known.captures_graphs, streams=streams)
     opened.temporary = allocator(trt, ledger, WORKSPACE)
-    if known.runtime_cache:
-        _compile_at_once(trt, config, options)
+    if known.runtime_cache:  # kernels compiled in the background would change the speed meanwhile
+        config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        graphs = trt.CudaGraphStrategy
+        config.cuda_graph_strategy = graphs.WHOLE_GRAPH_CAPTURE if options.cuda_graphs else graphs.DISABLED
         if options.kernel_cache:
             _attach_kernels(opened, manifest, device)
     return opened
@@ -184,14 +303,10 @@ def open_engine(
 def _validate_allowed(manifest: EngineManifest, allowed: BuildOptions) -> None:
     if manifest.options.host_code and not allowed.host_code:
         raise MissingCapability("the engine brings its own host code along", "if you trust it, allow it: --host-code")
-    missing = [
-        name
-        for name in manifest.options.plugins
-        if Path(name).name not in {Path(plugin).name for plugin in allowed.plugins}
-    ]
-    if missing:
+    libraries = {Path(plugin).name for plugin in allowed.plugins}
+    if missing := ", ".join(name for name in manifest.options.plugins if Path(name).name not in libraries):
         raise MissingCapability(
-            f"the engine was built with the plugins {', '.join(missing)}", "name the library: --plugins FILE.so"
+            f"the engine was built with the plugins {missing}", "name the library: --plugins FILE.so"
         )
 
 
@@ -219,10 +334,8 @@ def _stream_weights(engine: Any, options: RunOptions) -> bool:
         return False
     whole = engine.streamable_weights_size
     if not whole:
-        raise UsageError(
-            "the engine streams no weights, and a weight streaming budget was given",
-            "build it with --weight-streaming",
-        )
+        told = "the engine streams no weights, and a weight streaming budget was given"
+        raise UsageError(told, "build it with --weight-streaming")
     if budget < whole and options.cuda_graphs:
         raise UsageError(
             "weights that are streamed while the engine runs cannot be part of a CUDA graph",
@@ -232,13 +345,6 @@ def _stream_weights(engine: Any, options: RunOptions) -> bool:
     if engine.weight_streaming_budget_v2 != min(budget, whole):
         raise UsageError(f"TensorRT does not take the weight streaming budget {budget}", "give a larger one")
     return bool(budget < whole)
-
-
-def _compile_at_once(trt: Any, config: Any, options: RunOptions) -> None:
-    """Compile kernels before a shape first runs: compiled in the background, speed would change meanwhile."""
-    config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
-    graphs = trt.CudaGraphStrategy
-    config.cuda_graph_strategy = graphs.WHOLE_GRAPH_CAPTURE if options.cuda_graphs else graphs.DISABLED
 
 
 def _attach_kernels(opened: Opened, manifest: EngineManifest, device: Device) -> None:
@@ -297,21 +403,18 @@ def profile_for(engine: Any, shapes: Mapping[str, tuple[int, ...]]) -> int:
     misfit = next(iter(shapes), "")
     limits: Any = ((), (), ())
     for index in range(engine.num_optimization_profiles):
-        ranges = {name: engine.get_tensor_profile_shape(name, index) for name in shapes}
-        outside = [name for name, shape in shapes.items() if not _within(shape, ranges[name])]
-        if not outside:
+        for name, shape in shapes.items():
+            low, _, high = ranges = engine.get_tensor_profile_shape(name, index)
+            if len(low) != len(shape) or not all(a <= b <= c for a, b, c in zip(low, shape, high, strict=True)):
+                misfit, limits = name, ranges
+                break
+        else:
             return index
-        misfit, limits = outside[0], ranges[outside[0]]
+    reach = f"the last one reaches from {list(limits[0])} to {list(limits[2])}"
     raise SignatureError(
-        f"no optimisation profile takes {misfit!r} of shape {list(shapes.get(misfit, ()))}; the last one reaches from "
-        f"{list(limits[0])} to {list(limits[2])}",
+        f"no optimisation profile takes {misfit!r} of shape {list(shapes.get(misfit, ()))}; {reach}",
         "build the engine with a wider --shape",
     )
-
-
-def _within(shape: tuple[int, ...], limits: Any) -> bool:
-    low, _, high = limits
-    return len(low) == len(shape) and all(a <= b <= c for a, b, c in zip(low, shape, high, strict=True))
 
 
 def refit(engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effect:
@@ -331,9 +434,8 @@ def refit(engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effe
     if not (before.options.refit or before.options.strip_plan):
         raise UsageError("the engine was not built to be refitted", "build it with --refit or --strip-plan")
     if graph.signature != before.signature:
-        raise SignatureError(
-            "the graph has other inputs or outputs than the engine was built for", "build a new engine from it"
-        )
+        told = "the graph has other inputs or outputs than the engine was built for"
+        raise SignatureError(told, "build a new engine from it")
     manifest.validate_machine(before, device.index)
     trt, log = module(before.engine), BuildLog()
     torch.cuda.set_device(device.index)
@@ -346,7 +448,14 @@ def refit(engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effe
         serialization = built.create_serialization_config()
         serialization.clear_flag(trt.SerializationFlag.EXCLUDE_WEIGHTS)  # left set, a stripped engine answers zeros
         file.write_bytes(built.serialize_with_config(serialization))
-    record = before.model_copy(update=_changed(before, graph, file))
+    changed = {
+        "sha256": file_digest(file),
+        "bytes": file.stat().st_size,
+        "model_sha256": graph.sha256,
+        "options": before.options.model_copy(update={"strip_plan": False, "refit": False}),
+        "notes": (*before.notes, f"refitted; the engine was built from {before.model_sha256[:16]}"),
+    }
+    record = before.model_copy(update=changed)
     manifest.path_beside(file).write_text(record.model_dump_json(indent=1) + "\n")
     file.with_name(file.name + ".log").write_text(log.text)
     return Effect(file=file.name, summary="refitted with the weights of the graph", signature=graph.signature)
@@ -363,18 +472,3 @@ def _set_weights(trt: Any, engine: Any, sink: Any, graph: Path, log: BuildLog) -
         raise BuilderFailed(f"the graph lacks weights of the engine, {len(missing)} in all: {shown}", _SAME)
     if not refitter.refit_cuda_engine():
         raise BuilderFailed(f"refitting failed: {log.errors[0] if log.errors else 'no reason was given'}", _SAME)
-
-
-_SAME = "give a graph of the same architecture, exported and simplified the same way"
-
-
-def _changed(before: EngineManifest, graph: Artifact, file: Path) -> dict[str, Any]:
-    """List the manifest's fields that refitting changes."""
-    options = before.options.model_copy(update={"strip_plan": False, "refit": False})
-    return {
-        "sha256": file_digest(file),
-        "bytes": file.stat().st_size,
-        "model_sha256": graph.sha256,
-        "options": options,
-        "notes": (*before.notes, f"refitted; the engine was built from {before.model_sha256[:16]}"),
-    }

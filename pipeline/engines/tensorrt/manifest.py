@@ -10,14 +10,13 @@ from enginesmith.pipeline.artifact import file_digest
 from enginesmith.pipeline.engines.tensorrt.build_log import Figures
 from enginesmith.pipeline.engines.tensorrt.layers import Audit
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
-from enginesmith.pipeline.engines.tensorrt.versions import FlavourName, installed_version, numbers
+from enginesmith.pipeline.engines.tensorrt.versions import FlavourName, installed_version
 from enginesmith.pipeline.errors import MissingCapability, ModelError
 from enginesmith.pipeline.system.nvidia import cuda_device, driver
+from enginesmith.pipeline.system.software import numbers
 from enginesmith.pipeline.tensors import Signature
 
-SCHEMA: Literal["enginesmith.engine/1"] = "enginesmith.engine/1"
-SUFFIX = ".json"
-
+_REMEDY = "build it for this machine: `enginesmith build` from the same graph"
 _HEADER_BYTES = 0x40
 _MAGIC = b"vtrt"
 _VERSION_AT, _TARGETS_AT, _WEIGHTS_AT = 0x18, 0x20, 0x38
@@ -29,20 +28,20 @@ class EngineManifest(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    schema_name: Literal["enginesmith.engine/1"] = SCHEMA
+    schema_name: Literal["enginesmith.engine/1"] = "enginesmith.engine/1"
     engine: FlavourName
     version: str
     target: str | None
-    """As it was asked for; None for the device that it was built on."""
+    """The target that was asked for; None for the device that it was built on."""
     compute_capabilities: tuple[str, ...]
     device: str | None = None
     """The device that it was built on, where there was one."""
     driver: int | None = None
     sha256: str
-    """Of the engine file."""
+    """Digest of the engine file."""
     bytes: int
     model_sha256: str
-    """Of the graph that it was built from, with its weights."""
+    """Digest of the graph that it was built from, with its weights."""
     timing_cache_sha256: str | None = None
     calibration_sha256: str | None = None
     workspace_limit_bytes: int
@@ -59,7 +58,7 @@ class EngineManifest(BaseModel):
 
 def path_beside(engine: Path) -> Path:
     """Name the file of an engine's manifest."""
-    return engine.with_name(engine.name + SUFFIX)
+    return engine.with_name(engine.name + ".json")
 
 
 def read(engine: Path) -> EngineManifest:
@@ -78,16 +77,14 @@ def read(engine: Path) -> EngineManifest:
         ) from error
     except ValidationError as error:
         raise ModelError(f"the manifest {path} is damaged", "build the engine again") from error
-    size = engine.stat().st_size if engine.is_file() else None
-    if size is None:
+    if not engine.is_file():
         raise ModelError(f"there is no engine {engine}", "check the path")
+    size, again = engine.stat().st_size, "copy it again, with its manifest"
     if size != manifest.bytes:
-        raise ModelError(
-            f"{engine} has {size} bytes and its manifest says {manifest.bytes}: it is truncated, or another engine",
-            "copy it again, with its manifest",
-        )
+        told = f"its manifest says {manifest.bytes}: it is truncated, or another engine"
+        raise ModelError(f"{engine} has {size} bytes and {told}", again)
     if file_digest(engine) != manifest.sha256:
-        raise ModelError(f"{engine} is not the engine that its manifest describes", "copy it again, with its manifest")
+        raise ModelError(f"{engine} is not the engine that its manifest describes", again)
     header = read_header(engine) if manifest.engine == "tensorrt_rtx" else None
     if header and (header.version, header.compute_capabilities) != (manifest.version, manifest.compute_capabilities):
         raise ModelError(
@@ -104,12 +101,8 @@ def validate_machine(manifest: EngineManifest, index: int) -> None:
     Raises:
         MissingCapability: another version of TensorRT, or a device that it was not built for.
     """
-    reason = misfit(manifest, index)
-    if reason:
+    if reason := misfit(manifest, index):
         raise MissingCapability(f"the engine cannot run here: {reason}", _REMEDY)
-
-
-_REMEDY = "build it for this machine: `enginesmith build` from the same graph"
 
 
 def misfit(manifest: EngineManifest, index: int) -> str:
@@ -124,17 +117,13 @@ def misfit(manifest: EngineManifest, index: int) -> str:
     device = cuda_device(index)
     if device is None:
         return f"no CUDA device here: {driver().reason or f'there is no cuda:{index}'}"
-    if manifest.compute_capabilities and not _runs_on(manifest, device.target):
-        built = ", ".join(manifest.compute_capabilities)
-        return f"it is built for {built}, and cuda:{index} is {device.target} ({device.name})"
-    return ""
-
-
-def _runs_on(manifest: EngineManifest, target: str) -> bool:
-    wider = manifest.options.hardware_compatibility
-    if wider == "ampere_plus" and manifest.engine == "tensorrt":
-        return int(target.removeprefix("sm")) >= 80
-    return target in manifest.compute_capabilities
+    runs = not manifest.compute_capabilities or device.target in manifest.compute_capabilities
+    if manifest.options.hardware_compatibility == "ampere_plus" and manifest.engine == "tensorrt":
+        runs = int(device.target.removeprefix("sm")) >= 80 or not manifest.compute_capabilities
+    if runs:
+        return ""
+    built = ", ".join(manifest.compute_capabilities)
+    return f"it is built for {built}, and cuda:{index} is {device.target} ({device.name})"
 
 
 class Header(BaseModel):
@@ -160,12 +149,6 @@ def read_header(engine: Path) -> Header | None:
     return Header(version=version, compute_capabilities=targets, weights_bytes=weights)
 
 
-def as_plain(manifest: EngineManifest) -> dict[str, Any]:
-    """Convert the manifest to plain values."""
-    plain: dict[str, Any] = manifest.model_dump(mode="json")
-    return plain
-
-
 def describe(file: Path) -> dict[str, Any]:
     """Describe an engine file for people: its manifest, and whether the engine can run here."""
     manifest = read(file)
@@ -175,11 +158,10 @@ def describe(file: Path) -> dict[str, Any]:
         ", ".join(f"{name} {' … '.join(str(list(shape)) for shape in shapes)}" for name, shapes in profile.items())
         for profile in manifest.profiles
     ]
+    shown_below = {"schema_name", "signature", "profiles", "audit", "figures", "options"}
     return {
         "kind": "TensorRT engine",
-        **manifest.model_dump(
-            mode="json", exclude={"schema_name", "signature", "profiles", "audit", "figures", "options"}
-        ),
+        **manifest.model_dump(mode="json", exclude=shown_below),
         "runs here": f"no: {reason}" if reason else "yes",
         "inputs": [str(spec) for spec in manifest.signature.inputs],
         "outputs": [str(spec) for spec in manifest.signature.outputs],

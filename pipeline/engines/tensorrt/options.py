@@ -10,19 +10,17 @@ from enginesmith.pipeline.units import SIZE, Bytes, Heading, Option, flag_of
 
 _BUILDING: Heading = "Building engines"
 _ADVANCED = Option(_BUILDING)
+_Switch = Annotated[bool, _ADVANCED]
+_Size = Annotated[Bytes | None, _ADVANCED]
 
 
 class BuildOptions(BaseModel):
-    """How TensorRT engines are built; null leaves it to the builder."""
+    """Choose how TensorRT engines are built; null leaves it to the builder."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tactic_dram: Annotated[Bytes | None, _ADVANCED] = Field(
-        None, description="device memory that trying one kernel may take"
-    )
-    tactic_shared_memory: Annotated[Bytes | None, _ADVANCED] = Field(
-        None, description="shared memory that a kernel may use"
-    )
+    tactic_dram: _Size = Field(None, description="device memory that trying one kernel may take")
+    tactic_shared_memory: _Size = Field(None, description="shared memory that a kernel may use")
     optimization_level: Annotated[int | None, _ADVANCED] = Field(
         None, ge=0, le=5, description="effort of the builder: 0 is fastest, 5 searches longest"
     )
@@ -30,19 +28,13 @@ class BuildOptions(BaseModel):
     tiling: Annotated[Literal["none", "fast", "moderate", "full"] | None, _ADVANCED] = Field(
         None, description="effort of the search for tiled kernels"
     )
-    sparse_weights: Annotated[bool, _ADVANCED] = Field(
+    sparse_weights: _Switch = Field(
         False, description="use kernels for 2:4 sparse weights; always on for graphs that were made 2:4"
     )
-    weight_streaming: Annotated[bool, _ADVANCED] = Field(
-        False, description="let weights be streamed from the host while it runs"
-    )
-    strip_plan: Annotated[bool, _ADVANCED] = Field(
-        False, description="leave the weights out of the engine, to be refitted later"
-    )
-    refit: Annotated[bool, _ADVANCED] = Field(False, description="let the weights be replaced in the built engine")
-    version_compatible: Annotated[bool, _ADVANCED] = Field(
-        False, description="let later versions of TensorRT load the engine"
-    )
+    weight_streaming: _Switch = Field(False, description="let weights be streamed from the host while it runs")
+    strip_plan: _Switch = Field(False, description="leave the weights out of the engine, to be refitted later")
+    refit: _Switch = Field(False, description="let the weights be replaced in the built engine")
+    version_compatible: _Switch = Field(False, description="let later versions of TensorRT load the engine")
     hardware_compatibility: Annotated[Literal["none", "ampere_plus", "same_compute_capability"], _ADVANCED] = Field(
         "none", description="devices besides the one that it is built on"
     )
@@ -55,17 +47,13 @@ class BuildOptions(BaseModel):
     timing_cache: Annotated[str | None, Option(_BUILDING, metavar="FILE")] = Field(
         None, description="file of kernel timings; one per device and version without it"
     )
-    locked: Annotated[bool, _ADVANCED] = Field(
-        False, description="fail where a timing is missing, so that the same engine comes out"
-    )
+    locked: _Switch = Field(False, description="fail where a timing is missing, so that the same engine comes out")
     profiles: Annotated[tuple[str, ...], Option(_BUILDING, "--optimization-profile", metavar="DIM=MIN:OPT:MAX,…")] = (
         Field(
             (), description="more optimisation profiles, as in batch=1:1:1,seq=1:128:128; tried before the whole range"
         )
     )
-    host_code: Annotated[bool, _ADVANCED] = Field(
-        False, description="let an engine bring its own host code along when it is loaded"
-    )
+    host_code: _Switch = Field(False, description="let an engine bring its own host code along when it is loaded")
 
     @field_validator("tiling", mode="before")
     @classmethod
@@ -75,22 +63,16 @@ class BuildOptions(BaseModel):
     @property
     def asked(self) -> dict[str, object]:
         """Options that are not as they are by default."""
-        return {
-            name: value
-            for name, field in type(self).model_fields.items()
-            if (value := getattr(self, name)) != field.default
-        }
+        return {name: value for name, value in self if value != type(self).model_fields[name].default}
 
 
 class RunOptions(BaseModel):
-    """How TensorRT engines are run; nothing here changes what is built."""
+    """Choose how TensorRT engines are run; nothing here changes what is built."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    cuda_graphs: Annotated[bool, _ADVANCED] = Field(
-        False, description="capture each set of shapes once as a CUDA graph, and replay it"
-    )
-    share_activation_memory: Annotated[bool, _ADVANCED] = Field(
+    cuda_graphs: _Switch = Field(False, description="capture each set of shapes once as a CUDA graph, and replay it")
+    share_activation_memory: _Switch = Field(
         False, description="let all engines of a process work in one buffer for activations, one at a time"
     )
     weight_streaming_budget: Annotated[Annotated[int, Field(ge=0), SIZE] | None, _ADVANCED] = Field(
@@ -102,25 +84,20 @@ class RunOptions(BaseModel):
 def validate_options(
     options: BuildOptions, flavour: FlavourName, known: Capabilities, *, device: bool
 ) -> tuple[str, ...]:
-    """Refuse what cannot be had; give back a note for each option that changes nothing.
+    """Refuse what cannot be had; list a note for each option that changes nothing.
 
     Raises:
         MissingCapability: an option that this flavour does not have, or not without a device.
     """
     refused = known.refused if device else {**NEEDS_DEVICE, **known.refused}
-    for name in options.asked:
+    names = {name: flag_of(BuildOptions, name) for name in options.asked}
+    for name, flag in names.items():
         if name in refused:
-            remedy = f"leave {option_name(name)} away"
-            if name in NEEDS_DEVICE and name not in known.refused:
-                remedy += ", or build on a machine with a GPU"
-            raise MissingCapability(f"{flavour} cannot do {option_name(name)} here: {refused[name]}", remedy)
+            elsewhere = name in NEEDS_DEVICE and name not in known.refused
+            remedy = f"leave {flag} away" + (", or build on a machine with a GPU" if elsewhere else "")
+            raise MissingCapability(f"{flavour} cannot do {flag} here: {refused[name]}", remedy)
     return tuple(
-        f"{option_name(name)} has no effect in {flavour}: {known.no_effect[name]}"
-        for name in options.asked
+        f"{flag} has no effect in {flavour}: {known.no_effect[name]}"
+        for name, flag in names.items()
         if name in known.no_effect
     )
-
-
-def option_name(field: str) -> str:
-    """Spell a build option as on the command line: ``--sparse-weights``."""
-    return flag_of(BuildOptions, field)

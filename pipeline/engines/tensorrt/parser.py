@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, numbers
+from enginesmith.pipeline.engines.tensorrt.versions import Capabilities
 from enginesmith.pipeline.errors import UnsupportedGraph, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
+from enginesmith.pipeline.system.software import numbers
 
 if TYPE_CHECKING:
     import onnx

@@ -23,8 +23,15 @@ from enginesmith.pipeline.engines import cuda_allocator
 from enginesmith.pipeline.engines.base import OperatorTime, Origin, Profiled, ProfileRequest, Session, Tally, warm_up
 from enginesmith.pipeline.engines.onnxruntime.profiler import Provenance
 from enginesmith.pipeline.engines.tensorrt.layers import Layer, read_layers
-from enginesmith.pipeline.engines.tensorrt.loader import DTYPES, Opened, open_context
-from enginesmith.pipeline.engines.tensorrt.memory import ActivationMemory, Room, activation_memory, output_allocator
+from enginesmith.pipeline.engines.tensorrt.loader import (
+    DTYPES,
+    ActivationMemory,
+    Opened,
+    Room,
+    activation_memory,
+    open_context,
+    output_allocator,
+)
 from enginesmith.pipeline.engines.tensorrt.options import RunOptions
 from enginesmith.pipeline.errors import MissingCapability, ModelError, UsageError
 from enginesmith.pipeline.system.device import Device
@@ -107,7 +114,7 @@ class TensorRTSession(Session):
         """Whether kernels are compiled at the first call, or were kept from an earlier run."""
         if self._opened.cache is None:
             return ""
-        return "took over kernels of an earlier run" if self._opened.warm else "compiled its kernels"
+        return "took over kernels of an earlier run" if self._opened.cached_bytes else "compiled its kernels"
 
     @property
     def engine(self) -> Any:

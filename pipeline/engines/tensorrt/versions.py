@@ -5,23 +5,20 @@ What an option does where was measured (engines built with and without it and co
 """
 
 import importlib
-import importlib.metadata
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from enginesmith.pipeline.engines.base import unavailable
 from enginesmith.pipeline.engines.compatibility import Check, check, check_driver, check_packages
 from enginesmith.pipeline.errors import MissingCapability
 from enginesmith.pipeline.system.device import Availability
-from enginesmith.pipeline.system.nvidia import GpuState
-from enginesmith.pipeline.system.software import Stack
+from enginesmith.pipeline.system.software import Stack, numbers
+from enginesmith.pipeline.system.software import versions as installed_versions
 
 FlavourName = Literal["tensorrt", "tensorrt_rtx"]
-
-PORTABLE = "portable"
-_RTX_TARGETS = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
 
 
 class Capabilities(BaseModel):
@@ -34,17 +31,17 @@ class Capabilities(BaseModel):
     """Compute capabilities that can be named ahead of time; none where the engine is for the device it is built on."""
     timing_cache: bool
     runtime_cache: bool
-    """Whether kernels are compiled at the first run, and kept in a cache of the runtime."""
+    """True if kernels are compiled at the first run, and kept in a cache of the runtime."""
     captures_graphs: bool
-    """Whether it makes and replays CUDA graphs by itself."""
+    """True if it makes and replays CUDA graphs by itself."""
     attention_layers_since: tuple[int, ...]
     """The version from which on networks have attention layers, which fused kernels exist for in some types."""
     dies_of_attention_to_itself: bool
-    """Whether the builder crashes where queries and keys of an attention are one tensor (seen in TensorRT-RTX 1.7)."""
+    """True if the builder crashes where queries and keys of an attention are one tensor (seen in TensorRT-RTX 1.7)."""
     standard_plugins: bool
-    """Whether a library of plugins comes along, which some operators of ONNX are made by."""
+    """True if a library of plugins comes along, which some operators of ONNX are made by."""
     workspace_is_a_gate: bool
-    """Whether a workspace limit only decides if the build ends well, and changes nothing about the engine."""
+    """True if a workspace limit only decides if the build ends well, and changes nothing about the engine."""
     no_effect: dict[str, str] = {}
     """Option → what was seen of it, where it is accepted and changes nothing."""
     refused: dict[str, str] = {}
@@ -56,7 +53,7 @@ _NEEDS_GPU = "the builder compiles for it on a device, and fails without one"
 
 _RTX_1 = Capabilities(
     builds_without_gpu=True,
-    targets=_RTX_TARGETS,
+    targets=("sm75", "sm80", "sm86", "sm89", "sm120", "sm121"),
     timing_cache=False,
     runtime_cache=True,
     captures_graphs=True,
@@ -89,7 +86,6 @@ _ENTERPRISE = Capabilities(
     standard_plugins=True,
     workspace_is_a_gate=False,
 )
-
 _TABLE: Mapping[tuple[FlavourName, int], Capabilities] = {
     ("tensorrt_rtx", 1): _RTX_1,
     ("tensorrt", 10): _ENTERPRISE,
@@ -109,33 +105,25 @@ NEEDS_DEVICE: Mapping[str, str] = MappingProxyType({"strip_plan": _NEEDS_GPU, "r
 
 def installed_version(flavour: FlavourName) -> str | None:
     """Return the version of the installed package, without importing it."""
-    for name in _DISTRIBUTIONS[flavour]:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    return next(iter(installed_versions(_DISTRIBUTIONS[flavour]).values()), None)
 
 
 def importable(flavour: FlavourName) -> Availability:
     """Check that the package is there, in a version that is known, and that its libraries load."""
-    version = installed_version(flavour)
+    version, package = installed_version(flavour), _DISTRIBUTIONS[flavour][0]
     if version is None:
-        remedy = f"install it: pip install {_DISTRIBUTIONS[flavour][0]}"
-        return Availability(
-            ok=False, reason=f"the package {_DISTRIBUTIONS[flavour][0]} is not installed", remedy=remedy
-        )
+        return unavailable(f"the package {package} is not installed", f"install it: pip install {package}")
     parts = numbers(version)
     if parts < _OLDEST[flavour] or (flavour, parts[0]) not in _TABLE:
         known = " and ".join(sorted(f"{major}.x" for name, major in _TABLE if name == flavour))
         oldest = ".".join(map(str, _OLDEST[flavour]))
-        remedy = f"install {known}, from {oldest} on: pip install '{_DISTRIBUTIONS[flavour][0]}>={oldest}'"
-        return Availability(ok=False, reason=f"{flavour} {version} is not a version this release knows", remedy=remedy)
+        remedy = f"install {known}, from {oldest} on: pip install '{package}>={oldest}'"
+        return unavailable(f"{flavour} {version} is not a version this release knows", remedy)
     try:
         importlib.import_module(flavour)
     except (ImportError, OSError, RuntimeError) as error:
-        remedy = f"install it again: pip install --force-reinstall {_DISTRIBUTIONS[flavour][0]}"
-        return Availability(ok=False, reason=f"{flavour} cannot be imported: {error}", remedy=remedy)
+        remedy = f"install it again: pip install --force-reinstall {package}"
+        return unavailable(f"{flavour} cannot be imported: {error}", remedy)
     return Availability(ok=True)
 
 
@@ -159,11 +147,6 @@ def capabilities(flavour: FlavourName, version: str | None = None) -> Capabiliti
     return _TABLE[flavour, major if major in majors else max(majors)]
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """Parse ``1.7.1.116`` into numbers."""
-    return tuple(int(part) for part in version.split(".") if part.isdecimal())
-
-
 def check_software(stack: Stack, name: str) -> Iterator[Check]:
     """Check the driver, the packages and the GPUs for one flavour, by the name of its distribution."""
     variants = stack.variants.get(name, {})
@@ -183,18 +166,14 @@ def check_software(stack: Stack, name: str) -> Iterator[Check]:
         pinned = [need for part in (name, *parts) for need in stack.requirements.get(part, ())]
         fix = f"pip install --force-reinstall {name}-cu{newest}"
         yield check_packages(stack, f"parts of {name}", pinned, fix)
+    targets = capabilities("tensorrt_rtx", stack.versions.get(name)).targets
     for index, gpu in enumerate(stack.gpus):
-        yield _check_target(name, stack.versions.get(name), index, gpu)
-
-
-def _check_target(name: str, version: str | None, index: int, gpu: GpuState) -> Check:
-    capability = numbers(gpu.compute_capability)
-    if name == "tensorrt":
-        fits, needed = capability >= _OLDEST_GPU, "7.5 or newer"
-        fix = "pip install onnxruntime-gpu: TensorRT has no kernels for this GPU"
-    else:
-        targets = capabilities("tensorrt_rtx", version).targets
-        fits, needed = "sm" + "".join(map(str, capability)) in targets, ", ".join(targets)
-        fix = "pip install tensorrt: the other flavour has kernels for this GPU"
-    found = f"{gpu.name}: compute capability {gpu.compute_capability}"
-    return check(f"{name} on cuda:{index}", found, needed, fits, fix)
+        capability = numbers(gpu.compute_capability)
+        if name == "tensorrt":
+            fits, needed = capability >= _OLDEST_GPU, "7.5 or newer"
+            fix = "pip install onnxruntime-gpu: TensorRT has no kernels for this GPU"
+        else:
+            fits, needed = "sm" + "".join(map(str, capability)) in targets, ", ".join(targets)
+            fix = "pip install tensorrt: the other flavour has kernels for this GPU"
+        found = f"{gpu.name}: compute capability {gpu.compute_capability}"
+        yield check(f"{name} on cuda:{index}", found, needed, fits, fix)
