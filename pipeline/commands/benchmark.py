@@ -40,11 +40,11 @@ def benchmark(models: tuple[str, ...], recipe_file: Path | None, as_json: bool, 
 
     Example: enginesmith benchmark net.py:build net.onnx net.engine --batch 1,8,32
     """
-    from enginesmith.pipeline.workflows import benchmark
+    from enginesmith.pipeline.workflows import stages
 
     options["measure__limits"] = options["measure__limits"] is not False
     with settings_of(options, quiet) as settings:
-        run = benchmark.benchmark(recipe_of(models[0], recipe_file, options), models, settings)
+        run = stages.benchmark(recipe_of(models[0], recipe_file, options), models, settings)
     code: int = shown().show_run(run, None, as_json)
     measured = any(record.status == "measured" for record in run.records)
     return code or (0 if measured else 1)

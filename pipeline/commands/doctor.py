@@ -13,7 +13,7 @@ def doctor(as_json: bool) -> None:
 
     Example: enginesmith doctor
     """
-    from enginesmith.pipeline.workflows import doctor as doctors
+    from enginesmith.pipeline.workflows import inspect
 
-    found = doctors.examine()
-    shown().show_facts(found.model_dump(mode="json") if as_json else doctors.readable(found), as_json)
+    found = inspect.examine()
+    shown().show_facts(found.model_dump(mode="json") if as_json else inspect.readable(found), as_json)

@@ -24,12 +24,12 @@ from enginesmith.pipeline.tasks.load import SHAPES
 from enginesmith.pipeline.workflows.stages import run_steps, try_steps
 
 _NOT_WRITTEN = "nothing was written; export the model again, or build it for another target"
-MODULES = (*("enginesmith.pipeline.tasks.load", "enginesmith.pipeline.tasks.load", "enginesmith.pipeline.tasks.build"),)
+MODULES = ("enginesmith.pipeline.tasks.load", "enginesmith.pipeline.tasks.build")
 """All that workers of these commands need besides the engine: importing PyTorch takes longer than most builds."""
 
 
 class EngineBuilt(BaseModel):
-    """What ``build`` wrote."""
+    """The files that ``build`` wrote."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -37,11 +37,11 @@ class EngineBuilt(BaseModel):
     files: tuple[str, ...]
     history: tuple[HistoryEntry, ...]
     manifest: dict[str, Any]
-    """What the engine records of itself."""
+    """The engine's record of itself."""
 
 
 class TargetChecked(BaseModel):
-    """Whether a graph builds for one target; if not, the class of the failure, why, and what to do."""
+    """A trial of a build for one target; if it fails, the class of the failure, its reason and its remedy."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -75,13 +75,9 @@ def build(recipe: Recipe, output: Path, settings: Settings, refit: str | None = 
     with storage_errors(f"the output {output}"):
         files = _save_as(made, output)
     last = made.history[-1]
-    notes = "".join(f"\n  note: {note}" for note in last.notes)
-    return EngineBuilt(
-        summary=f"wrote {files[0]}: {last.effect}{notes}",
-        files=tuple(files),
-        history=made.history,
-        manifest=read_file(output).record,
-    )
+    summary = f"wrote {files[0]}: {last.effect}" + "".join(f"\n  note: {note}" for note in last.notes)
+    record = read_file(output).record
+    return EngineBuilt(summary=summary, files=tuple(files), history=made.history, manifest=record)
 
 
 def _save_as(made: Artifact, output: Path) -> list[str]:
@@ -131,8 +127,7 @@ def _checked(target: str, outcome: Outcome) -> TargetChecked:
         error = outcome.error
         if not isinstance(error, StepError):
             raise error or ModelError(outcome.reason)
-        return TargetChecked(
-            target=target, builds=False, failure=error.failure, reason=error.message, remedy=error.remedy
-        )
+        told = {"failure": error.failure, "reason": error.message, "remedy": error.remedy}
+        return TargetChecked(target=target, builds=False, **told)
     record = TrialResult.model_validate(read_records(outcome.artifact)[0])
     return TargetChecked(target=target, **record.model_dump(exclude={"facts"}))

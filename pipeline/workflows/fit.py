@@ -27,9 +27,7 @@ from enginesmith.pipeline.units import format_bytes
 from enginesmith.pipeline.workflows.build import MODULES, file_engine
 from enginesmith.pipeline.workflows.stages import run_steps
 
-_MEASURED_WITH = (
-    *("enginesmith.pipeline.tasks.load", "enginesmith.pipeline.tasks.build", "enginesmith.pipeline.tasks.measure"),
-)
+_MEASURED_WITH = (*MODULES, "enginesmith.pipeline.tasks.measure")
 _PROBE_SLACK_BYTES = 2 << 30
 
 
@@ -40,23 +38,24 @@ class Need(NamedTuple):
     activation_bytes: int
     io_bytes: int
     lacking: str = ""
-    """What is missing in these figures."""
+    """The part that is missing in these figures."""
     facts: EngineFacts | None = None
-    """What the builder reported."""
+    """The builder's report."""
 
 
 class MemoryEstimate(ABC):
     """Estimate the memory that a set of engines needs for a largest batch, all of them together."""
 
     source: ClassVar[str]
-    """Where the figures come from, and what is not counted."""
+    """The source of the figures, and what is not counted."""
     shares_activations = False
-    """Whether all engines work in one buffer, so that only the largest activations count."""
+    """True if all engines work in one buffer, so that only the largest activations count."""
 
     def __init__(self, recipe: Recipe, models: Sequence[str], settings: Settings) -> None:
         self._engine, self._settings = engine_class(recipe.engines[0]), settings
         self._models = [resolve_recipe(recipe.model_copy(update={"model": text})) for text in models]
-        self._needs: dict[int, list[Need]] = {}
+        self.tried: dict[int, list[Need]] = {}
+        """By batch size, of those that were tried."""
 
     @abstractmethod
     def _find_need(self, model: ResolvedRecipe, batch: int) -> Need:
@@ -64,14 +63,9 @@ class MemoryEstimate(ABC):
 
     def needs(self, batch: int) -> list[Need]:
         """Find the need of each engine; a batch is tried once."""
-        if batch not in self._needs:
-            self._needs[batch] = [self._find_need(model, batch) for model in self._models]
-        return self._needs[batch]
-
-    @property
-    def tried(self) -> int:
-        """Count the batch sizes that were tried."""
-        return len(self._needs)
+        if batch not in self.tried:
+            self.tried[batch] = [self._find_need(model, batch) for model in self._models]
+        return self.tried[batch]
 
     def parts(self, batch: int) -> dict[str, int]:
         """Split the need into ``weights_bytes``, ``activation_bytes`` and ``io_bytes``."""
@@ -151,8 +145,9 @@ class BuiltSizes(MemoryEstimate):
         facts = result.facts
         if facts is None:
             raise ModelError(f"no engine for batch {batch}: {result.reason}", result.remedy)
-        io_bytes = _io_bytes(signature, batch)
-        return Need(facts.weights_bytes or 0, facts.activation_bytes or 0, io_bytes, facts=facts)
+        symbol, specs = batch_symbol(signature), (*signature.inputs, *signature.outputs)
+        sizes = {dim: batch if dim == symbol else 1 for spec in specs for dim in spec.symbols}  # others are not known
+        return Need(facts.weights_bytes or 0, facts.activation_bytes or 0, total_bytes(specs, sizes), facts=facts)
 
     def _trial(self, model: ResolvedRecipe, batch: int) -> tuple[TrialResult, Signature]:
         steps, trials = stages.trial_steps(model, batch)
@@ -175,7 +170,7 @@ class MeasuredSizes(MemoryEstimate):
         worker.preload_only((*self._engine.modules, *_MEASURED_WITH))
         self._budget = budget_bytes
         self._limit = 2 * budget_bytes + _PROBE_SLACK_BYTES
-        """What one probe may take: so far above the budget that reserved addresses and stacks do not count."""
+        """The limit of one probe: so far above the budget that reserved addresses and stacks do not count."""
 
     def _find_need(self, model: ResolvedRecipe, batch: int) -> Need:
         """Split a peak; where memory ran out, at least the budget was needed and one byte more."""
@@ -227,14 +222,6 @@ def _run(
     return read_records(record)[0], loaded.signature, symbol
 
 
-def _io_bytes(signature: Signature, batch: int) -> int:
-    """Add up inputs and outputs at a batch; dimensions of unknown size count as 1."""
-    symbol = batch_symbol(signature)
-    specs = (*signature.inputs, *signature.outputs)
-    sizes = {dim: batch if dim == symbol else 1 for spec in specs for dim in spec.symbols}
-    return total_bytes(specs, sizes)
-
-
 # Search: the largest batch that fits a memory budget, and the smallest workspace that builds or keeps the speed.
 
 _LARGEST_BATCH = 1 << 16
@@ -246,14 +233,14 @@ class Fits(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     memory_bytes: int
-    largest_batch: int | None
-    needed_bytes: int | None
+    largest_batch: int | None = None
+    needed_bytes: int | None = None
     """At the largest batch: weights, activations, inputs and outputs."""
-    weights_bytes: int | None
-    activation_bytes: int | None
-    io_bytes: int | None
-    smallest_workspace_bytes: int | None
-    workspace_note: str
+    weights_bytes: int | None = None
+    activation_bytes: int | None = None
+    io_bytes: int | None = None
+    smallest_workspace_bytes: int | None = None
+    workspace_note: str = "nothing fits"
     source: str
     builds: int
     """Batch sizes that were tried, by building or by running."""
@@ -268,7 +255,7 @@ class WorkspaceKept(BaseModel):
     variant: str
     workspace_bytes: int
     speed_share: float
-    """Of the throughput of the fastest one."""
+    """Share of the throughput of the fastest one."""
 
 
 def fit(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Settings) -> Fits:
@@ -284,32 +271,23 @@ def fit(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Sett
     asked = recipe.ranges.get("batch")
     most = asked.max if asked else _LARGEST_BATCH
     batch = largest(sizes.needed, memory_bytes, most)
+    found: dict[str, Any] = {}
     if batch is None:
         least = sizes.needed(1)
-        return Fits(
-            **_nothing(memory_bytes),
-            source=sizes.source,
-            builds=sizes.tried,
-            reason=_sentences(f"even batch 1 needs {format_bytes(least)} ({least} bytes)", sizes.lacking(1)),
-        )
-    parts = sizes.parts(batch)
-    workspace, note = sizes.workspace(batch)
-    end = "" if batch < most else f"larger batches than {most} were not tried"
+        reason = f"even batch 1 needs {format_bytes(least)} ({least} bytes)"
+    else:
+        parts = sizes.parts(batch)
+        workspace, note = sizes.workspace(batch)
+        found = {"largest_batch": batch, "needed_bytes": sum(parts.values()), **parts}
+        found |= {"smallest_workspace_bytes": workspace, "workspace_note": note}
+        reason = "" if batch < most else f"larger batches than {most} were not tried"
     return Fits(
         memory_bytes=memory_bytes,
-        largest_batch=batch,
-        needed_bytes=sum(parts.values()),
-        **parts,
-        smallest_workspace_bytes=workspace,
-        workspace_note=note,
+        **found,
         source=sizes.source,
-        builds=sizes.tried,
-        reason=_sentences(end, sizes.lacking(batch)),
+        builds=len(sizes.tried),
+        reason="; ".join(filter(None, [reason, sizes.lacking(batch or 1)])),
     )
-
-
-def _sentences(*parts: str) -> str:
-    return "; ".join(filter(None, parts))
 
 
 def keeping(run: Run, share: float) -> tuple[WorkspaceKept, ...]:
@@ -329,23 +307,12 @@ def keeping(run: Run, share: float) -> tuple[WorkspaceKept, ...]:
             f"the run {run.name} has no measured variants with workspace limits",
             "optimize with --workspace sweep on the machine with the GPU, or resume it there",
         )
-    return tuple(_kept(group, share) for group in groups.values())
-
-
-def _kept(group: list[tuple[int, float, str]], share: float) -> WorkspaceKept:
-    best = max(rate for _, rate, _ in group)
-    limit, rate, name = min(one for one in group if one[1] >= share * best)
-    return WorkspaceKept(variant=name, workspace_bytes=limit, speed_share=rate / best)
-
-
-def _nothing(memory_bytes: int) -> dict[str, object]:
-    parts = dict.fromkeys(("weights_bytes", "activation_bytes", "io_bytes", "needed_bytes", "largest_batch"))
-    return {
-        **parts,
-        "memory_bytes": memory_bytes,
-        "smallest_workspace_bytes": None,
-        "workspace_note": "nothing fits",
-    }
+    kept = []
+    for group in groups.values():
+        best = max(rate for _, rate, _ in group)
+        limit, rate, name = min(one for one in group if one[1] >= share * best)
+        kept.append(WorkspaceKept(variant=name, workspace_bytes=limit, speed_share=rate / best))
+    return tuple(kept)
 
 
 def largest(needed: Callable[[int], int], limit: int, most: int = _LARGEST_BATCH) -> int | None:

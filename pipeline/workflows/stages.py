@@ -1,16 +1,18 @@
-"""Single stages for the command line: the same steps as in the main job, a file in and a file out."""
+"""Run single stages and benchmarks for the command line: steps as in the main job, outside of a run directory."""
 
+import datetime
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
-from enginesmith.pipeline.engines import PORTABLE_PLACEMENT
+from enginesmith.pipeline.engines import PORTABLE_PLACEMENT, environment, read_file
 from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
-from enginesmith.pipeline.errors import FidelityError, UsageError, storage_errors
+from enginesmith.pipeline.errors import FidelityError, ModelError, UsageError, storage_errors
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.execution.merge import assign_step_machines
 from enginesmith.pipeline.execution.scheduler import Runner
@@ -18,17 +20,20 @@ from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.frameworks.records import PruningFacts
 from enginesmith.pipeline.frameworks.source import SAVED, Source
 from enginesmith.pipeline.measure.rows import StageFidelity
+from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
 from enginesmith.pipeline.planning import stages as plans
 from enginesmith.pipeline.planning.plan import Step, StepRef, libraries_of
+from enginesmith.pipeline.planning.planner import in_time
 from enginesmith.pipeline.planning.variants import ResolvedRecipe, resolve_recipe
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Place
+from enginesmith.pipeline.results.assemble import Header, assemble
 from enginesmith.pipeline.results.package import verify as verification
+from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.tasks.base import read_records
+from enginesmith.pipeline.tasks.measure import Memory, ProfileVariant
 from enginesmith.pipeline.tasks.prune import read_facts
-
-# Run steps outside of a run directory, for commands that do one thing.
 
 
 def run_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapping[str, Outcome]:
@@ -45,12 +50,15 @@ def try_steps(steps: Sequence[Step], settings: Settings, recipe: Recipe) -> Mapp
     worker.also_preload(libraries_of(steps))
     logs = Path(tempfile.mkdtemp(prefix="enginesmith-"))
     outcomes: dict[str, Outcome] = {}
+
+    def log_of(step: Step) -> Path:
+        return logs / f"{step.id}.log"
+
     try:
         with settings.open_executor() as executor:
             if not executor.is_local:
                 place = Place(device=recipe.where.kind)
                 steps = assign_step_machines(steps, place, executor.why_unavailable(place))
-            log_of = lambda step: logs / f"{step.id}.log"  # noqa: E731
             outcomes = Runner(executor, log_of, settings.time_limit_seconds, settings.listener).run(steps)
         return outcomes
     finally:
@@ -63,7 +71,7 @@ _EVERYWHERE = "every engine takes this graph; --engine {} makes one that is much
 
 
 class StageResult(BaseModel):
-    """What a single stage did."""
+    """The files that a single stage wrote, and how far they are from what they were made of."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -74,12 +82,12 @@ class StageResult(BaseModel):
 
     @property
     def passed(self) -> bool:
-        """Whether every comparison was close enough."""
+        """True if every comparison was close enough."""
         return all(entry.passed for entry in self.fidelity)
 
 
 class PruneResult(StageResult):
-    """What ``prune`` did."""
+    """The result of ``prune``, with the parts that were removed."""
 
     pruning: PruningFacts
 
@@ -110,9 +118,8 @@ def precision(recipe: Recipe, output: Path, settings: Settings) -> StageResult:
     steps, made = plans.precision_steps(resolved)
     result = _to_file(resolved, steps, made.graph, output, settings, also=(made.calibration,))
     if recipe.quantisation.placement == PORTABLE_PLACEMENT and recipe.engines == DEFAULT_ENGINES:
-        result = result.model_copy(
-            update={"summary": f"{result.summary}\n  note: {_EVERYWHERE.format(DEFAULT_ENGINES[0])}"}
-        )
+        summary = f"{result.summary}\n  note: {_EVERYWHERE.format(DEFAULT_ENGINES[0])}"
+        return result.model_copy(update={"summary": summary})
     return result
 
 
@@ -159,7 +166,7 @@ def prune(recipe: Recipe, output: Path, settings: Settings) -> PruneResult:
                 output.rename(Path(scratch, "before"))
             whole.rename(output)
     notes = "".join(f"\n  note: {note}" for note in made.history[-1].notes)
-    files = tuple(str(output / name) for name in sorted(path.name for path in output.iterdir()))
+    files = tuple(str(path) for path in sorted(output.iterdir()))
     summary = f"wrote {output}: {made.history[-1].effect}{notes}"
     return PruneResult(summary=summary, files=files, history=made.history, pruning=read_facts(pruned))
 
@@ -207,23 +214,18 @@ def _to_file(
         short = next((one.artifact.rejected for one in outcomes.values() if one.artifact and one.artifact.rejected), "")
         raise FidelityError(short or outcomes[stage].reason, "nothing was written; ask for less, or search for longer")
     fidelity = _fidelity(outcomes, StepRef("verify", stage))
-    if failed := [entry for entry in fidelity if not entry.passed]:
-        raise _differs(failed[0], recipe.min_sqnr_db)
+    if failed := next((entry for entry in fidelity if not entry.passed), None):
+        message = f"the result differs from the original at {failed.point}: {failed.reason}"
+        if recipe.min_sqnr_db is None:
+            raise FidelityError(message, "nothing was written; look at what the model does that the graph does not")
+        message += f", and {recipe.min_sqnr_db:g} dB are asked for"
+        raise FidelityError(message, "nothing was written; change less, or ask for less: --min-sqnr")
     with storage_errors(f"the output {output}"):
         files = _save_as(made, output)
     beside = [artifact.history[-1] for name in also if (artifact := outcomes[name].artifact)]
     notes = "".join(f"\n  note: {note}" for entry in (*made.history, *beside) for note in entry.notes)
     summary = f"wrote {' and '.join(files)}: {made.history[-1].effect}{notes}"
     return StageResult(summary=summary, files=tuple(files), history=made.history, fidelity=fidelity)
-
-
-def _differs(found: StageFidelity, asked_db: float | None) -> FidelityError:
-    message = f"the result differs from the original at {found.point}: {found.reason}"
-    if asked_db is None:
-        return FidelityError(message, "nothing was written; look at what the model does that the graph does not")
-    return FidelityError(
-        f"{message}, and {asked_db:g} dB are asked for", "nothing was written; change less, or ask for less: --min-sqnr"
-    )
 
 
 def _check_output(source: Source, output: Path) -> None:
@@ -265,3 +267,58 @@ def _save_as(made: Artifact, output: Path) -> list[str]:
         for name in names:
             Path(scratch, name).replace(output.parent / name)
     return [str(output.parent / name) for name in reversed(names)]
+
+
+def benchmark(recipe: Recipe, models: Sequence[str], settings: Settings) -> Run:
+    """Measure models side by side; measurements are always made anew. The baseline is the first PyTorch model.
+
+    One that fails has the reason beside it, and the others are measured.
+
+    Raises:
+        MissingCapability: none of them can run on the device.
+        EnginesmithError: the baseline cannot be loaded, or the measurement as a whole failed.
+    """
+    started = time.monotonic()
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    resolved, others = plans.choose_baseline(recipe, models)
+    recipe, damaged = resolved.recipe, _damaged_engines(others)
+    plan = plans.benchmark_plan(resolved, [source for source in others if source.text not in damaged], now)
+    measured = next(step.task for step in plan.steps if step.id == plan.latency)
+    engines = [variant.engine for variant in (plan.baseline, *plan.variants)]
+    if not any(engine.available(measured.runs_on).ok for engine in engines):
+        plan.baseline.engine.require(measured.runs_on)
+    steps = in_time(plan.steps, settings.time_limit_seconds, len(recipe.batch))
+    steps.sort(key=lambda step: isinstance(step.task, (Memory, ProfileVariant)))  # where time ends, latency is known
+    outcomes = try_steps(steps, settings, recipe)
+    needed = [step.id for step in plan.steps if step.required or step.id == plan.latency]
+    if error := next((outcomes[name].error for name in needed if name in outcomes and outcomes[name].error), None):
+        raise error
+    header = Header(
+        name="benchmark",
+        created=now,
+        seconds=round(time.monotonic() - started, 3),
+        environment=environment().model_dump(mode="json"),
+    )
+    run = assemble(header, recipe, plan, outcomes, {})
+    return run.model_copy(update={"variants": (*run.variants, *damaged.values())})
+
+
+def _damaged_engines(sources: Sequence[Source]) -> dict[str, VariantRecord]:
+    """Make the record of each engine file that cannot be used at all, by argument: it says why."""
+    records = {}
+    for source in sources:
+        if source.form != "engine":
+            continue
+        try:
+            read_file(Path(source.target))
+        except ModelError as error:
+            reasons = dict.fromkeys(("latency", "memory", "quality", "limits", "profile"), str(error))
+            records[source.text] = VariantRecord(
+                id=source.text,
+                engine="unknown",
+                precision=AS_GIVEN,
+                status="failed",
+                reason=str(error),
+                reasons=reasons,
+            )
+    return records

@@ -5,8 +5,8 @@ import pytest
 from enginesmith.pipeline.system import machine
 from enginesmith.pipeline.system.nvidia import GpuProcess, GpuState
 from enginesmith.pipeline.system.software import Stack
-from enginesmith.pipeline.workflows import doctor, inspect
-from enginesmith.pipeline.workflows.doctor import Check, Diagnosis
+from enginesmith.pipeline.workflows import inspect
+from enginesmith.pipeline.workflows.inspect import Check, Diagnosis
 
 FITS = Check(name="C library", found="glibc 2.36", needed="2.28, by torch", ok=True)
 BROKEN = Check(name="cuDNN", found="8.9.7", needed="9.x", ok=False, fix="pip install 'nvidia-cudnn-cu13==9.*'")
@@ -19,10 +19,10 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Diagnosis:
         {"engine": "eager", "usable": "yes", "builds here": "yes", "reason": "", "remedy": ""},
         {"engine": "tensorrt_rtx", "usable": "no", "builds here": "yes", "reason": "no GPU", "remedy": "get one"},
     ]
-    monkeypatch.setattr(doctor, "find_stack", Stack)
-    monkeypatch.setattr(doctor, "check_software", lambda *stack: [FITS, BROKEN, MEANINGLESS])
+    monkeypatch.setattr(inspect, "find_stack", Stack)
+    monkeypatch.setattr(inspect, "check_software", lambda *stack: [FITS, BROKEN, MEANINGLESS])
     monkeypatch.setattr(inspect, "engines", lambda where: rows)
-    return doctor.examine()
+    return inspect.examine()
 
 
 def test_fixes_begin_with_what_does_not_fit(found: Diagnosis) -> None:
@@ -36,7 +36,7 @@ def test_fixes_begin_with_what_does_not_fit(found: Diagnosis) -> None:
 
 
 def test_people_read_the_fixes_last(found: Diagnosis) -> None:
-    facts = doctor.readable(found)
+    facts = inspect.readable(found)
     assert next(iter(facts)) == "processor"
     assert facts[list(facts)[-1]] == list(found.fixes)
     assert facts["what fits together"] == {
@@ -58,7 +58,7 @@ def test_gpus_with_units_and_reasons(found: Diagnosis) -> None:
         reasons={"power_watts": "no permission"},
     )
     machine = found.environment.model_copy(update={"gpus": (gpu,)})
-    facts = doctor.readable(found.model_copy(update={"environment": machine}))["cuda:0"]
+    facts = inspect.readable(found.model_copy(update={"environment": machine}))["cuda:0"]
     assert facts["memory"] == "80 GiB"
     assert facts["clock limits"] == "power limit"
     assert facts["persistence"] == "yes"
@@ -80,7 +80,7 @@ def test_a_machine_that_shows_everything(found: Diagnosis) -> None:
         "frequency_max_mhz": 3600.0,
         "frequency_min_mhz": None,
     }
-    facts = doctor.readable(found.model_copy(update={"environment": machine.environment().model_copy(update=shown)}))
+    facts = inspect.readable(found.model_copy(update={"environment": machine.environment().model_copy(update=shown)}))
     processor = facts["processor"]
     assert processor["container's limit"] == "1.5 cores"
     assert (processor["turbo"], processor["governor"]) == ("no", "performance")
@@ -91,7 +91,7 @@ def test_a_machine_that_shows_everything(found: Diagnosis) -> None:
 
 
 def test_here() -> None:
-    found = doctor.examine()
+    found = inspect.examine()
     assert found.environment.processor
     assert found.engines["cpu"]["eager"] == "ok"
     assert Diagnosis.model_validate_json(found.model_dump_json()) == found
