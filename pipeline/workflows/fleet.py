@@ -1,4 +1,4 @@
-"""A fleet file in, a folder with a run directory for each entry and a report of all of them out.
+"""Carry out and judge fleets: a fleet file in, a folder with a run directory for each entry and their report out.
 
 It can be interrupted anywhere and done again from there.
 """
@@ -27,15 +27,14 @@ from enginesmith.pipeline.results.fleet import RUNS, EntryRecord, FleetRecord, F
 from enginesmith.pipeline.results.fleet_history import Earlier
 from enginesmith.pipeline.results.gate import Demands
 from enginesmith.pipeline.results.gate_report import FleetGate, Gate, GateCheck
-from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.workflows import optimize as job
 from enginesmith.pipeline.workflows.optimize import RunRequest
-from enginesmith.pipeline.workflows.run_directory import held
+from enginesmith.pipeline.workflows.run_directory import lock_folder
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What of a fleet file is done, and how it differs."""
+    """The part of a fleet file that is done, and how it differs."""
 
     only: tuple[str, ...] = ()
     """Patterns of model@target, models or targets."""
@@ -56,7 +55,7 @@ def optimize(file: Path, out: Path, settings: Settings | None = None, choice: Ch
     fleet = read(file)
     entries = fleet.entries(choice.only, choice.options)
     since = fleet_history.open_fleet(choice.changed_since) if choice.changed_since else None
-    with held(out):
+    with lock_folder(out):
         begun = FleetRecord(
             name=out.name,
             file=file.name,
@@ -73,8 +72,8 @@ def optimize(file: Path, out: Path, settings: Settings | None = None, choice: Ch
         if (out / "run.json").exists():
             raise UsageError(f"{out} holds the run of a single model", "choose another --out")
         if records.is_fleet(out):
-            begun = _same(out, begun)
-        return _carried_out(begun, entries, out, settings or Settings())
+            begun = _read_same(out, begun)
+        return _run_entries(begun, entries, out, settings or Settings())
 
 
 def resume(out: Path, settings: Settings | None = None) -> FleetRecord:
@@ -85,39 +84,43 @@ def resume(out: Path, settings: Settings | None = None) -> FleetRecord:
     """
     out = (out if out.is_dir() else out.parent).absolute()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(held(out))
+        stack.enter_context(lock_folder(out))
         begun = records.read(out, to_go_on=True).model_copy(update={"packages": environment().packages})
         if Path(begun.folder).is_dir():
             stack.enter_context(contextlib.chdir(begun.folder))
-        return _carried_out(begun, begun.fleet.entries(begun.only, begun.options), out, settings or Settings())
+        return _run_entries(begun, begun.fleet.entries(begun.only, begun.options), out, settings or Settings())
 
 
 def default_out(file: Path) -> Path:
-    """``runs/fleet-<file>-<time>`` below the current folder."""
+    """Name a new folder: ``runs/fleet-<file>-<time>`` below the current one."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     return Path("runs") / f"fleet-{file.stem}-{stamp}"
 
 
-_CALLED = {"file": "file", "fleet": "content of the file", "options": "choice of options"}
-"""What people know parts of a record as."""
+_PARTS = {
+    "file": "file",
+    "fleet": "content of the file",
+    "only": "--only",
+    "options": "choice of options",
+    "changed_since": "--changed-since",
+}
+"""Fields by which a fleet is known again, in people's words."""
 
 
-def _same(out: Path, asked: FleetRecord) -> FleetRecord:
-    """The record of a fleet that was begun in the folder, if it is the one that is asked for."""
+def _read_same(out: Path, asked: FleetRecord) -> FleetRecord:
+    """Read the record of a fleet that was begun in the folder, if it is the one that is asked for."""
     before = records.read(out, to_go_on=True)
-    names = ("file", "fleet", "only", "options", "changed_since")
-    apart = next((name for name in names if getattr(before, name) != getattr(asked, name)), None)
-    if apart is not None:
-        what = _CALLED.get(apart) or "--" + apart.replace("_", "-")
-        raise UsageError(
-            f"{out} holds another fleet: it was made with another {what}",
-            f"choose another --out, or continue that one with `enginesmith resume {out}`",
-        )
+    for name, words in _PARTS.items():
+        if getattr(before, name) != getattr(asked, name):
+            raise UsageError(
+                f"{out} holds another fleet: it was made with another {words}",
+                f"choose another --out, or continue that one with `enginesmith resume {out}`",
+            )
     return before.model_copy(update={"packages": asked.packages})
 
 
-def _carried_out(begun: FleetRecord, entries: Sequence[Entry], out: Path, settings: Settings) -> FleetRecord:
-    work = _Work(begun, entries, out)
+def _run_entries(begun: FleetRecord, entries: Sequence[Entry], out: Path, settings: Settings) -> FleetRecord:
+    work = _ActiveFleet(begun, entries, out)
     records.write(work.record(), out)
     try:
         work.take_over(settings)
@@ -131,16 +134,19 @@ def _carried_out(begun: FleetRecord, entries: Sequence[Entry], out: Path, settin
     return record
 
 
-class _Work:
+class _ActiveFleet:
     """A fleet on its way."""
 
     def __init__(self, begun: FleetRecord, entries: Sequence[Entry], out: Path) -> None:
         self._begun, self._entries, self._out = begun, entries, out
         self._started = time.monotonic()
         self._files = fleet_history.digest_files([one.recipe for one in entries])
-        self._last = _last(begun, out)
+        known = begun.changed_since or (begun.last.path if begun.last else None)
+        named = known is not None and records.is_fleet(out / known)
+        self._last = fleet_history.open_fleet(out / str(known)) if named else fleet_history.find_last(out, begun)
+        """The fleet to compare with: the named one, or the one that it was compared with before, or the newest."""
         self.found: dict[str, Found] = {}
-        """What came of entries, by name; nothing as long as they have not ended."""
+        """By name, the results of entries that have ended."""
         self._taken: set[str] = set()
         """Entries that the run directory of an earlier fleet stands for."""
         self._because: dict[str, str] = {}
@@ -164,7 +170,7 @@ class _Work:
                 self.found[entry.name] = Found(found, steps=len(found.steps), reused=len(found.steps))
 
     def requests(self) -> list[RunRequest]:
-        """The runs that are to be made; none of them in the folder of an earlier fleet."""
+        """List the runs that are to be made; none of them in the folder of an earlier fleet."""
         left = [one for one in self._entries if one.name not in self._taken]
         for entry in left:
             folder = self._out / RUNS / entry.name
@@ -176,7 +182,7 @@ class _Work:
         return RunRequest(entry.name, entry.recipe, self._out / RUNS / entry.name, entry.place, self._out)
 
     def record(self) -> FleetRecord:
-        """What is known now."""
+        """Make the record of the fleet as it is now."""
         entries = tuple(map(self._entry, self._entries, self._files))
         return self._begun.model_copy(
             update={
@@ -187,10 +193,11 @@ class _Work:
         )
 
     def _entry(self, entry: Entry, named: Mapping[str, str]) -> EntryRecord:
-        found = self.found.get(entry.name) or Found(self._left(entry), ended=False)
+        folder, change = self._out / RUNS / entry.name, None
+        interrupted = runs.read(folder) if (folder / "run.json").is_file() else None
+        found = self.found.get(entry.name) or Found(interrupted, ended=False)
         siblings = [one.name for one in self._entries if one.recipe.model == entry.recipe.model and one is not entry]
         record = entry_record(entry, found, self._out, siblings)
-        folder, change = self._out / RUNS / entry.name, None
         if self._last is not None and record.status != "pending":
             change = fleet_history.compare_entry(self._last, entry.name, folder, found.run)
         return record.model_copy(
@@ -202,38 +209,18 @@ class _Work:
             }
         )
 
-    def _left(self, entry: Entry) -> Run | None:
-        """What an interrupted run has come to."""
-        folder = self._out / RUNS / entry.name
-        return runs.read(folder) if (folder / "run.json").is_file() else None
-
-
-def _last(begun: FleetRecord, out: Path) -> Earlier | None:
-    """The fleet to hold this one against: the one that was named, or that it was held against before, or the newest."""
-    known = begun.changed_since or (begun.last.path if begun.last else None)
-    if known is not None and records.is_fleet(out / known):
-        return fleet_history.open_fleet(out / known)
-    return fleet_history.find_last(out, begun)
-
-
-# A gate for each entry of a fleet, against the same entry of a fleet that is the baseline, where one is given.
-
 
 def gate(folder: Path, demands_of: Callable[[Recipe], Demands], baseline: Path | None = None) -> FleetGate:
-    """Judge every entry; one that came to nothing is broken, as nothing is known of it.
+    """Judge every entry, against that of a baseline fleet if given; one that came to nothing is broken.
 
     Raises:
         UsageError: one of the folders holds no fleet, or the demands make no sense for a recipe.
     """
     fleet = fleet_history.open_fleet(folder)
     before = fleet_history.open_fleet(baseline) if baseline else None
-    found = {one.name: _entry(fleet, one, demands_of, before) for one in fleet.record.entries}
-    return FleetGate(
-        fleet=str(folder),
-        baseline=None if baseline is None else str(baseline),
-        passed=all(one.passed for one in found.values()),
-        entries=found,
-    )
+    entries = {one.name: _judge(fleet, one, demands_of, before) for one in fleet.record.entries}
+    passed, against = all(one.passed for one in entries.values()), None if baseline is None else str(baseline)
+    return FleetGate(fleet=str(folder), baseline=against, passed=passed, entries=entries)
 
 
 def keep(folder: Path, target: Path) -> None:
@@ -248,7 +235,7 @@ def keep(folder: Path, target: Path) -> None:
     baselines.keep_fleet(fleet, {name: found for name, found in winners.items() if found}, target)
 
 
-def _entry(fleet: Earlier, entry: EntryRecord, demands_of: Callable[[Recipe], Demands], before: Earlier | None) -> Gate:
+def _judge(fleet: Earlier, entry: EntryRecord, demands_of: Callable[[Recipe], Demands], before: Earlier | None) -> Gate:
     run, then = fleet.run(entry), before.entry(entry.name) if before else None
     demands = demands_of(run.recipe if run else parsed({"model": entry.source}))
     named = replace(demands, progress=lambda text: demands.progress(f"{entry.name}: {text}"))

@@ -3,7 +3,7 @@
 import contextlib
 import datetime
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,7 +31,13 @@ from enginesmith.pipeline.report import files
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.system import worker
-from enginesmith.pipeline.workflows.run_directory import RunDirectory, claimed, has_handoff, load_handoff, save_handoff
+from enginesmith.pipeline.workflows.run_directory import (
+    RunDirectory,
+    claim_run_directory,
+    has_handoff,
+    load_handoff,
+    save_handoff,
+)
 
 
 @dataclass(frozen=True)
@@ -63,17 +69,17 @@ class RunResult:
     """Report how a requested run ended."""
 
     run: Run | None
-    """What its run directory says; None where it was not begun."""
+    """The record in its run directory; None where it was not begun."""
     error: EnginesmithError | None
-    """Why nothing usable came out, if so."""
+    """The reason why nothing usable came out, if so."""
     steps: int = 0
     reused: int = 0
-    """Of these steps, those whose results were there already, or were made for another one of the runs."""
+    """Number of steps whose results were there already, or were made for another one of the runs."""
 
 
 @dataclass
 class _ActiveRun:
-    """Track a run that has a plan and a run directory."""
+    """A run that has a plan and a run directory."""
 
     request: RunRequest
     plan: Plan
@@ -84,7 +90,7 @@ class _ActiveRun:
 
     @property
     def ended(self) -> bool:
-        """Tell whether no step is left."""
+        """True if no step is left."""
         return len(self.outcomes) == len(self.plan.steps)
 
 
@@ -127,10 +133,11 @@ class OptimizeJob:
             self._errors[one.name] = error
 
     def _activate(self, one: RunRequest, executor: Executor, stack: contextlib.ExitStack) -> _ActiveRun:
-        stack.enter_context(claimed(one.out, one.recipe))
+        stack.enter_context(claim_run_directory(one.out, one.recipe))
         made, place = self._plans[one.name], one.place
         if place is None and not executor.is_local:
-            place = Place(device=_device(one.recipe))
+            cuda = any("cpu" not in engine_class(name).kinds for name in one.recipe.engines)
+            place = Place(device="cuda" if cuda else one.recipe.where.kind)
         if place is not None:
             made = assign_machines(made, place, executor.why_unavailable(place))
         directory = RunDirectory(one.out, one.recipe, made, self._environment, len(self._plans))
@@ -142,20 +149,29 @@ class OptimizeJob:
         together = deduplicate_steps({name: one.plan for name, one in self._active.items()})
         for name, one in self._active.items():
             one.shared = together.done_for_others(name)
-        runner = Runner(executor, self._log_of(together), settings.time_limit_seconds, settings.listener)
+
+        def log_of(step: Step) -> Path:  # those of shared steps lie in the first run's folder
+            name, own = together.takers[step.id][0]
+            return self._active[name].request.out / "logs" / f"{own}.log"
+
+        runner = Runner(executor, log_of, settings.time_limit_seconds, settings.listener)
         given = together.combine({name: self._handed_over(one, together, runner) for name, one in self._active.items()})
         most = max((len(one.request.recipe.batch) for one in runs), default=1)
         steps = in_time(together.steps, settings.time_limit_seconds, most)
 
         with files.Writer(len(runs)) as reports:
 
+            def report(one: _ActiveRun) -> None:
+                one.directory.write()
+                reports.write(one.request.out)
+
             def update(new: Outcomes) -> None:
-                for name, found in together.by_plan(new).items():
+                for name, outcomes in together.by_plan(new).items():
                     one = self._active[name]
-                    one.outcomes |= found
+                    one.outcomes |= outcomes
                     one.directory.update(one.outcomes)
                     if one.ended:
-                        self._report(one, reports)
+                        report(one)
 
             try:
                 update(given)
@@ -163,24 +179,11 @@ class OptimizeJob:
             finally:
                 for one in runs:
                     if not one.ended:
-                        self._report(one, reports)
+                        report(one)
         for one in runs:
             if any(outcome.status == "unavailable" for outcome in one.outcomes.values()):
                 with storage_errors(f"the run directory {one.request.out}"):
                     save_handoff(one.request.out, one.plan, one.outcomes)
-
-    def _report(self, one: _ActiveRun, reports: files.Writer) -> None:
-        one.directory.write()
-        reports.write(one.request.out)
-
-    def _log_of(self, together: DeduplicatedSteps) -> Callable[[Step], Path]:
-        """Choose log files: those of shared steps lie in the first run's folder."""
-
-        def log_of(step: Step) -> Path:
-            name, own = together.takers[step.id][0]
-            return self._active[name].request.out / "logs" / f"{own}.log"
-
-        return log_of
 
     def _handed_over(self, one: _ActiveRun, together: DeduplicatedSteps, runner: Runner) -> Outcomes:
         """Load the outcomes of an earlier run of the same model, perhaps on another machine."""
@@ -204,12 +207,6 @@ class OptimizeJob:
         return RunResult(run, _why_unusable(run, outcomes, again), len(outcomes), reused)
 
 
-def _device(recipe: Recipe) -> str:
-    """Find the kind of device that a recipe's engines run on."""
-    cuda = any("cpu" not in engine_class(name).kinds for name in recipe.engines)
-    return "cuda" if cuda or recipe.where.kind == "cuda" else "cpu"
-
-
 def _why_unusable(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError | None:
     """Explain why no usable variant came out, if so; ``again`` is the command that resumes."""
     for name in (LOAD, REFERENCE):
@@ -228,13 +225,10 @@ def _why_unusable(run: Run, outcomes: Outcomes, again: str) -> EnginesmithError 
     return ModelError(f"no usable variant is left:\n{reasons}", "the logs folder of the run has the whole story")
 
 
-# Optimize a model by a recipe into a run directory, or several at once.
-#
-# It can be interrupted anywhere and done again from there.
-
-
 def optimize(recipe: Recipe, out: Path, settings: Settings | None = None, source: Source | None = None) -> Run:
     """Carry out a recipe, and leave a run directory; ``source`` is its model, where that is resolved already.
+
+    It can be interrupted anywhere and done again from there.
 
     Raises:
         UsageError: the folder holds another run, or another process is at work in it.

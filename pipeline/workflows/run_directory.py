@@ -18,7 +18,7 @@ from enginesmith.pipeline.errors import UsageError, storage_errors
 from enginesmith.pipeline.execution.events import Outcome, Outcomes
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.measure.rows import SAMPLES
-from enginesmith.pipeline.planning.plan import LOAD, Plan, Step, StepRef, Variant
+from enginesmith.pipeline.planning.plan import LOAD, Plan, Step, Variant
 from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.assemble import Header, artifact_of, assemble
@@ -29,7 +29,7 @@ from enginesmith.pipeline.system.machine import Environment
 _WRITING_SHARE = 19.0
 """So many times longer than writing took, nothing is written anew: 5 % of the time of all runs together."""
 _LEAST_SECONDS = 0.05
-"""What writing is taken for at the least: while nothing is known it takes no time."""
+"""Least time that writing is taken for: while nothing is known it takes no time."""
 
 
 class RunDirectory:
@@ -82,10 +82,12 @@ class RunDirectory:
     def _write(self, outcomes: Outcomes) -> Run:
         header = replace(self._header, seconds=round(self._header.seconds + time.monotonic() - self._started, 3))
         with storage_errors(f"the run directory {self._folder}, or the store,"):
-            artifacts = {
-                variant.id: path for variant in self._plan.variants if (path := self._placed(variant, outcomes))
-            }
-            beside = {name: self._beside(name, outcomes) for name in artifacts}
+            artifacts, beside = {}, {}
+            for variant in self._plan.variants:
+                engine = artifact_of(outcomes, variant.artifact)
+                if engine is not None and engine.kind == "engine":
+                    artifacts[variant.id] = self._copy(Path("variants", variant.id), engine)
+                    beside[variant.id] = self._copy_beside(variant, engine, outcomes)
             run = assemble(header, self._recipe, self._plan, outcomes, artifacts, beside)
             runs.write(run, self._folder)
             self._keep_samples(artifact_of(outcomes, self._plan.latency))
@@ -100,40 +102,30 @@ class RunDirectory:
         partial.replace(self._folder / SAMPLES)
         self._sampled = latency.sha256
 
-    def _placed(self, variant: Variant, outcomes: Outcomes) -> Path | None:
-        """The engine's main file in the run directory, copied there when it is new."""
-        artifact = artifact_of(outcomes, variant.artifact)
-        if artifact is None or artifact.kind != "engine":
-            return None
-        return self._copied(Path("variants", variant.id), artifact)
+    def _copy_beside(self, variant: Variant, engine: Artifact, outcomes: Outcomes) -> dict[str, StoredArtifact]:
+        """Copy the rest of a built variant's package: a graph for other machines, and a test vector.
 
-    def _beside(self, name: str, outcomes: Outcomes) -> dict[str, StoredArtifact]:
-        """What a package of a built variant takes besides the engine: a graph for other machines, and a test vector."""
-        variant = next(one for one in self._plan.variants if one.id == name)
-        engine, graph = artifact_of(outcomes, variant.artifact), artifact_of(outcomes, self._plan.graph_of(variant))
-        found = {}
-        if variant.engine.loads_graph and engine and graph:
+        The vector is the smallest case of a reference: pruned and sparse models have one each.
+        """
+        graph_step, step = self._plan.graph_of(variant), self._plan.reference_of(variant)
+        graph, reference = artifact_of(outcomes, graph_step), artifact_of(outcomes, step)
+        beside = {}
+        if variant.engine.loads_graph and graph:
             same = graph.sha256 == engine.sha256
-            where = Path("variants", name) if same else Path("graphs", str(self._plan.graph_of(variant)))
-            path = where / engine.path.name if same else self._copied(where, graph)
-            found["graph"] = StoredArtifact(path=str(path), sha256=graph.sha256, bytes=graph.bytes)
-        if vector := self._vector(self._plan.reference_of(variant), outcomes):
-            found["test_vector"] = vector
-        return found
+            where = Path("variants", variant.id) if same else Path("graphs", str(graph_step))
+            path = where / engine.path.name if same else self._copy(where, graph)
+            beside["graph"] = StoredArtifact(path=str(path), sha256=graph.sha256, bytes=graph.bytes)
+        if step is not None and reference is not None:
+            if step not in self._vectors:
+                path = self._folder / f"{step.with_kind('test_vector')}.npz"
+                samples.write_vector(reference.folder, path)
+                stored = StoredArtifact(path=path.name, sha256=file_digest(path), bytes=path.stat().st_size)
+                self._vectors[step] = stored
+            beside["test_vector"] = self._vectors[step]
+        return beside
 
-    def _vector(self, step: StepRef | None, outcomes: Outcomes) -> StoredArtifact | None:
-        """The smallest case of a reference, written when that is there: pruned and sparse models have one each."""
-        reference = artifact_of(outcomes, step)
-        if step is None or reference is None:
-            return None
-        if step not in self._vectors:
-            path = self._folder / f"{step.with_kind('test_vector')}.npz"
-            samples.write_vector(reference.folder, path)
-            self._vectors[step] = StoredArtifact(path=path.name, sha256=file_digest(path), bytes=path.stat().st_size)
-        return self._vectors[step]
-
-    def _copied(self, relative: Path, artifact: Artifact) -> Path:
-        """The main file of an artifact that is copied to a folder of the run directory, unless it is there as it is."""
+    def _copy(self, relative: Path, artifact: Artifact) -> Path:
+        """Copy an artifact to a folder of the run directory, unless it is there as it is; returns its main file."""
         target, partial = self._folder / relative, self._folder / relative.with_name(f".{relative.name}.partial")
         if str(relative) not in self._whole and not has_files(target, artifact.sha256):
             for old in (one for one in (partial, target) if one.exists()):
@@ -142,10 +134,9 @@ class RunDirectory:
                 for name in files_below(artifact.folder, skip=[MANIFEST]):
                     (partial / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(artifact.folder / name, partial / name)
-                record = _Record(id=relative.name, **dict(artifact)).model_dump_json(
-                    indent=1, exclude={"path", "rejected"}
-                )
-                (partial / "manifest.json").write_text(record + "\n", encoding="utf-8")
+                record = _Record(id=relative.name, **dict(artifact))
+                text = record.model_dump_json(indent=1, exclude={"path", "rejected"})
+                (partial / "manifest.json").write_text(text + "\n", encoding="utf-8")
                 partial.rename(target)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -160,9 +151,9 @@ class _Record(Artifact):
 
 
 @contextlib.contextmanager
-def claimed(out: Path, recipe: Recipe) -> Iterator[None]:
-    """Hold a run directory for this process."""
-    with held(out):
+def claim_run_directory(out: Path, recipe: Recipe) -> Iterator[None]:
+    """Make a run directory, and lock it for this process."""
+    with lock_folder(out):
         if (out / "fleet.json").exists():
             raise UsageError(f"{out} holds a fleet", "choose another --out")
         with storage_errors(f"the run directory {out}"):
@@ -177,8 +168,8 @@ def claimed(out: Path, recipe: Recipe) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held(out: Path) -> Iterator[None]:
-    """Have a folder, made if need be, for this process alone.
+def lock_folder(out: Path) -> Iterator[None]:
+    """Lock a folder, made if need be, for this process alone.
 
     Raises:
         UsageError: another process has it.
@@ -196,8 +187,7 @@ def held(out: Path) -> Iterator[None]:
 
 # Save and load the files that let another machine resume a run: engines, the reference, and records.
 #
-# The other machine may have other versions of everything, so keys of the store say nothing there. What is kept
-# holds as
+# The other machine may have other versions of everything, so keys of the store say nothing there. What is kept holds as
 # long as the model is the same, byte for byte, and the step would do the same.
 
 _FOLDER, _INDEX = "kept", "index.json"
@@ -206,7 +196,7 @@ _KINDS: tuple[Kind, ...] = ("engine", "reference", "record")
 
 
 class _StepHandoff(BaseModel):
-    """Describe one step and its artifact."""
+    """One step and its artifact."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -219,7 +209,7 @@ class _Index(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     load_sha256: str
-    """Of the model that everything was made from."""
+    """Digest of the model that everything was made from."""
     steps: dict[str, _StepHandoff]
 
 
@@ -244,7 +234,7 @@ def save_handoff(run: Path, plan: Plan, outcomes: Mapping[str, Outcome]) -> None
 
 
 def has_handoff(run: Path) -> bool:
-    """Tell whether the run directory has files to resume from."""
+    """Return whether the run directory has files to resume from."""
     return (run / _FOLDER / _INDEX).is_file()
 
 
@@ -259,33 +249,22 @@ def load_handoff(run: Path, plan: Plan, load: Artifact) -> dict[str, Outcome]:
     found: dict[str, Outcome] = {LOAD: Outcome(LOAD, "done", load, cached=True)}
     for step in plan.steps:
         kept = index.steps.get(step.id)
-        if kept and kept.identity == step.task.identity and (artifact := _find_intact(run, kept)):
-            found[step.id] = Outcome(step.id, "done", artifact, cached=True)
+        if not kept or kept.identity != step.task.identity:
+            continue
+        folder, artifact = run / kept.folder, kept.artifact
+        if has_files(folder, artifact.sha256):
+            there = artifact.model_copy(update={"path": folder / artifact.path})
+            found[step.id] = Outcome(step.id, "done", there, cached=True)
+    records = [step for step in plan.steps if step.task.produces == "record"]
     needed = _find_required(plan.steps, found)
-    while unproven := _find_stale_records(plan.steps, found, needed):
-        found = {name: outcome for name, outcome in found.items() if name not in unproven}
+    # records of inputs that are made anew here tell of another graph or engine
+    while stale := [step.id for step in records if step.id in found and not needed.isdisjoint(step.sources)]:
+        found = {name: outcome for name, outcome in found.items() if name not in stale}
         needed = _find_required(plan.steps, found)
     return found | {
         step.id: Outcome(step.id, "done", cached=True, reason="what was made of it is kept")
         for step in plan.steps
         if step.id not in found and step.id not in needed
-    }
-
-
-def _find_intact(run: Path, kept: _StepHandoff) -> Artifact | None:
-    """Return the artifact where it lies, if its files are unchanged."""
-    folder = run / kept.folder
-    if not has_files(folder, kept.artifact.sha256):
-        return None
-    return kept.artifact.model_copy(update={"path": folder / kept.artifact.path})
-
-
-def _find_stale_records(steps: Sequence[Step], found: Mapping[str, Outcome], needed: set[str]) -> set[str]:
-    """Find records of inputs that are made anew here: they tell of another graph or engine."""
-    return {
-        step.id
-        for step in steps
-        if step.id in found and step.task.produces == "record" and not needed.isdisjoint(step.sources)
     }
 
 
