@@ -395,12 +395,12 @@ def test_unused_inputs_and_repeated_outputs(tmp_path: Path, exporter: str) -> No
 
 
 def test_the_other_exporter_takes_over_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from enginesmith.pipeline.passes.export import exporters
+    from enginesmith.pipeline.passes.export import export
 
     def fail(*args: Any) -> Any:
         raise ExportError("it broke")
 
-    monkeypatch.setattr(exporters, "dynamo", fail)
+    monkeypatch.setattr(export, "_export_program", fail)
     effect = exported(tmp_path, affine())
     assert "TorchScript" in effect.summary
     assert "it broke" in effect.notes[0]

@@ -1,18 +1,22 @@
-"""Export: a PyTorch module becomes an ONNX graph."""
+"""Export: a PyTorch module becomes an ONNX graph, by either of PyTorch's two exporters."""
 
-import contextlib
+import logging
+import re
+import tempfile
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.errors import ExportError
-from enginesmith.pipeline.frameworks.onnx import edit
+from enginesmith.pipeline.errors import ExportError, MissingCapability, ModelError
+from enginesmith.pipeline.frameworks.onnx import edit, evaluator
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+    from torch import Tensor
 
     from enginesmith.pipeline.frameworks.torch.module import LoadedModel
     from enginesmith.pipeline.tensors import Signature, TensorSpec
@@ -57,9 +61,10 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
     from enginesmith.pipeline.frameworks.onnx import model_file
     from enginesmith.pipeline.passes.export.attention import decompose_attention, spread_masks
 
-    with _tolerant():
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # logged, whatever the caller turns warnings into
         model, exporter, notes = _capture(loaded, out, options, progress)
-        _name(model, loaded.signature)
+        _name_values(model, loaded.signature)
         edit.tidy(model, wrapper="model")
         if options.attention == "decomposed":
             decompose_attention(model)
@@ -76,51 +81,48 @@ def export_module(loaded: "LoadedModel", out: Path, options: Export, progress: P
     )
 
 
-@contextlib.contextmanager
-def _tolerant() -> Iterator[None]:
-    """Log the exporters' warnings, whatever the caller turns warnings into."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        yield
-
-
 def _capture(
     loaded: "LoadedModel", out: Path, options: Export, progress: Progress
 ) -> tuple["ir.Model", str, list[str]]:
     """Return the graph, the exporter that made it, and notes on what had to be given up."""
-    from enginesmith.pipeline.passes.export import exporters
-
     if options.exporter == "torchscript":
-        return exporters.torchscript(loaded, out, options.opset, progress), "TorchScript", []
+        return _trace(loaded, out, options.opset, progress), "TorchScript", []
     try:
-        return exporters.dynamo(loaded, options.opset, progress), "torch.export", []
-    except exporters.FixedDimension:
+        return _export_program(loaded, options.opset, progress), "torch.export", []
+    except FixedDimension:
         raise
     except ExportError as error:
         if options.exporter == "dynamo":
             raise
         first = error
     try:  # outside of the handler, so that the second error does not drag the first one along as its context
-        model = exporters.torchscript(loaded, out, options.opset, progress)
+        model = _trace(loaded, out, options.opset, progress)
     except ExportError as second:
-        raise _neither(first, second) from first
+        if first.message == second.message:
+            raise first from first.__cause__
+        both = f"{first.message}; the TorchScript exporter fails too: {second.message}"
+        raise ExportError(both, first.remedy) from first
     note = f"fell back to the TorchScript exporter (opset {model.opset_imports['']}): {first.message}"
     return model, "TorchScript", [note, "its trace keeps the path through the code that the example took"]
 
 
-def _neither(first: ExportError, second: ExportError) -> ExportError:
-    if first.message == second.message:
-        return first
-    return ExportError(f"{first.message}; the TorchScript exporter fails too: {second.message}", first.remedy)
+def _name_values(model: "ir.Model", signature: "Signature") -> None:
+    """Give inputs, outputs and their dynamic dimensions the signature's names.
 
-
-def _name(model: "ir.Model", signature: "Signature") -> None:
-    """Give inputs, outputs and their dynamic dimensions the signature's names."""
+    Inputs that nothing reads, which the TorchScript exporter drops, are restored: callers feed them all the same.
+    """
+    import numpy as np
     import onnx_ir as ir
     from onnx_ir.passes import common
 
     common.OutputFixPass()(model)
-    _restore_inputs(model, signature)
+    if len(model.graph.inputs) != len(signature.inputs):
+        present = {value.name: value for value in model.graph.inputs}
+        model.graph.inputs.clear()
+        for spec in signature.inputs:
+            kind = ir.TensorType(ir.DataType.from_numpy(np.dtype(spec.dtype)))
+            new = ir.Value(name=spec.name, type=kind, shape=ir.Shape(spec.shape))
+            model.graph.inputs.append(present.get(spec.name, new))
     edit.rename(model.graph.inputs, (spec.name for spec in signature.inputs))
     edit.rename(model.graph.outputs, (spec.name for spec in signature.outputs))
     for value, spec in zip(model.graph.outputs, signature.outputs, strict=True):
@@ -128,34 +130,267 @@ def _name(model: "ir.Model", signature: "Signature") -> None:
     common.NameFixPass()(model)
 
 
-def _restore_inputs(model: "ir.Model", signature: "Signature") -> None:
-    """Restore inputs that nothing reads, which the TorchScript exporter drops; callers feed them all the same."""
-    import numpy as np
-    import onnx_ir as ir
-
-    if len(model.graph.inputs) == len(signature.inputs):
-        return
-    present = {value.name: value for value in model.graph.inputs}
-    model.graph.inputs.clear()
-    for spec in signature.inputs:
-        dtype = ir.DataType.from_numpy(np.dtype(spec.dtype))
-        new = ir.Value(name=spec.name, type=ir.TensorType(dtype), shape=ir.Shape(spec.shape))
-        model.graph.inputs.append(present.get(spec.name, new))
-
-
 def _output_dims(value: "ir.Value", spec: "TensorSpec") -> list[int | str]:
-    """The signature's names; a dimension that the graph leaves open stays so, whatever the example's size was."""
+    """Return the signature's names; dimensions that the graph leaves open stay so, whatever the example's size was."""
     if value.shape is None:
         return list(spec.shape)
     if len(value.shape) != len(spec.shape):
         raise ExportError(f"output {spec.name!r} came out with shape {value.shape}, expected {spec}")
     dims: list[int | str] = []
-    for axis, (found, wanted) in enumerate(zip(value.shape, spec.shape, strict=True)):
-        if isinstance(wanted, str) and isinstance(found, int):
+    for axis, (given, wanted) in enumerate(zip(value.shape, spec.shape, strict=True)):
+        if isinstance(wanted, str) and isinstance(given, int):
             raise ExportError(
-                f"dimension {axis} of output {spec.name!r} came out fixed at {found}, though it varies with {wanted!r}",
+                f"dimension {axis} of output {spec.name!r} came out fixed at {given}, though it varies with {wanted!r}",
                 "look for sizes that the module turns into Python numbers, as int(x.shape[0]) does",
             )
-        open_ended = isinstance(wanted, int) and not isinstance(found, int)
+        open_ended = isinstance(wanted, int) and not isinstance(given, int)
         dims.append(f"{spec.name}_dim_{axis}" if open_ended else wanted)
     return dims
+
+
+# The two exporters.
+
+# What user code and exporters raise; running out of memory and interrupts are none of it.
+_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError)
+_TORCHSCRIPT_NEWEST_OPSET = 20
+_NORMALIZATION_OPSET = 23  # the first one with RMSNormalization
+_MIN_SIZE = 2  # an example of size 1 would let the exporter take the dimension for one that broadcasts
+
+
+class FixedDimension(ExportError):
+    """The module works at one size only of a dimension that was to be dynamic."""
+
+
+def _export_program(loaded: "LoadedModel", opset: int, progress: Progress) -> "ir.Model":
+    """Export through ``torch.export``.
+
+    Raises:
+        FixedDimension: the module fixes a dynamic dimension.
+        ExportError: any other reason; names operator and line.
+    """
+    import torch
+    from onnxscript import optimizer
+    from onnxscript.rewriter.rules.fusion import _rms_normalization
+
+    progress("capturing the graph with torch.export")
+    shapes = tuple(
+        {axis: dim for axis, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in loaded.signature.inputs
+    )
+    try:
+        with torch.no_grad():
+            program = torch.onnx.export(
+                loaded.module,
+                _example(loaded),
+                dynamo=True,
+                opset_version=opset,
+                dynamic_shapes=(shapes,) if any(shapes) else None,
+                optimize=False,
+            )
+    except (torch.onnx.errors.OnnxExporterError, *_FAILURES) as error:
+        raise _explained(error, loaded.signature) from error
+    if program is None:
+        raise ExportError("torch.onnx.export returned nothing")
+    _check_inputs(program.model, loaded.signature)
+    progress("folding constants")
+    # As torch.onnx optimises, but for its fusion into RotaryEmbedding, which holds at batch 1 only.
+    optimizer.optimize(program.model)
+    if program.model.opset_imports[""] >= _NORMALIZATION_OPSET:
+        _rms_normalization.fuse_rms_normalization(program.model)
+    if program.model.opset_imports[""] != opset:
+        raise ExportError(f"the graph cannot be converted to opset {opset}", "use opset 18 or newer")
+    return program.model
+
+
+def _example(loaded: "LoadedModel") -> tuple["Tensor", ...]:
+    """Return the example, repeated along dynamic dimensions of size 1."""
+    examples = []
+    for spec in loaded.signature.inputs:
+        tensor = loaded.example[spec.name]
+        pairs = zip(spec.shape, tensor.shape, strict=True)
+        repeats = [_MIN_SIZE if isinstance(dim, str) and size == 1 else 1 for dim, size in pairs]
+        examples.append(tensor.repeat(repeats) if any(count > 1 for count in repeats) else tensor)
+    return tuple(examples)
+
+
+def _check_inputs(model: "ir.Model", signature: "Signature") -> None:
+    for value, spec in zip(model.graph.inputs, signature.inputs, strict=True):
+        for axis, (given, wanted) in enumerate(zip(value.shape or (), spec.shape, strict=True)):
+            if isinstance(wanted, str) and isinstance(given, int):
+                raise _fixed_dimension(spec, axis, given)
+            if isinstance(wanted, str) and str(given) != wanted:
+                raise FixedDimension(
+                    f"the model needs {wanted!r} (dimension {axis} of {spec.name!r}) to equal {str(given)!r}",
+                    "give both the same name with --input",
+                )
+
+
+def _trace(loaded: "LoadedModel", out: Path, opset: int, progress: Progress) -> "ir.Model":
+    """Export by tracing; the file passes through a folder below ``out``.
+
+    Raises:
+        ExportError: it cannot be traced, or its operators have no translation, or the trace holds at the example's
+            sizes only.
+    """
+    import onnx_ir as ir
+    import torch
+
+    inputs, outputs = loaded.signature.inputs, loaded.signature.outputs
+    axes = {s.name: {i: d for i, d in enumerate(s.shape) if isinstance(d, str)} for s in (*inputs, *outputs)}
+    progress("tracing with the TorchScript exporter")
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        path = Path(folder, edit.FILE)
+        try:
+            with torch.no_grad():
+                torch.onnx.export(
+                    loaded.module,
+                    _example(loaded),
+                    str(path),
+                    dynamo=False,
+                    opset_version=min(opset, _TORCHSCRIPT_NEWEST_OPSET),
+                    input_names=[spec.name for spec in inputs],
+                    output_names=[spec.name for spec in outputs],
+                    dynamic_axes=axes,
+                )
+        except (torch.onnx.errors.OnnxExporterError, *_FAILURES) as error:
+            raise _explained(error, loaded.signature) from error
+        _check_trace(path, loaded)
+        model = edit.load(path)
+        ir.external_data.load_to_model(model)
+    return model
+
+
+# Tracing keeps what was a Python number, so the graph may not hold at other sizes than those of its example.
+
+_TOLERANCE = 1e-3  # of the output's range: what tracing kept by mistake is off by far more
+_log = logging.getLogger(__name__)
+
+
+def _check_trace(path: Path, loaded: "LoadedModel") -> None:
+    """Run file and module on feeds of other sizes and other values than the example's, and compare.
+
+    The sizes are one more along each dynamic dimension; the values send branches the other way: negative, large, zero.
+
+    Raises:
+        ExportError: they differ.
+    """
+    import torch
+
+    resized = {}
+    for spec in loaded.signature.inputs:
+        value = loaded.example[spec.name]
+        for axis, dim in enumerate(spec.shape):
+            if isinstance(dim, str):
+                value = value.index_select(axis, torch.arange(value.shape[axis] + 1) % value.shape[axis])
+        resized[spec.name] = value
+    trials = [("at the sizes", resized)]
+    for factor in (-1.0, 8.0, 0.0):
+        example = loaded.example.items()
+        trials.append(("for the values", {name: v * factor if v.is_floating_point() else v for name, v in example}))
+    try:
+        for what, feeds in trials:
+            if not _agrees(path, loaded, feeds):
+                dims = ", ".join(f"{name} = {size}" for name, size in loaded.dynamic_sizes.items())
+                raise ExportError(
+                    f"the trace holds only {what} of the example ({dims or 'all sizes fixed'})",
+                    "remove from the model's code what depends on values or turns sizes into Python numbers",
+                )
+    except MissingCapability:
+        _log.warning("%s is not installed: the trace was not checked", evaluator.LIBRARY)
+
+
+def _agrees(path: Path, loaded: "LoadedModel", feeds: "dict[str, Tensor]") -> bool:
+    import torch
+
+    try:
+        with torch.inference_mode():
+            expected = [value.numpy() for value in loaded.module(*feeds.values())]
+    except (RuntimeError, ValueError, LookupError, AssertionError, TypeError):
+        return True  # these feeds are not for this module
+    try:
+        answers = evaluator.run_graph(path, {name: value.numpy() for name, value in feeds.items()})
+    except ModelError:
+        return False
+    return evaluator.largest_difference(expected, answers) <= _TOLERANCE
+
+
+# What went wrong in an export, in one sentence: the operator, the line of the model's code, and what to do.
+
+_OPERATOR = (
+    re.compile(r"OpOverload\(op='([\w.]+)'"),
+    re.compile(r"unrecognized namespace ([\w:]+)"),
+    re.compile(r"Exporting the operator '([\w:]+)'"),
+    re.compile(r"(?:Could not find|Missing) .*?'?(\w+::\w+)'?"),
+)
+_STATIC = re.compile(r"static shape of (\d+) for dimension (.+)\.shape\[(\d+)\]")
+_POSITION = re.compile(r"\[(\d+)\]$")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_TOOLS = ("torch", "onnx", "onnxscript", "onnx_ir", "enginesmith")
+_HERE = Path(__file__).resolve().parents[3]
+_REMEDY_OPERATOR = "rewrite that line with operators that ONNX has, or register a translation with torch.onnx"
+_REMEDY_DATA = "the path through the code depends on values: use torch.where or torch.cond, or fix the value"
+_REMEDY = "the whole trace is in the step's log; try the other one with --exporter"
+
+
+def _explained(error: BaseException, signature: "Signature") -> ExportError:
+    """Return the reason of an exporter's exception, and a remedy."""
+    chain = list(_chain(error))
+    for link in chain:
+        if static := _STATIC.search(str(link)):
+            position = _POSITION.search(static[2])
+            spec = signature.inputs[int(position[1]) if position else 0]
+            return _fixed_dimension(spec, int(static[3]), int(static[1]))
+    text = "\n".join(str(link) for link in chain)
+    operator = next((match[1] for pattern in _OPERATOR if (match := pattern.search(text))), "")
+    place = next((line for link in reversed(chain) if (line := _place(link))), "")
+    where = f" at {place}" if place else ""
+    if operator:
+        return ExportError(f"the operator {operator}{where} has no translation to ONNX", _REMEDY_OPERATOR)
+    first = next((line.strip() for line in str(chain[-1]).splitlines() if line.strip()), "no message")[:300]
+    reason = f"{type(chain[-1]).__name__}: {first}"
+    remedy = _REMEDY_DATA if "data-dependent" in text else _REMEDY
+    return ExportError(f"the model cannot be exported{where}: {reason}", remedy)
+
+
+def _fixed_dimension(spec: "TensorSpec", axis: int, size: int) -> FixedDimension:
+    """Return the reason for one dimension that came out fixed, and a remedy."""
+    shape = ",".join(str(size if position == axis else dim) for position, dim in enumerate(spec.shape))
+    return FixedDimension(
+        f"the model works only with {spec.shape[axis]} = {size} (dimension {axis} of input {spec.name!r})",
+        f"make it fixed with --input {spec.name}:{spec.dtype}:{shape}, or remove that size from the model's code",
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Return the exception and what caused it, the root cause last."""
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _place(error: BaseException) -> str:
+    """Return ``file:line`` of the innermost frame that is the model's own code.
+
+    The stack that torch.export noted for the graph node in translation counts, if a frame has one in its hands.
+    """
+    frames: list[tuple[str, object]] = []
+    recorded = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        frames.append((frame.f_code.co_filename, line))
+        meta = getattr(frame.f_locals.get("node"), "meta", None)
+        if isinstance(meta, dict):
+            recorded = str(meta.get("stack_trace") or recorded)
+    inward = reversed([*frames, *_FRAME.findall(recorded)])
+    return next((f"{file}:{line}" for file, line in inward if _is_model_code(file)), "")
+
+
+def _is_model_code(file: str) -> bool:
+    import sysconfig
+
+    path = Path(file)
+    if file.startswith("<") or path.is_relative_to(_HERE / "pipeline"):
+        return False
+    if "site-packages" in path.parts:
+        package = path.parts[len(path.parts) - path.parts[::-1].index("site-packages")]
+        return package not in _TOOLS
+    return not path.is_relative_to(sysconfig.get_path("stdlib"))
