@@ -21,8 +21,6 @@ Stage = Literal["graph", "request", "sparsity", "rescale", "precision"]
 ``sparsity``: each makes a variant of the float graph; ``rescale``: on the way to a precision, with ranges of what it
 gets, and new ranges after it; ``precision``: makes the graph that an engine of that precision is built from.
 """
-
-
 _SHOWN, _NAMES = 5, 3
 """Reasons that are written out, and names for each."""
 
@@ -85,14 +83,14 @@ class PrecisionPass(Pass):
 
     precision: Name
     placement: Placement = "inputs"
-    """Where Q/DQ pairs go. With ``inputs``, what is beside fp8 and int4 becomes float16."""
+    """Places of Q/DQ pairs. With ``inputs``, what is beside fp8 and int4 becomes float16."""
     method: Method = "mse"
-    """Whose ranges; an assignment may say otherwise."""
+    """Method whose ranges are taken; an assignment may say otherwise."""
 
     @property
     @abstractmethod
     def remainder(self) -> str:
-        """Return the type that operators get which are not quantised."""
+        """Type of operators that are not quantised."""
 
     @abstractmethod
     def rounding_inputs(self) -> Self:
@@ -101,12 +99,12 @@ class PrecisionPass(Pass):
 
 def by_reason(what: str, left: Mapping[str, str]) -> tuple[str, ...]:
     """Describe what a pass did not do: names of groups or weights, those of one reason together."""
-    found: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = {}
     for name, why in left.items():
-        found.setdefault(why, []).append(name)
+        names_of.setdefault(why, []).append(name)
     notes = []
-    for why, names in list(found.items())[:_SHOWN]:
+    for why, names in list(names_of.items())[:_SHOWN]:
         more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
         notes.append(f"{what}: {', '.join(names[:_NAMES])}{more}: {why}")
-    rest = sum(map(len, list(found.values())[_SHOWN:]))
+    rest = sum(map(len, list(names_of.values())[_SHOWN:]))
     return (*notes, *([f"{what}: {rest} more, each for a reason of its own"] if rest else []))

@@ -1,4 +1,4 @@
-"""What a pass is: a pure function from artifact to artifact, with its promises checked before and after."""
+"""Apply a pass, with its promises checked before and after."""
 
 from pathlib import Path
 from types import MappingProxyType
@@ -11,7 +11,7 @@ from enginesmith.pipeline.passes.base import Pass, Progress, Records
 def run_pass(
     pass_: Pass, artifact: Artifact, out: Path, progress: Progress, records: Records = MappingProxyType({})
 ) -> Effect:
-    """Apply a pass and hold it to its promises.
+    """Apply a pass, and check that it keeps its promises.
 
     Raises:
         UsageError: a record that the pass requires is not among ``records``.
@@ -28,42 +28,35 @@ def run_pass(
         raise ModelError(f"the pass {pass_.name!r} did not write {effect.file!r}")
     if pass_.produces != "onnx":
         return effect
-    _check_onnx(pass_, artifact, out / effect.file)
-    kept = _check_sparsity(pass_, artifact, out / effect.file) if artifact.kind == "onnx" else ""
-    return effect.model_copy(update={"summary": f"{effect.summary}; {kept}"}) if kept else effect
-
-
-def _check_onnx(pass_: Pass, before: Artifact, path: Path) -> None:
     from enginesmith.pipeline.frameworks.onnx import model_file
 
-    model_file.check(path)
-    after = model_file.signature(path)
-    if before.signature is None:
-        return
-    for side in ("inputs", "outputs"):
-        names = [spec.name for spec in getattr(before.signature, side)]
-        found = [spec.name for spec in getattr(after, side)]
-        if names != found:
-            raise InvalidGraph(f"the pass {pass_.name!r} changed the {side} from {names} to {found}")
+    model_file.check(out / effect.file)
+    after = model_file.signature(out / effect.file)
+    for side in ("inputs", "outputs") if artifact.signature is not None else ():
+        expected, names = ([spec.name for spec in getattr(one, side)] for one in (artifact.signature, after))
+        if names != expected:
+            raise InvalidGraph(f"the pass {pass_.name!r} changed the {side} from {expected} to {names}")
+    sparsity = _check_sparsity(pass_, artifact, out / effect.file) if artifact.kind == "onnx" else ""
+    return effect.model_copy(update={"summary": f"{effect.summary}; {sparsity}"}) if sparsity else effect
 
 
 def _check_sparsity(pass_: Pass, before: Artifact, path: Path) -> str:
-    """What became of the weights of a graph that is marked as 2:4; empty for others.
+    """Describe what became of the weights of a graph that is marked as 2:4; return nothing for others.
 
-    It is looked at here, as a promise of every pass alike: casts, scaling and symmetric quantisation keep zeros where
-    they are, and a pass that moves them would cost the speed that they are for without a word.
+    This is a promise of every pass alike: casts, scaling and symmetric quantisation keep zeros where they are, and a
+    pass that moves them would cost the speed that they are for without a word.
     """
     from enginesmith.pipeline.frameworks.onnx import model_file
     from enginesmith.pipeline.passes.sparsify import check, sparsify
 
     if sparsify.of(model_file.skeleton(before.path)) != sparsify.TWO_OF_FOUR:
         return ""
-    found = check.follow(before.path, path)
-    if found.lost:
+    outcome = check.follow(before.path, path)
+    if outcome.lost:
         raise InvalidGraph(
-            f"the pass {pass_.name!r} took weights out of their 2:4 pattern: {found}",
+            f"the pass {pass_.name!r} took weights out of their 2:4 pattern: {outcome}",
             "leave that pass away, or make the graph sparse after it",
         )
     if sparsify.of(model_file.skeleton(path)) != sparsify.TWO_OF_FOUR:
         raise InvalidGraph(f"the pass {pass_.name!r} lost the mark of a 2:4 graph", "this is a fault of the pass")
-    return str(found)
+    return str(outcome)

@@ -5,8 +5,9 @@ because they keep weights lazy, names and dynamic shapes intact, and metadata on
 against what went in; if it is not provably as good, the graph is passed on as it was.
 """
 
+import math
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -17,6 +18,7 @@ from enginesmith.pipeline.errors import EnginesmithError, ModelError
 from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
 from enginesmith.pipeline.passes.export.attention import absorb_heads
+from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -51,15 +53,27 @@ class Simplify(Pass):
 def simplify_file(path: Path, out: Path, external_data_bytes: int, progress: Progress) -> Effect:
     """Write a simplified ``model.onnx``, or the same graph with a note that says why."""
     from enginesmith.pipeline.frameworks.onnx import model_file
+    from enginesmith.pipeline.frameworks.onnx.evaluator import compare_graphs
 
     with tempfile.TemporaryDirectory(dir=out) as scratch:
         try:
             progress("rewriting the graph")
-            given, left = _rewrite(path, Path(scratch), external_data_bytes)
+            model = edit.load(path)
+            given = edit.node_count(model)
+            rewrite(model)
+            left = edit.node_count(model)
             if left == given:
                 return edit.pass_on(path, out, "there was nothing to simplify")
+            if left > given:
+                raise ModelError(f"rewriting gave {left} nodes instead of {given}")
+            edit.tidy(model)
+            edit.save(model, Path(scratch), external_data_bytes)
             progress("checking the result")
-            _hold_against(path, Path(scratch, edit.FILE))
+            simplified = Path(scratch, edit.FILE)
+            model_file.check(simplified)
+            if model_file.signature(path) != model_file.signature(simplified):
+                raise ModelError("the signature changed")
+            compare_graphs(path, simplified)
         except (EnginesmithError, *_FAILURES) as error:
             return edit.pass_on(path, out, f"passed on unchanged: {error}")
         for file in list(Path(scratch).iterdir()):
@@ -67,50 +81,16 @@ def simplify_file(path: Path, out: Path, external_data_bytes: int, progress: Pro
     return Effect(file=edit.FILE, summary=f"{given} → {left} nodes", signature=model_file.signature(out / edit.FILE))
 
 
-def _rewrite(path: Path, out: Path, external_data_bytes: int) -> tuple[int, int]:
-    """Rewrite a graph and count nodes before and after; writes into ``out`` if there are fewer.
-
-    Raises:
-        ModelError: there are more.
-    """
-
-    model = edit.load(path)
-    given = edit.node_count(model)
-    rewrite(model)
-    left = edit.node_count(model)
-    if left > given:
-        raise ModelError(f"rewriting gave {left} nodes instead of {given}")
-    if left < given:
-        edit.tidy(model)
-        edit.save(model, out, external_data_bytes)
-    return given, left
-
-
-def _hold_against(before: Path, after: Path) -> None:
-    """Check the result: sound, with the same signature, and numerically equal.
-
-    Raises:
-        ModelError: it is not.
-    """
-    from enginesmith.pipeline.frameworks.onnx import model_file
-    from enginesmith.pipeline.frameworks.onnx.evaluator import compare_graphs
-
-    model_file.check(after)
-    if model_file.signature(before) != model_file.signature(after):
-        raise ModelError("the signature changed")
-    compare_graphs(before, after)
-
-
 # Shape arithmetic that the dynamic dimensions do not need.
 #
-# Exporters compute target shapes with Shape, Slice, Mul and Concat nodes even where every number is known, or
-# is simply
+# Exporters compute target shapes with Shape, Slice, Mul and Concat nodes even where every number is known, or is simply
 # that of the input. Here such values are followed symbolically: an element is a number, or the name of a dimension.
 
 Dim = int | str | None
 _MOST_ELEMENTS = 64
 _RECURRENT = ("LSTM", "GRU", "RNN")
 _KEEPS_ZEROS = ("Expand", "Slice", "Reshape", "Unsqueeze", "Squeeze", "Transpose", "Identity", "Cast")
+_FOLLOWED = frozenset(("Shape", "Slice", "Gather", "Concat", "Squeeze", "Unsqueeze", "Reshape", "Identity", "Mul"))
 
 
 def simplify_shapes(model: "ir.Model") -> None:
@@ -121,73 +101,39 @@ def simplify_shapes(model: "ir.Model") -> None:
     for node in model.graph:
         if node.domain not in ("", "ai.onnx"):
             continue
-        if node.op_type in _EVALUATE and (dims := _EVALUATE[node.op_type](node, known)) is not None:
+        if node.op_type in _FOLLOWED and (dims := _evaluate(node, known)) is not None:
             known[node.outputs[0]] = dims
         elif node.op_type == "Reshape":
             _settle_reshape(node, known)
-        elif node.op_type in _RECURRENT:
-            _drop_zero_states(node)
+        elif node.op_type in _RECURRENT:  # they take initial states of zeros by themselves
+            for position in (5, 6):
+                if position < len(node.inputs) and _is_zero(node.inputs[position]):
+                    node.replace_input_with(position, None)
 
 
-def _settle_reshape(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> None:
-    """Write the target as a constant: 0 copies the input's dimension, -1 stands for one that follows from the rest."""
-    data, target = node.inputs[:2]
-    if data is None or target is None or target.const_value is not None or target not in known:
-        return
-    if data.shape is None or node.attributes.get_int("allowzero", 0) != 0:
-        return
-    given = [_name(dim) for dim in data.shape]
-    numbers: list[int] = []
-    for axis, dim in enumerate(known[target]):
-        if isinstance(dim, int) and dim != 0:
-            numbers.append(dim)
-        elif axis < len(given) and dim is not None and given[axis] == dim:
-            numbers.append(0)
-        else:
-            numbers.append(-1)
-    if numbers.count(-1) <= 1:
-        node.replace_input_with(1, _constant(node, numbers))
-
-
-def _drop_zero_states(node: "ir.Node") -> None:
-    """Drop initial states of zeros, which a recurrent operator takes by itself."""
-    for position in (5, 6):
-        if position < len(node.inputs) and _is_zero(node.inputs[position]):
-            node.replace_input_with(position, None)
-
-
-def _is_zero(value: "ir.Value | None") -> bool:
-    while value is not None and value.const_value is None:
-        node = value.producer()
-        if node is None or node.op_type not in _KEEPS_ZEROS:
-            return False
-        value = node.inputs[0]
-    return value is not None and _small(value) is not None and not np.any(_small(value))
-
-
-def _constant(node: "ir.Node", numbers: Sequence[int]) -> "ir.Value":
-    import onnx_ir as ir
-
-    name = f"{node.outputs[0].name}_shape"
-    value = ir.Value(name=name, shape=ir.Shape([len(numbers)]), type=ir.TensorType(ir.DataType.INT64))
-    value.const_value = ir.tensor(np.array(numbers, np.int64), name=name)
-    assert node.graph is not None
-    node.graph.register_initializer(value)
-    return value
-
-
-def _name(dim: object) -> Dim:
-    """Return a dimension's number or name; None if it has neither."""
-    if isinstance(dim, int):
-        return dim
-    value = getattr(dim, "value", None)
-    return value if isinstance(value, str) else None
-
-
-def _small(value: "ir.Value | None") -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]] | None":
-    if value is None or value.const_value is None or value.const_value.size > _MOST_ELEMENTS:
-        return None
-    return value.const_value.numpy()
+def _evaluate(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> list[Dim] | None:
+    """Return the elements that an operator gives; None where they are not known."""
+    parts = [_elements(value, known) for value in node.inputs]
+    match node.op_type, parts:
+        case "Shape", _:
+            value = node.inputs[0]
+            if value is None or value.shape is None:
+                return None
+            dims = [_name(dim) for dim in value.shape]
+            return dims[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(dims))]
+        case "Slice", [data, [int(start)], [int(end)], *rest]:
+            return data[start:end] if data is not None and rest in ([], [[0]], [[0], [1]]) else None
+        case "Gather", [list(data), list(places)] if node.attributes.get_int("axis", 0) == 0:
+            chosen = [place for place in places if isinstance(place, int) and -len(data) <= place < len(data)]
+            return [data[place] for place in chosen] if len(chosen) == len(places) else None
+        case "Concat", _:
+            return None if None in parts else [dim for part in parts if part is not None for dim in part]
+        case ("Squeeze" | "Unsqueeze" | "Reshape", [[_], *_]) | ("Identity", _):
+            return parts[0]
+        case "Mul", [list(left), list(right)] if len(left) == len(right):
+            pairs = zip(left, right, strict=True)
+            return [a * b if isinstance(a, int) and isinstance(b, int) else None for a, b in pairs]
+    return None
 
 
 def _elements(value: "ir.Value | None", known: "dict[ir.Value, list[Dim]]") -> list[Dim] | None:
@@ -199,70 +145,59 @@ def _elements(value: "ir.Value | None", known: "dict[ir.Value, list[Dim]]") -> l
     return [int(number) for number in array.reshape(-1)]
 
 
-def _shape(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> list[Dim] | None:
-    del known
-    value = node.inputs[0]
-    if value is None or value.shape is None:
+def _small(value: "ir.Value | None") -> Array | None:
+    if value is None or value.const_value is None or value.const_value.size > _MOST_ELEMENTS:
         return None
-    dims = [_name(dim) for dim in value.shape]
-    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", len(dims))
-    return dims[start:end]
+    return value.const_value.numpy()
 
 
-def _slice(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> list[Dim] | None:
-    parts = [_elements(value, known) for value in node.inputs]
-    if len(parts) < 3 or any(part is None or len(part) != 1 for part in parts[1:]):
-        return None
-    data = parts[0]
-    start, end, *rest = (part[0] for part in parts[1:] if part is not None)
-    if data is None or not isinstance(start, int) or not isinstance(end, int) or rest not in ([], [0], [0, 1]):
-        return None
-    return data[start:end]
+def _name(dim: object) -> Dim:
+    """Return a dimension's number or name; None if it has neither."""
+    if isinstance(dim, int):
+        return dim
+    value = getattr(dim, "value", None)
+    return value if isinstance(value, str) else None
 
 
-def _gather(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> list[Dim] | None:
-    data, places = (_elements(value, known) for value in node.inputs)
-    if data is None or places is None or node.attributes.get_int("axis", 0) != 0:
-        return None
-    chosen = [place for place in places if isinstance(place, int) and -len(data) <= place < len(data)]
-    return [data[place] for place in chosen] if len(chosen) == len(places) else None
+def _settle_reshape(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> None:
+    """Write the target as a constant: 0 copies the input's dimension, -1 stands for one that follows from the rest."""
+    import onnx_ir as ir
+
+    data, target = node.inputs[:2]
+    if data is None or target is None or target.const_value is not None or target not in known:
+        return
+    if data.shape is None or node.attributes.get_int("allowzero", 0) != 0:
+        return
+    given = [_name(dim) for dim in data.shape]
+    numbers: list[int] = []
+    for axis, dim in enumerate(known[target]):
+        if isinstance(dim, int) and dim != 0:
+            numbers.append(dim)
+        else:
+            numbers.append(0 if axis < len(given) and dim is not None and given[axis] == dim else -1)
+    if numbers.count(-1) <= 1:
+        tensor = ir.tensor(np.array(numbers, np.int64), name=f"{node.outputs[0].name}_shape")
+        kind = ir.TensorType(ir.DataType.INT64)
+        value = ir.Value(name=tensor.name, shape=ir.Shape([len(numbers)]), type=kind, const_value=tensor)
+        assert node.graph is not None
+        node.graph.register_initializer(value)
+        node.replace_input_with(1, value)
 
 
-def _concat(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> list[Dim] | None:
-    parts = [_elements(value, known) for value in node.inputs]
-    return None if None in parts else [dim for part in parts if part is not None for dim in part]
+def _is_zero(value: "ir.Value | None") -> bool:
+    while value is not None and value.const_value is None:
+        node = value.producer()
+        if node is None or node.op_type not in _KEEPS_ZEROS:
+            return False
+        value = node.inputs[0]
+    numbers = _small(value)
+    return numbers is not None and not np.any(numbers)
 
 
-def _same(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> list[Dim] | None:
-    dims = _elements(node.inputs[0], known)
-    return dims if (dims is not None and len(dims) == 1) or node.op_type == "Identity" else None
-
-
-def _multiply(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> list[Dim] | None:
-    left, right = (_elements(value, known) for value in node.inputs)
-    if left is None or right is None or len(left) != len(right):
-        return None
-    return [a * b if isinstance(a, int) and isinstance(b, int) else None for a, b in zip(left, right, strict=True)]
-
-
-_EVALUATE: "dict[str, Callable[[ir.Node, dict[ir.Value, list[Dim]]], list[Dim] | None]]" = {
-    "Shape": _shape,
-    "Slice": _slice,
-    "Gather": _gather,
-    "Concat": _concat,
-    "Squeeze": _same,
-    "Unsqueeze": _same,
-    "Reshape": _same,
-    "Identity": _same,
-    "Mul": _multiply,
-}
-
-
-# Which rewrites make up the simplification, and in which order.
+# The rewrites that make up the simplification, and their order.
 
 _ROUNDS = 4
 _SMALL = 8192  # elements; anything this small may be folded
-_LARGEST_NEW = 512 * 512  # elements of a constant that folding may create where nothing disappears for it
 _NO_LIMIT = 1 << 40
 _INITIALISERS_ARE_NO_INPUTS = 4  # IR version from which weights need not be listed as inputs
 # Operators that are applied to weights: exporters write them where they repack what PyTorch stores differently.
@@ -279,6 +214,7 @@ def rewrite(model: "ir.Model") -> None:
     """Simplify a graph in place."""
     import onnx_ir as ir
     from onnx_ir.passes import common
+    from onnxscript import optimizer, rewriter
 
     model.ir_version = max(model.ir_version, _INITIALISERS_ARE_NO_INPUTS)
     declared = [(value.name, value.shape) for value in model.graph.outputs]
@@ -287,7 +223,16 @@ def rewrite(model: "ir.Model") -> None:
         common.RemoveInitializersFromInputsPass(),
         common.ShapeInferencePass(strict_mode=False),
     )(model)
-    _fold_and_rewrite(model)
+    left = edit.node_count(model)
+    for _ in range(_ROUNDS):  # each of these opens ways for the others, until nothing disappears any more
+        optimizer.fold_constants(model, input_size_limit=_SMALL, output_size_limit=_NO_LIMIT, should_fold=_should_fold)
+        rewriter.rewrite(model)
+        absorb_heads(model)
+        simplify_shapes(model)
+        common.RemoveUnusedNodesPass()(model)
+        before, left = left, edit.node_count(model)
+        if left == before:
+            break
     ir.passes.Sequential(
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         common.LiftSubgraphInitializersToMainGraphPass(),
@@ -302,23 +247,6 @@ def rewrite(model: "ir.Model") -> None:
     for value, (name, shape) in zip(model.graph.outputs, declared, strict=True):
         value.name, value.shape = name, shape  # inference may know more, callers rely on what was declared
     common.NameFixPass()(model)
-
-
-def _fold_and_rewrite(model: "ir.Model") -> None:
-    """Repeat both in turns, as each opens ways for the other, until nothing disappears any more."""
-    from onnx_ir.passes import common
-    from onnxscript import optimizer, rewriter
-
-    left = edit.node_count(model)
-    for _ in range(_ROUNDS):
-        optimizer.fold_constants(model, input_size_limit=_SMALL, output_size_limit=_NO_LIMIT, should_fold=_should_fold)
-        rewriter.rewrite(model)
-        absorb_heads(model)
-        simplify_shapes(model)
-        common.RemoveUnusedNodesPass()(model)
-        before, left = left, edit.node_count(model)
-        if left == before:
-            return
 
 
 def _should_fold(node: "ir.Node") -> bool | None:
@@ -348,8 +276,4 @@ def _size(value: "ir.Value | None") -> int:
 
 
 def _output_size(node: "ir.Node") -> int:
-    dims = node.outputs[0].shape or (None,)
-    size = 1
-    for dim in dims:
-        size *= dim if isinstance(dim, int) else _NO_LIMIT
-    return size
+    return math.prod(dim if isinstance(dim, int) else _NO_LIMIT for dim in node.outputs[0].shape or (None,))

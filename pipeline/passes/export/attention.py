@@ -1,10 +1,10 @@
-"""One ``Attention`` node as matrix products and a softmax: softmax(Q·Kᵀ·scale + mask)·V.
+"""Rewrite ``Attention`` operators (opset 23): written out as softmax(Q·Kᵀ·scale + mask)·V, or without what is around.
 
 Shapes are those of the operator: B batch, H heads, L queries, S keys, E head size.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -22,6 +22,90 @@ if TYPE_CHECKING:
 
 _SWAP_HEADS = [0, 2, 1, 3]  # B,L,H,E and B,H,L,E, either way
 _EXTRAS = ("softcap", "softmax_precision", "qk_matmul_output_mode")
+_MASK = 3
+"""Position of the mask among the inputs."""
+
+
+class DecomposeAttention(Pass):
+    """Replace every ``Attention`` node by matrix products and a softmax, for engines that refuse it."""
+
+    name: ClassVar[str] = "decompose-attention"
+    consumes: ClassVar[Kind] = "onnx"
+    produces: ClassVar[Kind] = "onnx"
+    tools: ClassVar[tuple[str, ...]] = ("onnx", "onnx-ir")
+    reads: ClassVar[tuple[str, ...]] = ("export",)
+
+    external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
+
+    @classmethod
+    def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
+        """Make one."""
+        return (cls(external_data_bytes=options["export"].external_data_bytes),)
+
+    def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
+        """Rewrite the graph, weights untouched."""
+        from enginesmith.pipeline.frameworks.onnx import model_file
+
+        model = edit.load(artifact.path)
+        count = decompose_attention(model)
+        progress("writing")
+        edit.save(model, out, self.external_data_bytes)
+        return Effect(
+            file=edit.FILE,
+            summary=f"{count} Attention nodes written out, {edit.node_count(model)} nodes",
+            signature=model_file.signature(out / edit.FILE),
+        )
+
+
+def _attention_nodes(model: "ir.Model") -> "Iterator[ir.Node]":
+    import onnx_ir as ir
+
+    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+        if node.op_type == "Attention" and node.domain in ("", "ai.onnx"):
+            yield node
+
+
+def decompose_attention(model: "ir.Model") -> int:
+    """Write out every ``Attention`` node in place, and return how many there were.
+
+    What comes out is the textbook form in five or six nodes; the function body in the specification takes about forty.
+    Nodes that use more of the operator (a key-value cache, a soft cap) are left to that body.
+    """
+    from onnx_ir.passes import common
+
+    nodes = list(_attention_nodes(model))
+    if not nodes:
+        return 0
+    common.ShapeInferencePass(strict_mode=False)(model)
+    writer = _TextbookWriter()
+    written = [writer.write_out(node) for node in nodes]
+    if not all(written):
+        _inline_bodies(model)
+    common.RemoveUnusedNodesPass()(model)
+    common.NameFixPass()(model)
+    return len(nodes)
+
+
+def _inline_bodies(model: "ir.Model") -> None:
+    """Replace what is left by the function body of the specification; weights stay where they are."""
+    import onnx.inliner
+    import onnx_ir as ir
+
+    weights = dict(model.graph.initializers)
+    own_inputs = {value.name for value in model.graph.inputs}
+    model.graph.inputs.extend(value for name, value in weights.items() if name not in own_inputs)
+    model.graph.initializers.clear()
+    proto = onnx.inliner.inline_selected_functions(
+        ir.to_proto(model), [("", "Attention")], inline_schema_functions=True
+    )
+    inlined = ir.from_proto(proto).graph
+    for value in list(inlined.inputs):
+        if value.name in weights:
+            value.const_value = weights[value.name].const_value
+            inlined.register_initializer(value)
+            if value.name not in own_inputs:
+                inlined.inputs.remove(value)
+    model.graph = inlined
 
 
 class _Sizes(NamedTuple):
@@ -34,7 +118,7 @@ class _Sizes(NamedTuple):
     rank: int
 
 
-class AttentionWriter:
+class _TextbookWriter:
     """Writes nodes out one after another; constants and masks are shared between those of one graph."""
 
     def __init__(self) -> None:
@@ -87,27 +171,27 @@ class AttentionWriter:
         return tape.op("Reshape", [tape.op("Expand", [tape.op("Unsqueeze", [tensor, axis]), wide]), flat])
 
     def _mask(self, tape: "Tape", node: "ir.Node", query: "ir.Value", key: "ir.Value") -> "ir.Value | None":
-        """Find the mask that is added to the scores; None if there is none."""
+        """Return what is added to the scores, None for nothing.
+
+        That is 0 where attention is allowed; elsewhere half of the lowest number, so that no sum of it becomes NaN.
+        """
+        import ml_dtypes
         import onnx_ir as ir
 
-        given = node.inputs[3] if len(node.inputs) > 3 else None
-        causal = node.attributes.get_int("is_causal", 0)
-        if given is not None and given.dtype != ir.DataType.BOOL:
-            return given
-        if given is None and not causal:
+        allowed = node.inputs[_MASK] if len(node.inputs) > _MASK else None
+        if allowed is not None and allowed.dtype != ir.DataType.BOOL:
+            return allowed
+        if allowed is None and not node.attributes.get_int("is_causal", 0):
             return None
-        place = (id(node.graph), id(given)) if given is not None else (id(node.graph), *_lengths(query, key))
+        place = (id(node.graph), *([id(allowed)] if allowed is not None else _lengths(query, key)))
         if place not in self._shared:
-            allowed = given if given is not None else self._lower_triangle(tape, node, query, key)
-            self._shared[place] = self._additive(tape, node, allowed)
+            allowed = allowed if allowed is not None else self._lower_triangle(tape, node, query, key)
+            dtype = _numpy_dtype(_present(node.inputs[0]), node)
+            zero = self._constant(node, "zero", np.array(0, dtype))
+            lowest = float(ml_dtypes.finfo(dtype).min) / 2  # type: ignore[no-untyped-call]
+            low = self._constant(node, "lowest", np.array(lowest, dtype))
+            self._shared[place] = tape.op("Where", [allowed, zero, low])
         return self._shared[place]
-
-    def _additive(self, tape: "Tape", node: "ir.Node", allowed: "ir.Value") -> "ir.Value":
-        """0 where attention is allowed; elsewhere half of the lowest number, so that no sum of it becomes NaN."""
-        dtype = _numpy_dtype(_present(node.inputs[0]), node)
-        zero = self._constant(node, "zero", np.array(0, dtype))
-        lowest = self._constant(node, "lowest", np.array(float(_lowest(dtype)) / 2, dtype))
-        return tape.op("Where", [allowed, zero, lowest])
 
     def _lower_triangle(self, tape: "Tape", node: "ir.Node", query: "ir.Value", key: "ir.Value") -> "ir.Value":
         zero, one = (self._constant(node, name, np.array(number)) for name, number in (("first", 0), ("step", 1)))
@@ -124,10 +208,9 @@ class AttentionWriter:
         assert isinstance(node.graph, ir.Graph)
         place = (id(node.graph), name, content.tobytes(), content.dtype)
         if place not in self._shared:
-            unique = f"attention_{name}_{len(self._shared)}"
-            tensor = ir.tensor(content, name=unique)
-            value = ir.Value(name=unique, shape=ir.Shape(content.shape), type=ir.TensorType(tensor.dtype))
-            value.const_value = tensor
+            tensor = ir.tensor(content, name=f"attention_{name}_{len(self._shared)}")
+            kind = ir.TensorType(tensor.dtype)
+            value = ir.Value(name=tensor.name, shape=ir.Shape(content.shape), type=kind, const_value=tensor)
             node.graph.register_initializer(value)
             self._shared[place] = value
         return self._shared[place]
@@ -146,22 +229,19 @@ def _sizes(node: "ir.Node") -> _Sizes | None:
     if len(query) == len(key) == len(value) == 4:
         numbers = [query[1], key[1], query[3], value[3]]
     elif len(query) == len(key) == len(value) == 3 and all(heads):
-        numbers = [*heads, _divided(query[2], heads[0]), _divided(value[2], heads[1])]
+        widths = zip((query[2], value[2]), heads, strict=True)
+        numbers = [*heads, *(width // count if isinstance(width, int) else 0 for width, count in widths)]
     else:
         return None
     known = [number for number in numbers if isinstance(number, int) and number > 0]
-    return _Sizes(known[0], known[1], known[2], known[3], len(query)) if len(known) == len(numbers) else None
-
-
-def _divided(width: object, heads: int) -> int:
-    return width // heads if isinstance(width, int) else 0
+    return _Sizes(*known, rank=len(query)) if len(known) == len(numbers) else None
 
 
 def _is_plain(node: "ir.Node") -> bool:
     """Tell whether it has no cache, no second output and no extra."""
     unused = not any(output.uses() or output.is_graph_output() for output in node.outputs[1:])
     causal = node.attributes.get_int("is_causal", 0) != 0
-    both_masks = causal and len(node.inputs) > 3 and node.inputs[3] is not None
+    both_masks = causal and len(node.inputs) > _MASK and node.inputs[_MASK] is not None
     extras = any(key in node.attributes and node.attributes[key].value for key in _EXTRAS)
     return unused and not any(node.inputs[4:]) and not both_masks and not extras
 
@@ -179,23 +259,14 @@ def _numpy_dtype(value: "ir.Value", node: "ir.Node") -> np.dtype[np.generic]:
     return np.dtype(dtype.numpy())
 
 
-def _lowest(dtype: np.dtype[np.generic]) -> float:
-    import ml_dtypes
-
-    return float(ml_dtypes.finfo(dtype).min)  # type: ignore[no-untyped-call]
-
-
 # ``Attention`` on tensors as the projections give them: the operator splits and merges the heads by itself.
 #
-# PyTorch's graph reshapes and transposes query, key and value into B,H,S,E and the result back: eight nodes a
-# layer that
-# the operator's three-dimensional form makes unnecessary.
-
-_SWAP = [0, 2, 1, 3]
+# PyTorch's graph reshapes and transposes query, key and value into B,H,S,E and the result back: eight nodes a layer
+# that the operator's three-dimensional form makes unnecessary.
 
 
 class _Split(NamedTuple):
-    """One of query, key and value before its heads were split off."""
+    """Query, key or value before its heads were split off."""
 
     source: "ir.Value"
     heads: int
@@ -206,32 +277,24 @@ def absorb_heads(model: "ir.Model") -> None:
     """Give every ``Attention`` node whose surroundings allow it the three-dimensional form, in place."""
     import onnx_ir as ir
 
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
-        if node.op_type == "Attention" and node.domain in ("", "ai.onnx"):
-            _absorb(node)
+    for node in _attention_nodes(model):
+        query, key, value = (_split_of(value) for value in node.inputs[:3])
+        merge = _merge(node)
+        if query is None or key is None or value is None or merge is None or key.heads != value.heads:
+            continue
+        if any(node.inputs[4:]) or any(output.uses() for output in node.outputs[1:]) or node.graph is None:
+            continue
+        old = merge.outputs[0]
+        if old.shape is None or old.shape[-1] != query.heads * value.width:
+            continue
+        heads = {"q_num_heads": query.heads, "kv_num_heads": key.heads}
+        attributes = [*node.attributes.values(), *ir.convenience.convert_attributes(heads)]
+        inputs = [query.source, key.source, value.source, *node.inputs[_MASK : _MASK + 1]]
+        new = ir.Node("", "Attention", inputs, attributes=attributes, metadata_props=dict(node.metadata_props))
+        ir.convenience.replace_nodes_and_values(node.graph, merge, [merge], [new], [old], [new.outputs[0]])
 
 
-def _absorb(node: "ir.Node") -> None:
-    import onnx_ir as ir
-
-    splits = [split_of(value) for value in node.inputs[:3]]
-    query, key, value = splits
-    merge = _merge(node)
-    if query is None or key is None or value is None or merge is None or key.heads != value.heads:
-        return
-    if any(node.inputs[4:]) or any(output.uses() for output in node.outputs[1:]) or node.graph is None:
-        return
-    if _last(merge.outputs[0]) != query.heads * value.width:
-        return
-    heads = {"q_num_heads": query.heads, "kv_num_heads": key.heads}
-    attributes = [*node.attributes.values(), *ir.convenience.convert_attributes(heads)]
-    inputs = [query.source, key.source, value.source, *node.inputs[3:4]]
-    new = ir.Node("", "Attention", inputs, attributes=attributes, metadata_props=dict(node.metadata_props))
-    old, result = merge.outputs[0], new.outputs[0]
-    ir.convenience.replace_nodes_and_values(node.graph, merge, [merge], [new], [old], [result])
-
-
-def split_of(value: "ir.Value | None") -> _Split | None:
+def _split_of(value: "ir.Value | None") -> _Split | None:
     """Find what a Reshape to B,S,H,E and a Transpose to B,H,S,E start from."""
     transpose = value.producer() if value is not None else None
     if transpose is None or not _swaps(transpose) or transpose.inputs[0] is None:
@@ -265,9 +328,8 @@ def _only_reader(value: "ir.Value") -> "ir.Node | None":
 
 
 def _swaps(node: "ir.Node") -> bool:
-    return (
-        node.op_type == "Transpose" and "perm" in node.attributes and list(node.attributes["perm"].as_ints()) == _SWAP
-    )
+    order = node.attributes["perm"].as_ints() if node.op_type == "Transpose" and "perm" in node.attributes else ()
+    return list(order) == _SWAP_HEADS
 
 
 def _same_length(left: "ir.Value", right: "ir.Value") -> bool:
@@ -278,141 +340,39 @@ def _same_length(left: "ir.Value", right: "ir.Value") -> bool:
     return all(a == b and str(a) not in ("", "?", "None") for a, b in pairs)
 
 
-def _last(value: "ir.Value") -> object:
-    return value.shape[-1] if value.shape is not None else None
-
-
-# The ``Attention`` operator (opset 23) written out, for engines that refuse it.
-#
-# What comes out is the textbook form, softmax(Q·Kᵀ·scale + mask)·V in five or six nodes; the function body in the
-# specification takes about forty. Nodes that use more of the operator (a key-value cache, a soft cap) are left to that
-# body.
-
-
-class DecomposeAttention(Pass):
-    """Replace every ``Attention`` node by matrix products and a softmax."""
-
-    name: ClassVar[str] = "decompose-attention"
-    consumes: ClassVar[Kind] = "onnx"
-    produces: ClassVar[Kind] = "onnx"
-    tools: ClassVar[tuple[str, ...]] = ("onnx", "onnx-ir")
-    reads: ClassVar[tuple[str, ...]] = ("export",)
-
-    external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
-
-    @classmethod
-    def requested(cls, options: Mapping[str, Any], request: PrecisionRequest) -> Iterable[Self]:
-        """Make one."""
-        return (cls(external_data_bytes=options["export"].external_data_bytes),)
-
-    def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
-        """Rewrite the graph, weights untouched."""
-        from enginesmith.pipeline.frameworks.onnx import model_file
-
-        model = edit.load(artifact.path)
-        count = decompose_attention(model)
-        progress("writing")
-        edit.save(model, out, self.external_data_bytes)
-        return Effect(
-            file=edit.FILE,
-            summary=f"{count} Attention nodes written out, {edit.node_count(model)} nodes",
-            signature=model_file.signature(out / edit.FILE),
-        )
-
-
-def decompose_attention(model: "ir.Model") -> int:
-    """Write out every ``Attention`` node in place, and say how many there were."""
-    import onnx_ir as ir
-    from onnx_ir.passes import common
-
-    found = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _is_attention(node)]
-    if not found:
-        return 0
-    common.ShapeInferencePass(strict_mode=False)(model)
-    writer = AttentionWriter()
-    left = [node for node in found if not writer.write_out(node)]
-    if left:
-        _inline_bodies(model)
-    common.RemoveUnusedNodesPass()(model)
-    common.NameFixPass()(model)
-    return len(found)
-
-
-def _is_attention(node: "ir.Node") -> bool:
-    return node.op_type == "Attention" and node.domain in ("", "ai.onnx")
-
-
-def _inline_bodies(model: "ir.Model") -> None:
-    """Replace what is left by the function body of the specification; weights stay where they are."""
-    import onnx.inliner
-    import onnx_ir as ir
-
-    weights = dict(model.graph.initializers)
-    own_inputs = {value.name for value in model.graph.inputs}
-    model.graph.inputs.extend(value for name, value in weights.items() if name not in own_inputs)
-    model.graph.initializers.clear()
-    proto = onnx.inliner.inline_selected_functions(
-        ir.to_proto(model), [("", "Attention")], inline_schema_functions=True
-    )
-    inlined = ir.from_proto(proto).graph
-    for value in list(inlined.inputs):
-        if value.name in weights:
-            value.const_value = weights[value.name].const_value
-            inlined.register_initializer(value)
-            if value.name not in own_inputs:
-                inlined.inputs.remove(value)
-    model.graph = inlined
-
-
 # Masks of ``Attention`` with one row for all queries: the specification lets them broadcast, ONNX Runtime does not.
 #
 # Padding masks are such: B,1,1,S, for B samples of S keys. They are given a row for each of the L queries.
 
-_MASK = 3
-
 
 def spread_masks(model: "ir.Model") -> None:
     """Give every mask a row for each query, in place; masks that several nodes share are spread once."""
-    import onnx_ir as ir
+    from onnx_ir.tape import Tape
 
     spread: dict[tuple[object, ...], ir.Value] = {}
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
-        if node.op_type == "Attention" and node.domain in ("", "ai.onnx") and _has_one_row(node):
-            _spread(node, spread)
+    for node in _attention_nodes(model):
+        query, mask, body = node.inputs[0], node.inputs[_MASK] if len(node.inputs) > _MASK else None, node.graph
+        if mask is None or mask.shape is None or len(mask.shape) < 2 or query is None or query.shape is None:
+            continue
+        length = query.shape[_query_axis(query)]
+        if mask.shape[-2] != 1 or length == 1 or body is None:
+            continue
+        key = (id(body), id(mask), getattr(length, "value", length) or id(query))
+        if key not in spread:
+            split = _split_of(query)
+            counted = split.source if split else query  # what heads are split off from may be all that is left of it
+            axis = _query_axis(counted)
+            tape = Tape()
+            count = tape.op("Shape", [counted], {"start": axis, "end": axis + 1})
+            one = tape.op("Constant", [], {"value_ints": [1]})
+            spread[key] = tape.op("Expand", [mask, tape.op("Concat", [count, one], {"axis": 0})])
+            for new in tape.nodes:
+                new.metadata_props.update(node.metadata_props)
+            body.insert_before(node, tape.nodes)
+        node.replace_input_with(_MASK, spread[key])
 
 
-def _has_one_row(node: "ir.Node") -> bool:
-    """Tell whether the mask has a single row, and there may be several queries."""
-    mask = node.inputs[_MASK] if len(node.inputs) > _MASK else None
-    query = node.inputs[0]
-    if mask is None or mask.shape is None or len(mask.shape) < 2 or query is None or query.shape is None:
-        return False
-    return mask.shape[-2] == 1 and query.shape[_queries(query)] != 1
-
-
-def _queries(query: "ir.Value") -> int:
+def _query_axis(query: "ir.Value") -> int:
     """Return the axis of the queries: B,H,L,E or B,L,H·E."""
     assert query.shape is not None
     return 2 if len(query.shape) == 4 else 1
-
-
-def _spread(node: "ir.Node", spread: "dict[tuple[object, ...], ir.Value]") -> None:
-    from onnx_ir.tape import Tape
-
-    query, mask, body = node.inputs[0], node.inputs[_MASK], node.graph
-    assert query is not None
-    assert query.shape is not None
-    assert body is not None
-    split = split_of(query)
-    counted = split.source if split else query  # what heads are split off from may be all that is left of the query
-    axis, length_known = _queries(counted), query.shape[_queries(query)]
-    key = (id(body), id(mask), getattr(length_known, "value", length_known) or id(query))
-    if key not in spread:
-        tape = Tape()
-        length = tape.op("Shape", [counted], {"start": axis, "end": axis + 1})
-        one = tape.op("Constant", [], {"value_ints": [1]})
-        spread[key] = tape.op("Expand", [mask, tape.op("Concat", [length, one], {"axis": 0})])
-        for new in tape.nodes:
-            new.metadata_props.update(node.metadata_props)
-        body.insert_before(node, tape.nodes)
-    node.replace_input_with(_MASK, spread[key])

@@ -1,4 +1,4 @@
-"""The precisions that a variant can have, and what each of them takes to be made."""
+"""List the precisions that a variant can have, and what each of them takes to be made."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,25 +6,25 @@ from typing import Literal, get_args
 
 Name = Literal["fp32", "fp16", "bf16", "int8", "int8+fp16", "int8-dynamic", "fp8", "int4-weights"]
 AS_GIVEN = "as given"
-"""Of a file that is measured as it is: its name promises no precision."""
+"""Name for that of a file which is measured as it is, and promises none."""
 Placement = Literal["inputs", "inputs+outputs"]
-"""Where Q/DQ pairs go: at inputs of products alone, symmetric, which every engine takes; or also behind convolutions,
+"""Places of Q/DQ pairs: at inputs of products alone, symmetric, which every engine takes; or also behind convolutions,
 with zero points, for kernels that write integers. What one engine fuses tears another one's kernels apart."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is known of a precision before anything is made."""
+    """Facts about a precision before anything is made."""
 
     summary: str
     threshold: str
-    """The row of fidelity thresholds that it is held to."""
+    """Row of fidelity thresholds that it has to reach."""
     calibrated: bool = False
-    """Whether ranges of activations are part of the result, so that they have to come from real data."""
+    """Ranges of activations are part of the result, so that they have to come from real data."""
     searched: bool = False
-    """Whether single groups can be left in floating point where it costs too much accuracy."""
+    """Single groups can be left in floating point where it costs too much accuracy."""
     rest: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """What the operators are in that are not quantised."""
+    """Type of operators that are not quantised."""
 
 
 KINDS: Mapping[Name, Kind] = {
