@@ -40,12 +40,12 @@ def compare(runs: tuple[Path, ...], any_device: bool, output: Path | None, as_js
 def _compare_fleets(paths: tuple[Path, ...], any_device: bool, output: Path | None, as_json: bool) -> None:
     """Compare a fleet with an earlier one, entry by entry."""
     from enginesmith.pipeline.report.fleet import render_changes
-    from enginesmith.pipeline.results import fleet, fleet_history
+    from enginesmith.pipeline.results import fleet
 
     if len(paths) != 2:
         raise click.UsageError("fleets are compared two at a time: compare BEFORE AFTER")
-    before, after = map(fleet_history.open_fleet, paths)
-    changes = fleet_history.compare_fleets(before, after, any_device=any_device)
+    before, after = map(fleet.open_fleet, paths)
+    changes = fleet.compare_fleets(before, after, any_device=any_device)
     if output is not None:
         fleet.write_text(output, "\n\n".join(render_changes(changes, linked=False)) + "\n")
     shown().show_fleets(changes, as_json)

@@ -70,16 +70,15 @@ def _gate_run(
     quiet: bool,
     as_json: bool,
 ) -> int:
-    from enginesmith.pipeline.results import baseline as baselines
     from enginesmith.pipeline.results import gate as gates
     from enginesmith.pipeline.results import run as runs
 
     demands = _demands(runs.read(run).recipe, options, quiet)
     if update_baseline and baseline is not None:
-        baselines.check_replaceable(run, baseline)
+        gates.check_replaceable(run, baseline)
         found = gates.gate(run, demands, variant)
         if found.passed and (source := gates.stored_in(run, found.variant)):
-            baselines.keep(source, baseline)
+            gates.keep(source, baseline)
             found = found.model_copy(update={"baseline": str(baseline), "updated": True})
     else:
         found = gates.gate(run, demands, variant, baseline)
@@ -90,13 +89,13 @@ def _gate_run(
 def _gate_fleet(
     fleet: Path, baseline: Path | None, update_baseline: bool, options: dict[str, Any], quiet: bool, as_json: bool
 ) -> int:
-    from enginesmith.pipeline.results import baseline as baselines
     from enginesmith.pipeline.results import fleet as records
+    from enginesmith.pipeline.results import gate as gates
     from enginesmith.pipeline.workflows import fleet as fleet_gate
 
     demands_of = partial(_demands, options=options, quiet=quiet)
     if update_baseline and baseline is not None:
-        baselines.check_replaceable(fleet, baseline, records.read)
+        gates.check_replaceable(fleet, baseline, records.read)
         found = fleet_gate.gate(fleet, demands_of)
         if found.passed:
             fleet_gate.keep(fleet, baseline)

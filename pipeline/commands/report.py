@@ -49,9 +49,9 @@ def _report_fleet(folder: Path, output: Path | None, formats: tuple[str, ...]) -
     """Write the reports of a fleet, and return their paths."""
     from enginesmith.pipeline.report import files
     from enginesmith.pipeline.report import fleet as fleet_files
-    from enginesmith.pipeline.results import fleet_history
+    from enginesmith.pipeline.results import fleet as records
 
-    fleet = fleet_history.open_fleet(folder)
+    fleet = records.open_fleet(folder)
     runs = {one.name: run for one in fleet.record.entries if (run := fleet.run(one))}
     chosen = tuple(name for name in fleet_files.NAMES if name in formats) or files.REPORTS
     return fleet_files.write(fleet.record, output or fleet.folder, runs, chosen)

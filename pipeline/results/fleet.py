@@ -1,19 +1,29 @@
-"""The document of a fleet: ``fleet.json``. A number that could not be had is null, and a reason stands beside it."""
+"""Define and read ``fleet.json``, make the record of an entry, and compare a fleet with earlier ones.
 
+A number that could not be had is null, and a reason stands beside it.
+"""
+
+import contextlib
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from enginesmith.calibration.file_formats import is_embedded
+from enginesmith.calibration.user_code import is_reference
+from enginesmith.pipeline.artifact import file_digest, files_below, folder_digest
 from enginesmith.pipeline.errors import EnginesmithError, GateBreach, MissingCapability, UsageError, storage_errors
 from enginesmith.pipeline.measure.statistics import Interval
+from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Entry, Fleet, remedy_of
-from enginesmith.pipeline.results import documents
+from enginesmith.pipeline.results import comparison, documents
+from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.comparison import Pair, VariantComparison
-from enginesmith.pipeline.results.run import Run, VariantRecord, VariantStatus, Verdict, find_record
+from enginesmith.pipeline.results.run import Run, VariantStatus, Verdict, find_record
 from enginesmith.pipeline.results.verdicts import why_unknown
 
 SCHEMA: Literal["enginesmith.fleet/1"] = "enginesmith.fleet/1"
@@ -31,7 +41,7 @@ class _Part(BaseModel):
 
 
 class Machine(_Part):
-    """What a target asks for."""
+    """The device that a target asks for."""
 
     device: str
     accelerator: str = ""
@@ -53,7 +63,7 @@ class Winner(_Part):
     metric: str | None = None
     drop: float | None = None
     synthetic_calibration: bool = False
-    """Whether ranges were taken from made-up data: then the drop says nothing of real data."""
+    """True where ranges were taken from made-up data: then the drop says nothing of real data."""
     reasons: dict[str, str] = {}
     """Field that is null → why."""
 
@@ -78,7 +88,7 @@ class EntryChange(_Part):
     """The variant that won then."""
     p50_ms: float | None = None
     note: str = ""
-    """Why nothing is compared, where that is so."""
+    """The reason why nothing is compared, if so."""
     pair: Pair | None = None
     """Both runs; only where they were measured on the same kind of machine."""
     winners: VariantComparison | None = None
@@ -86,7 +96,7 @@ class EntryChange(_Part):
 
     @property
     def compared(self) -> tuple[VariantComparison, ...]:
-        """Everything that stands beside what it was."""
+        """Variants beside what they were."""
         pairs = self.pair.variants if self.pair else ()
         return pairs + ((self.winners,) if self.winners else ())
 
@@ -109,13 +119,13 @@ class EntryRecord(_Part):
     taken_from: str | None = None
     """The run directory of an earlier fleet that stands for it, as nothing has changed since."""
     done_because: str = ""
-    """What had changed since the fleet that unchanged entries were to be taken from."""
+    """Changes since the fleet that unchanged entries were to be taken from."""
     seconds: float | None = None
     steps: int = 0
     reused: int = 0
-    """Of the steps, those whose results were there already, from the store or by another entry."""
+    """Number of the steps whose results were there already, from the store or by another entry."""
     variants: dict[VariantStatus, int] = {}
-    """How many ended in which way."""
+    """Number of variants by how they ended."""
     winner: Winner | None = None
     verdicts: tuple[Verdict, ...] = ()
     failures: tuple[Failure, ...] = ()
@@ -142,7 +152,7 @@ class FleetRecord(_Part):
     file: str
     """The fleet file's name."""
     folder: str
-    """Where it was begun: paths of models and data are taken from there."""
+    """The folder where it was begun: paths of models and data are taken from there."""
     created: str
     seconds: float
     fleet: Fleet
@@ -164,12 +174,12 @@ class FleetRecord(_Part):
 
     @property
     def complete(self) -> bool:
-        """Whether every entry has ended."""
+        """Tell whether every entry has ended."""
         return not self.having("pending")
 
     @property
     def exit_code(self) -> int:
-        """What the command line returns: the worst of all; wrong usage only where nothing else came of any."""
+        """Choose the exit code: the worst of all; wrong usage only where nothing else came of any."""
         codes = {one.exit_code for one in self.entries}
         if codes == {UsageError.exit_code}:
             return UsageError.exit_code
@@ -184,9 +194,8 @@ def write(record: FleetRecord, folder: Path) -> Path:
     Raises:
         StoreError: the folder cannot be written.
     """
-    path = folder / FILE
-    write_text(path, record.model_dump_json(indent=1, by_alias=True) + "\n")
-    return path
+    write_text(folder / FILE, record.model_dump_json(indent=1, by_alias=True) + "\n")
+    return folder / FILE
 
 
 def write_text(path: Path, text: str) -> None:
@@ -243,13 +252,13 @@ def json_schema() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Found:
-    """What came of an entry."""
+    """The outcome of an entry."""
 
     run: Run | None = None
     error: EnginesmithError | None = None
-    """Why nothing usable came out, if so."""
+    """The reason why nothing usable came out, if so."""
     ended: bool = True
-    """Whether all was done that can be done here; not so where the fleet was interrupted."""
+    """True where all was done that can be done here; not so where the fleet was interrupted."""
     steps: int = 0
     reused: int = 0
 
@@ -259,19 +268,23 @@ def entry_record(entry: Entry, found: Found, folder: Path, siblings: Sequence[st
 
     ``siblings`` are the names of entries of the same model: the logs of steps that they share are with one of them.
     """
-    run, status = found.run, _status(found)
+    run, error, status = found.run, found.error, _status(found)
+    exit_code = {"breached": GateBreach.exit_code, "lacking": MissingCapability.exit_code}.get(status, 0)
+    if status == "failed":
+        exit_code = UsageError.exit_code if isinstance(error, UsageError) else EnginesmithError.exit_code
+    reason = error.message if error else "not begun"
+    if run and not error:
+        reason = "" if run.winner is not None else run.winner_reason
     return EntryRecord(
         name=entry.name,
         model=entry.model_name,
         target=entry.target_name,
         source=entry.recipe.model,
-        machine=Machine(
-            device=entry.place.device, accelerator=entry.place.accelerator, resources=dict(entry.place.resources)
-        ),
+        machine=_machine(entry),
         status=status,
-        exit_code=_exit_code(status, found.error),
-        reason=_reason(found),
-        remedy=remedy_of(found.error) if found.error else "",
+        exit_code=exit_code,
+        reason=reason,
+        remedy=remedy_of(error) if error else "",
         run=f"{RUNS}/{entry.name}" if run else None,
         seconds=run.seconds if run else None,
         steps=found.steps or (len(run.steps) if run else 0),
@@ -282,6 +295,11 @@ def entry_record(entry: Entry, found: Found, folder: Path, siblings: Sequence[st
         failures=tuple(_failures(found, folder, (entry.name, *siblings))),
         model_sha256=run.model.sha256 if run else None,
     )
+
+
+def _machine(entry: Entry) -> Machine:
+    place = entry.place
+    return Machine(device=place.device, accelerator=place.accelerator, resources=dict(place.resources))
 
 
 def _status(found: Found) -> EntryStatus:
@@ -297,27 +315,13 @@ def _status(found: Found) -> EntryStatus:
     return "done" if run.complete else "lacking"
 
 
-def _exit_code(status: EntryStatus, error: EnginesmithError | None) -> int:
-    if status == "failed":
-        return UsageError.exit_code if isinstance(error, UsageError) else EnginesmithError.exit_code
-    return {"breached": GateBreach.exit_code, "lacking": MissingCapability.exit_code}.get(status, 0)
-
-
-def _reason(found: Found) -> str:
-    if found.error is not None:
-        return found.error.message
-    if found.run is None:
-        return "not begun"
-    return "" if found.run.winner is not None else found.run.winner_reason
-
-
 def winner(run: Run) -> Winner | None:
     """Summarise the winner of a run."""
     if run.winner is None:
         return None
     record, batch = find_record(run, run.winner), run.deciding_batch
     row = record.row(batch)
-    found = Winner(
+    summary = Winner(
         id=record.id,
         engine=record.engine,
         precision=record.precision,
@@ -331,22 +335,27 @@ def winner(run: Run) -> Winner | None:
         drop=record.quality.drop if record.quality else None,
         synthetic_calibration=record.synthetic_calibration,
     )
-    return found.model_copy(update={"reasons": dict(_why(run, record, found))})
-
-
-def _why(run: Run, record: VariantRecord, found: Winner) -> Iterator[tuple[str, str]]:
-    budgets = {"p50_ms": "max_latency_ms", "p99_ms": "max_p99_ms", "peak_bytes": "max_memory_bytes"}
-    budgets |= {"bytes": "max_size_bytes", "drop": "max_drop"}
-    for field, budget in budgets.items():
-        if getattr(found, field) is None:
-            yield field, why_unknown(record, budget, found.batch)
-    if found.metric is None:
-        yield "metric", why_unknown(record, "max_drop", found.batch)
-    if found.speedup is None:
-        row = record.row(found.batch)
-        told = row.reasons.get("speedup", "it was measured in too few rounds") if row else found.reasons.get("p50_ms")
+    reasons = {
+        field: why_unknown(record, budget, batch)
+        for field, budget in _EXPLAINED_BY.items()
+        if getattr(summary, field) is None
+    }
+    if summary.speedup is None:
+        few = row.reasons.get("speedup", "it was measured in too few rounds") if row else None
         itself = record.id == run.baseline.id
-        yield "speedup", "it is the baseline" if itself else told or why_unknown(record, "max_latency_ms", found.batch)
+        reasons["speedup"] = "it is the baseline" if itself else few or why_unknown(record, "max_latency_ms", batch)
+    return summary.model_copy(update={"reasons": reasons})
+
+
+_EXPLAINED_BY = {
+    "p50_ms": "max_latency_ms",
+    "p99_ms": "max_p99_ms",
+    "peak_bytes": "max_memory_bytes",
+    "bytes": "max_size_bytes",
+    "drop": "max_drop",
+    "metric": "max_drop",
+}
+"""Number of a winner → the budget that explains why it is missing."""
 
 
 def _failures(found: Found, folder: Path, homes: Sequence[str]) -> Iterator[Failure]:
@@ -368,3 +377,209 @@ def _log(folder: Path, homes: Sequence[str], step: str) -> str | None:
     """Find a step's log in the first of the run directories that has it; the path is from the fleet's folder."""
     names = (f"{RUNS}/{home}/logs/{step}.log" for home in homes)
     return next((name for name in names if (folder / name).is_file()), None)
+
+
+# Compare a fleet with earlier ones, and find the entries that need not be done again.
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """An earlier fleet and its folder."""
+
+    folder: Path
+    record: FleetRecord
+
+    def entry(self, name: str) -> EntryRecord | None:
+        """Look up an entry by name."""
+        return next((one for one in self.record.entries if one.name == name), None)
+
+    def run(self, entry: EntryRecord) -> Run | None:
+        """Read the run of an entry, if it is still there."""
+        try:
+            return runs.read(self.folder / entry.run) if entry.run else None
+        except UsageError:
+            return None
+
+
+def open_fleet(folder: Path) -> Earlier:
+    """Open the fleet of a folder.
+
+    Raises:
+        UsageError: there is none.
+    """
+    return Earlier(folder if folder.is_dir() else folder.parent, read(folder))
+
+
+def find_last(out: Path, begun: FleetRecord) -> Earlier | None:
+    """Find the newest fleet of the same file's name beside ``out`` that was begun before.
+
+    One that was interrupted is no yardstick, and one that was made with ``--only`` is none for another choice.
+    """
+    here, others = out.absolute(), []
+    for path in here.parent.glob(f"*/{FILE}"):
+        if path.parent != here:
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # it is no fleet's
+                values = documents.load(path)
+                created, file, only = str(values["created"]), values["file"], tuple(values["only"])
+                ended = bool(values["entries"]) and all(one["status"] != "pending" for one in values["entries"])
+                if ended and file == begun.file and only in ((), begun.only) and created < begun.created:
+                    others.append((created, path))
+    for _, path in sorted(others, reverse=True):
+        with contextlib.suppress(UsageError):  # of another version, perhaps, which is no reason to do nothing now
+            return open_fleet(path.parent)
+    return None
+
+
+def compare_entry(
+    earlier: Earlier, name: str, folder: Path, now: Run | None, *, any_device: bool = False
+) -> EntryChange:
+    """Compare an entry whose run lies in ``folder`` with the same one of an earlier fleet."""
+    entry = earlier.entry(name)
+    if entry is None:
+        return EntryChange(note="not in the last fleet")
+    then = earlier.run(entry)
+    if then is None:
+        why = "its run is no longer there" if entry.run else f"there was no run: {entry.reason}"
+        return EntryChange(winner=entry.winner and entry.winner.id, note=why)
+    known = winner(then)
+    change = EntryChange(winner=known and known.id, p50_ms=known and known.p50_ms)
+    if now is None:
+        return change.model_copy(update={"note": "there is no run now"})
+    if folder.resolve() == (earlier.folder / str(entry.run)).resolve():
+        return change.model_copy(update={"note": "taken over: nothing has changed"})
+    if not any_device and (apart := comparison.compare_devices(then, now)):
+        where = "; ".join(f"{one.name} was {one.before}, and is {one.after}" for one in apart)
+        return change.model_copy(update={"note": f"other machine: {where}"})
+    sides = [(earlier.folder / str(entry.run), then), (folder, now)]
+    (pair,) = comparison.compare(sides, any_device=True).pairs
+    winners = None
+    if then.winner and now.winner and then.winner != now.winner:
+        winners = comparison.compare_variants(then, now, find_record(then, then.winner), find_record(now, now.winner))
+    return change.model_copy(update={"pair": pair, "winners": winners})
+
+
+def name_last(earlier: Earlier, out: Path, only: Sequence[str], entries: Sequence[EntryRecord]) -> Last:
+    """Name the earlier fleet in the record of the one in ``out``, made with ``only`` such patterns."""
+    here = {one.name for one in entries}
+    gone = () if only else tuple(one.name for one in earlier.record.entries if one.name not in here)
+    return Last(path=path_from(out, earlier.folder), created=earlier.record.created, without=gone)
+
+
+def path_from(out: Path, folder: Path) -> str:
+    """Return a folder's path as the documents of another one name it."""
+    return os.path.relpath(folder.resolve(), out.resolve())
+
+
+def compare_fleets(earlier: Earlier, now: Earlier, *, any_device: bool = False) -> FleetRecord:
+    """Compare a fleet with another one than when it was made."""
+    entries = []
+    for entry in now.record.entries:
+        folder, run = now.folder / RUNS / entry.name, now.run(entry)
+        change = compare_entry(earlier, entry.name, folder, run, any_device=any_device)
+        entries.append(entry.model_copy(update={"since_last": change}))
+    against = name_last(earlier, now.folder, now.record.only, entries)
+    return now.record.model_copy(update={"entries": tuple(entries), "last": against})
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of an entry that its recipe does not hold."""
+
+    model_sha256: str | None
+    """None where it cannot be loaded."""
+    files: Mapping[str, str]
+    """Files that the recipe names → their digests."""
+    packages: Mapping[str, str]
+
+
+def find_unchanged(earlier: Earlier, entry: Entry, state: State) -> Run | str:
+    """Find the run that still stands for an entry, or explain what has changed since."""
+    then = earlier.entry(entry.name)
+    if then is None:
+        return "it was not there"
+    run = earlier.run(then)
+    if run is None or run.winner is None:
+        return "it had no winner"
+    if not run.complete:
+        return "it was not complete"
+    return "; ".join(_list_changes(earlier.record.packages, then, run, entry, state)) or run
+
+
+def _list_changes(
+    packages: Mapping[str, str], then: EntryRecord, run: Run, entry: Entry, state: State
+) -> Iterator[str]:
+    before, after = run.recipe, entry.recipe
+    if before != after:
+        fields = [name for name in type(before).model_fields if getattr(before, name) != getattr(after, name)]
+        yield f"its recipe changed: {', '.join(fields)}"
+    if then.machine != _machine(entry):
+        yield "its target changed"
+    if state.model_sha256 is None:
+        yield "its model cannot be loaded"
+    elif run.model.sha256 != state.model_sha256:
+        yield "its model changed"
+    for name in sorted({*then.files, *state.files}):
+        if then.files.get(name) != state.files.get(name):
+            yield f"{name} changed"
+    for name in sorted({*packages, *state.packages}):
+        if packages.get(name) != state.packages.get(name):
+            yield f"{name} {packages.get(name, 'none')} → {state.packages.get(name, 'none')}"
+
+
+def take_over(earlier: Earlier, name: str, folder: Path) -> None:
+    """Have the run directory of an earlier fleet's entry stand in ``folder``, too.
+
+    Raises:
+        StoreError: the link cannot be made.
+    """
+    entry = earlier.entry(name)
+    assert entry is not None
+    with storage_errors(f"the run directory {folder}"):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if folder.is_symlink():
+            folder.unlink()
+        source = (earlier.folder / str(entry.run)).resolve()
+        folder.symlink_to(os.path.relpath(source, folder.parent.resolve()), target_is_directory=True)
+
+
+# Digests of the files that recipes name: the same name may hold other data the next time.
+
+
+def digest_files(recipes: Sequence[Recipe]) -> list[dict[str, str]]:
+    """Digest the files that each recipe names, by name; data sets, modules and metrics that are no files are left out.
+
+    Modules that a named file imports are not looked at.
+
+    Raises:
+        StoreError: one is there and cannot be read.
+    """
+    known: dict[str, str | None] = {}
+    digests = []
+    for recipe in recipes:
+        names = dict.fromkeys(_list_files(recipe))
+        known |= {name: _digest(name) for name in names if name not in known}
+        digests.append({name: digest for name in names if (digest := known[name])})
+    return digests
+
+
+def _list_files(recipe: Recipe) -> Iterator[str]:
+    for data in (recipe.calibration, recipe.eval_data):
+        if data and not is_embedded(data):
+            yield data
+    for code in (recipe.metric, recipe.recovery.method):
+        if code and is_reference(code):
+            yield code
+    if recipe.data_options.tokenizer:
+        yield recipe.data_options.tokenizer
+    for paths in recipe.engine_files.values():
+        yield from paths
+
+
+def _digest(name: str) -> str | None:
+    path = Path(name.rpartition(":")[0] if is_reference(name) else name).expanduser()
+    with storage_errors(f"the file {path}"):
+        if path.is_file():
+            return file_digest(path)
+        if path.is_dir():
+            return folder_digest({inner: file_digest(path / inner) for inner in files_below(path)})
+    return None

@@ -1,20 +1,25 @@
-"""Check a run against budgets and a stored baseline, a sentence for each check.
+"""Check a run against budgets and a stored baseline, a sentence for each check, and keep runs and fleets as baselines.
 
 A regression is worse by more than the tolerance, *and* its interval leaves out that nothing changed. What cannot be
 judged counts as broken, with the reason: a gate that lets through what it does not know is none.
 """
 
 import re
-from collections.abc import Callable, Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from enginesmith.pipeline.errors import EnginesmithError, UsageError
+from enginesmith.pipeline.errors import EnginesmithError, UsageError, storage_errors
 from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, TOO_NOISY, Interval
 from enginesmith.pipeline.recipe.options import Budgets
 from enginesmith.pipeline.results import comparison, remeasure, verdicts
+from enginesmith.pipeline.results import fleet as fleets
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.comparison import MetricDelta, Quantity, compare_latency, compare_metrics
+from enginesmith.pipeline.results.fleet import RUNS, Earlier
 from enginesmith.pipeline.results.gate_report import Gate, GateCheck
 from enginesmith.pipeline.results.remeasure import Limits, Stored
 from enginesmith.pipeline.results.verdicts import judge_budgets, why_ineligible
@@ -29,12 +34,12 @@ _HELD: dict[Quantity, tuple[str, Callable[[float], str]]] = {
     "size_bytes": ("size", format_bytes),
     "drop": ("loss of quality", lambda value: f"{value:+.4f}"),
 }
-"""What is held against the baseline besides latency, and how it is written."""
+"""Number that is held against the baseline, besides latency → its name, and how it is written."""
 
 
 @dataclass(frozen=True)
 class Demands:
-    """Hold what a run is checked against."""
+    """Rules that a run is checked by."""
 
     budgets: Budgets
     min_sqnr_db: float | None = None
@@ -42,7 +47,7 @@ class Demands:
     """Share by which a number may be worse than the baseline's."""
     any_machine: bool = False
     measure: bool = True
-    """Whether latency may be measured again, side by side."""
+    """True where latency may be measured again, side by side."""
     seconds: float = DEFAULT_SECONDS
     progress: Callable[[str], None] = lambda text: None
 
@@ -69,26 +74,25 @@ def gate(folder: Path, demands: Demands, variant: str | None = None, baseline: P
     """
     after = stored_in(folder, variant)
     if after is None:
-        return _without_winner(folder, demands)
-    if baseline is None:
-        before = None
-    elif (before := stored_in(baseline, variant)) is None:
+        text = f"the run has no winner: {runs.read(folder).winner_reason}"
+        broken = GateCheck(name="winner", against="run", passed=False, text=text)
+        return Gate(run=str(folder), variant=None, tolerance=demands.tolerance, passed=False, verdicts=(broken,))
+    before = stored_in(baseline, variant) if baseline else None
+    if baseline and before is None:
         raise UsageError(
             f"the baseline {baseline} has no winner: {runs.read(baseline).winner_reason}",
             "name a variant of it with --variant, or give another run",
         )
-    found = [*_status(after), *_budgets(after, demands)]
-    if before is not None:
-        found += _regressions(before, after, demands)
+    checks = [*_check_budgets(after, demands), *(_check_regressions(before, after, demands) if before else ())]
     return Gate(
         run=str(folder),
         variant=after.record.id,
         baseline=None if baseline is None else str(baseline),
         baseline_variant=before and before.record.id,
         tolerance=demands.tolerance,
-        passed=all(one.passed for one in found),
-        verdicts=tuple(found),
-        cautions=tuple(_cautions(before, after, found)),
+        passed=all(check.passed for check in checks),
+        verdicts=tuple(checks),
+        cautions=tuple(_cautions(before, after, checks)),
     )
 
 
@@ -112,142 +116,108 @@ def stored_in(folder: Path, variant: str | None) -> Stored | None:
     return Stored(folder if folder.is_dir() else folder.parent, run, runs.find_record(run, name))
 
 
-def _without_winner(folder: Path, demands: Demands) -> Gate:
-    run = runs.read(folder)
-    broken = GateCheck(name="winner", against="run", passed=False, text=f"the run has no winner: {run.winner_reason}")
-    return Gate(run=str(folder), variant=None, tolerance=demands.tolerance, passed=False, verdicts=(broken,))
-
-
-def _status(after: Stored) -> Iterator[GateCheck]:
-    """Fail a variant that was not measured or must not be used, whatever its numbers are."""
+def _check_budgets(after: Stored, demands: Demands) -> Iterator[GateCheck]:
+    """Fail a variant that was not measured or must not be used, whatever its numbers are, and judge its budgets."""
     if reason := why_ineligible(after.record):
         yield GateCheck(name="status", against="run", passed=False, text=reason)
-
-
-def _budgets(after: Stored, demands: Demands) -> Iterator[GateCheck]:
     sqnr = demands.min_sqnr_db if after.record.id != after.run.baseline.id else None
     for one in judge_budgets(after.record, demands.budgets, after.run.deciding_batch, sqnr):
-        yield GateCheck(
-            name=one.budget,
-            against="budget",
-            passed=one.passed,
-            text=verdicts.format_verdict(one),
-            limit=one.limit,
-            actual=one.actual,
+        numbers = {"passed": one.passed, "limit": one.limit, "actual": one.actual}
+        yield GateCheck.model_validate(
+            {"name": one.budget, "against": "budget", "text": verdicts.format_verdict(one), **numbers}
         )
 
 
-def _regressions(before: Stored, after: Stored, demands: Demands) -> Iterator[GateCheck]:
+def _check_regressions(before: Stored, after: Stored, demands: Demands) -> Iterator[GateCheck]:
     if after.record.status == "measured":
-        yield _latency(before, after, demands)
+        yield _check_latency(before, after, demands)
     for one in compare_metrics(before.run, after.run, before.record, after.record):
         if one.name in _HELD and one.before is not None:
-            yield _quantity(one, demands.tolerance)
+            yield _check_quantity(one, one.before, demands.tolerance)
 
 
-def _quantity(one: MetricDelta, tolerance: float) -> GateCheck:
+def _check_quantity(one: MetricDelta, before: float, tolerance: float) -> GateCheck:
     """Check memory and size by the tolerance, and quality by its interval alone, as a loss may be near 0."""
     title, shown = _HELD[one.name]
-    assert one.before is not None
-    common = {"name": one.name, "against": "baseline", "before": one.before, "actual": one.after}
     if one.after is None or one.significant is None:
-        text = f"{title} cannot be held against the baseline's {shown(one.before)}: {one.note or 'no reason is known'}"
-        return GateCheck.model_validate({**common, "passed": False, "text": text})
-    allowed = 0.0 if one.name == "drop" else tolerance * abs(one.before)
-    broken = one.significant and one.after - one.before > allowed
-    said = f"{title} is {shown(one.after)}, the baseline's {shown(one.before)}"
-    if one.name != "drop" and one.before:
-        said += f" ({one.after / one.before - 1:+.1%}; {100 * tolerance:g} % more is allowed)"
-    return GateCheck.model_validate({**common, "passed": not broken, "text": said})
+        passed = False
+        said = f"{title} cannot be held against the baseline's {shown(before)}: {one.note or 'no reason is known'}"
+    else:
+        allowed = 0.0 if one.name == "drop" else tolerance * abs(before)
+        passed = not (one.significant and one.after - before > allowed)
+        said = f"{title} is {shown(one.after)}, the baseline's {shown(before)}"
+        if one.name != "drop" and before:
+            said += f" ({one.after / before - 1:+.1%}; {100 * tolerance:g} % more is allowed)"
+    return GateCheck(name=one.name, against="baseline", passed=passed, text=said, before=before, actual=one.after)
 
 
-def _latency(before: Stored, after: Stored, demands: Demands) -> GateCheck:
+def _make_latency_check(passed: bool, text: str, **more: Any) -> GateCheck:
+    return GateCheck(name="latency_ms", against="baseline", passed=passed, text=text, **more)
+
+
+def _check_latency(before: Stored, after: Stored, demands: Demands) -> GateCheck:
     """Check latency by measuring side by side where that can be done, else by what both runs stored."""
     apart = comparison.compare_devices(before.run, after.run)
     if apart and not demands.any_machine:
         where = "; ".join(f"{one.name} {one.before} and {one.after}" for one in apart)
         said = f"latency was measured on different machines ({where}); --any-machine compares it all the same"
-        return GateCheck(name="latency_ms", against="baseline", passed=False, text=said)
+        return _make_latency_check(False, said)
     if remeasure.same(before, after):
         said = "the engine is the baseline's, byte for byte: its latency is the same"
-        return GateCheck(name="latency_ms", against="baseline", passed=True, text=said, basis="the same engine")
+        return _make_latency_check(True, said, basis="the same engine")
     why = remeasure.why_not(before, after, any_machine=demands.any_machine) if demands.measure else "--no-measure"
     if not why:
         try:
-            return _measured(before, after, demands)
+            return _measure_latency(before, after, demands)
         except EnginesmithError as error:
             why = error.message
-    return _from_stored(before, after, demands, why)
+    return _compare_stored_latency(before, after, demands, why)
 
 
-def _measured(before: Stored, after: Stored, demands: Demands) -> GateCheck:
+def _measure_latency(before: Stored, after: Stored, demands: Demands) -> GateCheck:
     def decided(ratio: Interval) -> bool:
         return ratio.high < 1 + demands.tolerance or ratio.low > 1 + demands.tolerance
 
     limits = Limits(demands.seconds, decided, demands.progress)
-    found = remeasure.remeasure(before, after, after.run.deciding_batch, limits)
-    basis = f"measured side by side now, {found.launches} launches of each at batch {found.batch}"
-    return _judged(found.ratio, found.before_ms, found.after_ms, demands.tolerance, basis)
+    result = remeasure.remeasure(before, after, after.run.deciding_batch, limits)
+    basis = f"measured side by side now, {result.launches} launches of each at batch {result.batch}"
+    return _judge_ratio(result.ratio, result.before_ms, result.after_ms, demands.tolerance, basis)
 
 
-def _from_stored(before: Stored, after: Stored, demands: Demands, why: str) -> GateCheck:
+def _compare_stored_latency(before: Stored, after: Stored, demands: Demands, why: str) -> GateCheck:
     """Judge latency by what both runs stored; a missing interval is a breach."""
     batch = after.run.deciding_batch
     change = compare_latency(before.run, after.run, before.record.id, batch, after.record.id)
     basis = f"from what both runs stored, by {change.basis}" if change.basis else "from what both runs stored"
     basis = "; ".join(filter(None, [f"{basis} ({why})", change.note]))
-    rows = [stored.record.row(batch) for stored in (before, after)]
-    before_ms, after_ms = (row.p50_ms if row else None for row in rows)
+    before_ms, after_ms = (row.p50_ms if (row := one.record.row(batch)) else None for one in (before, after))
     if change.median is None:
         said = f"latency cannot be held against the baseline's: {change.note}"
-        return GateCheck(name="latency_ms", against="baseline", passed=False, text=said, basis=basis)
-    if change.too_noisy:
-        return _too_noisy(before_ms, after_ms, basis)
-    if change.low is None or change.high is None or change.significant is None:
-        slower = change.median > 1 + demands.tolerance
-        text = f"latency is {change.median - 1:+.1%} against the baseline's, {basis}"
-        return GateCheck(
-            name="latency_ms",
-            against="baseline",
-            passed=not slower,
-            text=text,
-            before=before_ms,
-            actual=after_ms,
-            basis=basis,
-        )
-    ratio = Interval(median=change.median, low=change.low, high=change.high)
-    return _judged(ratio, before_ms, after_ms, demands.tolerance, basis)
+        return _make_latency_check(False, said, basis=basis)
+    if change.low is not None and change.high is not None and (change.too_noisy or change.significant is not None):
+        ratio = Interval(median=change.median, low=change.low, high=change.high)
+        return _judge_ratio(ratio, before_ms, after_ms, demands.tolerance, basis)
+    text = f"latency is {change.median - 1:+.1%} against the baseline's, {basis}"
+    passed = not change.median > 1 + demands.tolerance
+    return _make_latency_check(passed, text, before=before_ms, actual=after_ms, basis=basis)
 
 
-def _judged(ratio: Interval, before: float | None, after: float | None, tolerance: float, basis: str) -> GateCheck:
+def _judge_ratio(ratio: Interval, before: float | None, after: float | None, tolerance: float, basis: str) -> GateCheck:
+    """Judge the ratio of times; what is too noisy to be judged is not let through."""
+    common = {"before": before, "actual": after, "basis": basis}
     if ratio.too_noisy:
-        return _too_noisy(before, after, basis)
+        text = f"latency cannot be held against the baseline's: {TOO_NOISY}; {NOISE_REMEDY}; {basis}"
+        return _make_latency_check(False, text, **common)
     broken = ratio.median > 1 + tolerance and ratio.low > 1
     ends = f"[{ratio.low - 1:+.1%}, {ratio.high - 1:+.1%}]"
     said = f"latency is {ratio.median - 1:+.1%} {ends} against the baseline's ({ms(after)} ms, {ms(before)} ms)"
     unsure = "" if broken or ratio.high <= 1 + tolerance else "more than that cannot be ruled out; "
-    return GateCheck(
-        name="latency_ms",
-        against="baseline",
-        passed=not broken,
-        text=f"{said}; {100 * tolerance:g} % more is allowed; {unsure}{basis}",
-        before=before,
-        actual=after,
-        change=ratio,
-        basis=basis,
-    )
+    text = f"{said}; {100 * tolerance:g} % more is allowed; {unsure}{basis}"
+    return _make_latency_check(not broken, text, **common, change=ratio)
 
 
-def _too_noisy(before: float | None, after: float | None, basis: str) -> GateCheck:
-    """Fail the check: what cannot be judged is not let through."""
-    text = f"latency cannot be held against the baseline's: {TOO_NOISY}; {NOISE_REMEDY}; {basis}"
-    return GateCheck(
-        name="latency_ms", against="baseline", passed=False, text=text, before=before, actual=after, basis=basis
-    )
-
-
-def _cautions(before: Stored | None, after: Stored, found: list[GateCheck]) -> Iterator[str]:
-    if not found:
+def _cautions(before: Stored | None, after: Stored, checks: list[GateCheck]) -> Iterator[str]:
+    if not checks:
         yield "nothing was judged: no budget is set, and no baseline is given"
     if after.record.synthetic_calibration:
         yield "calibrated on made-up data: its accuracy says nothing of real data"
@@ -263,3 +233,87 @@ def _cautions(before: Stored | None, after: Stored, found: list[GateCheck]) -> I
     for name, number in (("peak memory", before.record.peak_bytes), ("quality", before.record.quality)):
         if number is None:
             yield f"{name} was not measured in the baseline, so nothing is held against it"
+
+
+# Keep a run or a fleet as the baseline of later ones: as much of it as they are held against.
+
+_FILES = ("run.json", "samples.npz")
+
+
+def check_replaceable(source: Path, target: Path, read: Callable[[Path], object] = runs.read) -> None:
+    """Insist on a folder that is new, empty, or holds what ``read`` reads, and nothing of what is to be kept.
+
+    Raises:
+        UsageError: it is something else, or has the source or a run that a fleet took over in it.
+    """
+    for folder in (source, *sorted(source.glob(f"{RUNS}/*"))):
+        if folder.resolve().is_relative_to(target.resolve()):
+            raise UsageError(f"{target} holds {folder} itself", "give another folder: --baseline DIR")
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not target.is_dir():
+        raise UsageError(f"{target} is a file", "give a folder: --baseline DIR")
+    try:
+        read(target)
+    except UsageError as error:
+        raise UsageError(
+            f"{target} is there already, and is no baseline: {error.message}", "give a new folder: --baseline DIR"
+        ) from error
+
+
+def keep(source: Stored, target: Path) -> None:
+    """Make a run the baseline in the folder ``target``, whole or not at all; what was the baseline is gone then.
+
+    Raises:
+        UsageError: there is something else in that folder.
+        StoreError: it cannot be written.
+    """
+    check_replaceable(source.folder, target)
+    _replace(target, lambda whole: _copy(source, whole))
+
+
+def keep_fleet(fleet: Earlier, winners: Mapping[str, Stored], target: Path) -> None:
+    """Make a fleet the baseline in the folder ``target``, with the winners of its entries by name.
+
+    Raises:
+        UsageError, StoreError: as for a run.
+    """
+
+    def fill(whole: Path) -> None:
+        for name, source in winners.items():
+            _copy(source, whole / RUNS / name)
+        fleets.write(fleet.record.model_copy(update={"last": None}), whole)
+
+    check_replaceable(fleet.folder, target, fleets.read)
+    _replace(target, fill)
+
+
+def _replace(target: Path, fill: Callable[[Path], None]) -> None:
+    with storage_errors(f"the baseline {target}"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+            whole, old = Path(scratch, "new"), Path(scratch, "old")
+            fill(whole)
+            if target.exists():
+                target.rename(old)
+            try:
+                whole.rename(target)
+            except OSError:
+                if old.exists():
+                    old.rename(target)
+                raise
+
+
+def _copy(source: Stored, whole: Path) -> None:
+    """Copy the document, the samples, and the files of the variant that later runs are compared with."""
+    whole.mkdir(parents=True)
+    record = source.record
+    kept = [Path(one.path) for one in (record.artifact, record.graph, record.test_vector) if one]
+    if outside := next((path for path in kept if path.is_absolute() or ".." in path.parts), None):
+        raise UsageError(f"the run names a file outside of its folder: {str(outside)!r}", "run optimize again")
+    for folder in sorted({path.parent for path in kept} - {Path()}):
+        if (source.folder / folder).is_dir():
+            shutil.copytree(source.folder / folder, whole / folder, dirs_exist_ok=True)
+    for name in sorted({*_FILES, *(str(path) for path in kept if path.parent == Path())}):
+        if (source.folder / name).is_file():
+            shutil.copy2(source.folder / name, whole / name)

@@ -18,13 +18,10 @@ from enginesmith.pipeline.recipe import Recipe
 from enginesmith.pipeline.recipe.fleet import Entry, read
 from enginesmith.pipeline.recipe.parsing import parsed
 from enginesmith.pipeline.report import fleet as files
-from enginesmith.pipeline.results import baseline as baselines
 from enginesmith.pipeline.results import fleet as records
-from enginesmith.pipeline.results import fleet_history
 from enginesmith.pipeline.results import gate as gates
 from enginesmith.pipeline.results import run as runs
-from enginesmith.pipeline.results.fleet import RUNS, EntryRecord, FleetRecord, Found, entry_record
-from enginesmith.pipeline.results.fleet_history import Earlier
+from enginesmith.pipeline.results.fleet import RUNS, Earlier, EntryRecord, FleetRecord, Found, entry_record
 from enginesmith.pipeline.results.gate import Demands
 from enginesmith.pipeline.results.gate_report import FleetGate, Gate, GateCheck
 from enginesmith.pipeline.workflows import optimize as job
@@ -54,7 +51,7 @@ def optimize(file: Path, out: Path, settings: Settings | None = None, choice: Ch
     choice, out = choice or Choice(), out.absolute()
     fleet = read(file)
     entries = fleet.entries(choice.only, choice.options)
-    since = fleet_history.open_fleet(choice.changed_since) if choice.changed_since else None
+    since = records.open_fleet(choice.changed_since) if choice.changed_since else None
     with lock_folder(out):
         begun = FleetRecord(
             name=out.name,
@@ -65,7 +62,7 @@ def optimize(file: Path, out: Path, settings: Settings | None = None, choice: Ch
             fleet=fleet,
             only=choice.only,
             options=dict(choice.options or {}),
-            changed_since=fleet_history.path_from(out, since.folder) if since else None,
+            changed_since=records.path_from(out, since.folder) if since else None,
             packages=environment().packages,
             entries=(),
         )
@@ -140,10 +137,10 @@ class _ActiveFleet:
     def __init__(self, begun: FleetRecord, entries: Sequence[Entry], out: Path) -> None:
         self._begun, self._entries, self._out = begun, entries, out
         self._started = time.monotonic()
-        self._files = fleet_history.digest_files([one.recipe for one in entries])
+        self._files = records.digest_files([one.recipe for one in entries])
         known = begun.changed_since or (begun.last.path if begun.last else None)
         named = known is not None and records.is_fleet(out / known)
-        self._last = fleet_history.open_fleet(out / str(known)) if named else fleet_history.find_last(out, begun)
+        self._last = records.open_fleet(out / str(known)) if named else records.find_last(out, begun)
         """The fleet to compare with: the named one, or the one that it was compared with before, or the newest."""
         self.found: dict[str, Found] = {}
         """By name, the results of entries that have ended."""
@@ -156,16 +153,16 @@ class _ActiveFleet:
         """Let entries stand that have not changed since the earlier fleet, if one was named."""
         if self._begun.changed_since is None:
             return
-        since = fleet_history.open_fleet(self._out / self._begun.changed_since)
+        since = records.open_fleet(self._out / self._begun.changed_since)
         models = job.load_digests([self._request(one) for one in self._entries], settings)
         for entry, named in zip(self._entries, self._files, strict=True):
-            state = fleet_history.State(models.get(entry.name), named, self._begun.packages)
-            found = fleet_history.find_unchanged(since, entry, state)
+            state = records.State(models.get(entry.name), named, self._begun.packages)
+            found = records.find_unchanged(since, entry, state)
             folder = self._out / RUNS / entry.name
             if isinstance(found, str):
                 self._because[entry.name] = found
             elif folder.is_symlink() or not folder.exists():  # not what was done here before it was interrupted
-                fleet_history.take_over(since, entry.name, folder)
+                records.take_over(since, entry.name, folder)
                 self._taken.add(entry.name)
                 self.found[entry.name] = Found(found, steps=len(found.steps), reused=len(found.steps))
 
@@ -188,7 +185,7 @@ class _ActiveFleet:
             update={
                 "seconds": round(self._begun.seconds + time.monotonic() - self._started, 3),
                 "entries": entries,
-                "last": self._last and fleet_history.name_last(self._last, self._out, self._begun.only, entries),
+                "last": self._last and records.name_last(self._last, self._out, self._begun.only, entries),
             }
         )
 
@@ -199,11 +196,11 @@ class _ActiveFleet:
         siblings = [one.name for one in self._entries if one.recipe.model == entry.recipe.model and one is not entry]
         record = entry_record(entry, found, self._out, siblings)
         if self._last is not None and record.status != "pending":
-            change = fleet_history.compare_entry(self._last, entry.name, folder, found.run)
+            change = records.compare_entry(self._last, entry.name, folder, found.run)
         return record.model_copy(
             update={
                 "files": dict(named),
-                "taken_from": fleet_history.path_from(self._out, folder) if folder.is_symlink() else None,
+                "taken_from": records.path_from(self._out, folder) if folder.is_symlink() else None,
                 "done_because": self._because.get(entry.name, ""),
                 "since_last": change,
             }
@@ -216,8 +213,8 @@ def gate(folder: Path, demands_of: Callable[[Recipe], Demands], baseline: Path |
     Raises:
         UsageError: one of the folders holds no fleet, or the demands make no sense for a recipe.
     """
-    fleet = fleet_history.open_fleet(folder)
-    before = fleet_history.open_fleet(baseline) if baseline else None
+    fleet = records.open_fleet(folder)
+    before = records.open_fleet(baseline) if baseline else None
     entries = {one.name: _judge(fleet, one, demands_of, before) for one in fleet.record.entries}
     passed, against = all(one.passed for one in entries.values()), None if baseline is None else str(baseline)
     return FleetGate(fleet=str(folder), baseline=against, passed=passed, entries=entries)
@@ -230,9 +227,9 @@ def keep(folder: Path, target: Path) -> None:
         UsageError: there is something else in that folder.
         StoreError: it cannot be written.
     """
-    fleet = fleet_history.open_fleet(folder)
+    fleet = records.open_fleet(folder)
     winners = {one.name: gates.stored_in(fleet.folder / str(one.run), None) for one in fleet.record.entries}
-    baselines.keep_fleet(fleet, {name: found for name, found in winners.items() if found}, target)
+    gates.keep_fleet(fleet, {name: found for name, found in winners.items() if found}, target)
 
 
 def _judge(fleet: Earlier, entry: EntryRecord, demands_of: Callable[[Recipe], Demands], before: Earlier | None) -> Gate:

@@ -9,9 +9,7 @@ import pytest
 
 from enginesmith.pipeline.recipe.fleet import Entry
 from enginesmith.pipeline.results import fleet as records
-from enginesmith.pipeline.results import fleet_history
-from enginesmith.pipeline.results.fleet import EntryChange
-from enginesmith.pipeline.results.fleet_history import Earlier, State
+from enginesmith.pipeline.results.fleet import Earlier, EntryChange, State
 from enginesmith.pipeline.results.run import Run
 
 STATE = State("of digits", {"data.npz": "d"}, {"torch": "2.11"})
@@ -33,13 +31,13 @@ def before(made_fleets: ModuleType, asked: Entry, tmp_path: Path) -> Earlier:
 def fleet_in(made_fleets: ModuleType, asked: Entry, folder: Path, found: Any, **changes: Any) -> Earlier:
     entry = made_fleets.entry(asked, folder, found).model_copy(update={"files": {"data.npz": "d"}})
     records.write(made_fleets.record(made_fleets.fleet(), entry, **changes), folder)
-    return fleet_history.open_fleet(folder)
+    return records.open_fleet(folder)
 
 
 def beside(made_fleets: ModuleType, before: Earlier, asked: Entry, folder: Path, now: Run | None) -> EntryChange:
     if now is not None:
         made_fleets.placed(now, folder, asked.name)
-    return fleet_history.compare_entry(before, asked.name, folder / records.RUNS / asked.name, now)
+    return records.compare_entry(before, asked.name, folder / records.RUNS / asked.name, now)
 
 
 def test_a_slower_winner_is_told_by_its_interval(
@@ -101,13 +99,13 @@ def test_a_winner_after_eager_is_compared_in_milliseconds(
 def test_what_is_missing_then_or_now_is_said(
     made_fleets: ModuleType, before: Earlier, asked: Entry, tmp_path: Path
 ) -> None:
-    assert fleet_history.compare_entry(before, "new@cpu", tmp_path, None).note == "not in the last fleet"
+    assert records.compare_entry(before, "new@cpu", tmp_path, None).note == "not in the last fleet"
     assert beside(made_fleets, before, asked, tmp_path / "now", None).note == "there is no run now"
     failed = fleet_in(made_fleets, asked, tmp_path / "failed", made_fleets.ERRORS[2])
     found = beside(made_fleets, failed, asked, tmp_path / "later", made_fleets.run(asked))
     assert found.note == "there was no run: aten::odd cannot be exported"
     (before.folder / records.RUNS / asked.name / "run.json").unlink()
-    found = fleet_history.compare_entry(before, asked.name, tmp_path, made_fleets.run(asked))
+    found = records.compare_entry(before, asked.name, tmp_path, made_fleets.run(asked))
     assert (found.note, found.winner) == ("its run is no longer there", made_fleets.INT8)
 
 
@@ -126,14 +124,14 @@ def test_the_last_fleet_is_the_newest_of_its_name(made_fleets: ModuleType, asked
         fleet_in(made_fleets, asked, tmp_path / name, found, **changes)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / records.FILE).write_text("{")
-    now = fleet_history.open_fleet(tmp_path / "now").record
-    last = fleet_history.find_last(tmp_path / "now", now)
+    now = records.open_fleet(tmp_path / "now").record
+    last = records.find_last(tmp_path / "now", now)
     assert last is not None
     assert last.folder.name == "newer"
-    part = fleet_history.find_last(tmp_path / "now", now.model_copy(update={"only": ("cpu",)}))
+    part = records.find_last(tmp_path / "now", now.model_copy(update={"only": ("cpu",)}))
     assert part is not None
     assert part.folder.name == "part"
-    assert fleet_history.find_last(tmp_path / "now", now.model_copy(update={"file": "none.yaml"})) is None
+    assert records.find_last(tmp_path / "now", now.model_copy(update={"file": "none.yaml"})) is None
 
 
 @pytest.mark.parametrize(
@@ -153,27 +151,27 @@ def test_what_has_changed_is_done_again(
     made_fleets: ModuleType, before: Earlier, change: dict[str, Any], words: str
 ) -> None:
     state = change.pop("state", STATE)
-    assert fleet_history.find_unchanged(before, made_fleets.fleet(**change).entries()[0], state) == words
+    assert records.find_unchanged(before, made_fleets.fleet(**change).entries()[0], state) == words
 
 
 @pytest.mark.parametrize(("kind", "words"), [("breached", "it had no winner"), ("begun", "it was not complete")])
 def test_only_winners_stand(made_fleets: ModuleType, asked: Entry, tmp_path: Path, kind: str, words: str) -> None:
     found = made_fleets.breached(asked) if kind == "breached" else made_fleets.run(asked, complete=False)
-    assert fleet_history.find_unchanged(fleet_in(made_fleets, asked, tmp_path, found), asked, STATE) == words
+    assert records.find_unchanged(fleet_in(made_fleets, asked, tmp_path, found), asked, STATE) == words
 
 
 def test_a_run_that_stands_is_linked(before: Earlier, asked: Entry, tmp_path: Path) -> None:
     link = tmp_path / "now" / records.RUNS / asked.name
     for _ in range(2):
-        fleet_history.take_over(before, asked.name, link)
+        records.take_over(before, asked.name, link)
     assert link.is_symlink()
     assert not link.readlink().is_absolute()
     assert (link / "run.json").is_file()
     again = tmp_path / "third" / records.RUNS / asked.name
     records.write(before.record, tmp_path / "now")
-    fleet_history.take_over(fleet_history.open_fleet(tmp_path / "now"), asked.name, again)
+    records.take_over(records.open_fleet(tmp_path / "now"), asked.name, again)
     assert again.resolve() == (before.folder / records.RUNS / asked.name).resolve()
     assert str(before.folder.name) in str(again.readlink()), "a link leads to the run itself, not to another link"
-    assert fleet_history.compare_entry(before, asked.name, link, before.run(before.record.entries[0])).note.startswith(
+    assert records.compare_entry(before, asked.name, link, before.run(before.record.entries[0])).note.startswith(
         "taken over"
     )

@@ -14,7 +14,6 @@ from enginesmith.pipeline.errors import EnginesmithError
 from enginesmith.pipeline.recipe import parsed
 from enginesmith.pipeline.recipe.fleet import Entry, Place
 from enginesmith.pipeline.results import fleet as records
-from enginesmith.pipeline.results import fleet_history
 from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.workflows import optimize
 from enginesmith.pipeline.workflows.optimize import RunRequest, RunResult
@@ -265,9 +264,9 @@ def test_named_files_are_part_of_what_may_change(tmp_path: Path, monkeypatch: py
         parsed({"model": "digits", "calibration": "data.npz", "eval_data": "images", "metric": "metric.py:mine"}),
         parsed({"model": "digits", "calibration": "digits/test", "eval_data": "package:function"}),
     ]
-    first = fleet_history.digest_files(recipes)
+    first = records.digest_files(recipes)
     assert [sorted(one) for one in first] == [["data.npz", "images", "metric.py:mine"], []]
     for name in ("data.npz", "images/b.png", "metric.py"):
         Path(name).write_bytes(b"two")
-        assert fleet_history.digest_files(recipes) != first
-        first = fleet_history.digest_files(recipes)
+        assert records.digest_files(recipes) != first
+        first = records.digest_files(recipes)

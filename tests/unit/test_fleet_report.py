@@ -15,7 +15,6 @@ from enginesmith.pipeline.report import fleet as fleet_page
 from enginesmith.pipeline.report import fleet_tables, terminal
 from enginesmith.pipeline.report.html import page
 from enginesmith.pipeline.results import fleet as records
-from enginesmith.pipeline.results import fleet_history
 from enginesmith.pipeline.results.fleet import RUNS, EntryRecord, Failure, FleetRecord, Last
 
 EVIL = """<img src=x onerror="document.title='a'"></script><script>x()</script>">'${d}&amp;|`](http://e)"""
@@ -36,7 +35,7 @@ def fleet(made_fleets: ModuleType, folder: Path) -> FleetRecord:
     entries = asked.entries()
     before = [made_fleets.entry(one, folder / "before", made_fleets.run(one)) for one in entries[:-1]]
     records.write(made_fleets.record(asked, *before, created="2026-01-01"), folder / "before")
-    last = fleet_history.open_fleet(folder / "before")
+    last = records.open_fleet(folder / "before")
     other = {**made_fleets.MACHINE, "processor": "Another CPU"}
     synthetic = made_fleets.variant(made_fleets.INT8, 0.5, 4.0, synthetic_calibration=True)
     kinds = [
@@ -54,7 +53,7 @@ def fleet(made_fleets: ModuleType, folder: Path) -> FleetRecord:
     for entry, kind in zip(entries, kinds, strict=True):
         one = made_fleets.entry(entry, now, kind)
         run = None if one.run is None else kind
-        since = fleet_history.compare_entry(last, entry.name, now / RUNS / entry.name, run)
+        since = records.compare_entry(last, entry.name, now / RUNS / entry.name, run)
         made.append(one.model_copy(update={"since_last": since}))
     beside = Last(path="../before", created="2026-01-01", without=("gone@cpu",))
     found = made_fleets.record(asked, *made, last=beside)

@@ -14,7 +14,7 @@ from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recipe.options import Budgets
-from enginesmith.pipeline.results import baseline, gate, remeasure
+from enginesmith.pipeline.results import gate, remeasure
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.gate import Demands, parse_tolerance
 from enginesmith.pipeline.results.gate_report import Gate
@@ -249,7 +249,7 @@ def test_a_run_becomes_the_baseline_whole(tmp_path: Path) -> None:
     source = gate.stored_in(run, None)
     assert source is not None
     for _ in range(2):
-        baseline.keep(source, target)
+        gate.keep(source, target)
         names = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
         assert names == ["run.json", "samples.npz", "variants/a/model.onnx"]
     assert [path.name for path in target.parent.iterdir()] == ["main"], "nothing is left beside it"
@@ -264,7 +264,7 @@ def test_what_is_no_baseline_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for target in (tmp_path / "mine", tmp_path / "file", run, tmp_path):
         with pytest.raises(UsageError):
-            baseline.keep(source, target)
+            gate.keep(source, target)
     assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
 
 
@@ -274,7 +274,7 @@ def test_nothing_outside_of_the_run_is_copied(tmp_path: Path, path: str) -> None
     source = gate.stored_in(write(tmp_path / "run", record(artifact=stored)), None)
     assert source is not None
     with pytest.raises(UsageError, match="outside of its folder"):
-        baseline.keep(source, tmp_path / "kept")
+        gate.keep(source, tmp_path / "kept")
     assert not (tmp_path / "kept").exists()
 
 
