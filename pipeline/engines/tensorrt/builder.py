@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,40 +52,44 @@ _WHERE = re.compile(
     r"\(?\[[\w./]+\.(?:cpp|hpp|h)\b[^\]]*\]|\b[\w./]+\.(?:cpp|hpp|h):\d+:?|\w+Exception:|\bMyelin\b|I\w+::\w+:"
     r"|\(?\bIn \w+ at\b ?\S*"
 )
-"""Where in TensorRT's source it was said."""
+"""Places in TensorRT's source, of which messages speak."""
 _LENGTH = 400
+_SLACK_BYTES = 32 << 10
+"""On top of the difference, which is up to 16 KiB short of the need, and never above it (seen)."""
+_RESOLUTION_BYTES = 64 << 10
+_LEAST_POINT_BYTES = 1 << 20
+_SHARE = 0.05
+"""Exactness of a search for the smallest limit, as a share of it."""
+_STACK_BYTES = 512 << 20
+"""A chain of some thousand layers overflows a stack of the usual 8 MiB, and with it the process."""
+_HEARTBEAT_SECONDS = 2.0
+
+Progress = Callable[[str], None]
+Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+"""Input → its smallest, usual and largest shape."""
 
 
 def build_error(log: BuildLog, graph: Path, workspace_bytes: int | None, flavour: str) -> BuildError:
     """Make an error of one of three classes from the builder's own words in the log."""
     text = "\n".join(log.errors)
     if any(words in text for words in _MEMORY) or any("insufficient memory" in words for words in log.warnings):
-        return _too_small(text + "\n".join(log.warnings), workspace_bytes, flavour)
+        asked = [int(number) for number in _ASKED_FOR.findall(text + "\n".join(log.warnings))]
+        words = f" (it asked for {max(asked)} bytes in all)" if asked else ""
+        if workspace_bytes is None:
+            remedy = "use a smaller largest batch, or a device with more memory"
+            return LimitTooSmall(f"{flavour}'s builder ran out of memory{words}", remedy)
+        remedy = "allow more, or find the smallest that builds with --workspace sweep"
+        return LimitTooSmall(f"no engine fits a workspace of {format_bytes(workspace_bytes)}{words}", remedy)
     said = plain(_WHERE.sub(" ", log.errors[0]))[:_LENGTH] if log.errors else "nothing"
     if "timing cache" in text.lower():
-        return BuilderFailed(
-            f"a kernel's timing is missing, and the timing cache is locked: {said}", "build once without --locked"
-        )
+        told = f"a kernel's timing is missing, and the timing cache is locked: {said}"
+        return BuilderFailed(told, "build once without --locked")
     if any(words in text for words in _UNSUPPORTED):
         node = _node(text, graph)
         remedy = "use another precision for it, or another target; `build --check` tells which targets would do"
         return UnsupportedGraph(f"{flavour} cannot build {node or 'this graph'}: {said}", remedy)
-    return BuilderFailed(
-        f"{flavour}'s builder failed and said: {said}", "try the model in another precision, or for another target"
-    )
-
-
-def _too_small(text: str, workspace_bytes: int | None, flavour: str) -> LimitTooSmall:
-    asked = [int(number) for number in _ASKED_FOR.findall(text)]
-    words = f" (it asked for {max(asked)} bytes in all)" if asked else ""
-    if workspace_bytes is None:
-        return LimitTooSmall(
-            f"{flavour}'s builder ran out of memory{words}", "use a smaller largest batch, or a device with more memory"
-        )
-    return LimitTooSmall(
-        f"no engine fits a workspace of {format_bytes(workspace_bytes)}{words}",
-        "allow more, or find the smallest that builds with --workspace sweep",
-    )
+    remedy = "try the model in another precision, or for another target"
+    return BuilderFailed(f"{flavour}'s builder failed and said: {said}", remedy)
 
 
 def _node(text: str, graph: Path) -> str:
@@ -97,14 +101,6 @@ def _node(text: str, graph: Path) -> str:
             return node_name(nodes[name])
     operators = [operator for word, operator in _OPERATORS.items() if word in text]
     return next((node_name(node) for node in nodes.values() if node.op_type in operators), "")
-
-
-_SLACK_BYTES = 32 << 10
-"""On top of the difference, which is up to 16 KiB short of the need, and never above it (seen)."""
-_RESOLUTION_BYTES = 64 << 10
-_LEAST_POINT_BYTES = 1 << 20
-_SHARE = 0.05
-"""How exactly a search finds the smallest limit, where it has to search."""
 
 
 def estimate(facts: EngineFacts) -> int:
@@ -134,34 +130,30 @@ def smallest(build: Callable[[int], object], facts: EngineFacts, known: Capabili
 
     One build where the estimate holds; otherwise limits are halved or doubled, then bisected.
     """
+
+    def builds(limit: int) -> bool:
+        try:
+            build(limit)
+        except LimitTooSmall:
+            return False
+        return True
+
     limit = estimate(facts) if known.workspace_is_a_gate else facts.scratch_bytes or _LEAST_POINT_BYTES
-    low, high = 0, 0
-    if _builds(build, limit):
+    low, high = 0, limit
+    if builds(limit):
         if known.workspace_is_a_gate or limit <= _RESOLUTION_BYTES:
             return limit
-        high = limit
     else:
         low, high, enough = limit, 2 * limit, facts.workspace_limit_bytes or math.inf
-        while high < enough and not _builds(build, high):
+        while high < enough and not builds(high):
             low, high = high, 2 * high
         high = int(min(high, enough))  # it was built with that before
     share = 0.0 if known.workspace_is_a_gate else _SHARE
     while high - low > max(_RESOLUTION_BYTES, share * high):
         middle = (low + high) // 2
-        if _builds(build, middle):
-            high = middle
-        else:
-            low = middle
+        low, high = (low, middle) if builds(middle) else (middle, high)
     build(high)
     return high
-
-
-def _builds(build: Callable[[int], object], limit: int) -> bool:
-    try:
-        build(limit)
-    except LimitTooSmall:
-        return False
-    return True
 
 
 def attach(trt: Any, config: Any, file: Path, *, locked: bool) -> Any:
@@ -186,19 +178,10 @@ def attach(trt: Any, config: Any, file: Path, *, locked: bool) -> Any:
 
 
 def keep(cache: Any, file: Path, locked: bool) -> str:
-    """Write the cache back, whole or not at all, and give its digest; a locked one is left as it is."""
+    """Write the cache back, whole or not at all, and compute its digest; a locked one is left as it is."""
     if not locked:
         write_whole(file, bytes(cache.serialize()))
     return file_digest(file)
-
-
-Progress = Callable[[str], None]
-Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
-"""Input → its smallest, usual and largest shape."""
-
-_STACK_BYTES = 512 << 20
-"""A chain of some thousand layers overflows a stack of the usual 8 MiB, and with it the process."""
-_HEARTBEAT_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -225,7 +208,7 @@ class Built:
     workspace_limit_bytes: int
     """The limit that held, the builder's default where none was asked for."""
     sha256: str
-    """Of the engine's file."""
+    """Digest of the engine's file."""
     timing_cache_sha256: str | None = None
     device_peak_bytes: int | None = None
     """The most that the builder had of the device at once, as its allocator counted; None where it had no device."""
@@ -253,7 +236,8 @@ def build(settings: BuilderSettings, graph: Path, file: Path, progress: Progress
 def _build(
     trt: Any, log: BuildLog, sink: Any, settings: BuilderSettings, graph: Path, file: Path, progress: Progress
 ) -> Built:
-    parser.load_plugins(trt, settings.options.plugins, sink, settings.known)
+    options, timings = settings.options, settings.timing_cache
+    parser.load_plugins(trt, options.plugins, sink, settings.known)
     builder = trt.Builder(sink)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     ledger = _ledger(trt, builder, settings.device)
@@ -261,9 +245,7 @@ def _build(
     monitor = _monitor(trt)
     config.progress_monitor = monitor
     _configure(trt, config, settings)
-    cache = (
-        attach(trt, config, settings.timing_cache, locked=settings.options.locked) if settings.timing_cache else None
-    )
+    cache = attach(trt, config, timings, locked=options.locked) if timings else None
 
     def work() -> Any:
         _choose_device(settings.device)
@@ -281,13 +263,11 @@ def _build(
     with ThreadPoolExecutor(1) as pool:  # two things that both take a while and need no interpreter
         digest = pool.submit(lambda: hashlib.sha256(plan).hexdigest())
         file.write_bytes(plan)
-    timings = keep(cache, settings.timing_cache, settings.options.locked) if cache and settings.timing_cache else None
-    limit = config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE)
     return Built(
         log=log,
-        workspace_limit_bytes=limit,
+        workspace_limit_bytes=config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE),
         sha256=digest.result(),
-        timing_cache_sha256=timings,
+        timing_cache_sha256=keep(cache, timings, options.locked) if cache and timings else None,
         device_peak_bytes=ledger.account().peak if ledger else None,
     )
 
@@ -346,9 +326,9 @@ def _configure(trt: Any, config: Any, settings: BuilderSettings) -> None:
         config.max_aux_streams = options.aux_streams
     if options.tiling is not None:
         config.tiling_optimization_level = getattr(trt.TilingOptimizationLevel, options.tiling.upper())
-    if options.hardware_compatibility != "none" and "hardware_compatibility" not in settings.known.no_effect:
-        level = getattr(trt.HardwareCompatibilityLevel, options.hardware_compatibility.upper())
-        config.hardware_compatibility_level = level
+    wider = options.hardware_compatibility
+    if wider != "none" and "hardware_compatibility" not in settings.known.no_effect:
+        config.hardware_compatibility_level = getattr(trt.HardwareCompatibilityLevel, wider.upper())
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # the audit needs the layers
     if settings.targets:
         config.num_compute_capabilities = len(settings.targets)
@@ -371,8 +351,7 @@ def _profile(builder: Any, network: Any, shapes: Profile) -> Any:
         UsageError: the shapes do not fit the network.
     """
     profile = builder.create_optimization_profile()
-    for index in range(network.num_inputs):
-        tensor = network.get_input(index)
+    for tensor in map(network.get_input, range(network.num_inputs)):
         if tensor.is_shape_tensor:
             raise UnsupportedGraph(
                 f"the values of the input {tensor.name!r} decide shapes, and TensorRT needs their range ahead of time",
@@ -383,22 +362,17 @@ def _profile(builder: Any, network: Any, shapes: Profile) -> Any:
                 f"TensorRT calls an input {tensor.name!r}, which is not its name in the graph",
                 "pass the input through an operator first, where it is an output too or what a loop goes by",
             )
-        low, usual, high = shapes[tensor.name]
         try:
-            profile.set_shape(tensor.name, low, usual, high)
+            profile.set_shape(tensor.name, *shapes[tensor.name])
         except (ValueError, RuntimeError) as error:
-            raise _misfit(tensor, shapes[tensor.name]) from error
+            given = ", ".join(str(list(shape)) for shape in shapes[tensor.name])
+            raise UsageError(
+                f"the shapes {given} do not fit the input {tensor.name!r} of shape {list(tensor.shape)}",
+                "give a range for each dynamic dimension: --shape batch=1:8:64",
+            ) from error
     if not profile:
         raise UsageError("TensorRT does not accept the shape ranges", "give min, opt and max for every dimension")
     return profile
-
-
-def _misfit(tensor: Any, shapes: tuple[tuple[int, ...], ...]) -> UsageError:
-    given = ", ".join(str(list(shape)) for shape in shapes)
-    return UsageError(
-        f"the shapes {given} do not fit the input {tensor.name!r} of shape {list(tensor.shape)}",
-        "give a range for each dynamic dimension: --shape batch=1:8:64",
-    )
 
 
 def _monitor(trt: Any) -> Any:
@@ -430,16 +404,16 @@ def _watched(work: Callable[[], Any], monitor: Any, progress: Progress) -> Any:
 
     If ``progress`` raises, the builder is told to stop, and the exception goes on once it has.
     """
-    outcome: list[Any] = []
 
-    def body() -> None:
+    def body(outcome: Future[Any]) -> None:
         try:
-            outcome.append(work())
+            outcome.set_result(work())
         except BaseException as error:  # noqa: BLE001 - handed to the caller's thread
-            outcome.append(_Raised(error))
+            outcome.set_exception(error)
 
+    outcome: Future[Any] = Future()
     before = threading.stack_size(_STACK_BYTES)
-    thread = threading.Thread(target=body, name="build", daemon=True)
+    thread = threading.Thread(target=body, args=(outcome,), name="build", daemon=True)
     try:
         thread.start()
     finally:
@@ -455,12 +429,7 @@ def _watched(work: Callable[[], Any], monitor: Any, progress: Progress) -> Any:
         monitor.cancelled = True
         thread.join()
         raise
-    result = outcome.pop()  # not kept in this frame, which the trace of an error would keep alive with the builder
-    if isinstance(result, _Raised):
-        raise result.error
-    return result
-
-
-@dataclass(frozen=True)
-class _Raised:
-    error: BaseException
+    try:
+        return outcome.result()
+    finally:
+        del outcome  # else the trace of an error would keep itself alive, with the builder

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 _SHOWN = 4
-_QUANTISING = ("QuantizeLinear", "DequantizeLinear")
 _LEAST_TARGET: Mapping[str, int] = {"float8e4m3fn": 89, "float8e5m2": 89, "bfloat16": 80, "int4": 80, "float4e2m1": 120}
 """Element type → the first compute capability that has it (the vendor's support matrix)."""
 _WHY_TYPES = {
@@ -30,10 +29,25 @@ _WHY_TYPES = {
     "int16": "TensorRT has no int16",
     "float8e5m2": "TensorRT has E4M3 only",
 }
-
+_WHY: Mapping[str, tuple[str, str]] = {
+    "Plugin not found": ("no importer and no plugin has this operator", "load its library: --plugins FILE.so"),
+    "Non-zero zero point": ("its zero point is not 0", "quantise symmetrically: int8 with zero point 0"),
+    "input has type Int32 but must have type": ("it dequantises int32", "leave biases in float: do not quantise them"),
+    "must have same input types": ("its inputs differ in type", "cast one of them: TensorRT converts nothing itself"),
+    "convertDtype": ("TensorRT does not have its element type", "convert it to float32, float16 or int64"),
+    "more output tensors than TRT expected": ("it has fewer outputs than the operator", "export the model again"),
+}
+"""Words of the parser → their meaning, and a remedy."""
+_OTHER_FORMATS = ("QLinear", "DynamicQuantize", "MatMulInteger", "ConvInteger", "MatMulNBits", "MatMulBnb4")
+_NOISE = re.compile(
+    r"Error Code \d+: |API Usage Error |Internal Error |\(?\bIn \w+ at /\S+\)?|Assertion failed: |Invalid Node - \S+"
+)
+_QDQ = "quantise in the Q/DQ format: QuantizeLinear and DequantizeLinear around ordinary operators"
+_WORKS_WITH = "replace the operator in the model, or export it with another opset"
+_FAULT = "look at the node's inputs and attributes; export the model again"
 
 Problem = tuple[str, str]
-"""What is wrong, and why that is."""
+"""A fault of a graph, and the reason why it is one."""
 
 
 def node_name(node: "onnx.NodeProto") -> str:
@@ -55,65 +69,54 @@ def validate_graph(model: "onnx.ModelProto", targets: tuple[str, ...], known: Ca
     problems += _attention_to_itself(model) if known.dies_of_attention_to_itself else ()
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        shown = "; ".join(what for what, _ in problems[:_SHOWN]) + more
-        why = problems[0][1]
-        raise UnsupportedGraph(f"TensorRT cannot take this graph: {shown} ({why})", _remedy(why))
+        shown = "; ".join(fault for fault, _ in problems[:_SHOWN]) + more
+        why, remedy = problems[0][1], "cast inside the graph, or convert the model to float32 and int64"
+        if "quantisation" in why:
+            remedy = "quantise symmetrically to int8 with zero point 0"
+        elif "queries" in why:
+            remedy = "export it with --attention decomposed"
+        elif "parser" in why:
+            remedy = "export the model again"
+        raise UnsupportedGraph(f"TensorRT cannot take this graph: {shown} ({why})", remedy)
     for name, least in _LEAST_TARGET.items():
         lacking = [target for target in targets if int(target.removeprefix("sm")) < least]
         if lacking and name in _used_types(model):
-            raise UnsupportedGraph(
-                f"the graph uses {name}, which needs sm{least} or later, and the engine is to run on "
-                f"{', '.join(lacking)} too"
-                if len(lacking) < len(targets)
-                else f"the graph uses {name}, which needs sm{least} or later, and the target is {', '.join(lacking)}",
-                f"leave {', '.join(lacking)} away, or use another precision",
+            listed = ", ".join(lacking)
+            where = (
+                f"the engine is to run on {listed} too" if len(lacking) < len(targets) else f"the target is {listed}"
             )
-
-
-def _remedy(why: str) -> str:
-    if "quantisation" in why:
-        return "quantise symmetrically to int8 with zero point 0"
-    if "queries" in why:
-        return "export it with --attention decomposed"
-    if "parser" in why:
-        return "export the model again"
-    return "cast inside the graph, or convert the model to float32 and int64"
+            told = f"the graph uses {name}, which needs sm{least} or later, and {where}"
+            raise UnsupportedGraph(told, f"leave {listed} away, or use another precision")
 
 
 def _used_types(model: "onnx.ModelProto") -> set[str]:
-    """Collect element types of weights and of what Cast and QuantizeLinear make."""
-    import onnx
-
-    types = {model_file.dtype_name(tensor.data_type) for tensor in model_file.tensors(model)}
-    for node in model_file.nodes(model):
-        types |= {
-            model_file.dtype_name(field.i)
-            for field in node.attribute
-            if field.name in ("to", "output_dtype") and field.i > 0
-        }
+    """Collect element types of weights, of what Cast and QuantizeLinear make, and of the graph's inputs and outputs."""
+    kinds = {tensor.data_type for tensor in model_file.tensors(model)}
+    kinds |= {_attribute(node, name) for node in model_file.nodes(model) for name in ("to", "output_dtype")}
     values = (*model.graph.input, *model.graph.output)
-    types |= {
-        model_file.dtype_name(value.type.tensor_type.elem_type)
-        for value in values
-        if value.type.WhichOneof("value") == "tensor_type"
-    }
-    return types - {model_file.dtype_name(onnx.TensorProto.UNDEFINED)}
+    kinds |= {value.type.tensor_type.elem_type for value in values if value.type.WhichOneof("value") == "tensor_type"}
+    return {model_file.dtype_name(kind) for kind in kinds if kind > 0}
+
+
+def _attribute(node: "onnx.NodeProto", name: str) -> int:
+    """Read an attribute that is a number, as element types are; 0 if it is not there."""
+    return next((field.i for field in node.attribute if field.name == name), 0)
 
 
 def _types(model: "onnx.ModelProto") -> Iterator[Problem]:
     """Yield inputs, outputs, weights and casts of types that TensorRT does not compute in."""
-    for side, values in (("input", model.graph.input), ("output", model.graph.output)):
-        for value in values:
-            name = model_file.dtype_name(value.type.tensor_type.elem_type)
-            if name in _WHY_TYPES and name != "uint8":
-                yield f"the {side} {value.name!r} is {name}", _WHY_TYPES[name]
-    for tensor in model.graph.initializer:
-        name = model_file.dtype_name(tensor.data_type)
-        if name in _WHY_TYPES and name != "uint8" and tensor.dims:
-            yield f"the weight {tensor.name!r} is {name}", _WHY_TYPES[name]
+    values = [
+        *(("input", value.name, value.type.tensor_type.elem_type) for value in model.graph.input),
+        *(("output", value.name, value.type.tensor_type.elem_type) for value in model.graph.output),
+        *(("weight", tensor.name, tensor.data_type) for tensor in model.graph.initializer if tensor.dims),
+    ]
+    for side, value, kind in values:
+        name = model_file.dtype_name(kind)
+        if name in _WHY_TYPES and name != "uint8":
+            yield f"the {side} {value!r} is {name}", _WHY_TYPES[name]
     for node in model_file.nodes(model):
-        to = next((model_file.dtype_name(field.i) for field in node.attribute if field.name == "to" and field.i), "")
-        if node.op_type == "Cast" and to in ("float64", "complex64", "complex128", "string"):
+        to = model_file.dtype_name(_attribute(node, "to")) if node.op_type == "Cast" else ""
+        if to in ("float64", "complex64", "complex128", "string"):
             yield f"{node_name(node)} casts to {to}", _WHY_TYPES[to]
 
 
@@ -121,15 +124,13 @@ def _zero_points(model: "onnx.ModelProto") -> Iterator[Problem]:
     """Yield Q/DQ nodes that quantise to uint8, with or without a zero point that says so."""
     kinds = {tensor.name: model_file.dtype_name(tensor.data_type) for tensor in model.graph.initializer}
     for node in model_file.nodes(model):
-        if node.op_type not in _QUANTISING:
+        if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
             continue
-        zero = kinds.get(node.input[2], "") if len(node.input) > 2 else ""
-        asked = next(
-            (model_file.dtype_name(field.i) for field in node.attribute if field.name == "output_dtype" and field.i), ""
-        )
-        by_default = node.op_type == "QuantizeLinear" and not (len(node.input) > 2 and node.input[2]) and not asked
-        weights = kinds.get(node.input[0], "") if node.op_type == "DequantizeLinear" else ""
-        if "uint8" in (zero, asked, weights) or by_default:
+        zero = node.input[2] if len(node.input) > 2 else ""
+        asked = _attribute(node, "output_dtype")
+        by_default = node.op_type == "QuantizeLinear" and not zero and not asked
+        weights = node.input[0] if node.op_type == "DequantizeLinear" else ""
+        if by_default or "uint8" in (kinds.get(zero), kinds.get(weights), model_file.dtype_name(asked)):
             yield f"{node_name(node)} quantises to uint8", _WHY_TYPES["uint8"]
 
 
@@ -151,36 +152,14 @@ def _attention_to_itself(model: "onnx.ModelProto") -> Iterator[Problem]:
     """Yield attention without projections: Q and K are one tensor."""
     same = {node.output[0]: node.input[0] for node in model_file.nodes(model) if node.op_type == "Identity"}
     for node in model_file.nodes(model):
-        if node.op_type != "Attention" or node.domain not in ("", "ai.onnx"):
-            continue
-        queries, keys = (_origin(name, same) for name in node.input[:2])
-        if queries == keys:
-            yield f"{node_name(node)} attends to its own queries", "the builder crashes where queries are the keys"
-
-
-def _origin(name: str, same: Mapping[str, str]) -> str:
-    while name in same:
-        name = same[name]
-    return name
-
-
-_WHY: Mapping[str, tuple[str, str]] = {
-    "Plugin not found": ("no importer and no plugin has this operator", "load its library: --plugins FILE.so"),
-    "Non-zero zero point": ("its zero point is not 0", "quantise symmetrically: int8 with zero point 0"),
-    "input has type Int32 but must have type": ("it dequantises int32", "leave biases in float: do not quantise them"),
-    "must have same input types": ("its inputs differ in type", "cast one of them: TensorRT converts nothing itself"),
-    "convertDtype": ("TensorRT does not have its element type", "convert it to float32, float16 or int64"),
-    "more output tensors than TRT expected": ("it has fewer outputs than the operator", "export the model again"),
-}
-"""Words of the parser → what they mean, and what to do."""
-_OTHER_FORMATS = ("QLinear", "DynamicQuantize", "MatMulInteger", "ConvInteger", "MatMulNBits", "MatMulBnb4")
-_NOISE = re.compile(
-    r"Error Code \d+: |API Usage Error |Internal Error |\(?\bIn \w+ at /\S+\)?|Assertion failed: |Invalid Node - \S+"
-)
-_QDQ = "quantise in the Q/DQ format: QuantizeLinear and DequantizeLinear around ordinary operators"
-_WORKS_WITH = "replace the operator in the model, or export it with another opset"
-_FAULT = "look at the node's inputs and attributes; export the model again"
-_A_VALUE = "an input or output"
+        if node.op_type == "Attention" and node.domain in ("", "ai.onnx"):
+            queries, keys = node.input[:2]
+            while queries in same:
+                queries = same[queries]
+            while keys in same:
+                keys = same[keys]
+            if queries == keys:
+                yield f"{node_name(node)} attends to its own queries", "the builder crashes where queries are the keys"
 
 
 def parse(trt: Any, network: Any, logger: Any, path: Path, known: Capabilities) -> None:
@@ -196,7 +175,11 @@ def parse(trt: Any, network: Any, logger: Any, path: Path, known: Capabilities) 
     if not network.num_layers or not network.num_outputs:
         raise UnsupportedGraph(f"TensorRT finds no layer or no output in {path.name}", "export the model again")
     if numbers(trt.__version__) >= known.attention_layers_since:
-        _let_attention_decompose(trt, network)
+        for layer in map(network.get_layer, range(network.num_layers)):
+            if layer.type == trt.LayerType.ATTENTION_INPUT:
+                layer.__class__ = trt.IAttentionInputLayer  # the binding hands out the base class
+                # without a fused kernel (fp32, say) it is built from several; a fused one is still taken first
+                layer.attention.decomposable = True
 
 
 def load_plugins(trt: Any, paths: tuple[str, ...], logger: Any, known: Capabilities) -> None:
@@ -234,17 +217,15 @@ def _refusal(errors: list[_Refused], path: Path) -> UnsupportedGraph:
     first = next((error for error in errors if error.operator), errors[0] if errors else None)
     if first is None:
         return UnsupportedGraph(f"TensorRT's parser refuses {path.name} without a reason", _FAULT)
-    ordered = [first, *(error for error in errors if error is not first)]
-    said = list(dict.fromkeys(_said(error, model) for error in ordered))
-    more = f"; and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
-    remedy = _reason(first, _node(first, model))[1]
-    return UnsupportedGraph(f"TensorRT's parser refuses {'; '.join(said[:_SHOWN])}{more}", remedy)
-
-
-def _said(error: _Refused, model: "onnx.ModelProto") -> str:
-    node = _node(error, model)
-    place = node_name(node) if node is not None else f"{error.operator} {error.name!r}" if error.operator else _A_VALUE
-    return f"{place}: {_reason(error, node)[0]}"
+    faults: dict[str, str] = {}
+    for error in (first, *(error for error in errors if error is not first)):
+        node = _node(error, model)
+        name = f"{error.operator} {error.name!r}" if error.operator else "an input or output"
+        reason, remedy = _reason(error, node)
+        faults.setdefault(f"{name if node is None else node_name(node)}: {reason}", remedy)
+    listed, remedies = list(faults), list(faults.values())
+    more = f"; and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    return UnsupportedGraph(f"TensorRT's parser refuses {'; '.join(listed[:_SHOWN])}{more}", remedies[0])
 
 
 def _node(error: _Refused, model: "onnx.ModelProto") -> "onnx.NodeProto | None":
@@ -273,12 +254,3 @@ def plain(text: str) -> str:
     """Strip source lines, conditions and error numbers from a message of TensorRT."""
     text = text.rpartition("): ")[2] if "||" in text else text
     return " ".join(_NOISE.sub(" ", text).split()).strip(" .()")
-
-
-def _let_attention_decompose(trt: Any, network: Any) -> None:
-    """Let attention without a fused kernel (fp32, say) be built from several; a fused one is still taken first."""
-    for index in range(network.num_layers):
-        layer = network.get_layer(index)
-        if layer.type == trt.LayerType.ATTENTION_INPUT:
-            layer.__class__ = trt.IAttentionInputLayer  # the binding hands out the base class
-            layer.attention.decomposable = True
