@@ -26,8 +26,7 @@ from enginesmith.pipeline.tensors import Array, Feeds
 from enginesmith.pipeline.units import format_bytes
 
 if TYPE_CHECKING:
-    from enginesmith.pipeline.passes.finetune.evaluate import Metric
-    from enginesmith.pipeline.passes.finetune.setup import Work
+    from enginesmith.pipeline.passes.finetune.evaluate import Metric, Work
 
 
 MODEL, TEACHER = "model", "teacher"
@@ -102,8 +101,8 @@ class Recover(ResumableTask):
         import torch
 
         from enginesmith.pipeline.frameworks.torch.saved import load_artifact
-        from enginesmith.pipeline.passes.finetune.data import split_data
-        from enginesmith.pipeline.passes.finetune.setup import Work
+        from enginesmith.pipeline.passes.finetune.batches import split_data
+        from enginesmith.pipeline.passes.finetune.evaluate import Work
         from enginesmith.pipeline.passes.finetune.trainer import Models, load_libraries
 
         device = self.device.model_copy(update={"index": self.device.index + rank})
@@ -177,7 +176,7 @@ class Opened:
 
     def recover(self, rank: int, size: int, begun: Path, tell: Progress) -> Recovery | None:
         """Recover, as one of several processes; the first has a record to give."""
-        from enginesmith.pipeline.passes.finetune.data_parallel import join_processes
+        from enginesmith.pipeline.passes.finetune.batches import join_processes
         from enginesmith.pipeline.passes.finetune.loop import recover
 
         with join_processes(rank, size, self.work.material.device, begun / _MEETING) as team:

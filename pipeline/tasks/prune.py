@@ -27,8 +27,8 @@ from enginesmith.pipeline.tasks.measure import logs_in_own_log, measured_feeds, 
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.frameworks.torch.module import LoadedModel
-    from enginesmith.pipeline.passes.prune.importance import Sample
     from enginesmith.pipeline.passes.prune.prune import Pruned
+    from enginesmith.pipeline.passes.prune.selection import Sample
 
 
 MODEL = "model"
@@ -120,9 +120,9 @@ def _feeding(task: Prune, inputs: Inputs) -> tuple[Feeding, tuple[Path, ...]]:
 
 
 def gradients_over(loaded: "LoadedModel", feeding: Feeding) -> Callable[[], None]:
-    from enginesmith.pipeline.passes.prune import importance
+    from enginesmith.pipeline.passes.prune import selection
 
-    return lambda: importance.collect(loaded.module.model, loaded.module, _samples(loaded, feeding))
+    return lambda: selection.collect_gradients(loaded.module.model, loaded.module, _samples(loaded, feeding))
 
 
 def _samples(loaded: "LoadedModel", feeding: Feeding) -> "Iterator[Sample]":
@@ -150,7 +150,7 @@ def hold_runs(loaded: "LoadedModel") -> None:
     example = {name: value.numpy() for name, value in loaded.example.items()}
     for one in tried:
         feeds = [torch.from_numpy(value) for value in samples.resized(example, loaded.signature, one).values()]
-        _, why = dependency_graph.failure(loaded.module.model, partial(loaded.module, *feeds))
+        _, why = dependency_graph.run_or_explain(loaded.module.model, partial(loaded.module, *feeds))
         if why:
             at = f" at batch size {one[symbol]}" if symbol in one else ""
             raise ModelError(

@@ -14,13 +14,18 @@ from torch.nn import functional as F
 from enginesmith.calibration.dataset import Dataset
 from enginesmith.pipeline.errors import DataError, ModelError, StepOutOfMemory
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
-from enginesmith.pipeline.passes.finetune import data, evaluate, losses, micro_batching
-from enginesmith.pipeline.passes.finetune import trainer as averaging
-from enginesmith.pipeline.passes.finetune.data import Batch, split_data
-from enginesmith.pipeline.passes.finetune.data_parallel import DataParallel
+from enginesmith.pipeline.passes.finetune import batches, evaluate, losses
+from enginesmith.pipeline.passes.finetune.batches import Batch, DataParallel, split_data
 from enginesmith.pipeline.passes.finetune.losses import feature_targets, output_targets
 from enginesmith.pipeline.passes.finetune.options import RecoverOptions, TrainingPlan
-from enginesmith.pipeline.passes.finetune.trainer import Models, TimeBudget, Trainer, shrunk
+from enginesmith.pipeline.passes.finetune.trainer import (
+    Models,
+    TimeBudget,
+    Trainer,
+    find_statistics,
+    learning_rate,
+    shrunk,
+)
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 
 CPU = torch.device("cpu")
@@ -53,16 +58,17 @@ def batch(count: int = 6, labels: torch.Tensor | None = None) -> Batch:
 
 
 def test_an_epoch_takes_every_row_once_and_each_epoch_in_another_order() -> None:
-    order = data.Order(tuple(range(100, 120)), 5, seed=3)
+    order = batches.Order(tuple(range(100, 120)), 5, seed=3)
     epochs = [np.concatenate([order.at(4 * epoch + step) for step in range(4)]) for epoch in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(100, 120))
     assert epochs[0].tolist() != epochs[1].tolist()
-    assert order.at(6).tolist() == data.Order(tuple(range(100, 120)), 5, seed=3).at(6).tolist()
-    assert order.at(6).tolist() != data.Order(tuple(range(100, 120)), 5, seed=4).at(6).tolist()
+    assert order.at(6).tolist() == batches.Order(tuple(range(100, 120)), 5, seed=3).at(6).tolist()
+    assert order.at(6).tolist() != batches.Order(tuple(range(100, 120)), 5, seed=4).at(6).tolist()
 
 
 def test_the_rate_rises_and_falls_to_nothing() -> None:
-    rates = [data.learning_rate(step, 100, 1.0, 0.1) for step in range(101)]
+    plan = PLAN.model_copy(update={"steps": 100})
+    rates = [learning_rate(plan, step, 1.0, 0.1) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[10] == 1.0
     assert rates[55] == pytest.approx(0.5)
@@ -71,22 +77,21 @@ def test_the_rate_rises_and_falls_to_nothing() -> None:
 
 def test_a_schedule_that_is_cut_goes_on_without_a_jump() -> None:
     plan = PLAN.model_copy(update={"steps": 100})
-    cut = data.shorten(plan, 40, 70)
-    twice = data.shorten(cut, 50, 55)
+    cut = plan.shorten(40, 70)
+    twice = cut.shorten(50, 55)
     assert (cut.steps, twice.steps) == (70, 55)
-    assert data.rate(plan, 40, 1.0, 0.1) == data.learning_rate(40, 100, 1.0, 0.1)
-    assert data.rate(cut, 40, 1.0, 0.1) == data.rate(plan, 40, 1.0, 0.1)
-    assert data.rate(cut, 55, 1.0, 0.1) == pytest.approx(data.rate(plan, 70, 1.0, 0.1))
-    assert data.rate(twice, 50, 1.0, 0.1) == data.rate(cut, 50, 1.0, 0.1)
-    assert data.rate(twice, 55, 1.0, 0.1) == pytest.approx(0.0)
+    assert learning_rate(cut, 40, 1.0, 0.1) == learning_rate(plan, 40, 1.0, 0.1)
+    assert learning_rate(cut, 55, 1.0, 0.1) == pytest.approx(learning_rate(plan, 70, 1.0, 0.1))
+    assert learning_rate(twice, 50, 1.0, 0.1) == learning_rate(cut, 50, 1.0, 0.1)
+    assert learning_rate(twice, 55, 1.0, 0.1) == pytest.approx(0.0)
 
 
 def test_a_plan_that_ends_too_late_is_cut_to_what_there_is_time_for() -> None:
     plan = PLAN.model_copy(update={"steps": 100, "evaluate_every": 20})
     kept = TimeBudget(100.0, 40.0, 1.0, _reviewed=-math.inf)
-    kept.stepped(30.0)  # the first does what is done once
+    kept.add_step(30.0)  # the first does what is done once
     assert kept.steps_in_time(plan, 50) == 100  # nobody knows yet
-    kept.stepped(1.0)
+    kept.add_step(1.0)
     assert kept.steps_in_time(plan, 50) == 100
     assert kept.steps_in_time(plan, 30) == 100  # so soon after it was looked at
     late = dataclasses.replace(kept, _reviewed=-math.inf)
@@ -276,16 +281,16 @@ class Limited:
 
 def test_the_largest_part_below_a_limit_is_found_without_going_far_above() -> None:
     step = Limited()
-    assert micro_batching.largest_part(micro_batching.sizes(64, None), step.attempt, step.meter, 100) == (16, False)
+    assert batches.largest_part(batches.part_sizes(64, None), step.attempt, step.meter, 100) == (16, False)
     assert max(size for size, _ in step.tried) == 16
-    assert micro_batching.largest_part(micro_batching.sizes(64, None), step.attempt, step.meter, 10**6) == (64, False)
+    assert batches.largest_part(batches.part_sizes(64, None), step.attempt, step.meter, 10**6) == (64, False)
 
 
 def test_activations_are_computed_again_where_one_sample_is_too_much() -> None:
     step = Limited()
-    assert micro_batching.largest_part(micro_batching.sizes(64, None), step.attempt, step.meter, 13) == (1, True)
+    assert batches.largest_part(batches.part_sizes(64, None), step.attempt, step.meter, 13) == (1, True)
     with pytest.raises(StepOutOfMemory, match="even one sample at a time: it takes 12 B"):
-        micro_batching.largest_part(micro_batching.sizes(64, None), step.attempt, step.meter, 11)
+        batches.largest_part(batches.part_sizes(64, None), step.attempt, step.meter, 11)
 
 
 PLAN = TrainingPlan(steps=1, batch=32, micro_batch=32, evaluate_every=1, judged=1, statistics=1, processes=1, threads=1)
@@ -308,10 +313,10 @@ def test_computing_activations_again_changes_no_gradient() -> None:
     for again in (False, True):
         student = model().module
         if again:
-            assert micro_batching.compute_again(student.model) == 5
+            assert batches.compute_again(student.model) == 5
         student(batch().inputs["image"])[0].sum().backward()
         gradients.append(student.model.one[0].weight.grad.clone())
-        micro_batching.keep_all(student.model)
+        batches.keep_activations(student.model)
         assert not any("forward" in vars(one) for one in student.modules())
     assert torch.equal(*gradients)
 
@@ -322,20 +327,20 @@ def test_a_forward_that_a_module_was_given_is_there_again_after_computing_again(
     net[0].forward = given = lambda x: 2 * plain(x)
     x = torch.ones(1, 4)
     expected = net(x)
-    micro_batching.keep_all(net)
+    batches.keep_activations(net)
     assert vars(net[0])["forward"] is given
-    micro_batching.compute_again(net)
+    batches.compute_again(net)
     assert torch.equal(net(x), expected)
-    micro_batching.keep_all(net)
+    batches.keep_activations(net)
     assert [vars(one).get("forward") for one in net] == [given, None]
 
 
 def test_statistics_are_those_of_the_samples() -> None:
     module = model().module
     norm = module.model.one[1]
-    batches = [batch(8), batch(8)]
-    averaging.find_statistics(module, batches)
-    values = module.model.one[0](batches[0].inputs["image"])
+    samples = [batch(8), batch(8)]
+    find_statistics(module, samples)
+    values = module.model.one[0](samples[0].inputs["image"])
     torch.testing.assert_close(norm.running_mean, values.mean((0, 2, 3)))
     torch.testing.assert_close(norm.running_var, values.var((0, 2, 3)))
     assert not norm.training

@@ -1,5 +1,6 @@
 """Evaluate the averaged weights on samples that nothing is learnt from."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,11 +10,11 @@ import torch
 from torch import Tensor
 
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel
-from enginesmith.pipeline.passes.finetune import micro_batching
-from enginesmith.pipeline.passes.finetune.data import Batch, Order, SplitData, parts
-from enginesmith.pipeline.passes.finetune.losses import Loss
-from enginesmith.pipeline.passes.finetune.options import TrainingPlan
-from enginesmith.pipeline.passes.finetune.trainer import Models, find_statistics
+from enginesmith.pipeline.passes.finetune import trainer
+from enginesmith.pipeline.passes.finetune.batches import LEAST_FOR_NORMS, Batch, DataParallel, Meter, SplitData, parts
+from enginesmith.pipeline.passes.finetune.losses import Distil, Loss, supervised, user_loss
+from enginesmith.pipeline.passes.finetune.options import RecoverOptions, TrainingPlan
+from enginesmith.pipeline.passes.finetune.trainer import Models, Trainer
 from enginesmith.pipeline.tensors import Array, Feeds
 
 
@@ -35,41 +36,85 @@ class Verdict:
     sign: float
 
     def better_than(self, other: "Verdict") -> bool:
-        """Tell whether it is; what is not finite is never better."""
+        """Tell whether it is; a number that is not finite is never better."""
         if not np.isfinite([self.metric, self.loss]).all():
             return False
         return (self.sign * self.metric, -self.loss) > (self.sign * other.metric, -other.loss)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model to be recovered, the data and the means."""
+
+    models: Models
+    material: SplitData
+    options: RecoverOptions
+    metric: Metric
+    seed: int
+    threads: int
+    processes: int
+    meter: Meter
+    fixed: int | None = None
+    """The batch that the model takes, where it takes only one."""
+
+    def loss(self, plan: TrainingPlan) -> Loss:
+        """Make the loss that the student is trained by.
+
+        Raises:
+            DataError: the user's loss is not there.
+        """
+        if self.options.method == "supervised":
+            return supervised
+        if self.options.method == "distil":
+            names = [spec.name for spec in self.models.teacher.signature.outputs]
+            return Distil(plan.outputs, plan.features, names, self.options.temperature)
+        return user_loss(self.options.method)
+
+    def trainer(self, plan: TrainingPlan, team: DataParallel) -> Trainer:
+        """Make a training at its first step."""
+        return Trainer(
+            self.models, self.material, self.loss(plan), self.options, plan, self.seed, team, self.meter.check
+        )
 
 
 @dataclass
 class Evaluator:
     """Runs the held-back samples through models."""
 
-    models: Models
-    material: SplitData
-    loss: Loss
-    metric: Metric
-    seed: int
+    work: Work
     plan: TrainingPlan
-    fixed: int | None
-    """The batch that the model takes, where it takes only one."""
 
-    def judge(self, *, statistics: bool = True) -> Verdict:
-        """Return the average as it is now; batch norms' ``statistics`` are found anew first."""
+    def rate(self, *, statistics: bool = True) -> Verdict:
+        """Rate the average as it is now; batch norms' ``statistics`` are computed anew first."""
+        average, metric = self.work.models.average, self.work.metric
         if statistics:
-            self.find_statistics(self.models.average)
-        outputs, loss = self._outputs(self.models.average)
-        value = self.metric.value(outputs, self._theirs, self._labels)
-        return Verdict(value, loss, self.metric.sign)
+            self.find_statistics(average)
+        outputs, loss = self._outputs(average)
+        return Verdict(metric.value(outputs, self._theirs, self._labels), loss, metric.sign)
+
+    def evaluate(self, *, statistics: bool = True) -> tuple[Verdict, float]:
+        """Rate the average, and measure the seconds that it takes.
+
+        Raises:
+            StepOutOfMemory: more memory was taken than is allowed.
+        """
+        _, start = self.teacher, time.monotonic()  # the teacher answers once: no part of each evaluation's time
+        verdict = self.rate(statistics=statistics)
+        self.work.meter.check()
+        return verdict, time.monotonic() - start
 
     def find_statistics(self, loaded: LoadedModel) -> None:
         """Recompute a model's batch norm statistics from samples to learn from."""
-        find_statistics(loaded.module, self._for_statistics())
+        trainer.find_statistics(loaded.module, self._for_statistics())
 
     @cached_property
     def teacher(self) -> float:
-        """Return the teacher's own metric."""
-        return self.metric.value(self._theirs, self._theirs, self._labels)
+        """The teacher's own metric."""
+        return self.work.metric.value(self._theirs, self._theirs, self._labels)
+
+    @cached_property
+    def _loss(self) -> Loss:
+        return self.work.loss(self.plan)
 
     @property
     def _at_once(self) -> int:
@@ -77,39 +122,39 @@ class Evaluator:
 
     @cached_property
     def _rows(self) -> Array:
-        """Choose as many of the rows that were held back as the plan says, evenly."""
-        every = np.linspace(0, len(self.material.held_back) - 1, self.plan.judged).round().astype(np.int64)
-        return np.asarray(self.material.held_back, np.int64)[every]
+        """As many of the rows that were held back as the plan says, evenly."""
+        rows = np.asarray(self.work.material.held_back, np.int64)
+        return rows[np.linspace(0, len(rows) - 1, self.plan.judged).round().astype(np.int64)]
 
     @cached_property
     def _labels(self) -> Array | None:
-        labels = self.material.data.labels
+        labels = self.work.material.data.labels
         return None if labels is None else labels[self._rows]
 
     @cached_property
     def _theirs(self) -> dict[str, Array]:
-        return self._outputs(self.models.teacher)[0]
+        return self._outputs(self.work.models.teacher)[0]
 
     def _for_statistics(self) -> Iterator[Batch]:
-        rows = Order(self.material.learnt, min(self.plan.statistics, len(self.material.learnt)), self.seed).at(0)
-        size = self.fixed or max(self._at_once, micro_batching.LEAST_FOR_NORMS)
+        rows = self.work.material.order(self.plan.statistics, self.work.seed).at(0)
+        size = self.work.fixed or max(self._at_once, LEAST_FOR_NORMS)
         for part in parts(rows, size):
             if len(part) == size or len(rows) < size:
-                yield self.material.batch(part)
+                yield self.work.material.batch(part)
 
     @torch.no_grad()
     def _outputs(self, loaded: LoadedModel) -> tuple[dict[str, Array], float]:
         """Compute outputs for the samples of the evaluation, by name, and the mean loss."""
-        size = self.fixed or self._at_once
-        found: list[tuple[Tensor, ...]] = []
+        size = self.work.fixed or self._at_once
+        outputs: list[tuple[Tensor, ...]] = []
         total = 0.0
         for part in parts(self._rows, size):
-            filled = np.resize(part, size) if self.fixed else part  # repeats rows
-            values, loss = self._run(loaded, self.material.batch(filled))
-            found.append(tuple(value[: len(part)].float().cpu() for value in values))
+            filled = np.resize(part, size) if self.work.fixed else part  # repeats rows
+            values, loss = self._run(loaded, self.work.material.batch(filled))
+            outputs.append(tuple(value[: len(part)].float().cpu() for value in values))
             total += loss * len(part)
         names = [spec.name for spec in loaded.signature.outputs]
-        joined = (torch.cat(values).numpy() for values in zip(*found, strict=True))
+        joined = (torch.cat(values).numpy() for values in zip(*outputs, strict=True))
         return dict(zip(names, joined, strict=True)), total / len(self._rows)
 
     def _run(self, loaded: LoadedModel, batch: Batch) -> tuple[tuple[Tensor, ...], float]:
@@ -117,7 +162,7 @@ class Evaluator:
         seen: list[tuple[Tensor, ...]] = []
         hook = loaded.module.register_forward_hook(lambda module, given, values: seen.append(values))
         try:
-            loss = self.loss(loaded.module, self.models.teacher.module, batch)
+            loss = self._loss(loaded.module, self.work.models.teacher.module, batch)
         finally:
             hook.remove()
         return seen[0] if seen else loaded.module(*batch.inputs.values()), float(loss)

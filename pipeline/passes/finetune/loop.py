@@ -1,4 +1,7 @@
-"""From the last checkpoint to the end: steps, evaluations, checkpoints; and when to stop."""
+"""Plan a recovery and carry it out: steps, evaluations, checkpoints; and when to stop.
+
+The plan says in which parts a batch fits, and how many steps and evaluations there is time for.
+"""
 
 import functools
 import math
@@ -7,19 +10,43 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from enginesmith.pipeline.passes.finetune import micro_batching
-from enginesmith.pipeline.passes.finetune.checkpoints import Checkpoints, Progress
-from enginesmith.pipeline.passes.finetune.data import shorten
-from enginesmith.pipeline.passes.finetune.data_parallel import DataParallel
-from enginesmith.pipeline.passes.finetune.evaluate import Evaluator, Verdict, shrink_evaluation
+from enginesmith.pipeline.errors import DataError, ModelError
+from enginesmith.pipeline.passes.finetune.batches import (
+    LEAST_FOR_NORMS,
+    DataParallel,
+    does_not_fit,
+    largest_part,
+    part_sizes,
+    within_memory,
+)
+from enginesmith.pipeline.passes.finetune.evaluate import Evaluator, Verdict, Work, shrink_evaluation
+from enginesmith.pipeline.passes.finetune.losses import feature_targets, output_targets
 from enginesmith.pipeline.passes.finetune.options import Ending, Point, Recovery, TrainingPlan
-from enginesmith.pipeline.passes.finetune.setup import Work, prepare
-from enginesmith.pipeline.passes.finetune.trainer import TimeBudget
+from enginesmith.pipeline.passes.finetune.trainer import (
+    Checkpoints,
+    Progress,
+    TimeBudget,
+    Trainer,
+    in_parts,
+    pace,
+)
+
+_LOOKED_AT = 8
+"""Samples that shapes and scales of values are taken from."""
+_SHARE_OF_TIME = 0.95
+"""Share of the time that is planned for; the rest is for steps that take longer than when they were timed."""
+_SHARE_OF_EVALUATION = 0.2
+"""Share of the time for all evaluations; a fifth of that is for one."""
+_SHARE_OF_ONE_EVALUATION = 0.04
+_PASSES = 3
+"""Passes in an evaluation: for statistics, for the student's outputs and for the teacher's."""
+_LEAST_JUDGED, _STATISTICS = 32, 256
+_TOLD_SECONDS = 1.0
 
 Tell = Callable[[str], None]
-_TOLD_SECONDS = 1.0
 
 
 def recover(work: Work, team: DataParallel, begun: Path, fingerprint: str, tell: Tell) -> Recovery | None:
@@ -39,16 +66,179 @@ def recover(work: Work, team: DataParallel, begun: Path, fingerprint: str, tell:
         if team.leads and checkpoints.last() is None:
             tell("planning")
             prepare(work, checkpoints, fingerprint)
-        team.meet()
+        team.total(0.0)  # wait until all are here
         progress = checkpoints.last()
         assert progress is not None
         torch.set_num_threads(progress.plan.threads)
         run = _Run(work, team, checkpoints, progress, tell)
-        run.to_the_end()
-        return run.record() if team.leads else None
+        ending = run.to_the_end()
+        return run.record(ending) if team.leads else None
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """Make torch choose its kernels repeatably within the block; threads and random numbers are restored after it."""
+    before = torch.get_num_threads(), torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    random = torch.get_rng_state()
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before[1:]
+        torch.set_rng_state(random)
+
+
+def prepare(work: Work, checkpoints: Checkpoints, fingerprint: str) -> None:
+    """Plan, and leave a checkpoint of the beginning, so that every recovery goes on from one.
+
+    Raises:
+        DataError: the data does not fit the method.
+        ModelError: the models cannot be compared.
+        StepOutOfMemory: not even one sample at a time fits.
+    """
+    start = time.monotonic()
+    checkpoints.clear()
+    checkpoints.keep_best(work.models.average.module, 0)
+    plan = _fit_memory(work, _draft(work), checkpoints)
+    timed = _train_alone(work, plan)  # it stays, as its optimiser's state does while a training is evaluated
+    step_seconds, threads = pace(timed, work.threads)
+    torch.set_num_threads(threads)
+    fitted = {name: getattr(timed.plan, name) for name in ("micro_batch", "checkpointed", "frozen_norms")}
+    plan = _choose_samples(work, plan.model_copy(update={**fitted, "threads": threads}))
+    _reset(work, checkpoints)
+    evaluator, before, seconds = _evaluate_start(work, plan)
+    plan = evaluator.plan
+    if not math.isfinite(before.loss):
+        raise ModelError(
+            f"the loss is {before.loss} before the first step: nothing can be learnt by it",
+            "look at what the loss divides by or takes the logarithm of, and at what the pruned model answers",
+        )
+    evaluation_seconds = seconds * (1 + plan.statistics / plan.judged)
+    spent = time.monotonic() - start
+    plan = _fit_time(work, plan, step_seconds, evaluation_seconds, spent)
+    if plan.frozen_norms:  # those that it begins with are of the network before it was pruned
+        evaluator.find_statistics(work.models.student)
+    progress = Progress(
+        fingerprint=fingerprint,
+        plan=plan,
+        teacher=evaluator.teacher,
+        curve=(Point(step=0, loss=None, metric=before.metric, held_back_loss=before.loss, learning_rate=0.0),),
+        seconds=spent,
+        evaluation_seconds=evaluation_seconds,
+    )
+    checkpoints.write(work.trainer(plan, DataParallel(work.material.device)), progress)
+
+
+def _draft(work: Work) -> TrainingPlan:
+    """Draft the plan: everything but sizes and numbers."""
+    learnt, unit = len(work.material.learnt), (work.fixed or 1) * work.processes
+    batch = min(work.options.batch, learnt)
+    batch = max(batch - batch % unit, unit)
+    if batch > learnt:
+        raise DataError(
+            f"{learnt} samples are left to learn from, and the model takes batches of {unit}", "give more samples"
+        )
+    samples = work.material.batch(np.asarray(work.material.learnt[: work.fixed or min(_LOOKED_AT, batch)]))
+    models, distilled = work.models, work.options.method == "distil"
+    features = distilled and work.options.features
+    autocast = work.options.autocast == "bf16"
+    if work.options.autocast == "auto" and work.material.device.type == "cuda":
+        autocast = torch.cuda.is_bf16_supported(including_emulation=False)
+    return TrainingPlan(
+        steps=1,
+        batch=batch,
+        micro_batch=batch // work.processes,
+        evaluate_every=1,
+        judged=min(_LEAST_JUDGED, len(work.material.held_back)),
+        statistics=_LEAST_JUDGED,
+        processes=work.processes,
+        threads=work.threads,
+        least_part=work.fixed or 1,
+        autocast=autocast,
+        outputs=output_targets(models.teacher, samples) if distilled else (),
+        features=feature_targets(models.student, models.teacher, samples) if features else (),
+    )
+
+
+def _fit_memory(work: Work, draft: TrainingPlan, checkpoints: Checkpoints) -> TrainingPlan:
+    """Plan with the largest part that fits."""
+
+    def planned(size: int, again: bool) -> TrainingPlan:
+        return in_parts(draft.model_copy(update={"checkpointed": again}), size)
+
+    def attempt(size: int, again: bool) -> None:
+        _reset(work, checkpoints)
+        # two parts take as much as all of a batch: gradients are there from the first one on
+        few = {"batch": min(2 * size, draft.micro_batch) * draft.processes, "judged": min(2 * size, draft.judged)}
+        own = planned(size, again).model_copy(update={**few, "statistics": LEAST_FOR_NORMS})
+        _train_alone(work, own).advance(smaller=False)
+        Evaluator(work, own).rate()
+
+    if work.material.device.type == "cpu" and work.options.memory_bytes is None:
+        return planned(draft.micro_batch, False)
+    sizes = part_sizes(draft.micro_batch, work.fixed)
+    plan = planned(*largest_part(sizes, attempt, work.meter, work.options.memory_bytes))
+    _reset(work, checkpoints)
+    return plan
+
+
+def _train_alone(work: Work, plan: TrainingPlan) -> Trainer:
+    """Make a training that does as much as each of the processes will, while the others wait."""
+    own = plan.model_copy(update={"batch": plan.batch // plan.processes})
+    return work.trainer(own, DataParallel(work.material.device))
+
+
+def _reset(work: Work, checkpoints: Checkpoints) -> None:
+    """Put the weights that it begins with back everywhere."""
+    for loaded in (work.models.student, work.models.average):
+        checkpoints.put_best(loaded.module, 0)
+
+
+def _choose_samples(work: Work, plan: TrainingPlan) -> TrainingPlan:
+    """Plan as many samples in an evaluation as there is time for."""
+    batch = work.material.batch(np.asarray(work.material.learnt[: plan.micro_batch]))
+    seconds = 0.0
+    with torch.no_grad():
+        for _ in range(2):  # the first call does what is done once
+            start = time.monotonic()
+            work.models.teacher.module(*batch.inputs.values())
+            seconds = (time.monotonic() - start) / len(batch)
+    affordable = int(_SHARE_OF_ONE_EVALUATION * work.options.seconds / seconds) // _PASSES
+    judged = min(len(work.material.held_back), max(_LEAST_JUDGED, affordable))
+    return plan.model_copy(update={"judged": judged, "statistics": min(_STATISTICS, max(_LEAST_JUDGED, affordable))})
+
+
+def _evaluate_start(work: Work, plan: TrainingPlan) -> tuple[Evaluator, Verdict, float]:
+    """Evaluate the weights that it begins with, and time that; with smaller parts until it fits."""
+    smaller: TrainingPlan | None = plan.model_copy(update={"judged_at_once": plan.micro_batch})
+    while smaller is not None:
+        evaluator = Evaluator(work, smaller)
+        if seen := within_memory(functools.partial(evaluator.evaluate, statistics=False)):
+            return evaluator, *seen[0]
+        fewer = smaller.model_copy(update={"judged": smaller.judged // 2}) if smaller.judged > 1 else None
+        smaller = shrink_evaluation(smaller) or fewer
+    raise does_not_fit(0, work.options.memory_bytes)
+
+
+def _fit_time(
+    work: Work, plan: TrainingPlan, step_seconds: float, evaluation_seconds: float, spent: float
+) -> TrainingPlan:
+    """Plan the number of steps that there is time for."""
+    options = work.options
+    left = max(0.0, _SHARE_OF_TIME * options.seconds - spent)
+    evaluations = int(_SHARE_OF_EVALUATION * left / evaluation_seconds)
+    evaluations = min(max(1, evaluations), options.evaluations)
+    steps = int((left - evaluations * evaluation_seconds) / step_seconds)
+    if options.epochs is not None:
+        steps = min(steps, options.epochs * work.material.order(plan.batch, work.seed).steps_per_epoch)
+    steps = max(1, steps)
+    return plan.model_copy(update={"steps": steps, "evaluate_every": -(-steps // evaluations)})
 
 
 class _Run:
+    """One process's part of a recovery, from a checkpoint on."""
+
     def __init__(
         self, work: Work, team: DataParallel, checkpoints: Checkpoints, progress: Progress, tell: Tell
     ) -> None:
@@ -58,30 +248,29 @@ class _Run:
         checkpoints.read(self._trainer, progress)
         self._saved = self._told = time.monotonic()
         self._time = TimeBudget(work.options.seconds, progress.seconds, progress.evaluation_seconds)
-        self._judge: Evaluator | None = None
+        self._evaluator = Evaluator(work, progress.plan)
 
-    def to_the_end(self) -> None:
+    def to_the_end(self) -> Ending:
+        """Do all steps, evaluations and checkpoints that are left."""
         while (ending := self._ending()) is None:
             before, start = self._progress.plan, time.monotonic()
             loss = self._trainer.advance()
-            self._time.stepped(time.monotonic() - start)
-            self._update(step=self._trainer.step, plan=self._trainer.plan)
+            self._time.add_step(time.monotonic() - start)
+            step, plan = self._trainer.step, self._trainer.plan
+            self._update(step=step, plan=plan)
             if math.isfinite(loss):
                 self._update(loss_sum=self._progress.loss_sum + loss)
-                self._evaluate_if_due()
+                if step % plan.evaluate_every == 0 or step == plan.steps:
+                    self._evaluate()
                 self._end_in_time()
             else:
                 self._update(diverged=True)
-            self._say(loss)
-            self._save(at_once=self._progress.plan != before)
-        self._ended: Ending = ending
+            if self._team.leads:
+                self._say(loss)
+                self._save(at_once=self._progress.plan != before)
         if self._team.leads:
             self._checkpoints.put_best(self._work.models.average.module, self._progress.best_step)
-
-    def _evaluate_if_due(self) -> None:
-        step, plan = self._trainer.step, self._progress.plan
-        if step % plan.evaluate_every == 0 or step == plan.steps:
-            self._evaluate()
+        return ending
 
     def _update(self, **values: object) -> None:
         self._progress = self._progress.model_copy(update=values)
@@ -101,7 +290,7 @@ class _Run:
         steps = self._time.steps_in_time(plan, step) if self._team.leads else 0
         agreed = int(self._team.total(float(steps))[0])
         if agreed < plan.steps:
-            self._follow(shorten(plan, step, agreed))
+            self._follow(plan.shorten(step, agreed))
 
     def _follow(self, plan: TrainingPlan) -> None:
         self._trainer.follow(plan)
@@ -109,52 +298,38 @@ class _Run:
 
     def _evaluate(self) -> None:
         """Evaluate the average; the leader does, and all know how it went."""
-        waited = 0.0
+        waited, step = 0.0, self._trainer.step
         if self._team.leads:
-            verdict = self._verdict()
-            best = next(point for point in self._progress.curve if point.step == self._progress.best_step)
+            verdict, best, curve = self._verdict(), self._progress.best, self._progress.curve
             assert best.held_back_loss is not None
             if verdict.better_than(Verdict(best.metric, best.held_back_loss, self._work.metric.sign)):
-                self._checkpoints.keep_best(self._work.models.average.module, self._trainer.step)
-                self._update(best_step=self._trainer.step)
+                self._checkpoints.keep_best(self._work.models.average.module, step)
+                self._update(best_step=step)
             else:
                 waited = self._progress.waited + 1.0
-            self._update(curve=(*self._progress.curve, self._point(verdict)))
+            point = Point(
+                step=step,
+                loss=self._progress.loss_sum / (step - curve[-1].step),
+                metric=verdict.metric,
+                held_back_loss=verdict.loss if math.isfinite(verdict.loss) else None,
+                learning_rate=self._trainer.rate(step - 1),
+            )
+            self._update(curve=(*curve, point))
         self._update(loss_sum=0.0, waited=int(self._team.total(waited)[0]))
 
     def _verdict(self) -> Verdict:
         """Evaluate the average; in smaller parts from here on where memory ran out."""
-        found: list[Verdict] = []
-        while not micro_batching.fits(functools.partial(self._look, found)):
+        while not (seen := within_memory(self._evaluator.evaluate)):
             smaller = shrink_evaluation(self._progress.plan)
             if smaller is None:
-                raise micro_batching.does_not_fit(0, self._work.options.memory_bytes)
+                raise does_not_fit(0, self._work.options.memory_bytes)
             self._follow(smaller)
-            self._judge = None  # what it knows of the teacher was found in larger parts
-        return found[0]
-
-    def _look(self, found: list[Verdict]) -> None:
-        if self._judge is None:
-            self._judge = self._work.judge(self._progress.plan)
-        _, start = self._judge.teacher, time.monotonic()  # the teacher answers once: no part of what each one takes
-        verdict = self._judge.judge()
-        self._work.meter.check()
-        self._time.evaluation_seconds = time.monotonic() - start
-        found.append(verdict)
-
-    def _point(self, verdict: Verdict) -> Point:
-        step = self._trainer.step
-        since = step - self._progress.curve[-1].step
-        return Point(
-            step=step,
-            loss=self._progress.loss_sum / since,
-            metric=verdict.metric,
-            held_back_loss=verdict.loss if math.isfinite(verdict.loss) else None,
-            learning_rate=self._trainer.rate(step - 1),
-        )
+            self._evaluator = Evaluator(self._work, smaller)  # the old one's answers of the teacher are of larger parts
+        verdict, self._time.evaluation_seconds = seen[0]
+        return verdict
 
     def _say(self, loss: float) -> None:
-        if not self._team.leads or time.monotonic() - self._told < _TOLD_SECONDS:
+        if time.monotonic() - self._told < _TOLD_SECONDS:
             return
         self._told = time.monotonic()
         last, plan = self._progress.curve[-1], self._progress.plan
@@ -165,54 +340,34 @@ class _Run:
 
     def _save(self, *, at_once: bool) -> None:
         """Write a checkpoint if it is time to, or at once."""
-        due = time.monotonic() - self._saved >= self._work.options.checkpoint_seconds
-        if self._team.leads and (due or at_once):
+        if at_once or time.monotonic() - self._saved >= self._work.options.checkpoint_seconds:
             self._checkpoints.write(self._trainer, self._progress.model_copy(update={"seconds": self._time.spent}))
             self._saved = time.monotonic()
 
-    def record(self) -> Recovery:
+    def record(self, ending: Ending) -> Recovery:
         """Make the record of the recovery."""
-        progress, material = self._progress, self._work.material
-        best = next(point for point in progress.curve if point.step == progress.best_step)
+        progress, plan, data = self._progress, self._progress.plan, self._work.material.data
+        reason = {
+            "planned": f"all {plan.steps} planned steps are done",
+            "patience": f"{progress.waited} evaluations in a row were no better than step {progress.best_step}",
+            "diverged": f"the loss or its gradients were NaN or infinite at step {progress.step}; the weights of step "
+            f"{progress.best_step}, the best before, are kept: try a lower learning_rate",
+            "time": f"{progress.step} of {plan.planned} planned steps fitted the time: they took longer than when they "
+            "were planned, and the schedule was shortened",
+        }[ending]
         return Recovery(
             method=self._work.options.method,
             metric=self._work.metric.name,
             teacher=progress.teacher,
             before=progress.curve[0].metric,
-            after=best.metric,
+            after=progress.best.metric,
             best_step=progress.best_step,
             steps=progress.step,
-            ending=self._ended,
-            reason=self._reason(self._ended),
-            samples=len(material.data),
-            held_back=progress.plan.judged,
-            data=material.data.name,
-            plan=progress.plan,
+            ending=ending,
+            reason=reason,
+            samples=len(data),
+            held_back=plan.judged,
+            data=data.name,
+            plan=plan,
             curve=progress.curve,
         )
-
-    def _reason(self, ending: Ending) -> str:
-        progress, plan = self._progress, self._progress.plan
-        planned = plan.steps if plan.shortened is None else plan.shortened.planned
-        return {
-            "planned": f"all {progress.plan.steps} planned steps are done",
-            "patience": f"{progress.waited} evaluations in a row were no better than step {progress.best_step}",
-            "diverged": f"the loss or its gradients were NaN or infinite at step {progress.step}; the weights of step "
-            f"{progress.best_step}, the best before, are kept: try a lower learning_rate",
-            "time": f"{progress.step} of {planned} planned steps fitted the time: they took longer than when they were "
-            "planned, and the schedule was shortened",
-        }[ending]
-
-
-@contextmanager
-def _repeatable() -> Iterator[None]:
-    """Make torch choose its kernels repeatably within the block; threads and random numbers are restored after it."""
-    before = torch.get_num_threads(), torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    random = torch.get_rng_state()
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before[0])
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before[1:]
-        torch.set_rng_state(random)

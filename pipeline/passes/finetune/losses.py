@@ -5,10 +5,11 @@ Distilling classes: Hinton et al., "Distilling the Knowledge in a Neural Network
 (ICLR 2017).
 """
 
+import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,44 +18,32 @@ from torch.nn import functional as F
 from enginesmith.calibration import user_code
 from enginesmith.pipeline.errors import DataError, ModelError
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
-from enginesmith.pipeline.passes.finetune import micro_batching
-from enginesmith.pipeline.passes.finetune.data import Batch
+from enginesmith.pipeline.passes.finetune.batches import Batch, ran_out
 from enginesmith.pipeline.passes.finetune.options import Target
-
-# Which values the two models are compared by: outputs, and the ends of stages inside.
 
 _LOGITS = re.compile(r"logits|scores", re.IGNORECASE)
 _MOST = 4
 """Values inside that are compared; more cost time and teach little."""
 _LEAST_SCALE = 1e-12
+_LEAST_PROBABILITY = 1e-7
 
 
-class Taps:
-    """Within the block, what modules returned when they were last called, by their paths; tensors only."""
+@contextmanager
+def tap(model: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, Tensor]]:
+    """Collect, within the block, values that modules returned when they were last called, by path; tensors only."""
+    seen: dict[str, Tensor] = {}
 
-    def __init__(self, model: nn.Module, paths: Sequence[str]) -> None:
-        self.seen: dict[str, Tensor] = {}
-        self._model, self._paths = model, paths
-        self._hooks: list[Any] = []
+    def keep(path: str, module: nn.Module, given: Any, value: Any) -> None:
+        if isinstance(value, Tensor):
+            seen.pop(path, None)  # so that the order is that of the last calls
+            seen[path] = value
 
-    def __enter__(self) -> Self:
-        for path in self._paths:
-            self._hooks.append(self._model.get_submodule(path).register_forward_hook(self._keeping(path)))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for hook in self._hooks:
+    hooks = [model.get_submodule(path).register_forward_hook(functools.partial(keep, path)) for path in paths]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
             hook.remove()
-
-    def _keeping(self, path: str) -> Any:
-        def keep(module: nn.Module, given: Any, value: Any) -> None:
-            if isinstance(value, Tensor):
-                self.seen.pop(path, None)  # so that the order is that of the last calls
-                self.seen[path] = value
-
-        return keep
 
 
 @torch.no_grad()
@@ -68,17 +57,17 @@ def output_targets(teacher: LoadedModel, batch: Batch) -> tuple[Target, ...]:
     """
     names = [spec.name for spec in teacher.signature.outputs]
     values = teacher.module(*batch.inputs.values())
-    found = [
+    targets = [
         Target(name=name, kind=_kind(name, value.float(), batch.labels if not index else None), scale=_scale(value))
         for index, (name, value) in enumerate(zip(names, values, strict=True))
         if value.is_floating_point() and value.numel()
     ]
-    if not found:
+    if not targets:
         raise ModelError(
             f"no output of the model is of floating point: {', '.join(map(str, teacher.signature.outputs))}",
             "have it return what its answer is made of, logits for instance; or recover by a loss of your own",
         )
-    return tuple(found)
+    return tuple(targets)
 
 
 def _kind(name: str, value: Tensor, labels: Tensor | None) -> Any:
@@ -100,7 +89,7 @@ def _scale(value: Tensor) -> float:
 
 @torch.no_grad()
 def feature_targets(student: LoadedModel, teacher: LoadedModel, batch: Batch) -> tuple[Target, ...]:
-    """Ends of stages: of the values with a shape in common, the last of each shape; of one shape throughout, some.
+    """Choose ends of stages: of the values with a shape in common, the last of each shape; of one shape only, some.
 
     Where channels were pruned and the rest of an image's shape is as it was, maps are compared.
     """
@@ -119,33 +108,30 @@ def feature_targets(student: LoadedModel, teacher: LoadedModel, batch: Batch) ->
 
 
 def _seen(model: LoadedModel, batch: Batch) -> Mapping[str, Tensor]:
-    paths = [path for path, _ in model.module.model.named_modules() if path]
-    with Taps(model.module.model, paths) as taps:
+    with tap(model.module.model, [path for path, _ in model.module.model.named_modules() if path]) as seen:
         model.module(*batch.inputs.values())
-    return taps.seen
+    return seen
 
 
 def _blocks(model: nn.Module) -> set[str]:
     """List paths of modules that stand in sequences and are made of parts themselves."""
-    sequences = [(path, one) for path, one in model.named_modules() if isinstance(one, nn.Sequential | nn.ModuleList)]
     return {
         f"{path}.{name}" if path else name
-        for path, sequence in sequences
+        for path, sequence in model.named_modules()
+        if isinstance(sequence, nn.Sequential | nn.ModuleList)
         for name, part in sequence.named_children()
         if next(part.children(), None) is not None
     }
 
 
 def _comparable(ours: Tensor, theirs: Tensor) -> Any:
+    """Choose the kind of a target inside of the models; None where the two values cannot be compared."""
     if not (ours.is_floating_point() and theirs.is_floating_point()) or theirs.ndim < 3 or not theirs.numel():
         return None
     if ours.shape == theirs.shape:
         return "values"
     spatial = theirs.ndim == 4 and ours.ndim == 4 and theirs[0, 0].numel() > 1
     return "maps" if spatial and ours.shape[2:] == theirs.shape[2:] else None
-
-
-_LEAST_PROBABILITY = 1e-7
 
 
 class Loss(Protocol):
@@ -167,18 +153,18 @@ class Distil:
 
     def __call__(self, student: NamedForward, teacher: NamedForward, batch: Batch) -> Tensor:
         paths = [target.name for target in self._features]
-        with torch.no_grad(), Taps(teacher.model, paths) as inside:
+        with torch.no_grad(), tap(teacher.model, paths) as inside:
             theirs = teacher(*batch.inputs.values())
-        with Taps(student.model, paths) as own:
+        with tap(student.model, paths) as own:
             ours = student(*batch.inputs.values())
-        losses = [self._one(target, ours[index], theirs[index]) for index, target in self._outputs]
+        losses = [self._compare(target, ours[index], theirs[index]) for index, target in self._outputs]
         total = torch.stack(losses).sum()
         if self._features:
-            pairs = ((target, own.seen[target.name], inside.seen[target.name]) for target in self._features)
-            total = total + torch.stack([self._one(*pair) for pair in pairs]).mean()
+            pairs = ((target, own[target.name], inside[target.name]) for target in self._features)
+            total = total + torch.stack([self._compare(*pair) for pair in pairs]).mean()
         return total
 
-    def _one(self, target: Target, ours: Tensor, theirs: Tensor) -> Tensor:
+    def _compare(self, target: Target, ours: Tensor, theirs: Tensor) -> Tensor:
         ours, theirs = ours.float(), theirs.float()
         if target.kind == "values":
             return F.mse_loss(ours, theirs) / target.scale
@@ -197,7 +183,7 @@ def _map(value: Tensor) -> Tensor:
 
 
 def supervised(student: NamedForward, teacher: NamedForward, batch: Batch) -> Tensor:
-    """Cross entropy where labels are classes, and the mean squared error where they are numbers; of the first output.
+    """Compute the cross entropy of the first output where labels are classes; its mean squared error for numbers.
 
     Raises:
         DataError: there are no labels, or they do not fit the output.
@@ -214,7 +200,7 @@ def supervised(student: NamedForward, teacher: NamedForward, batch: Batch) -> Te
     if not labels.is_floating_point() and labels.ndim == output.ndim - 1:
         for axis in (1, output.ndim - 1):
             if output.movedim(axis, -1).shape[:-1] == labels.shape:
-                _hold_classes(labels, output.shape[axis])
+                _validate_classes(labels, output.shape[axis])
                 return F.cross_entropy(output.movedim(axis, 1), labels, ignore_index=-100)
     raise DataError(
         f"labels of shape {list(labels.shape)} do not fit the output of shape {list(output.shape)}",
@@ -223,7 +209,7 @@ def supervised(student: NamedForward, teacher: NamedForward, batch: Batch) -> Te
     )
 
 
-def _hold_classes(labels: Tensor, classes: int) -> None:
+def _validate_classes(labels: Tensor, classes: int) -> None:
     given = labels[labels != -100]
     if len(given) and (int(given.min()) < 0 or int(given.max()) >= classes):
         raise DataError(
@@ -243,7 +229,7 @@ class UserLoss:
         try:
             loss = self._function(student.model, teacher.model, values)
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError, RuntimeError) as error:
-            if micro_batching.ran_out(error):
+            if ran_out(error):
                 raise
             raise DataError(
                 f"the loss {self._reference} raised {type(error).__name__}: {error}",
@@ -259,15 +245,15 @@ class UserLoss:
 
 
 def user_loss(reference: str) -> UserLoss:
-    """Return the loss that ``module:function`` or ``file.py:function`` names; that code runs, as the user asked for it.
+    """Load the loss that ``module:function`` or ``file.py:function`` names; that code runs, as the user asked for it.
 
     Raises:
         DataError: it is not there, or no function.
     """
-    found = user_code.find(reference, "loss")
-    if not callable(found):
+    function = user_code.find(reference, "loss")
+    if not callable(function):
         raise DataError(f"the loss {reference} is no function", "give it as module:function or file.py:function")
-    return UserLoss(reference, found)
+    return UserLoss(reference, function)
 
 
 def _described(value: Any) -> str:

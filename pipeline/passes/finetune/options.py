@@ -13,7 +13,7 @@ METHODS = ("distil", "supervised")
 
 
 class RecoverOptions(BaseModel):
-    """How a pruned model is trained back; the dense model is its teacher."""
+    """Choices for training a pruned model back; the dense model is its teacher."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -61,10 +61,8 @@ class RecoverOptions(BaseModel):
         )
 
 
-# What is written down of a recovery: its plan, its curve, and how it ended. The same steps give the same record.
-
 FILE = "recovery.json"
-"""Lies beside the model that came out."""
+"""Record beside the recovered model: plan, curve and ending. The same steps give the same record."""
 
 Ending = Literal["planned", "patience", "diverged", "time"]
 
@@ -75,7 +73,7 @@ class Target(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: str
-    """Of the output, or the path of the module."""
+    """Name of the output, or path of the module."""
     kind: Literal["classes", "probabilities", "values", "maps"]
     """Logits or probabilities of classes; numbers; where in an image there is much, over channels that may differ."""
     scale: float = 1.0
@@ -83,14 +81,14 @@ class Target(BaseModel):
 
 
 class Shortened(BaseModel):
-    """Where a schedule was cut to end in time: what was left of it goes by in fewer steps."""
+    """A cut of a schedule to end in time: the rest of it goes by in fewer steps."""
 
     model_config = ConfigDict(frozen=True)
 
     step: int
     """From this one on."""
     position: float
-    """How far the schedule had come by then, in steps as they were planned."""
+    """Progress of the schedule by then, in steps as they were planned."""
     planned: int
     """Steps that there were to be at first."""
 
@@ -120,12 +118,28 @@ class TrainingPlan(BaseModel):
     least_part: int = 1
     """Below it no part can be: 1, or the batch that the model is fixed to."""
     checkpointed: bool = False
-    """Whether activations are computed again for the gradients instead of kept."""
+    """True where activations are computed again for the gradients instead of kept."""
     autocast: bool = False
     frozen_norms: bool = False
-    """Whether batch norms keep their statistics while training, as parts of a batch are too small to have some."""
+    """True where batch norms keep their statistics while training, as parts of a batch are too small to have some."""
     outputs: tuple[Target, ...] = ()
     features: tuple[Target, ...] = ()
+
+    @property
+    def planned(self) -> int:
+        """Steps that there were to be at first."""
+        return self.steps if self.shortened is None else self.shortened.planned
+
+    def position(self, step: int) -> float:
+        """Find the progress of the schedule by a step, in steps as they were planned."""
+        if (turn := self.shortened) is None:
+            return step
+        return turn.position + (step - turn.step) * (turn.planned - turn.position) / (self.steps - turn.step)
+
+    def shorten(self, step: int, steps: int) -> "TrainingPlan":
+        """Plan fewer steps in all: from ``step`` on the schedule goes faster, without a jump in the rate."""
+        turn = Shortened(step=step, position=self.position(step), planned=self.planned)
+        return self.model_copy(update={"steps": steps, "shortened": turn})
 
 
 class Point(BaseModel):
@@ -143,7 +157,7 @@ class Point(BaseModel):
 
 
 class Recovery(BaseModel):
-    """What :data:`FILE` holds."""
+    """The record of a recovery, kept as :data:`FILE`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -163,7 +177,7 @@ class Recovery(BaseModel):
     """The ending in words."""
     samples: int
     held_back: int
-    """Those that the metric was taken on."""
+    """Samples that the metric was taken on."""
     data: str
     plan: TrainingPlan
     curve: tuple[Point, ...]

@@ -1,41 +1,68 @@
-"""One step after another: gradients of a batch in parts, AdamW, and the average of the weights."""
+"""Train by one step after another, keep the state on disk, and hold it against the clock.
 
-import contextlib
+A step takes gradients of a batch in parts, AdamW, and the average of the weights. A training that was killed goes on
+from its last checkpoint and ends with the same weights:
+
+    FOLDER/best-STEP.safetensors                        the best weights, as they are to be kept
+    FOLDER/state-STEP/{student,average,moments}.safetensors, progress.json
+
+A state appears whole or not at all: it is written beside and renamed. There are no random numbers to keep: those of a
+step are drawn from the seed and the step.
+"""
+
 import gc
 import math
+import os
+import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from enginesmith.pipeline.errors import ModelError
+from enginesmith.pipeline.errors import ModelError, storage_errors
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, NamedForward
-from enginesmith.pipeline.passes.finetune import micro_batching
-from enginesmith.pipeline.passes.finetune.data import Batch, SplitData, parts, rate, share
-from enginesmith.pipeline.passes.finetune.data_parallel import DataParallel
+from enginesmith.pipeline.passes.finetune import batches
+from enginesmith.pipeline.passes.finetune.batches import Batch, DataParallel, SplitData
 from enginesmith.pipeline.passes.finetune.losses import Loss
-from enginesmith.pipeline.passes.finetune.options import RecoverOptions, TrainingPlan
+from enginesmith.pipeline.passes.finetune.options import Point, RecoverOptions, TrainingPlan
 from enginesmith.pipeline.tensors import Array
-
-# The moving average of the weights, and statistics of batch norms that belong to it.
 
 _WARM = 10
 """The average follows closely at first: the decay at step s is at most (1 + s) / (10 + s)."""
+_LONGEST_GRADIENT = 1.0
+"""Gradients are cut to this length, so that one odd batch cannot spoil the weights."""
+
+
+def learning_rate(plan: TrainingPlan, step: int, highest: float, warmup: float) -> float:
+    """Compute the learning rate of a step: a linear warm-up over a share of the steps, then a cosine to zero.
+
+    Loshchilov and Hutter, "SGDR", ICLR 2017. A plan that was shortened goes through the rest of its schedule faster.
+    """
+    position, steps = plan.position(step), plan.planned
+    warm = math.ceil(warmup * steps)
+    if position < warm:
+        return highest * (position + 1) / warm
+    return highest * 0.5 * (1 + math.cos(math.pi * (position - warm) / max(1, steps - warm)))
 
 
 def norms(module: nn.Module) -> list[_BatchNorm]:
     """List batch norms that keep statistics."""
-    return [one for one in module.modules() if isinstance(one, _BatchNorm) and one.track_running_stats]
+    return [norm for norm in module.modules() if isinstance(norm, _BatchNorm) and norm.track_running_stats]
 
 
 @torch.no_grad()
-def update(average: NamedForward, module: NamedForward, decay: float, step: int) -> None:
-    """One step of the average; buffers are taken as they are, and statistics are found anew when they are needed."""
+def update_average(average: NamedForward, module: NamedForward, decay: float, step: int) -> None:
+    """Move the average by one step; buffers are copied, as statistics are computed anew when they are needed."""
     weight = 1 - min(decay, (1 + step) / (_WARM + step))
     for mean, value in zip(average.parameters(), module.parameters(), strict=True):
         mean.lerp_(value.detach().to(mean.dtype), weight)
@@ -45,27 +72,22 @@ def update(average: NamedForward, module: NamedForward, decay: float, step: int)
 
 
 @torch.no_grad()
-def find_statistics(module: NamedForward, batches: Iterable[Batch]) -> None:
-    """Mean and variance of every batch norm, over all of the batches, with the weights as they are now."""
-    found = norms(module)
-    if not found:
+def find_statistics(module: NamedForward, samples: Iterable[Batch]) -> None:
+    """Compute mean and variance of every batch norm, over all of the samples, with the weights as they are now."""
+    momenta = {norm: norm.momentum for norm in norms(module)}
+    if not momenta:
         return
-    momenta = [one.momentum for one in found]
-    for one in found:
-        one.reset_running_stats()
-        one.momentum = None  # a plain mean over the batches
-        one.train()
+    for norm in momenta:
+        norm.reset_running_stats()
+        norm.momentum = None  # a plain mean over the batches
+        norm.train()
     try:
-        for batch in batches:
+        for batch in samples:
             module(*batch.inputs.values())
     finally:
-        for one, momentum in zip(found, momenta, strict=True):
-            one.momentum = momentum
-            one.eval()
-
-
-_LONGEST_GRADIENT = 1.0
-"""Gradients are cut to this length, so that one odd batch cannot spoil the weights."""
+        for norm, momentum in momenta.items():
+            norm.momentum = momentum
+            norm.eval()
 
 
 @dataclass(frozen=True)
@@ -115,11 +137,11 @@ class Trainer:
     def __post_init__(self) -> None:
         self.optimiser = _optimiser(self.student, self.options)
         self._order = self.material.order(self.plan.batch, self.seed)
-        self._arrange()
+        self.follow(self.plan)
 
     @property
     def student(self) -> NamedForward:
-        """Return the module that learns."""
+        """The module that learns."""
         return self.models.student.module
 
     def advance(self, *, smaller: bool = True) -> float:
@@ -130,54 +152,54 @@ class Trainer:
         Raises:
             StepOutOfMemory: not even one sample at a time fits; or the parts were not to become smaller.
         """
-        rate = self.rate(self.step)
         for group in self.optimiser.param_groups:
-            group["lr"] = rate
+            group["lr"] = self.rate(self.step)
         rows = self._order.at(self.step)
-        loss = self._gradients(rows)
-        while loss is None:
+        while (loss := self._gradients(rows)) is None:
             if not smaller:
-                raise micro_batching.does_not_fit(0, None)
-            self._shrink()
-            loss = self._gradients(rows)
-        finite = math.isfinite(loss) and self._cut_gradients()
+                raise batches.does_not_fit(0, None)
+            self.follow(shrunk(self.plan))
+        finite = math.isfinite(loss)
+        if finite:  # gradients of a finite loss need not be: a root has none at zero
+            finite = bool(nn.utils.clip_grad_norm_(self.student.parameters(), _LONGEST_GRADIENT).isfinite())
         if finite:
             self.optimiser.step()
-            update(self.models.average.module, self.student, self.options.ema, self.step)
+            update_average(self.models.average.module, self.student, self.options.ema, self.step)
         self.optimiser.zero_grad(set_to_none=True)
         self.step += 1
         return loss if finite else math.nan
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step."""
-        return rate(self.plan, step, self.options.learning_rate, self.options.warmup)
+        """Compute the learning rate of a step."""
+        return learning_rate(self.plan, step, self.options.learning_rate, self.options.warmup)
 
     def follow(self, plan: TrainingPlan) -> None:
         """Go on by another plan."""
         self.plan = plan
-        self._arrange()
-
-    def _arrange(self) -> None:
-        micro_batching.keep_all(self.student.model)
-        if self.plan.checkpointed:
-            micro_batching.compute_again(self.student.model)
-        for one in norms(self.student):
-            one.train(not self.plan.frozen_norms)
+        batches.keep_activations(self.student.model)
+        if plan.checkpointed:
+            batches.compute_again(self.student.model)
+        for norm in norms(self.student):
+            norm.train(not plan.frozen_norms)
         for module in self.student.modules():
             if isinstance(module, nn.RNNBase):
                 module.train()  # cuDNN keeps what gradients need only then
 
     def _gradients(self, rows: Array) -> float | None:
-        """Gradients of the whole batch, left in the parameters, and its loss; None where memory ran out anywhere."""
+        """Leave gradients of the whole batch in the parameters, and return its loss; None where memory ran out."""
         total, short = 0.0, False
-        own = share(rows, self.team.rank, self.team.size)
+        own = np.array_split(rows, self.team.size)[self.team.rank]
         try:
-            for index, part in enumerate(parts(own, self.plan.micro_batch)):
+            for index, part in enumerate(batches.parts(own, self.plan.micro_batch)):
                 torch.manual_seed(hash((self.seed, self.step, self.team.rank, index)) & 0x7FFF_FFFF)
-                total += self._part(part, len(part) / len(rows))
+                weight = len(part) / len(rows)
+                with torch.autocast(self.material.device.type, dtype=torch.bfloat16, enabled=self.plan.autocast):
+                    loss = self.loss(self.student, self.models.teacher.module, self.material.batch(part))
+                (loss * weight).backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach()) * weight
             self.within()
         except Exception as error:
-            if not micro_batching.ran_out(error):
+            if not batches.ran_out(error):
                 raise
             short = True
         if short or self.team.size > 1:
@@ -189,26 +211,31 @@ class Trainer:
         self.team.add_up(_gradient(value) for value in self.student.parameters() if value.requires_grad)
         return total
 
-    def _cut_gradients(self) -> bool:
-        """Tell whether they are finite: a loss that is can have others, as a root has at zero."""
-        norm = nn.utils.clip_grad_norm_(self.student.parameters(), _LONGEST_GRADIENT)
-        return bool(norm.isfinite())
 
-    def _part(self, rows: Array, weight: float) -> float:
-        with self._autocast():
-            loss: Tensor = self.loss(self.student, self.models.teacher.module, self.material.batch(rows))
-        (loss * weight).backward()  # type: ignore[no-untyped-call]
-        return float(loss.detach()) * weight
+def _gradient(value: Tensor) -> Tensor:
+    """Fill gradients with zeros where this process's samples have not reached a weight: others' may have."""
+    if value.grad is None:
+        value.grad = torch.zeros_like(value)
+    return value.grad
 
-    @contextlib.contextmanager
-    def _autocast(self) -> Iterator[None]:
-        kind = self.material.device.type
-        with torch.autocast(kind, dtype=torch.bfloat16, enabled=self.plan.autocast):
-            yield
 
-    def _shrink(self) -> None:
-        """Plan with half the part, or with activations computed again where it is one sample."""
-        self.follow(shrunk(self.plan))
+def in_parts(plan: TrainingPlan, size: int) -> TrainingPlan:
+    """Return the plan with parts of ``size`` samples; batch norms cannot learn from parts that are too small."""
+    frozen = size < min(batches.LEAST_FOR_NORMS, plan.batch)
+    return plan.model_copy(update={"micro_batch": size, "frozen_norms": frozen})
+
+
+def shrunk(plan: TrainingPlan) -> TrainingPlan:
+    """Return the plan that takes less memory: half the part, or activations that are computed again.
+
+    Raises:
+        StepOutOfMemory: there is none.
+    """
+    if plan.micro_batch // 2 >= plan.least_part:
+        return in_parts(plan, plan.micro_batch // 2)
+    if plan.checkpointed:
+        raise batches.does_not_fit(0, None)
+    return plan.model_copy(update={"checkpointed": True})
 
 
 def load_libraries() -> None:
@@ -218,32 +245,6 @@ def load_libraries() -> None:
     again = checkpoint(weight, torch.ones(1, 1, requires_grad=True), use_reentrant=False)
     again.sum().backward()
     optimiser.step()
-
-
-def shrunk(plan: TrainingPlan) -> TrainingPlan:
-    """Return the plan that takes less memory.
-
-    Raises:
-        StepOutOfMemory: there is none.
-    """
-    part = plan.micro_batch // 2
-    if part >= plan.least_part:
-        return plan.model_copy(update={"micro_batch": part, "frozen_norms": too_few(part, plan)})
-    if plan.checkpointed:
-        raise micro_batching.does_not_fit(0, None)
-    return plan.model_copy(update={"checkpointed": True})
-
-
-def too_few(part: int, plan: TrainingPlan) -> bool:
-    """Tell whether batch norms cannot learn from parts of this size."""
-    return part < min(micro_batching.LEAST_FOR_NORMS, plan.batch)
-
-
-def _gradient(value: Tensor) -> Tensor:
-    """Fill gradients with zeros where this process's samples have not reached a weight: others' may have."""
-    if value.grad is None:
-        value.grad = torch.zeros_like(value)
-    return value.grad
 
 
 def _optimiser(module: nn.Module, options: RecoverOptions) -> torch.optim.AdamW:
@@ -256,7 +257,156 @@ def _optimiser(module: nn.Module, options: RecoverOptions) -> torch.optim.AdamW:
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=options.learning_rate)
 
 
-# How long steps and evaluations take, and how many there is time for: before the first step, and on the way.
+class Progress(BaseModel):
+    """All that a checkpoint holds besides weights."""
+
+    model_config = ConfigDict(frozen=True)
+
+    fingerprint: str
+    """Digest of the data and of the user's code: a checkpoint is of no use for others."""
+    plan: TrainingPlan
+    teacher: float
+    step: int = 0
+    best_step: int = 0
+    waited: int = 0
+    """Evaluations since the best one."""
+    loss_sum: float = 0.0
+    """Sum over the steps since the last evaluation."""
+    curve: tuple[Point, ...] = ()
+    """The first point is that of the weights that it began with."""
+    seconds: float = 0.0
+    """Time that all processes so far have worked on it."""
+    evaluation_seconds: float = 0.0
+    """Time of the first evaluation."""
+    diverged: bool = False
+
+    @property
+    def best(self) -> Point:
+        """The point of the best weights."""
+        return next(point for point in self.curve if point.step == self.best_step)
+
+
+_PROGRESS = "progress.json"
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+class Checkpoints:
+    """A folder of checkpoints, of which the last one counts."""
+
+    def __init__(self, folder: Path, fingerprint: str) -> None:
+        self._folder, self._fingerprint = folder, fingerprint
+
+    def last(self) -> Progress | None:
+        """Read the progress of the last checkpoint; None where there is none of the same work."""
+        states = sorted(self._folder.glob("state-*"))
+        try:
+            progress = Progress.model_validate_json((states[-1] / _PROGRESS).read_bytes()) if states else None
+        except (OSError, ValidationError):
+            return None
+        return progress if progress and progress.fingerprint == self._fingerprint else None
+
+    def clear(self) -> None:
+        """Remove everything."""
+        for path in (*self._folder.glob("state-*"), *self._folder.glob(".state-*")):
+            shutil.rmtree(path)
+        for path in self._folder.glob("best-*"):
+            path.unlink()
+
+    def write(self, trainer: Trainer, progress: Progress) -> None:
+        """Add a checkpoint, and remove all that was needed only by those before.
+
+        Raises:
+            StoreError: the disk is full or cannot be written.
+        """
+        target, best = self._state(progress.step), self._best(progress.best_step)
+        partial = target.with_name(f".{target.name}")
+        state = trainer.optimiser.state
+        moments = {  # by the parameter's name and their own; none where no gradient reached the parameter yet
+            f"{name}:{kind}": state[value][kind].detach().contiguous()
+            for name, value in trainer.student.named_parameters()
+            if value in state
+            for kind in _MOMENTS
+        }
+        with storage_errors(f"the checkpoints in {self._folder}"):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            _save(_tensors(trainer.student), partial / "student.safetensors")
+            _save(_tensors(trainer.models.average.module), partial / "average.safetensors")
+            _save(moments, partial / "moments.safetensors")
+            with (partial / _PROGRESS).open("wb") as stream:
+                stream.write(progress.model_dump_json(indent=1).encode())
+                stream.flush()
+                os.fsync(stream.fileno())
+            if target.exists():
+                shutil.rmtree(target)
+            partial.rename(target)
+            for path in set(self._folder.glob("state-*")) - {target}:
+                shutil.rmtree(path)
+            for path in set(self._folder.glob("best-*")) - {best}:
+                path.unlink()
+
+    def read(self, trainer: Trainer, progress: Progress) -> None:
+        """Put the state of a checkpoint into a trainer."""
+        folder, state = self._state(progress.step), trainer.optimiser.state
+        with storage_errors(f"the checkpoints in {self._folder}"):
+            _put(load_file(folder / "student.safetensors"), trainer.student)
+            _put(load_file(folder / "average.safetensors"), trainer.models.average.module)
+            stored = load_file(folder / "moments.safetensors")
+        state.clear()
+        for name, value in trainer.student.named_parameters():
+            if f"{name}:step" in stored:  # cloned into memory of torch's own, as its alignment decides the last bits
+                moments = {kind: stored[f"{name}:{kind}"].clone() for kind in _MOMENTS}
+                state[value] = {
+                    kind: mean if kind == "step" else mean.to(value.device) for kind, mean in moments.items()
+                }
+        trainer.step = progress.step
+
+    def keep_best(self, module: nn.Module, step: int) -> None:
+        """Write weights that are the best so far.
+
+        Raises:
+            StoreError: the disk is full or cannot be written.
+        """
+        target = self._best(step)
+        partial = target.with_name(f".{target.name}")
+        with storage_errors(f"the checkpoints in {self._folder}"):
+            _save(_tensors(module), partial)
+            partial.replace(target)
+
+    def put_best(self, module: nn.Module, step: int) -> None:
+        """Put the weights that were the best at a step into a module."""
+        _put(load_file(self._best(step)), module)
+
+    def _state(self, step: int) -> Path:
+        return self._folder / f"state-{step:08d}"
+
+    def _best(self, step: int) -> Path:
+        return self._folder / f"best-{step:08d}.safetensors"
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by name; those that share memory once, or copied."""
+    return {
+        **{name: value.detach().contiguous() for name, value in module.named_parameters()},
+        **{name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in module.named_buffers()},
+    }
+
+
+@torch.no_grad()
+def _put(stored: Mapping[str, Tensor], module: nn.Module) -> None:
+    for name, place in (*module.named_parameters(), *module.named_buffers()):
+        if 0 not in place.stride() or place.numel() <= 1:  # elements that share memory cannot be written
+            place.copy_(stored[name])
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # it is written from Rust: the system's message is in the text only
+        raise OSError(str(error)) from error
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
 
 _TIMED_STEPS = 8
 _TIMED_SECONDS = 2.0
@@ -265,7 +415,7 @@ _LONG_SECONDS = 0.5
 _FASTER = 0.9
 """More threads are worth it from here on."""
 _LATE = 1.05
-"""Of the time: a plan that is expected to end later is cut."""
+"""Share of the time: a plan that is expected to end later is cut."""
 _REVIEWED = 40
 """Times in all that the plan is held against the clock."""
 
@@ -286,10 +436,10 @@ def pace(trainer: Trainer, most_threads: int) -> tuple[float, int]:
     while threads < most_threads:
         more = min(2 * threads, most_threads)
         torch.set_num_threads(more)
-        found = _step_seconds(trainer)
-        if found > _FASTER * taken:
+        seconds = _step_seconds(trainer)
+        if seconds > _FASTER * taken:
             break
-        threads, taken = more, found
+        threads, taken = more, seconds
     return taken, threads
 
 
@@ -304,12 +454,12 @@ def _step_seconds(trainer: Trainer) -> float:
 
 @dataclass
 class TimeBudget:
-    """What steps and evaluations have taken in this process, and whether the plan ends in time at that rate."""
+    """Time that steps and evaluations took in this process, and the steps that there is time for at that rate."""
 
     seconds: float
     """Time for all of it."""
     before: float
-    """Of that, what went by before this process took its first step."""
+    """The part of it that went by before this process took its first step."""
     evaluation_seconds: float
     """One evaluation's; the last one's from the first in this process on."""
     _started: float = field(default_factory=time.monotonic)
@@ -319,10 +469,10 @@ class TimeBudget:
 
     @property
     def spent(self) -> float:
-        """Return seconds in all processes so far."""
+        """Seconds in all processes so far."""
         return self.before + time.monotonic() - self._started
 
-    def stepped(self, seconds: float) -> None:
+    def add_step(self, seconds: float) -> None:
         """Take note of a step; the first one of a process does what is done once."""
         self._steps += 1
         if self._steps > 1:

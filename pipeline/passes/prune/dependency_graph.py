@@ -1,7 +1,8 @@
-"""Follow one run of a module for what a dependency graph does not see.
+"""Trace the dependency graph of a module, and note in the same run all that such a graph does not see.
 
-Values leave autograd by ``detach``, NumPy or ``no_grad``, and what comes out of them hangs on nothing; a forward
-decides by what values are, and another input takes another way. Layers may not be called at all.
+torch_pruning follows the values that autograd recorded (Fang et al., "DepGraph: Towards Any Structural Pruning", CVPR
+2023). Values leave autograd by ``detach``, NumPy or ``no_grad``, and are followed no further; a forward may decide by
+values, and another input takes another way. Layers may not be called at all.
 """
 
 import contextlib
@@ -53,27 +54,26 @@ class Event:
         return f"by {self.how}{at} in {self.module or 'the forward of the model itself'}"
 
 
-class ForwardHooks:
-    """Within the block: which module is running, which were called, and what the graph does not see."""
+class ForwardHooks(TorchFunctionMode):
+    """Watches a module within the block: the part that is running, those that were called, and blind spots."""
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self._model = model
         self._names = {module: f"{path} ({type(module).__name__})" for path, module in model.named_modules() if path}
         self._own = {id(value) for value in (*model.parameters(), *model.buffers())}
         self._weights: set[int] = set()
         self._running: list[nn.Module] = []
         self._hooks: list[Any] = []
-        self._mode = _Noticing(self._notice)
         self.called: set[nn.Module] = set()
         self.left: dict[Event, None] = {}
-        """Where values left autograd."""
+        """Events at which values left autograd."""
         self.read: dict[Event, None] = {}
-        """Where Python looked at values, and may have decided by them."""
+        """Events at which Python looked at values, and may have decided by them."""
 
-    @property
-    def described(self) -> str:
-        """Return the module that is running, as the beginning of a sentence, or nothing."""
-        return f"in {self._where()}: " if self._where() else ""
+    def running(self) -> str:
+        """Name the innermost module that is running; empty outside of all."""
+        return self._names.get(self._running[-1], "") if self._running else ""
 
     def not_called(self) -> list[str]:
         """Name layers with weights that were not called, and whose weights nothing read that came out."""
@@ -85,7 +85,7 @@ class ForwardHooks:
             and not own & self._weights
         ]
 
-    def came_out(self, outputs: Sequence[Tensor]) -> None:
+    def note_weights(self, outputs: Sequence[Tensor]) -> None:
         """Note the weights that outputs depend on."""
         waiting, seen = [value.grad_fn for value in outputs], set[Any]()
         while waiting:
@@ -105,21 +105,13 @@ class ForwardHooks:
             elif module in self.called and self.left:
                 yield module, f"what it makes leaves autograd, {next(iter(self.left))}"
 
-    def _where(self) -> str:
-        return self._names.get(self._running[-1], "") if self._running else ""
-
-    def _notice(self, how: str, value: Tensor, leaves: bool) -> None:
-        if id(value) not in self._own:
-            kept = self.left if leaves else self.read
-            kept[Event(how, self._where(), file_tracking.called_at())] = None
-
-    def _entered(self, module: nn.Module, given: Any) -> None:
+    def _enter(self, module: nn.Module, given: Any) -> None:
         if not torch.is_grad_enabled() and self._recording:
-            self.left[Event("no_grad()", self._where(), file_tracking.called_at())] = None
+            self.left[Event("no_grad()", self.running(), file_tracking.called_at())] = None
         self._running.append(module)
         self.called.add(module)
 
-    def _done(self, module: nn.Module, given: Any, made: Any) -> None:
+    def _leave(self, module: nn.Module, given: Any, made: Any) -> None:
         self._running.pop()
         if not self._recording or not torch.is_grad_enabled() or self.left:
             return
@@ -131,33 +123,25 @@ class ForwardHooks:
     def __enter__(self) -> Self:
         self._recording = torch.is_grad_enabled()
         for module in self._model.modules():
-            self._hooks.append(module.register_forward_pre_hook(self._entered))
-            self._hooks.append(module.register_forward_hook(self._done))
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
+            self._hooks.append(module.register_forward_pre_hook(self._enter))
+            self._hooks.append(module.register_forward_hook(self._leave))
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
-
-
-class _Noticing(TorchFunctionMode):
-    """Hands over each value that leaves autograd or that Python looks at."""
-
-    def __init__(self, notice: Callable[[str, Tensor, bool], None]) -> None:
-        super().__init__()
-        self._notice = notice
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _READS:
-            self._notice(_READS[func], args[0], False)
-        elif func in _LEAVES and args[0].requires_grad:
-            self._notice(_LEAVES[func], args[0], True)
+        events = self.read if func in _READS else self.left if func in _LEAVES and args[0].requires_grad else None
+        if events is not None and id(args[0]) not in self._own:
+            how = _READS.get(func) or _LEAVES[func]
+            events[Event(how, self.running(), file_tracking.called_at())] = None
         return func(*args, **(kwargs or {}))
 
 
@@ -170,10 +154,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
 
-
-# The dependency graph of a module: torch_pruning follows what autograd recorded of one run.
-#
-# Fang et al., "DepGraph: Towards Any Structural Pruning", CVPR 2023.
 
 Run = Callable[[], tuple[Tensor, ...]]
 """Calls the module on its example, and returns the tensors that come out."""
@@ -190,52 +170,47 @@ def trace(model: nn.Module, run: Run) -> "tuple[DependencyGraph, ForwardHooks]":
 
     graph = torch_pruning.DependencyGraph()
     hooks = ForwardHooks(model)
+
+    def forward(*_: Any) -> tuple[Tensor, ...]:
+        with hooks:
+            return run()
+
     try:
         with torch.enable_grad(), by_operators(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what it could not follow is found out by trying
+            warnings.simplefilter("ignore")  # groups that it could not follow are found by trying
             graph.build_dependency(
                 model,
                 (),
-                forward_fn=lambda *_: _watched(run, hooks),
-                output_transform=lambda outputs: _followed(outputs, hooks),
+                forward_fn=forward,
+                output_transform=lambda outputs: _with_gradients(outputs, hooks),
                 verbose=False,
             )
             _follow_splits(graph)
     except ModelError:
         raise
     except Exception as error:
+        why = _describe_failure(error, hooks, _list_unknown(model))
         raise ModelError(
-            f"the dependency graph of the model cannot be traced: {_describe_failure(error, hooks, _unknown(model))}",
+            f"the dependency graph of the model cannot be traced: {why}",
             "structured pruning follows the gradients of one run through layers of torch.nn; "
             "`sparsify` needs no such graph",
         ) from error
-    _check_one_way(hooks)
+    left_out = hooks.not_called()
+    if hooks.read and left_out:  # with other values the forward may call them
+        raise ModelError(
+            f"the forward decides by what values are, {next(iter(hooks.read))}, and does not call "
+            f"{', '.join(left_out[:3])} on the example: what else reads the channels that would go cannot be known",
+            "prune the ways through the model as models of their own, or decide outside of forward; "
+            "`sparsify` needs no such graph",
+        )
     return graph, hooks
 
 
-def _watched(run: Run, hooks: ForwardHooks) -> tuple[Tensor, ...]:
-    with hooks:
-        return run()
-
-
-def _check_one_way(hooks: ForwardHooks) -> None:
-    """Refuse a forward that looks at values and leaves layers out: with other values it may call them."""
-    left_out = hooks.not_called()
-    if not hooks.read or not left_out:
-        return
-    raise ModelError(
-        f"the forward decides by what values are, {next(iter(hooks.read))}, and does not call "
-        f"{', '.join(left_out[:3])} on the example: what else reads the channels that would go cannot be known",
-        "prune the ways through the model as models of their own, or decide outside of forward; "
-        "`sparsify` needs no such graph",
-    )
-
-
 def _describe_failure(error: Exception, hooks: ForwardHooks, more: str = "") -> str:
-    """Describe an error, and where it was raised."""
-    line = file_tracking.raised_at(error)
+    """Describe an error, with the module and line that raised it."""
+    line, module = file_tracking.raised_at(error), hooks.running()
     text = " ".join(str(error).split())[:300]
-    return f"{hooks.described}{more}{type(error).__name__}: {text}{f' ({line})' if line else ''}"
+    return f"{f'in {module}: ' if module else ''}{more}{type(error).__name__}: {text}{f' ({line})' if line else ''}"
 
 
 def _follow_splits(graph: "DependencyGraph") -> None:
@@ -260,31 +235,27 @@ def _follow_splits(graph: "DependencyGraph") -> None:
         index_mapping.update_index_mapping(graph)
 
 
-def _unknown(model: nn.Module) -> str:
+def _list_unknown(model: nn.Module) -> str:
     """Name layers that hold weights and have no channels to follow; a part of a sentence."""
-    found = [
+    unknown = [
         f"{path} ({type(module).__name__})"
         for path, module in model.named_modules()
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase))
-        or (_holds(module) and not type(module).__module__.startswith("torch.nn"))
+        or (not type(module).__module__.startswith("torch.nn") and any(True for _ in module.parameters(recurse=False)))
     ]
-    return f"there is {', '.join(found[:3])}: " if found else ""
+    return f"there is {', '.join(unknown[:3])}: " if unknown else ""
 
 
-def _holds(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
-
-
-def _followed(outputs: tuple[Tensor, ...], hooks: ForwardHooks) -> list[Tensor]:
-    found = [value for value in outputs if value.grad_fn is not None]
-    hooks.came_out(found)
-    if not found:
+def _with_gradients(outputs: tuple[Tensor, ...], hooks: ForwardHooks) -> list[Tensor]:
+    followed = [value for value in outputs if value.grad_fn is not None]
+    hooks.note_weights(followed)
+    if not followed:
         why = f": values leave autograd {next(iter(hooks.left))}" if hooks.left else ""
         raise ModelError(
             f"no output of the model depends on its parameters in a way that gradients follow{why}",
             "take torch.no_grad(), detach(), NumPy and argmax out of forward, and out of what it calls",
         )
-    return found
+    return followed
 
 
 @contextlib.contextmanager
@@ -298,8 +269,8 @@ def by_operators() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def failure(model: nn.Module, run: Run) -> tuple[tuple[Tensor, ...], str]:
-    """Run a module for its outputs; or nothing, and the module that it fails in, the error, and the line."""
+def run_or_explain(model: nn.Module, run: Run) -> tuple[tuple[Tensor, ...], str]:
+    """Run a module for its outputs; or return none, and the module that it fails in, the error, and the line."""
     hooks = ForwardHooks(model)
     try:
         with torch.no_grad(), by_operators(), hooks:

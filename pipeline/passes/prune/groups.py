@@ -1,5 +1,6 @@
-"""From torch_pruning's dependency graph to groups of units, in terms of names and indices."""
+"""Turn torch_pruning's dependency graph into groups of units, in terms of names and indices."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,23 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from enginesmith.pipeline.passes.prune.surgery import Attribute, Group, Parts, Side, Slice
+from enginesmith.pipeline.passes.prune.surgery import Attribute, Group, Parts, Side, Slice, is_depthwise
 
 if TYPE_CHECKING:
     from torch_pruning import DependencyGraph
 
 
-_NORMS = (
-    nn.modules.batchnorm._BatchNorm,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.modules.instancenorm._InstanceNorm,
-)
+_NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
 _COUNTS = {"BatchNorm": "num_features", "InstanceNorm": "num_features", "GroupNorm": "num_channels"}
 
 
 class Unprunable(Exception):
-    """Why a group has to stay whole."""
+    """A group has to stay whole; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +36,24 @@ class Item:
 
     @property
     def straight(self) -> bool:
-        """Tell whether its channels are numbered as the root's."""
+        """True where its channels are numbered as the root's."""
         return self.indices == self.roots
 
 
 def find_groups(graph: "DependencyGraph", parts: Parts) -> tuple[list[Group], dict[str, str]]:
     """Return the groups that can lose units, and the others by the name of their root, with the reason.
 
-    Whether removing units does what it should is for others to find out; here is what is known of the layers' kinds.
+    Only the kinds of layers decide here; trying to remove units is left to others.
     """
-    found: list[Group] = []
+    groups: list[Group] = []
     whole: dict[str, str] = {}
     for traced in graph.get_all_groups(root_module_types=[nn.modules.conv._ConvNd, nn.Linear, nn.Embedding]):
         root = graph._module2name[traced[0].dep.target.module]
         try:
-            found.append(_group(graph, parts, _rerooted(graph, traced), root))
+            groups.append(_make_group(graph, parts, _reroot(graph, traced), root))
         except Unprunable as reason:
             whole[root] = f"{reason}{through(traced)}"
-    return found, whole
+    return groups, whole
 
 
 def through(traced: Any) -> str:
@@ -65,17 +61,17 @@ def through(traced: Any) -> str:
 
     They are taken to keep channels apart; where that is wrong, it is there.
     """
-    found: dict[str, None] = {}
+    functions: dict[str, None] = {}
     for dep, _ in traced or ():
         function = getattr(type(dep.target.grad_fn), "_forward_cls", None)
         if function is not None:
             code = function.forward.__code__
-            found[f"{function.__name__} ({Path(code.co_filename).name}:{code.co_firstlineno})"] = None
-    return f"; its channels run through the autograd function {', '.join(found)}" if found else ""
+            functions[f"{function.__name__} ({Path(code.co_filename).name}:{code.co_firstlineno})"] = None
+    return f"; its channels run through the autograd function {', '.join(functions)}" if functions else ""
 
 
-def _rerooted(graph: "DependencyGraph", traced: Any) -> Any:
-    """Return the group as a layer sees it that reads it, where one layer's channels are split into several parts."""
+def _reroot(graph: "DependencyGraph", traced: Any) -> Any:
+    """Return the group from the side of a layer that reads it, where one layer's channels are split into parts."""
     from torch_pruning import ops
 
     kinds = {dep.target.type for dep, _ in traced}
@@ -94,14 +90,15 @@ def _rerooted(graph: "DependencyGraph", traced: Any) -> Any:
     return traced
 
 
-def _group(graph: "DependencyGraph", parts: Parts, traced: Any, root: str) -> Group:
+def _make_group(graph: "DependencyGraph", parts: Parts, traced: Any, root: str) -> Group:
+    from torch_pruning import ops
+
     items = list(_items(graph, traced))
     if not any(item.reads for item in items):
         raise Unprunable("no layer of the model reads its channels: they are an output")
-    if any(_is_output(dep) for dep, _ in traced):
+    if any(dep.target.type == ops.OPTYPE.OUTPUT for dep, _ in traced):
         raise Unprunable("its channels are an output")
-    width = len(traced[0].idxs)
-    units = _units(items, width)
+    units = _units(items, len(traced[0].idxs))
     slices: list[Slice] = []
     attributes: list[Attribute] = []
     modules: list[str] = []
@@ -110,8 +107,13 @@ def _group(graph: "DependencyGraph", parts: Parts, traced: Any, root: str) -> Gr
         slices += made
         if made and isinstance(item.module, nn.Module):
             modules.append(item.name)
-        elif not made and isinstance(item.module, _NORMS):
-            attributes.append(_size_attribute(item, units))
+        elif not made and isinstance(item.module, _NORMS):  # it has no weights, and its size is a number only
+            sizes = {len(unit) for unit in units}
+            if len(sizes) != 1 or not item.straight:
+                raise Unprunable(f"{item.name} has no weights, and its channels are not those of one layer")
+            kind = type(item.module).__name__
+            name = next((value for key, value in _COUNTS.items() if kind.startswith(key)), "normalized_shape")
+            attributes.append(Attribute(item.name, name, sizes.pop()))
     makers = [item.name for item in items if not item.reads and item.name in modules]
     return Group(
         root=min(makers, key=list(parts.modules).index, default=root),
@@ -124,41 +126,32 @@ def _group(graph: "DependencyGraph", parts: Parts, traced: Any, root: str) -> Gr
     )
 
 
-def _is_output(dep: Any) -> bool:
-    from torch_pruning import ops
-
-    return bool(dep.target.type == ops.OPTYPE.OUTPUT)
-
-
 def _items(graph: "DependencyGraph", traced: Any) -> Iterator[Item]:
-    for position, (dep, indices) in enumerate(traced):
-        module = dep.target.module
+    for entry in traced:
+        dep, indices = entry
+        module, roots = dep.target.module, entry.root_idxs
         if not isinstance(module, (nn.Module, nn.Parameter)) or type(module).__module__.startswith("torch_pruning"):
             continue
-        roots = traced[position].root_idxs
-        if any(one is None for one in roots):
+        if any(root is None for root in roots):
             raise Unprunable("its channels are repeated for several heads, which is not followed")
         is_parameter = isinstance(module, nn.Parameter)
         name = graph._param_to_name[module] if is_parameter else graph._module2name[module]
-        reads = isinstance(module, nn.Module) and graph.is_in_channel_pruning_fn(dep.handler) and _has_two_sides(module)
+        two_sides = isinstance(module, (nn.Linear, nn.RNNBase, nn.MultiheadAttention))
+        if isinstance(module, nn.modules.conv._ConvNd):
+            two_sides = not is_depthwise(module)
+        reads = two_sides and graph.is_in_channel_pruning_fn(dep.handler)
         yield Item(module, name, reads, tuple(indices), tuple(roots), dep.target.pruning_dim if is_parameter else 0)
 
 
-def _has_two_sides(module: nn.Module) -> bool:
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return not _depthwise(module)
-    return isinstance(module, (nn.Linear, nn.RNNBase, nn.MultiheadAttention))
-
-
-def _depthwise(layer: "nn.modules.conv._ConvNd") -> bool:
-    return layer.groups == layer.out_channels == layer.in_channels and layer.groups > 1
-
-
 def _units(items: Sequence[Item], width: int) -> tuple[tuple[int, ...], ...]:
-    """Return channels of the root that can only go together."""
+    """Join channels of the root that can only go together."""
     blocks = 1
     for item in items:
-        own = _blocks(item)
+        own = 1
+        if isinstance(item.module, nn.modules.conv._ConvNd) and not is_depthwise(item.module):
+            own = item.module.groups
+        elif isinstance(item.module, nn.GroupNorm):
+            own = item.module.num_groups
         if own == 1:
             continue
         if not item.straight or len(item.roots) != width:
@@ -169,7 +162,7 @@ def _units(items: Sequence[Item], width: int) -> tuple[tuple[int, ...], ...]:
     size = width // blocks
     if size < 2:
         raise Unprunable("its layers take each channel as a block of its own" if blocks > 1 else "it has one channel")
-    joined = _joined(items, width)
+    joined = _join(items, width)
     if blocks == 1:
         return joined
     if len(joined) != width:
@@ -177,21 +170,14 @@ def _units(items: Sequence[Item], width: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(unit + block * size for block in range(blocks)) for unit in range(size))
 
 
-def _blocks(item: Item) -> int:
-    module = item.module
-    if isinstance(module, nn.modules.conv._ConvNd) and not _depthwise(module):
-        return module.groups
-    return module.num_groups if isinstance(module, nn.GroupNorm) else 1
-
-
-def _joined(items: Sequence[Item], width: int) -> tuple[tuple[int, ...], ...]:
-    """Return channels that some layer has at the same place."""
+def _join(items: Sequence[Item], width: int) -> tuple[tuple[int, ...], ...]:
+    """Join channels that some layer has at the same place (union–find)."""
     leader = list(range(width))
 
-    def find(one: int) -> int:
-        while leader[one] != one:
-            one = leader[one]
-        return one
+    def find(channel: int) -> int:
+        while leader[channel] != channel:
+            channel = leader[channel]
+        return channel
 
     for item in items:
         at: dict[int, int] = {}
@@ -199,8 +185,8 @@ def _joined(items: Sequence[Item], width: int) -> tuple[tuple[int, ...], ...]:
             other = find(at.setdefault(index, root))
             leader[max(find(root), other)] = min(find(root), other)
     units: dict[int, list[int]] = {}
-    for one in range(width):
-        units.setdefault(find(one), []).append(one)
+    for channel in range(width):
+        units.setdefault(find(channel), []).append(channel)
     return tuple(tuple(unit) for unit in units.values())
 
 
@@ -218,12 +204,20 @@ def _slices(item: Item, parts: Parts, units: Sequence[Sequence[int]]) -> Iterato
 
 
 def _tensors(item: Item) -> Iterator[tuple[str, int, Side, int]]:
-    """Each tensor of a layer that holds the channels: its name, the axis, the side, and after how many they repeat."""
+    """List tensors of a layer that hold the channels: name, axis, side, and the number after which they repeat."""
     module, every = item.module, 1 << 62
     if isinstance(module, nn.Parameter):
         yield "", item.axis % module.dim(), "scales", every
     elif isinstance(module, nn.modules.conv._ConvNd):
-        yield from _convolution_tensors(item, module, every)
+        full = module.transposed and not is_depthwise(module)
+        side: Side = "reads" if item.reads else "scales" if is_depthwise(module) else "makes"
+        if item.reads:
+            period = every if module.transposed else module.in_channels // module.groups
+            yield "weight", 0 if module.transposed else 1, side, period
+        else:
+            yield "weight", 1 if full else 0, side, module.out_channels // module.groups if full else every
+        if not item.reads and module.bias is not None:
+            yield "bias", 0, side, every
     elif isinstance(module, nn.Linear):
         yield "weight", 1 if item.reads else 0, "reads" if item.reads else "makes", every
         if not item.reads and module.bias is not None:
@@ -243,36 +237,8 @@ def _tensors(item: Item) -> Iterator[tuple[str, int, Side, int]]:
         raise Unprunable(f"{item.name} is a {type(module).__name__}, whose width cannot be changed channel by channel")
 
 
-def _convolution_tensors(
-    item: Item, module: "nn.modules.conv._ConvNd", every: int
-) -> Iterator[tuple[str, int, Side, int]]:
-    depthwise = _depthwise(module)
-    if item.reads:
-        inner = every if module.transposed else module.in_channels // module.groups
-        yield "weight", 0 if module.transposed else 1, "reads", inner
-        return
-    inner = module.out_channels // module.groups if module.transposed and not depthwise else every
-    side: Side = "scales" if depthwise else "makes"
-    yield "weight", 1 if module.transposed and not depthwise else 0, side, inner
-    if module.bias is not None:
-        yield "bias", 0, side, every
-
-
-def _size_attribute(item: Item, units: Sequence[Sequence[int]]) -> Attribute:
-    """Find the size of a normalisation without weights, which keeps it as a number only."""
-    kind = type(item.module).__name__
-    name = next((value for key, value in _COUNTS.items() if kind.startswith(key)), "normalized_shape")
-    sizes = {len(unit) for unit in units}
-    if len(sizes) != 1 or not item.straight:
-        raise Unprunable(f"{item.name} has no weights, and its channels are not those of one layer")
-    return Attribute(item.name, name, sizes.pop())
-
-
-# Groups that are split into attention heads: a unit is a head, and modules may count heads beside their weights.
-
-
 def split_into_heads(group: Group, parts: Parts) -> tuple[Group, ...]:
-    """Return the ways in which a group may be made of heads, the most likely first; nothing where it is no attention.
+    """List the ways in which a group may be made of heads, the most likely first; nothing where it is no attention.
 
     More than one is possible where the shapes of the products fit several numbers of heads, and as nobody knows which
     numbers a forward reads: which is right is found out by trying.
@@ -283,13 +249,11 @@ def split_into_heads(group: Group, parts: Parts) -> tuple[Group, ...]:
         if heads < 2 or group.units != group.width:
             continue
         units = tuple(tuple(range(head * size, (head + 1) * size)) for head in range(heads))
-        slices = tuple(
-            replace(
-                one, indices=tuple(tuple(index for channel in unit for index in one.indices[channel]) for unit in units)
-            )
-            for one in group.slices
-        )
-        made = replace(group, unit="head", channels=units, slices=slices)
+        slices = []
+        for part in group.slices:
+            indices = (tuple(index for channel in unit for index in part.indices[channel]) for unit in units)
+            slices.append(replace(part, indices=tuple(indices)))
+        made = replace(group, unit="head", channels=units, slices=tuple(slices))
         ways += [replace(made, attributes=attributes) for attributes in _attributes(made, parts, heads, size)]
     return tuple(ways)
 
@@ -307,55 +271,38 @@ def _products(group: Group) -> Iterator[tuple[str, object]]:
 
 
 def _head_sizes(group: Group) -> list[int]:
-    """Return channels of one head, as far as the products tell."""
-    found: list[int] = []
+    """List possible numbers of channels of one head, as far as the products tell."""
+    sizes: list[int] = []
     for name, product in _products(group):
         if "ScaledDotProduct" in name:
-            found.append(int(product._saved_query.shape[-1]))  # type: ignore[attr-defined]
+            sizes.append(int(product._saved_query.shape[-1]))  # type: ignore[attr-defined]
             continue
         for leaf in ("_saved_mat2", "_saved_self"):
             matrix = getattr(product, leaf, None)
             if matrix is not None:
-                found += [int(size) for size in matrix.shape[1:]]
-    return [size for size in dict.fromkeys(found) if size < group.width and group.width % size == 0]
+                sizes += [int(size) for size in matrix.shape[1:]]
+    return [size for size in dict.fromkeys(sizes) if size < group.width and group.width % size == 0]
 
 
 def _attributes(group: Group, parts: Parts, heads: int, size: int) -> list[tuple[Attribute, ...]]:
-    """Return numbers to change: those of heads; also those of the width beside them; or none."""
+    """List choices of numbers to change: those of heads; also those of the width beside them; or none."""
     counts, widths = [], []
+    above = zip(*(path.split(".")[:-1] for path in group.modules), strict=False)
+    outer = [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, above)]  # around all
     for path, module in parts.modules.items():
-        if not _within(path, _shared(group.modules)) or type(module).__module__.startswith("torch.nn"):
+        if path.split(".")[: len(outer)] != outer or type(module).__module__.startswith("torch.nn"):
             continue
         numbers = {name: value for name, value in vars(module).items() if type(value) is int}
-        own = [
-            Attribute(path, name, 1)
-            for name, value in numbers.items()
-            if "head" in name and value == heads and "dim" not in name and "size" not in name
-        ]
+        own = []
+        for name, value in numbers.items():
+            if "head" in name and value == heads and "dim" not in name and "size" not in name:
+                own.append(Attribute(path, name, 1))
         own += [
             Attribute(path, name, size) for name, value in numbers.items() if "head" in name and value == group.width
         ]
         counts += own
         if own:
-            widths += [
-                Attribute(path, name, size)
-                for name, value in numbers.items()
-                if value == group.width and "head" not in name
-            ]
+            others = ((name, value) for name, value in numbers.items() if "head" not in name)
+            widths += [Attribute(path, name, size) for name, value in others if value == group.width]
     choices = [tuple(counts), (*counts, *widths), ()]
     return list(dict.fromkeys(choices))
-
-
-def _shared(modules: tuple[str, ...]) -> str:
-    """Return the closest module that all are within."""
-    paths = [path.split(".")[:-1] for path in modules]
-    common = []
-    for names in zip(*paths, strict=False):
-        if len(set(names)) > 1:
-            break
-        common.append(names[0])
-    return ".".join(common)
-
-
-def _within(path: str, outer: str) -> bool:
-    return not outer or path == outer or path.startswith(f"{outer}.")

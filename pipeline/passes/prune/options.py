@@ -15,7 +15,7 @@ Importance = Literal["l1", "l2", "taylor", "bn", "random"]
 
 
 class PruneOptions(BaseModel):
-    """How pruning chooses."""
+    """Choices of pruning, beside the target."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -39,8 +39,6 @@ class PruneOptions(BaseModel):
     )
     heads: Annotated[bool, Option("Variants", "--no-heads")] = Field(True, description="prune whole attention heads")
 
-
-# Read and write how far a model is to be pruned: always the share that is removed.
 
 Kind = Literal["ratio", "macs", "params", "latency"]
 
@@ -76,23 +74,33 @@ class PruneTarget(BaseModel):
             value = float(number[:-1]) / 100 if number.endswith("%") else float(number)
         except ValueError as error:
             raise UsageError(f"{text!r} is no pruning target: {number!r} is no number", _FORMS) from error
+        what = _QUANTITIES[name]
         if name != "ratio":
-            if 0 < value < 1 and not number.startswith("-"):
-                raise _unsigned(name, value, text)
+            if 0 < value < 1 and not number.startswith("-"):  # it meant the share that is left in earlier versions
+                raise UsageError(
+                    f"--prune {text} does not say whether {value:.4g} of the {what} is removed or left",
+                    f"write {spell(name, value)} to remove {100 * value:.4g} %, or {spell(name, 1 - value)} to leave "
+                    "that much",
+                )
             value = -value
         if not (math.isfinite(value) and 0 < value < 1):
-            raise UsageError(f"--prune {text}: {_out_of_range(name, value)}", _FORMS)
+            why = f"it is the share of the {what} that is removed, above 0 % and below 100 %"
+            if value == 0:
+                why = f"none of the {what} would be removed; leave --prune away for the dense model"
+            elif value == 1:
+                why = f"{why}, and 100 % would leave none"
+            raise UsageError(f"--prune {text}: {why}", _FORMS)
         return cls.model_validate({"kind": name, "value": round(value, 12)})
 
     @property
     def slug(self) -> str:
-        """Part of the names of variants, in percent removed: ``prune30``, ``prune-macs50``, ``prune-latency40``."""
+        """Mark in names of variants, in percent removed: ``prune30``, ``prune-macs50``, ``prune-latency40``."""
         percent = f"{100 * self.value:.4g}".replace(".", "_")
         return f"prune{percent}" if self.kind == "ratio" else f"prune-{self.kind}{percent}"
 
     @property
     def left(self) -> float:
-        """Return the share of the quantity that is left."""
+        """Share of the quantity that is left."""
         return 1 - self.value
 
     def stages(self, count: int) -> tuple["PruneTarget", ...]:
@@ -108,19 +116,3 @@ def spell(kind: str, removed: float) -> str:
     """Write the share that is removed as :meth:`PruneTarget.parse` reads it."""
     percent = f"{100 * removed:.6g}%"
     return percent if kind == "ratio" else f"{kind}=-{percent}"
-
-
-def _unsigned(kind: str, value: float, text: str) -> UsageError:
-    """Explain a share without a sign, which meant what is left in earlier versions."""
-    return UsageError(
-        f"--prune {text} does not say whether {value:.4g} of the {_QUANTITIES[kind]} is removed or left",
-        f"write {spell(kind, value)} to remove {100 * value:.4g} %, or {spell(kind, 1 - value)} to leave that much",
-    )
-
-
-def _out_of_range(kind: str, value: float) -> str:
-    what = _QUANTITIES[kind]
-    if value == 0:
-        return f"none of the {what} would be removed; leave --prune away for the dense model"
-    range_is = f"it is the share of the {what} that is removed, above 0 % and below 100 %"
-    return f"{range_is}, and 100 % would leave none" if value == 1 else range_is

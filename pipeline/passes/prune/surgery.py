@@ -1,26 +1,27 @@
-"""Take units out of a module's tensors, in place, and put everything back if need be."""
+"""Take units out of a module's tensors, in place, and put everything back if need be.
+
+Units are those of groups of channels that can only go together, as slices of named tensors.
+"""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-# Groups of channels that can only go together, as slices of named tensors.
-
 Side = Literal["makes", "scales", "reads"]
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Where the units of a group lie in one tensor: ``indices[unit]`` along ``axis``."""
+    """The units of a group in one tensor: ``indices[unit]`` along ``axis``."""
 
     tensor: str
     axis: int
     side: Side
-    """Whether the tensor's layer makes the channels, changes each of them alone, or reads them."""
+    """Effect of the tensor's layer: it makes the channels, changes each of them alone, or reads them."""
     indices: tuple[tuple[int, ...], ...]
 
 
@@ -31,7 +32,7 @@ class Attribute:
     module: str
     name: str
     each: int
-    """How much of it one unit accounts for."""
+    """The part of it that one unit accounts for."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +53,17 @@ class Group:
 
     @property
     def units(self) -> int:
-        """Return the number of units."""
         return len(self.channels)
 
     @property
     def width(self) -> int:
-        """Count channels in all."""
+        """Channels in all."""
         return sum(map(len, self.channels))
 
     @property
-    def makers(self) -> tuple[str, ...]:
-        """Return tensors of the layers that make the channels."""
-        return tuple(one.tensor for one in self.slices if one.side == "makes")
-
-
-Choice = Mapping[str, tuple[int, ...]]
-"""Root of a group → the units of it that stay, in order."""
+    def paths(self) -> tuple[str, ...]:
+        """Modules that are cut or whose attributes shrink."""
+        return (*self.modules, *(attribute.module for attribute in self.attributes))
 
 
 @dataclass(frozen=True)
@@ -77,9 +73,9 @@ class Removal:
     group: Group
     units: tuple[int, ...]
 
-    def along(self, one: Slice) -> list[int]:
-        """Return the indices that go along a slice's axis."""
-        return sorted({index for unit in self.units for index in one.indices[unit]})
+    def along(self, part: Slice) -> list[int]:
+        """List the indices that go along a slice's axis."""
+        return sorted({index for unit in self.units for index in part.indices[unit]})
 
 
 class Parts:
@@ -102,8 +98,8 @@ class Parts:
     def get(self, name: str) -> Tensor:
         """Return a tensor by its canonical name."""
         module, leaf = self._holders[name][0]
-        found: Tensor = getattr(module, leaf)
-        return found
+        tensor: Tensor = getattr(module, leaf)
+        return tensor
 
     def put(self, name: str, value: Tensor) -> None:
         """Replace a tensor wherever it is held."""
@@ -111,44 +107,34 @@ class Parts:
             setattr(module, leaf, value)
 
 
-def cut(model: nn.Module, removals: Sequence[Removal]) -> None:
-    """Take units out for good; ``model`` is smaller afterwards, and nothing else changes."""
-    parts = Parts(model)
-    _cut(parts, removals)
-
-
 @contextlib.contextmanager
 def cut_for_now(model: nn.Module, removals: Sequence[Removal]) -> Iterator[None]:
     """Cut the units within the block."""
     parts = Parts(model)
-    names = {one.tensor for removal in removals for one in removal.group.slices}
-    tensors = {name: parts.get(name) for name in names}
-    paths = {path for removal in removals for path in _touched(removal.group)}
-    attributes = {path: _own_values(parts.modules[path]) for path in paths}
+    tensors = {part.tensor: parts.get(part.tensor) for removal in removals for part in removal.group.slices}
+    paths = {path for removal in removals for path in removal.group.paths}
+    sizes = {
+        path: {name: value for name, value in vars(parts.modules[path]).items() if isinstance(value, (int, tuple))}
+        for path in paths
+    }
     try:
-        _cut(parts, removals)
+        cut(model, removals)
         yield
     finally:
         for name, value in tensors.items():
             parts.put(name, value)
-        for path, values in attributes.items():
+        for path, values in sizes.items():
             parts.modules[path].__dict__.update(values)
 
 
-def _touched(group: Group) -> Iterable[str]:
-    return (*group.modules, *(one.module for one in group.attributes))
-
-
-def _own_values(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, (int, tuple))}
-
-
-def _cut(parts: Parts, removals: Sequence[Removal]) -> None:
+def cut(model: nn.Module, removals: Sequence[Removal]) -> None:
+    """Take units out for good; ``model`` is smaller afterwards, and nothing else changes."""
+    parts = Parts(model)
     gone: dict[tuple[str, int], set[int]] = {}
     for removal in removals:
-        for one in removal.group.slices:
-            axis = one.axis % parts.get(one.tensor).dim()
-            gone.setdefault((one.tensor, axis), set()).update(removal.along(one))
+        for part in removal.group.slices:
+            axis = part.axis % parts.get(part.tensor).dim()
+            gone.setdefault((part.tensor, axis), set()).update(removal.along(part))
     for (name, axis), indices in sorted(gone.items()):
         old = parts.get(name)
         kept = torch.tensor([index for index in range(old.shape[axis]) if index not in indices], device=old.device)
@@ -166,7 +152,13 @@ def _cut(parts: Parts, removals: Sequence[Removal]) -> None:
 def _resize(module: nn.Module) -> None:
     """Bring the sizes that a module of torch.nn keeps in line with its tensors."""
     if isinstance(module, nn.modules.conv._ConvNd):
-        _resize_convolution(module)
+        first, second = module.weight.shape[:2]
+        if is_depthwise(module):
+            module.groups = module.in_channels = module.out_channels = first
+        elif module.transposed:
+            module.in_channels, module.out_channels = first, second * module.groups
+        else:
+            module.out_channels, module.in_channels = first, second * module.groups
     elif isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)):
@@ -184,30 +176,23 @@ def _resize(module: nn.Module) -> None:
         module.input_size = int(module.get_parameter("weight_ih_l0").shape[1])
 
 
-def _resize_convolution(layer: "nn.modules.conv._ConvNd") -> None:
-    first, second = layer.weight.shape[:2]
-    depthwise = layer.groups == layer.out_channels == layer.in_channels and layer.groups > 1
-    if depthwise:
-        layer.groups = layer.in_channels = layer.out_channels = first
-    elif layer.transposed:
-        layer.in_channels, layer.out_channels = first, second * layer.groups
-    else:
-        layer.out_channels, layer.in_channels = first, second * layer.groups
+def is_depthwise(layer: "nn.modules.conv._ConvNd") -> bool:
+    """Tell whether a convolution changes each channel alone."""
+    return layer.groups == layer.out_channels == layer.in_channels and layer.groups > 1
 
 
 @contextlib.contextmanager
 def mask_units(model: nn.Module, removals: Sequence[Removal]) -> Iterator[None]:
     """Mask the units within the block: no layer reads them, as its weights for them are 0."""
     parts = Parts(model)
-    slices = [(one, removal) for removal in removals for one in removal.group.slices if one.side == "reads"]
-    kept = {one.tensor: parts.get(one.tensor) for one, _ in slices}
+    slices = [(part, removal) for removal in removals for part in removal.group.slices if part.side == "reads"]
+    kept = {part.tensor: parts.get(part.tensor) for part, _ in slices}
     try:
         with torch.no_grad():
             for name, value in kept.items():
                 parts.put(name, nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad))
-            for one, removal in slices:
-                gone = torch.tensor(removal.along(one))
-                parts.get(one.tensor).index_fill_(one.axis, gone, 0.0)
+            for part, removal in slices:
+                parts.get(part.tensor).index_fill_(part.axis, torch.tensor(removal.along(part)), 0.0)
         yield
     finally:
         for name, value in kept.items():
