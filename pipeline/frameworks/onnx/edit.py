@@ -1,5 +1,6 @@
 """Load, name, tidy and save ONNX graphs for passes."""
 
+import ast
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 
 from enginesmith.pipeline.artifact import Effect
 from enginesmith.pipeline.errors import InvalidGraph
-from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
+from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.tensors import Array
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ def load(path: Path) -> "ir.Model":
     """
     import onnx_ir as ir
 
-    from enginesmith.pipeline.frameworks.onnx import model_file
-
     try:
         model = ir.from_proto(model_file.read(path))
     except (ValueError, TypeError, KeyError) as error:
@@ -47,21 +46,14 @@ def save(model: "ir.Model", out: Path, external_data_bytes: int = EXTERNAL_DATA_
     """Write ``model.onnx`` into a folder; weights of more bytes than that together go beside it."""
     import onnx_ir as ir
 
-    external = weight_bytes(model) > external_data_bytes
-    if not external:
+    data_file = _DATA_FILE if weight_bytes(model) > external_data_bytes else None
+    if data_file is None:
         ir.external_data.load_to_model(model)  # what lay beside the file that was read has no file here
-    ir.save(
-        model,
-        out / FILE,
-        external_data=_DATA_FILE if external else None,
-        size_threshold_bytes=_INLINE_BYTES,
-    )
+    ir.save(model, out / FILE, external_data=data_file, size_threshold_bytes=_INLINE_BYTES)
 
 
 def pass_on(path: Path, out: Path, note: str) -> Effect:
     """Write the same graph with its weights, and say why it is the same."""
-    from enginesmith.pipeline.frameworks.onnx import model_file
-
     for name in model_file.external_files(path):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path.parent / name, out / name)
@@ -71,13 +63,13 @@ def pass_on(path: Path, out: Path, note: str) -> Effect:
 
 
 def weight_bytes(model: "ir.Model") -> int:
-    """Return bytes of all initialisers, subgraphs included."""
+    """Add up the bytes of all initialisers, subgraphs included."""
     values = (value for graph in model.graphs() for value in graph.initializers.values())
     return sum(value.const_value.nbytes for value in values if value.const_value is not None)
 
 
 def node_count(model: "ir.Model") -> int:
-    """Return nodes of the graph, its subgraphs and its functions."""
+    """Count the nodes of the graph, its subgraphs and its functions."""
     import onnx_ir as ir
 
     return sum(1 for body in _bodies(model) for _ in ir.traversal.RecursiveGraphIterator(body))
@@ -103,7 +95,7 @@ def tidy(model: "ir.Model", wrapper: str = "") -> None:
     for body in _bodies(model):
         for node in ir.traversal.RecursiveGraphIterator(body):
             if module := _module_path(node, wrapper):
-                node.metadata_props[MODULE_KEY] = module
+                node.metadata_props[model_file.MODULE_KEY] = module
             _strip(node)
             for value in node.outputs:
                 _strip(value)
@@ -123,30 +115,23 @@ def _strip(holder: "ir.Node | ir.Value | ir.Graph") -> None:
 
 def _module_path(node: "ir.Node", wrapper: str) -> str:
     """Return dotted path of the module that a node came from, as the exporters noted it; empty if they did not."""
-    import ast
-
-    known = node.metadata_props.get(MODULE_KEY)
+    known = node.metadata_props.get(model_file.MODULE_KEY)
     if known is not None:
         return known
     path = ""
     if scopes := node.metadata_props.get(_SCOPES_KEY):
         path = ["", *ast.literal_eval(scopes)[:-1]][-1]
-    elif node.name and node.name.startswith("/"):
-        path = _joined(node.name.strip("/").split("/")[:-1])
+    elif node.name and node.name.startswith("/"):  # TorchScript's: layer1/layer1.0/conv1 is layer1.0.conv1
+        parts: list[str] = []
+        for scope in node.name.strip("/").split("/")[:-1]:
+            if parts and scope.startswith(f"{parts[-1]}."):
+                parts.pop()
+            parts.append(scope)
+        path = ".".join(parts)
     return "" if path == wrapper else path.removeprefix(f"{wrapper}.") if wrapper else path
 
 
-def _joined(scopes: list[str]) -> str:
-    """Return the TorchScript exporter's ``layer1/layer1.0/conv1`` as ``layer1.0.conv1``."""
-    parts: list[str] = []
-    for scope in scopes:
-        if parts and scope.startswith(f"{parts[-1]}."):
-            parts.pop()
-        parts.append(scope)
-    return ".".join(parts)
-
-
-# Constants of a graph: reading them, and putting other numbers in their place.
+# Read constants of a graph, and put other numbers in their place.
 
 
 def read(value: "ir.Value | None") -> Array | None:
@@ -228,33 +213,15 @@ def new(graph: "ir.Graph", name: str, numbers: Array) -> "ir.Value":
     """Return a new initialiser, under this name or one like it."""
     import onnx_ir as ir
 
-    name = free_name(graph, name)
+    name = Names(graph).new(name)
     tensor = ir.tensor(numbers, name=name)
     value = ir.Value(name=name, shape=ir.Shape(numbers.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value
 
 
-def free_name(graph: "ir.Graph", wanted: str) -> str:
-    """The name, with a number behind it where a value is called that already, in the graph or in one below it."""
-    import onnx_ir as ir
-
-    taken = {
-        value.name for below in (graph, *graph.subgraphs()) for value in (*below.inputs, *below.initializers.values())
-    }
-    taken |= {value.name for node in ir.traversal.RecursiveGraphIterator(graph) for value in node.outputs}
-    name, count = wanted, 1
-    while name in taken:
-        count += 1
-        name = f"{wanted}_{count}"
-    return name
-
-
-# Names that nothing in a graph has yet.
-
-
 class Names:
-    """Those of the values and nodes of a graph and of all bodies in it."""
+    """Names of the values and nodes of a graph and of all bodies in it."""
 
     def __init__(self, graph: "ir.Graph") -> None:
         self._taken: set[str | None] = set()
@@ -264,9 +231,9 @@ class Names:
 
     def new(self, wanted: str) -> str:
         """Return the name that is wanted, with a number behind it if it is taken; it is taken from now on."""
-        found, count = wanted, 1
-        while found in self._taken:
+        name, count = wanted, 1
+        while name in self._taken:
             count += 1
-            found = f"{wanted}_{count}"
-        self._taken.add(found)
-        return found
+            name = f"{wanted}_{count}"
+        self._taken.add(name)
+        return name

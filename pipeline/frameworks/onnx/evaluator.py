@@ -1,4 +1,4 @@
-"""Bring in ONNX Runtime as a library that computes graphs, for calibration, comparisons and probes."""
+"""Compute graphs with ONNX Runtime as a library, for calibration, comparisons and probes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 
 from enginesmith.pipeline.errors import MissingCapability, ModelError, install_command
 from enginesmith.pipeline.frameworks.onnx import model_file
-from enginesmith.pipeline.tensors import Array, Feeds, Signature, TensorSpec
+from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
 LIBRARY, TITLE = "onnxruntime", "ONNX Runtime"
 TOOLS = (LIBRARY, "onnxruntime-gpu")
@@ -109,16 +109,16 @@ def _distance(expected: Array, actual: Array) -> float:
 
 
 def _candidates(signature: Signature) -> Iterator[dict[str, Array]]:
+    """Draw normal numbers; zeros and ones for integers, which are valid as tokens, masks and indices alike."""
     first = {spec.shape[0] for spec in signature.inputs if spec.shape}
     for other in _OTHERS if set(signature.symbols) - first else _OTHERS[:1]:
         sizes = {symbol: _FIRST if symbol in first else other for symbol in signature.symbols}
         generator = np.random.default_rng(0)
-        yield {spec.name: _feed(spec, spec.resolve(sizes), generator) for spec in signature.inputs}
-
-
-def _feed(spec: TensorSpec, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
-    """Draw normal numbers; zeros and ones for integers, which are valid as tokens, masks and indices alike."""
-    dtype = np.dtype(spec.dtype)
-    if np.issubdtype(dtype, np.floating):
-        return generator.standard_normal(shape, dtype=np.float32).astype(dtype)
-    return generator.integers(0, 2, shape).astype(dtype)
+        feeds: dict[str, Array] = {}
+        for spec in signature.inputs:
+            dtype, shape = np.dtype(spec.dtype), spec.resolve(sizes)
+            if np.issubdtype(dtype, np.floating):
+                feeds[spec.name] = generator.standard_normal(shape, dtype=np.float32).astype(dtype)
+            else:
+                feeds[spec.name] = generator.integers(0, 2, shape).astype(dtype)
+        yield feeds

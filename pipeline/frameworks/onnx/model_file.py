@@ -1,4 +1,4 @@
-"""Everything that reads ONNX files: what is wrong with one, what goes in and out, what it is made of.
+"""Read ONNX files: check them, and read their signature, contents and precision.
 
 Weights that lie beside the file are never loaded as a whole: they are streamed when their values matter, and left alone
 when they do not.
@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.errors import InvalidGraph, SignatureError
-from enginesmith.pipeline.tensors import DESCRIBED, Array, Signature, TensorSpec
+from enginesmith.pipeline.tensors import DESCRIBED, Signature, TensorSpec
 
 if TYPE_CHECKING:
     import onnx
@@ -35,7 +35,7 @@ _EXPRESSION = set("+-*/%()<>, ")
 
 
 class Summary(BaseModel):
-    """What a graph is made of; counts include subgraphs and function bodies."""
+    """Contents of a graph; counts include subgraphs and function bodies."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -68,17 +68,21 @@ def read(path: Path) -> "onnx.ModelProto":
         raise InvalidGraph(f"{path} is empty", "export or copy the model again")
     if len(data) > _PROTOBUF_LIMIT_BYTES:
         raise InvalidGraph(f"{path} is larger than 2 GB", "save it with external data: the format allows no more")
+    cause = None
     try:
         model = onnx.load_model_from_string(data)
+        if model.ir_version and model.HasField("graph"):
+            return model
     except DecodeError as error:
-        raise _unreadable(path, data) from error
-    if not model.ir_version or not model.HasField("graph"):
-        raise _unreadable(path, data)
-    return model
+        cause = error
+    if data.startswith(_IR_VERSION_TAG):
+        message = f"{path} is truncated or damaged: it starts like ONNX and breaks off"
+        raise InvalidGraph(message, "copy it again") from cause
+    raise InvalidGraph(f"{path} is not an ONNX file", "give a model that was saved by an ONNX exporter") from cause
 
 
 def skeleton(path: Path) -> "onnx.ModelProto":
-    """Parse a file without the values of large weights, for whoever looks at structure and types alone."""
+    """Parse a file without the values of large weights: enough to read structure and types."""
     model = read(path)
     for tensor in tensors(model):
         if len(tensor.raw_data) > _SKELETON_BYTES:
@@ -86,43 +90,37 @@ def skeleton(path: Path) -> "onnx.ModelProto":
     return model
 
 
-def _unreadable(path: Path, data: bytes) -> InvalidGraph:
-    if data.startswith(_IR_VERSION_TAG):
-        return InvalidGraph(f"{path} is truncated or damaged: it starts like ONNX and breaks off", "copy it again")
-    return InvalidGraph(f"{path} is not an ONNX file", "give a model that was saved by an ONNX exporter")
-
-
 def check(path: Path) -> None:
-    """Hold a file against the specification, and its weights against NaN.
+    """Check that a file meets the specification, and that its weights hold no NaN.
 
     Raises:
         InvalidGraph: says what is wrong with it.
     """
+    import onnx
+
     model = read(path)
-    _check_versions(path, model)
+    newest, remedy = onnx.defs.onnx_opset_version(), "export with an older opset, or upgrade the onnx package"
+    if model.ir_version > onnx.IR_VERSION:
+        given, known = model.ir_version, onnx.IR_VERSION
+        raise InvalidGraph(f"{path} has IR version {given}, and the installed onnx knows up to {known}", remedy)
+    opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
+    if opset > newest:
+        raise InvalidGraph(f"{path} needs opset {opset}, and the installed onnx knows up to {newest}", remedy)
     if not model.graph.output:
         raise InvalidGraph(f"{path} has no outputs", "name at least one output when the graph is exported")
     for tensor in tensors(model):
         if _is_external(tensor):
             _check_external(path, tensor)
-    _check_specification(path)
+    try:
+        onnx.checker.check_model(os.fspath(path), full_check=True)
+    except onnx.checker.ValidationError as error:
+        raise InvalidGraph(f"{path} breaks the ONNX specification: {_brief(error)}", "export it again") from error
+    except (onnx.shape_inference.InferenceError, ValueError) as error:
+        message = f"types or shapes in {path} contradict each other: {_brief(error)}"
+        raise InvalidGraph(message, "export it again") from error
     for tensor in tensors(model):
         if _has_nan(path, tensor):
             raise InvalidGraph(f"the weight {tensor.name!r} of {path} holds NaN", "train or convert the model again")
-
-
-def _check_versions(path: Path, model: "onnx.ModelProto") -> None:
-    import onnx
-
-    newest, remedy = onnx.defs.onnx_opset_version(), "export with an older opset, or upgrade the onnx package"
-    if model.ir_version > onnx.IR_VERSION:
-        given, known = model.ir_version, onnx.IR_VERSION
-        raise InvalidGraph(f"{path} has IR version {given}, and the installed onnx knows up to {known}", remedy)
-    for entry in model.opset_import:
-        if entry.domain in ("", "ai.onnx") and entry.version > newest:
-            raise InvalidGraph(
-                f"{path} needs opset {entry.version}, and the installed onnx knows up to {newest}", remedy
-            )
 
 
 def _check_external(path: Path, tensor: "onnx.TensorProto") -> None:
@@ -130,31 +128,14 @@ def _check_external(path: Path, tensor: "onnx.TensorProto") -> None:
     what = f"the weight {tensor.name!r} of {path} lies in {location!r}"
     if Path(location).is_absolute() or ".." in Path(location).parts:
         raise InvalidGraph(f"{what}, which is outside of the model's folder", "keep external data beside the model")
-    links = [
-        part
-        for part in (path.parent / location, *(path.parent / p for p in Path(location).parents))
-        if part.is_symlink()
-    ]
-    if location and links:
+    parts = (path.parent / location, *(path.parent / folder for folder in Path(location).parents))
+    if location and any(part.is_symlink() for part in parts):
         raise InvalidGraph(f"{what}, which is a symbolic link", "put the file itself beside the model")
     file = path.parent / location
     if not location or not file.is_file():
         raise InvalidGraph(f"{what}, and there is no such file", f"put it beside {path.name}")
     if file.stat().st_size < offset + length:
         raise InvalidGraph(f"{what}, which is too short: {offset + length} bytes needed", "copy it again")
-
-
-def _check_specification(path: Path) -> None:
-    import onnx
-
-    try:
-        onnx.checker.check_model(os.fspath(path), full_check=True)
-    except onnx.checker.ValidationError as error:
-        raise InvalidGraph(f"{path} breaks the ONNX specification: {_brief(error)}", "export it again") from error
-    except (onnx.shape_inference.InferenceError, ValueError) as error:
-        raise InvalidGraph(
-            f"types or shapes in {path} contradict each other: {_brief(error)}", "export it again"
-        ) from error
 
 
 def _brief(error: Exception) -> str:
@@ -164,9 +145,13 @@ def _brief(error: Exception) -> str:
 
 def _has_nan(path: Path, tensor: "onnx.TensorProto") -> bool:
     dtype = dtype_name(tensor.data_type)
-    if dtype not in ("float32", "float64", *_NAN_ABOVE):
+    if dtype in _NAN_ABOVE:
+        words = (np.frombuffer(block, np.uint16) for block in _blocks(path, tensor))
+        return any(((block & 0x7FFF) > _NAN_ABOVE[dtype]).any() for block in words)
+    if dtype not in ("float32", "float64"):
         return False
-    return any(_block_has_nan(block, dtype) for block in _blocks(path, tensor))
+    blocks = (np.frombuffer(block, dtype) for block in _blocks(path, tensor))
+    return any(np.isnan(block.min()) for block in blocks if block.size)  # min passes NaN on, the cheapest that does
 
 
 def _blocks(path: Path, tensor: "onnx.TensorProto") -> Iterator[bytes | memoryview]:
@@ -184,15 +169,8 @@ def _blocks(path: Path, tensor: "onnx.TensorProto") -> Iterator[bytes | memoryvi
             length -= count
 
 
-def _block_has_nan(block: bytes | memoryview, dtype: str) -> bool:
-    if dtype in _NAN_ABOVE:
-        return bool(((np.frombuffer(block, np.uint16) & 0x7FFF) > _NAN_ABOVE[dtype]).any())
-    values: Array = np.frombuffer(block, dtype)
-    return bool(values.size) and bool(np.isnan(values.min()))  # min passes NaN on, and is the cheapest that does
-
-
 def signature(path: Path) -> Signature:
-    """Names, dtypes and shapes of inputs and outputs; unnamed dynamic dimensions get names like ``output_0_dim_1``.
+    """Read names, dtypes and shapes of inputs and outputs; unnamed dimensions get names like ``output_0_dim_1``.
 
     Raises:
         InvalidGraph: the file cannot be read.
@@ -200,27 +178,24 @@ def signature(path: Path) -> Signature:
     """
     graph = read(path).graph
     weights = {tensor.name for tensor in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
-    inputs = (value for value in graph.input if value.name not in weights)
-    return Signature(inputs=_specs("input", inputs), outputs=_specs("output", graph.output))
-
-
-def _specs(side: str, values: Iterable["onnx.ValueInfoProto"]) -> tuple[TensorSpec, ...]:
-    return tuple(_spec(side, position, value) for position, value in enumerate(values))
+    inputs = enumerate(value for value in graph.input if value.name not in weights)
+    return Signature(
+        inputs=tuple(_spec("input", position, value) for position, value in inputs),
+        outputs=tuple(_spec("output", position, value) for position, value in enumerate(graph.output)),
+    )
 
 
 def _spec(side: str, position: int, value: "onnx.ValueInfoProto") -> TensorSpec:
     what = f"the {side} {value.name!r}"
     kind = value.type.WhichOneof("value")
     if kind != "tensor_type":
-        raise SignatureError(
-            f"{what} is a {(kind or 'value without a type').removesuffix('_type')}", "only tensors can be fed"
-        )
+        noun = (kind or "value without a type").removesuffix("_type")
+        raise SignatureError(f"{what} is a {noun}", "only tensors can be fed")
     tensor = value.type.tensor_type
     dtype = dtype_name(tensor.elem_type)
     if dtype not in DESCRIBED:
-        raise SignatureError(
-            f"{what} has the dtype {dtype}", f"supported are {', '.join(DESCRIBED)}: cast inside the graph"
-        )
+        remedy = f"supported are {', '.join(DESCRIBED)}: cast inside the graph"
+        raise SignatureError(f"{what} has the dtype {dtype}", remedy)
     if not tensor.HasField("shape"):
         raise SignatureError(f"{what} has no shape, not even a rank", "write its shape into the file, or export again")
     shape = (_dim(dim, f"{side}_{position}_dim_{axis}") for axis, dim in enumerate(tensor.shape.dim))
@@ -254,13 +229,7 @@ def summary(path: Path) -> Summary:
         InvalidGraph: the file cannot be read.
     """
     model = read(path)
-    operators = Counter(node.op_type for node in nodes(model))
-    sizes: Counter[str] = Counter()
-    parameters = 0
-    for tensor in tensors(model):
-        count = int(np.prod(tensor.dims, dtype=np.int64))
-        parameters += count
-        sizes[dtype_name(tensor.data_type)] += _bytes(tensor.data_type, count)
+    operators, sizes = Counter(node.op_type for node in nodes(model)), _bytes_by_dtype(model)
     domains = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
     return Summary(
         opset=domains.get("ai.onnx", 0),
@@ -270,36 +239,37 @@ def summary(path: Path) -> Summary:
         nodes=operators.total(),
         operators=dict(sorted(operators.items(), key=lambda item: (-item[1], item[0]))),
         weight_bytes=sizes.total(),
-        parameters=parameters,
+        parameters=sum(map(_count, tensors(model))),
         weight_dtypes=dict(sizes.most_common()),
     )
 
 
 def precision(path: Path) -> str:
-    """The precision that a graph is in, as variants are called after: by its Q/DQ nodes, else by most of its weights.
+    """Name the precision of a graph as variants are named: by its Q/DQ nodes, else by most of its weights.
 
     Raises:
         InvalidGraph: the file cannot be read.
     """
     model = read(path)
-    kinds = Counter[str]()
-    for tensor in tensors(model):
-        name = dtype_name(tensor.data_type)
-        if name in _FLOATS or name in _NARROW:
-            kinds[name] += _bytes(tensor.data_type, int(np.prod(tensor.dims, dtype=np.int64)))
-    floats = {short: kinds[name] for name, short in _FLOATS.items()}
-    rest = max(floats, key=lambda short: floats[short]) if any(floats.values()) else "fp32"
-    operators = {node.op_type for node in nodes(model)}
-    if "DequantizeLinear" not in operators:
+    sizes = _bytes_by_dtype(model)
+    rest = _FLOATS[max(_FLOATS, key=lambda name: sizes[name])]
+    if not any(node.op_type == "DequantizeLinear" for node in nodes(model)):
         return rest
-    narrow = next((short for name, short in _NARROW.items() if kinds[name]), "int8")
+    narrow = next((short for name, short in _NARROW.items() if sizes[name]), "int8")
     if narrow == "int4":
         return "int4-weights"
     return f"{narrow}+{rest}" if rest != "fp32" else narrow
 
 
-def _bytes(elem_type: int, count: int) -> int:
-    name = dtype_name(elem_type)
+def _bytes_by_dtype(model: "onnx.ModelProto") -> Counter[str]:
+    sizes = Counter[str]()
+    for tensor in tensors(model):
+        sizes[dtype_name(tensor.data_type)] += _bytes(tensor)
+    return sizes
+
+
+def _bytes(tensor: "onnx.TensorProto") -> int:
+    name, count = dtype_name(tensor.data_type), _count(tensor)
     if name == "string":
         return 0
     if name in ("int4", "uint4", "float4e2m1"):
@@ -308,7 +278,11 @@ def _bytes(elem_type: int, count: int) -> int:
         return count
     from onnx import helper
 
-    return count * int(np.dtype(helper.tensor_dtype_to_np_dtype(elem_type)).itemsize)
+    return count * int(np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize)
+
+
+def _count(tensor: "onnx.TensorProto") -> int:
+    return int(np.prod(tensor.dims, dtype=np.int64))
 
 
 def external_files(path: Path) -> list[str]:
@@ -366,11 +340,8 @@ def _region(tensor: "onnx.TensorProto") -> tuple[str, int, int]:
         InvalidGraph: offset or length are no numbers.
     """
     entries = {entry.key: entry.value for entry in tensor.external_data}
-    count = int(np.prod(tensor.dims, dtype=np.int64))
     offset, length = (entries.get(name, "") for name in ("offset", "length"))
     if not (offset or "0").isdecimal() or not (length or "0").isdecimal():
-        raise InvalidGraph(
-            f"the external data of {tensor.name!r} has offset {offset!r} and length {length!r}",
-            "export the model again",
-        )
-    return entries.get("location", ""), int(offset or 0), int(length or _bytes(tensor.data_type, count))
+        message = f"the external data of {tensor.name!r} has offset {offset!r} and length {length!r}"
+        raise InvalidGraph(message, "export the model again")
+    return entries.get("location", ""), int(offset or 0), int(length or _bytes(tensor))

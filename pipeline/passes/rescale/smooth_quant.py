@@ -275,7 +275,7 @@ class _Smoother:
         value, first = place.value, readers[0].node
         graph = first.graph
         assert isinstance(graph, ir.Graph)
-        name = edit.free_name(graph, f"{value.name}_smooth")
+        name = edit.Names(graph).new(f"{value.name}_smooth")
         constant = edit.new(graph, f"{name}_factors", place.broadcast(reciprocals).astype(np.float32))
         node = ir.node("Mul", [value, constant], name=name)
         node.metadata_props.update(first.metadata_props)
