@@ -35,12 +35,12 @@ class Case(BaseModel):
 
 
 class Samples(BaseModel):
-    """What ``samples.json`` holds."""
+    """Content of ``samples.json``."""
 
     model_config = ConfigDict(frozen=True)
 
     data: str
-    """What the feeds are: the name of a data set, or that they are synthetic."""
+    """Origin of the feeds: the name of a data set, or that they are synthetic."""
     ranges: dict[str, ShapeRange]
     cases: tuple[Case, ...]
 
@@ -49,16 +49,19 @@ def batch_symbol(signature: Signature) -> str | None:
     """Return the dynamic dimension that is the batch: ``batch``, else a word that leads every input."""
     if "batch" in signature.symbols:
         return "batch"
-    leading = {spec.shape[0] if spec.shape else None for spec in signature.inputs}
-    first = leading.pop() if len(leading) == 1 else None
+    first = _first_dimension(signature)
     return first if isinstance(first, str) else None
 
 
 def fixed_batch(signature: Signature) -> int:
     """Return the batch of a model that has no dynamic one: its inputs' common first dimension, else 1."""
-    leading = {spec.shape[0] if spec.shape else 1 for spec in signature.inputs}
-    first = leading.pop() if len(leading) == 1 else 1
+    first = _first_dimension(signature)
     return first if isinstance(first, int) else 1
+
+
+def _first_dimension(signature: Signature) -> int | str | None:
+    leading = {spec.shape[0] if spec.shape else None for spec in signature.inputs}
+    return leading.pop() if len(leading) == 1 else None
 
 
 def check_feeds(signature: Signature, feeds: Feeds) -> None:
@@ -83,7 +86,7 @@ def check_feeds(signature: Signature, feeds: Feeds) -> None:
 def plan_ranges(
     signature: Signature, given: Mapping[str, ShapeRange], batches: tuple[int, ...], example: Mapping[str, int]
 ) -> dict[str, ShapeRange]:
-    """Return the range of every dynamic dimension: as given, else from the batches and the example's sizes.
+    """Choose the range of every dynamic dimension: as given, else from the batches and the example's sizes.
 
     Raises:
         UsageError: a range for a dimension that is not dynamic, or one that leaves out a measured batch.
@@ -101,21 +104,16 @@ def plan_ranges(
         default = ShapeRange(min=max(1, size // 2), opt=size, max=size)
         if symbol == batch_symbol(signature):
             default = ShapeRange(min=min(batches), opt=batches[0], max=max(batches))
-            _hold_batches(symbol, given.get(symbol), batches)
-        ranges[symbol] = given.get(symbol, default)
+        ranges[symbol] = range_ = given.get(symbol, default)
+        outside = [batch for batch in batches if not range_.min <= batch <= range_.max]
+        if symbol == batch_symbol(signature) and outside:
+            message = f"--batch {outside[0]} is outside of --shape {symbol}={range_}"
+            raise UsageError(message, "widen the range or drop the batch size")
     return ranges
 
 
-def _hold_batches(symbol: str, given: ShapeRange | None, batches: tuple[int, ...]) -> None:
-    outside = [batch for batch in batches if given and not given.min <= batch <= given.max]
-    if outside:
-        raise UsageError(
-            f"--batch {outside[0]} is outside of --shape {symbol}={given}", "widen the range or drop the batch size"
-        )
-
-
 def plan_cases(signature: Signature, ranges: Mapping[str, ShapeRange], batches: tuple[int, ...]) -> tuple[Case, ...]:
-    """Return the distinct sets of sizes: min, opt and max of the ranges, and each batch with the rest at opt."""
+    """List the distinct sets of sizes: min, opt and max of the ranges, and each batch with the rest at opt."""
     symbol = batch_symbol(signature)
     cases: dict[tuple[int, ...], Case] = {}
 
@@ -133,7 +131,7 @@ def plan_cases(signature: Signature, ranges: Mapping[str, ShapeRange], batches: 
     return tuple(cases.values())
 
 
-def with_calls(case: Case, data: Dataset | None) -> Case:
+def plan_calls(case: Case, data: Dataset | None) -> Case:
     """Plan as many calls at a point as make up :data:`JUDGED_SAMPLES` of the data; one call without data."""
     if data is None or not case.points:
         return case
@@ -149,10 +147,8 @@ def read_calls(folder: Path) -> Iterator[tuple[Case, Sequence[Feeds], Sequence[F
     """Read each case that is judged: feeds and the reference's outputs, call by call."""
     for index, case in enumerate(read(folder).cases):
         if case.points:
-            feeds, outputs = (
-                [read_arrays(folder, what, index, call) for call in judged_calls(case)] for what in ("feeds", "outputs")
-            )
-            yield case, feeds, outputs
+            feeds = [read_arrays(folder, "feeds", index, call) for call in judged_calls(case)]
+            yield case, feeds, [read_arrays(folder, "outputs", index, call) for call in judged_calls(case)]
 
 
 def feeds_for(
@@ -168,8 +164,8 @@ def feeds_for(
     return synthetic(signature.inputs, example, case.sizes, case.batch, seed).batch(0, case.batch)
 
 
-def resized(feeds: Feeds, signature: Signature, sizes: Mapping[str, int]) -> dict[str, Array]:
-    """Return feeds cut or repeated to other sizes of the dynamic dimensions."""
+def resize(feeds: Feeds, signature: Signature, sizes: Mapping[str, int]) -> dict[str, Array]:
+    """Cut or repeat feeds to other sizes of the dynamic dimensions."""
     return {spec.name: _fitted(feeds[spec.name], spec, sizes) for spec in signature.inputs}
 
 
@@ -189,11 +185,8 @@ def write(out: Path, samples: Samples) -> None:
 def write_vector(reference: Path, file: Path) -> None:
     """Write the feeds and the answers of a reference at the smallest shape: ``input:<name>``, ``output:<name>``."""
     index = next(index for index, case in enumerate(read(reference).cases) if "min" in case.points)
-    arrays = {
-        f"{role}:{name}": value
-        for role, what in (("input", "feeds"), ("output", "outputs"))
-        for name, value in read_arrays(reference, what, index).items()
-    }
+    arrays = {f"input:{name}": value for name, value in read_arrays(reference, "feeds", index).items()}
+    arrays |= {f"output:{name}": value for name, value in read_arrays(reference, "outputs", index).items()}
     partial = file.with_name(f".{file.name}.partial")
     with partial.open("wb") as stream:
         np.savez(stream, allow_pickle=False, **arrays)
@@ -204,11 +197,8 @@ def read_vector(file: Path) -> tuple[dict[str, Array], dict[str, Array]]:
     """Return feeds and expected outputs by name, as :func:`write_vector` left them."""
     with np.load(file, allow_pickle=False) as stored:
         arrays = {name: stored[name] for name in stored.files}
-    feeds, outputs = (
-        {name.removeprefix(role): value for name, value in arrays.items() if name.startswith(role)}
-        for role in ("input:", "output:")
-    )
-    return feeds, outputs
+    feeds = {name[len("input:") :]: value for name, value in arrays.items() if name.startswith("input:")}
+    return feeds, {name[len("output:") :]: value for name, value in arrays.items() if name.startswith("output:")}
 
 
 def _file(what: str, index: int, call: int) -> str:

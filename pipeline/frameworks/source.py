@@ -29,10 +29,10 @@ from enginesmith.pipeline.errors import SourceError
 Form = Literal["zoo", "file", "module", "onnx", "pt2", "engine", "hf", "timm", "saved"]
 
 SAVED = "model.json"
-"""What tells a folder with a saved model from others."""
+"""File that tells a folder with a saved model from others."""
 _SUFFIXES: dict[str, Form] = {".onnx": "onnx", ".pt2": "pt2", ".engine": "engine"}
-_LONGEST = 4095
-"""Bytes of the longest path that Linux takes."""
+_LONGEST, _LONGEST_NAME = 4095, 255
+"""Bytes of the longest path, and of the longest name in it, that Linux takes."""
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors")
 
 
@@ -62,12 +62,21 @@ class Source(BaseModel):
     @property
     def libraries(self) -> tuple[str, ...]:
         """Heavy modules that building it will import, as far as can be told from outside: worth importing only once."""
-        if self.form == "hf":
-            return _transformers_modules(Path(self.target))
+        folder = Path(self.target)
         if self.form == "timm":
             return ("timm",)
+        if self.form == "hf":
+            try:
+                kind = json.loads((folder / "config.json").read_bytes())["model_type"]
+            except (OSError, ValueError, KeyError, TypeError):  # on the hub, and so unknown before it is loaded
+                return (_HEAVY["transformers"],)
+            return _HEAVY["transformers"], f"transformers.models.{kind}.modeling_{kind}".replace("-", "_")
         if self.form == "saved":
-            return _saved_libraries(Path(self.target))
+            try:
+                inner = json.loads((folder / SAVED).read_bytes())["model"]
+                return resolve(rebase(inner, folder, Path.cwd())).libraries
+            except (OSError, ValueError, LookupError, TypeError, SourceError):  # which loading explains
+                return ()
         text = Path(self.target).read_text(errors="ignore") if self.form == "file" else ""
         named = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", text, re.MULTILINE))
         return tuple(module for name, module in _HEAVY.items() if name in named)
@@ -76,43 +85,25 @@ class Source(BaseModel):
 _HEAVY = {"transformers": "transformers.modeling_utils", "timm": "timm", "torchvision": "torchvision"}
 
 
-def _transformers_modules(folder: Path) -> tuple[str, ...]:
-    """Return the module of a local model's class; of one on the hub nothing is known before it is loaded."""
-    try:
-        kind = json.loads((folder / "config.json").read_bytes())["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return (_HEAVY["transformers"],)
-    return _HEAVY["transformers"], f"transformers.models.{kind}.modeling_{kind}".replace("-", "_")
-
-
-def _saved_libraries(folder: Path) -> tuple[str, ...]:
-    """List libraries of the model that was saved; none where its record cannot be read, which loading explains."""
-    try:
-        inner = json.loads((folder / SAVED).read_bytes())["model"]
-        return resolve(rebased(inner, folder, Path.cwd())).libraries
-    except (OSError, ValueError, LookupError, TypeError, SourceError):
-        return ()
-
-
-def rebased(text: str, old: Path, new: Path) -> str:
-    """Return a MODEL argument whose path is taken from the folder ``old``, as it is given from the folder ``new``.
+def rebase(text: str, old: Path, new: Path) -> str:
+    """Rewrite a MODEL argument whose path is taken from the folder ``old``, as it is given from the folder ``new``.
 
     Names of zoo models, modules and libraries stay, and so do absolute paths.
     """
     head, separator, rest = text.partition(":")
     path, _, call = _split_call(text)
     if separator and head == "hf":
-        given, build = rest, "hf:{}".format
         if not (old / rest).is_dir():
             return text
+        before, given, after = "hf:", rest, ""
     elif Path(text).suffix in _SUFFIXES:
-        given, build = text, "{}".format
+        before, given, after = "", text, ""
     elif path.endswith(".py"):
-        given, build = path, f"{{}}:{call.replace('{', '{{').replace('}', '}}')}".format
+        before, given, after = "", path, f":{call}"
     else:
         return text
     expanded = Path(given).expanduser()
-    return text if expanded.is_absolute() else build(os.path.relpath(old / expanded, new))
+    return text if expanded.is_absolute() else before + os.path.relpath(old / expanded, new) + after
 
 
 def resolve(text: str) -> Source:
@@ -129,15 +120,12 @@ def resolve(text: str) -> Source:
     if suffix := _SUFFIXES.get(Path(text).suffix):
         return Source(form=suffix, text=text, target=str(_existing(text)))
     path, separator, call = _split_call(text)
-    if separator and path.endswith(".py"):
-        name, args, kwargs = _call(text, call)
-        return Source(
-            form="file", text=text, target=str(_existing(path)), factory=name, arguments=args, keywords=kwargs
-        )
-    if separator:
-        name, args, kwargs = _call(text, call)
-        return Source(form="module", text=text, target=path, factory=name, arguments=args, keywords=kwargs)
-    return _zoo(text)
+    if not separator:
+        return _zoo_or_saved(text)
+    name, args, kwargs = _call(text, call)
+    form: Form = "file" if path.endswith(".py") else "module"
+    target = str(_existing(path)) if form == "file" else path
+    return Source(form=form, text=text, target=target, factory=name, arguments=args, keywords=kwargs)
 
 
 def _split_call(text: str) -> tuple[str, str, str]:
@@ -147,16 +135,15 @@ def _split_call(text: str) -> tuple[str, str, str]:
     return (path, separator, name + parenthesis + arguments) if separator else (text, "", "")
 
 
-def _existing(path: str) -> Path:
-    found = Path(path).expanduser()
-    if any(len(os.fsencode(part)) > 255 for part in found.parts):
-        raise SourceError(f"{path[:40]}… is too long for a file's name", "check the argument")
-    if not found.is_file():
-        what = "is a folder" if found.is_dir() else "does not exist"
-        raise SourceError(
-            f"the model file {path!r} {what}", f"check the path; it is taken from the current folder, {Path.cwd()}"
-        )
-    return found.resolve()
+def _existing(text: str) -> Path:
+    path = Path(text).expanduser()
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.parts):
+        raise SourceError(f"{text[:40]}… is too long for a file's name", "check the argument")
+    if not path.is_file():
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        remedy = f"check the path; it is taken from the current folder, {Path.cwd()}"
+        raise SourceError(f"the model file {text!r} {problem}", remedy)
+    return path.resolve()
 
 
 def _call(text: str, call: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
@@ -170,11 +157,9 @@ def _call(text: str, call: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
         if isinstance(node, (ast.Name, ast.Attribute)):
             return ast.unparse(node), (), {}
     except (SyntaxError, ValueError) as error:
-        raise SourceError(
-            f"cannot read the factory in {text!r}: "
-            + (error.msg if isinstance(error, SyntaxError) else "an argument is no literal"),
-            "write it as file.py:build or file.py:build(depth=50), with literal arguments",
-        ) from error
+        problem = error.msg if isinstance(error, SyntaxError) else "an argument is no literal"
+        remedy = "write it as file.py:build or file.py:build(depth=50), with literal arguments"
+        raise SourceError(f"cannot read the factory in {text!r}: {problem}", remedy) from error
     raise SourceError(f"cannot read the factory in {text!r}", "write it as file.py:build or file.py:build(depth=50)")
 
 
@@ -183,25 +168,22 @@ def _library(text: str, form: str, rest: str) -> Source:
         raise SourceError(f"{text!r} names no model", f"write it as {form}:name")
     if form == "hf":
         folder = Path(rest).expanduser()
-        target = str(folder.resolve()) if folder.is_dir() else rest
         if not folder.is_dir() and rest.startswith((".", "/", "~")):
             raise SourceError(f"the folder {rest!r} does not exist", "give a folder with config.json and safetensors")
         if folder.is_dir() and not (folder / "config.json").is_file():
             raise SourceError(f"the folder {rest!r} has no config.json", "save the model there with save_pretrained")
-        return Source(form="hf", text=text, target=target)
-    if "(" in rest:
-        name, _, arguments = rest.partition("(")
-        _, _, kwargs = _call(text, f"create({arguments}")
-        return Source(form="timm", text=text, target=name, keywords=kwargs)
-    return Source(form="timm", text=text, target=rest)
+        return Source(form="hf", text=text, target=str(folder.resolve()) if folder.is_dir() else rest)
+    name, parenthesis, arguments = rest.partition("(")
+    kwargs = _call(text, f"create({arguments}")[2] if parenthesis else {}
+    return Source(form="timm", text=text, target=name, keywords=kwargs)
 
 
-def _zoo(text: str) -> Source:
+def _zoo_or_saved(text: str) -> Source:
     name, args, kwargs = _call(text, text) if "(" in text else (text, (), {})
     if name in MODELS:
         return Source(form="zoo", text=text, target=name, factory=name, arguments=args, keywords=kwargs)
     path = Path(text)
-    if any(len(os.fsencode(part)) > 255 for part in path.parts):
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.parts):
         raise SourceError(f"{text[:40]}… is no model, and too long for a file's name", "check the argument")
     if path.suffix == ".py":
         raise SourceError(f"{text!r} names a file but no factory", f"add the callable: {text}:build")

@@ -204,7 +204,7 @@ def _feeds(stored: Stored, batch: int) -> Feeds:
     assert path is not None
     with np.load(path, allow_pickle=False) as kept:
         feeds = {spec.name: kept[f"input:{spec.name}"] for spec in signature.inputs}
-    return samples.resized(feeds, signature, _sizes(stored.run, signature, batch))
+    return samples.resize(feeds, signature, _sizes(stored.run, signature, batch))
 
 
 def _sizes(run: Run, signature: Signature, batch: int) -> dict[str, int]:

@@ -197,7 +197,7 @@ def _make_larger_feeds(reference: Artifact, model: Artifact) -> FeedsAt | None:
     cases = enumerate(samples.read(reference.folder).cases)
     index, case = max(((index, case) for index, case in cases if case.measured), key=lambda found: found[1].batch)
     known = samples.read_arrays(reference.folder, "feeds", index)
-    return lambda batch: samples.resized(known, signature, {**case.sizes, symbol: batch})
+    return lambda batch: samples.resize(known, signature, {**case.sizes, symbol: batch})
 
 
 @contextlib.contextmanager

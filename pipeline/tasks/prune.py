@@ -149,7 +149,7 @@ def hold_runs(loaded: "LoadedModel") -> None:
     tried = [sizes, *([{**sizes, symbol: sizes[symbol] + 1}] if symbol in sizes else [])]
     example = {name: value.numpy() for name, value in loaded.example.items()}
     for one in tried:
-        feeds = [torch.from_numpy(value) for value in samples.resized(example, loaded.signature, one).values()]
+        feeds = [torch.from_numpy(value) for value in samples.resize(example, loaded.signature, one).values()]
         _, why = dependency_graph.run_or_explain(loaded.module.model, partial(loaded.module, *feeds))
         if why:
             at = f" at batch size {one[symbol]}" if symbol in one else ""

@@ -58,7 +58,7 @@ class Sample(Task):
         ranges = samples.plan_ranges(signature, self.ranges, self.batches, sizes)
         data, read = self._open(signature)
         planned = samples.plan_cases(signature, ranges, self.batches)
-        cases = tuple(samples.with_calls(case, data) for case in planned)
+        cases = tuple(samples.plan_calls(case, data) for case in planned)
         odd: dict[str, float] = {}
         with self.engine.load(model, Device()) as session:
             for index, case in enumerate(cases):

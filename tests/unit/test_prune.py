@@ -8,7 +8,7 @@ import torch
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import DataError, ModelError, SourceError, UsageError
-from enginesmith.pipeline.frameworks.source import rebased, resolve
+from enginesmith.pipeline.frameworks.source import rebase, resolve
 from enginesmith.pipeline.frameworks.torch import module, saved
 from enginesmith.pipeline.frameworks.torch.surgery import Before, named_tensors
 from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
@@ -195,8 +195,8 @@ def test_a_saved_model_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_paths_are_taken_along() -> None:
     here, there = Path("/a/b"), Path("/a/b/c")
-    assert rebased("net.py:build(x='a:b')", here, there) == "../net.py:build(x='a:b')"
-    assert rebased("../net.py:build(x={'a': 1})", there, here) == "net.py:build(x={'a': 1})"
-    assert rebased("net.pt2", here, there) == "../net.pt2"
+    assert rebase("net.py:build(x='a:b')", here, there) == "../net.py:build(x='a:b')"
+    assert rebase("../net.py:build(x={'a': 1})", there, here) == "net.py:build(x={'a': 1})"
+    assert rebase("net.pt2", here, there) == "../net.pt2"
     for kept in ("digits", "resnet50(num_classes=3)", "package.module:name", "hf:org/name", "/x/net.py:build"):
-        assert rebased(kept, here, there) == kept
+        assert rebase(kept, here, there) == kept

@@ -148,9 +148,9 @@ def test_anything_else_is_said_as_it_is(spec: str, shape: tuple[int, ...], dtype
 def test_eight_samples_of_given_data_are_judged(rows: int | None, batch: int, calls: int) -> None:
     data = None if rows is None else Dataset("d", {"x": np.zeros((rows, 3), np.float32)})
     case = Case(sizes={"batch": batch}, batch=batch, points=("min",), measured=True)
-    assert samples.judged_calls(samples.with_calls(case, data)) == range(calls)
+    assert samples.judged_calls(samples.plan_calls(case, data)) == range(calls)
     only_measured = case.model_copy(update={"points": ()})
-    assert list(samples.judged_calls(samples.with_calls(only_measured, data))) == []
+    assert list(samples.judged_calls(samples.plan_calls(only_measured, data))) == []
 
 
 def graph(path: Path, operator: str, *constants: float) -> Artifact:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from enginesmith.pipeline.artifact import Artifact, file_digest, relative_digests
 from enginesmith.pipeline.errors import ModelError, SignatureError, SourceError, explain_os_error
-from enginesmith.pipeline.frameworks.source import SAVED, Source, rebased, resolve
+from enginesmith.pipeline.frameworks.source import SAVED, Source, rebase, resolve
 from enginesmith.pipeline.frameworks.torch import factories
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.frameworks.torch.module import LoadedModel, LoadOptions, NamedForward, same_answers
@@ -279,7 +279,7 @@ def read_saved(folder: Path, options: LoadOptions, out: Path) -> LoadedModel:
         )
     allowed = record.options.allow_pickle and options.allow_pickle
     inner = record.options.model_copy(update={"allow_pickle": allowed})
-    record = record.model_copy(update={"model": rebased(record.model, folder, Path.cwd()), "options": inner})
+    record = record.model_copy(update={"model": rebase(record.model, folder, Path.cwd()), "options": inner})
     (out / RECORD).write_text(record.model_dump_json(indent=1))
     for name in (_STATE, _EXAMPLE):
         if not (folder / name).is_file():
@@ -304,7 +304,7 @@ def write_saved(artifact: Artifact, folder: Path, seen_from: Path) -> None:
     """
     shutil.copytree(artifact.folder, folder, ignore=shutil.ignore_patterns("artifact.json"))
     record = read_record(artifact.folder)
-    record = record.model_copy(update={"model": rebased(record.model, Path.cwd(), seen_from.resolve())})
+    record = record.model_copy(update={"model": rebase(record.model, Path.cwd(), seen_from.resolve())})
     (folder / RECORD).write_text(record.model_dump_json(indent=1))
 
 
