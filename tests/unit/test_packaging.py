@@ -23,7 +23,7 @@ from enginesmith.pipeline.engines.tensorrt.options import BuildOptions
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability, ModelError, StoreError, UsageError
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.results import run as runs
-from enginesmith.pipeline.results.package import manifest, triton, verify
+from enginesmith.pipeline.results.package import manifest, verify
 from enginesmith.pipeline.results.package import package as bundle
 from enginesmith.pipeline.results.package.package import package
 from enginesmith.pipeline.results.run import ModelRecord, Run, StepRecord, StoredArtifact, VariantRecord
@@ -196,14 +196,14 @@ def test_a_full_disk_leaves_nothing(made: Made, tmp_path: Path, monkeypatch: pyt
         (folder / "model.onnx").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(bundle, "write", full)
+    monkeypatch.setattr(bundle, "write_bundle", full)
     with pytest.raises(StoreError, match="no space left"):
         package(made.write(), "bundle", tmp_path / "out/b")
     assert not list((tmp_path / "out").iterdir())
 
 
 def config(found: manifest.Manifest, **changes: Any) -> Any:
-    text = triton.config("net", found.model_copy(update=changes))
+    text = bundle.config("net", found.model_copy(update=changes))
     return text_format.Parse(text, message_factory.GetMessageClass(_model_config())())
 
 

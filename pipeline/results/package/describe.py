@@ -1,9 +1,9 @@
-"""From a chosen variant to the manifest of its package."""
+"""Choose the variant of a run that is packaged, check its files by digest, and describe it in a manifest."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from enginesmith.calibration.options import AS_FOUND
 from enginesmith.pipeline.artifact import RECORDS, file_digest, files_below, has_files
@@ -12,7 +12,6 @@ from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.engines.options import DEFAULT_ENGINES
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
-from enginesmith.pipeline.measure.fidelity import Thresholds
 from enginesmith.pipeline.passes.quantize.precisions import KINDS
 from enginesmith.pipeline.planning.plan import REFERENCE
 from enginesmith.pipeline.planning.variants import device_for
@@ -28,11 +27,8 @@ from enginesmith.pipeline.results.package.manifest import (
     Summary,
 )
 from enginesmith.pipeline.results.run import Run, StoredArtifact, VariantRecord
-from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.verify import required
-from enginesmith.pipeline.tensors import ShapeRange, TensorSpec
-
-# Which variant of a run is packaged, and the files that it is made of, held against the run's digests.
+from enginesmith.pipeline.tensors import ShapeRange
 
 _LOG = ".log"
 
@@ -48,10 +44,10 @@ class Chosen:
 
     @property
     def loaded(self) -> StoredArtifact:
-        """What is packaged: the graph where the engine takes one, as that runs on other machines too."""
-        found = self.record.graph or self.record.artifact
-        assert found is not None
-        return found
+        """The artifact that is packaged: the graph where the engine takes one, as that runs on other machines too."""
+        loaded = self.record.graph or self.record.artifact
+        assert loaded is not None
+        return loaded
 
     @property
     def main(self) -> Path:
@@ -67,11 +63,6 @@ class Chosen:
         names = files_below(folder, skip=RECORDS)
         return {name: folder / name for name in names if not name.endswith(_LOG)}
 
-    @property
-    def engine_options(self) -> dict[str, Any]:
-        """What the engine was built with, of the fields of its class."""
-        return dict(self.record.built_with.get("engine", {}))
-
 
 def choose(folder: Path, variant: str | None) -> Chosen:
     """Choose the variant of that name, else the winner.
@@ -82,20 +73,17 @@ def choose(folder: Path, variant: str | None) -> Chosen:
     """
     run = runs.read(folder)
     folder = folder if folder.is_dir() else folder.parent
-    record = runs.find_record(run, variant) if variant else _winner(run)
+    record = next((one for one in run.records if one.id == run.winner), None)
+    if variant:
+        record = runs.find_record(run, variant)
+    if record is None:
+        why = run.winner_reason or ("the run is not complete" if not run.complete else "none meets the budgets")
+        built = ", ".join(one.id for one in run.variants if one.artifact) or "none"
+        raise UsageError(f"the run has no winner: {why}", f"name one with --variant; built are: {built}")
     _check_packagable(folder, run, record)
     chosen = Chosen(folder, run, record, tuple(_cautions(run, record)))
     _check_digests(chosen)
     return chosen
-
-
-def _winner(run: Run) -> VariantRecord:
-    found = next((one for one in run.records if one.id == run.winner), None)
-    if found is None:
-        why = run.winner_reason or ("the run is not complete" if not run.complete else "none meets the budgets")
-        built = ", ".join(one.id for one in run.variants if one.artifact) or "none"
-        raise UsageError(f"the run has no winner: {why}", f"name one with --variant; built are: {built}")
-    return found
 
 
 def _cautions(run: Run, record: VariantRecord) -> Iterator[str]:
@@ -156,8 +144,10 @@ def describe(
     """Describe a package of these files in a manifest; the engine loads ``file``."""
     run, record = chosen.run, chosen.record
     assert run.model.signature is not None
-    engine, device = engine_of(chosen), device_of(chosen)
+    engine = engine_of(chosen)
     own_graph = record.graph != record.artifact and record.graph is not None
+    kind = KINDS.get(record.precision)  # type: ignore[call-overload]
+    row = kind.threshold if kind and kind.threshold != "fp32" else engine.arithmetic  # that the run judged by
     cautions = (
         *chosen.cautions,
         *([engine.package_caution] if own_graph and engine.package_caution else []),
@@ -169,12 +159,12 @@ def describe(
             "format": form,
             "variant": record.id,
             "precision": record.precision,
-            "engine": _engine(chosen, engine, device, file),
+            "engine": _describe_engine(chosen, engine, file),
             "signature": run.model.signature,
-            "shapes": ranges(chosen),
+            "shapes": {name: ShapeRange.parse(text) for name, text in run.model.shapes.items()},
             "preprocessing": _preprocessing(chosen),
             "measured": _summary(record),
-            "thresholds": _thresholds(chosen, engine),
+            "thresholds": required((spec.dtype for spec in run.model.signature.outputs), row, run.recipe.min_sqnr_db),
             "origin": _origin(chosen),
             "cautions": cautions,
             "files": dict(files),
@@ -185,42 +175,23 @@ def describe(
 def engine_of(chosen: Chosen) -> Engine:
     """Make the engine with the options that the run built and measured it with."""
     kind = engine_class(chosen.record.engine)
-    options = {**chosen.engine_options, **kind.running_options(chosen.run.recipe)}
+    options = {**chosen.record.built_with.get("engine", {}), **kind.running_options(chosen.run.recipe)}
     return documents.parse_fields(kind, options, f"what {chosen.record.id} was built with")
 
 
-def device_of(chosen: Chosen) -> Device:
-    """Return the device that the run measured it on."""
-    return device_for(chosen.run.recipe, engine_of(chosen))
-
-
-def ranges(chosen: Chosen) -> dict[str, ShapeRange]:
-    """Sizes by dynamic dimension, as the engine was built and checked for."""
-    return {name: ShapeRange.parse(text) for name, text in chosen.run.model.shapes.items()}
-
-
-def _engine(chosen: Chosen, engine: Engine, device: Device, file: str) -> EngineRecord:
-    record = chosen.record
-    built = record.history[-1].tools
-    version = next((built[name] for name in engine.tools if name in built), "unknown")
+def _describe_engine(chosen: Chosen, engine: Engine, file: str) -> EngineRecord:
+    record, device = chosen.record, device_for(chosen.run.recipe, engine)
+    tools = record.history[-1].tools
     facts = engine.package_facts(chosen.main, device)
     return EngineRecord(
         name=record.engine,
         package=record.engine,
-        version=facts.version or version,
+        version=facts.version or next((tools[name] for name in engine.tools if name in tools), "unknown"),
         file=file,
         device="cuda" if device.kind == "cuda" else "cpu",
         compute_capabilities=facts.targets,
         options=dict(facts.options),
     )
-
-
-def _thresholds(chosen: Chosen, engine: Engine) -> Thresholds:
-    """Return the thresholds that the run judged the engine by."""
-    signature, kind = chosen.run.model.signature, KINDS.get(chosen.record.precision)  # type: ignore[call-overload]
-    assert signature is not None
-    row = kind.threshold if kind and kind.threshold != "fp32" else engine.arithmetic
-    return required((spec.dtype for spec in signature.outputs), row, chosen.run.recipe.min_sqnr_db)
 
 
 def _summary(record: VariantRecord) -> Summary:
@@ -248,28 +219,20 @@ def _summary(record: VariantRecord) -> Summary:
 
 
 def _preprocessing(chosen: Chosen) -> Preprocessing:
-    run = chosen.run
-    options = run.recipe.data_options
-    given = {name: value for name, value in options if value != getattr(AS_FOUND, name)}
-    signature = run.model.signature
+    run, signature = chosen.run, chosen.run.model.signature
     assert signature is not None
-    fed = next((step.effect for step in run.steps if step.id == REFERENCE), "")
-    layouts = (f"{spec.name} is {layout}" for spec in signature.inputs if (layout := _layout(spec)))
-    return Preprocessing(options=given, notes=(*([f"the run fed {fed}"] if fed else []), *layouts))
-
-
-def _layout(spec: TensorSpec) -> str:
-    """Name the layout of images in an input, where its sizes tell."""
-    if len(spec.shape) != 4:
-        return ""
-    if spec.shape[1] in _CHANNELS:
-        return "NCHW: batch, channels, height, width"
-    return "NHWC: batch, height, width, channels" if spec.shape[3] in _CHANNELS else ""
+    given = {name: value for name, value in run.recipe.data_options if value != getattr(AS_FOUND, name)}
+    notes = [f"the run fed {step.effect}" for step in run.steps if step.id == REFERENCE and step.effect]
+    for spec in signature.inputs:  # the layout of images, where sizes tell
+        if len(spec.shape) == 4 and spec.shape[1] in _CHANNELS:
+            notes.append(f"{spec.name} is NCHW: batch, channels, height, width")
+        elif len(spec.shape) == 4 and spec.shape[3] in _CHANNELS:
+            notes.append(f"{spec.name} is NHWC: batch, height, width, channels")
+    return Preprocessing(options=given, notes=tuple(notes))
 
 
 def _origin(chosen: Chosen) -> Origin:
-    run = chosen.run
-    here = run.environment
+    run, here = chosen.run, chosen.run.environment
     return Origin(
         run=run.name,
         created=run.created,

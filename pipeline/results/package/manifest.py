@@ -1,4 +1,4 @@
-"""What ``manifest.json`` of a package says: what it is, where it came from, where it runs, and every file's digest."""
+"""Define and read ``manifest.json`` of a package: its origin, where it runs, and every file's digest."""
 
 import json
 from pathlib import Path
@@ -22,39 +22,39 @@ class _Part(BaseModel):
 
 
 class PackagedFile(_Part):
-    """A file, by what is in it."""
+    """A file, by its content."""
 
     sha256: str
     bytes: int
 
 
 class EngineRecord(_Part):
-    """What loads the package, and how."""
+    """The engine that loads the package, and its options."""
 
     name: str
     package: str
     """The Python module to import."""
     version: str
-    """Of the package that the engine was built and measured with."""
+    """Version of the package that the engine was built and measured with."""
     file: str
-    """What is loaded."""
+    """The file that is loaded."""
     device: Literal["cpu", "cuda"]
     compute_capabilities: tuple[str, ...] = ()
-    """Of the GPUs that the engine is built for; empty where it is not for certain ones."""
+    """Those of the GPUs that the engine is built for; empty where it is not for certain ones."""
     options: dict[str, Any] = {}
     """Names and values as the package's own session takes them."""
 
 
 class Origin(_Part):
-    """Where the package came from."""
+    """The run that the package came from."""
 
     run: str
     created: str
     model: str
     model_sha256: str | None
-    """Of the model as it was loaded: its weights, signature and code."""
+    """Digest of the model as it was loaded: its weights, signature and code."""
     data: str | None
-    """What latency, fidelity and the test vector were made with."""
+    """Data that latency, fidelity and the test vector were made with."""
     processor: str | None
     gpus: tuple[str, ...] = ()
     packages: dict[str, str] = {}
@@ -75,7 +75,7 @@ class Measured(_Part):
 
 
 class Summary(_Part):
-    """What was measured in the run; None beside a reason where it was not."""
+    """Measurements of the run; None beside a reason where there was none."""
 
     latency: tuple[Measured, ...]
     peak_bytes: int | None
@@ -88,10 +88,10 @@ class Summary(_Part):
 
 
 class Preprocessing(_Part):
-    """What the run made of its data before it was fed; nothing of it is done by the package."""
+    """Steps that the run took with its data before it was fed; the package does none of them."""
 
     options: dict[str, Any]
-    """Those of the recipe's data options that were given."""
+    """The recipe's data options that were given."""
     notes: tuple[str, ...]
 
 
@@ -109,7 +109,7 @@ class Manifest(_Part):
     preprocessing: Preprocessing
     measured: Summary
     thresholds: Thresholds
-    """What the answers to the test vector have to reach."""
+    """Thresholds that the answers to the test vector have to reach."""
     origin: Origin
     cautions: tuple[str, ...] = ()
     files: dict[str, PackagedFile]

@@ -1,26 +1,29 @@
-"""The command's work: choose a variant, and write it as a package, whole or not at all."""
+"""Write a variant of a run as a package, whole or not at all: a bundle, or a model repository for Triton."""
 
+import re
 import shlex
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.artifact import file_digest, files_below
-from enginesmith.pipeline.engines import engine_class
+from enginesmith.pipeline.engines import ENGINES, engine_class
+from enginesmith.pipeline.engines.base import Message, quoted
 from enginesmith.pipeline.errors import UsageError, storage_errors
+from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.results.package import manifest as manifests
-from enginesmith.pipeline.results.package import triton
 from enginesmith.pipeline.results.package.describe import Chosen, choose, describe
-from enginesmith.pipeline.results.package.manifest import INFER
+from enginesmith.pipeline.results.package.manifest import INFER, Manifest
+from enginesmith.pipeline.tensors import TensorSpec
 from enginesmith.pipeline.units import format_bytes
 
 # A bundle: what is loaded, a manifest, a test vector and a script that runs it with the engine's own package alone.
 
 
-def write(chosen: Chosen, folder: Path) -> None:
+def write_bundle(chosen: Chosen, folder: Path) -> None:
     """Write a bundle into an empty folder.
 
     Raises:
@@ -31,10 +34,7 @@ def write(chosen: Chosen, folder: Path) -> None:
         raise UsageError(
             f"{chosen.record.engine} has no script that runs a bundle without enginesmith", "package another variant"
         )
-    for name, source in chosen.files.items():
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
+    _copy_files(chosen, folder, chosen.main.name)
     assert chosen.record.test_vector is not None
     shutil.copyfile(chosen.folder / chosen.record.test_vector.path, folder / manifests.VECTOR)
     shutil.copyfile(script, folder / manifests.INFER)
@@ -42,12 +42,131 @@ def write(chosen: Chosen, folder: Path) -> None:
     (folder / manifests.FILE).write_text(found.text())
 
 
+def _copy_files(chosen: Chosen, folder: Path, main: str) -> None:
+    """Copy the variant's files, the one that is loaded under the name ``main``."""
+    for name, source in chosen.files.items():
+        target = folder / (main if name == chosen.main.name else name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+
+
+# A model repository for Triton Inference Server: MODEL/config.pbtxt and MODEL/1/model.onnx or model.plan. The fields
+# are those of ``model_config.proto``; the options of the ONNX Runtime backend are those of its README.
+
+CONFIG, VERSION = "config.pbtxt", "1"
+_TYPES = {"float16": "FP16", "float32": "FP32", "float64": "FP64", "bfloat16": "BF16"}
+_QUEUE_MICROSECONDS = 100
+_MODEL_NAME = re.compile(r"[^A-Za-z0-9_-]+")
+
+
+def write_repository(chosen: Chosen, folder: Path) -> None:
+    """Write a model repository into an empty folder.
+
+    Raises:
+        UsageError: Triton has no backend for the engine.
+    """
+    file, name = _choose_file(chosen), model_name(chosen)
+    home = folder / name
+    _copy_files(chosen, home / VERSION, file)
+    found = describe(chosen, "triton", f"{VERSION}/{file}", {})
+    (home / CONFIG).write_text(config(name, found))
+    whole = found.model_copy(update={"files": manifests.list_files(home)})
+    (home / manifests.FILE).write_text(whole.text())
+
+
+def model_name(chosen: Chosen) -> str:
+    """Derive the served model's name from the model's own, as far as Triton takes it."""
+    text = chosen.run.model.source.partition("@")[0]
+    last = re.split(r"[/\\]", text)[-1].removesuffix(".onnx").removesuffix(".pt2")
+    name = last.split(":")[-1] if text.startswith(("hf:", "timm:")) else last
+    return _MODEL_NAME.sub("_", name).strip("_") or "model"
+
+
+def _choose_file(chosen: Chosen) -> str:
+    engine = chosen.record.engine
+    if backend := engine_class(engine).triton():
+        return backend.file
+    usable = (one for one in chosen.run.variants if one.graph and one.status != "failed")
+    graphs = [one.id for one in usable if engine_class(one.engine).loads_graph]
+    able = " or ".join(name for name in ENGINES if engine_class(name).triton())
+    remedy = f"--variant {graphs[0]}" if graphs else f"optimize with --engine {able} as well"
+    raise UsageError(
+        f"Triton has a backend for engines of {able}, and not of {engine}",
+        f"package another variant ({remedy}), or make a bundle: -f bundle",
+    )
+
+
+def config(name: str, found: Manifest) -> str:
+    """Write the text of ``config.pbtxt``."""
+    batch = batch_dimension(found)
+    most = found.shapes[batch].max if batch else 0
+    backend = engine_class(found.engine.name).triton()
+    assert backend is not None
+    fields: list[tuple[str, Any]] = [("name", quoted(name)), ("backend", quoted(backend.name))]
+    if backend.platform:
+        fields.append(("platform", quoted(backend.platform)))
+    fields += [("default_model_filename", quoted(Path(found.engine.file).name)), ("max_batch_size", most)]
+    fields += [("input", _tensor(spec, batch)) for spec in found.signature.inputs]
+    fields += [("output", _tensor(spec, batch)) for spec in found.signature.outputs]
+    batching = _batching(found, batch) if batch else None
+    if batching is not None:
+        fields.append(("dynamic_batching", batching))
+    kind = "KIND_GPU" if found.engine.device == "cuda" else "KIND_CPU"
+    fields.append(("instance_group", Message([("count", 1), ("kind", kind)])))
+    fields += backend.configure(found.engine.options, found.engine.device)
+    run = " ".join(found.origin.run.split())  # a line break would end the comment
+    comments = [f"{found.variant} of the run {run}; {manifests.FILE} beside this file has the rest"]
+    if batch is None:
+        comments.append("no batching: no dynamic dimension leads every input and output and takes a size of 1")
+    elif batching is None:
+        comments.append("no dynamic batching: in the run no larger batch did more a second than batch 1")
+    comments += backend.remark(found.engine.model_dump())
+    return "\n".join([*(f"# {line}" for line in comments), *Message(fields).lines()]) + "\n"
+
+
+def batch_dimension(found: Manifest) -> str | None:
+    """Find the dimension that Triton may put requests together along, if there is one.
+
+    It leads every input and output and stands nowhere else in them, and the engine takes a single row.
+    """
+    symbol = samples.batch_symbol(found.signature)
+    specs = (*found.signature.inputs, *found.signature.outputs)
+    leads = symbol is not None and all(spec.shape[:1] == (symbol,) and symbol not in spec.shape[1:] for spec in specs)
+    if symbol is None or not leads or symbol not in found.shapes:
+        return None
+    # an engine without a profile of sizes takes any, where nobody set a range: that only says what was measured
+    any_size = engine_class(found.engine.name).loads_graph and symbol not in found.origin.recipe.get("shapes", {})
+    return symbol if found.shapes[symbol].min == 1 or any_size else None
+
+
+def _tensor(spec: TensorSpec, batch: str | None) -> Message:
+    dims = [-1 if isinstance(dim, str) else dim for dim in (spec.shape[1:] if batch else spec.shape)]
+    dtype = _TYPES.get(spec.dtype, spec.dtype.upper())
+    fields: list[tuple[str, Any]] = [("name", quoted(spec.name)), ("data_type", f"TYPE_{dtype}"), ("dims", dims or [1])]
+    if not dims:  # Triton has no tensors without dimensions, and drops this one for the model
+        fields.append(("reshape", Message([("shape", [])])))
+    return Message(fields)
+
+
+def _batching(found: Manifest, batch: str) -> Message | None:
+    """Prefer batches that were measured to do more a second than any smaller one; None where batching does not pay."""
+    rows = sorted((row.batch, row.throughput_per_s) for row in found.measured.latency if row.throughput_per_s)
+    rows = [(size, rate) for size, rate in rows if size <= found.shapes[batch].max]
+    better = [size for size, rate in rows if size > 1 and all(rate > other for least, other in rows if least < size)]
+    if rows and rows[0][0] == 1 and len(rows) > 1 and not better:
+        return None
+    preferred: list[tuple[str, Any]] = [("preferred_batch_size", better)] if better else []
+    return Message([*preferred, ("max_queue_delay_microseconds", _QUEUE_MICROSECONDS)])
+
+
+# The command's work: choose a variant, and write it as a package, whole or not at all.
+
 Format = Literal["bundle", "triton"]
 FORMATS: tuple[Format, ...] = ("bundle", "triton")
 
 
 class Packaged(BaseModel):
-    """What was written."""
+    """Summary of a package that was written."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -64,7 +183,7 @@ class Packaged(BaseModel):
 
     @property
     def summary(self) -> str:
-        """For people."""
+        """Describe the package for people."""
         notes = "".join(f"\n  note: {text}" for text in self.cautions)
         what = {"bundle": "a bundle", "triton": "a Triton model repository"}[self.format]
         size = f"{len(self.files)} files, {format_bytes(self.bytes)}"
@@ -87,15 +206,15 @@ def package(run: Path, form: Format, output: Path, variant: str | None = None) -
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
             whole = Path(scratch, output.name)
             whole.mkdir()
-            {"bundle": write, "triton": triton.write}[form](chosen, whole)
+            {"bundle": write_bundle, "triton": write_repository}[form](chosen, whole)
             whole.rename(output)
     names = files_below(output)
     manifest = next(output / name for name in names if Path(name).name == manifests.FILE)
     found = manifests.read(manifest.parent)
+    folder, script, repository = (shlex.quote(str(path)) for path in (output, output / INFER, output.resolve()))
     after = {
-        "bundle": f"check it anywhere: enginesmith verify {_typed(output)}, or python {_typed(output / INFER)}",
-        "triton": f"serve it: tritonserver --model-repository={_typed(output.resolve())} "
-        "--disable-auto-complete-config",
+        "bundle": f"check it anywhere: enginesmith verify {folder}, or python {script}",
+        "triton": f"serve it: tritonserver --model-repository={repository} --disable-auto-complete-config",
     }
     return Packaged(
         format=form,
@@ -108,8 +227,3 @@ def package(run: Path, form: Format, output: Path, variant: str | None = None) -
         cautions=found.cautions,
         next=after[form],
     )
-
-
-def _typed(path: Path) -> str:
-    """Quote a path for a shell."""
-    return shlex.quote(str(path))

@@ -1,8 +1,9 @@
 """Verify a bundle's files by digest, and its answer to the test vector in a process of its own."""
 
+import contextlib
 import importlib.metadata
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from enginesmith.pipeline.artifact import Artifact, Kind
@@ -23,7 +24,7 @@ _MODULES = ("numpy", "enginesmith.pipeline.results.package.verify")
 
 
 def verify(folder: Path, timeout_seconds: float | None = None) -> tuple[str, StageFidelity]:
-    """Check every digest, then run the test vector; a sentence, and how close the answer is.
+    """Check every digest, then run the test vector; gives a sentence, and how close the answer is.
 
     Raises:
         UsageError: it is no bundle, or its manifest is damaged or of another schema.
@@ -51,9 +52,8 @@ def verify(folder: Path, timeout_seconds: float | None = None) -> tuple[str, Sta
         except MissingCapability as error:
             raise MissingCapability(f"{checked}; the test vector was not run: {error.message}", error.remedy) from error
     result = _result(found, fidelity)
-    versions = _other_version(found, engine)
     verdict = "answers its test vector" if result.passed else "does not answer its test vector"
-    return f"{folder}: {checked}; {found.variant} {verdict}{versions}", result
+    return f"{folder}: {checked}; {found.variant} {verdict}{_note_version(found, engine)}", result
 
 
 def engine_of(found: Manifest) -> Engine:
@@ -88,18 +88,11 @@ def _result(found: Manifest, fidelity: Fidelity) -> StageFidelity:
     )
 
 
-def _other_version(found: Manifest, engine: Engine) -> str:
-    here = _installed(engine.tools)
-    if here in ("", found.engine.version):
-        return ""
-    return f"\n  note: it was made with {found.engine.name} {found.engine.version}, and ran with {here}"
-
-
-def _installed(distributions: Iterable[str]) -> str:
-    """Return the version of the first that is installed; empty if none is."""
-    for name in distributions:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+def _note_version(found: Manifest, engine: Engine) -> str:
+    """Say which version of the engine's package ran, the first that is installed, if it is another one."""
+    for name in engine.tools:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            here = importlib.metadata.version(name)
+            made = f"{found.engine.name} {found.engine.version}"
+            return "" if here == found.engine.version else f"\n  note: it was made with {made}, and ran with {here}"
     return ""
