@@ -31,7 +31,7 @@ _REMEDY = "it has to work in plain Python first; the whole trace is in the step'
 
 @dataclass(frozen=True)
 class Built:
-    """What a factory gave: the module, example inputs in any of the accepted forms, and names where they are known."""
+    """Result of a factory: the module, example inputs in any of the accepted forms, and names where they are known."""
 
     module: "nn.Module"
     example: Any = None
@@ -62,7 +62,11 @@ def _zoo(source: Source) -> Built:
 def _file(source: Source) -> Built:
     path = Path(source.target)
     _put_first(Path.cwd())
-    root, name = _importable(path)
+    root, parts = path.parent, [path.stem]
+    while (root / "__init__.py").is_file():  # the file is imported by its dotted name from the first folder above that
+        parts.insert(0, root.name)  # is no package
+        root = root.parent
+    name = ".".join(parts)
     _put_first(root)
     with user_errors(f"importing {path.name}", path):
         module = importlib.import_module(name) if "." in name else _execute(name, path)
@@ -82,23 +86,16 @@ def _execute(name: str, path: Path) -> Any:
 
 def _module(source: Source) -> Built:
     _put_first(Path.cwd())
-    with user_errors(f"importing {source.target}", Path.cwd()), _known_module(source.target):
-        module = importlib.import_module(source.target)
-    return _call(source, _attribute(source, module, source.target))
-
-
-@contextlib.contextmanager
-def _known_module(name: str) -> Iterator[None]:
-    """Tell a module that is not there from one that lacks something."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        raise SourceError(
-            f"there is no module {error.name!r}",
-            f"it is looked for in the current folder first, then in what is installed; a file is {name}.py:factory",
-        ) from error
+    name = source.target
+    with user_errors(f"importing {name}", Path.cwd()):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):  # it is there, and lacks something
+                raise
+            places = "it is looked for in the current folder first, then in what is installed"
+            raise SourceError(f"there is no module {error.name!r}", f"{places}; a file is {name}.py:factory") from error
+    return _call(source, _attribute(source, module, name))
 
 
 def _pt2(source: Source) -> Built:
@@ -111,14 +108,20 @@ def _pt2(source: Source) -> Built:
             f"{source.text} is no torch.export archive, or a damaged one: {_first_words(error)}",
             "save one with torch.export.save, with the same version of torch",
         ) from error
-    specs = tuple(
-        _traced_spec(node) for node in program.graph.nodes if node.name in program.graph_signature.user_inputs
-    )
+    specs = []
+    for node in program.graph.nodes:
+        if node.name in program.graph_signature.user_inputs:
+            value = node.meta["val"]
+            shape = tuple(  # the file keeps no names of dynamic dimensions
+                dim if isinstance(dim, int) else "batch" if axis == 0 else f"{node.name}_dim_{axis}"
+                for axis, dim in enumerate(value.shape)
+            )
+            specs.append(TensorSpec(name=node.name, dtype=str(value.dtype).removeprefix("torch."), shape=shape))
     example = None
     if program.example_inputs:
         args, kwargs = program.example_inputs
         example = dict(zip((spec.name for spec in specs), [*args, *kwargs.values()], strict=True))
-    return Built(_in_order(program), example, specs)
+    return Built(_in_order(program), example, tuple(specs))
 
 
 def _in_order(program: Any) -> "nn.Module":
@@ -141,16 +144,6 @@ def _in_order(program: Any) -> "nn.Module":
     return InOrder()
 
 
-def _traced_spec(node: Any) -> TensorSpec:
-    """Return the input as torch.export traced it. The file keeps no names of dynamic dimensions."""
-    value = node.meta["val"]
-    shape = tuple(
-        dim if isinstance(dim, int) else "batch" if axis == 0 else f"{node.name}_dim_{axis}"
-        for axis, dim in enumerate(value.shape)
-    )
-    return TensorSpec(name=node.name, dtype=str(value.dtype).removeprefix("torch."), shape=shape)
-
-
 def _timm(source: Source) -> Built:
     import torch
 
@@ -164,12 +157,11 @@ def _timm(source: Source) -> Built:
 
 def _hf(source: Source) -> Built:
     transformers = _library("transformers", "hf")
-
     remedy = "transformers.AutoModel.from_pretrained has to work on it; a folder holds config.json and safetensors"
     with user_errors(f"loading {source.text}", None, remedy):
-        module = load(transformers, source.target)
+        module = _load_transformer(transformers, source.target)
     with user_errors("looking for example inputs", None):
-        inputs, specs = example(module)
+        inputs, specs = _transformer_example(module)
     return Built(module, inputs, specs)
 
 
@@ -185,18 +177,15 @@ _BUILDERS: dict[str, Callable[[Source], Built]] = {
 
 def _library(name: str, extra: str) -> Any:
     if importlib.util.find_spec(name) is None:
-        raise MissingCapability(
-            f"{extra}: models need the package {name}, which is not installed",
-            install_command(name),
-        )
+        message = f"{extra}: models need the package {name}, which is not installed"
+        raise MissingCapability(message, install_command(name))
     try:
         return importlib.import_module(name)
     except (ImportError, RuntimeError, AttributeError, OSError) as error:
+        failure, command = f"{type(error).__name__}: {_first_words(error)}", install_command(name, "--force-reinstall")
         raise MissingCapability(
-            f"the package {name} is installed, but importing it fails with {type(error).__name__}: "
-            f"{_first_words(error)}",
-            f"python -c 'import {name}' has to work; reinstall it with what it depends on: "
-            f"{install_command(name, '--force-reinstall')}",
+            f"the package {name} is installed, but importing it fails with {failure}",
+            f"python -c 'import {name}' has to work; reinstall it with what it depends on: {command}",
         ) from error
 
 
@@ -222,7 +211,15 @@ def _call(source: Source, factory: Any) -> Built:
     if not isinstance(factory, nn.Module):
         if not callable(factory):
             raise SourceError(f"{source.text} is {_described(factory)}, not a factory", "name a callable")
-        _check_arguments(source, factory)
+        signature = None
+        with contextlib.suppress(TypeError, ValueError):  # some callables tell nothing about themselves
+            signature = inspect.signature(factory)
+        try:
+            if signature is not None:
+                signature.bind(*source.arguments, **source.keywords)
+        except TypeError as error:
+            message = f"the factory {source.text} cannot be called: {error}"
+            raise SourceError(message, f"its parameters are {signature}") from error
         with user_errors(f"the factory {source.text}", Path(source.target)):
             result = factory(*source.arguments, **source.keywords)
     module, example = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
@@ -244,33 +241,11 @@ def _call(source: Source, factory: Any) -> Built:
     return Built(module, getattr(module, "example_input_array", None) if example is None else example)
 
 
-def _check_arguments(source: Source, factory: Callable[..., Any]) -> None:
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # some callables tell nothing about themselves
-        return
-    try:
-        signature.bind(*source.arguments, **source.keywords)
-    except TypeError as error:
-        raise SourceError(
-            f"the factory {source.text} cannot be called: {error}", f"its parameters are {signature}"
-        ) from error
-
-
 def _described(value: Any) -> str:
     if isinstance(value, dict) and value and all(hasattr(item, "shape") for item in value.values()):
         return "a state dict (weights without a model)"
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
-
-
-def _importable(path: Path) -> tuple[Path, str]:
-    """Find the first folder above a file that is no package, and the file's dotted name from there."""
-    root, parts = path.parent, [path.stem]
-    while (root / "__init__.py").is_file():
-        parts.insert(0, root.name)
-        root = root.parent
-    return root, ".".join(parts)
 
 
 def _put_first(folder: Path) -> None:
@@ -286,7 +261,13 @@ def user_errors(doing: str, near: Path | None, remedy: str = _REMEDY) -> Iterato
     except (SourceError, MissingCapability):
         raise
     except (Exception, SystemExit) as error:
-        where = _user_line(error, near)
+        place = (error.filename, error.lineno) if isinstance(error, SyntaxError) and error.filename else None
+        if place is None:
+            frames = file_tracking.select_user_frames(traceback.extract_tb(error.__traceback__))
+            if near is not None and near.is_file():
+                frames = [frame for frame in frames if Path(frame.filename).parent == near.parent] or frames
+            place = (frames[-1].filename, frames[-1].lineno) if frames else None
+        where = f" ({place[0]}:{place[1]})" if place else ""
         raise SourceError(
             f"{doing} failed with {type(error).__name__}: {_first_words(error) or 'no message'}{where}{_root(error)}",
             remedy,
@@ -310,23 +291,13 @@ def _first_words(error: BaseException) -> str:
     return words if len(words) <= _LONGEST_MESSAGE else f"{words[:_LONGEST_MESSAGE]} …"
 
 
-def _user_line(error: BaseException, near: Path | None) -> str:
-    if isinstance(error, SyntaxError) and error.filename:
-        return f" ({error.filename}:{error.lineno})"
-    frames = file_tracking.users(traceback.extract_tb(error.__traceback__))
-    if near is not None and near.is_file():
-        frames = [frame for frame in frames if Path(frame.filename).parent == near.parent] or frames
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-
-
-# Hugging Face models: which class a configuration names, and example inputs that fit it. Runs in a worker only.
+# Hugging Face models: the class that a configuration names, and example inputs that fit it.
 
 _SEQUENCE = 32
-_TEXT = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids")
 
 
-def load(transformers: Any, target: str) -> "nn.Module":
-    """Return the model of a hub name (``org/name@revision``) or folder, as the class its configuration names.
+def _load_transformer(transformers: Any, target: str) -> "nn.Module":
+    """Load the model of a hub name (``org/name@revision``) or folder, as the class its configuration names.
 
     Weights are read from safetensors, or from what ``torch.load(weights_only=True)`` accepts; code that comes with
     a model is never run.
@@ -341,7 +312,7 @@ def load(transformers: Any, target: str) -> "nn.Module":
     return model
 
 
-def example(module: "nn.Module") -> tuple[dict[str, "Tensor"], tuple[TensorSpec, ...]]:
+def _transformer_example(module: "nn.Module") -> tuple[dict[str, "Tensor"], tuple[TensorSpec, ...]]:
     """Make example inputs of a Hugging Face model, and their specifications.
 
     Raises:
@@ -354,7 +325,13 @@ def example(module: "nn.Module") -> tuple[dict[str, "Tensor"], tuple[TensorSpec,
     main = getattr(module, "main_input_name", "input_ids")
     generator = torch.Generator().manual_seed(0)
     if main == "pixel_values":
-        return _image(config, generator)
+        vision = getattr(config, "vision_config", config)
+        size = getattr(vision, "image_size", None) or 224
+        height, width = (size, size) if isinstance(size, int) else tuple(size)
+        channels = getattr(vision, "num_channels", 3)
+        pixels = torch.randn((2, channels, height, width), generator=generator)
+        spec = TensorSpec(name=main, dtype="float32", shape=("batch", channels, height, width))
+        return {main: pixels}, (spec,)
     if main != "input_ids":
         raise SourceError(
             f"the model's main input is {main!r}, and no example is known for it",
@@ -362,29 +339,16 @@ def example(module: "nn.Module") -> tuple[dict[str, "Tensor"], tuple[TensorSpec,
         )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     length = min(_SEQUENCE, getattr(text, "max_position_embeddings", _SEQUENCE) or _SEQUENCE)
-    wanted = ["input_ids", "attention_mask"]
-    wanted += ["token_type_ids"] if "token_type_ids" in accepted and getattr(text, "type_vocab_size", 0) > 1 else []
-    wanted += ["decoder_input_ids"] if getattr(config, "is_encoder_decoder", False) else []
-    shape = (2, length)
-    values = {
-        "input_ids": torch.randint(0, text.vocab_size, shape, generator=generator),
-        "attention_mask": torch.ones(shape, dtype=torch.int64),
-        "token_type_ids": torch.zeros(shape, dtype=torch.int64),
-        "decoder_input_ids": torch.randint(0, text.vocab_size, shape, generator=generator),
+    shape, sequence = (2, length), "sequence"
+    inputs = {
+        "input_ids": (torch.randint(0, text.vocab_size, shape, generator=generator), sequence),
+        "attention_mask": (torch.ones(shape, dtype=torch.int64), sequence),
     }
-    dims = {name: ("batch", "decoder_sequence" if name.startswith("decoder") else "sequence") for name in _TEXT}
-    chosen = [name for name in wanted if name in accepted]
-    specs = tuple(TensorSpec(name=name, dtype="int64", shape=dims[name]) for name in chosen)
-    return {name: values[name] for name in chosen}, specs
-
-
-def _image(config: Any, generator: Any) -> tuple[dict[str, "Tensor"], tuple[TensorSpec, ...]]:
-    import torch
-
-    vision = getattr(config, "vision_config", config)
-    size = getattr(vision, "image_size", None) or 224
-    height, width = (size, size) if isinstance(size, int) else tuple(size)
-    channels = getattr(vision, "num_channels", 3)
-    pixels = torch.randn((2, channels, height, width), generator=generator)
-    spec = TensorSpec(name="pixel_values", dtype="float32", shape=("batch", channels, height, width))
-    return {"pixel_values": pixels}, (spec,)
+    if getattr(text, "type_vocab_size", 0) > 1:
+        inputs["token_type_ids"] = torch.zeros(shape, dtype=torch.int64), sequence
+    if getattr(config, "is_encoder_decoder", False):
+        tokens = torch.randint(0, text.vocab_size, shape, generator=generator)
+        inputs["decoder_input_ids"] = tokens, "decoder_sequence"
+    chosen = {name: row for name, row in inputs.items() if name in accepted}
+    specs = tuple(TensorSpec(name=name, dtype="int64", shape=("batch", dim)) for name, (_, dim) in chosen.items())
+    return {name: value for name, (value, _) in chosen.items()}, specs

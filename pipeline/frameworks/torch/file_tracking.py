@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.metadata
 import os
+import re
 import site
 import sys
 import sysconfig
@@ -26,14 +27,9 @@ _ROOT = Path(__file__).parents[3]
 _OWN_CODE = (*(f"{_ROOT / name}/" for name in OWN_FOLDERS), f"{_ROOT / 'cli.py'}")
 
 
-def _list_foreign() -> tuple[str, ...]:
-    """List folders whose files are covered otherwise: versions of packages, or nothing that a model is made of."""
-    paths = sysconfig.get_paths()
-    packages = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {site.getusersitepackages()}
-    return tuple(f"{path}/" for path in (*sorted(packages), "/proc", "/sys", "/dev"))
-
-
-_FOREIGN = _list_foreign()
+_PACKAGES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_FOREIGN = tuple(f"{path}/" for path in (*sorted({*_PACKAGES, site.getusersitepackages()}), "/proc", "/sys", "/dev"))
+"""Folders whose files are covered otherwise: versions of packages, or nothing that a model is made of."""
 
 
 class FileTracker:
@@ -63,10 +59,10 @@ class FileTracker:
             return
         if text.endswith(".pyc") or (text.endswith(".py") and text.startswith(_OWN_CODE)):
             return
-        found = Path(text).absolute()
-        ours = found.parent.suffix == ".egg-info" and found.is_relative_to(_ROOT)  # of an editable install
-        if not ours and not f"{found}/".startswith(_FOREIGN):
-            self.files.add(found)
+        file = Path(text).absolute()
+        ours = file.parent.suffix == ".egg-info" and file.is_relative_to(_ROOT)  # of an editable install
+        if not ours and not f"{file}/".startswith(_FOREIGN):
+            self.files.add(file)
 
     def packages(self) -> dict[str, str]:
         """List packages imported beyond those that every worker has, with their versions."""
@@ -85,8 +81,7 @@ _active: list[FileTracker] = []
 @contextlib.contextmanager
 def track_files(allow_pickle: bool) -> Iterator[FileTracker]:
     """Track this process until the block ends."""
-    if not _installed:
-        _install()
+    _install_hook()
     tracker = FileTracker(allow_pickle)
     _active.append(tracker)
     try:
@@ -100,28 +95,34 @@ def track_files(allow_pickle: bool) -> Iterator[FileTracker]:
         tracker.files = {path for path in tracker.files if path.is_file()}
 
 
-_installed: list[bool] = []
+@functools.cache
+def _install_hook() -> None:
+    """Install the audit hook, once in each process: it cannot be removed."""
 
-
-def _install() -> None:
     def hook(event: str, args: tuple[Any, ...]) -> None:
         for tracker in _active:
             tracker.handle_event(event, args)
 
     sys.addaudithook(hook)
-    _installed.append(True)
 
 
 @contextlib.contextmanager
 def _track_native_opens(tracker: FileTracker) -> Iterator[None]:
     """Wrap functions that open files from Rust or C++, for which there is no audit event."""
-    names = {"safe_open": "safetensors", "jit.load": "torch", "export.load": "torch"}
+
+    def wrap(opened: Any) -> Any:
+        @functools.wraps(opened, updated=())
+        def open_and_note(file: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(file, (str, os.PathLike)):
+                tracker.add(file)
+            return opened(file, *args, **kwargs)
+
+        return open_and_note
+
     with contextlib.ExitStack() as stack:
-        for path, library in names.items():
-            *parts, name = path.split(".")
-            home = importlib.import_module(".".join((library, *parts)))
-            opened = getattr(home, name)
-            stand_in = _recording(tracker, opened)
+        for library, name in (("safetensors", "safe_open"), ("torch.jit", "load"), ("torch.export", "load")):
+            opened = getattr(importlib.import_module(library), name)
+            stand_in = wrap(opened)
             for place in list(sys.modules.values()):
                 if vars(place).get(name) is opened:
                     setattr(place, name, stand_in)
@@ -129,17 +130,7 @@ def _track_native_opens(tracker: FileTracker) -> Iterator[None]:
         yield
 
 
-def _recording(tracker: FileTracker, opened: Any) -> Any:
-    @functools.wraps(opened, updated=())
-    def open_and_note(file: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(file, (str, os.PathLike)):
-            tracker.add(file)
-        return opened(file, *args, **kwargs)
-
-    return open_and_note
-
-
-# Which line of the user's code something happened in: frames of the interpreter, without those of libraries.
+# Find the line of the user's code that something happened in: frames of the interpreter, without those of libraries.
 
 _OWN = str(Path(__file__).parents[2])
 _NEVER = ("torch", "torch_pruning")
@@ -147,27 +138,25 @@ _NEVER = ("torch", "torch_pruning")
 
 
 def raised_at(error: BaseException) -> str:
-    """``net.py:12``, the innermost line of the user's that an exception came through; nothing where there is none."""
+    """Return ``net.py:12``, the innermost line of the user's that an exception came through; empty if there is none."""
     return _named(traceback.extract_tb(error.__traceback__))
 
 
 def called_at() -> str:
-    """Return ``net.py:12``, the innermost line of the user's that is running; nothing where there is none."""
+    """Return ``net.py:12``, the innermost line of the user's that is running; empty if there is none."""
     return _named(traceback.StackSummary.extract(traceback.walk_stack(sys._getframe(1)), lookup_lines=False)[::-1])
 
 
-def users(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+def select_user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
     """Return the frames that are in no library, in no part of Python, and not in this package's pipeline."""
     others = (f"{_OWN}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<")
-    return [one for one in frames if "site-packages" not in one.filename and not one.filename.startswith(others)]
+    return [
+        frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(others)
+    ]
 
 
 def _named(frames: Sequence[traceback.FrameSummary]) -> str:
     """Return the file's name and line; of a model that a library holds, that library's."""
-    found = users(frames) or [one for one in frames if _is_of_a_model(one.filename)]
-    return f"{Path(found[-1].filename).name}:{found[-1].lineno}" if found else ""
-
-
-def _is_of_a_model(filename: str) -> bool:
-    parts = Path(filename).parts
-    return "site-packages" in parts and parts[parts.index("site-packages") + 1] not in _NEVER
+    models = re.compile(rf"/site-packages/(?!({'|'.join(_NEVER)})/)")
+    chosen = select_user_frames(frames) or [frame for frame in frames if models.search(frame.filename)]
+    return f"{Path(chosen[-1].filename).name}:{chosen[-1].lineno}" if chosen else ""
