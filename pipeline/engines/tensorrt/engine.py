@@ -25,9 +25,8 @@ from enginesmith.pipeline.engines.base import (
     WorkspaceEngine,
     unavailable,
 )
-from enginesmith.pipeline.engines.tensorrt import builder, manifest, parser, versions
-from enginesmith.pipeline.engines.tensorrt import layers as audits
-from enginesmith.pipeline.engines.tensorrt.builder import BuilderSettings, Built, Profile, build, compute_capabilities
+from enginesmith.pipeline.engines.tensorrt import builder, layers, manifest, parser, versions
+from enginesmith.pipeline.engines.tensorrt.builder import BuilderSettings, Profile, build, compute_capabilities
 from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions, validate_options
 from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, FlavourName
@@ -48,52 +47,42 @@ if TYPE_CHECKING:
     from enginesmith.pipeline.system.software import Formats, Stack
 
 
+ENGINE_FILE, LOG_FILE = "model.engine", "model.engine.log"
 _POINTS: tuple[Point, ...] = ("min", "opt", "max")
+_PRIMING_BYTES = 1 << 20
+_SHOWN = 200  # characters of a line of the builder's log
 
 
 def plan(signature: Signature, ranges: Mapping[str, ShapeRange], more: tuple[str, ...]) -> tuple[Profile, ...]:
     """Plan the optimisation profiles asked for, in their order, and the whole range as the last one.
 
+    One of ``more`` is written as ``batch=1:1:1,seq=1:64:128``; dimensions that are not named keep their whole range.
+
     Raises:
         UsageError: a dynamic dimension without a range; a profile of another dimension, or beyond its range.
     """
-    missing = [name for name in signature.symbols if name not in ranges]
+    missing = next((name for name in signature.symbols if name not in ranges), None)
     if missing:
-        raise UsageError(
-            f"the dynamic dimension {missing[0]!r} has no range", f"give one: --shape {missing[0]}=MIN:OPT:MAX"
-        )
-    narrowed = [_narrowed(text, ranges) for text in more]
-    return tuple(_shapes(signature, each) for each in (*narrowed, ranges))
-
-
-def _shapes(signature: Signature, ranges: Mapping[str, ShapeRange]) -> Profile:
-    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {}
-    for spec in signature.inputs:
-        low, usual, high = (spec.resolve({name: span.at(point) for name, span in ranges.items()}) for point in _POINTS)
-        shapes[spec.name] = (low, usual, high)
-    return shapes
-
-
-def _narrowed(text: str, ranges: Mapping[str, ShapeRange]) -> dict[str, ShapeRange]:
-    """Read ``batch=1:1:1,seq=1:64:128`` within the whole range; dimensions that are not named keep theirs."""
-    narrowed = dict(ranges)
-    for part in text.split(","):
-        name, separator, value = part.partition("=")
-        if not separator or name not in ranges:
-            raise UsageError(
-                f"the profile {text!r} names {name!r}, and the dynamic dimensions are {', '.join(ranges) or 'none'}",
-                "write it as batch=1:1:1,seq=1:64:128",
-            )
-        asked, whole = ShapeRange.parse(value), ranges[name]
-        if asked.min < whole.min or asked.max > whole.max:
-            raise UsageError(f"the profile {text!r} goes beyond the range {name}={whole}", "widen --shape")
-        narrowed[name] = asked
-    return narrowed
-
-
-ENGINE_FILE, LOG_FILE = "model.engine", "model.engine.log"
-_PRIMING_BYTES = 1 << 20
-_SHOWN = 200  # characters of a line of the builder's log
+        raise UsageError(f"the dynamic dimension {missing!r} has no range", f"give one: --shape {missing}=MIN:OPT:MAX")
+    planned = []
+    for text in more:
+        narrowed = dict(ranges)
+        for part in text.split(","):
+            name, separator, value = part.partition("=")
+            if not separator or name not in ranges:
+                there = f"the dynamic dimensions are {', '.join(ranges) or 'none'}"
+                remedy = "write it as batch=1:1:1,seq=1:64:128"
+                raise UsageError(f"the profile {text!r} names {name!r}, and {there}", remedy)
+            narrowed[name], whole = ShapeRange.parse(value), ranges[name]
+            if narrowed[name].min < whole.min or narrowed[name].max > whole.max:
+                raise UsageError(f"the profile {text!r} goes beyond the range {name}={whole}", "widen --shape")
+        planned.append(narrowed)
+    profiles = []
+    for each in (*planned, ranges):
+        low, usual, high = ({name: span.at(point) for name, span in each.items()} for point in _POINTS)
+        shapes = {spec.name: (spec.resolve(low), spec.resolve(usual), spec.resolve(high)) for spec in signature.inputs}
+        profiles.append(shapes)
+    return tuple(profiles)
 
 
 class TensorRT(WorkspaceEngine):
@@ -120,9 +109,14 @@ class TensorRT(WorkspaceEngine):
     @classmethod
     def configurations(cls, asked: "EngineOptions", precision: str) -> Iterator[Configuration]:
         """Yield one for each target and workspace limit; a sweep stands for several limits."""
-        ahead = bool(cls.known().targets)
-        for target in (asked.targets if ahead else ()) or (None,):
-            for word, limit in _limits(asked):
+        limits: dict[str, int | None] = {}
+        for text, asked_limit in zip(asked.workspace, asked.workspace_limits, strict=True):
+            if asked_limit == "sweep":
+                limits |= {MAX: None, **dict.fromkeys(SWEPT, None)}  # bytes that only a build can tell
+            elif asked_limit is None or asked_limit not in limits.values():
+                limits[text] = asked_limit
+        for target in (asked.targets if cls.known().targets else ()) or (None,):
+            for word, limit in (limits or {"": None}).items():
                 chosen = cls(workspace_bytes=limit, target=target, options=asked.tensorrt, run=asked.tensorrt_run)
                 with contextlib.suppress(MissingCapability):  # this variant's own failure, once it is built
                     chosen.targets(nvidia.cuda_device((asked.named_device or Device()).index))
@@ -152,27 +146,22 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def describe_file(cls, path: Path) -> dict[str, Any]:
-        """Show the manifest, and whether the engine can run here."""
         return manifest.describe(path)
 
     @classmethod
     def shares_activations(cls, asked: "EngineOptions") -> bool:
-        """Read the run options."""
         return asked.tensorrt_run.share_activation_memory
 
     @classmethod
     def check_software(cls, stack: "Stack", exported: "Formats") -> "Iterable[Check]":
-        """Check this flavour, the driver and the GPUs here."""
         return versions.check_software(stack, cls.tools[0])
 
     @classmethod
     def check_targets(cls) -> tuple[str, ...]:
-        """List all that the builder has."""
         return cls.known().targets
 
     @classmethod
     def refit(cls, engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effect:
-        """Refit engines that were built for it, on a device that runs them."""
         from enginesmith.pipeline.engines.tensorrt.loader import refit
 
         return refit(engine, graph, file, device)
@@ -185,14 +174,12 @@ class TensorRT(WorkspaceEngine):
         return {**super().restore_options(record), "options": BuildOptions(tf32=tf32)}
 
     def package_facts(self, main: Path, device: Device) -> PackageFacts:
-        """Read the manifest."""
         record = manifest.read(main)
         options = {"tf32": record.options.tf32, "version_compatible": record.options.version_compatible}
         return PackageFacts(record.version, record.compute_capabilities, options)
 
     @classmethod
     def from_package(cls, options: Mapping[str, Any]) -> "TensorRT":
-        """Read whether products are rounded."""
         return cls(options=BuildOptions(tf32=bool(options.get("tf32", True))))
 
     @classmethod
@@ -212,7 +199,6 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def gates_workspace(cls) -> bool:
-        """Look it up in the flavour's capabilities."""
         return cls.known().workspace_is_a_gate
 
     @classmethod
@@ -230,12 +216,9 @@ class TensorRT(WorkspaceEngine):
         """Check for CUDA, the package, a driver with that device, and a torch for it."""
         if device.kind not in cls.kinds:
             return unavailable("it runs on CUDA only", "use --device cuda")
-        availability = versions.importable(cls.flavour)
-        if not availability.ok:
-            return availability
-        availability = nvidia.available(device.index)
-        if not availability.ok:
-            return availability
+        for availability in (versions.importable(cls.flavour), nvidia.available(device.index)):
+            if not availability.ok:
+                return availability
         import torch
 
         if torch.version.cuda is None:
@@ -258,12 +241,11 @@ class TensorRT(WorkspaceEngine):
 
     @property
     def arithmetic(self) -> str:
-        """``tf32``, unless that was turned off."""
         return "tf32" if self.options.tf32 else "fp32"
 
     @property
     def built_ahead(self) -> bool:
-        """Tell whether a target was named, to a builder that needs no GPU."""
+        """True if a target was named, to a builder that needs no GPU."""
         return bool(self.target) and self.known().builds_without_gpu
 
     def runnable(self, device: Device) -> Availability:
@@ -295,22 +277,59 @@ class TensorRT(WorkspaceEngine):
             MissingCapability: the package, the device or an option is not to be had here.
             UnsupportedGraph, LimitTooSmall, BuilderFailed: what the builder made of it.
         """
-        signature = request.artifact.signature
+        graph, signature, file = request.artifact, request.artifact.signature, request.out / ENGINE_FILE
         assert signature is not None
-        trt = versions.module(self.flavour)
-        known = self.known()
-        here = nvidia.cuda_device(request.device.index)
-        if not known.builds_without_gpu:
-            _need(nvidia.available(request.device.index), self.name)
+        trt, here = versions.module(self.flavour), nvidia.cuda_device(request.device.index)
+        model = model_file.skeleton(graph.path)
+        settings, notes = self._settings(request, model, signature, here)
+        timed = settings.device is not None
+        built = build(settings, graph.path, file, request.progress)
+        log = built.log.text
+        # the builder's words on layers that sparse kernels could compute, and on those that they do
+        lines = (line.partition("(Sparsity)")[2].strip() for line in log.splitlines() if "(Sparsity)" in line)
+        notes += [f"sparsity: {line[:_SHOWN]}" for line in lines]
+        audit = layers.audit(built.log.layers, model, signature, "build log")
+        record = EngineManifest(
+            engine=self.flavour,
+            version=trt.__version__,
+            target=self.target,
+            compute_capabilities=settings.targets or ((here.target,) if here else ()),
+            device=here.name if here and timed else None,
+            driver=nvidia.driver().version if timed else None,
+            sha256=built.sha256,
+            bytes=file.stat().st_size,
+            model_sha256=graph.sha256,
+            timing_cache_sha256=built.timing_cache_sha256,
+            workspace_limit_bytes=built.workspace_limit_bytes,
+            workspace_asked_bytes=self.workspace_bytes,
+            options=settings.options,
+            profiles=tuple(dict(profile) for profile in settings.profiles),
+            signature=signature,
+            figures=built.figures,
+            audit=audit,
+            notes=tuple(notes),
+        )
+        manifest.path_beside(file).write_text(record.model_dump_json(indent=1) + "\n")
+        (request.out / LOG_FILE).write_text(log)
+        rejected = f"the engine is not what was asked for: {audit.problems[0]}" if audit.problems else ""
+        notes += audit.notes
+        return Effect(
+            file=ENGINE_FILE, summary=_summary(record), notes=tuple(notes), signature=signature, rejected=rejected
+        )
+
+    def _settings(
+        self, request: BuildRequest, model: "onnx.ModelProto", signature: Signature, here: nvidia.CudaDevice | None
+    ) -> tuple[BuilderSettings, list[str]]:
+        """Choose the settings of a build where it can be done, and list notes on them."""
+        known, index = self.known(), request.device.index
+        timed = not known.builds_without_gpu  # kernels, on the device that is here
+        if timed and not (answer := nvidia.available(index)).ok:
+            raise MissingCapability(f"{self.name} cannot be built here: {answer.reason}", answer.remedy)
         targets = self.targets(here)
-        model = model_file.skeleton(request.artifact.path)
-        options, notes = _for_graph(self.options, model, request.artifact.path)
-        notes = (*notes, *validate_options(options, self.flavour, known, device=here is not None))
+        options, sparsity = _for_graph(self.options, model, request.artifact.path)
+        notes = [*sparsity, *validate_options(options, self.flavour, known, device=here is not None)]
         if known.workspace_is_a_gate and self.workspace_bytes is not None:
-            notes = (
-                *notes,
-                f"in {self.name} the workspace limit decides if the engine is built, and changes nothing else",
-            )
+            notes.append(f"in {self.name} the workspace limit decides if the engine is built, and changes nothing else")
         parser.validate_graph(model, targets or ((here.target,) if here else ()), known)
         settings = BuilderSettings(
             flavour=self.flavour,
@@ -320,22 +339,9 @@ class TensorRT(WorkspaceEngine):
             targets=targets,
             profiles=plan(signature, request.ranges, options.profiles),
             timing_cache=self._timing_cache(known, here),
-            device=None if known.builds_without_gpu else request.device.index,
+            device=index if timed else None,
         )
-        built = build(settings, request.artifact.path, request.out / ENGINE_FILE, request.progress)
-        notes = (*notes, *_sparse_layers(built.log.text))
-        audit = audits.audit(built.log.layers, model, signature, "build log")
-        record = self._manifest(request, settings, built, audit, here, trt.__version__, notes)
-        manifest.path_beside(request.out / ENGINE_FILE).write_text(record.model_dump_json(indent=1) + "\n")
-        (request.out / LOG_FILE).write_text(built.log.text)
-        rejected = f"the engine is not what was asked for: {audit.problems[0]}" if audit.problems else ""
-        return Effect(
-            file=ENGINE_FILE,
-            summary=_summary(record),
-            notes=(*notes, *audit.notes),
-            signature=signature,
-            rejected=rejected,
-        )
+        return settings, notes
 
     def targets(self, here: nvidia.CudaDevice | None) -> tuple[str, ...]:
         """List what the builder is told to compile for, where ``here`` is the device at hand.
@@ -377,50 +383,11 @@ class TensorRT(WorkspaceEngine):
         name = f"{here.target}-{here.name.replace(' ', '_')}-{versions.installed_version(self.flavour)}.cache"
         return default_root() / "timing" / name
 
-    def _manifest(
-        self,
-        request: BuildRequest,
-        settings: BuilderSettings,
-        built: Built,
-        audit: audits.Audit,
-        here: nvidia.CudaDevice | None,
-        version: str,
-        notes: tuple[str, ...],
-    ) -> EngineManifest:
-        engine = request.out / ENGINE_FILE
-        assert request.artifact.signature is not None
-        return EngineManifest(
-            engine=self.flavour,
-            version=version,
-            target=self.target,
-            compute_capabilities=settings.targets or ((here.target,) if here else ()),
-            device=here.name if here and not settings.known.builds_without_gpu else None,
-            driver=nvidia.driver().version if not settings.known.builds_without_gpu else None,
-            sha256=built.sha256,
-            bytes=engine.stat().st_size,
-            model_sha256=request.artifact.sha256,
-            timing_cache_sha256=built.timing_cache_sha256,
-            workspace_limit_bytes=built.workspace_limit_bytes,
-            workspace_asked_bytes=self.workspace_bytes,
-            options=settings.options,
-            profiles=tuple(dict(profile) for profile in settings.profiles),
-            signature=request.artifact.signature,
-            figures=built.figures,
-            audit=audit,
-            notes=notes,
-        )
-
     def facts(self, artifact: Artifact) -> EngineFacts:
         """Read the builder's own figures and the audit's layers from the manifest."""
         record = manifest.read(artifact.path)
-        return EngineFacts(
-            workspace_limit_bytes=record.workspace_limit_bytes,
-            weights_bytes=record.figures.weights_bytes,
-            activation_bytes=record.figures.activation_bytes,
-            scratch_bytes=record.figures.scratch_bytes,
-            build_device_peak_bytes=record.figures.build_device_peak_bytes,
-            layers=record.audit.layers if record.audit else None,
-        )
+        counts, limit = record.audit.layers if record.audit else None, record.workspace_limit_bytes
+        return EngineFacts(workspace_limit_bytes=limit, layers=counts, **record.figures.model_dump())
 
     def profile(self, request: ProfileRequest) -> Profiled:
         """Time each layer, as the execution context reports it; without CUDA graphs."""
@@ -468,17 +435,6 @@ class TensorRTRTX(TensorRT):
         """Return None: Triton has no backend for this flavour's runtime."""
 
 
-def _limits(asked: "EngineOptions") -> list[tuple[str, int | None]]:
-    """List workspace limits by their names in ids, in bytes; those that only a build can tell are None."""
-    limits: dict[str, int | None] = {}
-    for text, limit in zip(asked.workspace, asked.workspace_limits, strict=True):
-        if limit == "sweep":
-            limits |= {MAX: None, **dict.fromkeys(SWEPT, None)}
-        elif limit is None or limit not in limits.values():
-            limits[text] = limit
-    return list(limits.items()) or [("", None)]
-
-
 def _for_graph(options: BuildOptions, model: "onnx.ModelProto", path: Path) -> tuple[BuildOptions, tuple[str, ...]]:
     """Choose a graph's build options: sparse kernels are allowed where it is marked as 2:4 and its weights are.
 
@@ -494,17 +450,6 @@ def _for_graph(options: BuildOptions, model: "onnx.ModelProto", path: Path) -> t
         return options, ("the graph is marked as 2:4, and none of its weights is: SPARSE_WEIGHTS is left as it was",)
     note = f"SPARSE_WEIGHTS is set: {sparse} of {len(weights)} weights of the graph are 2:4"
     return options.model_copy(update={"sparse_weights": True}), (note,)
-
-
-def _sparse_layers(log: str) -> tuple[str, ...]:
-    """List the builder's words on layers that sparse kernels could compute, and on those that they do."""
-    lines = (line.partition("(Sparsity)")[2].strip() for line in log.splitlines() if "(Sparsity)" in line)
-    return tuple(f"sparsity: {line[:_SHOWN]}" for line in lines)
-
-
-def _need(availability: Availability, name: str) -> None:
-    if not availability.ok:
-        raise MissingCapability(f"{name} cannot be built here: {availability.reason}", availability.remedy)
 
 
 def _summary(record: EngineManifest) -> str:
