@@ -77,15 +77,16 @@ class Fidelity(BaseModel):
     reasons: dict[str, str] = {}
 
 
-def thresholds_for(precision: str) -> Thresholds:
-    """Look up the default thresholds of a precision.
+def thresholds_for(precision: str, min_sqnr_db: float | None = None) -> Thresholds:
+    """Look up the thresholds of a precision; an SQNR that was asked for stands instead of its first two.
 
     Raises:
         UsageError: it is not known.
     """
     if precision not in THRESHOLDS:
         raise UsageError(f"there is no precision {precision!r}", f"use one of {', '.join(THRESHOLDS)}")
-    return THRESHOLDS[precision]
+    asked = {} if min_sqnr_db is None else {"min_sqnr_db": min_sqnr_db, "max_error_of_range": 0.0}
+    return THRESHOLDS[precision].model_copy(update=asked)
 
 
 def compare(reference: Feeds, actual: Feeds, thresholds: Thresholds) -> Fidelity:

@@ -1,4 +1,4 @@
-"""The work of a step, as it runs in a worker: artifacts in, files and one sentence out.
+"""Define the work of a step, as it runs in a worker: artifacts in, files and one sentence out.
 
 A task's fields, with the digests of what it takes, make its key; so everything that changes the result is a field.
 """
@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tensors import Signature
 
 Inputs = Mapping[str, Artifact]
 
@@ -25,17 +26,17 @@ RECORDS = "records.json"
 
 
 class Task(BaseModel, ABC):
-    """What one step does."""
+    """Define the work of one step."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     title: ClassVar[str]
-    """A word for people: export, measure …"""
+    """Word for people: export, measure …"""
     produces: ClassVar[Kind]
     exclusive: ClassVar[bool] = False
-    """Whether nothing else may run on the machine at the same time."""
+    """True where nothing else may run on the machine at the same time."""
     in_process: ClassVar[bool] = False
-    """Whether it takes next to nothing and leaves nothing behind, so that others may be done in its process."""
+    """True where it takes next to nothing and leaves nothing behind, so that others may be done in its process."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -46,18 +47,18 @@ class Task(BaseModel, ABC):
 
     @property
     def place(self) -> str:
-        """Return where on this machine the task reads from, besides its inputs."""
+        """Place on this machine that the task reads from, besides its inputs."""
         return ""
 
     @property
     def runs_on(self) -> Device:
-        """Return the device that it takes."""
-        found = getattr(self, "device", None)
-        return found if isinstance(found, Device) else Device()
+        """Device that it takes."""
+        device = getattr(self, "device", None)
+        return device if isinstance(device, Device) else Device()
 
     @property
     def gpus(self) -> Literal["", "one", "all"]:
-        """Return the GPUs that it takes."""
+        """GPUs that it takes."""
         return "one" if self.runs_on.kind == "cuda" else ""
 
     @property
@@ -67,17 +68,17 @@ class Task(BaseModel, ABC):
 
     @property
     def expected_seconds(self) -> float | None:
-        """Return the time that the task is given; None where no limit tells it."""
+        """Time that the task is given; None where no limit tells it."""
         return None
 
     @property
     def tools(self) -> tuple[str, ...]:
-        """Return distributions whose versions decide what comes out."""
+        """Distributions whose versions decide what comes out."""
         return ()
 
     @property
     def environment_key(self) -> dict[str, Any]:
-        """Return facts about this machine that decide what comes out; only measurements have some."""
+        """Facts about this machine that decide what comes out; only measurements have some."""
         return {}
 
     @abstractmethod
@@ -86,7 +87,7 @@ class Task(BaseModel, ABC):
 
 
 class ResumableTask(Task):
-    """A long task that keeps what it has so far, so that another process can go on where one was ended."""
+    """Define a long task that keeps what it has so far, so that another process can go on where one was ended."""
 
     @abstractmethod
     def go_on(self, inputs: Inputs, out: Path, begun: Path, progress: Progress) -> Effect:
@@ -98,7 +99,7 @@ class ResumableTask(Task):
 
 
 class Done(BaseModel):
-    """What a worker sends back."""
+    """Report a task's result and cost."""
 
     effect: Effect
     seconds: float
@@ -106,16 +107,16 @@ class Done(BaseModel):
 
 
 def execute(task: Task, inputs: Inputs, out: Path, progress: Progress) -> Done:
-    """Run a task in this process, and say what it cost."""
-    return _timed(lambda: task.run(inputs, out, progress))
+    """Run a task in this process, and measure what it costs."""
+    return _measure_cost(lambda: task.run(inputs, out, progress))
 
 
 def execute_on(task: ResumableTask, inputs: Inputs, out: Path, begun: Path, progress: Progress) -> Done:
-    """Run a task from where an earlier process left it in ``begun``, and say what the rest cost."""
-    return _timed(lambda: task.go_on(inputs, out, begun, progress))
+    """Run a task from where an earlier process left it in ``begun``, and measure what the rest costs."""
+    return _measure_cost(lambda: task.go_on(inputs, out, begun, progress))
 
 
-def _timed(work: Callable[[], Effect]) -> Done:
+def _measure_cost(work: Callable[[], Effect]) -> Done:
     start = time.monotonic()
     effect = work()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -130,5 +131,10 @@ def write_records(out: Path, records: Sequence[BaseModel | Mapping[str, Any]]) -
 
 def read_records(artifact: Artifact) -> list[dict[str, Any]]:
     """Read the main file of a record."""
-    found: list[dict[str, Any]] = json.loads(artifact.path.read_bytes())
-    return found
+    records: list[dict[str, Any]] = json.loads(artifact.path.read_bytes())
+    return records
+
+
+def scratch_artifact(kind: Kind, path: Path, signature: Signature | None) -> Artifact:
+    """Describe a file on the way to a result: it is never stored, and needs no digest."""
+    return Artifact(kind=kind, path=path, sha256="", bytes=0, signature=signature)

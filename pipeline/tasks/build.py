@@ -1,4 +1,4 @@
-"""From artifact to artifact: passes and engine builds."""
+"""Make artifacts of artifacts: run passes and build engines."""
 
 import tempfile
 from pathlib import Path
@@ -13,12 +13,12 @@ from enginesmith.pipeline.passes.base import Pass, Progress
 from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
-from enginesmith.pipeline.tasks.load import SHAPES, read_ranges
+from enginesmith.pipeline.tasks.load import read_ranges
 from enginesmith.pipeline.units import format_bytes
 
 
 class Transform(Task):
-    """One pass."""
+    """Run one pass."""
 
     title: ClassVar[str] = "pass"
     produces: ClassVar[Kind] = "onnx"
@@ -35,7 +35,7 @@ class Transform(Task):
 
 
 class Build(Task):
-    """An engine from a graph."""
+    """Build an engine from a graph."""
 
     title: ClassVar[str] = "build"
     produces: ClassVar[Kind] = "engine"
@@ -45,10 +45,10 @@ class Build(Task):
 
     @property
     def identity(self) -> dict[str, Any]:
-        found = super().identity
+        identity = super().identity
         for name in self.engine.only_running:
-            found["fields"]["engine"].pop(name)
-        return found
+            identity["fields"]["engine"].pop(name)
+        return identity
 
     @property
     def tools(self) -> tuple[str, ...]:
@@ -72,12 +72,11 @@ class Build(Task):
 
     def request(self, inputs: Inputs, out: Path, progress: Progress) -> BuildRequest:
         """Make the engine's build request."""
-        ranges = read_ranges(inputs[SHAPES]) if SHAPES in inputs else {}
-        return BuildRequest(inputs["model"], out, self.device, ranges, progress)
+        return BuildRequest(inputs["model"], out, self.device, read_ranges(inputs), progress)
 
 
 class Refit(Task):
-    """New weights into a built engine."""
+    """Put new weights into a built engine."""
 
     title: ClassVar[str] = "refit"
     produces: ClassVar[Kind] = "engine"
@@ -90,11 +89,8 @@ class Refit(Task):
         return self.engine.refit(inputs["engine"], inputs["model"], out / inputs["engine"].path.name, self.device)
 
 
-# Builds that are made to see whether they can be made, and what they would take; the engine is thrown away.
-
-
 class TrialResult(BaseModel):
-    """What came of a trial: figures where the engine was built, else the class of the failure and what was said."""
+    """Report a trial: figures where the engine was built, else the class of the failure and what was said."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -107,28 +103,28 @@ class TrialResult(BaseModel):
 
 
 class Trial(Build):
-    """A real build whose result is a record: that the builder refuses the graph is a result too."""
+    """Build an engine to see if it can be built, and what it takes; that the builder refuses is a result, too."""
 
     title: ClassVar[str] = "trial"
     produces: ClassVar[Kind] = "record"
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         with tempfile.TemporaryDirectory(dir=out) as folder:
-            found = self._try(inputs, Path(folder), progress)
-        write_records(out, [found])
-        return Effect(file=RECORDS, summary="it builds" if found.builds else f"{found.failure}: {found.reason}")
+            result = self._try(inputs, Path(folder), progress)
+        write_records(out, [result])
+        return Effect(file=RECORDS, summary="it builds" if result.builds else f"{result.failure}: {result.reason}")
 
     def _try(self, inputs: Inputs, folder: Path, progress: Progress) -> TrialResult:
         try:
             effect = self.engine.build(self.request(inputs, folder, progress))
         except BuildError as error:
             return TrialResult(builds=False, failure=error.failure, reason=error.message, remedy=error.remedy)
-        path = folder / effect.file
-        made = Artifact(kind="engine", path=path, sha256=file_digest(path), bytes=path.stat().st_size)
         if effect.rejected:
             remedy = "export the model again, or use another precision or target"
             return TrialResult(builds=False, failure=WrongEngine.failure, reason=effect.rejected, remedy=remedy)
-        return TrialResult(builds=True, facts=self.engine.facts(made), notes=effect.notes)
+        path = folder / effect.file
+        built = Artifact(kind="engine", path=path, sha256=file_digest(path), bytes=path.stat().st_size)
+        return TrialResult(builds=True, facts=self.engine.facts(built), notes=effect.notes)
 
 
 # Builds under workspace limits that only a build without one can tell.
@@ -140,7 +136,7 @@ SMALLEST = "smallest"
 
 
 class BuildWithin(Build):
-    """One point of a sweep: the smallest limit that builds (point 0), or one above it on a log scale."""
+    """Build at one point of a sweep: the smallest limit that builds (point 0), or one above it on a log scale."""
 
     title: ClassVar[str] = "build"
 

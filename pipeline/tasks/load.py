@@ -1,8 +1,7 @@
-"""From MODEL to the first artifact of a run."""
+"""Load MODEL as the first artifact of a run, and choose the sizes of its dynamic dimensions."""
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,11 +14,11 @@ from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.source import Source
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import Inputs, Task
-from enginesmith.pipeline.tensors import Array, ShapeRange, Signature, TensorSpec
+from enginesmith.pipeline.tensors import Array, ShapeRange, TensorSpec
 
 
 class _FromSource(Task):
-    """A task that begins with what the user named."""
+    """Begin with what the user named."""
 
     title: ClassVar[str] = "load"
 
@@ -37,7 +36,7 @@ class _FromSource(Task):
 
 
 class Load(_FromSource):
-    """MODEL → a torch artifact."""
+    """Build a torch module as an artifact."""
 
     produces: ClassVar[Kind] = "torch"
 
@@ -71,22 +70,22 @@ class Load(_FromSource):
 
 
 class LoadEngine(_FromSource):
-    """A built engine of the user's, with its manifest; whether it fits this machine is checked when it is opened."""
+    """Take over a built engine, with its manifest; it is checked against this machine when it is opened."""
 
     produces: ClassVar[Kind] = "engine"
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         path = Path(self.source.target)
-        found = read_file(path)
+        given = read_file(path)
         main = f"model{path.suffix}"
-        for file in found.files:
+        for file in given.files:
             shutil.copyfile(file, out / (main + file.name.removeprefix(path.name)))
-        summary = f"{found.engine.name} {found.version} for {', '.join(found.targets)}"
-        return Effect(file=main, summary=summary, signature=found.signature, reads=found.files)
+        summary = f"{given.engine.name} {given.version} for {', '.join(given.targets)}"
+        return Effect(file=main, summary=summary, signature=given.signature, reads=given.files)
 
 
 class LoadOnnx(_FromSource):
-    """An ONNX file, checked, with its external data."""
+    """Take over an ONNX file, checked, with its external data."""
 
     produces: ClassVar[Kind] = "onnx"
 
@@ -104,10 +103,9 @@ class LoadOnnx(_FromSource):
                 "leave --input away: an ONNX file names its own inputs",
             )
         external = model_file.external_files(path)
-        shutil.copyfile(path, out / "model.onnx")
-        for name in external:
-            (out / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path.parent / name, out / name)
+        for source, target in ((path.name, "model.onnx"), *((name, name) for name in external)):
+            (out / target).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path.parent / source, out / target)
         facts = model_file.summary(path)
         return Effect(
             file="model.onnx",
@@ -127,7 +125,7 @@ _EXAMPLE_SIZE = 8
 
 
 class Shapes(Task):
-    """Ranges as given; from the batches and the example's sizes where they are not."""
+    """Choose ranges: as given; from the batches and the example's sizes where they are not."""
 
     title: ClassVar[str] = "shapes"
     produces: ClassVar[Kind] = "record"
@@ -137,54 +135,46 @@ class Shapes(Task):
     batches: tuple[int, ...]
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        model = inputs["model"]
+        model, given = inputs["model"], self.ranges
         assert model.signature is not None
-        if model.kind == "onnx":
-            _hold_given(model.signature, self.ranges)
-        found = samples.plan_ranges(model.signature, self.ranges, self.batches, example(model)[1])
-        (out / _FILE).write_text(json.dumps({name: str(one) for name, one in found.items()}, indent=1) + "\n")
-        summary = ", ".join(f"{name} {one}" for name, one in found.items()) or "every dimension is fixed"
+        known = {*given, samples.batch_symbol(model.signature)}
+        missing = [name for name in model.signature.symbols if name not in known]
+        if model.kind == "onnx" and missing:
+            raise UsageError(
+                f"the dynamic dimension {missing[0]!r} has no range, and an ONNX file brings no example of its size",
+                f"give one: --shape {missing[0]}=MIN:OPT:MAX",
+            )
+        ranges = samples.plan_ranges(model.signature, given, self.batches, make_example(model)[1])
+        (out / _FILE).write_text(json.dumps({name: str(one) for name, one in ranges.items()}, indent=1) + "\n")
+        summary = ", ".join(f"{name} {one}" for name, one in ranges.items()) or "every dimension is fixed"
         return Effect(file=_FILE, summary=summary)
 
 
-def _hold_given(signature: Signature, given: Mapping[str, ShapeRange]) -> None:
-    """Check that ranges are given: an ONNX file brings no example that one could be taken from."""
-    missing = [name for name in signature.symbols if name not in given and name != samples.batch_symbol(signature)]
-    if missing:
-        raise UsageError(
-            f"the dynamic dimension {missing[0]!r} has no range, and an ONNX file brings no example of its size",
-            f"give one: --shape {missing[0]}=MIN:OPT:MAX",
-        )
+def read_ranges(inputs: Inputs) -> dict[str, ShapeRange]:
+    """Read the record of :class:`Shapes`; empty where the task has none."""
+    stored = json.loads(inputs[SHAPES].path.read_bytes()) if SHAPES in inputs else {}
+    return {name: ShapeRange.parse(text) for name, text in stored.items()}
 
 
-def read_ranges(record: Artifact) -> dict[str, ShapeRange]:
-    """Read the record of :class:`Shapes`."""
-    return {name: ShapeRange.parse(text) for name, text in json.loads(record.path.read_bytes()).items()}
-
-
-def example(model: Artifact) -> tuple[dict[str, Array], dict[str, int]]:
-    """Return a feed for each input, and the size it has along each dynamic dimension."""
+def make_example(model: Artifact) -> tuple[dict[str, Array], dict[str, int]]:
+    """Make a feed for each input; returns also the size it has along each dynamic dimension."""
     assert model.signature is not None
     specs = model.signature.inputs
     if model.kind == "torch":
         from enginesmith.pipeline.frameworks.torch.saved import read_example
 
-        found = read_example(model)
+        feeds = read_example(model)
         sizes = {
             dim: size
             for spec in specs
-            for dim, size in zip(spec.shape, found[spec.name].shape, strict=True)
+            for dim, size in zip(spec.shape, feeds[spec.name].shape, strict=True)
             if isinstance(dim, str)
         }
-        return found, sizes
+        return feeds, sizes
     sizes = dict.fromkeys(model.signature.symbols, _EXAMPLE_SIZE)
-    rng = np.random.default_rng(0)
-    return {spec.name: _made_up(spec, sizes, rng) for spec in specs}, sizes
-
-
-def _made_up(spec: TensorSpec, sizes: Mapping[str, int], rng: np.random.Generator) -> Array:
-    """Draw normal floats; zeros and ones for integers, which every vocabulary has."""
-    shape = spec.resolve(sizes)
-    if spec.dtype.startswith("float"):
-        return rng.standard_normal(shape).astype(spec.dtype)
-    return rng.integers(0, 2, shape).astype(spec.dtype)
+    rng, feeds = np.random.default_rng(0), {}
+    for spec in specs:  # normal floats; zeros and ones for integers, which every vocabulary has
+        shape = spec.resolve(sizes)
+        drawn = rng.standard_normal(shape) if spec.dtype.startswith("float") else rng.integers(0, 2, shape)
+        feeds[spec.name] = drawn.astype(spec.dtype)
+    return feeds, sizes

@@ -5,7 +5,7 @@ import datetime
 import functools
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,17 +25,17 @@ from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.measure import quality
 from enginesmith.pipeline.measure.device_rates import measure_limits
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
-from enginesmith.pipeline.measure.latency.rows import BatchSweep, FeedsAt, LatencyBenchmark
+from enginesmith.pipeline.measure.latency.rows import BatchSweep, FeedsAt, LatencyBenchmark, measure_latency
 from enginesmith.pipeline.measure.memory.peak import measure_memory
 from enginesmith.pipeline.measure.profile import measure_profile
 from enginesmith.pipeline.measure.roofline import count_work
-from enginesmith.pipeline.measure.rows import SAMPLES, DeviceLimits, Work
+from enginesmith.pipeline.measure.rows import SAMPLES, DeviceLimits, LatencyRow, Work
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system import machine as devices
 from enginesmith.pipeline.system.cpu import available_bytes
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_records, write_records
-from enginesmith.pipeline.tasks.verify import open_data
+from enginesmith.pipeline.tasks.calibrate import open_data
 from enginesmith.pipeline.tensors import Array, Feeds
 from enginesmith.pipeline.units import format_bytes, format_si
 
@@ -46,16 +46,28 @@ VERIFIED = "verified"
 """Role of the record that a variant's numbers are right: ``V verified`` for the variant V."""
 
 
-class Latency(Task):
-    """Measure the latency of all variants, interleaved; the first one is the baseline."""
+class _Measurement(Task):
+    """Measure with nothing else running, so that what comes out is true of this machine alone."""
 
-    title: ClassVar[str] = "latency"
     produces: ClassVar[Kind] = "record"
     exclusive: ClassVar[bool] = True
 
+    device: Device
+    again: str = ""
+    """Something new each time, for a measurement that must not be taken from the store."""
+
+    @property
+    def environment_key(self) -> dict[str, Any]:
+        return this_machine()
+
+
+class Latency(_Measurement):
+    """Measure the latency of all variants, interleaved; the first one is the baseline."""
+
+    title: ClassVar[str] = "latency"
+
     engines: dict[str, SerializeAsAny[Engine]]
     """By variant, whose artifact comes in under the same name; one without an artifact is left out."""
-    device: Device
     settings: LatencySettings
     dense: dict[str, str]
     """By pruned or sparse variant, the one that differs from it in nothing else."""
@@ -63,8 +75,6 @@ class Latency(Task):
     """Batch sizes that are measured, which the reference brings; no part of what is measured."""
     most: int | None = None
     """The largest batch size of a sweep; None is no sweep."""
-    again: str = ""
-    """Something new each time, for a measurement that must not be taken from the store."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -79,17 +89,16 @@ class Latency(Task):
     def tools(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(tool for engine in self.engines.values() for tool in engine.tools))
 
-    @property
-    def environment_key(self) -> dict[str, Any]:
-        return this_machine()
-
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         candidates = [
             Candidate(name, engine, inputs[name], self.device)
             for index, (name, engine) in enumerate(self.engines.items())
             if name in inputs and (index == 0 or f"{name} {VERIFIED}" in inputs)
         ]
-        feeds, settings = measured_feeds(inputs["reference"]), self._settings()
+        feeds, settings = measured_feeds(inputs["reference"]), self.settings
+        if self.most is not None and settings.memory_limit_bytes is None:
+            # without a limit the kernel would end other processes than a sweep's, too
+            settings = settings.model_copy(update={"memory_limit_bytes": _within_free(None, self.device)})
         machine = environment()  # before the measurement itself makes the machine busy
         with logs_in_own_log() as logs, LatencyBenchmark(candidates, settings, logs, progress, self.dense) as benchmark:
             for batch, arrays in sorted(feeds.items()):
@@ -98,7 +107,9 @@ class Latency(Task):
             if larger is not None:
                 BatchSweep(benchmark, candidates, larger, settings, logs, progress).run(max(feeds), self.most)
             result = benchmark.result()
-            machine = _with_warnings(machine, devices.interference(machine, environment()))
+            disturbed = devices.interference(machine, environment())
+        warnings = tuple(dict.fromkeys((*machine.warnings, *disturbed)))
+        machine = machine.model_copy(update={"warnings": warnings})
         (out / ENVIRONMENT).write_text(machine.model_dump_json(indent=1))
         measured_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         rows = [
@@ -113,13 +124,6 @@ class Latency(Task):
         summary = f"{len(candidates)} variants at batch {', '.join(map(str, measured))}"
         return Effect(file=RECORDS, summary="; ".join([summary, *failed]), incomplete=bool(failed))
 
-    def _settings(self) -> LatencySettings:
-        """Give a sweep on the CPU a limit in any case: without one the kernel would end other processes, too."""
-        limit = self.settings.memory_limit_bytes
-        if self.most is None or limit is not None:
-            return self.settings
-        return self.settings.model_copy(update={"memory_limit_bytes": _within_free(limit, self.device)})
-
 
 def _within_free(limit_bytes: int | None, device: Device) -> int | None:
     """Lower a limit on the CPU to a share of the memory that is free, so that the kernel ends no other process."""
@@ -130,31 +134,22 @@ def _within_free(limit_bytes: int | None, device: Device) -> int | None:
     return share if limit_bytes is None else min(limit_bytes, share)
 
 
-class Memory(Task):
+class Memory(_Measurement):
     """Measure the peak memory of one variant at one batch size."""
 
     title: ClassVar[str] = "memory"
-    produces: ClassVar[Kind] = "record"
-    exclusive: ClassVar[bool] = True
 
     engine: SerializeAsAny[Engine]
-    device: Device
     batch: int | None = None
     """None is the largest one that is measured."""
     limit_bytes: int | None = None
-    """What the session may take besides libraries."""
+    """Limit of what the session takes besides libraries."""
     time_limit_seconds: float = Field(900.0, exclude=True)
     """No part of what is measured."""
-    again: str = ""
-    """As in :class:`Latency`."""
 
     @property
     def tools(self) -> tuple[str, ...]:
         return self.engine.tools
-
-    @property
-    def environment_key(self) -> dict[str, Any]:
-        return this_machine()
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         feeds: Feeds
@@ -165,8 +160,7 @@ class Memory(Task):
             limit = _within_free(limit, self.device)
         candidate = Candidate(self.engine.name, self.engine, inputs["model"], self.device)
         with logs_in_own_log() as logs:
-            limits = self.time_limit_seconds, limit
-            row = measure_memory(candidate, batch, feeds, logs, progress, *limits)
+            row = measure_memory(candidate, batch, feeds, logs, progress, self.time_limit_seconds, limit)
         write_records(out, [row])
         peak = format_bytes(row.peak_bytes) if row.peak_bytes is not None else row.reasons["peak_bytes"]
         return Effect(file=RECORDS, summary=f"peak {peak} at batch {batch}", incomplete=row.failure is not None)
@@ -184,8 +178,21 @@ def measured_feeds(reference: Artifact) -> dict[int, dict[str, Array]]:
     return {case.batch: samples.read_arrays(reference.folder, "feeds", index) for index, case in cases if case.measured}
 
 
-def _with_warnings(machine: devices.Environment, more: tuple[str, ...]) -> devices.Environment:
-    return machine.model_copy(update={"warnings": tuple(dict.fromkeys((*machine.warnings, *more)))})
+def measure_pair(
+    engine: Engine,
+    device: Device,
+    pair: Mapping[str, Artifact],
+    reference: Artifact,
+    seconds: float,
+    progress: Progress,
+) -> list[LatencyRow]:
+    """Measure two artifacts of an engine beside each other for so long, at the first batch size; a row for each."""
+    batch, feeds = next(iter(measured_feeds(reference).items()))
+    candidates = [Candidate(name, engine, artifact, device) for name, artifact in pair.items()]
+    settings = LatencySettings(precision=0.02, time_limit_seconds=seconds, launches=1)
+    with logs_in_own_log() as logs:
+        rows = measure_latency(candidates, {batch: feeds}, settings, logs, progress).rows
+    return [rows[name][0] for name in pair]
 
 
 def _make_larger_feeds(reference: Artifact, model: Artifact) -> FeedsAt | None:
@@ -235,7 +242,7 @@ class Quality(Task):
     batch: int
     """The largest batch that is measured: sessions take it."""
     largest_batch: int
-    """What sessions may be given: at that most, and within 32 MiB of inputs, samples are judged together."""
+    """The most that sessions may be given: up to it, and within 32 MiB of inputs, samples are judged together."""
     seed: int
 
     @property
@@ -249,13 +256,13 @@ class Quality(Task):
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         with self.engine.load(inputs["model"], self.device) as session:
-            found, outputs, reads = self.judge(session, inputs.get(BASELINE), progress)
-        if found is None:
+            judged, outputs, reads = self.judge(session, inputs.get(BASELINE), progress)
+        if judged is None:
             write_records(out, [])
             return Effect(file=RECORDS, summary="the data has no labels, so there is no quality", reads=reads)
         np.savez(out / _OUTPUTS, **outputs)  # type: ignore[arg-type]
-        write_records(out, [found])
-        summary = f"{found.metric} {found.value:.4f} on {found.samples} samples"
+        write_records(out, [judged])
+        summary = f"{judged.metric} {judged.value:.4f} on {judged.samples} samples"
         return Effect(file=RECORDS, summary=summary, reads=reads)
 
     def judge(
@@ -266,13 +273,15 @@ class Quality(Task):
         Raises:
             DataError: a metric was asked for, and the data has no labels.
         """
-        data, reads = open_data(self.data, session.signature.inputs, self.samples, self.seed, self.data_options)
-        if data.labels is None and self.metric:
-            raise DataError(
-                f"{data.name} has no labels, and the metric {self.metric} needs them",
-                "name the array that holds them with --labels KEY",
-            )
+        data, reads = open_data(self.data, session.signature.inputs, "test", self.data_options)
+        if self.samples is not None:
+            data = data.sample(self.samples, self.seed)
         if data.labels is None:
+            if self.metric:
+                raise DataError(
+                    f"{data.name} has no labels, and the metric {self.metric} needs them",
+                    "name the array that holds them with --labels KEY",
+                )
             return None, {}, reads
         outputs = self._answers(session, data, progress)
         theirs = outputs
@@ -281,52 +290,42 @@ class Quality(Task):
                 theirs = dict(stored.items())
         metric = self.metric or _DEFAULT_METRIC
         with track_files(allow_pickle=False) as tracker:
-            found = quality.evaluate(metric, outputs, theirs, data.labels, self.seed)
-        return found, outputs, reads if metric in quality.METRICS else (*reads, *sorted(tracker.files))
+            judged = quality.evaluate(metric, outputs, theirs, data.labels, self.seed)
+        return judged, outputs, reads if metric in quality.METRICS else (*reads, *sorted(tracker.files))
 
     def _answers(self, session: Session, data: Dataset, progress: Progress) -> dict[str, Array]:
-        """Outputs for every sample, in batches of one size; the last one wraps round and is cut."""
+        """Compute outputs for every sample, in batches of one size; the last one wraps round and is cut."""
         parts: list[dict[str, Array]] = []
-        size = self._batch_size(data) if batch_symbol(session.signature) else fixed_batch(session.signature)
+        size = fixed_batch(session.signature)
+        if batch_symbol(session.signature):  # it takes any batch up to the largest
+            row_bytes = sum(array.nbytes for array in data.batch(0, 1).values())
+            size = max(self.batch, min(self.largest_batch, _TOGETHER_BYTES // max(row_bytes, 1), len(data)))
         for start in range(0, len(data), size):
             progress(f"{start} of {len(data)} samples")
             parts.append(session.run(data.batch(start, size)))
         return {name: np.concatenate([part[name] for part in parts])[: len(data)] for name in parts[0]}
 
-    def _batch_size(self, data: Dataset) -> int:
-        """Choose how many samples are judged together, for sessions that take any batch up to the largest."""
-        row_bytes = sum(array.nbytes for array in data.batch(0, 1).values())
-        fitting = min(self.largest_batch, _TOGETHER_BYTES // max(row_bytes, 1), len(data))
-        return max(self.batch, fitting)
-
 
 # Roofline: what the device can do at best, and what a model asks of it.
 
 
-class DeviceRates(Task):
-    """Measure what a device can do at best, once on a machine, with nothing beside it."""
+class DeviceRates(_Measurement):
+    """Measure what a device can do at best, once on a machine."""
 
     title: ClassVar[str] = "limits"
-    produces: ClassVar[Kind] = "record"
-    exclusive: ClassVar[bool] = True
-
-    device: Device
-    again: str = ""
-    """Something new each time, for a measurement that must not be taken from the store."""
 
     @property
     def tools(self) -> tuple[str, ...]:
         return ("torch", *evaluator.TOOLS)
 
-    @property
-    def environment_key(self) -> dict[str, Any]:
-        return {"machine": devices.fingerprint(environment())}
-
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        found = measure_limits(self.device, progress)
-        write_records(out, [found])
-        notes = (*found.warnings, *(f"{name}: {why}" for name, why in found.reasons.items()))
-        return Effect(file=RECORDS, summary=_summarize_limits(found), notes=notes)
+        limits = measure_limits(self.device, progress)
+        write_records(out, [limits])
+        notes = (*limits.warnings, *(f"{name}: {why}" for name, why in limits.reasons.items()))
+        bandwidth = limits.memory_bandwidth
+        parts = [f"memory {format_si(bandwidth.per_second, 'B/s')}"] if bandwidth else []
+        parts += [f"{name} {format_si(rate.per_second, 'FLOP/s')}" for name, rate in limits.products.items()]
+        return Effect(file=RECORDS, summary=", ".join(parts) or "nothing could be measured", notes=notes)
 
 
 class CountWork(Task):
@@ -355,12 +354,17 @@ class CountWork(Task):
         cases = [case for case in samples.read(inputs["reference"].folder).cases if case.measured]
         with tempfile.TemporaryDirectory(prefix="enginesmith-work-") as scratch:
             path = self.engine.executed(model, self.device, Path(scratch)) if shown else model.path
-            found = [
+            counted = [
                 count_work(path, case.sizes, case.batch, executed=shown, arithmetic=self.engine.arithmetic)
                 for case in cases
             ]
-        write_records(out, found)
-        return Effect(file=RECORDS, summary="; ".join(_summarize_work(work) for work in found))
+        write_records(out, counted)
+        summaries = []
+        for work in counted:
+            flops = " + ".join(f"{format_si(count, 'FLOP')} in {name}" for name, count in work.flops.items())
+            least = format_bytes(work.least_bytes)
+            summaries.append(f"batch {work.batch}: {flops or 'no products'}, at least {least}")
+        return Effect(file=RECORDS, summary="; ".join(summaries))
 
 
 def read_limits(record: Artifact) -> DeviceLimits:
@@ -373,48 +377,27 @@ def read_work(record: Artifact) -> dict[int, Work]:
     return {work.batch: work for work in map(Work.model_validate, read_records(record))}
 
 
-def _summarize_limits(found: DeviceLimits) -> str:
-    bandwidth = found.memory_bandwidth
-    parts = [f"memory {format_si(bandwidth.per_second, 'B/s')}"] if bandwidth else []
-    parts += [f"{name} {format_si(rate.per_second, 'FLOP/s')}" for name, rate in found.products.items()]
-    return ", ".join(parts) or "nothing could be measured"
-
-
-def _summarize_work(work: Work) -> str:
-    flops = " + ".join(f"{format_si(count, 'FLOP')} in {name}" for name, count in work.flops.items()) or "no products"
-    return f"batch {work.batch}: {flops}, at least {format_bytes(work.least_bytes)}"
-
-
 # Profile: where one variant's time goes, at one batch size.
 
 GRAPH = "graph"
 """Role of the ONNX graph that the engine was built from, whose nodes say which module they came from."""
 
 
-class ProfileVariant(Task):
+class ProfileVariant(_Measurement):
     """Profile one variant by module; takes its ``model``, the ``reference``, and the ``graph`` where there is one."""
 
     title: ClassVar[str] = "profile"
-    produces: ClassVar[Kind] = "record"
-    exclusive: ClassVar[bool] = True
 
     variant: str
     engine: SerializeAsAny[Engine]
-    device: Device
     batch: int | None = None
-    """One of the measured batch sizes; None for the smallest."""
+    """Measured batch size; None for the smallest."""
     calls: int = Field(20, ge=1)
     """Inferences that are profiled."""
-    again: str = ""
-    """Something new each time, for a measurement that must not be taken from the store."""
 
     @property
     def tools(self) -> tuple[str, ...]:
         return ("onnx", *self.engine.tools)
-
-    @property
-    def environment_key(self) -> dict[str, Any]:
-        return this_machine()
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         feeds = measured_feeds(inputs["reference"])
@@ -424,12 +407,11 @@ class ProfileVariant(Task):
         model = inputs["model"]
         graph = inputs.get(GRAPH) or (model if model.kind == "onnx" else None)
         candidate = Candidate(self.variant, self.engine, model, self.device)
+        path = graph.path if graph else None
         with logs_in_own_log() as logs:
-            found = measure_profile(
-                candidate, batch, feeds[batch], graph.path if graph else None, self.calls, logs, progress
-            )
-        write_records(out, [found])
-        if found.total_ms is None or found.unattributed_share is None:
-            return Effect(file=RECORDS, summary=found.reasons["total_ms"], incomplete=found.failure is not None)
-        known = f"{1 - found.unattributed_share:.0%} of it on modules"
-        return Effect(file=RECORDS, summary=f"{found.total_ms:.3g} ms in operators at batch {batch}, {known}")
+            profile = measure_profile(candidate, batch, feeds[batch], path, self.calls, logs, progress)
+        write_records(out, [profile])
+        if profile.total_ms is None or profile.unattributed_share is None:
+            return Effect(file=RECORDS, summary=profile.reasons["total_ms"], incomplete=profile.failure is not None)
+        known = f"{1 - profile.unattributed_share:.0%} of it on modules"
+        return Effect(file=RECORDS, summary=f"{profile.total_ms:.3g} ms in operators at batch {batch}, {known}")

@@ -1,4 +1,4 @@
-"""Structured pruning of a torch module, as a task: it may look at calibration data."""
+"""Prune a torch module by structures, to a share of its work or of its latency on an engine."""
 
 import json
 import tempfile
@@ -10,20 +10,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, SerializeAsAny
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
-from enginesmith.pipeline.engines.base import BuildRequest, Candidate, Engine
+from enginesmith.pipeline.engines.base import BuildRequest, Engine
 from enginesmith.pipeline.errors import EmptyLayer, ModelError, UsageError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.records import PrunedGroup, PruningFacts
-from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
-from enginesmith.pipeline.measure.latency.rows import measure_latency
 from enginesmith.pipeline.passes.base import Pass, Progress
 from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.passes.run import run_pass
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_records, write_records
+from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_records, scratch_artifact, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, Feeding
-from enginesmith.pipeline.tasks.load import SHAPES, read_ranges
-from enginesmith.pipeline.tasks.measure import logs_in_own_log, measured_feeds, this_machine
+from enginesmith.pipeline.tasks.load import read_ranges
+from enginesmith.pipeline.tasks.measure import measure_pair, this_machine
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.frameworks.torch.module import LoadedModel
@@ -33,12 +31,11 @@ if TYPE_CHECKING:
 
 MODEL = "model"
 FACTS = "pruning.json"
-"""Beside the pruned model: what was done, as :class:`~enginesmith.pipeline.frameworks.records.PruningFacts`."""
-TOOLS = ("torch", "torch-pruning", "numpy")
+"""File beside the pruned model of :class:`~enginesmith.pipeline.frameworks.records.PruningFacts`."""
 
 
 class Prune(Task):
-    """A smaller module: whole channels, hidden units and heads are gone, and it runs as before."""
+    """Make a smaller module: whole channels, hidden units and heads are gone, and it runs as before."""
 
     title: ClassVar[str] = "prune"
     produces: ClassVar[Kind] = "torch"
@@ -46,16 +43,16 @@ class Prune(Task):
     target: PruneTarget
     options: PruneOptions = PruneOptions()
     feeder: Feeder | None = None
-    """Where samples come from for ``taylor``."""
+    """Source of samples for ``taylor``."""
     seed: int = 0
-    """Of random importance."""
+    """Seed of random importance."""
 
     @property
     def tools(self) -> tuple[str, ...]:
-        return TOOLS
+        return ("torch", "torch-pruning", "numpy")
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
-        """Prune, hold what came out against the signature, and write it down.
+        """Prune, check that the module runs and keeps its signature, and save it.
 
         Raises:
             UsageError: the target cannot be met, a protected layer is not there, or ``taylor`` has no data.
@@ -64,18 +61,79 @@ class Prune(Task):
         from enginesmith.pipeline.frameworks.torch import saved
 
         loaded = saved.load_artifact(inputs[MODEL])
-        done, notes, reads = pruned(self, inputs, loaded, progress)
-        hold_runs(loaded)
+        done, notes, reads = self._prune(inputs, loaded, progress)
+        check_runs(loaded)
         progress("writing")
         saved.save_changed(inputs[MODEL], loaded, out, done.surgery)
-        facts = _facts(self, loaded, done)
+        facts = self._describe(loaded, done)
         (out / FACTS).write_text(facts.model_dump_json(indent=1) + "\n")
+        macs = f"{1 - facts.macs_after / max(facts.macs_before, 1):.1%} of MACs"
+        numbers = f"{1 - facts.parameters_after / max(facts.parameters_before, 1):.1%} of parameters"
+        width = f"channels {facts.channels_before:,} → {facts.channels_after:,} in {len(facts.groups)} groups"
         return Effect(
             file=saved.RECORD,
-            summary=summary(facts),
+            summary=f"{width}; {macs} and {numbers} gone",
             notes=notes,
             signature=loaded.signature,
             reads=reads,
+        )
+
+    def _prune(
+        self, inputs: Inputs, loaded: "LoadedModel", progress: Progress
+    ) -> "tuple[Pruned, tuple[str, ...], tuple[Path, ...]]":
+        """Prune a loaded module in place; returns also notes on the data, and the files that it was read from."""
+        from enginesmith.pipeline.passes.prune import prune, selection
+
+        model, reads = loaded.module.model, tuple[Path, ...]()
+        data_notes: tuple[str, ...] = ()
+        gradients: Callable[[], None] | None = None
+        if self.options.importance == "taylor":
+            if self.feeder is None or self.feeder.data is None:
+                raise UsageError(
+                    "importance by taylor needs samples, and there are none",
+                    "give some with --data DATA, or rank by l2",
+                )
+            # a reference is looked at only where there is no data
+            feeding, reads = self.feeder.open(inputs[MODEL], inputs[MODEL])
+            data_notes = feeding.data.notes
+
+            def collect() -> None:
+                selection.collect_gradients(model, loaded.module, _read_samples(loaded, feeding))
+
+            gradients = collect
+        feeds = tuple(value.clone() for value in loaded.example.values())
+        done = prune.prune(
+            model,
+            lambda: loaded.module(*feeds),
+            self.target,
+            self.options,
+            seed=self.seed,
+            gradients=gradients,
+            progress=progress,
+        )
+        for parameter in model.parameters():
+            parameter.grad = None
+        return done, (*done.notes, *data_notes), reads
+
+    def _describe(self, loaded: "LoadedModel", done: "Pruned") -> PruningFacts:
+        rows = loaded.dynamic_sizes.get(samples.batch_symbol(loaded.signature) or "", 1)
+        groups: dict[str, PrunedGroup] = {}  # the entries of each group over all steps are one
+        for one in done.surgery.history:
+            first = groups.get(one.root, one)
+            kept = one.kept if first is one else tuple(first.kept[index] for index in one.kept)
+            groups[one.root] = one.model_copy(update={"before": first.before, "kept": kept, "step": 1})
+        return PruningFacts(
+            target=str(self.target),
+            importance=self.options.importance,
+            scope=self.options.scope,
+            macs_before=done.before.macs // rows,
+            macs_after=done.after.macs // rows,
+            parameters_before=done.before.parameters,
+            parameters_after=done.after.parameters,
+            channels_before=done.channels_before,
+            channels_after=done.channels_after,
+            groups=tuple(groups.values()),
+            whole=done.whole,
         )
 
 
@@ -84,48 +142,7 @@ def read_facts(artifact: Artifact) -> PruningFacts:
     return PruningFacts.model_validate_json((artifact.folder / FACTS).read_bytes())
 
 
-def pruned(
-    task: Prune, inputs: Inputs, loaded: "LoadedModel", progress: Progress
-) -> "tuple[Pruned, tuple[str, ...], tuple[Path, ...]]":
-    """Prune a loaded module in place; notes on the data, and the files that it was read from."""
-    from enginesmith.pipeline.passes.prune import prune
-
-    feeding: Feeding | None = None
-    reads: tuple[Path, ...] = ()
-    gradients = None
-    if task.options.importance == "taylor":
-        feeding, reads = _feeding(task, inputs)
-        gradients = gradients_over(loaded, feeding)
-    feeds = tuple(value.clone() for value in loaded.example.values())
-    done = prune.prune(
-        loaded.module.model,
-        lambda: loaded.module(*feeds),
-        task.target,
-        task.options,
-        seed=task.seed,
-        gradients=gradients,
-        progress=progress,
-    )
-    for parameter in loaded.module.model.parameters():
-        parameter.grad = None
-    return done, (*done.notes, *(feeding.data.notes if feeding else ())), reads
-
-
-def _feeding(task: Prune, inputs: Inputs) -> tuple[Feeding, tuple[Path, ...]]:
-    if task.feeder is None or task.feeder.data is None:
-        raise UsageError(
-            "importance by taylor needs samples, and there are none", "give some with --data DATA, or rank by l2"
-        )
-    return task.feeder.open(inputs[MODEL], inputs[MODEL])  # a reference is looked at only where there is no data
-
-
-def gradients_over(loaded: "LoadedModel", feeding: Feeding) -> Callable[[], None]:
-    from enginesmith.pipeline.passes.prune import selection
-
-    return lambda: selection.collect_gradients(loaded.module.model, loaded.module, _samples(loaded, feeding))
-
-
-def _samples(loaded: "LoadedModel", feeding: Feeding) -> "Iterator[Sample]":
+def _read_samples(loaded: "LoadedModel", feeding: Feeding) -> "Iterator[Sample]":
     import torch
 
     data, size = feeding.data, feeding.provenance.batch
@@ -135,8 +152,8 @@ def _samples(loaded: "LoadedModel", feeding: Feeding) -> "Iterator[Sample]":
         yield values, None if data.labels is None else torch.as_tensor(data.labels[rows])
 
 
-def hold_runs(loaded: "LoadedModel") -> None:
-    """Insist on a module that runs at its example's batch size and at another one.
+def check_runs(loaded: "LoadedModel") -> None:
+    """Check that a module runs at its example's batch size and at another one.
 
     Raises:
         ModelError: it does not; the message says in which module.
@@ -159,58 +176,21 @@ def hold_runs(loaded: "LoadedModel") -> None:
             )
 
 
-def _facts(task: Prune, loaded: "LoadedModel", done: "Pruned") -> PruningFacts:
-    rows = loaded.dynamic_sizes.get(samples.batch_symbol(loaded.signature) or "", 1)
-    return PruningFacts(
-        target=str(task.target),
-        importance=task.options.importance,
-        scope=task.options.scope,
-        macs_before=done.before.macs // rows,
-        macs_after=done.after.macs // rows,
-        parameters_before=done.before.parameters,
-        parameters_after=done.after.parameters,
-        channels_before=done.channels_before,
-        channels_after=done.channels_after,
-        groups=_overall(done),
-        whole=done.whole,
-    )
-
-
-def _overall(done: "Pruned") -> tuple[PrunedGroup, ...]:
-    """Merge the entries of each group over all steps."""
-    found: dict[str, PrunedGroup] = {}
-    for one in done.surgery.history:
-        first = found.get(one.root, one)
-        kept = one.kept if first is one else tuple(first.kept[index] for index in one.kept)
-        found[one.root] = one.model_copy(update={"before": first.before, "kept": kept, "step": 1})
-    return tuple(found.values())
-
-
-def summary(facts: PruningFacts) -> str:
-    """Describe pruning in one sentence."""
-    macs = f"{1 - facts.macs_after / max(facts.macs_before, 1):.1%} of MACs"
-    numbers = f"{1 - facts.parameters_after / max(facts.parameters_before, 1):.1%} of parameters"
-    width = f"channels {facts.channels_before:,} → {facts.channels_after:,} in {len(facts.groups)} groups"
-    return f"{width}; {macs} and {numbers} gone"
-
-
 # Pruning to a share of the latency on an engine: bisection over the share of MACs that is left. One task is one trial,
 # and knows those before it.
 
 TRIALS = "latency-trials.json"
-"""Beside the pruned model: what was tried, as :class:`LatencyTrial`."""
+"""File beside the pruned model of all :class:`LatencyTrial`."""
 DENSE, BEFORE, REFERENCE = "dense", "before", "reference"
 _LONGEST_SECONDS = 6.0
 _UNSURE = "its latency was measured in too few rounds to know how exact it is; a longer --measure-time gives more"
-
-
 CLOSE = 0.02
 """A trial that misses what is wanted by no more than this share ends the search."""
 _LEAST, _FINEST = 0.05, 0.01
 
 
 class LatencyTrial(BaseModel):
-    """One trial: the MACs that were left, and the latency; both as shares of the dense model's."""
+    """Record one trial: the MACs that were left, and the latency; both as shares of the dense model's."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -220,7 +200,7 @@ class LatencyTrial(BaseModel):
     high: float | None = None
     """95 % interval of the latency; None where there were too few rounds."""
     reason: str = ""
-    """Why there is no latency: so few MACs cannot be had."""
+    """Says why there is no latency: so few MACs cannot be had."""
 
 
 def propose_share(trials: Sequence[LatencyTrial], wanted: float) -> float | None:
@@ -241,7 +221,7 @@ def propose_share(trials: Sequence[LatencyTrial], wanted: float) -> float | None
 
 
 def choose_trial(trials: Sequence[LatencyTrial], wanted: float) -> LatencyTrial | None:
-    """Return the trial that keeps the most MACs among those that are fast enough, or None."""
+    """Choose the trial that keeps the most MACs among those that are fast enough, or None."""
     most = wanted * (1 + CLOSE)
     fast = [one for one in trials if one.latency_left is not None and one.latency_left <= most]
     return max(fast, key=lambda one: one.macs_left, default=None)
@@ -257,36 +237,35 @@ def describe_fastest(trials: Sequence[LatencyTrial]) -> str:
 
 
 class ToEngine(BaseModel):
-    """The way from a module to the engine that its latency is measured on."""
+    """Build the engine that a module's latency is measured on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     engine: SerializeAsAny[Engine]
     device: Device
     passes: tuple[SerializeAsAny[Pass], ...]
-    """From the module to the graph that the engine is built from."""
+    """Passes from the module to the graph that the engine is built from."""
 
     @property
     def tools(self) -> tuple[str, ...]:
-        """Return distributions whose versions decide what comes out."""
+        """Distributions whose versions decide what comes out."""
         return (*(tool for step in self.passes for tool in step.tools), *self.engine.tools)
 
     def build(self, inputs: Inputs, model: Artifact, out: Path, progress: Progress) -> Effect:
-        """Return the engine of a module in the folder ``out``; graphs on the way are thrown away."""
-        ranges = read_ranges(inputs[SHAPES]) if SHAPES in inputs else {}
+        """Build the engine of a module in the folder ``out``; graphs on the way are thrown away."""
         with tempfile.TemporaryDirectory(prefix="enginesmith-prune-") as scratch:
             graph = model
             for step in self.passes:
                 place = Path(scratch, step.name)
                 place.mkdir()
                 effect = run_pass(step, graph, place, progress)
-                graph = _artifact("onnx", place / effect.file, model)
+                graph = scratch_artifact("onnx", place / effect.file, model.signature)
             progress(f"building the {self.engine.name} engine")
-            return self.engine.build(BuildRequest(graph, out, self.device, ranges, progress))
+            return self.engine.build(BuildRequest(graph, out, self.device, read_ranges(inputs), progress))
 
 
 class DenseEngine(Task):
-    """The engine of the module as it is, beside which those of the trials are measured."""
+    """Build the engine of the module as it is, beside which those of the trials are measured."""
 
     title: ClassVar[str] = "build"
     produces: ClassVar[Kind] = "engine"
@@ -306,7 +285,7 @@ class DenseEngine(Task):
 
 
 class TryLatency(Task):
-    """One more trial, unless the search is over; the record holds all trials so far."""
+    """Make one more trial, unless the search is over; the record has all trials so far."""
 
     title: ClassVar[str] = "search"
     produces: ClassVar[Kind] = "record"
@@ -316,7 +295,7 @@ class TryLatency(Task):
     """Options, and the share of the dense engine's latency that is to be removed."""
     way: ToEngine
     seconds: float = _LONGEST_SECONDS
-    """The most that is measured for."""
+    """Longest time to measure for."""
 
     @property
     def tools(self) -> tuple[str, ...]:
@@ -333,14 +312,16 @@ class TryLatency(Task):
             UsageError: the model cannot be pruned like that, however little.
             ModelError: it cannot be built or measured.
         """
-        trials = _trials(inputs)
+        trials = _read_trials(inputs)
         share = propose_share(trials, self.prune.target.left)
         if share is None:
             summary = "the search is over"
         else:
             progress(f"{share:.1%} of MACs")
-            trials.append(self._try(share, inputs, not trials, progress))
-            summary = describe_trial(trials[-1])
+            trial = self._try(share, inputs, not trials, progress)
+            trials.append(trial)
+            result = trial.reason or f"{trial.latency_left:.1%} of the dense latency"
+            summary = f"{trial.macs_left:.1%} of MACs: {result}"
         write_records(out, trials)
         return Effect(file=RECORDS, summary=summary)
 
@@ -355,22 +336,12 @@ class TryLatency(Task):
                 if first and not isinstance(error, EmptyLayer):
                     raise
                 return LatencyTrial(macs_left=share, latency_left=None, reason=error.message)
-            model = _artifact("torch", small / effect.file, inputs[MODEL])
+            model = scratch_artifact("torch", small / effect.file, inputs[MODEL].signature)
             built = self.way.build(inputs, model, engine, progress)
-            made = _artifact("engine", engine / built.file, model)
-            return self._measured(share, made, inputs, progress)
-
-    def _measured(self, share: float, made: Artifact, inputs: Inputs, progress: Progress) -> LatencyTrial:
-        """Measure the median latency at the first batch size, as a share of the dense engine's measured beside it."""
-        batch, feeds = next(iter(measured_feeds(inputs[REFERENCE]).items()))
-        candidates = [
-            Candidate(name, self.way.engine, artifact, self.way.device)
-            for name, artifact in ((DENSE, inputs[DENSE]), ("pruned", made))
-        ]
-        settings = LatencySettings(precision=0.02, time_limit_seconds=self.seconds, launches=1)
-        with logs_in_own_log() as logs:
-            rows = measure_latency(candidates, {batch: feeds}, settings, logs, progress).rows
-        dense, pruned = rows[DENSE][0], rows["pruned"][0]
+            pair = {DENSE: inputs[DENSE], "pruned": scratch_artifact("engine", engine / built.file, model.signature)}
+            dense, pruned = measure_pair(
+                self.way.engine, self.way.device, pair, inputs[REFERENCE], self.seconds, progress
+            )
         if (faster := pruned.speedup) is not None:
             return LatencyTrial(
                 macs_left=share, latency_left=1 / faster.median, low=1 / faster.high, high=1 / faster.low
@@ -382,7 +353,7 @@ class TryLatency(Task):
 
 
 class PruneToLatency(Prune):
-    """The module of the trial that keeps the most among those that are fast enough."""
+    """Make the module of the trial that keeps the most among those that are fast enough."""
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         """Prune as in that trial, and write the trials down beside it.
@@ -390,7 +361,7 @@ class PruneToLatency(Prune):
         Raises:
             UsageError: no model that can be had is fast enough; the message names the fastest.
         """
-        trials = _trials(inputs)
+        trials = _read_trials(inputs)
         best = choose_trial(trials, self.target.left)
         if best is None:
             raise UsageError(f"--prune {self.target} is not reached: {describe_fastest(trials)}", "ask for less")
@@ -406,14 +377,5 @@ def _to_macs(task: Prune, share: float) -> Prune:
     return Prune(target=target, options=task.options, feeder=task.feeder, seed=task.seed)
 
 
-def _trials(inputs: Inputs) -> list[LatencyTrial]:
+def _read_trials(inputs: Inputs) -> list[LatencyTrial]:
     return [LatencyTrial.model_validate(entry) for entry in read_records(inputs[BEFORE])] if BEFORE in inputs else []
-
-
-def describe_trial(trial: LatencyTrial) -> str:
-    macs = f"{trial.macs_left:.1%} of MACs"
-    return f"{macs}: {trial.reason or f'{trial.latency_left:.1%} of the dense latency'}"
-
-
-def _artifact(kind: Kind, path: Path, like: Artifact) -> Artifact:
-    return Artifact(kind=kind, path=path, sha256="", bytes=0, signature=like.signature)

@@ -1,4 +1,4 @@
-"""Samples and what the baseline answers to them; and whether others answer the same."""
+"""Sample feeds, answer them with the baseline, and compare what others answer."""
 
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,30 +8,28 @@ from typing import ClassVar
 import numpy as np
 from pydantic import SerializeAsAny
 
-from enginesmith.calibration.dataset import Dataset, open_dataset
+from enginesmith.calibration.dataset import Dataset
 from enginesmith.calibration.options import DataOptions
-from enginesmith.calibration.user_code import is_reference
-from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.artifact import Effect, Kind
 from enginesmith.pipeline.engines.base import Engine, Session
 from enginesmith.pipeline.errors import ModelError, SignatureError, SourceError
 from enginesmith.pipeline.frameworks import samples
 from enginesmith.pipeline.frameworks.onnx import coverage, model_file
-from enginesmith.pipeline.frameworks.records import Coverage, format_shares
-from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
+from enginesmith.pipeline.frameworks.records import format_shares
 from enginesmith.pipeline.measure.fidelity import Fidelity, Thresholds, compare_calls, thresholds_for
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
-from enginesmith.pipeline.tasks.calibrate import Feeder
-from enginesmith.pipeline.tasks.load import example
-from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature, TensorSpec
+from enginesmith.pipeline.tasks.calibrate import Feeder, open_data
+from enginesmith.pipeline.tasks.load import make_example
+from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature
 
 _NOT_JUDGED = "changed on purpose; its quality says whether that is good enough"
 
 
 class Sample(Task):
-    """Feeds at every size that is needed, and what the baseline answers at the points of the shape range."""
+    """Make feeds at every size that is needed, and the baseline's answers at the points of the shape range."""
 
     title: ClassVar[str] = "reference"
     produces: ClassVar[Kind] = "reference"
@@ -42,7 +40,7 @@ class Sample(Task):
     data: str | None
     data_options: DataOptions
     held_out: Feeder | None = None
-    """Where no data is named: calibration, whose other samples stand in."""
+    """Calibration, whose other samples stand in where no data is named."""
     seed: int
 
     @property
@@ -53,8 +51,13 @@ class Sample(Task):
         model = inputs["model"]
         assert model.signature is not None
         signature = model.signature
-        _hold_feedable(signature)
-        given, sizes = example(model)
+        for spec in (*signature.inputs, *signature.outputs):  # numpy has no bfloat16 to feed or compare
+            if spec.dtype not in DTYPES:
+                raise SignatureError(
+                    f"{spec.name!r} is {spec.dtype}, which no feeds can be made of",
+                    "cast inside the graph, to float32",
+                )
+        given, sizes = make_example(model)
         ranges = samples.plan_ranges(signature, self.ranges, self.batches, sizes)
         data, read = self._open(signature)
         planned = samples.plan_cases(signature, ranges, self.batches)
@@ -65,12 +68,12 @@ class Sample(Task):
                 feeds = samples.feeds_for(case, signature, given, data, self.seed)
                 samples.write_arrays(out, "feeds", index, feeds)
                 for call in samples.judged_calls(case):
-                    progress(f"running {self.engine.name} at {_shown(case.sizes)}")
+                    progress(f"running {self.engine.name} at {_format_sizes(case.sizes)}")
                     if call:
                         feeds = samples.feeds_for(case, signature, given, data, self.seed, call)
                         samples.write_arrays(out, "feeds", index, feeds, call)
                     outputs = session.run(feeds)
-                    odd |= {key: _not_finite(value) for key, value in outputs.items() if _not_finite(value)}
+                    odd |= {key: share for key, value in outputs.items() if (share := _share_not_finite(value))}
                     samples.write_arrays(out, "outputs", index, outputs, call)
         name = data.name if data else "synthetic"
         samples.write(out, samples.Samples(data=name, ranges=ranges, cases=cases))
@@ -86,12 +89,12 @@ class Sample(Task):
 
     def _open(self, signature: Signature) -> tuple[Dataset | None, tuple[Path, ...]]:
         if self.data:
-            return open_data(self.data, signature.inputs, None, self.seed, self.data_options)
+            return open_data(self.data, signature.inputs, "test", self.data_options)
         return self.held_out.held_out(signature) if self.held_out else (None, ())
 
 
 class Verify(Task):
-    """Outputs against the reference, at min, opt and max."""
+    """Compare outputs with the reference's, at min, opt and max."""
 
     title: ClassVar[str] = "verify"
     produces: ClassVar[Kind] = "record"
@@ -102,7 +105,7 @@ class Verify(Task):
     precision: str
     min_sqnr_db: float | None
     judged: bool = True
-    """Whether it has to agree; how far a pruned model is from the given one is told, and no fault."""
+    """True where it has to agree; how far a pruned model is from the given one is told, and no fault."""
 
     @property
     def tools(self) -> tuple[str, ...]:
@@ -110,14 +113,14 @@ class Verify(Task):
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         reference = inputs["reference"].folder
-        found = []
+        entries = []
         with self.engine.load(inputs["model"], self.device) as session:
             for case, feeds, expected in samples.read_calls(reference):
-                progress(f"comparing at {_shown(case.sizes)}")
-                found += self._compare(session, case, feeds, expected)
-        write_records(out, found)
-        failed = [entry for entry in found if not entry.passed]
-        worst = min((entry.sqnr_db for entry in found if entry.sqnr_db is not None), default=None)
+                progress(f"comparing at {_format_sizes(case.sizes)}")
+                entries += self._compare(session, case, feeds, expected)
+        write_records(out, entries)
+        failed = [entry for entry in entries if not entry.passed]
+        worst = min((entry.sqnr_db for entry in entries if entry.sqnr_db is not None), default=None)
         return Effect(
             file=RECORDS,
             summary=f"SQNR at least {worst:.0f} dB" if worst is not None else "outputs agree",
@@ -127,7 +130,9 @@ class Verify(Task):
     def _compare(
         self, session: Session, case: samples.Case, feeds: Sequence[Feeds], expected: Sequence[Feeds]
     ) -> list[StageFidelity]:
-        thresholds = required((str(value.dtype) for value in expected[0].values()), self.precision, self.min_sqnr_db)
+        thresholds = find_thresholds(
+            (str(value.dtype) for value in expected[0].values()), self.precision, self.min_sqnr_db
+        )
         result = compare_calls(list(zip(expected, map(session.run, feeds), strict=True)), thresholds)
         return [
             StageFidelity(
@@ -139,26 +144,23 @@ class Verify(Task):
                 max_abs_error=result.max_abs_error,
                 argmax_agreement=result.argmax_agreement,
                 passed=result.passed or not self.judged,
-                reason="" if result.passed else why_not(result) if self.judged else _NOT_JUDGED,
+                reason="" if result.passed else describe_failure(result) if self.judged else _NOT_JUDGED,
             )
             for point in case.points
         ]
 
 
-def required(outputs: Iterable[str], precision: str, min_sqnr_db: float | None) -> Thresholds:
-    """Return the thresholds of outputs of these dtypes: the precision's, and those of fp16 where one is float16.
+def find_thresholds(outputs: Iterable[str], precision: str, min_sqnr_db: float | None) -> Thresholds:
+    """Find the thresholds of outputs of these dtypes: the precision's, and those of fp16 where one is float16.
 
     An SQNR that was asked for stands instead of both.
     """
-    thresholds = thresholds_for("fp16" if "float16" in outputs else precision)
-    if min_sqnr_db is not None:
-        thresholds = thresholds.model_copy(update={"min_sqnr_db": min_sqnr_db, "max_error_of_range": 0.0})
-    return thresholds
+    return thresholds_for("fp16" if "float16" in outputs else precision, min_sqnr_db)
 
 
-def why_not(found: Fidelity) -> str:
-    """Return the output that is farthest from the reference, in words."""
-    worst = next(one for one in found.outputs if not one.passed)
+def describe_failure(fidelity: Fidelity) -> str:
+    """Describe the first output that is too far from the reference."""
+    worst = next(one for one in fidelity.outputs if not one.passed)
     if not worst.finite:
         return f"output {worst.name!r} has NaN or Inf where the reference has none"
     if worst.sqnr_db is None:
@@ -166,41 +168,22 @@ def why_not(found: Fidelity) -> str:
     return f"output {worst.name!r} has an SQNR of {worst.sqnr_db:.1f} dB, max abs error {worst.max_abs_error:.3g}"
 
 
-def _not_finite(value: Array) -> float:
-    """Return the share of elements that are NaN or infinite."""
+def _share_not_finite(value: Array) -> float:
+    """Compute the share of elements that are NaN or infinite."""
     if not np.issubdtype(value.dtype, np.floating) or not value.size:
         return 0.0
     return float(np.mean(~np.isfinite(value)))
 
 
-def _hold_feedable(signature: Signature) -> None:
-    """Refuse bfloat16 inputs and outputs: numpy has no such type to feed or compare."""
-    for spec in (*signature.inputs, *signature.outputs):
-        if spec.dtype not in DTYPES:
-            raise SignatureError(
-                f"{spec.name!r} is {spec.dtype}, which no feeds can be made of", "cast inside the graph, to float32"
-            )
-
-
-def open_data(
-    reference: str, inputs: Sequence[TensorSpec], count: int | None, seed: int, options: DataOptions
-) -> tuple[Dataset, tuple[Path, ...]]:
-    """Open the evaluation data, or so many samples of it; with the files that it was read from."""
-    with track_files(allow_pickle=False) as tracker:
-        data = open_dataset(reference, inputs, split="test", options=options)
-    files = (path for path in tracker.files if path.suffix != ".py" or is_reference(reference))
-    return data if count is None else data.sample(count, seed), (*sorted(files), *data.folders)
-
-
-def _shown(sizes: Mapping[str, int]) -> str:
+def _format_sizes(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items()) or "its fixed shape"
 
 
-# What a graph asks for, or an engine really runs, by precision.
-
-
 class Audit(Task):
-    """Shares of work and weights by precision, of one sample with the other dynamic dimensions at their usual size."""
+    """Compute the shares of work and weights by precision, of a graph or of what an engine really runs.
+
+    They are of one sample, with the other dynamic dimensions at their usual size.
+    """
 
     title: ClassVar[str] = "audit"
     produces: ClassVar[Kind] = "record"
@@ -215,33 +198,28 @@ class Audit(Task):
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         model = inputs["model"]
-        sizes = _sizes(model, inputs["reference"])
+        sizes = {name: range_.opt for name, range_ in samples.read(inputs["reference"].folder).ranges.items()}
+        if batch := samples.batch_symbol(model.signature or model_file.signature(model.path)):
+            sizes[batch] = 1
         with tempfile.TemporaryDirectory(prefix="enginesmith-audit-") as scratch:
             path = self.engine.executed(model, self.device, Path(scratch)) if self.engine else model.path
-            found = coverage.compute_coverage(path, sizes, executed=self.engine is not None)
-        write_records(out, [found])
-        return Effect(file=RECORDS, summary=_told(found))
-
-
-def _sizes(model: Artifact, reference: Artifact) -> dict[str, int]:
-    sizes = {name: range_.opt for name, range_ in samples.read(reference.folder).ranges.items()}
-    batch = samples.batch_symbol(model.signature or model_file.signature(model.path))
-    return sizes | ({batch: 1} if batch else {})
-
-
-def _told(found: Coverage) -> str:
-    parts = [f"multiply-adds {format_shares(found.macs)}", f"weights {format_shares(found.weights)}"]
-    parts += [f"{found.qdq_pairs} Q/DQ pairs"] if found.qdq_pairs else []
-    parts += [f"{found.islands} islands of low precision"] if found.islands else []
-    parts += [f"{found.unknown_products} products of unknown size"] if found.unknown_products else []
-    return "; ".join(parts)
-
-
-# What a changed model answers to the feeds that the given one was asked with.
+            covered = coverage.compute_coverage(path, sizes, executed=self.engine is not None)
+        write_records(out, [covered])
+        parts = [f"multiply-adds {format_shares(covered.macs)}", f"weights {format_shares(covered.weights)}"]
+        counts = {
+            "Q/DQ pairs": covered.qdq_pairs,
+            "islands of low precision": covered.islands,
+            "products of unknown size": covered.unknown_products,
+        }
+        parts += [f"{count} {what}" for what, count in counts.items() if count]
+        return Effect(file=RECORDS, summary="; ".join(parts))
 
 
 class Answers(Task):
-    """A reference for what is made of a pruned or sparse model: that was changed on purpose, its engines are not."""
+    """Answer the given model's feeds with a pruned or sparse one: a reference for what is made of that.
+
+    It was changed on purpose, its engines are not.
+    """
 
     title: ClassVar[str] = "reference"
     produces: ClassVar[Kind] = "reference"
@@ -266,12 +244,12 @@ class Answers(Task):
                         _check_finite(outputs, samples.read_arrays(given, "outputs", index, call))
                         samples.write_arrays(out, "outputs", index, outputs, call)
         samples.write(out, known)
-        return Effect(file=samples.RECORD, summary=f"{len(known.cases)} sets of feeds answered", notes=())
+        return Effect(file=samples.RECORD, summary=f"{len(known.cases)} sets of feeds answered")
 
 
 def _check_finite(outputs: Feeds, before: Feeds) -> None:
     for name, value in outputs.items():
-        if _not_finite(value) and not _not_finite(before[name]):
+        if _share_not_finite(value) and not _share_not_finite(before[name]):
             raise ModelError(
                 f"the changed model answers NaN or Inf in {name!r}, and the given one does not",
                 "prune less, or with other weights left",

@@ -14,7 +14,7 @@ from enginesmith.pipeline.frameworks.torch.surgery import Before, named_tensors
 from enginesmith.pipeline.passes.prune.options import PruneOptions, PruneTarget
 from enginesmith.pipeline.tasks.calibrate import Feeder
 from enginesmith.pipeline.tasks.load import Load
-from enginesmith.pipeline.tasks.prune import Prune, hold_runs, read_facts
+from enginesmith.pipeline.tasks.prune import Prune, check_runs, read_facts
 
 NETS = f"{Path(__file__).parents[1] / 'data' / 'nets.py'}:mlp"
 
@@ -163,7 +163,7 @@ def test_a_model_that_runs_at_one_batch_size_only_is_named(tmp_path: Path) -> No
 
     model.module.model.fc = Once()
     with pytest.raises(ModelError, match=r"does not run at batch size 3: in fc \(Once\)"):
-        hold_runs(model)
+        check_runs(model)
 
 
 def test_a_saved_model_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

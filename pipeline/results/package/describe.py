@@ -27,7 +27,7 @@ from enginesmith.pipeline.results.package.manifest import (
     Summary,
 )
 from enginesmith.pipeline.results.run import Run, StoredArtifact, VariantRecord
-from enginesmith.pipeline.tasks.verify import required
+from enginesmith.pipeline.tasks.verify import find_thresholds
 from enginesmith.pipeline.tensors import ShapeRange
 
 _LOG = ".log"
@@ -164,7 +164,9 @@ def describe(
             "shapes": {name: ShapeRange.parse(text) for name, text in run.model.shapes.items()},
             "preprocessing": _preprocessing(chosen),
             "measured": _summary(record),
-            "thresholds": required((spec.dtype for spec in run.model.signature.outputs), row, run.recipe.min_sqnr_db),
+            "thresholds": find_thresholds(
+                (spec.dtype for spec in run.model.signature.outputs), row, run.recipe.min_sqnr_db
+            ),
             "origin": _origin(chosen),
             "cautions": cautions,
             "files": dict(files),

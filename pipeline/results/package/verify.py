@@ -17,7 +17,7 @@ from enginesmith.pipeline.results.package import manifest as manifests
 from enginesmith.pipeline.results.package.manifest import Manifest
 from enginesmith.pipeline.system import worker
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.verify import why_not
+from enginesmith.pipeline.tasks.verify import describe_failure
 
 _MODULES = ("numpy", "enginesmith.pipeline.results.package.verify")
 """All that the worker needs, where the engine does not take its memory from PyTorch."""
@@ -84,7 +84,7 @@ def _result(found: Manifest, fidelity: Fidelity) -> StageFidelity:
         max_abs_error=fidelity.max_abs_error,
         argmax_agreement=fidelity.argmax_agreement,
         passed=fidelity.passed,
-        reason="" if fidelity.passed else why_not(fidelity),
+        reason="" if fidelity.passed else describe_failure(fidelity),
     )
 
 
