@@ -3,7 +3,7 @@
 import os
 import signal
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from enginesmith.pipeline.errors import UsageError, storage_errors
 from enginesmith.pipeline.measure.rows import SAMPLES
 from enginesmith.pipeline.report import junit, markdown
+from enginesmith.pipeline.results import documents
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.system.worker import main_module_hidden
@@ -23,7 +24,7 @@ Format = Literal["html", "md", "junit", "json"]
 Samples = Mapping[str, NDArray[Any]]
 NAMES: Mapping[Format, str] = {"html": "report.html", "md": "report.md", "junit": "junit.xml", "json": "run.json"}
 REPORTS: tuple[Format, ...] = ("html", "md", "junit")
-"""What a run directory has besides run.json."""
+"""Formats that a run directory has besides run.json."""
 _FOLDERS_A_PROCESS = 8
 """Fewer are written by this process before another one has started."""
 
@@ -39,7 +40,7 @@ def write(run: Run, folder: Path, formats: Sequence[Format] = REPORTS, samples: 
     """
     with storage_errors(f"the folder {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        return [_written(run, folder, one, samples) for one in dict.fromkeys(formats)]
+        return [_write_one(run, folder, one, samples) for one in dict.fromkeys(formats)]
 
 
 class Writer:
@@ -82,26 +83,17 @@ def _from_record(folder: Path) -> None:
     write(runs.read(folder), folder)
 
 
-def _written(run: Run, folder: Path, form: Format, samples: Samples | None) -> Path:
+def _write_one(run: Run, folder: Path, form: Format, samples: Samples | None) -> Path:
     path = folder / NAMES[form]
-    if form == "json":
+    if form == "html":
+        from enginesmith.pipeline.report.html.page import render
+
+        documents.write_text(path, render(run, read_samples(folder) if samples is None else samples))
+    elif form == "json":
         runs.write(run, folder)
-        return path
-    renderers: Mapping[Format, Callable[[Run], str]] = {
-        "html": lambda run: _page(run, read_samples(folder) if samples is None else samples),
-        "md": markdown.render,
-        "junit": junit.render,
-    }
-    partial = folder / f".{path.name}.partial"
-    partial.write_text(renderers[form](run), encoding="utf-8")
-    partial.replace(path)
+    else:
+        documents.write_text(path, (markdown if form == "md" else junit).render(run))
     return path
-
-
-def _page(run: Run, samples: Samples | None) -> str:
-    from enginesmith.pipeline.report.html.page import render
-
-    return render(run, samples)
 
 
 def read_samples(folder: Path) -> dict[str, NDArray[Any]] | None:

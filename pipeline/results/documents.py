@@ -3,7 +3,9 @@
 What is wrong is a ``ValueError`` with a sentence; who knows what the document is for makes a ``UsageError`` of it.
 """
 
+import functools
 import json
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -63,9 +65,29 @@ def parse_known_fields(kind: type[Model], values: Any) -> tuple[Model, tuple[str
                 raise ValueError(_sentence(wrong)) from error
             for one in errors:
                 unknown.append(_dotted(one["loc"], indices=False))
-                _drop(values, one["loc"])
+                *above, last = one["loc"]
+                del functools.reduce(operator.getitem, above, values)[last]
     unknown += _left_out(values, found.model_dump(mode="json", by_alias=True), ())
     return found, tuple(dict.fromkeys(unknown))
+
+
+def parse(kind: type[Model], values: Any) -> Model:
+    """Validate plain values as a model.
+
+    Raises:
+        ValueError: a field is invalid; says which.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(_sentence(error.errors(include_url=False)[0])) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that people read, whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8", errors="replace")
+    partial.replace(path)
 
 
 def parse_fields(kind: type[Model], fields: Any, what: str) -> Model:
@@ -75,16 +97,9 @@ def parse_fields(kind: type[Model], fields: Any, what: str) -> Model:
         UsageError: they are not of that kind, or of another version's.
     """
     try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise UsageError(
-            f"{what} cannot be read: {describe_first_error(error)}", "run optimize again with this version"
-        ) from error
-
-
-def describe_first_error(error: ValidationError) -> str:
-    """Describe the first invalid field."""
-    return _sentence(error.errors(include_url=False)[0])
+        return parse(kind, fields)
+    except ValueError as error:
+        raise UsageError(f"{what} cannot be read: {error}", "run optimize again with this version") from error
 
 
 def check_schema(path: Path, values: Any, schema: str, command: str) -> None:
@@ -122,16 +137,9 @@ def _shown(value: Any) -> str:
 
 
 def _dotted(place: Sequence[str | int], *, indices: bool = True) -> str:
-    """``variants[2].latency[0].p50_ms``; without indices the same name for the same field of all variants."""
+    """Name a field: ``variants[2].latency[0].p50_ms``; without indices it is one name for that of all variants."""
     parts = (f"[{one if indices else ''}]" if isinstance(one, int) else f".{one}" for one in place)
     return "".join(parts).removeprefix(".")
-
-
-def _drop(values: Any, place: Sequence[str | int]) -> None:
-    *above, last = place
-    for step in above:
-        values = values[step]
-    del values[last]
 
 
 def _left_out(values: Any, kept: Any, place: tuple[str | int, ...]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginesmith.pipeline.engines import title
-from enginesmith.pipeline.frameworks.records import HALF, Coverage, format_percent, format_shares
+from enginesmith.pipeline.frameworks.records import HALF, format_percent, format_shares
 from enginesmith.pipeline.measure.statistics import TOO_NOISY, divide
 from enginesmith.pipeline.passes.quantize.precisions import AS_GIVEN
 from enginesmith.pipeline.results.run import VariantRecord
@@ -54,34 +54,25 @@ def find_shortfall(record: VariantRecord, where: Device) -> tuple[float, str] | 
     amount = "none" if not share else "less than 1 %" if share < 0.01 else f"only {format_percent(share)}"
     verb = f"of the weights is stored in {low}" if by_weights else f"of the multiply-adds is computed in {low}"
     rest = {name: other for name, other in shares.items() if name != low}
-    left = format_shares(rest) if by_weights else _operators(evidence, rest)
+    left = format_shares(rest)
+    if not by_weights:  # such as fp32: Attention 30 %, LSTM 9 %
+        most = {precision: dict(list(evidence.operators[precision].items())[:_SHOWN]) for precision in rest}
+        left = "; ".join(f"{precision}: {format_shares(shares)}" for precision, shares in most.items())
     return share, f"{amount} {verb}; the rest is {left}{_because(record, low, where)}"
 
 
-def _operators(evidence: Coverage, rest: Mapping[str, float]) -> str:
-    """``fp32: Attention 30 %, LSTM 9 %``."""
-    parts = []
-    for precision in rest:
-        found = dict(list(evidence.operators[precision].items())[:_SHOWN])
-        parts.append(f"{precision}: {format_shares(found)}")
-    return "; ".join(parts)
-
-
 def _because(record: VariantRecord, low: str, where: Device) -> str:
-    reasons = [*_kept(record, low), *_not_taken_over(record, low, where)]
+    """Explain the groups that were left out on purpose, and where the engine does otherwise than the graph asks."""
+    reasons = list(_explain_engine(record, low, where))
+    kept = [one for one in record.assignment if narrowest_type(one.precision) != low]
+    if kept:
+        common = Counter(one.why or "no reason is recorded" for one in kept).most_common(_SHOWN)
+        why = ", ".join(f"{reason} ({count})" for reason, count in common)
+        reasons.insert(0, f"{len(kept)} of {len(record.assignment)} groups stay in {kept[0].precision}: {why}")
     return "".join(f"; {reason}" for reason in reasons)
 
 
-def _kept(record: VariantRecord, low: str) -> Iterator[str]:
-    """Groups that were left out on purpose, and why."""
-    kept = [one for one in record.assignment if narrowest_type(one.precision) != low]
-    if kept:
-        reasons = Counter(one.why or "no reason is recorded" for one in kept).most_common(_SHOWN)
-        why = ", ".join(f"{reason} ({count})" for reason, count in reasons)
-        yield f"{len(kept)} of {len(record.assignment)} groups stay in {kept[0].precision}: {why}"
-
-
-def _not_taken_over(record: VariantRecord, low: str, where: Device) -> Iterator[str]:
+def _explain_engine(record: VariantRecord, low: str, where: Device) -> Iterator[str]:
     """Explain where ONNX Runtime does otherwise than the graph asks."""
     ran, asked = record.engine_coverage, record.coverage
     if ran is None:
@@ -99,7 +90,7 @@ def _not_taken_over(record: VariantRecord, low: str, where: Device) -> Iterator[
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What remarks need to know besides the records."""
+    """Facts that remarks need besides the records."""
 
     batch: int
     """The batch size that decides."""
@@ -145,37 +136,30 @@ def _best_float(record: VariantRecord, siblings: Sequence[VariantRecord], batch:
 
 
 def _evidence(record: VariantRecord, low: str, given: Circumstances) -> Iterator[str]:
-    """List the evidence for or against the low precision, coverage first."""
-    found = record.engine_coverage or record.coverage
+    """List the evidence for or against the low precision: coverage, operators that change types and layouts, units."""
+    found, asked = record.engine_coverage or record.coverage, record.coverage
     if found is not None:
         shares = found.weights if record.precision in _WEIGHTS_ONLY else found.macs
         what = "weights" if record.precision in _WEIGHTS_ONLY else "multiply-adds"
         yield f"{format_percent(shares.get(low, 0.0))} of the {what} in {low}"
         if found.unknown_products:
             yield f"{found.unknown_products} products of unknown size, which are in no share"
-    yield from _reformatting(record)
-    yield from _not_taken_over(record, low, given.where)
+    if record.engine_coverage and found and found.islands:
+        turned = found.reorders - (asked.reorders if asked else found.reorders)
+        extra = [
+            _count(found.conversions, "quantising or dequantising operator"),
+            _count(found.casts, "cast between floating-point types", "casts between floating-point types"),
+            _count(max(turned, 0), "change of layout", "changes of layout"),
+        ]
+        if any(extra):
+            yield f"{_count(found.islands, 'island')} of low precision, with {', '.join(filter(None, extra))}"
+    yield from _explain_engine(record, low, given.where)
     if support := describe_hardware(low, given.where, given.environment):
         yield support
 
 
-def _reformatting(record: VariantRecord) -> Iterator[str]:
-    """Count the operators that only change between types and layouts."""
-    found, asked = record.engine_coverage, record.coverage
-    if found is None or not found.islands:
-        return
-    turned = found.reorders - (asked.reorders if asked else found.reorders)
-    extra = [
-        _count(found.conversions, "quantising or dequantising operator"),
-        _count(found.casts, "cast between floating-point types", "casts between floating-point types"),
-        _count(turned, "change of layout", "changes of layout") if turned > 0 else "",
-    ]
-    if any(extra):
-        yield f"{_count(found.islands, 'island')} of low precision, with {', '.join(one for one in extra if one)}"
-
-
 def _count(count: int, one: str, more: str = "") -> str:
-    """``3 casts``; nothing for none."""
+    """Format a count: ``3 casts``; nothing for none."""
     return f"{count} {one if count == 1 else more or one + 's'}" if count else ""
 
 
@@ -184,12 +168,11 @@ def describe_hardware(low: str, where: Device, environment: Mapping[str, Any]) -
     if where.kind == "cuda":
         return _gpu_support(low, where, environment.get("gpus") or ())
     units = [str(unit) for unit in environment.get("vector_units", ())]
-    if low == "int8" and units:
-        found = [unit for unit in units if any(part in unit for part in _INT8_UNITS)]
-        if found:
-            return f"the processor has instructions for int8 dot products ({', '.join(found)})"
-        return "the processor has no instructions for int8 dot products (VNNI, AMX)"
-    return ""
+    if low != "int8" or not units:
+        return ""
+    if found := [unit for unit in units if any(part in unit for part in _INT8_UNITS)]:
+        return f"the processor has instructions for int8 dot products ({', '.join(found)})"
+    return "the processor has no instructions for int8 dot products (VNNI, AMX)"
 
 
 def _gpu_support(low: str, where: Device, gpus: Sequence[Mapping[str, Any]]) -> str:

@@ -204,11 +204,9 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         StoreError: the folder cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
     with storage_errors(f"the folder {path.parent}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8", errors="replace")
-        partial.replace(path)
+        documents.write_text(path, text)
 
 
 def is_fleet(folder: Path) -> bool:

@@ -27,7 +27,7 @@ class GateCheck(_Part):
     actual: float | None = None
     change: Interval | None = None
     basis: str = ""
-    """How latency was compared."""
+    """The way in which latency was compared."""
 
 
 class Gate(_Part):
@@ -43,7 +43,7 @@ class Gate(_Part):
     verdicts: tuple[GateCheck, ...]
     cautions: tuple[str, ...] = ()
     updated: bool = False
-    """Whether the run has become the baseline."""
+    """True where the run has become the baseline."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
@@ -67,7 +67,7 @@ class FleetGate(_Part):
     passed: bool
     entries: dict[str, Gate]
     updated: bool = False
-    """Whether the fleet has become the baseline."""
+    """True where the fleet has become the baseline."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 

@@ -5,10 +5,9 @@ the ratio over all launches so far is judged; where it is not clear, another ite
 """
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -31,21 +30,21 @@ from enginesmith.pipeline.measure.statistics import (
 from enginesmith.pipeline.results import comparison, documents
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tensors import Feeds, ShapeRange, Signature
+from enginesmith.pipeline.tensors import Feeds, ShapeRange
 
 MOST_ITERATIONS = 4
 _BEFORE, _AFTER = "baseline", "candidate"
 _UNENDING = 1e-9
 """A precision that no measurement reaches: an iteration takes its time, so that all weigh alike."""
 _WARM_SHARE = 0.05
-"""Of an iteration, for warming up one of them once: on a busy machine calls never look warm; launches count."""
+"""Share of an iteration for warming up one engine once: on a busy machine calls never look warm; launches count."""
 _BLOCK_MS = 40.0
 """Blocks are shorter than elsewhere, so that more launches fit into the time: it is these that differ."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Name a variant of a run directory."""
+    """A variant of a run directory."""
 
     folder: Path
     run: Run
@@ -53,7 +52,7 @@ class Stored:
 
 
 class Remeasurement(BaseModel):
-    """Report the second engine's time as a multiple of the first's: 1.1 is 10 % slower."""
+    """The second engine's time as a multiple of the first's: 1.1 is 10 % slower."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -67,7 +66,7 @@ class Remeasurement(BaseModel):
 
 @dataclass(frozen=True)
 class Limits:
-    """Set how long to measure, and when a ratio is clear enough to stop."""
+    """The time for measuring, and a test whether a ratio is clear enough to stop."""
 
     seconds: float
     decided: Callable[[Interval], bool]
@@ -85,7 +84,8 @@ def why_not(before: Stored, after: Stored, *, any_machine: bool) -> str:
         return "the inputs or outputs are not the same"
     if _vector(after) is None:
         return "the run keeps no test vector that engines could be fed with"
-    apart = comparison.compare_devices(after.run, _here(after.run))
+    here = after.run.model_copy(update={"environment": environment().model_dump(mode="json")})
+    apart = comparison.compare_devices(after.run, here)
     if apart and not any_machine:
         return f"this is not the kind of machine that the runs were measured on ({apart[0].name})"
     return ""
@@ -119,47 +119,32 @@ def remeasure(before: Stored, after: Stored, batch: int, limits: Limits) -> Reme
         noisy_extension=1,
         warmup_limit_seconds=_WARM_SHARE * each,
     )
-    feeds, found, iteration = {batch: _feeds(after, batch)}, _Launches(), 0
+    feeds, iteration = {batch: _feeds(after, batch)}, 0
+    launches: dict[str, list[list[Timed]]] = {_BEFORE: [], _AFTER: []}
     with tempfile.TemporaryDirectory() as logs:
         while True:
             iteration += 1
             seeded = settings.model_copy(update={"seed": iteration})
             result = measure_latency(candidates, feeds, seeded, Path(logs), lambda text: None)
-            _check_measured({name: rows[0].failure for name, rows in result.rows.items()}, before, after)
-            found = found.with_more(result.samples, batch)
-            ratio = paired_ratio(found.after, found.before, settings.seed)
+            for name, stored in ((_BEFORE, before), (_AFTER, after)):
+                if failure := result.rows[name][0].failure:
+                    raise ModelError(f"{stored.record.id} of {stored.folder} cannot be run here: {failure}")
+                launches[name] += launches_of(result.samples, name, batch)
+            ratio = paired_ratio(launches[_AFTER], launches[_BEFORE], settings.seed)
             times = f"{ratio.median:.3f} times the baseline's [{ratio.low:.3f}, {ratio.high:.3f}]"
             limits.progress(f"iteration {iteration}: {TOO_NOISY if ratio.too_noisy else times}")
-            if iteration == MOST_ITERATIONS or (len(found.before) >= LEAST_LAUNCHES and limits.decided(ratio)):
+            enough = len(launches[_BEFORE]) >= LEAST_LAUNCHES
+            if iteration == MOST_ITERATIONS or (enough and limits.decided(ratio)):
                 break
-    medians = [median_interval(side, settings.seed).median * 1e3 for side in (found.before, found.after)]
+    before_ms, after_ms = (median_interval(side, settings.seed).median * 1e3 for side in launches.values())
     return Remeasurement(
         ratio=ratio,
-        before_ms=medians[0],
-        after_ms=medians[1],
+        before_ms=before_ms,
+        after_ms=after_ms,
         batch=batch,
         iterations=iteration,
-        launches=len(found.before),
+        launches=len(launches[_BEFORE]),
     )
-
-
-@dataclass(frozen=True)
-class _Launches:
-    """Collect blocks by launch and round, of all iterations."""
-
-    before: tuple[list[Timed], ...] = ()
-    after: tuple[list[Timed], ...] = ()
-
-    def with_more(self, measured: Mapping[str, Any], batch: int) -> "_Launches":
-        return _Launches(
-            (*self.before, *launches_of(measured, _BEFORE, batch)), (*self.after, *launches_of(measured, _AFTER, batch))
-        )
-
-
-def _check_measured(failures: Mapping[str, str | None], before: Stored, after: Stored) -> None:
-    for name, stored in ((_BEFORE, before), (_AFTER, after)):
-        if failure := failures[name]:
-            raise ModelError(f"{stored.record.id} of {stored.folder} cannot be run here: {failure}")
 
 
 def _candidate(name: str, stored: Stored) -> Candidate:
@@ -204,15 +189,6 @@ def _feeds(stored: Stored, batch: int) -> Feeds:
     assert path is not None
     with np.load(path, allow_pickle=False) as kept:
         feeds = {spec.name: kept[f"input:{spec.name}"] for spec in signature.inputs}
-    return samples.resize(feeds, signature, _sizes(stored.run, signature, batch))
-
-
-def _sizes(run: Run, signature: Signature, batch: int) -> dict[str, int]:
-    usual = {name: ShapeRange.parse(text).opt for name, text in run.model.shapes.items()}
+    usual = {name: ShapeRange.parse(text).opt for name, text in stored.run.model.shapes.items()}
     symbol = samples.batch_symbol(signature)
-    return {**usual, symbol: batch} if symbol else usual
-
-
-def _here(run: Run) -> Run:
-    """Copy the run as if it had been made on this machine as it is now."""
-    return run.model_copy(update={"environment": environment().model_dump(mode="json")})
+    return samples.resize(feeds, signature, {**usual, symbol: batch} if symbol else usual)

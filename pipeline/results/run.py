@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from enginesmith.pipeline.artifact import HistoryEntry
 from enginesmith.pipeline.errors import UsageError
@@ -24,7 +24,7 @@ from enginesmith.pipeline.tensors import Signature
 
 
 class _Read(BaseModel):
-    """Type the fields that are read again."""
+    """Types of the fields that are read again."""
 
     processor: str | None = None
     usable_cores: int | None = None
@@ -36,22 +36,18 @@ class _Read(BaseModel):
 
 
 def _check_types(value: dict[str, Any]) -> dict[str, Any]:
-    try:
-        _Read.model_validate(value)
-    except ValidationError as error:
-        raise ValueError(documents.describe_first_error(error)) from error
+    documents.parse(_Read, value)
     return value
 
 
 RunEnvironment = Annotated[dict[str, Any], AfterValidator(_check_types)]
-
 
 SCHEMA: Literal["enginesmith.run/1"] = "enginesmith.run/1"
 
 _MOST_NAMED = 8
 """Unknown fields that a warning names."""
 NOT_KNOWN = "run.json has fields that this version does not know"
-"""How the warning about them begins, which says nothing of the machine."""
+"""Beginning of the warning about them, which says nothing of the machine."""
 
 VariantStatus = Literal["measured", "built", "skipped", "failed"]
 
@@ -76,7 +72,7 @@ class BuildRecord(_Part):
     workspace_limit_bytes: int | None = None
     weights_bytes: int | None = None
     activation_bytes: int | None = None
-    """What one inference at the largest shape works in, scratch memory included."""
+    """Memory that one inference at the largest shape works in, scratch memory included."""
     scratch_bytes: int | None = None
     build_device_peak_bytes: int | None = None
     engine_bytes: int
@@ -93,7 +89,7 @@ class Assignment(_Part):
     precision: str
     why: str = ""
     sqnr_db: float | None = None
-    """Of its own result in the low precision, its inputs being exact; None where that was not found out."""
+    """SQNR of its own result in the low precision, its inputs being exact; None where that was not found out."""
     macs: int | None = None
 
 
@@ -102,7 +98,7 @@ class SearchStep(_Part):
 
     step: int
     method: str = ""
-    """How ranges were chosen."""
+    """Method that chose the ranges."""
     quantised: int | None
     """Groups in the low precision; None as long as their number is not known."""
     kept: int
@@ -114,7 +110,7 @@ class SearchStep(_Part):
     passed: bool
     why: str
     reason: str = ""
-    """Why it did not pass."""
+    """The reason why it did not pass."""
 
 
 class VariantRecord(_Part):
@@ -124,7 +120,7 @@ class VariantRecord(_Part):
     engine: str
     precision: str
     prune: str | None = None
-    """What was asked for, as ``macs=-50%``."""
+    """The part of the model that was to go: ``macs=-50%``."""
     sparsity: str | None = None
     dense: str | None = None
     """The variant that it differs from in nothing but being pruned or sparse."""
@@ -135,38 +131,38 @@ class VariantRecord(_Part):
     failure: str | None = None
     """Class of the failure: unsupported, does not fit the limit, internal, crash, out of memory, timeout …"""
     rejected: str = ""
-    """Why it cannot win although it was measured: pruned, and no faster than its dense sibling, or of unknown loss."""
+    """The reason why it cannot win although it was measured: pruned, and no faster than dense, or of unknown loss."""
     artifact: StoredArtifact | None = None
     graph: StoredArtifact | None = None
-    """What the engine was built from, where its engine loads that on machines which the built one does not hold for."""
+    """The graph that the engine was built from, where other machines load that instead of what was built here."""
     test_vector: StoredArtifact | None = None
-    """One sample and what the engine is to answer to it: an .npz file with ``input:<name>`` and ``output:<name>``."""
+    """One sample and the engine's answer to it: an .npz file with ``input:<name>`` and ``output:<name>``."""
     history: tuple[HistoryEntry, ...] = ()
     fidelity: tuple[StageFidelity, ...] = ()
     quality: Quality | None = None
     latency: tuple[LatencyRow, ...] = ()
     memory: MemoryRow | None = None
     limits: tuple[LimitRow, ...] = ()
-    """By batch size, how far it is from what the device could do."""
+    """Distance to the best that the device could do, by batch size."""
     profile: tuple[Profile, ...] = ()
-    """Where its time goes."""
+    """Time by module."""
     build: BuildRecord | None = None
     pruning: tuple[PruningFacts, ...] = ()
-    """What pruning took away, one entry for each time that it was done."""
+    """Parts that pruning took away, one entry for each time that it was done."""
     recovery: tuple[Recovery, ...] = ()
-    """How the pruned model was trained back, likewise."""
+    """Training that brought the pruned model back, likewise."""
     coverage: Coverage | None = None
-    """What the graph asks for that the engine is built from."""
+    """Precisions in the graph that the engine is built from."""
     engine_coverage: Coverage | None = None
-    """What the engine really computes in."""
+    """Precisions that the engine really computes in."""
     shortfall: str = ""
-    """What its precision's name promises and it does not hold, where it can be used all the same."""
+    """The part of its precision's name that it does not hold, where it can be used all the same."""
     assignment: tuple[Assignment, ...] = ()
     search: tuple[SearchStep, ...] = ()
     synthetic_calibration: bool = False
-    """Whether ranges were taken from made-up data: then its accuracy says nothing of real data."""
+    """True where ranges were taken from made-up data: then its accuracy says nothing of real data."""
     remarks: tuple[str, ...] = ()
-    """Whether the low precision paid, with the evidence."""
+    """Sentences on the gain of the low precision, with the evidence."""
     reasons: dict[str, str] = {}
     """Field that is null or empty → why."""
 
@@ -199,7 +195,7 @@ class Verdict(_Part):
     actual: float | None
     passed: bool
     reason: str = ""
-    """Why ``actual`` is not known."""
+    """The reason why ``actual`` is not known."""
 
 
 class ModelRecord(_Part):
@@ -207,10 +203,10 @@ class ModelRecord(_Part):
 
     source: str
     sha256: str | None = None
-    """Of the model as it was loaded: its weights, signature and the code that it is built by."""
+    """Digest of the model as it was loaded: its weights, signature and the code that it is built by."""
     signature: Signature | None
     data: str | None
-    """What fidelity and latency were measured on: a data set's name, or ``synthetic``."""
+    """Data that fidelity and latency were measured on: a data set's name, or ``synthetic``."""
     shapes: dict[str, str] = {}
 
 
@@ -221,7 +217,7 @@ class StepRecord(_Part):
     status: Literal["done", "failed", "skipped", "pending"]
     cached: bool
     seconds: float | None
-    """What it took when it was done, which may have been in an earlier run."""
+    """Its duration when it was done, which may have been in an earlier run."""
     effect: str
 
 
@@ -233,11 +229,11 @@ class Run(_Part):
     created: str
     seconds: float
     complete: bool
-    """Whether every step has ended; a run that was interrupted can be resumed."""
+    """True where every step has ended; a run that was interrupted can be resumed."""
     recipe: Recipe
     environment: RunEnvironment
     limits: DeviceLimits | None = None
-    """Read what the device can do at best; None if that was not measured."""
+    """The best that the device can do; None if that was not measured."""
     model: ModelRecord
     steps: tuple[StepRecord, ...]
     baseline: VariantRecord
@@ -282,9 +278,7 @@ def find_record(run: Run, name: str) -> VariantRecord:
 
 def write(run: Run, folder: Path) -> None:
     """Write ``run.json``, whole or not at all."""
-    partial = folder / ".run.json.partial"
-    partial.write_text(run.model_dump_json(indent=1, by_alias=True) + "\n")
-    partial.replace(folder / "run.json")
+    documents.write_text(folder / "run.json", run.model_dump_json(indent=1, by_alias=True) + "\n")
 
 
 def read(folder: Path, *, to_go_on: bool = False) -> Run:
@@ -307,9 +301,8 @@ def read(folder: Path, *, to_go_on: bool = False) -> Run:
             raise UsageError(
                 f"{folder} is a fleet, and this takes single runs", f"give one of its own: {few}"
             ) from error
-        raise UsageError(
-            f"there is no run in {folder}: {error.strerror}", "give a folder that optimize wrote"
-        ) from error
+        remedy = "give a folder that optimize wrote"
+        raise UsageError(f"there is no run in {folder}: {error.strerror}", remedy) from error
     except ValueError as error:
         raise UsageError(f"{path} is damaged: {error}", "run optimize again") from error
     if not unknown:
