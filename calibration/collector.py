@@ -1,4 +1,4 @@
-"""From the values that go through a graph to the document about them, in memory that does not grow with the data."""
+"""Collect statistics of the values that go through a graph, in memory that does not grow with the data."""
 
 from collections.abc import Collection, Mapping
 
@@ -8,18 +8,16 @@ from enginesmith.calibration.histogram import PERCENTILE, Extent, Histogram, ama
 from enginesmith.calibration.ranges import ChannelStatistics, TensorRange
 from enginesmith.pipeline.tensors import Array
 
-# Sums along the channel axis of one value.
-
 _STATISTICS = ("amax", "mean", "mean_absolute", "mean_square")
 
 
 class ChannelSums:
-    """Sums by channel, taken sample by sample: how many samples come at once does not change a bit of them."""
+    """Sums by channel, taken sample by sample: not a bit of them depends on how many samples come at once."""
 
     def __init__(self, axis: int) -> None:
         self._axis = axis
         self.axis = axis
-        """Counted from the first, once there are values."""
+        """Channel axis, counted from the first once there are values."""
         self._elements = 0
         self._largest = np.zeros(1, np.float32)
         self._sums = np.zeros((3, 1), np.float64)
@@ -49,7 +47,7 @@ class ChannelSums:
 
 
 class Collector:
-    """Takes values by name; what comes first and what comes together makes no difference."""
+    """Takes values by name; neither their order nor their grouping makes a difference."""
 
     def __init__(self, histograms: Collection[str], channels: Mapping[str, int]) -> None:
         """``histograms`` names the values that every method is to be known for, ``channels`` the channel axes."""
@@ -80,11 +78,11 @@ class Collector:
         extent, histogram = self._extents[name], self._histograms.get(name)
         found = amax(histogram, percentile) if histogram and extent.finite else None
         return TensorRange(
-            minimum=_rounded(extent.minimum),
-            maximum=_rounded(extent.maximum),
+            minimum=_round(extent.minimum),
+            maximum=_round(extent.maximum),
             finite=extent.finite,
             count=extent.count,
-            amax=found and {method: _rounded(value) for method, value in found.items()},
+            amax=found and {method: _round(value) for method, value in found.items()},
         )
 
     def channels(self) -> dict[str, ChannelStatistics]:
@@ -92,13 +90,13 @@ class Collector:
         return {
             name: ChannelStatistics(
                 axis=sums.axis,
-                **{what: tuple(map(_rounded, values.tolist())) for what, values in sums.statistics().items()},
+                **{what: tuple(map(_round, values.tolist())) for what, values in sums.statistics().items()},
             )
             for name, sums in self._channels.items()
             if name in self._extents and self._extents[name].finite and self._extents[name].count
         }
 
 
-def _rounded(value: float) -> float:
-    """Nine significant digits: float32 keeps them, and sums in another order agree in them."""
+def _round(value: float) -> float:
+    """Round to nine significant digits: float32 keeps them, and sums in another order agree in them."""
     return float(f"{value:.9g}") + 0.0  # the sum makes 0 of -0, which comes first or not

@@ -1,4 +1,4 @@
-"""Sets of samples: what a model is calibrated and evaluated on."""
+"""Open sets of samples, which a model is calibrated and evaluated on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,10 +9,10 @@ import numpy as np
 
 from enginesmith.calibration.file_formats import (
     LABELS,
+    check_arrays,
     check_labels,
-    checked,
-    notes_on,
-    notes_on_variety,
+    check_variety,
+    check_zeros,
     read,
     read_embedded,
 )
@@ -39,12 +39,12 @@ class Dataset:
     arrays: Mapping[str, Rows]
     labels: Array | None = None
     notes: tuple[str, ...] = ()
-    """What people should know: how rows were made of what was given, and what is odd about them."""
+    """Notes for people: how rows were made of what was given, and what is odd about them."""
     synthetic: bool = False
     folders: tuple[Path, ...] = ()
     """Folders that were read as a whole."""
     drawn: Array | None = None
-    """Which rows of ``source`` these are; None for all of them."""
+    """Row numbers in ``source``; None for all of them."""
     source: "Dataset | None" = None
     """The set that this one was drawn from."""
 
@@ -78,7 +78,7 @@ class Dataset:
         )
 
     def batch(self, start: int, size: int) -> dict[str, Array]:
-        """``size`` rows from row ``start`` on; after the last row comes the first again."""
+        """Return ``size`` rows from row ``start`` on; after the last row comes the first again."""
         first = start % len(self)
         rows: slice | Array = slice(first, first + size)
         if first + size > len(self):
@@ -87,7 +87,7 @@ class Dataset:
         return {name: np.require(np.asarray(array[rows]), None, ("C", "A", "W")) for name, array in self.arrays.items()}
 
     def sample(self, count: int, seed: int) -> "Dataset":
-        """``count`` rows drawn without replacement and kept in order, each class in proportion to its share.
+        """Draw ``count`` rows without replacement, and keep them in order, each class in proportion to its share.
 
         Classes are the values of one-dimensional integer labels; without such labels every row is as likely. All rows
         are kept when there are no more than ``count``; that there are fewer is noted.
@@ -106,7 +106,7 @@ class Dataset:
         classes = np.zeros(len(self), np.int64)
         if self.labels is not None and self.labels.ndim == 1 and self.labels.dtype.kind in "iu":
             classes = np.unique(self.labels, return_inverse=True)[1]
-        rows = np.sort(_stratified(classes, count, rng))
+        rows = np.sort(_draw_stratified(classes, count, rng))
         return self.take(rows, f"{self.name} ({count} of {len(self)}, seed {seed})")
 
     def take(self, rows: Array, name: str) -> "Dataset":
@@ -162,9 +162,9 @@ def open_dataset(
             f"{found.name} has no labels {labels!r}; it holds {', '.join(map(repr, found.arrays))}",
             "name one of them with --labels, or leave it away",
         )
-    feeds = checked(found.name, arrays, inputs)
+    feeds = check_arrays(found.name, arrays, inputs)
     held = None if own is None else check_labels(found.name, labels, own, len(next(iter(feeds.values()))))
-    return Dataset(found.name, feeds, held, (*found.notes, *notes_on(found.name, feeds)), folders=found.folders)
+    return Dataset(found.name, feeds, held, (*found.notes, *check_zeros(found.name, feeds)), folders=found.folders)
 
 
 def validate_for_calibration(data: Dataset) -> Dataset:
@@ -173,11 +173,11 @@ def validate_for_calibration(data: Dataset) -> Dataset:
     Raises:
         DataError: every sample is the same.
     """
-    return replace(data, notes=(*data.notes, *notes_on_variety(data.name, data.arrays)), source=data.whole)
+    return replace(data, notes=(*data.notes, *check_variety(data.name, data.arrays)), source=data.whole)
 
 
 def synthetic(inputs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, int], count: int, seed: int) -> Dataset:
-    """``count`` rows that look like the example: for models that come without data.
+    """Make ``count`` rows that look like the example: for models that come without data.
 
     Floats are normal with the example's mean and standard deviation; integers and bools are drawn from its values, as
     often as they occur. The first axis is the batch; ``sizes`` gives the other dynamic dimensions.
@@ -187,11 +187,13 @@ def synthetic(inputs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, 
         SignatureError: a dynamic dimension has no size.
     """
     rng = np.random.default_rng(seed)
-    arrays = {spec.name: _like(spec, example[spec.name], sizes, count, rng) for spec in inputs}
+    arrays = {spec.name: _draw_like(spec, example[spec.name], sizes, count, rng) for spec in inputs}
     return Dataset(f"synthetic ({count} rows, seed {seed})", arrays, synthetic=True)
 
 
-def _like(spec: TensorSpec, example: Array, sizes: Mapping[str, int], count: int, rng: np.random.Generator) -> Array:
+def _draw_like(
+    spec: TensorSpec, example: Array, sizes: Mapping[str, int], count: int, rng: np.random.Generator
+) -> Array:
     if not spec.shape or not example.size:
         raise DataError(f"no rows can be made up for the input {spec}: it has no batch axis or an empty example", _OWN)
     shape = (count, *spec.model_copy(update={"shape": spec.shape[1:]}).resolve(sizes))
@@ -206,8 +208,8 @@ def _like(spec: TensorSpec, example: Array, sizes: Mapping[str, int], count: int
     return rows.astype(example.dtype, copy=False)
 
 
-def _stratified(classes: Array, count: int, rng: np.random.Generator) -> Array:
-    """Row numbers; shares are rounded by the largest remainder, so that they add up to ``count``."""
+def _draw_stratified(classes: Array, count: int, rng: np.random.Generator) -> Array:
+    """Draw row numbers; shares are rounded by the largest remainder, so that they add up to ``count``."""
     sizes = np.bincount(classes)
     shares = sizes * count / len(classes)
     quota = np.floor(shares).astype(np.int64)

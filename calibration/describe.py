@@ -1,4 +1,4 @@
-"""What is in a data set, for people to see: as far as it can be told without a model."""
+"""Describe a data set for people, as far as that can be done without a model."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from enginesmith.calibration.feeds import first_feed
 from enginesmith.calibration.file_formats import is_embedded, read
 from enginesmith.calibration.images import CONFIGURATION, listing, size_of
 from enginesmith.calibration.options import AS_FOUND
-from enginesmith.calibration.sources import Request, opened
+from enginesmith.calibration.sources import Request, open_arrays
 from enginesmith.calibration.text import find_tokenizer, read_lines
 from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline.errors import DataError
@@ -31,7 +31,7 @@ def is_data(reference: str) -> bool:
 
 
 def describe(reference: str) -> Facts:
-    """Names, dtypes, shapes, rows and labels.
+    """Describe names, dtypes, shapes, rows and labels.
 
     Raises:
         DataError: the data cannot be read.
@@ -39,36 +39,36 @@ def describe(reference: str) -> Facts:
     """
     path = Path(reference)
     if path.is_dir():
-        return _images(path)
+        return _describe_images(path)
     if path.suffix == ".jsonl":
-        return _texts(path)
+        return _describe_texts(path)
     if is_embedded(reference):
         found = read(reference, Request(()))
         named = {**found.arrays, **({} if found.labels is None else {_LABELS: found.labels})}
-        return _arrays({name: (array.dtype, array.shape) for name, array in named.items()}, found.labels)
+        return _describe_arrays({name: (array.dtype, array.shape) for name, array in named.items()}, found.labels)
     if is_reference(reference):
         feed = first_feed(reference)
-        return {"kind": "data set: a function that yields feeds", "first": _shown(_headers(feed))}
-    with opened(reference):
+        return {"kind": "data set: a function that yields feeds", "first": _show(_headers(feed))}
+    with open_arrays(reference):
         if path.suffix == ".npz":
-            return _arrays(lazy_arrays.npz_headers(path), lazy_arrays.npz(path, _LABELS).get(_LABELS))
-        return _arrays(_headers({"array": lazy_arrays.npy(path)}), None)
+            return _describe_arrays(lazy_arrays.npz_headers(path), lazy_arrays.npz(path, _LABELS).get(_LABELS))
+        return _describe_arrays(_headers({"array": lazy_arrays.npy(path)}), None)
 
 
-def _images(folder: Path) -> Facts:
+def _describe_images(folder: Path) -> Facts:
     found = listing(folder)
     sizes = Counter(f"{height}×{width}" for height, width in map(size_of, found.files))
     places = [place for place in (folder, folder.absolute().parent) if (place / CONFIGURATION).is_file()]
     return {
         "kind": "data set: a folder of images",
         "samples": len(found.files),
-        "sizes": _first(sizes.most_common()),
+        "sizes": _show_first(sizes.most_common()),
         "preprocessing": str(places[0] / CONFIGURATION) if places else "none: by default, or as given",
-        _LABELS: "none: there are no sub-folders" if found.labels is None else _counted(found.labels, found.classes),
+        _LABELS: "none: there are no sub-folders" if found.labels is None else _count(found.labels, found.classes),
     }
 
 
-def _texts(path: Path) -> Facts:
+def _describe_texts(path: Path) -> Facts:
     lines = list(read_lines(path, AS_FOUND))
     try:
         tokenizer = str(find_tokenizer(path, AS_FOUND))
@@ -81,7 +81,7 @@ def _texts(path: Path) -> Facts:
         "pairs": sum(len(line.text) > 1 for line in lines),
         "longest": f"{max((sum(map(len, line.text)) for line in lines), default=0)} characters",
         "tokenizer": tokenizer,
-        _LABELS: _first(sorted(labels.items())) or "none",
+        _LABELS: _show_first(sorted(labels.items())) or "none",
     }
 
 
@@ -89,29 +89,29 @@ def _headers(arrays: Mapping[str, Any]) -> dict[str, tuple[Any, tuple[int, ...]]
     return {name: (array.dtype, array.shape) for name, array in arrays.items()}
 
 
-def _arrays(headers: Mapping[str, tuple[Any, tuple[int, ...]]], labels: Any) -> Facts:
+def _describe_arrays(headers: Mapping[str, tuple[Any, tuple[int, ...]]], labels: Any) -> Facts:
     rows = {shape[0] for _, shape in headers.values() if shape}
     counted = labels is not None and labels.ndim == 1 and labels.dtype.kind in "iub"
     return {
         "kind": "data set",
         "samples": rows.pop() if len(rows) == 1 else None,
-        "arrays": _shown(headers),
-        _LABELS: _counted(labels, {}) if counted else f"none: there is no array {_LABELS!r} of classes",
+        "arrays": _show(headers),
+        _LABELS: _count(labels, {}) if counted else f"none: there is no array {_LABELS!r} of classes",
     }
 
 
-def _shown(headers: Mapping[str, tuple[Any, tuple[int, ...]]]) -> list[str]:
+def _show(headers: Mapping[str, tuple[Any, tuple[int, ...]]]) -> list[str]:
     return [f"{name}: {dtype}{list(shape)}" for name, (dtype, shape) in headers.items()]
 
 
-def _counted(labels: Any, classes: Mapping[int, str]) -> list[str]:
+def _count(labels: Any, classes: Mapping[int, str]) -> list[str]:
     """Count how often each class occurs."""
     values, counts = np.unique(labels, return_counts=True)
-    return _first(
+    return _show_first(
         (f"{value} {classes.get(value, '')}".strip(), int(count)) for value, count in zip(values, counts, strict=True)
     )
 
 
-def _first(counts: Iterable[tuple[str, int]]) -> list[str]:
+def _show_first(counts: Iterable[tuple[str, int]]) -> list[str]:
     lines = [f"{name}: {count}" for name, count in counts]
     return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"… and {len(lines) - _SHOWN} more"]

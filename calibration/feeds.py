@@ -1,4 +1,4 @@
-"""Data as a function of the user's that yields feeds: one sample each, or a batch along the first axis."""
+"""Read data from a function of the user's that yields feeds: one sample each, or a batch along the first axis."""
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -7,8 +7,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from enginesmith.calibration.sources import Found, Request
-from enginesmith.calibration.user_code import blamed, find
+from enginesmith.calibration.sources import RawData, Request
+from enginesmith.calibration.user_code import blame_user_code, find
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec
 
@@ -16,7 +16,7 @@ MOST_BYTES = 16 << 30
 _FORM = "yield dicts of input name → array, of one sample or of a batch along the first axis; labels are optional"
 
 
-def read_feeds(reference: str, request: Request) -> Found:
+def read_feeds(reference: str, request: Request) -> RawData:
     """Call the function and take what it yields, up to ``most_rows`` rows or 16 GiB, into an unnamed file on disk.
 
     Raises:
@@ -24,15 +24,15 @@ def read_feeds(reference: str, request: Request) -> Found:
     """
     notes: tuple[str, ...] = ()
     with ExitStack() as stack:
-        kept = _Kept(reference, stack)
-        for number, feed in _yielded(reference):
-            kept.add(number, _batch(f"{reference}, yield {number}", feed, request.inputs))
+        kept = _Spool(reference, stack)
+        for number, feed in _iterate_feeds(reference):
+            kept.add(number, _as_batch(f"{reference}, yield {number}", feed, request.inputs))
             if kept.rows >= request.options.most_rows or kept.bytes >= MOST_BYTES:
                 notes = (f"{reference} was stopped after {kept.rows} rows, and may have more",)
                 break
         if not kept.rows:
             raise DataError(f"{reference} yielded nothing", _FORM)
-        return Found(reference, kept.arrays(), notes=notes)
+        return RawData(reference, kept.arrays(), notes=notes)
 
 
 def first_feed(reference: str) -> dict[str, Array]:
@@ -41,12 +41,12 @@ def first_feed(reference: str) -> dict[str, Array]:
     Raises:
         DataError: it is not there, raises, or yields nothing or something else.
     """
-    for _, feed in _yielded(reference):
+    for _, feed in _iterate_feeds(reference):
         return feed
     raise DataError(f"{reference} yielded nothing", _FORM)
 
 
-class _Kept:
+class _Spool:
     """Batches one after another, on disk: a set may be larger than memory."""
 
     def __init__(self, reference: str, stack: ExitStack) -> None:
@@ -65,15 +65,15 @@ class _Kept:
                 self._files[name] = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack's
         if kinds != self._kinds:
             raise DataError(
-                f"{self._reference}, yield {number}, is {_described(kinds)}, and the first {_described(self._kinds)}",
+                f"{self._reference}, yield {number}, is {_describe(kinds)}, and the first {_describe(self._kinds)}",
                 "give every sample the same names, dtypes and shape; pad what is shorter",
             )
         for name, array in batch.items():
-            self.bytes += self._written(self._files[name], np.ascontiguousarray(array))
+            self.bytes += self._write(self._files[name], np.ascontiguousarray(array))
         self.rows += len(next(iter(batch.values())))
 
     def arrays(self) -> dict[str, Array]:
-        """Mapped; the file lives as long as the mapping."""
+        """Map the arrays; a file lives as long as its mapping."""
         found: dict[str, Array] = {}
         for name, (dtype, shape) in self._kinds.items():
             self._files[name].flush()
@@ -81,7 +81,7 @@ class _Kept:
             found[name] = np.memmap(self._files[name], dtype, "r", 0, full) if 0 not in full else np.empty(full, dtype)
         return found
 
-    def _written(self, file: IO[bytes], array: Array) -> int:
+    def _write(self, file: IO[bytes], array: Array) -> int:
         try:
             return file.write(array.data)
         except OSError as error:
@@ -91,10 +91,10 @@ class _Kept:
             ) from error
 
 
-def _yielded(reference: str) -> Iterator[tuple[int, dict[str, Array]]]:
-    """Feeds with their numbers; the function may use one buffer for all of them."""
+def _iterate_feeds(reference: str) -> Iterator[tuple[int, dict[str, Array]]]:
+    """Yield feeds with their numbers; the function may use one buffer for all of them."""
     found = find(reference, "data")
-    with blamed(reference), _closed(_called(reference, found)) as feeds:
+    with blame_user_code(reference), _closing(_call(reference, found)) as feeds:
         for number, feed in enumerate(feeds):
             if not isinstance(feed, Mapping):
                 raise DataError(f"{reference} yielded {type(feed).__name__}, expected a dict", _FORM)
@@ -105,22 +105,22 @@ def _yielded(reference: str) -> Iterator[tuple[int, dict[str, Array]]]:
             yield number, arrays
 
 
-def _called(reference: str, found: Any) -> Iterable[Any]:
+def _call(reference: str, found: Any) -> Iterable[Any]:
     feeds = found() if callable(found) else found
     if isinstance(feeds, Mapping) or not isinstance(feeds, Iterable):
         raise DataError(f"{reference} gives {type(feeds).__name__}, expected dicts one after another", _FORM)
     return feeds
 
 
-def _closed(feeds: Any) -> AbstractContextManager[Iterable[Any]]:
+def _closing(feeds: Any) -> AbstractContextManager[Iterable[Any]]:
     return closing(feeds) if hasattr(feeds, "close") else nullcontext(feeds)
 
 
-def _batch(place: str, feed: Feeds, inputs: Sequence[TensorSpec]) -> Feeds:
+def _as_batch(place: str, feed: Feeds, inputs: Sequence[TensorSpec]) -> Feeds:
     """Reshape the feed to have the sample as first axis of every array."""
     axes = {spec.name: feed[spec.name].ndim - len(spec.shape) for spec in inputs if spec.name in feed}
     if not axes:
-        raise DataError(f"{place} holds {_listed(feed)}, and the model takes {_listed(s.name for s in inputs)}", _FORM)
+        raise DataError(f"{place} holds {_join(feed)}, and the model takes {_join(s.name for s in inputs)}", _FORM)
     if set(axes.values()) == {-1}:
         return {name: array[np.newaxis] for name, array in feed.items()}
     shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feed.items())
@@ -132,9 +132,9 @@ def _batch(place: str, feed: Feeds, inputs: Sequence[TensorSpec]) -> Feeds:
     return feed
 
 
-def _described(kinds: Mapping[str, tuple[Any, tuple[int, ...]]]) -> str:
+def _describe(kinds: Mapping[str, tuple[Any, tuple[int, ...]]]) -> str:
     return ", ".join(f"{name}: {dtype}{list(shape)}" for name, (dtype, shape) in kinds.items())
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "nothing"

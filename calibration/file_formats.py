@@ -1,4 +1,4 @@
-"""Data held against the inputs of a model: names, dtypes, ranks, sizes, and numbers that say something.
+"""Read data of any form, and check it with the inputs of a model: names, dtypes, ranks, sizes, and useful numbers.
 
 Everything looks at a few rows at a time, and no longer than it has to: sets may be larger than memory.
 """
@@ -13,7 +13,7 @@ from enginesmith.calibration import lazy_arrays
 from enginesmith.calibration.feeds import read_feeds
 from enginesmith.calibration.images import check_images, read_images
 from enginesmith.calibration.lazy_arrays import LazyRows, Rows, cast, pieces
-from enginesmith.calibration.sources import Found, Request, Split, opened
+from enginesmith.calibration.sources import RawData, Request, Split, open_arrays
 from enginesmith.calibration.text import check_texts, read_texts
 from enginesmith.calibration.user_code import check_reference, is_reference
 from enginesmith.pipeline.errors import DataError
@@ -28,7 +28,7 @@ _LIKELY_LABELS = ("label", "y", "target", "targets", "class", "classes", LABELS)
 _REAL = "give samples like those that the model will see"
 
 
-def checked(source: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> dict[str, Rows]:
+def check_arrays(source: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> dict[str, Rows]:
     """Check arrays, and return them in the order of ``inputs``, cast where that is safe.
 
     Raises:
@@ -39,7 +39,7 @@ def checked(source: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec
     sizes: dict[str, int] = {}
     for spec in inputs:
         _check_shape(source, spec, arrays[spec.name], sizes)
-        feeds[spec.name] = _cast(source, spec, arrays[spec.name])
+        feeds[spec.name] = _cast_safely(source, spec, arrays[spec.name])
     _check_rows(source, feeds)
     for name, array in feeds.items():
         _check_finite(source, name, array)
@@ -60,7 +60,7 @@ def check_names(source: str, names: Iterable[str], inputs: Sequence[TensorSpec],
 def _check_names(source: str, names: Iterable[str], wanted: Sequence[str]) -> None:
     if set(names) != set(wanted):
         raise DataError(
-            f"{source} holds {_listed(names)}, and the model takes {_listed(wanted)}",
+            f"{source} holds {_join(names)}, and the model takes {_join(wanted)}",
             _likely_labels(names, wanted)
             + "name the arrays after the model's inputs, and leave out what is neither an input nor the labels",
         )
@@ -86,7 +86,7 @@ def _check_shape(source: str, spec: TensorSpec, array: Rows, sizes: dict[str, in
         )
 
 
-def _cast(source: str, spec: TensorSpec, array: Rows) -> Rows:
+def _cast_safely(source: str, spec: TensorSpec, array: Rows) -> Rows:
     given = str(array.dtype)
     if given == spec.dtype:
         return array
@@ -109,8 +109,8 @@ def check_labels(source: str, name: str, labels: Rows, rows: int) -> Array:
     return np.asanyarray(labels)
 
 
-def notes_on(source: str, feeds: Mapping[str, Rows]) -> tuple[str, ...]:
-    """Inputs in floats that are zero in every row: a recurrent state may be, an image may not.
+def check_zeros(source: str, feeds: Mapping[str, Rows]) -> tuple[str, ...]:
+    """Note inputs in floats that are zero in every row: a recurrent state may be, an image may not.
 
     Raises:
         DataError: all inputs are zero in every row.
@@ -118,12 +118,12 @@ def notes_on(source: str, feeds: Mapping[str, Rows]) -> tuple[str, ...]:
     zero = [name for name, array in feeds.items() if array.dtype.kind == "f" and _is_zero(array)]
     others = (array for array in feeds.values() if array.dtype.kind != "f")
     if len(zero) == sum(array.dtype.kind == "f" for array in feeds.values()) and all(map(_is_zero, others)):
-        raise DataError(f"{source} holds nothing but zeros in {_listed(feeds)}", _REAL)
+        raise DataError(f"{source} holds nothing but zeros in {_join(feeds)}", _REAL)
     return tuple(f"{name!r} is zero in all rows of {source}" for name in zero)
 
 
-def notes_on_variety(source: str, feeds: Mapping[str, Rows]) -> tuple[str, ...]:
-    """Inputs in floats that are the same in every row, of a set that ranges are to be taken from.
+def check_variety(source: str, feeds: Mapping[str, Rows]) -> tuple[str, ...]:
+    """Note inputs in floats that are the same in every row, of a set that ranges are to be taken from.
 
     Raises:
         DataError: no input varies, so the rows are one sample many times.
@@ -132,7 +132,7 @@ def notes_on_variety(source: str, feeds: Mapping[str, Rows]) -> tuple[str, ...]:
         return (f"{source} has one row: ranges from one sample are not to be relied on",)
     same = [name for name, array in feeds.items() if _is_same(array)]
     if len(same) == len(feeds):
-        raise DataError(f"{source}: calibration samples of {_listed(feeds)} are all the same", _REAL)
+        raise DataError(f"{source}: calibration samples of {_join(feeds)} are all the same", _REAL)
     return tuple(
         f"calibration samples of {name!r} are all the same in {source}"
         for name in same
@@ -171,7 +171,7 @@ def _check_finite(source: str, name: str, array: Rows) -> None:
             )
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join(names: Iterable[str]) -> str:
     return ", ".join(map(repr, sorted(names))) or "nothing"
 
 
@@ -182,17 +182,17 @@ _DATA = Path(__file__).parent / "data"
 
 
 class Form(NamedTuple):
-    """A way to write down data: what it is called, whether a reference is of it, how it is read and looked at."""
+    """A way to write down data: its title, the references that are of it, and how it is read and checked."""
 
     title: str
     accepts: Callable[[str], bool]
-    read: Callable[[str, Request], Found]
+    read: Callable[[str, Request], RawData]
     check: Callable[[str, Request], None]
     """Raises where the data cannot be read, as far as headers and first entries show; no code of the user's runs."""
 
 
 def check_readable(reference: str, request: Request) -> None:
-    """Look at the data as far as is cheap: the file is there, of a known form, and its header can be read.
+    """Check the data as far as is cheap: the file is there, of a known form, and its header can be read.
 
     Where the request has inputs, arrays of these names have to be in it.
 
@@ -202,7 +202,7 @@ def check_readable(reference: str, request: Request) -> None:
     _form(reference).check(reference, request)
 
 
-def read(reference: str, request: Request) -> Found:
+def read(reference: str, request: Request) -> RawData:
     """Read data of any supported form.
 
     Raises:
@@ -240,57 +240,57 @@ def is_embedded(reference: str) -> bool:
     return reference.partition("/")[0] in _EMBEDDED
 
 
-def _embedded(reference: str, request: Request) -> Found:
+def _open_embedded(reference: str, request: Request) -> RawData:
     name, _, part = reference.partition("/")
     chosen: Split = part or request.split  # type: ignore[assignment]  # read_embedded refuses any other word
     arrays = read_embedded(name, chosen)
     labels = arrays.pop("labels")
-    return Found(f"{name}/{chosen}", arrays, labels)
+    return RawData(f"{name}/{chosen}", arrays, labels)
 
 
-def _npz(reference: str, request: Request) -> Found:
-    with opened(reference) as path:
-        return Found(path.name, lazy_arrays.npz(path))
+def _read_npz(reference: str, request: Request) -> RawData:
+    with open_arrays(reference) as path:
+        return RawData(path.name, lazy_arrays.npz(path))
 
 
 def _check_npz(reference: str, request: Request) -> None:
-    with opened(reference) as path:
+    with open_arrays(reference) as path:
         headers = lazy_arrays.npz_headers(path)
     check_names(path.name, headers, request.inputs, request.options.labels)
 
 
 def _check_npy(reference: str, _: Request) -> None:
-    with opened(reference) as path:
+    with open_arrays(reference) as path:
         lazy_arrays.npy(path)
 
 
 def _check_safetensors(reference: str, request: Request) -> None:
-    found = _safetensors(reference, request)
+    found = _read_safetensors(reference, request)
     check_names(found.name, found.arrays, request.inputs, request.options.labels)
 
 
 def _check_embedded(reference: str, request: Request) -> None:
-    _embedded(reference, request)
+    _open_embedded(reference, request)
 
 
 def _check_function(reference: str, _: Request) -> None:
     check_reference(reference, "data")
 
 
-def _npy(reference: str, request: Request) -> Found:
+def _read_npy(reference: str, request: Request) -> RawData:
     if len(request.inputs) != 1:
         names = ", ".join(spec.name for spec in request.inputs)
         raise DataError(
             f"{reference} is one array, and the model takes {len(request.inputs)} inputs: {names}",
             "give an .npz or .safetensors file with one array for each input",
         )
-    with opened(reference) as path:
-        return Found(path.name, {request.inputs[0].name: lazy_arrays.npy(path)})
+    with open_arrays(reference) as path:
+        return RawData(path.name, {request.inputs[0].name: lazy_arrays.npy(path)})
 
 
-def _safetensors(reference: str, request: Request) -> Found:
-    with opened(reference) as path:
-        return Found(path.name, lazy_arrays.safetensors(path))
+def _read_safetensors(reference: str, request: Request) -> RawData:
+    with open_arrays(reference) as path:
+        return RawData(path.name, lazy_arrays.safetensors(path))
 
 
 def _ends_with(suffix: str) -> Callable[[str], bool]:
@@ -298,13 +298,16 @@ def _ends_with(suffix: str) -> Callable[[str], bool]:
 
 
 FORMS: tuple[Form, ...] = (
-    Form("an .npz file (one array for each input)", _ends_with(".npz"), _npz, _check_npz),
-    Form("an .npy file (for models with one input)", _ends_with(".npy"), _npy, _check_npy),
+    Form("an .npz file (one array for each input)", _ends_with(".npz"), _read_npz, _check_npz),
+    Form("an .npy file (for models with one input)", _ends_with(".npy"), _read_npy, _check_npy),
     Form(
-        "a .safetensors file (one tensor for each input)", _ends_with(".safetensors"), _safetensors, _check_safetensors
+        "a .safetensors file (one tensor for each input)",
+        _ends_with(".safetensors"),
+        _read_safetensors,
+        _check_safetensors,
     ),
     Form("a .jsonl file of texts, with a tokenizer", _ends_with(".jsonl"), read_texts, check_texts),
-    Form("an embedded set (digits/test)", is_embedded, _embedded, _check_embedded),
+    Form("an embedded set (digits/test)", is_embedded, _open_embedded, _check_embedded),
     Form(
         "a folder of images, sub-folders being classes",
         lambda reference: Path(reference).is_dir(),

@@ -1,4 +1,4 @@
-"""How large the values of one tensor are, in counts that do not depend on the order in which the values came.
+"""Count magnitudes of the values of one tensor, whatever their order, and choose the range of int8 for them.
 
 The bins are those of float32 itself: the exponent and the first bits of the mantissa of a value's magnitude. So each is
 as fine for its values as any other, and an outlier (an attention mask of -3e38) takes nothing from the rest; linear
@@ -19,7 +19,7 @@ _KEPT_BITS = 9
 """512 bins an octave: a step of int8 is four to eight bins wide next to the largest value."""
 _SHIFT = _MANTISSA_BITS - _KEPT_BITS
 _SMALLEST_EXPONENT = -32
-"""Of the first octave that is told from zero."""
+"""Exponent of the first octave that is told from zero."""
 _FIRST = (_SMALLEST_EXPONENT + _BIAS) << _KEPT_BITS
 _INFINITE = (0xFF << _KEPT_BITS) - _FIRST
 """The first bin of what is no number."""
@@ -27,7 +27,7 @@ _AT_ONCE = 1 << 18  # elements: with the bins they fit into an L2 cache, and the
 
 
 class Extent:
-    """The smallest and the largest finite value, and how many values there were."""
+    """The smallest and the largest finite value, and the number of values."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -87,12 +87,13 @@ class Histogram:
 
     @property
     def zeros(self) -> int:
-        """How many values are zero, or so small that they may as well be (below 2⁻³²)."""
+        """Number of values that are zero, or so small that they may as well be (below 2⁻³²)."""
         return int(self._counts[0])
 
     def magnitudes(self) -> tuple[Array, Array]:
-        """Edges (float64[n+1]) and counts (int64[n]) of all finite values that are not zero; the last edge is the
-        largest magnitude, or a hair above its bin's lower edge where it is that edge.
+        """Return edges (float64[n+1]) and counts (int64[n]) of all finite values that are not zero.
+
+        The last edge is the largest magnitude, or a hair above its bin's lower edge where it is that edge.
         """
         occupied = np.flatnonzero(self._counts[1:_INFINITE])
         if not occupied.size:
@@ -108,7 +109,7 @@ def _ends(values: Array) -> tuple[float, float]:
     return (float(values.min()), float(values.max())) if values.size else (math.inf, -math.inf)
 
 
-# Which magnitude int8 should reach to, by several methods, all from one histogram.
+# The magnitude that int8 should reach to, by several methods, all from one histogram.
 #
 # Zeros are in none of them but ``percentile``: int8 holds them exactly whatever it reaches to, and after a ReLU they
 # would outweigh everything else.
@@ -177,7 +178,7 @@ def _entropy(edges: Array, counts: Array) -> float:
 
 
 def _divergence(inside: Array, beyond: float) -> float:
-    """KL(P‖Q) in nats of bins against themselves in 128 levels."""
+    """Compute KL(P‖Q) in nats of bins against themselves in 128 levels."""
     level = np.arange(inside.size) * _KL_LEVELS // inside.size
     reference = inside.copy()
     reference[-1] += beyond
@@ -209,7 +210,7 @@ def _mse(edges: Array, counts: Array) -> float:
 
 
 def _squared_error(edges: Array, density: Array, end: float) -> float:
-    """Σ over the values of (x − Q(x))², with Q rounding to 127 levels up to ``end``.
+    """Compute Σ over the values of (x − Q(x))², with Q rounding to 127 levels up to ``end``.
 
     With u = x/step and k = min(round(u), 127), the integral of (u − k)² from 0 to u is k/12 + (u − k)³/3.
     """

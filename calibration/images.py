@@ -1,4 +1,4 @@
-"""Folders of images, decoded when they are needed; sub-folders are classes."""
+"""Read folders of images, which are decoded when they are needed; sub-folders are classes."""
 
 import hashlib
 import importlib.util
@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from enginesmith.calibration.lazy_arrays import LazyRows
 from enginesmith.calibration.options import DataOptions
 from enginesmith.calibration.preprocessing import Mode, Preprocessing, Size
-from enginesmith.calibration.sources import Found, Request
+from enginesmith.calibration.sources import RawData, Request
 from enginesmith.pipeline.errors import DataError, MissingCapability, install_command
 from enginesmith.pipeline.tensors import Array, TensorSpec
 
-# Which preprocessing images get: as given, from a Hugging Face configuration, or by default.
+# The preprocessing that images get: as given, from a Hugging Face configuration, or by default.
 
 CONFIGURATION = "preprocessor_config.json"
 _MODES: Mapping[int, Mode] = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -55,7 +55,7 @@ class _Configuration(BaseModel):
 
     @property
     def geometry(self) -> tuple[int | Size | None, Size | None]:
-        """Resize and crop."""
+        """Sizes to resize and to crop to."""
         crop = _sides(self.crop_size) if self.do_center_crop else None
         if not self.do_resize or self.size is None:
             return None, crop
@@ -80,7 +80,7 @@ def preprocessing_for(spec: TensorSpec, folder: Path, options: DataOptions) -> P
         DataError: the input is no image, or what is given does not make one that fits it.
     """
     channels, sides, channels_last = _layout(spec)
-    found = _configuration(folder)
+    found = _read_configuration(folder)
     config = found or _Configuration()
     own_geometry = options.resize is not None or options.crop is not None
     resize, crop = (options.resize, _pair(options.crop)) if own_geometry else config.geometry
@@ -99,12 +99,12 @@ def preprocessing_for(spec: TensorSpec, folder: Path, options: DataOptions) -> P
         std=values.std,
         channels_last=channels_last,
         dtype=spec.dtype,
-        origin=_origin(found, options),
+        origin=_describe_origin(found, options),
     )
 
 
 def _layout(spec: TensorSpec) -> tuple[int, tuple[int | str, int | str], bool]:
-    """Channels, height and width, and whether the channels come last."""
+    """Return channels, height and width, and whether the channels come last."""
     if len(spec.shape) != 4 or spec.dtype not in (*_FLOATS, "uint8"):
         raise DataError(
             f"the model takes {spec}, which no images can be made into",
@@ -144,7 +144,7 @@ def _values(config: _Configuration, options: DataOptions, channels: int) -> _Val
     return values
 
 
-def _configuration(folder: Path) -> _Configuration | None:
+def _read_configuration(folder: Path) -> _Configuration | None:
     """Find the configuration in the folder, else the one beside it."""
     for place in (folder, folder.absolute().parent):
         path = place / CONFIGURATION
@@ -160,7 +160,7 @@ def _configuration(folder: Path) -> _Configuration | None:
     return None
 
 
-def _origin(found: _Configuration | None, options: DataOptions) -> str:
+def _describe_origin(found: _Configuration | None, options: DataOptions) -> str:
     given = [name for name in ("resize", "crop", "rescale", "mean", "std") if getattr(options, name) is not None]
     parts = [f"{', '.join(given)} as given"] if given else []
     if found is None:
@@ -216,21 +216,21 @@ class ImageRows(LazyRows):
     def __getitem__(self, key: Any) -> Array:
         chosen = self._files[key]
         if isinstance(chosen, Path):
-            return _decoded(chosen, self._steps)
+            return _decode(chosen, self._steps)
         made = np.empty((len(chosen), *self.shape[1:]), self.dtype)
         for index, path in enumerate(chosen):
-            made[index] = _decoded(path, self._steps)
+            made[index] = _decode(path, self._steps)
         return made
 
     def origin(self, rows: Array | slice) -> Iterator[bytes]:
-        """The steps and the files' bytes: what they decode to follows from that."""
+        """Yield the steps and the files' bytes: the pixels follow from these."""
         yield self._steps.model_dump_json(exclude={"origin"}).encode()
         for path in self._files[rows]:
             with path.open("rb") as file:
                 yield hashlib.file_digest(file, "sha256").digest()
 
 
-def read_images(reference: str, request: Request) -> Found:
+def read_images(reference: str, request: Request) -> RawData:
     """Read the images of a folder as the model's one input.
 
     Raises:
@@ -252,7 +252,7 @@ def read_images(reference: str, request: Request) -> Found:
         more = ", …" if len(found.classes) > _SHOWN_CLASSES else ""
         notes.append(f"labels from {len(found.classes)} sub-folders: {shown}{more}")
     beside = () if (folder / CONFIGURATION).is_file() else (folder.absolute().parent,)  # it may appear there
-    return Found(
+    return RawData(
         folder.resolve().name,
         {spec.name: ImageRows(found.files, steps)},
         found.labels,
@@ -288,7 +288,7 @@ def listing(folder: Path) -> Listing:
             f"the folder {folder} holds images itself and in sub-folders ({nested[0].relative_to(folder)})",
             "give one folder for each class, or all images in one folder without labels",
         )
-    named = _numbered(tuple(by_class))
+    named = _number_classes(tuple(by_class))
     empty = [name for name, images in by_class.items() if not images]
     if empty and not flat and not _are_numbers(by_class):
         raise DataError(
@@ -303,23 +303,23 @@ def listing(folder: Path) -> Listing:
 
 
 def size_of(path: Path) -> tuple[int, int]:
-    """Height and width, from the file's header.
+    """Read height and width from the file's header.
 
     Raises:
         DataError: it is no image.
         MissingCapability: Pillow is not installed.
     """
-    with _opened(path) as image:
+    with _open_image(path) as image:
         return image.size[1], image.size[0]
 
 
-def _decoded(path: Path, steps: Preprocessing) -> Array:
-    with _opened(path) as image:
+def _decode(path: Path, steps: Preprocessing) -> Array:
+    with _open_image(path) as image:
         return steps.apply(image)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_image(path: Path) -> Iterator[Any]:
     if importlib.util.find_spec("PIL") is None:
         raise MissingCapability("images need the package pillow, which is not installed", install_command("pillow"))
     from PIL import Image
@@ -331,8 +331,8 @@ def _opened(path: Path) -> Iterator[Any]:
         raise DataError(f"cannot read the image {path}: {error}", "mend it, or take it out of the folder") from error
 
 
-def _numbered(classes: tuple[str, ...]) -> list[tuple[str, int]]:
-    """Classes with their labels, in order."""
+def _number_classes(classes: tuple[str, ...]) -> list[tuple[str, int]]:
+    """Number the classes, and return them with their labels, in order."""
     if _are_numbers(classes):
         return sorted(((name, int(name)) for name in classes), key=lambda item: (item[1], item[0]))
     return [(name, label) for label, name in enumerate(sorted(classes))]

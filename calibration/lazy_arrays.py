@@ -1,4 +1,4 @@
-"""Arrays mapped from files: the file is read where a row is, when it is, and never as a whole."""
+"""Map arrays from files: the file is read where a row is, when it is, and never as a whole."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from safetensors import safe_open
 from enginesmith.pipeline.tensors import Array
 
 _LOCAL_HEADER = struct.Struct("<26x2H")
-"""Of a zip's member: the last two numbers are the lengths of its name and of what else comes before its bytes."""
+"""Header of a zip's member; the last two numbers are the lengths of its name and of what precedes its bytes."""
 _SAFETENSORS: Mapping[str, str] = {
     **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
     **{
@@ -55,7 +55,7 @@ def npz(path: Path, only: str | None = None) -> dict[str, Array]:
 
 
 def npz_headers(path: Path) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
-    """Dtypes and shapes of an .npz file by name; no array is read.
+    """Read dtypes and shapes of an .npz file by name; no array is read.
 
     Raises:
         ValueError, zipfile.BadZipFile, zlib.error: it is damaged.
@@ -138,7 +138,7 @@ class LazyRows(ABC):
     """Looks like an array as far as its first axis goes; rows are made when they are indexed."""
 
     finite = False
-    """Whether no row can hold NaN or infinity, so that nobody has to look."""
+    """No row can hold NaN or infinity, so that nobody has to look."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
         self.shape = shape
@@ -163,7 +163,7 @@ class LazyRows(ABC):
         return np.asarray(self[:], dtype)
 
     def origin(self, rows: Array | slice) -> Iterator[bytes]:
-        """What those rows are, for a digest: their bytes, or whatever decides them."""
+        """Identify rows for a digest: by their bytes, or whatever decides them."""
         yield from (part.tobytes() for _, part in pieces(Picked(self, rows)))
 
 
@@ -228,7 +228,7 @@ def origin(array: Rows, rows: Array | slice = slice(None)) -> Iterator[bytes]:
 
 
 def digest(parts: Iterable[tuple[str, Rows]]) -> str:
-    """SHA-256 over names, dtypes, shapes and contents, in the order given."""
+    """Compute SHA-256 over names, dtypes, shapes and contents, in the order given."""
     total = hashlib.sha256()
     for name, array in parts:
         total.update(f"{name}\0{array.dtype}\0{array.shape}\0".encode())

@@ -1,4 +1,4 @@
-"""Writes calibration/data/digits.npz from scikit-learn's copy: ``python -m enginesmith.calibration.make_digits``."""
+"""Write calibration/data/digits.npz from scikit-learn's copy: ``python -m enginesmith.calibration.make_digits``."""
 
 from pathlib import Path
 

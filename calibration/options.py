@@ -1,4 +1,4 @@
-"""How data is read, where the data alone does not tell: what images and texts are made into."""
+"""Options of reading data, where the data alone does not tell: how images and texts become arrays."""
 
 from typing import Annotated, Any, Literal
 
@@ -10,7 +10,7 @@ _DATA: Heading = "Data and accuracy"
 
 
 class DataOptions(BaseModel):
-    """What is left out is found out: beside the data, from the model's inputs, or by a default that is said."""
+    """Options that are left out are taken from beside the data, the model's inputs, or a default that is reported."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,4 +1,4 @@
-"""The steps that an image goes through on its way into a model."""
+"""Preprocess images for a model."""
 
 from typing import Any, Literal
 
@@ -23,18 +23,18 @@ class Preprocessing(BaseModel):
     resample: int
     """Pillow's number of the filter."""
     size: Size
-    """What is cut out of the centre; where an image is smaller, zeros are put around it."""
+    """Size that is cut out of the centre; where an image is smaller, zeros are put around it."""
     rescale: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
     channels_last: bool
     dtype: str
     origin: str
-    """Where these steps come from, in words."""
+    """Source of these steps, in words."""
 
     @property
     def row(self) -> tuple[int, ...]:
-        """The shape of one sample."""
+        """Shape of one sample."""
         channels = len(self.mode)
         return (*self.size, channels) if self.channels_last else (channels, *self.size)
 
@@ -48,8 +48,8 @@ class Preprocessing(BaseModel):
             parts.append("{}×{}".format(*self.resize))
         parts.append(("{}×{}" if self.resize == self.size else "centre {}×{}").format(*self.size))
         parts += [] if self.rescale == 1 else [f"divided by {1 / self.rescale:.6g}"]
-        parts += [] if not any(self.mean) else [f"mean {_few(self.mean)}"]
-        parts += [] if set(self.std) == {1.0} else [f"standard deviation {_few(self.std)}"]
+        parts += [] if not any(self.mean) else [f"mean {_join(self.mean)}"]
+        parts += [] if set(self.std) == {1.0} else [f"standard deviation {_join(self.std)}"]
         return f"{', '.join(parts)} ({self.origin})"
 
     def apply(self, image: Any) -> Array:
@@ -58,7 +58,7 @@ class Preprocessing(BaseModel):
         Raises:
             ValueError: its pixels are of a kind that has no agreed range.
         """
-        cut = _centre(_resized(_converted(image, self.mode), self), self.size)
+        cut = _crop_centre(_resize(_convert(image, self.mode), self), self.size)
         pixels = np.asarray(cut).reshape(*self.size, len(self.mode))
         if self.dtype != "uint8":
             values = pixels.astype(np.float32)
@@ -69,7 +69,7 @@ class Preprocessing(BaseModel):
         return pixels if self.channels_last else pixels.transpose(2, 0, 1)
 
 
-def _converted(image: Any, mode: Mode) -> Any:
+def _convert(image: Any, mode: Mode) -> Any:
     from PIL import Image
 
     if image.mode == "F":
@@ -81,7 +81,7 @@ def _converted(image: Any, mode: Mode) -> Any:
     return image if image.mode == mode else image.convert(mode)
 
 
-def _resized(image: Any, steps: Preprocessing) -> Any:
+def _resize(image: Any, steps: Preprocessing) -> Any:
     width, height = image.size
     if steps.resize is None:
         return image
@@ -96,10 +96,10 @@ def _resized(image: Any, steps: Preprocessing) -> Any:
     return image if wanted == (height, width) else image.resize((max(1, wanted[1]), max(1, wanted[0])), steps.resample)
 
 
-def _centre(image: Any, size: Size) -> Any:
+def _crop_centre(image: Any, size: Size) -> Any:
     top, left = (image.size[1] - size[0]) // 2, (image.size[0] - size[1]) // 2
     return image if (image.size[1], image.size[0]) == size else image.crop((left, top, left + size[1], top + size[0]))
 
 
-def _few(values: tuple[float, ...]) -> str:
+def _join(values: tuple[float, ...]) -> str:
     return " ".join(f"{value:.4g}" for value in dict.fromkeys(values))

@@ -1,4 +1,4 @@
-"""What calibration finds out about the values in a graph, as one JSON document: ranges by every method at once."""
+"""Define the JSON document of a calibration: ranges of the values in a graph, by every method at once."""
 
 from pathlib import Path
 from typing import Literal, get_args
@@ -17,7 +17,7 @@ class _Part(BaseModel):
 
 
 class Provenance(_Part):
-    """Which samples of which data, so that others can take the same ones."""
+    """Identity of samples and their data, so that others can take the same ones."""
 
     data: str
     digest: str
@@ -35,9 +35,9 @@ class TensorRange(_Part):
 
     minimum: float
     maximum: float
-    """Of the finite values."""
+    """Largest of the finite values, as ``minimum`` is their smallest."""
     finite: bool = True
-    """Whether all are finite; what is not may be meant, as the -inf of an attention mask is."""
+    """All values are finite; others may be meant, as the -inf of an attention mask is."""
     count: int
     amax: dict[Method, float] | None = None
     """Largest magnitude that int8 has to represent, by method; None for values that are only watched."""
@@ -63,7 +63,7 @@ class Ranges(_Part):
 
 
 def load(path: Path, *, model_sha256: str, data_digest: str | None = None) -> Ranges:
-    """Read ranges for a model, and for the data that they have to be of, where that matters.
+    """Read ranges of a model, and check that they are of it, and of the data where that matters.
 
     Raises:
         DataError: the file is no such document, or is of another model or other data.
@@ -80,12 +80,12 @@ def load(path: Path, *, model_sha256: str, data_digest: str | None = None) -> Ra
     for what, (given, expected) in wanted.items():
         if expected is not None and given != expected:
             raise DataError(
-                f"the ranges in {path} are of {_called(what, found)} ({given[:12]}…), and the {what} here is "
+                f"the ranges in {path} are of {_describe(what, found)} ({given[:12]}…), and the {what} here is "
                 f"{expected[:12]}…",
                 "calibrate again: ranges hold for one graph and one set of data alone",
             )
     return found
 
 
-def _called(what: str, found: Ranges) -> str:
+def _describe(what: str, found: Ranges) -> str:
     return f"the data {found.provenance.data}" if what == "data" else "another model"

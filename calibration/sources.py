@@ -1,4 +1,4 @@
-"""What every form of data is asked and what it answers; and files that cannot be read."""
+"""Define the request and the answer of every form of data, and open files of arrays."""
 
 import zipfile
 import zlib
@@ -23,7 +23,7 @@ _UNREADABLE = (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZi
 
 @dataclass(frozen=True)
 class Request:
-    """What the data is for."""
+    """The inputs that data is for, and how to read it."""
 
     inputs: Sequence[TensorSpec]
     split: Split = "calibration"
@@ -31,20 +31,20 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a reference stands for, before it is held against the model."""
+class RawData:
+    """Data as it was read, before it is checked with the model's inputs."""
 
     name: str
     arrays: Arrays
     labels: Rows | None = None
-    """Where they have no name of their own; else they are among the arrays."""
+    """Labels without a name of their own; others are among the arrays."""
     notes: tuple[str, ...] = ()
     folders: tuple[Path, ...] = ()
     """Folders that were read as a whole: a file that is added there is data."""
 
 
 @contextmanager
-def opened(reference: str) -> Iterator[Path]:
+def open_arrays(reference: str) -> Iterator[Path]:
     """Open a file of arrays, and translate the errors of reading it.
 
     Raises:

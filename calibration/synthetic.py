@@ -1,4 +1,4 @@
-"""Rows that look like an example, made one by one: however many there are, memory holds one."""
+"""Make rows that look like an example one by one: however many there are, memory holds one."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from enginesmith.calibration.lazy_arrays import LazyRows
 from enginesmith.pipeline.tensors import Array, Feeds, TensorSpec
 
 
-class MadeUp(LazyRows):
+class SyntheticRows(LazyRows):
     """Rows of one input as :func:`synthetic` draws them, each with a seed of its own."""
 
     def __init__(self, spec: TensorSpec, example: Array, sizes: Mapping[str, int], count: int, seed: int) -> None:
@@ -36,7 +36,9 @@ class MadeUp(LazyRows):
         yield np.arange(len(self))[rows].tobytes()
 
 
-def made_up(inputs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, int], count: int, seed: int) -> Dataset:
+def lazy_synthetic(
+    inputs: Sequence[TensorSpec], example: Feeds, sizes: Mapping[str, int], count: int, seed: int
+) -> Dataset:
     """Make as many rows as are asked for; arguments and errors as for :func:`synthetic`."""
-    arrays = {spec.name: MadeUp(spec, example[spec.name], sizes, count, seed) for spec in inputs}
+    arrays = {spec.name: SyntheticRows(spec, example[spec.name], sizes, count, seed) for spec in inputs}
     return Dataset("synthetic", arrays, synthetic=True)

@@ -1,4 +1,4 @@
-"""Tokenizers: where one is found, and texts as arrays of token ids."""
+"""Read texts as arrays of token ids, by the tokenizer that is beside them."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from enginesmith.calibration.options import DataOptions
-from enginesmith.calibration.sources import Found, Request
+from enginesmith.calibration.sources import RawData, Request
 from enginesmith.pipeline.errors import DataError, MissingCapability, install_command
 from enginesmith.pipeline.tensors import Array
 
@@ -36,7 +36,7 @@ class Tokens:
     left: bool
 
     def encode(self, texts: Sequence[tuple[str, ...]], length: int | None) -> tuple[dict[str, Array], int]:
-        """``input_ids``, ``attention_mask`` and ``token_type_ids`` of [texts, length], and how many were cut off.
+        """Return ``input_ids``, ``attention_mask`` and ``token_type_ids`` of [texts, length], and the number cut off.
 
         Raises:
             DataError: the length has no room for a token of the text.
@@ -56,9 +56,9 @@ class Tokens:
             for one in self.tokenizer.encode_batch(batch):
                 cut += bool(one.overflowing)
                 found.append((np.asarray(one.ids, np.int32), np.asarray(one.type_ids, np.int32)))
-        return self._padded(found, length or max(1, *(len(ids) for ids, _ in found))), cut
+        return self._pad(found, length or max(1, *(len(ids) for ids, _ in found))), cut
 
-    def _padded(self, found: Sequence[tuple[Array, Array]], length: int) -> dict[str, Array]:
+    def _pad(self, found: Sequence[tuple[Array, Array]], length: int) -> dict[str, Array]:
         rows = (len(found), length)
         ids, mask, types = np.full(rows, self.pad, np.int64), np.zeros(rows, np.int64), np.zeros(rows, np.int64)
         for row, (own, own_types) in enumerate(found):
@@ -67,7 +67,7 @@ class Tokens:
         return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
 
 
-def tokens_for(texts: Path, options: DataOptions) -> Tokens:
+def load_tokens(texts: Path, options: DataOptions) -> Tokens:
     """Load the tokenizer that is given, else the one beside the texts.
 
     Raises:
@@ -82,13 +82,13 @@ def tokens_for(texts: Path, options: DataOptions) -> Tokens:
     from tokenizers import Tokenizer
 
     if place.is_dir():
-        return _tokens(_made_by_transformers(place), place, {}, options)
+        return _make_tokens(_load_by_transformers(place), place, {}, options)
     try:
         text = place.read_text(encoding="utf-8")
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # tokenizers raises nothing more special
         raise DataError(f"cannot read the tokenizer {place}: {error}", "save it again with save_pretrained") from error
-    return _tokens(tokenizer, place.parent, json.loads(text), options)
+    return _make_tokens(tokenizer, place.parent, json.loads(text), options)
 
 
 def find_tokenizer(texts: Path, options: DataOptions) -> Path:
@@ -112,7 +112,7 @@ def find_tokenizer(texts: Path, options: DataOptions) -> Path:
     )
 
 
-def _made_by_transformers(folder: Path) -> Any:
+def _load_by_transformers(folder: Path) -> Any:
     """Make the tokenizer of a folder that has a vocabulary and no tokenizer.json."""
     if importlib.util.find_spec("transformers") is None:
         raise MissingCapability(
@@ -134,8 +134,8 @@ def _made_by_transformers(folder: Path) -> Any:
         ) from error
 
 
-def _tokens(tokenizer: Any, folder: Path, content: Mapping[str, Any], options: DataOptions) -> Tokens:
-    settings = _settings(folder)
+def _make_tokens(tokenizer: Any, folder: Path, content: Mapping[str, Any], options: DataOptions) -> Tokens:
+    settings = _read_settings(folder)
     padding, truncation = content.get("padding") or {}, content.get("truncation") or {}
     limit = settings.get("model_max_length") or truncation.get("max_length")
     side = options.padding or settings.get("padding_side") or str(padding.get("direction", "right")).lower()
@@ -147,7 +147,7 @@ def _tokens(tokenizer: Any, folder: Path, content: Mapping[str, Any], options: D
     return Tokens(tokenizer, folder.resolve().name, limit, pad, side == "left")
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def _read_settings(folder: Path) -> dict[str, Any]:
     path = folder / _SETTINGS
     try:
         found: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
@@ -167,14 +167,14 @@ Text = tuple[str, ...]
 
 
 class Line(NamedTuple):
-    """What stands in a line of the file."""
+    """A line of the file."""
 
     number: int
     text: Text
     label: Any
 
 
-def read_texts(reference: str, request: Request) -> Found:
+def read_texts(reference: str, request: Request) -> RawData:
     """Read the texts of a file as token ids.
 
     Raises:
@@ -182,23 +182,23 @@ def read_texts(reference: str, request: Request) -> Found:
         MissingCapability: the tokenizers package is not installed.
     """
     path = Path(reference)
-    _hold_inputs(request)
+    _check_inputs(request)
     lines = list(read_lines(path, request.options))
     if not lines:
         raise DataError(f"{path.name} is empty", _FORM)
-    tokens = tokens_for(path, request.options)
-    length, why = _length(request, tokens)
+    tokens = load_tokens(path, request.options)
+    length, why = _choose_length(request, tokens)
     made, cut = tokens.encode([line.text for line in lines], length)
     rows = {spec.name: made[spec.name].astype(spec.dtype, copy=False) for spec in request.inputs}
-    labels, classes = _labels(path, lines)
+    labels, classes = _number_labels(path, lines)
     notes = [f"texts as {next(iter(rows.values())).shape[1]} tokens each ({why}), by {tokens.name}"]
     notes += [f"{cut} of {len(lines)} texts are longer and were cut off"] if cut else []
     notes += [f"labels are numbered in order: {', '.join(classes)}"] if classes else []
-    return Found(path.name, rows, labels, tuple(notes))
+    return RawData(path.name, rows, labels, tuple(notes))
 
 
 def check_texts(reference: str, request: Request) -> None:
-    """Look at the first line, and for a tokenizer.
+    """Check the first line, and look for a tokenizer.
 
     Raises:
         DataError: the line is not of the form, or there is no tokenizer.
@@ -220,10 +220,10 @@ def read_lines(path: Path, options: DataOptions) -> Iterator[Line]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield _line(f"{path.name}, line {number}", number, line, options)
+                yield _parse_line(f"{path.name}, line {number}", number, line, options)
 
 
-def _line(place: str, number: int, line: bytes, options: DataOptions) -> Line:
+def _parse_line(place: str, number: int, line: bytes, options: DataOptions) -> Line:
     try:
         entry = json.loads(line)
     except ValueError as error:
@@ -241,7 +241,7 @@ def _line(place: str, number: int, line: bytes, options: DataOptions) -> Line:
     return Line(number, texts, entry.get(options.labels or "label"))
 
 
-def _hold_inputs(request: Request) -> None:
+def _check_inputs(request: Request) -> None:
     unfit = [
         spec
         for spec in request.inputs
@@ -255,8 +255,8 @@ def _hold_inputs(request: Request) -> None:
         )
 
 
-def _length(request: Request, tokens: Tokens) -> tuple[int | None, str]:
-    """Tokens in each row, None for the longest; and why so many."""
+def _choose_length(request: Request, tokens: Tokens) -> tuple[int | None, str]:
+    """Return the number of tokens in each row, None for the longest, and why so many."""
     wanted = request.options.max_length
     for spec in request.inputs:
         if isinstance(spec.shape[1], int):
@@ -268,8 +268,8 @@ def _length(request: Request, tokens: Tokens) -> tuple[int | None, str]:
     return None, f"the longest, or the tokenizer's limit of {tokens.limit}" if tokens.limit else "the longest"
 
 
-def _labels(path: Path, lines: list[Line]) -> tuple[Array | None, list[str]]:
-    """Labels by row, and the classes where they are words."""
+def _number_labels(path: Path, lines: list[Line]) -> tuple[Array | None, list[str]]:
+    """Return labels by row, and the classes where they are words."""
     values = [line.label for line in lines]
     if all(value is None for value in values):
         return None, []

@@ -1,4 +1,4 @@
-"""Functions of the user's that are asked for by name: ``module:function`` and ``file.py:function``."""
+"""Load functions of the user's by name: ``module:function`` and ``file.py:function``."""
 
 import difflib
 import importlib
@@ -33,8 +33,8 @@ def find(text: str, what: str) -> Any:
         DataError: it is not there, or importing it raises.
     """
     place, _, name = text.rpartition(":")
-    with blamed(f"importing the {what}'s module {place}"):
-        found = _file(Path(place)) if place.endswith(".py") else _module(place)
+    with blame_user_code(f"importing the {what}'s module {place}"):
+        found = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     for part in name.split("."):
         if not hasattr(found, part):
             raise DataError(f"{place} has no function {name!r}", f"give the {what} as module:function")
@@ -43,7 +43,7 @@ def find(text: str, what: str) -> Any:
 
 
 def check_reference(text: str, what: str) -> None:
-    """Check that :func:`find` would find it, as far as can be seen while no code runs.
+    """Check that :func:`find` would find an object, as far as that can be seen while no code runs.
 
     Names that a module makes for itself only when it runs are left for :func:`find`.
 
@@ -51,17 +51,17 @@ def check_reference(text: str, what: str) -> None:
         DataError: there is no such file, module or name, or the file is not Python.
     """
     place, _, name = text.rpartition(":")
-    path = _existing(Path(place)) if place.endswith(".py") else _origin(place, what)
+    path = _require_file(Path(place)) if place.endswith(".py") else _find_module_file(place, what)
     if path is None or path.suffix != ".py":
         return
-    names, first = _names(path, what), name.partition(".")[0]
+    names, first = _list_names(path, what), name.partition(".")[0]
     if names is not None and first not in names:
         near = difflib.get_close_matches(first, names, n=1)
         remedy = f"did you mean {place}:{near[0]}?" if near else f"give the {what} as module:function"
         raise DataError(f"{place} has no function {name!r}", remedy)
 
 
-def _origin(place: str, what: str) -> Path | None:
+def _find_module_file(place: str, what: str) -> Path | None:
     """Find the file of a module without importing it; None where only importing it can tell."""
     top, *inner = place.split(".")
     spec = PathFinder.find_spec(top, [str(Path.cwd())]) or importlib.util.find_spec(top)
@@ -71,14 +71,14 @@ def _origin(place: str, what: str) -> Path | None:
         folders, parent = spec.submodule_search_locations, spec.origin
         spec = PathFinder.find_spec(f"{spec.name}.{name}", list(folders)) if folders else None
         if spec is None:
-            names = _names(Path(parent), what) if parent and parent.endswith(".py") else None
+            names = _list_names(Path(parent), what) if parent and parent.endswith(".py") else None
             if names is not None and name not in names:
                 raise DataError(f"there is no module {place!r}", f"give the {what} as module:function")
             return None
     return Path(spec.origin) if spec.origin else None
 
 
-def _names(path: Path, what: str) -> set[str] | None:
+def _list_names(path: Path, what: str) -> set[str] | None:
     """List the names that a file defines or imports at its top; None if only running it can tell."""
     try:
         text = path.read_text()
@@ -91,7 +91,7 @@ def _names(path: Path, what: str) -> set[str] | None:
 
 
 @contextmanager
-def blamed(what: str, remedy: str = "mend it, and try again") -> Iterator[None]:
+def blame_user_code(what: str, remedy: str = "mend it, and try again") -> Iterator[None]:
     """Turn errors of the user's code into a DataError that says so; our own errors pass.
 
     Raises:
@@ -105,24 +105,24 @@ def blamed(what: str, remedy: str = "mend it, and try again") -> Iterator[None]:
         raise DataError(f"{what} raised {type(error).__name__}: {error}", remedy) from error
 
 
-def _module(place: str) -> ModuleType:
-    _look_in(Path.cwd())
+def _import_module(place: str) -> ModuleType:
+    _add_to_path(Path.cwd())
     return importlib.import_module(place)
 
 
-def _existing(path: Path) -> Path:
+def _require_file(path: Path) -> Path:
     if not path.is_file():
         raise DataError(f"there is no file {path}", "check the path")
     return path
 
 
-def _file(path: Path) -> ModuleType:
-    path = _existing(path).absolute()
+def _import_file(path: Path) -> ModuleType:
+    path = _require_file(path).absolute()
     name = f"file {path}"  # a name of no module, so that none is hidden
     if name in sys.modules:
         return sys.modules[name]
-    _look_in(path.parent)
-    _look_in(Path.cwd())
+    _add_to_path(path.parent)
+    _add_to_path(Path.cwd())
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -135,6 +135,6 @@ def _file(path: Path) -> ModuleType:
     return module
 
 
-def _look_in(folder: Path) -> None:
+def _add_to_path(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

@@ -13,7 +13,7 @@ from enginesmith.calibration.dataset import Dataset, open_dataset, validate_for_
 from enginesmith.calibration.histogram import PERCENTILE
 from enginesmith.calibration.options import AS_FOUND, DataOptions
 from enginesmith.calibration.ranges import FILE, Provenance, Ranges
-from enginesmith.calibration.synthetic import made_up
+from enginesmith.calibration.synthetic import lazy_synthetic
 from enginesmith.calibration.user_code import is_reference
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import ModelError
@@ -135,7 +135,7 @@ class Feeder(BaseModel):
             return Dataset(f"{known.data}, as the reference was run on", feeds)
         if symbol is None:
             return Dataset(_SYNTHETIC, feeds, synthetic=True)
-        return made_up(signature.inputs, feeds, fitting[index].sizes, self.samples, self.seed)
+        return lazy_synthetic(signature.inputs, feeds, fitting[index].sizes, self.samples, self.seed)
 
 
 class Calibrate(Task):

@@ -62,10 +62,10 @@ class TestZeros:
         assert opened(tmp_path, ids=IDS, token_type_ids=np.zeros((3, 4), np.int64)).notes == ()
 
     def test_a_few_rows_are_enough_to_see_that_there_is_something(self):
-        from enginesmith.calibration.file_formats import notes_on, notes_on_variety
+        from enginesmith.calibration.file_formats import check_variety, check_zeros
 
         rows = Counted(1)
-        assert notes_on("x", {"x": rows}) == notes_on_variety("x", {"x": rows}) == ()
+        assert check_zeros("x", {"x": rows}) == check_variety("x", {"x": rows}) == ()
         assert rows.made < 10
 
 

@@ -206,7 +206,7 @@ def test_a_module_that_raises_is_imported_again_once_it_is_mended(module):
 
 
 def test_our_own_refusals_pass_through():
-    with pytest.raises(SourceError, match="pickle"), user_code.blamed("it"):
+    with pytest.raises(SourceError, match="pickle"), user_code.blame_user_code("it"):
         raise SourceError("pickle", "no")
 
 

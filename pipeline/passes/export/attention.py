@@ -234,7 +234,7 @@ def _sizes(node: "ir.Node") -> _Sizes | None:
     else:
         return None
     known = [number for number in numbers if isinstance(number, int) and number > 0]
-    return _Sizes(*known, rank=len(query)) if len(known) == len(numbers) else None
+    return _Sizes(known[0], known[1], known[2], known[3], len(query)) if len(known) == len(numbers) else None
 
 
 def _is_plain(node: "ir.Node") -> bool:

@@ -124,7 +124,8 @@ class Narrow:
             scale = np.repeat(self.scale, self.block, self.axis)
         else:
             scale = _along(self.scale, self.axis, self.levels.ndim)
-        return self.levels.astype(np.float32) * scale
+        numbers: Array = self.levels.astype(np.float32) * scale
+        return numbers
 
 
 def channel_axis(node: "ir.Node", shape: tuple[int, ...]) -> int | None:
