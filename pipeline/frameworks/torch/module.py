@@ -1,5 +1,6 @@
 """A loaded PyTorch model with named inputs and outputs."""
 
+import contextlib
 import dataclasses
 import inspect
 import re
@@ -19,7 +20,7 @@ from enginesmith.pipeline.frameworks.torch import factories
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.tensors import DTYPES, Signature, TensorSpec, check_feeds
 
-# Which dimensions of a model may vary, and which output dimension follows which input: found out by running it.
+# Find out by running a model which dimensions may vary, and which output dimension follows which input.
 
 _LONG = 16
 """From this size on a shorter one is tried first, as it runs faster."""
@@ -32,14 +33,8 @@ def default_specs(example: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
     """Derive the inputs from the example: the first dimension is the batch, if all inputs agree on it."""
     ranks = [value.ndim for value in example.values()]
     batched = all(ranks) and len({value.shape[0] for value in example.values()}) == 1
-    return tuple(
-        TensorSpec(
-            name=name,
-            dtype=dtype_name(value),
-            shape=("batch", *value.shape[1:]) if batched else tuple(value.shape),
-        )
-        for name, value in example.items()
-    )
+    shapes = {name: ("batch", *value.shape[1:]) if batched else tuple(value.shape) for name, value in example.items()}
+    return tuple(TensorSpec(name=name, dtype=dtype_name(value), shape=shapes[name]) for name, value in example.items())
 
 
 def sizes_of(specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor]) -> dict[str, int]:
@@ -71,7 +66,7 @@ def infer_dims(
     outputs: Mapping[str, Tensor],
     asked: bool,
 ) -> tuple[Signature, list[str]]:
-    """Return the signature, found by running again with each dynamic dimension changed; and notes on what was found.
+    """Infer the signature by running again with each dynamic dimension changed; return it, and notes for people.
 
     ``outputs`` are those for ``example``. A batch that nobody asked for (``asked`` is false), and that the model does
     not allow to vary, becomes fixed, with a note.
@@ -82,69 +77,50 @@ def infer_dims(
     dims: dict[str, list[int | str]] = {name: list(value.shape) for name, value in outputs.items()}
     notes: list[str] = []
     for symbol, size in sizes_of(specs, example).items():
-        other, shapes = _changed(module, specs, example, symbol, size)
+        other, shapes = _try_other_size(module, specs, example, symbol, size)
         if shapes is not None:
             if [len(shape) for shape in shapes] != [value.ndim for value in outputs.values()]:
                 raise SourceError(
                     f"the outputs have other ranks at {symbol} = {other} than at {symbol} = {size}",
                     f"squeeze() drops every dimension of size 1: name the one, or give an example with {symbol} = 2",
                 )
-            for (name, value), changed in zip(outputs.items(), shapes, strict=True):
-                _mark(dims[name], name, tuple(value.shape), changed, {(size, other): symbol})
+            for (name, value), shape in zip(outputs.items(), shapes, strict=True):
+                for axis, change in enumerate(zip(value.shape, shape, strict=True)):
+                    if change[0] != change[1]:
+                        dims[name][axis] = symbol if change == (size, other) else f"{name}_dim_{axis}"
         elif asked:
             raise SourceError(
                 f"the model runs with {symbol} = {size}, and with no other size that was tried",
                 f"write the number {size} instead of {symbol!r} in --input, or fix the model",
             )
         else:
-            specs = tuple(_fixed(spec, symbol, size) for spec in specs)
+            fixed = [tuple(size if dim == symbol else dim for dim in spec.shape) for spec in specs]
+            specs = tuple(spec.model_copy(update={"shape": shape}) for spec, shape in zip(specs, fixed, strict=True))
             notes.append(f"the model runs with a batch of {size} only, so the dimension is fixed")
-    found = tuple(
+    results = (
         TensorSpec(name=name, dtype=dtype_name(value), shape=tuple(dims[name])) for name, value in outputs.items()
     )
-    return Signature(inputs=specs, outputs=found), notes
+    return Signature(inputs=specs, outputs=tuple(results)), notes
 
 
-def _mark(
-    dims: list[int | str],
-    name: str,
-    before: tuple[int, ...],
-    after: tuple[int, ...],
-    follows: Mapping[tuple[int, int], str],
-) -> None:
-    for axis, change in enumerate(zip(before, after, strict=True)):
-        if change[0] != change[1]:
-            dims[axis] = follows.get(change, f"{name}_dim_{axis}")
-
-
-def _changed(
+def _try_other_size(
     module: Forward, specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor], symbol: str, size: int
 ) -> tuple[int, Shapes | None]:
     """Find another size that the model runs with, and the shapes it gives; None where there is none."""
-    for other in (size + 1, max(1, size // 2), size * 2) if size < _LONG else (size // 2, size + 1, size * 2):
-        feeds = {spec.name: _resized(example[spec.name], spec, symbol, other) for spec in specs}
-        if other != size and (shapes := _shapes(module, feeds)) is not None:
-            return other, shapes
+    others = (size + 1, max(1, size // 2), size * 2) if size < _LONG else (size // 2, size + 1, size * 2)
+    for other in others:
+        feeds = []
+        for spec in specs:
+            value = example[spec.name]
+            for axis, dim in enumerate(spec.shape):
+                if dim == symbol:
+                    value = value.index_select(axis, torch.arange(other) % value.shape[axis])
+            feeds.append(value)
+        with contextlib.suppress(RuntimeError, ValueError, IndexError, AssertionError, TypeError):
+            if other != size:
+                with torch.inference_mode():
+                    return other, [tuple(value.shape) for value in module(*feeds)]
     return size, None
-
-
-def _resized(value: Tensor, spec: TensorSpec, symbol: str, size: int) -> Tensor:
-    for axis, dim in enumerate(spec.shape):
-        if dim == symbol:
-            value = value.index_select(axis, torch.arange(size) % value.shape[axis])
-    return value
-
-
-def _shapes(module: Forward, feeds: Mapping[str, Tensor]) -> Shapes | None:
-    try:
-        with torch.inference_mode():
-            return [tuple(value.shape) for value in module(*feeds.values())]
-    except (RuntimeError, ValueError, IndexError, AssertionError, TypeError):
-        return None
-
-
-def _fixed(spec: TensorSpec, symbol: str, size: int) -> TensorSpec:
-    return spec.model_copy(update={"shape": tuple(size if dim == symbol else dim for dim in spec.shape)})
 
 
 _UNNAMED = re.compile(r"input_\d+")
@@ -152,7 +128,7 @@ _UNNAMED = re.compile(r"input_\d+")
 
 
 class LoadOptions(BaseModel):
-    """How a source is loaded: input specifications where the user gave some, the seed for random weights."""
+    """Options of loading a source: input specifications where the user gave some, the seed for random weights."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -192,15 +168,15 @@ class LoadedModel:
     example: dict[str, Tensor]
     notes: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
-    """What was read of the user's while it was built: code and weights."""
+    """Files of the user's that were read while it was built: code and weights."""
     packages: dict[str, str] = dataclasses.field(default_factory=dict)
     """Installed packages that it is built with."""
     answers: tuple[Tensor, ...] = ()
-    """What it answers to the example, where it was just loaded."""
+    """Outputs for the example, where it was just loaded."""
 
     @property
     def dynamic_sizes(self) -> dict[str, int]:
-        """Return the size that the example has along each dynamic dimension."""
+        """Size of the example along each dynamic dimension."""
         return sizes_of(self.signature.inputs, self.example)
 
 
@@ -216,14 +192,19 @@ def load(source: Source, options: LoadOptions) -> LoadedModel:
         if source.form == "pt2":
             tracker.add(source.target)  # torch opens it below Python, where no audit event tells
         built = factories.build(source)
-        loaded = _understood(source, options, built)
+        loaded = _infer_signature(source, options, built)
     return dataclasses.replace(loaded, files=tuple(sorted(tracker.files)), packages=tracker.packages())
 
 
-def _understood(source: Source, options: LoadOptions, built: factories.Built) -> LoadedModel:
+def _infer_signature(source: Source, options: LoadOptions, built: factories.Built) -> LoadedModel:
     example = _example(built, options)
     specs = options.inputs or built.inputs or default_specs(example)
-    _check_example(specs, example, "--input" if options.inputs else "the source")
+    try:
+        check_feeds(specs, {name: (dtype_name(value), tuple(value.shape)) for name, value in example.items()})
+    except SignatureError as error:
+        origin = "--input" if options.inputs else "the source"
+        message = f"the example input does not fit what {origin} says: {error.message}"
+        raise SignatureError(message, "make the two agree") from error
     module = NamedForward(built.module, tuple(example), ())
     with factories.user_errors("running the model on its example inputs", None), torch.inference_mode():
         flat, left_out = flatten(module.call(*example.values()))
@@ -246,17 +227,14 @@ def _understood(source: Source, options: LoadOptions, built: factories.Built) ->
 
 def same_answers(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> bool:
     """Compare arrays but for the last bits, which threads may add up in another order."""
-    pairs = zip(before, after, strict=True)
-    return all(
-        one.shape == other.shape
-        and (torch.equal(one, other) or torch.allclose(one, other, rtol=1e-4, atol=_noise(one), equal_nan=True))
-        for one, other in pairs
-    )
-
-
-def _noise(value: Tensor) -> float:
-    finite = value[value.isfinite()] if value.is_floating_point() else value[:0]
-    return 1e-5 * float(finite.abs().max()) if finite.numel() else 0.0
+    for one, other in zip(before, after, strict=True):
+        if one.shape != other.shape:
+            return False
+        finite = one[one.isfinite()] if one.is_floating_point() else one[:0]
+        noise = 1e-5 * float(finite.abs().max()) if finite.numel() else 0.0
+        if not (torch.equal(one, other) or torch.allclose(one, other, rtol=1e-4, atol=noise, equal_nan=True)):
+            return False
+    return True
 
 
 def flatten(value: Any, prefix: str = "") -> tuple[dict[str, Tensor], list[str]]:
@@ -290,46 +268,34 @@ def flatten(value: Any, prefix: str = "") -> tuple[dict[str, Tensor], list[str]]
 
 
 def _example(built: factories.Built, options: LoadOptions) -> dict[str, Tensor]:
-    names = tuple(spec.name for spec in options.inputs or built.inputs)
+    """Bring the factory's example inputs in the order of the specifications; without any they are drawn.
+
+    Raises:
+        SourceError: there are neither, or one is no tensor.
+        SignatureError: they are called otherwise than ``--input`` says.
+    """
+    specs = options.inputs or built.inputs
+    names = tuple(spec.name for spec in specs)
     if built.example is None:
         if not names:
-            raise SourceError(
-                "the factory gives no example inputs",
-                "return (module, example_inputs) from it, or add --input name:dtype:batch,3,224,224",
-            )
-        return {spec.name: _made_up(spec) for spec in options.inputs or built.inputs}
-    example = {
-        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-        for name, value in _named(built, names).items()
-    }
+            remedy = "return (module, example_inputs) from it, or add --input name:dtype:batch,3,224,224"
+            raise SourceError("the factory gives no example inputs", remedy)
+        return {spec.name: _draw(spec) for spec in specs}
+    example = _name_inputs(built, names)
     if names and set(names) != set(example):
-        raise SignatureError(
-            f"--input names {', '.join(names)}, and the factory's example inputs are {', '.join(example)}",
-            "use the same names",
-        )
-    _check_tensors(example)
-    return {name: example[name] for name in names or example}
-
-
-def _check_tensors(example: Mapping[str, Any]) -> None:
+        message = f"--input names {', '.join(names)}, and the factory's example inputs are {', '.join(example)}"
+        raise SignatureError(message, "use the same names")
     for name, value in example.items():
-        if not isinstance(value, Tensor):
+        example[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        if not isinstance(example[name], Tensor):
             raise SourceError(
                 f"the example input {name!r} is a {type(value).__name__}, not a tensor",
                 "wrap the model so that its inputs are tensors, and fix the rest inside the wrapper",
             )
+    return {name: example[name] for name in names or example}
 
 
-def _check_example(specs: tuple[TensorSpec, ...], example: Mapping[str, Tensor], who: str) -> None:
-    try:
-        check_feeds(specs, {name: (dtype_name(value), tuple(value.shape)) for name, value in example.items()})
-    except SignatureError as error:
-        raise SignatureError(
-            f"the example input does not fit what {who} says: {error.message}", "make the two agree"
-        ) from error
-
-
-def _named(built: factories.Built, names: tuple[str, ...]) -> dict[str, Any]:
+def _name_inputs(built: factories.Built, names: tuple[str, ...]) -> dict[str, Any]:
     """Return the example by input name, whatever form the factory gave it in."""
     value = built.example
     if isinstance(value, Mapping):
@@ -337,15 +303,12 @@ def _named(built: factories.Built, names: tuple[str, ...]) -> dict[str, Any]:
     values = list(value) if isinstance(value, (tuple, list)) else [value]
     if len(values) == len(names):
         return dict(zip(names, values, strict=True))
-    parameters = _parameters(built.module)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    given = inspect.signature(built.module.forward).parameters
+    parameters = [name for name, value in given.items() if value.kind in kinds]
     if len(values) > len(parameters):
         parameters = [f"input_{index}" for index in range(len(values))]  # as _UNNAMED says
     return dict(zip(parameters, values, strict=False))
-
-
-def _parameters(module: nn.Module) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [name for name, value in inspect.signature(module.forward).parameters.items() if value.kind in kinds]
 
 
 def _takes_keywords(module: nn.Module, names: tuple[str, ...]) -> bool:
@@ -358,8 +321,8 @@ def _takes_keywords(module: nn.Module, names: tuple[str, ...]) -> bool:
     )
 
 
-def _made_up(spec: TensorSpec) -> Tensor:
-    """A feed for an input that only a specification is known of: two rows, eight along other dynamic dimensions."""
+def _draw(spec: TensorSpec) -> Tensor:
+    """Draw a feed from nothing but its specification: two rows, eight along other dynamic dimensions."""
     generator = torch.Generator().manual_seed(0)
     sizes = {dim: 2 if dim == "batch" or position == 0 else 8 for position, dim in enumerate(spec.shape)}
     shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]

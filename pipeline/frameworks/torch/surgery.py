@@ -6,7 +6,7 @@ values. Which ones were replaced is recorded by path, and done again to what the
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,14 +21,14 @@ _NESTED = "use_nested_tensor"
 
 
 class Attention(nn.Module):
-    """What ``nn.MultiheadAttention`` answers, for any number of heads."""
+    """Attention with the outputs of ``nn.MultiheadAttention``, for any number of heads."""
 
     def __init__(self, whole: Whole) -> None:
         super().__init__()
         packed = whole.in_proj_weight
         weights = (whole.q_proj_weight, whole.k_proj_weight, whole.v_proj_weight) if packed is None else packed.chunk(3)
         biases = (None, None, None) if whole.in_proj_bias is None else whole.in_proj_bias.chunk(3)
-        self.q_proj, self.k_proj, self.v_proj = (_linear(*one) for one in zip(weights, biases, strict=True))
+        self.q_proj, self.k_proj, self.v_proj = (_linear(*pair) for pair in zip(weights, biases, strict=True))
         self.out_proj = _linear(whole.out_proj.weight, whole.out_proj.bias)
         self.embed_dim, self.num_heads = whole.embed_dim, whole.num_heads
         self.batch_first, self.dropout = whole.batch_first, whole.dropout
@@ -51,14 +51,14 @@ class Attention(nn.Module):
         batched = query.dim() == 3
         given: tuple[Tensor, ...] = (query, key, value)
         if not batched:
-            given = tuple(one.unsqueeze(0) for one in given)
+            given = tuple(tensor.unsqueeze(0) for tensor in given)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
-            given = tuple(one.transpose(0, 1) for one in given)
+            given = tuple(tensor.transpose(0, 1) for tensor in given)
         layers = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (
-            layer(one).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for layer, one in zip(layers, given, strict=True)
+            layer(tensor).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for layer, tensor in zip(layers, given, strict=True)
         )
         mask, dropout = self._mask(attn_mask, key_padding_mask, q), self.dropout if self.training else 0.0
         weights = None
@@ -80,30 +80,29 @@ class Attention(nn.Module):
 
         A row for each query, even where all are alike: ONNX Runtime's Attention (opset 23) does not broadcast one.
         """
-        parts = []
+        masks = []
         if attention is not None:
-            parts.append(
-                attention if attention.dim() == 2 else attention.view(-1, self.num_heads, *attention.shape[1:])
-            )
+            flat = attention.dim() == 2
+            masks.append(attention if flat else attention.view(-1, self.num_heads, *attention.shape[1:]))
         if padding is not None:
-            parts.append(padding[:, None, None, :].expand(-1, -1, q.shape[2], -1))
+            masks.append(padding[:, None, None, :].expand(-1, -1, q.shape[2], -1))
         added = [
-            torch.zeros_like(one, dtype=q.dtype).masked_fill_(one, -math.inf) if one.dtype == torch.bool else one
-            for one in parts
+            torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, -math.inf) if mask.dtype == torch.bool else mask
+            for mask in masks
         ]
         return sum(added[1:], added[0]) if added else None
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-    made.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
     if bias is not None:
-        made.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
-    return made
+        layer.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
+    return layer
 
 
 def replaceable(model: nn.Module) -> tuple[str, ...]:
-    """Return paths of the attention modules that can be replaced."""
+    """List the paths of attention modules that can be replaced."""
     return tuple(
         path
         for path, module in model.named_modules(remove_duplicate=False)
@@ -113,64 +112,60 @@ def replaceable(model: nn.Module) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Replaced:
-    """What was there before, by path: attention, and encoders that may take a way that looks for packed weights."""
+    """Replaced modules by path: attention, and encoders that may take a way that looks for packed weights."""
 
     attention: dict[str, Whole] = field(default_factory=dict)
     encoders: tuple[str, ...] = ()
 
     def put_back(self, model: nn.Module, used: Collection[nn.Module]) -> "Replaced":
-        """Put back what has no part among the modules ``used``; what is still replaced."""
+        """Put back attention that has no part among the modules ``used``; return what is still replaced."""
         modules = dict(model.named_modules(remove_duplicate=False))
         parts = {path: set(modules[path].modules()) for path in self.attention}
         kept = {path: old for path, old in self.attention.items() if not parts[path].isdisjoint(used)}
         for path, old in self.attention.items():
             if path not in kept:
-                _put(model, path, old)
-        still = [path for path in self.encoders if any(one.startswith(f"{path}." if path else "") for one in kept)]
+                put_module(model, path, old)
+        still = [path for path in self.encoders if _has_below(path, kept)]
         for path in self.encoders:
             setattr(modules[path], _NESTED, path not in still)
         return Replaced(kept, tuple(still))
 
 
 def replace(model: nn.Module, paths: Iterable[str]) -> Replaced:
-    """Put the other form in their place.
+    """Put the form that can lose heads in the place of attention modules.
 
     Raises:
         LookupError: there is no such module at one of the paths.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, Whole] = {}
-    made: dict[Whole, Attention] = {}
+    originals: dict[str, Whole] = {}
+    substitutes: dict[Whole, Attention] = {}
     for path in paths:
         module = modules.get(path)
         if not isinstance(module, Whole):
             raise KeyError(path)
-        found[path] = module
-        if module not in made:
-            made[module] = Attention(module)
-        _put(model, path, made[module])
-    encoders = [
-        path
-        for path, module in modules.items()
-        if isinstance(module, nn.TransformerEncoder)
-        and module.use_nested_tensor
-        and any(one.startswith(f"{path}." if path else "") for one in found)
-    ]
-    for path in encoders:
-        setattr(modules[path], _NESTED, False)
-    return Replaced(found, tuple(encoders))
+        originals[path] = module
+        if module not in substitutes:
+            substitutes[module] = Attention(module)
+        put_module(model, path, substitutes[module])
+    encoders = []
+    for path, module in modules.items():
+        nested = isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor
+        if nested and _has_below(path, originals):
+            setattr(module, _NESTED, False)
+            encoders.append(path)
+    return Replaced(originals, tuple(encoders))
 
 
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    """Set a module at a path."""
+def _has_below(path: str, others: Iterable[str]) -> bool:
+    return any(other.startswith(f"{path}." if path else "") for other in others)
+
+
+def put_module(model: nn.Module, path: str, value: nn.Module | Tensor) -> None:
+    """Set a module, parameter or buffer at a path."""
     parent, _, leaf = path.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
+    setattr(model.get_submodule(parent), leaf, value)
 
-
-# What pruning did to a module, as data: enough to do the same to what the factory builds, weights aside.
-#
-# A :class:`Surgery` is relative to the factory's module. It holds sizes and not code, so that nothing is unpickled and
-# nothing but the factory is called to get a pruned module back.
 
 Plain = bool | int | tuple[int, ...]
 """Attributes of modules that sizes are kept in: ``out_channels``, ``normalized_shape``, ``num_heads`` …"""
@@ -179,7 +174,11 @@ Attributes = dict[str, dict[str, Plain]]
 
 
 class Surgery(BaseModel):
-    """The sizes of a module that differ from what its factory builds, and how that came about."""
+    """Sizes of a pruned module that differ from what its factory builds, and how that came about.
+
+    They are enough to do the same to what the factory builds, weights aside: as there is no code among them, nothing is
+    unpickled and nothing but the factory is called to get a pruned module back.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -204,61 +203,55 @@ class Surgery(BaseModel):
         )
 
 
-def plain_attributes(module: "nn.Module") -> Attributes:
-    """Return whole numbers, and tuples of them, that are attributes of a module or of any below it, by path."""
-    return {path: _plain(vars(inner)) for path, inner in module.named_modules()}
+def plain_attributes(module: nn.Module) -> Attributes:
+    """Collect whole numbers, and tuples of them, that are attributes of a module or of any below it, by path."""
+    plain: Attributes = {path: {} for path, _ in module.named_modules()}
+    for path, inner in module.named_modules():
+        for name, value in sorted(vars(inner).items()):
+            if isinstance(value, int):
+                plain[path][name] = value
+            elif isinstance(value, tuple) and all(isinstance(item, int) for item in value):
+                plain[path][name] = tuple(value)
+    return plain
 
 
-def _plain(values: Mapping[str, object]) -> dict[str, Plain]:
-    found: dict[str, Plain] = {}
-    for name, value in sorted(values.items()):
-        if isinstance(value, int):
-            found[name] = value
-        elif isinstance(value, tuple) and all(isinstance(item, int) for item in value):
-            found[name] = tuple(value)
-    return found
-
-
-def named_tensors(module: "nn.Module") -> "dict[str, Tensor]":
-    """Every parameter and buffer by name, those too that a state dict leaves out, and each name of a shared one."""
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Collect parameters and buffers by name, those too that a state dict omits, and each name of a shared one."""
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     return {name: value.detach() for name, value in named}
 
 
-def shapes_of(module: "nn.Module") -> Shapes:
-    """Return the shape of every parameter and buffer."""
+def shapes_of(module: nn.Module) -> Shapes:
+    """Collect the shape of every parameter and buffer."""
     return {name: tuple(value.shape) for name, value in named_tensors(module).items()}
 
 
 class Before:
     """The sizes of a module before something is done to it."""
 
-    def __init__(self, module: "nn.Module") -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._attributes = plain_attributes(module)
         self._shapes = shapes_of(module)
 
     def difference(
-        self, module: "nn.Module", history: tuple[PrunedGroup, ...] = (), attention: tuple[str, ...] = ()
+        self, module: nn.Module, history: tuple[PrunedGroup, ...] = (), attention: tuple[str, ...] = ()
     ) -> Surgery:
         """Collect what was done to the module since then, where ``attention`` had been replaced before."""
-        attributes = {}
+        attributes: Attributes = {}
         for path, values in plain_attributes(module).items():
-            known = self._attributes.get(path, {})
-            if changed := {name: value for name, value in values.items() if known.get(name) != value}:
-                attributes[path] = changed
+            for name, value in values.items():
+                if self._attributes.get(path, {}).get(name) != value:
+                    attributes.setdefault(path, {})[name] = value
         shapes = {name: shape for name, shape in shapes_of(module).items() if self._shapes.get(name) != shape}
         return Surgery(attributes=attributes, shapes=shapes, attention=attention, history=history)
 
 
-def apply_surgery(surgery: Surgery, module: "nn.Module") -> None:
+def apply_surgery(surgery: Surgery, module: nn.Module) -> None:
     """Give a module of the factory's the sizes of the pruned one; tensors of new shapes are left unfilled.
 
     Raises:
         LookupError: the module lacks a part that the surgery names.
     """
-    import torch
-    from torch import nn
-
     replace(module, surgery.attention)
     for path, values in surgery.attributes.items():
         inner = _below(module, path)
@@ -266,23 +259,20 @@ def apply_surgery(surgery: Surgery, module: "nn.Module") -> None:
             setattr(inner, name, value)
     own = named_tensors(module)
     parts = {name: _below(module, name.rpartition(".")[0]) for name in surgery.shapes}
-    made: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+    resized: dict[tuple[int, tuple[int, ...]], Tensor] = {}
     for name, shape in surgery.shapes.items():
         old = own[name]
         place = (old.data_ptr() or id(parts[name]), tuple(old.shape))  # tied entries stay tied
-        new = made.setdefault(place, torch.empty(shape, dtype=old.dtype, device=old.device))
+        new = resized.setdefault(place, torch.empty(shape, dtype=old.dtype, device=old.device))
         leaf = name.rpartition(".")[2]
         is_parameter = isinstance(getattr(parts[name], leaf), nn.Parameter)
         setattr(parts[name], leaf, nn.Parameter(new, requires_grad=False) if is_parameter else new)
 
 
-def _below(module: "nn.Module", path: str) -> "nn.Module":
+def _below(module: nn.Module, path: str) -> nn.Module:
     """Return a part by its path.
 
     Raises:
         KeyError: there is none.
     """
-    found: nn.Module | None = dict(module.named_modules(remove_duplicate=False)).get(path)
-    if found is None:
-        raise KeyError(path)
-    return found
+    return dict(module.named_modules(remove_duplicate=False))[path]
