@@ -87,7 +87,7 @@ def read_file(path: "Path") -> "EngineFile":
 
 def describe_file(path: "Path") -> dict[str, object]:
     """Tell people what is in a built engine's file; errors as in :func:`read_file`."""
-    return type(read_file(path).engine).describe_file(path)
+    return read_file(path).describe()
 
 
 def needs_cuda(name: str) -> bool:

@@ -134,11 +134,6 @@ def narrowest(types: Iterable[str], names: Mapping[str, str]) -> str:
     return next((short for word, short in names.items() if word in given), "")
 
 
-def unavailable(reason: str, remedy: str) -> Availability:
-    """Make the answer that something cannot be had here."""
-    return Availability(ok=False, reason=reason, remedy=remedy)
-
-
 class Session(ABC):
     """Run a loaded engine. Use it as a context manager: leaving it frees what it holds.
 
@@ -269,6 +264,8 @@ class EngineFile:
     """All that is recorded, as plain values."""
     files: tuple[Path, ...]
     """The engine itself first, then what has to lie beside it."""
+    describe: Callable[[], dict[str, Any]] = dict
+    """Tells people what is in it, and whether it runs here."""
 
 
 @dataclass(frozen=True)
@@ -295,10 +292,8 @@ class Message:
             if isinstance(value, Message):
                 inner = list(value.lines(indent + "  "))
                 yield from (f"{indent}{name} {{", *inner, f"{indent}}}") if inner else (f"{indent}{name} {{}}",)
-            elif isinstance(value, list):
-                yield f"{indent}{name}: [{', '.join(map(str, value))}]"
             else:
-                yield f"{indent}{name}: {value}"
+                yield f"{indent}{name}: {'[' + ', '.join(map(str, value)) + ']' if isinstance(value, list) else value}"
 
 
 def quoted(text: str) -> str:
@@ -402,11 +397,6 @@ class Engine(BaseModel, ABC):
             ModelError: the record is missing or damaged, or the file is not the one that it describes.
         """
         return None
-
-    @classmethod
-    def describe_file(cls, path: Path) -> dict[str, Any]:
-        """Tell people what is in such a file, and whether it runs here; errors as in :meth:`read_file`."""
-        return {}
 
     @classmethod
     def shares_activations(cls, asked: "EngineOptions") -> bool:

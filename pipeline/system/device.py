@@ -17,6 +17,11 @@ class Availability(BaseModel):
     remedy: str = ""
 
 
+def unavailable(reason: str, remedy: str) -> Availability:
+    """Make the answer that something cannot be had here."""
+    return Availability(ok=False, reason=reason, remedy=remedy)
+
+
 class Device(BaseModel):
     """Place where sessions run: ``cpu`` with a number of threads, or ``cuda`` with an index."""
 

@@ -33,7 +33,6 @@ from enginesmith.pipeline.engines.base import (
     ProfileRequest,
     TritonBackend,
     quoted,
-    unavailable,
     warm_up,
 )
 from enginesmith.pipeline.engines.compatibility import Check, check, check_driver, check_packages
@@ -50,7 +49,7 @@ from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.passes.quantize.precisions import Placement
 from enginesmith.pipeline.system import nvidia
 from enginesmith.pipeline.system.cpu import int8_weight_bits
-from enginesmith.pipeline.system.device import Availability, Device
+from enginesmith.pipeline.system.device import Availability, Device, unavailable
 from enginesmith.pipeline.system.software import Formats, Stack, numbers, versions
 
 if TYPE_CHECKING:

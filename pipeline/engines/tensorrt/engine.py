@@ -23,7 +23,6 @@ from enginesmith.pipeline.engines.base import (
     ProfileRequest,
     TritonBackend,
     WorkspaceEngine,
-    unavailable,
 )
 from enginesmith.pipeline.engines.tensorrt import builder, layers, manifest, parser, versions
 from enginesmith.pipeline.engines.tensorrt.builder import BuilderSettings, Profile, build, compute_capabilities
@@ -34,7 +33,7 @@ from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
 from enginesmith.pipeline.store.store import default_root
 from enginesmith.pipeline.system import nvidia
-from enginesmith.pipeline.system.device import Availability, Device
+from enginesmith.pipeline.system.device import Availability, Device, unavailable
 from enginesmith.pipeline.tensors import Point, ShapeRange, Signature
 from enginesmith.pipeline.units import format_bytes
 
@@ -142,11 +141,8 @@ class TensorRT(WorkspaceEngine):
             record.signature,
             record.model_dump(mode="json"),
             (path, manifest.path_beside(path)),
+            lambda: manifest.describe(path, record),
         )
-
-    @classmethod
-    def describe_file(cls, path: Path) -> dict[str, Any]:
-        return manifest.describe(path)
 
     @classmethod
     def shares_activations(cls, asked: "EngineOptions") -> bool:

@@ -149,9 +149,8 @@ def read_header(engine: Path) -> Header | None:
     return Header(version=version, compute_capabilities=targets, weights_bytes=weights)
 
 
-def describe(file: Path) -> dict[str, Any]:
+def describe(file: Path, manifest: EngineManifest) -> dict[str, Any]:
     """Describe an engine file for people: its manifest, and whether the engine can run here."""
-    manifest = read(file)
     header = read_header(file) if manifest.engine == "tensorrt_rtx" else None
     reason = misfit(manifest, 0)
     profiles = [

@@ -43,6 +43,9 @@ _WARM_CALLS = 1
 _MOST_CONTEXTS = 32
 """Contexts that are kept for shapes to come back; each takes memory of the host, and some of the device."""
 _WITHOUT_GRAPHS = "run it without --cuda-graphs"
+_WORDS = re.compile(r"\s\+\s|[\s+,{}\[\]]|_myl\d+_\d+$")
+"""Between the names of nodes in the name of a layer."""
+_REFORMAT = "Reformatting CopyNode"
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -59,7 +62,7 @@ class Context:
     memory_bytes: int
     most_bytes: int
     generation: int = -1
-    """Of the activation memory that it works in."""
+    """Generation of the activation memory that it works in."""
     bound: "Bound | None" = None
 
 
@@ -75,7 +78,7 @@ class Bound:
     """Since the activation memory last moved."""
     graph: Any = None
     generation: int = -1
-    """Of the activation memory that ``calls`` and ``graph`` hold for."""
+    """Generation of the activation memory that ``calls`` and ``graph`` hold for."""
 
 
 class TensorRTSession(Session):
@@ -85,8 +88,7 @@ class TensorRTSession(Session):
         import torch
 
         self.signature = signature
-        self._trt, self._options, self._where = trt, options, device
-        self._device = str(device)
+        self._trt, self._options, self._where, self._device = trt, options, device, str(device)
         self._nothing: Any = torch.empty(1, dtype=torch.uint8, device=self._device)
         """Stands in for tensors without elements, whose address has to be one nonetheless."""
         self._memory = activation_memory(self._device, shared=options.share_activation_memory)
@@ -111,7 +113,7 @@ class TensorRTSession(Session):
 
     @property
     def first_call_note(self) -> str:
-        """Whether kernels are compiled at the first call, or were kept from an earlier run."""
+        """Work on kernels: they are compiled at the first call, or were kept from an earlier run."""
         if self._opened.cache is None:
             return ""
         return "took over kernels of an earlier run" if self._opened.cached_bytes else "compiled its kernels"
@@ -169,18 +171,14 @@ class TensorRTSession(Session):
         """Get the context for these shapes, made once, as a captured graph belongs to one context."""
         context = self._contexts.pop(shapes, None)
         if context is None:
-            self._drop_one()
+            if len(self._contexts) >= _MOST_CONTEXTS:  # the one not bound for longest goes; its Bound still can be run
+                self._stream.synchronize()
+                self._contexts.pop(next(iter(self._contexts))).bound = None
             context = self._new_context(shapes)
             self._all.add(context)
         self._contexts[shapes] = context  # as the latest one
         self._place(context)
         return context
-
-    def _drop_one(self) -> None:
-        """Forget the context that was not bound for longest; what is bound to it still can be run."""
-        if len(self._contexts) >= _MOST_CONTEXTS:
-            self._stream.synchronize()
-            self._contexts.pop(next(iter(self._contexts))).bound = None
 
     def _new_context(self, shapes: Shapes) -> Context:
         names = (spec.name for spec in self.signature.inputs)
@@ -188,10 +186,8 @@ class TensorRTSession(Session):
         outputs = {spec.name: tuple(native.get_tensor_shape(spec.name)) for spec in self.signature.outputs}
         unknown = [name for name, shape in outputs.items() if _unknown(shape)]
         if unknown and self._by_graph:
-            raise ModelError(
-                f"only the run decides on the shape of the output {unknown[0]!r}, which a CUDA graph cannot hold",
-                _WITHOUT_GRAPHS,
-            )
+            told = f"only the run decides on the shape of the output {unknown[0]!r}, which a CUDA graph cannot hold"
+            raise ModelError(told, _WITHOUT_GRAPHS)
         allocators = {name: output_allocator(self._trt, self._device, self._stream) for name in unknown}
         for name, allocator in allocators.items():
             native.set_output_allocator(name, allocator)
@@ -294,8 +290,13 @@ class TensorRTSession(Session):
         outputs = {}
         with torch.cuda.stream(self._stream):
             for name, output in self._last.outputs.items():
-                if isinstance(output, Room):
-                    output = _filled(output, torch_dtype(engine.get_tensor_dtype(name).name))
+                if isinstance(output, Room):  # the part of its buffer that holds the output
+                    shape, dtype = output.shape, torch_dtype(engine.get_tensor_dtype(name).name)
+                    count = math.prod(shape)
+                    filled = (
+                        output.buffer[: count * dtype.itemsize].view(dtype) if count else torch.empty(0, dtype=dtype)
+                    )
+                    output = filled.view(shape)
                 outputs[name] = to_numpy(output)
         return outputs
 
@@ -320,16 +321,6 @@ class TensorRTSession(Session):
 
 def _unknown(shape: tuple[int, ...]) -> bool:
     return min(shape, default=0) < 0
-
-
-def _filled(room: Room, dtype: Any) -> Any:
-    """View the part of the buffer that holds the output."""
-    import torch
-
-    count = math.prod(room.shape)
-    if not count:
-        return torch.empty(room.shape, dtype=dtype)
-    return room.buffer[: count * dtype.itemsize].view(dtype).view(room.shape)
 
 
 @contextlib.contextmanager
@@ -380,45 +371,12 @@ def to_numpy(tensor: Any) -> Array:
     return array
 
 
-_WORDS = re.compile(r"\s\+\s|[\s+,{}\[\]]|_myl\d+_\d+$")
-"""Between the names of nodes in the name of a layer."""
-_REFORMAT = "Reformatting CopyNode"
-
-
 def profile(trt: Any, session: TensorRTSession, request: ProfileRequest, notes: tuple[str, ...]) -> Profiled:
     """Profile an open session that captures no CUDA graph.
 
     Raises:
         MissingCapability: TensorRT reported no layer.
     """
-    bound: Any = warm_up(session, request.feeds)
-    native = bound.context.native
-    inspector = session.engine.create_engine_inspector()
-    inspector.execution_context = native
-    dump = str(inspector.get_engine_information(trt.LayerInformationFormat.ONELINE))
-    layers = {layer.name: layer for layer in read_layers(dump)}
-    reporter = _reporter(trt)
-    native.profiler = reporter
-    for _ in range(request.calls):
-        reporter.tally.begin()
-        session.enqueue(bound)
-        session.synchronize()
-    times = reporter.tally.medians()
-    if not times:
-        raise MissingCapability(
-            "TensorRT reported no time of any layer", "build the engine again: it may be without profiling information"
-        )
-    known = Provenance(request.graph) if request.graph else None
-    return Profiled(
-        operators=tuple(_operator(name, layers, known, *figures) for name, figures in times.items()),
-        source="TensorRT's IProfiler",
-        call_seconds=None,
-        notes=("layers are timed one after another, and launching them is not in it", *notes),
-    )
-
-
-def _reporter(trt: Any) -> Any:
-    """Make the object that the context reports to; its class can only be made once the library is there."""
 
     class Reporter(trt.IProfiler):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -428,25 +386,40 @@ def _reporter(trt: Any) -> Any:
         def report_layer_time(self, layer_name: str, ms: float) -> None:
             self.tally.add(layer_name, ms / 1e3)
 
-    return Reporter()
+    bound: Any = warm_up(session, request.feeds)
+    native, reporter = bound.context.native, Reporter()
+    inspector = session.engine.create_engine_inspector()
+    inspector.execution_context = native
+    dump = str(inspector.get_engine_information(trt.LayerInformationFormat.ONELINE))
+    layers = {layer.name: layer for layer in read_layers(dump)}
+    native.profiler = reporter
+    for _ in range(request.calls):
+        reporter.tally.begin()
+        session.enqueue(bound)
+        session.synchronize()
+    times = reporter.tally.medians()
+    if not times:
+        remedy = "build the engine again: it may be without profiling information"
+        raise MissingCapability("TensorRT reported no time of any layer", remedy)
+    known = Provenance(request.graph) if request.graph else None
+    return Profiled(
+        operators=tuple(_operator(name, layers, known, *figures) for name, figures in times.items()),
+        source="TensorRT's IProfiler",
+        call_seconds=None,
+        notes=("layers are timed one after another, and launching them is not in it", *notes),
+    )
 
 
 def _operator(
     name: str, layers: Mapping[str, Layer], known: Provenance | None, seconds: float, calls: int
 ) -> OperatorTime:
     layer = layers.get(name)
-    moves = layer.moves if layer is not None else name.startswith(_REFORMAT)
-    light = layer is not None and layer.light and not moves
-    origin = known.named(_nodes(name, layer), light=light) if known else Origin()
+    moves = layer.moves if layer else name.startswith(_REFORMAT)
+    light = bool(layer and layer.light and not moves)
+    nodes = (layer and layer.nodes) or _WORDS.split(name)  # of the metadata, else those in the layer's own name
+    origin = known.named(nodes, light=light) if known else Origin()
     if moves:
         origin = Origin(modules=origin.modules, converts=True)
-    precision = (layer.precision or "") if layer is not None and not origin.converts else ""
-    kind = layer.kind if layer is not None else name
+    precision = (layer.precision or "") if layer and not origin.converts else ""
+    kind = layer.kind if layer else name
     return OperatorTime(name=name, operator=kind, origin=origin, precision=precision, seconds=seconds, calls=calls)
-
-
-def _nodes(name: str, layer: Layer | None) -> tuple[str, ...]:
-    """List names of ONNX nodes: as the metadata has them, else those in the layer's own name."""
-    if layer is not None and layer.nodes:
-        return layer.nodes
-    return tuple(word for word in _WORDS.split(name) if word)

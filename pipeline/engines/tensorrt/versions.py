@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from enginesmith.pipeline.engines.base import unavailable
 from enginesmith.pipeline.engines.compatibility import Check, check, check_driver, check_packages
 from enginesmith.pipeline.errors import MissingCapability
-from enginesmith.pipeline.system.device import Availability
+from enginesmith.pipeline.system.device import Availability, unavailable
 from enginesmith.pipeline.system.software import Stack, numbers
 from enginesmith.pipeline.system.software import versions as installed_versions
 

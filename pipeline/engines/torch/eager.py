@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from enginesmith.pipeline.artifact import Artifact, Kind
-from enginesmith.pipeline.engines.base import Configuration, Engine, Profiled, ProfileRequest, unavailable
+from enginesmith.pipeline.engines.base import Configuration, Engine, Profiled, ProfileRequest
 from enginesmith.pipeline.engines.compatibility import NO_GPU, Check, check, check_driver, check_packages
 from enginesmith.pipeline.engines.torch.session import EagerSession, GraphedSession, profile
 from enginesmith.pipeline.system import nvidia
-from enginesmith.pipeline.system.device import Availability, Device
+from enginesmith.pipeline.system.device import Availability, Device, unavailable
 from enginesmith.pipeline.system.software import Formats, Numbers, Stack, numbers
 
 if TYPE_CHECKING:
