@@ -16,11 +16,7 @@ from enginesmith.pipeline.recipe import Recipe
 PIPELINE = Path(__file__).parents[2] / "pipeline"
 CLASSES = {entry.partition(":")[2] for entry in passes.PASSES.values()}
 RECIPE = Recipe.model_validate(
-    {
-        "model": "digits",
-        "sparsity": ("2:4",),
-        "quantisation": {"equalise": True, "smooth": "auto", "awq": True},
-    }
+    {"model": "digits", "sparsity": ("2:4",), "quantisation": {"equalise": True, "smooth": "auto", "awq": True}}
 )
 
 

@@ -120,11 +120,7 @@ def test_variants_share_their_prefix(done: tuple[Path, Run]) -> None:
 def test_no_cache_does_every_step_again(done: tuple[Path, Run]) -> None:
     folder, run = done
     seen = Seen()
-    again = optimize(
-        recipe(measure=UNMEASURED),
-        folder / "anew",
-        settings(folder, reuse=False, listener=seen),
-    )
+    again = optimize(recipe(measure=UNMEASURED), folder / "anew", settings(folder, reuse=False, listener=seen))
     assert seen.reused == []
     assert again.variants[0].artifact is not None
     assert run.variants[0].artifact is not None

@@ -24,9 +24,7 @@ FLAGS = (
 )
 EVIL = """<img src=x onerror="console.error('a')"></script><script>console.error('b')</script>"><svg onload=x()>'${d}"""
 
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium"),
-]
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")]
 
 
 class Shown(HTMLParser):

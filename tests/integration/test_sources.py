@@ -105,11 +105,7 @@ def test_zoo(export) -> None:
 
 @pytest.mark.parametrize(
     ("model", "depth", "width"),
-    [
-        ("net.py:build(2, width=5)", 2, 5),
-        ("net:build(depth=2)", 2, 4),
-        ("net.py:ready", 2, 4),
-    ],
+    [("net.py:build(2, width=5)", 2, 5), ("net:build(depth=2)", 2, 4), ("net.py:ready", 2, 4)],
 )
 def test_factory(export, model: str, depth: int, width: int) -> None:
     exported = export(model)

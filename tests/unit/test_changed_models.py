@@ -149,8 +149,7 @@ VERIFY = Step(StepRef("verify", EXPORT.id), TASK, {"model": EXPORT.id, "referenc
 SHARED = Step(SHAPES, TASK, {"model": LOAD})
 INT8 = VariantName("onnxruntime", "int8")
 VARIANT = Variant(
-    *(INT8, OnnxRuntime(), "int8", StepRef("build", INT8), Device(), (VERIFY.id,)),
-    search=(StepRef("search", 1),),
+    *(INT8, OnnxRuntime(), "int8", StepRef("build", INT8), Device(), (VERIFY.id,)), search=(StepRef("search", 1),)
 )
 PRUNED = PlanTransform("prune30", {LOAD: StepRef("prune30"), REFERENCE: REFERENCE.with_change("prune30")}, {SHAPES})
 SPARSE = PlanTransform(

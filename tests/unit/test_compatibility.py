@@ -170,10 +170,7 @@ def test_builds_are_read_from_files(tmp_path: Any, monkeypatch: pytest.MonkeyPat
     (tmp_path / "capi/build_and_package_info.py").write_text("package_name = 'x'\ncuda_version = '13.0.1'\n")
     monkeypatch.setattr(software, "find", lambda package: tmp_path)
     file = "capi/build_and_package_info.py"
-    assert (software.torch_cuda(), software.cuda_of("onnxruntime", file)) == (
-        "13.0",
-        "13.0.1",
-    )
+    assert (software.torch_cuda(), software.cuda_of("onnxruntime", file)) == ("13.0", "13.0.1")
     (tmp_path / "version.py").write_text("cuda: Optional[str] = None\n")
     (tmp_path / "capi/build_and_package_info.py").write_text("package_name = 'x'\n")
     assert (software.torch_cuda(), software.cuda_of("onnxruntime", file)) == (None, None)

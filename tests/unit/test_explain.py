@@ -68,9 +68,7 @@ def test_fp16_that_runs_in_fp32_is_failed_in_words() -> None:
 
 def test_pairs_that_are_not_fused_are_told() -> None:
     given = record(
-        "int8",
-        coverage=coverage({"int8": 1.0}),
-        engine_coverage=coverage({"fp32": 0.57, "int8": 0.43}, unfused=7),
+        "int8", coverage=coverage({"int8": 1.0}), engine_coverage=coverage({"fp32": 0.57, "int8": 0.43}, unfused=7)
     )
     assert "of 20 products, 7 not fused with the Q/DQ around" in judge_precision(given, CPU).shortfall
 

@@ -232,12 +232,7 @@ ATTENTION = """(float[1,2,4,8] x, bool[1,1,4,4] seen) => (float[1,2,4,8] y) {
     q = MatMul(x, w) k = MatMul(x, v)
     y = Attention(q, k, q, m)
 }"""
-ATTENTION_WEIGHTS = {
-    "zero": np.float32(0),
-    "lowest": np.finfo(np.float32).min,
-    "w": weights(8, 8),
-    "v": weights(8, 8),
-}
+ATTENTION_WEIGHTS = {"zero": np.float32(0), "lowest": np.finfo(np.float32).min, "w": weights(8, 8), "v": weights(8, 8)}
 
 
 def test_masks_do_not_become_infinite(tmp_path: Path) -> None:

@@ -143,10 +143,7 @@ def test_weights_are_folded_where_nothing_is_kept_twice(tmp_path: Path) -> None:
 
 def test_a_weight_that_is_put_together_of_small_parts_is_folded(tmp_path: Path) -> None:
     parts = {f"part{i}": np.full((50, 100), i, np.float32) for i in range(2)}  # small each, not small together
-    nodes = [
-        helper.make_node("Concat", list(parts), ["w"], axis=0),
-        helper.make_node("MatMul", ["x", "w"], ["y"]),
-    ]
+    nodes = [helper.make_node("Concat", list(parts), ["w"], axis=0), helper.make_node("MatMul", ["x", "w"], ["y"])]
     path = saved(tmp_path, nodes, [tensor("x", ["b", 100])], [tensor("y", ["b", 100])], parts)
     assert operators(simplified(path)[0]) == ["MatMul"]
 

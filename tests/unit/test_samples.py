@@ -73,11 +73,7 @@ def test_cases_are_the_points_and_the_batches_each_once() -> None:
         tuple(case.sizes.values()): (case.batch, case.points, case.measured)
         for case in plan_cases(TEXT, ranges, (4, 8))
     }
-    assert found == {
-        (1, 2): (1, ("min",), False),
-        (4, 5): (4, ("opt",), True),
-        (8, 5): (8, ("max",), True),
-    }
+    assert found == {(1, 2): (1, ("min",), False), (4, 5): (4, ("opt",), True), (8, 5): (8, ("max",), True)}
 
 
 def test_a_fixed_model_has_one_case() -> None:

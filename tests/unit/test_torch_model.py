@@ -86,13 +86,7 @@ def test_outputs_that_are_no_tensors_are_named(load) -> None:
 
 
 @pytest.mark.parametrize(
-    "example",
-    [
-        (ONE, ONE * 2),
-        [ONE, ONE * 2],
-        {"right": ONE * 2, "left": ONE},
-        (ONE.numpy(), ONE.numpy() * 2),
-    ],
+    "example", [(ONE, ONE * 2), [ONE, ONE * 2], {"right": ONE * 2, "left": ONE}, (ONE.numpy(), ONE.numpy() * 2)]
 )
 def test_examples_in_every_form(load, example: Any) -> None:
     loaded = load(Add(), example)

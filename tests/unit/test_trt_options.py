@@ -161,8 +161,7 @@ def test_the_newest_row_stands_for_versions_that_are_not_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "expected"),
-    [("sm86", ("sm86",)), ("portable", ("sm80", "sm86", "sm89", "sm120", "sm121")), (None, ())],
+    ("target", "expected"), [("sm86", ("sm86",)), ("portable", ("sm80", "sm86", "sm89", "sm120", "sm121")), (None, ())]
 )
 def test_a_target_stands_for_compute_capabilities(target: str | None, expected: tuple[str, ...]) -> None:
     assert compute_capabilities(target, RTX) == expected
