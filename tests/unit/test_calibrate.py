@@ -1,4 +1,4 @@
-"""The calibration task: which samples, which values, and what is refused."""
+"""The calibration task, histograms, what every method makes of them, and statistics by channel."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from enginesmith.calibration.ranges import FILE, Ranges, load
+from enginesmith.calibration.collector import ChannelSums, Collector
+from enginesmith.calibration.histogram import Histogram, amax
+from enginesmith.calibration.ranges import FILE, METHODS, Provenance, Ranges, load
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError, ModelError
 from enginesmith.pipeline.frameworks import samples
@@ -214,3 +216,221 @@ def test_fidelity_is_judged_on_samples_that_calibration_does_not_take(
     assert [path.name for path in files] == ["data.npz"]
     assert np.array_equal(held_out.batch(0, left)["image"], images[list(held_out.rows)])
     assert rows == count or not set(taken) & set(held_out.rows)
+
+
+RESOLUTION = 1 / 512  # of a bin, relative to the values in it
+COUNT = 60_000
+ROUNDED = 1e-8  # nine significant digits
+
+
+def normal(count: int = COUNT) -> Array:
+    return np.random.default_rng(0).standard_normal(count, dtype=np.float32)
+
+
+def heavy_tailed() -> Array:
+    return np.random.default_rng(1).standard_t(2, COUNT).astype(np.float32)
+
+
+def histogram(*parts: Array) -> Histogram:
+    found = Histogram()
+    for part in parts:
+        found.add(part)
+    return found
+
+
+def squared_error(values: Array, end: float) -> float:
+    step = end / 127
+    return float(np.mean((values - np.clip(np.rint(values / step), -127, 127) * step) ** 2))
+
+
+def divergence(magnitudes: Array, bins: int) -> float:
+    """KL of clipped against quantised values for so many of 2048 bins: as in the paper, and as slow."""
+    counts = np.histogram(magnitudes, 2048, (0, magnitudes.max()))[0].astype(float)
+    clipped = counts[:bins].copy()
+    clipped[-1] += counts[bins:].sum()
+    quantised = np.zeros(bins)
+    level = np.arange(bins) * 128 // bins
+    for one in range(128):
+        occupied = (level == one) & (clipped > 0)
+        quantised[occupied] = counts[:bins][level == one].sum() / max(occupied.sum(), 1)
+    both = clipped > 0
+    quantised[both & (quantised == 0)] = 1e-4
+    p, q = clipped[both] / clipped.sum(), quantised[both] / quantised.sum()
+    return float((p * np.log(p / q)).sum())
+
+
+def test_a_histogram_counts_every_value_once_in_its_bin() -> None:
+    values = np.concatenate([normal(), [0, -0.0, 1e-30, -4.0, 4.0]]).astype(np.float32)
+    found = histogram(values)
+    edges, counts = found.magnitudes()
+    assert found.zeros == 3
+    assert counts.sum() + found.zeros == found.extent.count == values.size
+    assert counts.tolist() == np.histogram(np.abs(values), edges)[0].tolist()
+    assert edges[-1] == np.abs(values).max()
+    assert (np.diff(edges) <= RESOLUTION * edges[:-1] * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_extents_are_exact(dtype: type) -> None:
+    values = normal(1000).astype(dtype)
+    found = histogram(values.reshape(10, 100)).extent
+    assert (found.minimum, found.maximum, found.count) == (np.float32(values.min()), np.float32(values.max()), 1000)
+
+
+def test_an_outlier_takes_no_resolution_from_the_rest() -> None:
+    found = amax(histogram(normal(), np.full(3, -3.4e38, np.float32)), 99)
+    assert found["percentile"] == pytest.approx(np.percentile(np.abs(normal()), 99), rel=2 * RESOLUTION)
+    assert found["minmax"] == pytest.approx(3.4e38)
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_told_and_kept_out(odd: float) -> None:
+    found = histogram(np.array([1, odd, -2], np.float32), np.array([odd], np.float32))
+    assert not found.extent.finite
+    assert found.extent.count == 4
+    assert (found.extent.minimum, found.extent.maximum, found.magnitudes()[1].sum()) == (-2, 1, 2)
+
+
+def test_percentile_counts_all_values() -> None:
+    values = heavy_tailed()
+    for percentile in (90, 99, 99.99):
+        expected = np.percentile(np.abs(values), percentile)
+        assert amax(histogram(values), percentile)["percentile"] == pytest.approx(expected, rel=2 * RESOLUTION)
+    with_zeros = np.append(values, np.zeros(3 * COUNT, np.float32))
+    expected = np.percentile(np.abs(with_zeros), 99)
+    assert amax(histogram(with_zeros), 99)["percentile"] == pytest.approx(expected, rel=2 * RESOLUTION)
+
+
+@pytest.mark.parametrize("values", [normal(), heavy_tailed(), np.maximum(normal(), 0), np.clip(3 + 3 * normal(), 0, 6)])
+def test_mse_is_as_good_as_the_best_end_for_the_raw_values(values: Array) -> None:
+    values = values.astype(np.float64)
+    largest = np.abs(values).max()
+    best = min(squared_error(values, largest * 2.0**-exponent) for exponent in np.arange(0, 6, 1 / 64))
+    found = amax(histogram(values))["mse"]
+    assert squared_error(values, found) <= 1.001 * best
+    assert found <= largest
+
+
+@pytest.mark.parametrize("values", [normal(), normal(2000), np.maximum(normal(), 0), normal() ** 3])
+def test_entropy_is_as_good_as_the_best_end_for_the_raw_values(values: Array) -> None:
+    magnitudes = np.abs(values[values != 0])
+    found = round(amax(histogram(values))["entropy"] / magnitudes.max() * 2048)
+    assert 128 < found <= 2048
+    best = min(divergence(magnitudes, bins) for bins in range(128, 2049, 64))
+    assert divergence(magnitudes, found) <= 1.1 * best
+
+
+def test_methods_differ_on_a_heavy_tail_and_zeros_change_nothing_but_percentile() -> None:
+    values = heavy_tailed()
+    found = amax(histogram(values))
+    assert found["entropy"] < 0.3 * found["minmax"]
+    assert found["entropy"] < found["mse"] < 0.9 * found["minmax"]
+    others = amax(histogram(values, np.zeros(20 * COUNT, np.float32)))
+    assert {**others, "percentile": 0} == {**found, "percentile": 0}
+    assert others["percentile"] < found["percentile"]
+
+
+def test_entropy_keeps_half_of_the_values_and_of_equal_ends_the_largest() -> None:
+    last = 207.5 / 2048  # in the last one of the first 208 bins, which is all that the divergence is taken of
+    spread = np.append((1 + np.random.default_rng(0).random(COUNT)) / 2, 1)
+    assert amax(histogram(np.full(COUNT // 3, last), spread))["entropy"] > 0.5
+    assert amax(histogram(np.full(6, last), np.full(4, 1.0)))["entropy"] == pytest.approx(1, rel=RESOLUTION)
+
+
+def test_entropy_goes_below_a_sixteenth_of_the_largest() -> None:
+    values = np.append(normal(), [1000.0] * 3)
+    found = amax(histogram(values))["entropy"]
+    assert np.abs(normal()).max() / 2 < found < 1000 / 16 / 4
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-20, -0.37, 6.0])
+def test_a_value_that_never_varies(value: float) -> None:
+    found = amax(histogram(np.full(1000, value, np.float32)))
+    assert found == pytest.approx(dict.fromkeys(METHODS, abs(value)), rel=1e-6)
+
+
+def document(values: Array, batch: int) -> str:
+    collector = Collector({"x", "rows"}, {"x": 1, "rows": -1, "matrix": -1})
+    for start in range(0, len(values), batch):
+        part = values[start : start + batch]
+        collector.add("x", part)
+        collector.add("rows", part.transpose(0, 2, 3, 1).copy())
+        collector.add("watched", part * 2)
+        collector.add("matrix", part[:, :, 0, 0])
+        collector.add("numbers", np.ones(3, np.int64))
+    provenance = Provenance(data="d", digest="e", rows=(0,), seed=0, batch=1)
+    found = Ranges(model_sha256="m", provenance=provenance, tensors=collector.tensors(), channels=collector.channels())
+    return found.model_dump_json()
+
+
+def test_the_document_depends_neither_on_the_batch_nor_on_the_order() -> None:
+    values = heavy_tailed()[: 64 * 5 * 6 * 7].reshape(64, 5, 6, 7)
+    assert document(values, 1) == document(values, 3) == document(values, 64)
+    backwards = json.loads(document(values[::-1], 3))
+    assert backwards == json.loads(document(values, 1))
+
+
+def test_channel_sums_are_the_same_to_the_last_bit() -> None:
+    values = normal(64 * 5 * 42).reshape(64, 42, 5)
+    alone, together = ChannelSums(-1), ChannelSums(-1)
+    together.add(values)
+    for start in range(64):
+        alone.add(values[start : start + 1])
+    for name, one in alone.statistics().items():
+        assert one.tobytes() == together.statistics()[name].tobytes()
+
+
+def test_channel_statistics_are_those_of_the_raw_values() -> None:
+    values = normal(64 * 5 * 6 * 7).reshape(64, 5, 6, 7) + np.arange(5, dtype=np.float32).reshape(5, 1, 1)
+    found = Ranges.model_validate_json(document(values, 3))
+    exact = values.astype(np.float64)
+    for name, axis in (("x", 1), ("rows", 3)):
+        one = found.channels[name]
+        assert one.axis == axis
+        assert list(one.amax) == pytest.approx(np.abs(exact).max((0, 2, 3)).tolist(), rel=ROUNDED)
+        assert list(one.mean) == pytest.approx(exact.mean((0, 2, 3)).tolist(), rel=ROUNDED)
+        assert list(one.mean_absolute) == pytest.approx(np.abs(exact).mean((0, 2, 3)).tolist(), rel=ROUNDED)
+        assert list(one.mean_square) == pytest.approx((exact**2).mean((0, 2, 3)).tolist(), rel=ROUNDED)
+    assert found.channels["matrix"].axis == 1
+    assert list(found.channels["matrix"].mean) == pytest.approx(exact[:, :, 0, 0].mean(0), rel=ROUNDED)
+
+
+def test_only_floats_are_collected_and_only_named_values_have_methods() -> None:
+    found = Ranges.model_validate_json(document(normal(64 * 5 * 6 * 7).reshape(64, 5, 6, 7), 64))
+    assert set(found.tensors) == {"x", "rows", "watched", "matrix"}
+    assert found.tensors["watched"].amax is None
+    assert found.tensors["x"].amax is not None
+    assert found.tensors["watched"].maximum == pytest.approx(2 * found.tensors["x"].maximum)
+    assert set(found.tensors["x"].amax) == set(METHODS)
+
+
+def test_infinite_values_have_a_range_and_no_methods() -> None:
+    collector = Collector({"x"}, {"x": 1})
+    collector.add("x", np.array([[1, -np.inf]], np.float32))
+    collector.add("x", np.array([[1, np.inf]], np.float32))
+    one = collector.tensors()["x"]
+    assert (one.minimum, one.maximum, one.finite, one.amax) == (1, 1, False, None)
+    assert not collector.channels()
+
+
+def written(folder: Path) -> Path:
+    (folder / FILE).write_text(document(np.ones((1, 2, 3, 4), np.float32), 1))
+    return folder / FILE
+
+
+def test_ranges_are_read_for_their_model_and_data(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    assert load(path, model_sha256="m") == load(path, model_sha256="m", data_digest="e")
+    with pytest.raises(DataError, match=r"another model .*\n.*calibrate again"):
+        load(path, model_sha256="other")
+    with pytest.raises(DataError, match=r"of the data d .*\n.*calibrate again"):
+        load(path, model_sha256="m", data_digest="other")
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"model_sha256": 1}'])
+def test_what_holds_no_ranges_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(DataError, match="does not hold ranges"):
+        load(tmp_path / FILE, model_sha256="m")
+    with pytest.raises(DataError, match="cannot read"):
+        load(tmp_path / "nothing", model_sha256="m")

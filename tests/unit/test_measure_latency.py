@@ -1,21 +1,28 @@
-"""Rounds, stopping, failures and rows, with workers that answer from a script and a clock that they move."""
+"""Rounds, stopping, failures and rows with scripted workers; callers at the same time."""
 
+import os
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pytest
 
 from enginesmith.pipeline.artifact import Artifact
-from enginesmith.pipeline.engines.base import Candidate
-from enginesmith.pipeline.errors import StepCrashed, StepTimeout
-from enginesmith.pipeline.measure.latency import benchmark
+from enginesmith.pipeline.engines.base import Candidate, Session
+from enginesmith.pipeline.errors import ModelError, StepCrashed, StepTimeout
+from enginesmith.pipeline.measure.latency import benchmark, timer
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
 from enginesmith.pipeline.measure.latency.rows import LatencyResult, measure_latency
-from enginesmith.pipeline.measure.latency.timer import Block, ConcurrentCalls, Ready
+from enginesmith.pipeline.measure.latency.timer import Block, ConcurrentCalls, ConcurrentClients, Ready
+from enginesmith.pipeline.system.cpu import RunQueue
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.tensors import Array, Feeds, Signature
 
 Script = Callable[[int], float]
 """Number of the block → seconds of its calls."""
@@ -226,3 +233,104 @@ def test_raw_samples_are_kept_in_order(measure: Callable[..., LatencyResult]) ->
     assert result.samples["eager/4/waited"].size == seconds.size
     np.testing.assert_array_equal(seconds, np.repeat(np.arange(1, len(calls) + 1) / 1000, calls))
     assert result.rows["eager"][0].p50_ms == np.percentile(seconds, 50) * 1e3
+
+
+CALL_SECONDS = 0.02
+
+
+class Clocks(threading.local):
+    """A clock for each thread, which its own calls move."""
+
+    seconds = 0.0
+
+
+class Served(Session):
+    """Siblings whose first timed calls wait for each other; each call moves its thread's clock."""
+
+    signature = Signature(inputs=(), outputs=())
+
+    def __init__(self, seen: list[tuple[str, int]], clocks: Clocks, fails: bool = False) -> None:
+        self.seen, self.clocks, self.fails = seen, clocks, fails
+        self.together = threading.Barrier(1)
+        self.calls = 0
+
+    def sibling(self) -> Self:
+        self.seen.append(("opened", threading.get_ident()))
+        sibling = type(self)(self.seen, self.clocks, self.fails)
+        sibling.together = self.together
+        return sibling
+
+    def bind(self, feeds: Feeds) -> Feeds:
+        return feeds
+
+    def enqueue(self, bound: Any) -> None:
+        if self.fails:
+            raise ModelError("it does not run")
+        self.calls += 1
+        if self.calls == timer._WARM_CALLS + 1:
+            self.together.wait(60)  # fails unless the others call at the same time
+        self.clocks.seconds += CALL_SECONDS
+
+    def synchronize(self) -> None:
+        pass
+
+    def fetch(self) -> dict[str, Array]:
+        return {}
+
+    def close(self) -> None:
+        self.seen.append(("closed", threading.get_ident()))
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    clocks = Clocks()
+    monkeypatch.setattr(timer, "_now", lambda: round(clocks.seconds * 1e9))
+    return clocks
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_calls_of_all_callers_are_counted(count: int, clocks: Clocks) -> None:
+    seen: list[tuple[str, int]] = []
+    served = Served(seen, clocks)
+    served.together = threading.Barrier(count)
+    callers = ConcurrentClients(served, {})
+    calls = callers.run(count, 14.5 * CALL_SECONDS)
+    callers.close()
+    assert calls.calls_per_second == pytest.approx(count / CALL_SECONDS)
+    np.testing.assert_allclose(calls.host_seconds, np.full(15 * count, CALL_SECONDS))
+    assert len({thread for what, thread in seen if what == "opened"}) == count
+    assert {thread for what, thread in seen if what == "opened"} == {
+        thread for what, thread in seen if what == "closed"
+    }
+    assert threading.get_ident() not in {thread for _, thread in seen}
+
+
+def test_an_error_of_a_caller_is_raised(clocks: Clocks) -> None:
+    with pytest.raises(ModelError, match="does not run"):
+        ConcurrentClients(Served([], clocks, fails=True), {}).run(2, 0.01)
+
+
+def test_waiting_for_a_core_is_seen() -> None:
+    cores = os.sched_getaffinity(0)
+    core = min(cores)
+    rival = subprocess.Popen([sys.executable, "-c", f"import os; os.sched_setaffinity(0, [{core}])\nwhile 1: pass"])
+    os.sched_setaffinity(0, {core})
+    try:
+        with RunQueue() as queue:
+            if not queue.known:
+                pytest.skip("the kernel keeps no account of waiting")
+            before, end = queue.waited_ns(), time.monotonic() + 60
+            while (waited := queue.waited_ns() - before) < 0.03e9 and time.monotonic() < end:
+                pass
+            assert waited >= 0.03e9
+    finally:
+        rival.kill()
+        rival.wait()
+        os.sched_setaffinity(0, cores)
+
+
+def test_without_the_kernels_account_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr("enginesmith.pipeline.system.cpu._ENABLED", tmp_path / "none")
+    with RunQueue() as queue:
+        assert not queue.known
+        assert queue.waited_ns() == 0
