@@ -45,8 +45,8 @@ class Pass(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
-    consumes: ClassVar[Kind]
-    produces: ClassVar[Kind]
+    consumes: ClassVar[Kind] = "onnx"
+    produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]]
     """Distributions whose versions decide what comes out."""
     stage: ClassVar[Stage] = "request"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
 from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records, Stage
@@ -32,8 +32,6 @@ class Simplify(Pass):
     """Rewrite a graph into fewer nodes that compute the same."""
 
     name: ClassVar[str] = "simplify"
-    consumes: ClassVar[Kind] = "onnx"
-    produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("onnx", "onnx-ir", "onnxscript")
     stage: ClassVar[Stage] = "graph"
     reads: ClassVar[tuple[str, ...]] = ("simplify", "export")
@@ -176,12 +174,9 @@ def _settle_reshape(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> None
         else:
             numbers.append(0 if axis < len(given) and dim is not None and given[axis] == dim else -1)
     if numbers.count(-1) <= 1:
-        tensor = ir.tensor(np.array(numbers, np.int64), name=f"{node.outputs[0].name}_shape")
-        kind = ir.TensorType(ir.DataType.INT64)
-        value = ir.Value(name=tensor.name, shape=ir.Shape([len(numbers)]), type=kind, const_value=tensor)
-        assert node.graph is not None
-        node.graph.register_initializer(value)
-        node.replace_input_with(1, value)
+        assert isinstance(node.graph, ir.Graph)
+        name = f"{node.outputs[0].name}_shape"
+        node.replace_input_with(1, edit.add_constant(node.graph, name, np.array(numbers, np.int64)))
 
 
 def _is_zero(value: "ir.Value | None") -> bool:

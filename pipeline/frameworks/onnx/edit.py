@@ -210,10 +210,14 @@ def write(node: "ir.Node", index: int, numbers: Array) -> None:
 
 
 def new(graph: "ir.Graph", name: str, numbers: Array) -> "ir.Value":
-    """Return a new initialiser, under this name or one like it."""
+    """Add an initialiser, under this name or one like it."""
+    return add_constant(graph, Names(graph).new(name), numbers)
+
+
+def add_constant(graph: "ir.Graph", name: str, numbers: Array) -> "ir.Value":
+    """Add an initialiser of this name, which nothing in the graph has."""
     import onnx_ir as ir
 
-    name = Names(graph).new(name)
     tensor = ir.tensor(numbers, name=name)
     value = ir.Value(name=name, shape=ir.Shape(numbers.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)

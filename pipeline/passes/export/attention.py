@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.passes.base import Pass, PrecisionRequest, Progress, Records
 from enginesmith.pipeline.tensors import Array
@@ -30,8 +30,6 @@ class DecomposeAttention(Pass):
     """Replace every ``Attention`` node by matrix products and a softmax, for engines that refuse it."""
 
     name: ClassVar[str] = "decompose-attention"
-    consumes: ClassVar[Kind] = "onnx"
-    produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("onnx", "onnx-ir")
     reads: ClassVar[tuple[str, ...]] = ("export",)
 
@@ -208,11 +206,7 @@ class _TextbookWriter:
         assert isinstance(node.graph, ir.Graph)
         place = (id(node.graph), name, content.tobytes(), content.dtype)
         if place not in self._shared:
-            tensor = ir.tensor(content, name=f"attention_{name}_{len(self._shared)}")
-            kind = ir.TensorType(tensor.dtype)
-            value = ir.Value(name=tensor.name, shape=ir.Shape(content.shape), type=kind, const_value=tensor)
-            node.graph.register_initializer(value)
-            self._shared[place] = value
+            self._shared[place] = edit.add_constant(node.graph, f"attention_{name}_{len(self._shared)}", content)
         return self._shared[place]
 
 

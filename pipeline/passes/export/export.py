@@ -30,7 +30,6 @@ class Export(Pass):
 
     name: ClassVar[str] = "export"
     consumes: ClassVar[Kind] = "torch"
-    produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("torch", "onnx", "onnx-ir", "onnxscript")
     stage: ClassVar[Stage] = "graph"
     reads: ClassVar[tuple[str, ...]] = ("export",)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
-from enginesmith.pipeline.frameworks.onnx.edit import Names
+from enginesmith.pipeline.frameworks.onnx.edit import Names, add_constant
 from enginesmith.pipeline.passes.float16.rules import (
     DEQUANTISE,
     MASKS,
@@ -237,11 +237,8 @@ class _Retyper:
         limit = _largest(self._dtype) / 2
         bounds = []
         for word, number in (("low", -limit), ("high", limit)):
-            content = ir.tensor(np.array(number, np.float32), name=self._names.new(f"{name}_{word}"))
-            kind = ir.TensorType(ir.DataType.FLOAT)
-            bound = ir.Value(name=content.name, shape=ir.Shape([]), type=kind, const_value=content)
-            self._graph.register_initializer(bound)
-            bounds.append(bound)
+            content = np.array(number, np.float32)
+            bounds.append(add_constant(self._graph, self._names.new(f"{name}_{word}"), content))
         clip = new_node("Clip", [value, *bounds], {}, self._names.new(f"{name}_clipped"), ir.DataType.FLOAT, value)
         self.clips.append(clip.name or "")
         return clip

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import numpy as np
 
 from enginesmith.calibration.ranges import METHODS, Method, Ranges, load
-from enginesmith.pipeline.artifact import Artifact, Effect, Kind
+from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.passes.base import PrecisionPass, PrecisionRequest, Progress, Records, Stage, by_reason
@@ -88,8 +88,6 @@ class Precision(PrecisionPass):
     """Bring a float32 graph into another precision; ``int8`` and ``fp8`` need ``ranges`` of the same graph."""
 
     name: ClassVar[str] = "precision"
-    consumes: ClassVar[Kind] = "onnx"
-    produces: ClassVar[Kind] = "onnx"
     tools: ClassVar[tuple[str, ...]] = ("ml-dtypes", "networkx", "numpy", "onnx", "onnx-ir", "onnxscript")
     stage: ClassVar[Stage] = "precision"
     reads: ClassVar[tuple[str, ...]] = ("quantisation", "export")

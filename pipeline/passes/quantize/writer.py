@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from enginesmith.pipeline.frameworks.onnx.edit import Names, add_constant
 from enginesmith.pipeline.passes.quantize.quantizers import Grid, Narrow
 from enginesmith.pipeline.tensors import Array
 
@@ -36,27 +37,15 @@ class Writer:
     """Adds to the main graph of one model; :meth:`finish` removes what nothing reads any more."""
 
     def __init__(self, graph: "ir.Graph") -> None:
-        import onnx_ir as ir
-
         self.graph = graph
-        nodes = list(ir.traversal.RecursiveGraphIterator(graph))
-        below = (graph, *graph.subgraphs())
-        self._taken = {str(value.name) for one in below for value in (*one.inputs, *one.initializers.values())}
-        self._taken |= {str(value.name) for node in nodes for value in node.outputs}
-        self._node_names = {str(node.name) for node in nodes}
+        self._names = Names(graph)
         self._shared: dict[tuple[object, ...], ir.Value] = {}
         self._dtypes: set[str] = set()
 
     def initialiser(self, name: str, numbers: Array) -> "ir.Value":
         """Return a new constant, under this name or one like it."""
-        import onnx_ir as ir
-
-        own = self._free(name, self._taken)
-        tensor = ir.tensor(np.asarray(numbers), name=own)
-        value = ir.Value(name=own, shape=ir.Shape(numbers.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
-        self.graph.register_initializer(value)
         self._dtypes.add(str(numbers.dtype))
-        return value
+        return add_constant(self.graph, self._names.new(name), np.asarray(numbers))
 
     def shared(self, name: str, numbers: Array) -> "ir.Value":
         """Return a constant that several nodes read, under the name that it was first asked for by."""
@@ -86,8 +75,8 @@ class Writer:
         if domain:
             self.graph.opset_imports.setdefault(domain, 1)
         for value, wanted in zip(node.outputs, outputs, strict=True):
-            value.name = self._free(wanted, self._taken)
-        node.name = name or self._free(f"{node.outputs[0].name}_{operator}", self._node_names)
+            value.name = self._names.new(wanted)
+        node.name = name or self._names.new(f"{node.outputs[0].name}_{operator}")
         node.metadata_props.update(like.metadata_props if like is not None else {})
         return node
 
@@ -139,7 +128,7 @@ class Writer:
             for index in [index for index, output in enumerate(self.graph.outputs) if output is value]:
                 self.graph.outputs[index] = rounded
             name = value.name
-            value.name = self._free(f"{name}_float", self._taken)
+            value.name = self._names.new(f"{name}_float")
             rounded.name = name
 
     def replace(self, node: "ir.Node", outputs: "Sequence[ir.Value]") -> None:
@@ -160,14 +149,6 @@ class Writer:
 
         common.RemoveUnusedNodesPass()(model)
         model.ir_version = max(model.ir_version, *(_IR_VERSIONS.get(name, 0) for name in self._dtypes), 0)
-
-    def _free(self, wanted: str, taken: set[str]) -> str:
-        name, count = wanted, 1
-        while name in taken:
-            count += 1
-            name = f"{wanted}_{count}"
-        taken.add(name)
-        return name
 
 
 def _describe(value: "ir.Value", dtype_of: "ir.Value", shape_of: "ir.Value") -> None:
