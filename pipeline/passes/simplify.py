@@ -194,7 +194,6 @@ def _is_zero(value: "ir.Value | None") -> bool:
 _ROUNDS = 4
 _SMALL = 8192  # elements; anything this small may be folded
 _NO_LIMIT = 1 << 40
-_INITIALISERS_ARE_NO_INPUTS = 4  # IR version from which weights need not be listed as inputs
 # Operators that are applied to weights: exporters write them where they repack what PyTorch stores differently.
 _ON_WEIGHTS = frozenset(
     {
@@ -211,13 +210,9 @@ def rewrite(model: "ir.Model") -> None:
     from onnx_ir.passes import common
     from onnxscript import optimizer, rewriter
 
-    model.ir_version = max(model.ir_version, _INITIALISERS_ARE_NO_INPUTS)
     declared = [(value.name, value.shape) for value in model.graph.outputs]
-    ir.passes.Sequential(
-        common.InlinePass(),
-        common.RemoveInitializersFromInputsPass(),
-        common.ShapeInferencePass(strict_mode=False),
-    )(model)
+    edit.flatten(model)
+    common.ShapeInferencePass(strict_mode=False)(model)
     left = edit.node_count(model)
     for _ in range(_ROUNDS):  # each of these opens ways for the others, until nothing disappears any more
         optimizer.fold_constants(model, input_size_limit=_SMALL, output_size_limit=_NO_LIMIT, should_fold=_should_fold)

@@ -79,6 +79,15 @@ def _bodies(model: "ir.Model") -> list["ir.Graph | ir.Function"]:
     return [model.graph, *model.functions.values()]
 
 
+def flatten(model: "ir.Model") -> None:
+    """Inline functions, and make weights constants that cannot be fed."""
+    import onnx_ir as ir
+    from onnx_ir.passes import common
+
+    model.ir_version = max(model.ir_version, 4)  # from then on weights need not be listed as inputs
+    ir.passes.Sequential(common.InlinePass(), common.RemoveInitializersFromInputsPass())(model)
+
+
 def rename(values: Iterable["ir.Value"], names: Iterable[str]) -> None:
     """Give inputs or outputs their names."""
     for value, name in zip(values, names, strict=True):

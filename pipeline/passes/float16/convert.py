@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
+from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.frameworks.onnx.edit import Names, add_constant
 from enginesmith.pipeline.passes.float16.rules import (
     DEQUANTISE,
@@ -93,10 +94,8 @@ def _prepare(model: "ir.Model", keep: Collection[str]) -> None:
     import onnx_ir as ir
     from onnx_ir.passes import common
 
-    model.ir_version = max(model.ir_version, 4)  # from then on weights need not be listed as inputs
+    edit.flatten(model)
     ir.passes.Sequential(
-        common.InlinePass(),
-        common.RemoveInitializersFromInputsPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         common.NameFixPass(),
     )(model)

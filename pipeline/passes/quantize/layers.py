@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
+from enginesmith.pipeline.frameworks.onnx import edit
 from enginesmith.pipeline.frameworks.onnx.model_file import MODULE_KEY
 from enginesmith.pipeline.tensors import Array
 
@@ -30,7 +31,6 @@ _WHOLE: Mapping[str, str] = {
     "Einsum": "Einsum has no quantised form",
 }
 _MARKS = ("Quantize", "QLinear", "Integer", "NBits", "MatMulBnb4", "QGemm", "QAttention")
-_INITIALISERS_ARE_NO_INPUTS = 4  # IR version from which weights need not be listed as inputs
 _SHOWN = 3
 
 
@@ -189,7 +189,6 @@ def prepare(model: "ir.Model", precision: str, opset: int, keep: Collection[str]
         UsageError: ``keep`` names groups that there are none of.
     """
     import onnx_ir as ir
-    from onnx_ir.passes import common
 
     require_opset(model, opset, precision)
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
@@ -207,8 +206,7 @@ def prepare(model: "ir.Model", precision: str, opset: int, keep: Collection[str]
                 "float32 graph",
                 "export the model in float32: precisions that mix types lower the rest themselves",
             )
-    model.ir_version = max(model.ir_version, _INITIALISERS_ARE_NO_INPUTS)
-    ir.passes.Sequential(common.InlinePass(), common.RemoveInitializersFromInputsPass())(model)
+    edit.flatten(model)
     groups = find(model)
     if unknown := sorted(set(keep) - {group.name for group in groups}):
         more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
