@@ -1,1 +1,1 @@
-"""Where steps are carried out: in processes of this machine, or on nodes of a Ray cluster; nobody else knows which."""
+"""Execute steps: in processes of this machine, or on nodes of a Ray cluster; nobody else knows which."""

@@ -45,7 +45,7 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Tell whether there is an artifact to go on with."""
+        """True if there is an artifact to go on with."""
         return self.artifact is not None and not self.artifact.rejected
 
 
@@ -61,4 +61,4 @@ class Event:
 
 Listener = Callable[[Event], None]
 Outcomes = Mapping[str, Outcome]
-"""By step's id, how it ended."""
+"""By the step's id."""

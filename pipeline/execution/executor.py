@@ -4,17 +4,15 @@ import contextlib
 import functools
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry, file_digest, files_below, json_digest
-from enginesmith.pipeline.errors import storage_errors
 from enginesmith.pipeline.planning.plan import Step
 from enginesmith.pipeline.recipe.fleet import Place
-from enginesmith.pipeline.store import retry
 from enginesmith.pipeline.store.inputs import ReadRecord, to_portable_path
 from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system import plugins, software
@@ -40,34 +38,7 @@ class StepRequest:
     """Takes the state of the step, a line that replaces the one before."""
     timeout_seconds: float | None = None
     on_note: Callable[[str], None] = lambda text: None
-    """Takes events that people should know, as a node that was lost."""
-    earlier_notes: tuple[str, ...] = ()
-    """Earlier events, for its log."""
-
-    @contextlib.contextmanager
-    def with_notes(self) -> Iterator[Self]:
-        """Copy the request for the thread that executes it: notes, and messages of the store, also go to its log.
-
-        They are at the top of the log when this block ends.
-
-        Raises:
-            StoreError: the log cannot be written.
-        """
-        notes = list(self.earlier_notes)
-
-        def note(text: str) -> None:
-            notes.append(text)
-            self.on_note(text)
-
-        try:
-            with retry.notifications_to(note):
-                yield replace(self, on_note=note)
-        finally:
-            if notes:
-                with storage_errors(f"the logs in {self.log.parent}"):
-                    self.log.parent.mkdir(parents=True, exist_ok=True)
-                    log = self.log.read_bytes() if self.log.is_file() else b""
-                    self.log.write_bytes("".join(f"--- {note}\n" for note in notes).encode() + log)
+    """Takes events that people should know, as a node that was lost; they go to the top of the log, too."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +60,7 @@ class Executor(ABC):
     If it is one, the runner's own thread does it.
     """
     is_local: bool
-    """Whether all steps run on this machine."""
+    """True if all steps run on this machine."""
 
     @abstractmethod
     def why_unavailable(self, place: Place) -> str:
@@ -202,33 +173,31 @@ class StepCache:
             if isinstance(step.task, ResumableTask):
                 partial = stack.enter_context(self.store.partial_work(self._name))
             done = work(out, partial)
-            read = self.store.dependencies(self._name).record(done.effect.reads, done.effect.packages)
+            effect = done.effect
+            read = self.store.dependencies(self._name).record(effect.reads, effect.packages)
+            entry = HistoryEntry(
+                step=step.name,
+                parameters=step.task.identity,
+                tools=self.tools,
+                seconds=round(done.seconds, 3),
+                host_peak_bytes=done.host_peak_bytes,
+                effect=effect.summary,
+                notes=effect.notes,
+            )
             return self.store.publish(
                 self._key(read),
                 out,
                 kind=step.task.produces,
-                file=done.effect.file,
-                signature=done.effect.signature,
-                history=self._history(done),
-                rejected=done.effect.rejected,
-                incomplete=done.effect.incomplete,
+                file=effect.file,
+                signature=effect.signature,
+                history=(*self._before, entry),
+                rejected=effect.rejected,
+                incomplete=effect.incomplete,
                 read=read,
             )
 
     def _key(self, read: ReadRecord) -> str:
         return json_digest([self._identity, read.identity])
-
-    def _history(self, done: Done) -> tuple[HistoryEntry, ...]:
-        entry = HistoryEntry(
-            step=self.step.name,
-            parameters=self.step.task.identity,
-            tools=self.tools,
-            seconds=round(done.seconds, 3),
-            host_peak_bytes=done.host_peak_bytes,
-            effect=done.effect.summary,
-            notes=done.effect.notes,
-        )
-        return (*self._before, entry)
 
     @property
     def _before(self) -> tuple[HistoryEntry, ...]:

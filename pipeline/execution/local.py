@@ -6,13 +6,13 @@ beside them as far as memory allows.
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -36,25 +36,15 @@ class Gpus:
     def __init__(self, alike: int) -> None:
         self._free = set(range(alike))
         self._returned = threading.Condition()
-        self.count = alike
-
-    @property
-    def several(self) -> bool:
-        """Whether there is more than one."""
-        return self.count > 1
+        self.count, self.several = alike, alike > 1
 
     @classmethod
     def detect(cls) -> "Gpus":
         """Count them as the driver shows them."""
         devices = nvidia.driver().devices
-        alike = 0
-        for device in devices:
-            if device != devices[0]:
-                break
-            alike += 1
-        return cls(alike)
+        return cls(sum(1 for _ in itertools.takewhile(lambda device: device == devices[0], devices)))
 
-    @contextmanager
+    @contextlib.contextmanager
     def reserve(self, device: Device) -> Iterator[dict[str, str]]:
         """Reserve a GPU; yields the environment in which it is the first one.
 
@@ -66,17 +56,13 @@ class Gpus:
             index = min(self._free & wanted)
             self._free.remove(index)
         try:
-            yield {} if device.index else {_VISIBLE: self._name(index)}
+            # CUDA's name of a device in the environment, where some may be hidden already
+            shown = [name.strip() for name in os.environ.get(_VISIBLE, "").split(",") if name.strip()]
+            yield {} if device.index else {_VISIBLE: shown[index] if index < len(shown) else str(index)}
         finally:
             with self._returned:
                 self._free.add(index)
                 self._returned.notify_all()
-
-    @staticmethod
-    def _name(index: int) -> str:
-        """Return CUDA's name of a device in the environment, where some may be hidden already."""
-        shown = [name.strip() for name in os.environ.get(_VISIBLE, "").split(",") if name.strip()]
-        return shown[index] if index < len(shown) else str(index)
 
 
 def show_only(variables: Mapping[str, str]) -> None:
@@ -87,7 +73,7 @@ def show_only(variables: Mapping[str, str]) -> None:
 _ROOM_BYTES = 2 << 30
 """Free memory that is required to start one more step beside others."""
 _POLL_SECONDS = 0.1
-"""How long a figure of free memory is used: steps that are taken from the store follow each other fast."""
+"""Age up to which a figure of free memory is used: steps that are taken from the store follow each other fast."""
 
 
 class LocalExecutor(Executor):
@@ -120,8 +106,8 @@ class LocalExecutor(Executor):
         driver = nvidia.driver()
         if not driver.devices:
             return f"this machine has no GPU: {driver.reason}"
-        name = driver.devices[0].name
-        if not matches_accelerator(name, place.accelerator):
+        name = driver.devices[0].name  # as drivers give it: NVIDIA H100 80GB HBM3 is an H100
+        if place.accelerator.casefold().replace("-", " ") not in name.casefold().replace("-", " "):
             return f"the GPU of this machine is {name}, and {place.accelerator} was requested"
         return ""
 
@@ -155,19 +141,15 @@ class LocalExecutor(Executor):
 
     def execute(self, request: StepRequest) -> Result:
         """Execute a step in a worker; one that was killed from outside is repeated once."""
-        with request.with_notes() as noted:
-            return self._execute_with_retry(noted)
-
-    def _execute_with_retry(self, request: StepRequest) -> Result:
-        cache = StepCache(request.step, request.inputs, self._store)
+        cache, work = StepCache(request.step, request.inputs, self._store), functools.partial(self._work, request)
         request.on_start()
         try:
-            return Result(cache.make(functools.partial(self._work, request)), cached=False)
+            return Result(cache.make(work), cached=False)
         except StepKilled as killed:
             if self._stopped:
                 raise
             request.on_note(f"{killed}; it is done once more")
-            return Result(cache.make(functools.partial(self._work, request)), cached=False)
+            return Result(cache.make(work), cached=False)
 
     def _work(self, request: StepRequest, out: Path, partial: Path | None) -> Done:
         with storage_errors(f"the logs in {request.log.parent}"):
@@ -185,11 +167,9 @@ class LocalExecutor(Executor):
         with contextlib.ExitStack() as stack:
             cores = stack.enter_context(self._reserve_cores())
             prepare = stack.enter_context(self._reserve_gpu(request.step))
-            started: list[worker.Worker] = []
-            stack.callback(self._forget, started)
 
             def remember(process: worker.Worker) -> None:
-                started.append(process)
+                stack.callback(self._forget, process)
                 self._remember(process)
 
             done: Done = worker.run(
@@ -212,7 +192,7 @@ class LocalExecutor(Executor):
         with self._lock:
             process = self._spare.pop() if self._spare else None
         if process is None:
-            process = worker.Worker(serve_steps, log=request.log)
+            process = worker.Worker(_serve_steps, log=request.log)
             self._remember(process)
         try:
             done: Done = process.request(
@@ -224,7 +204,7 @@ class LocalExecutor(Executor):
             )
         except BaseException:
             process.kill()
-            self._forget([process])
+            self._forget(process)
             raise
         with self._lock:
             self._spare.append(process)
@@ -259,9 +239,9 @@ class LocalExecutor(Executor):
         if self._stopped:
             process.kill()
 
-    def _forget(self, gone: Collection[worker.Worker]) -> None:
+    def _forget(self, process: worker.Worker) -> None:
         with self._lock:
-            self._active.difference_update(gone)
+            self._active.discard(process)
 
     def stop(self) -> None:
         """Kill all workers, and wait no longer for the store."""
@@ -280,11 +260,6 @@ class LocalExecutor(Executor):
             self._spare.clear()
 
 
-def serve_steps(connection: Connection) -> None:
+def _serve_steps(connection: Connection) -> None:
     """Execute one step after the other in a worker."""
     worker.serve(connection, execute)
-
-
-def matches_accelerator(name: str, accelerator: str) -> bool:
-    """Return whether a GPU's full name, as drivers give it, is of a type: ``NVIDIA H100 80GB HBM3`` is an H100."""
-    return accelerator.casefold().replace("-", " ") in name.casefold().replace("-", " ")

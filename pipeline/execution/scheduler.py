@@ -1,20 +1,20 @@
-"""Walks a plan: has each step whose inputs are there looked up, and done where nobody knows it, several at once.
+"""Walk a plan: look each step up whose inputs are there, and execute those that the store lacks, several at once.
 
-Many more can be looked up at a time than done. A step that fails takes down what stands on it, and nothing else.
+Many more can be looked up at a time than executed. A step that fails takes down what stands on it, and nothing else.
 """
 
 import heapq
 import queue
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor as Pool
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from enginesmith.pipeline.errors import EnginesmithError, StepTimeout
+from enginesmith.pipeline.errors import EnginesmithError, StepTimeout, storage_errors
 from enginesmith.pipeline.execution.events import Event, Listener, Outcome, Outcomes
 from enginesmith.pipeline.execution.executor import Executor, Result, StepRequest
 from enginesmith.pipeline.planning.plan import Step
@@ -26,26 +26,20 @@ _LOOK_AGAIN_SECONDS = 5.0
 """A step that had to wait longer for its turn is looked up once more: another one may have done it meanwhile."""
 
 
-@dataclass(frozen=True)
-class _LookUp:
-    """When a step was looked up, and what the store told meanwhile."""
-
-    at: float
-    notes: tuple[str, ...]
-
-
 @dataclass
 class Runner:
     """Runs plans on an executor."""
 
     executor: Executor
     log_of: Callable[[Step], Path]
-    """Where the log of a step is kept."""
+    """Chooses the file for the log of a step."""
     time_limit_seconds: float | None = None
     listener: Listener = lambda event: None
     _deadline: float | None = None
-    _looked_up: dict[str, "_LookUp"] = field(default_factory=dict)
-    """Of steps that nobody knew."""
+    _looked_up_at: dict[str, float] = field(default_factory=dict)
+    """By step that the store lacks, the time at which it was looked up."""
+    _notes: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """By step, lines for the top of its log: what happened to it, and messages of the store."""
 
     def run(
         self,
@@ -53,7 +47,7 @@ class Runner:
         given: Outcomes | None = None,
         on_new: Callable[[Outcomes], object] = lambda outcomes: None,
     ) -> dict[str, Outcome]:
-        """Run every step that can run, and say how all ended; ``on_new`` is told of those that end as they do.
+        """Run every step that can run, and return all outcomes; ``on_new`` takes each as soon as it is there.
 
         Steps that ``given`` has an outcome for are not run. On Ctrl-C what runs is ended and KeyboardInterrupt goes on
         to the caller.
@@ -67,13 +61,14 @@ class Runner:
         left = [step for step in steps if step.id not in outcomes]
         for step in left:
             self.listener(Event("planned", step))
-        todo = _ToDo(left, outcomes)
+        waiting = _WaitingSteps(left, outcomes)
         ended: queue.SimpleQueue[tuple[Step, Future[Outcome | None]]] = queue.SimpleQueue()
         asked: set[str] = set()
         running: dict[str, Step] = {}
 
         def submit(pool: Pool, work: Callable[[Step, Outcomes], Outcome | None], step: Step) -> None:
-            future = pool.submit(work, step, _inputs(step, outcomes))
+            roles = (*step.inputs.items(), *step.optional_inputs.items())
+            future = pool.submit(work, step, {role: outcomes[name] for role, name in roles})
             future.add_done_callback(lambda done: ended.put((step, done)))
 
         max_lookups = self.executor.max_lookups
@@ -82,20 +77,20 @@ class Runner:
             ThreadPoolExecutor(self.executor.slots) as doing,
         ):
             try:
-                while todo or running:
-                    for step in todo.ask(max_lookups - len(asked)):
+                while waiting or running:
+                    for step in waiting.take_for_lookup(max_lookups - len(asked)):
                         asked.add(step.id)
-                        submit(asking, self._known, step)
-                    for step in todo.take(self._room(running, asked)):
+                        submit(asking, self._find, step)
+                    for step in waiting.take_for_execution(lambda step: self._may_start(step, running.values(), asked)):
                         running[step.id] = step
-                        submit(doing, self._done, step)
+                        submit(doing, self._execute, step)
                     if not running and not asked:
-                        raise ValueError(f"the plan lacks these steps, which others need: {', '.join(todo.lacking)}")
+                        raise ValueError(f"the plan lacks these steps, which others need: {', '.join(waiting.lacking)}")
                     step, future = ended.get()
                     outcome = future.result()
                     if step.id in asked:
                         asked.remove(step.id)
-                        if not todo.answered(step, known=outcome is not None):
+                        if not waiting.end_lookup(step, known=outcome is not None):
                             continue
                     else:
                         del running[step.id]
@@ -103,8 +98,8 @@ class Runner:
                     self.listener(Event("finished", step, outcome=outcome))
                     new: dict[str, Outcome] = {step.id: outcome}
                     if step.required and not outcome.good:
-                        new |= {left: Outcome(left, "skipped", reason=outcome.reason) for left in todo.give_up()}
-                    todo.done(step.id)
+                        new |= {left: Outcome(left, "skipped", reason=outcome.reason) for left in waiting.give_up()}
+                    waiting.release(step.id)
                     outcomes |= new
                     on_new(new)
             except BaseException:
@@ -112,66 +107,71 @@ class Runner:
                 raise
         return outcomes
 
-    def _room(self, running: Mapping[str, Step], asked: Collection[str]) -> Callable[[Step], bool | None]:
-        """Says of a step whether it may begin now; None where no step may: none overtakes one that waits a moment."""
+    def _may_start(self, step: Step, running: Collection[Step], asked: Collection[str]) -> bool | None:
+        """Return whether a step may begin now; None where no step may: none overtakes one that waits a moment."""
+        if len(running) >= self.executor.slots:
+            return None
+        if not self.executor.can_start(step, running):
+            return False
+        return True if not asked or self.executor.allows_lookups(step) else None
 
-        def room(step: Step) -> bool | None:
-            if len(running) >= self.executor.slots:
-                return None
-            if not self.executor.can_start(step, running.values()):
-                return False
-            return True if not asked or self.executor.allows_lookups(step) else None
-
-        return room
-
-    def _known(self, step: Step, inputs: Outcomes) -> Outcome | None:
-        """How it ends without being done; None where it has to be."""
+    def _find(self, step: Step, inputs: Outcomes) -> Outcome | None:
+        """Find the outcome of a step without executing it; None where it has to be executed."""
         if step.unavailable:
             return Outcome(step.id, "unavailable", reason=step.unavailable)
-        return _blocked(step, inputs) or self._tried(self._look_up, step, inputs)
-
-    def _done(self, step: Step, inputs: Outcomes) -> Outcome | None:
-        before = self._looked_up.pop(step.id)
-        if time.monotonic() - before.at > _LOOK_AGAIN_SECONDS and (found := self._tried(self._look_up, step, inputs)):
-            return found
-        return self._tried(
-            lambda request: self.executor.execute(replace(request, earlier_notes=before.notes)), step, inputs
-        )
+        for before in (inputs[role] for role in step.inputs if not inputs[role].good):
+            reason = before.artifact.rejected if before.artifact else before.reason
+            return Outcome(step.id, "skipped", reason=reason)
+        return self._try(self._look_up, step, inputs)
 
     def _look_up(self, request: StepRequest) -> Result | None:
-        notes: list[str] = []
-
-        def note(text: str) -> None:
-            notes.append(text)
-            request.on_note(text)
-
-        with retry.notifications_to(note):
-            found = self.executor.lookup(request)
-        if found is not None:
-            return Result(found, cached=True)
-        self._looked_up[request.step.id] = _LookUp(time.monotonic(), tuple(notes))
+        artifact = self.executor.lookup(request)
+        if artifact is not None:
+            return Result(artifact, cached=True)
+        self._looked_up_at[request.step.id] = time.monotonic()
         return None
 
-    def _tried(self, work: Callable[[StepRequest], Result | None], step: Step, inputs: Outcomes) -> Outcome | None:
-        try:
-            result = work(self._request(step, inputs))
-        except EnginesmithError as error:
-            return Outcome(step.id, "failed", error=error, reason=str(error))
-        return Outcome(step.id, "done", result.artifact, result.cached) if result is not None else None
+    def _execute(self, step: Step, inputs: Outcomes) -> Outcome | None:
+        waited = time.monotonic() - self._looked_up_at.pop(step.id)
+        if waited > _LOOK_AGAIN_SECONDS and (outcome := self._try(self._look_up, step, inputs)):
+            return outcome
+        return self._try(self._execute_with_notes, step, inputs)
 
-    def _request(self, step: Step, inputs: Outcomes) -> StepRequest:
+    def _execute_with_notes(self, request: StepRequest) -> Result:
+        try:
+            return self.executor.execute(request)
+        finally:
+            if notes := self._notes.pop(request.step.id, None):
+                with storage_errors(f"the logs in {request.log.parent}"):
+                    request.log.parent.mkdir(parents=True, exist_ok=True)
+                    log = request.log.read_bytes() if request.log.is_file() else b""
+                    request.log.write_bytes("".join(f"--- {note}\n" for note in notes).encode() + log)
+
+    def _try(self, work: Callable[[StepRequest], Result | None], step: Step, inputs: Outcomes) -> Outcome | None:
+        """Look up or execute a step; notes, and messages of the store meanwhile, are announced and go to its log."""
+
+        def note(text: str) -> None:
+            self._notes[step.id].append(text)
+            self.listener(Event("note", step, text))
+
         left = None if self._deadline is None else self._deadline - time.monotonic()
-        if left is not None and left <= 0:
-            raise StepTimeout("the time limit was over before it started", "allow more: --time-limit; then resume")
-        return StepRequest(
+        request = StepRequest(
             step,
             {role: found.artifact for role, found in inputs.items() if found.artifact and found.good},
             log=self.log_of(step),
             on_start=lambda: self.listener(Event("started", step)),
             on_progress=lambda text: self.listener(Event("progress", step, text)),
             timeout_seconds=left,
-            on_note=lambda text: self.listener(Event("note", step, text)),
+            on_note=note,
         )
+        try:
+            if left is not None and left <= 0:
+                raise StepTimeout("the time limit was over before it started", "allow more: --time-limit; then resume")
+            with retry.notifications_to(note):
+                result = work(request)
+        except EnginesmithError as error:
+            return Outcome(step.id, "failed", error=error, reason=str(error))
+        return Outcome(step.id, "done", result.artifact, result.cached) if result is not None else None
 
 
 class _ThisThread(Pool):
@@ -183,7 +183,7 @@ class _ThisThread(Pool):
         return future
 
 
-class _ToDo:
+class _WaitingSteps:
     """Steps that have not begun: those whose inputs are there, in the order of the plan, and the others."""
 
     def __init__(self, steps: Sequence[Step], outcomes: Outcomes) -> None:
@@ -196,9 +196,9 @@ class _ToDo:
             for name in missing:
                 self._takers[name].append(step)
         self._ready = [self._steps[step] for step, missing in self._missing.items() if not missing]
-        """Steps to be looked up: a heap by position."""
+        """Steps to look up: a heap by position."""
         self._unknown: list[tuple[int, Step]] = []
-        """Steps to be done, likewise."""
+        """Steps to execute, likewise."""
         heapq.heapify(self._ready)
 
     def __bool__(self) -> bool:
@@ -206,18 +206,18 @@ class _ToDo:
 
     @property
     def lacking(self) -> list[str]:
-        """What is waited for, and is no step itself."""
+        """The steps that are waited for, and are not in the plan."""
         wanted = {name for step in self._steps for name in self._missing[step]}
         return sorted(wanted - self._steps.keys())
 
-    def ask(self, count: int) -> Iterator[Step]:
-        """Steps to look up now, that many at most."""
+    def take_for_lookup(self, count: int) -> Iterator[Step]:
+        """Take steps to look up now, that many at most."""
         while self._ready and count > 0:
             count -= 1
             yield heapq.heappop(self._ready)[1]
 
-    def answered(self, step: Step, *, known: bool) -> bool:
-        """A step was looked up: one that is not ``known`` has to be done. Gives back whether it has ended."""
+    def end_lookup(self, step: Step, *, known: bool) -> bool:
+        """Have a step executed unless it is ``known``; returns whether it has ended."""
         if step.id not in self._steps:  # all was given up meanwhile
             return False
         if known:
@@ -226,46 +226,31 @@ class _ToDo:
             heapq.heappush(self._unknown, self._steps[step.id])
         return known
 
-    def take(self, room: Callable[[Step], bool | None]) -> Iterator[Step]:
-        """Steps to do now; ``room`` is asked anew after each one that was taken."""
+    def take_for_execution(self, may_start: Callable[[Step], bool | None]) -> Iterator[Step]:
+        """Take steps to execute now; ``may_start`` is asked anew after each one that was taken, and ends it by None."""
         passed_over = []
         while self._unknown:
             position, step = heapq.heappop(self._unknown)
-            if there_is := room(step):
+            if verdict := may_start(step):
                 del self._steps[step.id]
                 yield step
                 continue
             passed_over.append((position, step))
-            if there_is is None:
+            if verdict is None:
                 break
         for entry in passed_over:
             heapq.heappush(self._unknown, entry)
 
-    def done(self, name: str) -> None:
-        """A step has ended: others may have all their inputs now."""
+    def release(self, name: str) -> None:
+        """Make steps ready that had to wait for this one alone."""
         for taker in self._takers.pop(name, ()):
             self._missing[taker].discard(name)
             if not self._missing[taker] and taker in self._steps:
                 heapq.heappush(self._ready, self._steps[taker])
 
     def give_up(self) -> list[str]:
-        """Begin no step any more; gives back those that had not begun."""
+        """Begin no step any more; returns those that had not begun."""
         left = list(self._steps)
-        self._steps.clear()
-        self._ready.clear()
-        self._unknown.clear()
+        for steps in (self._steps, self._ready, self._unknown):
+            steps.clear()
         return left
-
-
-def _inputs(step: Step, outcomes: Outcomes) -> dict[str, Outcome]:
-    """By role, how the steps ended that it takes from."""
-    return {role: outcomes[name] for role, name in (*step.inputs.items(), *step.optional_inputs.items())}
-
-
-def _blocked(step: Step, inputs: Outcomes) -> Outcome | None:
-    for role in step.inputs:
-        if not inputs[role].good:
-            artifact = inputs[role].artifact
-            reason = artifact.rejected if artifact else inputs[role].reason
-            return Outcome(step.id, "skipped", reason=reason)
-    return None

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -81,6 +82,8 @@ class Teller:
     def __init__(self, executor: RayExecutor, logs: Path) -> None:
         self.executor, self.logs = executor, logs
         self.lines: list[str] = []
+        self.notes: dict[str, list[str]] = defaultdict(list)
+        """By step."""
         self.started: list[str] = []
 
     def __call__(self, name: str, task: Task, place: Place | None = None, **inputs: Result) -> Result:
@@ -90,9 +93,13 @@ class Teller:
             self.logs / f"{name}.log",
             lambda: self.started.append(name),
             self.lines.append,
-            on_note=self.lines.append,
+            on_note=lambda text: self.note(name, text),
         )
         return self.executor.run(request)
+
+    def note(self, name: str, text: str) -> None:
+        self.lines.append(text)
+        self.notes[name].append(text)
 
     def log(self, name: str) -> str:
         return (self.logs / f"{name}.log").read_text()
@@ -195,7 +202,7 @@ def test_a_node_with_a_full_disk_is_left_for_another_one(order: Teller, executor
     with ThreadPoolExecutor(2) as pool:  # each on a node of its own, and one of those has no space left
         both = [pool.submit(order, f"room-{i}", ray_tasks.WriteWithRoom(number=i), either) for i in (1, 2)]
         assert [written(one.result()) for one in both] == ["1\n", "2\n"]
-    moved = [name for name in ("room-1", "room-2") if "is full; it is done on another node" in order.log(name)]
+    moved = [name for name in ("room-1", "room-2") if "is full; it is done on another node" in str(order.notes[name])]
     assert len(moved) == 1
     assert len(executor._full) == 1
 
@@ -335,7 +342,7 @@ def test_a_node_that_is_lost_and_one_that_joins(
         marker.unlink()
         cluster.add('{"fake_h100": 2, "either": 1}', ENGINESMITH_CACHE=str(tmp_path / "cache"))
         assert written(doing.result()) == "5\n"
-    assert " was lost; it is done once more" in order.log("lost")
+    assert " was lost; it is done once more" in str(order.notes["lost"])
     assert any("has joined the cluster" in line for line in order.lines), order.lines
 
 

@@ -20,9 +20,6 @@ from enginesmith.pipeline.execution.local import LocalExecutor
 from enginesmith.pipeline.execution.scheduler import Runner
 from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.planning.plan import Step
-from enginesmith.pipeline.planning.planner import plan
-from enginesmith.pipeline.planning.variants import resolve_recipe
-from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recipe.fleet import Place
 from enginesmith.pipeline.store import retry
 from enginesmith.pipeline.store.store import Store
@@ -151,7 +148,6 @@ class Elsewhere(Desk):
 
     def __init__(self) -> None:
         super().__init__()
-        self.logs: dict[str, tuple[str, ...]] = {}
         self.looked_up: dict[str, threading.Event] = defaultdict(threading.Event)
         self.seconds = 0.0
         """What the clock of the scheduler says."""
@@ -165,7 +161,6 @@ class Elsewhere(Desk):
         return artifact() if again else None
 
     def execute(self, request: StepRequest) -> Result:
-        self.logs[request.step.id] = request.earlier_notes
         if request.step.id == "slow":
             assert self.looked_up["later"].wait(30)
         result = super().execute(request)
@@ -182,11 +177,12 @@ def test_what_waited_for_its_turn_is_looked_up_again(monkeypatch: pytest.MonkeyP
     assert "later" not in desk.asked
 
 
-def test_what_a_look_up_was_told_is_for_the_log_of_the_step() -> None:
+def test_what_a_look_up_was_told_is_for_the_log_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     desk = Elsewhere()
     events: list[Event] = []
     run(desk, Step("new", Idle()), events=events)
-    assert desk.logs == {"new": ("the store is away",)}
+    assert Path("new").read_text() == "--- the store is away\n"
     assert [event.text for event in events if event.kind == "note"] == ["the store is away"]
 
 
@@ -194,36 +190,36 @@ def test_nothing_overtakes_a_measurement_that_waits_for_look_ups(desk: Desk) -> 
     desk.slots = 2
     steps = (Step("first", Idle()), Step("measure", Alone()), Step("build", Idle()))
     told = Runner(desk, lambda step: Path(step.id))
-    assert list(map(told._room({}, {"x"}), steps)) == [True, None, True]
+    assert [told._may_start(step, (), {"x"}) for step in steps] == [True, None, True]
+
+
+class Noting(Desk):
+    """Writes a log, has something to note, and fails."""
+
+    def lookup(self, request: StepRequest) -> Artifact | None:
+        retry.notify("its entry is damaged")
+        return None
+
+    def execute(self, request: StepRequest) -> Result:
+        request.on_note("a node was lost")
+        request.log.parent.mkdir()
+        request.log.write_text("what its process wrote\n")
+        retry.notify("the store cannot be reached")
+        raise StepError("it fails of its own")
 
 
 def test_notes_and_what_the_store_tells_stand_at_the_top_of_the_log(tmp_path: Path) -> None:
-    said: list[str] = []
-    step = plan(resolve_recipe(make({"model": "digits"}))).steps[0]
-    log = tmp_path / "logs" / "load.log"
-    request = StepRequest(
-        step, {}, log, lambda: None, lambda text: None, on_note=said.append, earlier_notes=("its entry is damaged",)
-    )
-
-    def carry_out() -> None:
-        with request.with_notes() as noted:
-            noted.on_note("a node was lost")
-            log.parent.mkdir()
-            log.write_text("what its process wrote\n")
-            retry.notify("the store cannot be reached")
-            raise ValueError("it fails of its own")
-
-    with pytest.raises(ValueError, match="of its own"):
-        carry_out()
-    assert said == ["a node was lost", "the store cannot be reached"]
-    noted = ("its entry is damaged", "a node was lost", "the store cannot be reached")
+    events: list[Event] = []
+    log = tmp_path / "logs" / "new.log"
+    outcomes = Runner(Noting(), lambda step: log, listener=events.append).run([Step("new", Idle())])
+    assert outcomes["new"].reason == "it fails of its own"
+    noted = ["its entry is damaged", "a node was lost", "the store cannot be reached"]
+    assert [event.text for event in events if event.kind == "note"] == noted
     assert log.read_text() == "".join(f"--- {text}\n" for text in noted) + "what its process wrote\n"
 
 
-def test_where_nothing_happened_there_is_no_log(tmp_path: Path) -> None:
-    step = plan(resolve_recipe(make({"model": "digits"}))).steps[0]
-    with StepRequest(step, {}, tmp_path / "load.log", lambda: None, lambda text: None).with_notes():
-        pass
+def test_where_nothing_happened_there_is_no_log(desk: Desk, tmp_path: Path) -> None:
+    assert Runner(desk, lambda step: tmp_path / step.id).run([Step("new", Idle())])["new"].good
     assert list(tmp_path.iterdir()) == []
 
 

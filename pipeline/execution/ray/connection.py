@@ -34,9 +34,9 @@ _ADDRESS = re.compile(rf"{AUTO}|({_CLIENT})?([^\s/:]+|\[[^\s/]+\]):[0-9]{{1,5}}"
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_RUNTIME_ENV_IGNORE_GITIGNORE": "1", "RAY_TQDM_PATCH_PRINT": "0"}
 """Turns telemetry off; and what a .gitignore names travels all the same: weights are often in there."""
 _REACH_SECONDS = 5.0
-"""How long a machine may take to accept a connection."""
+"""Time in which a machine has to accept a connection."""
 _ANSWER_SECONDS = 15.0
-"""How long it may take to send the first bytes of its protocol."""
+"""Time in which it has to send the first bytes of its protocol."""
 
 
 def ray() -> ModuleType:
@@ -101,20 +101,16 @@ def _validate_reachable(address: str) -> None:
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_SECONDS) as connection:
             connection.settimeout(_ANSWER_SECONDS)
-            if not _speaks_http2(connection):
-                raise ConnectionError("what listens on this port is another service")
+            if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+                return
+            # a server of gRPC answers with HTTP/2 settings; this is an empty frame of them, RFC 9113, section 6.5
+            settings = b"\0\0\0\x04\0\0\0\0\0"
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings)
+            with connection.makefile("rb") as answer:
+                if answer.read(len(settings))[3:4] != b"\x04":
+                    raise ConnectionError("what listens on this port is another service")
     except (OSError, OverflowError) as error:
         raise _explain_refusal(address, error) from error
-
-
-def _speaks_http2(connection: socket.socket) -> bool:
-    """Return whether a server answers with HTTP/2 settings, as gRPC does; true without asking where Ray uses TLS."""
-    if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
-        return True
-    settings = b"\0\0\0\x04\0\0\0\0\0"  # an empty frame of them, RFC 9113, section 6.5
-    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings)
-    with connection.makefile("rb") as answer:
-        return answer.read(len(settings))[3:4] == b"\x04"
 
 
 def disconnect() -> None:
@@ -139,25 +135,22 @@ def _explain_refusal(address: str, error: Exception) -> MissingCapability:
         )
     remedy = "check the address and that it runs (`ray status`)"
     if not address.startswith(_CLIENT):
-        remedy += (
-            "; this machine has to be one of its nodes: from any other machine it is --ray-address ray://HEAD:10001"
-        )
+        remedy += "; this machine has to be one of its nodes: "
+        remedy += "from any other machine it is --ray-address ray://HEAD:10001"
     return MissingCapability(f"there is no Ray cluster at {address}: {brief}", remedy)
 
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
     """Set Ray's environment variables while the block runs."""
-    before = {name: os.environ.get(name) for name in _QUIET}
+    before = {name: os.environ[name] for name in _QUIET if name in os.environ}
     os.environ.update(_QUIET)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in _QUIET:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @contextlib.contextmanager
@@ -229,13 +222,14 @@ def find_named_files(task: Task, project: Path) -> tuple[str, ...]:
 
     Relative names are taken from the project folder. The model's own path is not listed if it was given from there.
     """
-    files = {text for text in _walk_strings(task.model_dump(exclude={"source"})) if _is_file(project, text)}
+    files = set()
+    for text in filter(None, _walk_strings(task.model_dump(exclude={"source"}))):
+        with contextlib.suppress(OSError, ValueError):  # too long for a name, or with a zero in it
+            files |= {text} if (project / text).is_file() else set()
     source = getattr(task, "source", None)
     if isinstance(source, Source) and Path(source.target).is_absolute():
-        absolute = (
-            Path(source.text.partition(":")[2] if source.form == "hf" else source.text).expanduser().is_absolute()
-        )
-        if absolute or not Path(source.target).is_relative_to(project):
+        path = source.text.removeprefix("hf:") if source.form == "hf" else source.text
+        if Path(path).expanduser().is_absolute() or not Path(source.target).is_relative_to(project):
             files.add(source.target)
     return tuple(sorted(files))
 
@@ -249,13 +243,6 @@ def _walk_strings(value: Any) -> Iterator[str]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         for item in value:
             yield from _walk_strings(item)
-
-
-def _is_file(project: Path, text: str) -> bool:
-    try:
-        return bool(text) and (project / text).is_file()
-    except (OSError, ValueError):  # too long for a name, or with a zero in it
-        return False
 
 
 def find_project() -> Path | None:

@@ -9,7 +9,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -38,13 +38,13 @@ from enginesmith.pipeline.system import worker
 
 _ATTEMPTS = 3
 _GRACE_SECONDS = 30.0
-"""How long a step waits for a node of its target to come back, when the last one was lost."""
+"""Time for which a step waits for a node of its target to come back, when the last one was lost."""
 _LOOKUP_NODES = 8
 """Nodes that are asked for a measurement, where more of one kind differ in what times depend on."""
 _POLL_SECONDS = 1.0
-"""How often waiting threads check whether they still have something to wait for."""
+"""Time after which waiting threads check whether they still have something to wait for."""
 _RETRIES = 2
-"""How often Ray repeats a step whose worker or node was lost."""
+"""Number of times that Ray repeats a step whose worker or node was lost."""
 _NODE_ID = re.compile(r"node ID: ([0-9a-f]{40,})")
 
 
@@ -86,23 +86,21 @@ class RayExecutor(Executor):
 
     def execute(self, request: StepRequest) -> Result:
         """Have a node do a step; repeat it where Ray lost it, or the disk there was full."""
-        with request.with_notes() as noted:
-            log = b""
-            try:
-                with self._dispatch.report_changes_to(request):
-                    answer = self._request_answer(request, noted.on_note)
-                log = answer.log
-            finally:
-                # notes of nodes are in the log that comes back, and are not written to the log here
-                with storage_errors(f"the logs in {request.log.parent}"):
-                    request.log.parent.mkdir(parents=True, exist_ok=True)
-                    request.log.write_bytes(log)
-            if answer.error is not None:
-                if isinstance(answer.error, (StepError, BuilderFailed, StoreError, MissingCapability)):
-                    answer.error.remedy += f"; it was on {answer.node}"
-                raise answer.error
-            assert answer.artifact is not None
-            return Result(self._fetch(answer.artifact), cached=answer.cached)
+        log = b""
+        try:
+            with self._dispatch.report_changes_to(request):
+                answer = self._request_answer(request)
+            log = answer.log
+        finally:
+            with storage_errors(f"the logs in {request.log.parent}"):
+                request.log.parent.mkdir(parents=True, exist_ok=True)
+                request.log.write_bytes(log)
+        if answer.error is not None:
+            if isinstance(answer.error, (StepError, BuilderFailed, StoreError, MissingCapability)):
+                answer.error.remedy += f"; it was on {answer.node}"
+            raise answer.error
+        assert answer.artifact is not None
+        return Result(self._fetch(answer.artifact), cached=answer.cached)
 
     def stop(self) -> None:
         """Have Ray kill what runs, and withdraw what waits."""
@@ -151,12 +149,13 @@ class RayExecutor(Executor):
             stored = self._store.fetch(artifact.key)
             return stored.model_copy(update={"history": (*artifact.history[:-1], stored.history[-1])})
 
-    def _request_answer(self, request: StepRequest, note: Callable[[str], None]) -> remote.Answer:
+    def _request_answer(self, request: StepRequest) -> remote.Answer:
+        """Send a request to nodes until one has an answer that counts."""
         deadline = None if request.timeout_seconds is None else time.monotonic() + request.timeout_seconds
         losses: list[str] = []
-        shared = False
+        shared, note = False, request.on_note
         while True:
-            self._wait_for_node(request, note)
+            self._wait_for_node(request)
             avoided = self._full if self._has_space(request.step) else ()
             with self._pool.reserve(request.step, avoided) as reservation:
                 if reservation is None:  # the last node was lost just now
@@ -193,7 +192,7 @@ class RayExecutor(Executor):
         """Return whether there is a node whose disk is not full."""
         return any(node.id not in self._full for node in self._pool.candidates(step.place))
 
-    def _wait_for_node(self, request: StepRequest, note: Callable[[str], None]) -> None:
+    def _wait_for_node(self, request: StepRequest) -> None:
         """Wait until a node is available, for a while if the last one was lost.
 
         Raises:
@@ -204,7 +203,9 @@ class RayExecutor(Executor):
             return
         waits = self._pool.was_available(place)
         if waits:
-            note(f"all nodes that it could run on are gone; waiting {_GRACE_SECONDS:.0f} s for one to come back")
+            request.on_note(
+                f"all nodes that it could run on are gone; waiting {_GRACE_SECONDS:.0f} s for one to come back"
+            )
             until = time.monotonic() + _GRACE_SECONDS
             while time.monotonic() < until:
                 if self._dispatch.stopped.wait(_POLL_SECONDS):

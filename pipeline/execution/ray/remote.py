@@ -11,7 +11,6 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -105,7 +104,7 @@ class Answer:
     cached: bool = False
     error: EnginesmithError | None = None
     full: bool = False
-    """Whether the error is a disk of the node that has no space left."""
+    """True if the error is a disk of the node that has no space left."""
     notes: tuple[str, ...] = ()
     """Events on the node that people should know, such as a store that could not be reached."""
     log: bytes = b""
@@ -130,24 +129,28 @@ def execute(request: Request) -> Answer:
     besides, instead = request.preloaded
     worker.also_preload(besides)
     worker.preload_only(instead)
-    executor = _executor(request.store, request.reuse)
+    executor, store = _executor(request.store, request.reuse), _store(request.store, request.reuse)
     notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="enginesmith-log-") as folder, retry.notifications_to(notes.append):
         log = Path(folder, Path(request.log).name)
         try:
             step = _localize(request)
-            inputs = {role: _fetch(executor.store, artifact) for role, artifact in request.inputs.items()}
+            inputs = {
+                role: store.fetch(artifact.key, artifact.sha256).model_copy(update={"history": artifact.history})
+                for role, artifact in request.inputs.items()
+            }
             here = StepRequest(step, inputs, log, _ignore, _ignore, request.timeout_seconds, notes.append)
             executor.cores = request.cores
             executor.gpus = tuple(map(str, ray().get_runtime_context().get_accelerator_ids().get("GPU", ())))
             result = executor.run(here)
-            artifact = executor.store.share(result.artifact) if result.cached else result.artifact
+            artifact = store.share(result.artifact) if result.cached else result.artifact
             answer = replace(answer, artifact=artifact, cached=result.cached)
         except EnginesmithError as error:
             error.remedy = error.remedy.replace(str(log), request.log)
             full = isinstance(error, StoreError) and any(words in error.message for words in _FULL)
             answer = replace(answer, error=error, full=full)
-        return replace(answer, notes=tuple(notes), log=_read_end(log))
+        end = log.read_bytes()[-_LOG_BYTES:] if log.is_file() else b""
+        return replace(answer, notes=tuple(notes), log=end)
 
 
 def _introduce(request: Request) -> tuple[Answer, bool]:
@@ -180,16 +183,12 @@ class _NodeExecutor(LocalExecutor):
     cores: int | None = None
     gpus: tuple[str, ...] = ()
 
-    def __init__(self, store: Store) -> None:
-        super().__init__(store, jobs=1, gpus=Gpus(0))
-        self.store = store
-
-    @contextmanager
+    @contextlib.contextmanager
     def _reserve_cores(self) -> Iterator[frozenset[int] | None]:
         with claim_cores(self.cores) as cores:
             yield cores
 
-    @contextmanager
+    @contextlib.contextmanager
     def _reserve_gpu(self, step: Step) -> Iterator[Callable[[], None] | None]:
         yield functools.partial(show_only, {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}) if self.gpus else None
 
@@ -199,14 +198,9 @@ def _store(address: str, reuse: bool) -> Store:
     return Store(address, reuse=reuse)
 
 
-def _fetch(store: Store, artifact: Artifact) -> Artifact:
-    """Fetch an input from this node's store, with the history that it has in the request."""
-    return store.fetch(artifact.key, artifact.sha256).model_copy(update={"history": artifact.history})
-
-
 @functools.cache
 def _executor(address: str, reuse: bool) -> _NodeExecutor:
-    return _NodeExecutor(_store(address, reuse))
+    return _NodeExecutor(_store(address, reuse), jobs=1, gpus=Gpus(0))
 
 
 def _restore_environment() -> None:
@@ -217,10 +211,8 @@ def _restore_environment() -> None:
     raylet = os.environ.get("RAY_RAYLET_PID", str(os.getppid()))
     given = dict(line.partition("=")[::2] for line in Path("/proc", raylet, "environ").read_text().split("\0"))
     for name in _CHANGED_BY_RAY:
-        if name in given:
-            os.environ[name] = given[name]
-        else:
-            os.environ.pop(name, None)
+        os.environ.pop(name, None)
+        os.environ.update({name: given[name]} if name in given else {})
 
 
 def _localize(request: Request) -> Step:
@@ -246,11 +238,3 @@ def _localize(request: Request) -> Step:
 
 def _ignore(*_: object) -> None:
     """Drop progress: the log and the notes come back with the result."""
-
-
-def _read_end(log: Path) -> bytes:
-    if not log.is_file():
-        return b""
-    with log.open("rb") as stream:
-        stream.seek(max(0, log.stat().st_size - _LOG_BYTES))
-        return stream.read()
