@@ -12,8 +12,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.errors import (
@@ -48,6 +47,13 @@ _RETRIES = 2
 _NODE_ID = re.compile(r"node ID: ([0-9a-f]{40,})")
 
 
+class NodeLost(Exception):
+    """Every node that a step was reserved on is gone, through no fault of the step; the message names the node."""
+
+    node_id: str = ""
+    """Node that is gone; empty where the pool knows it already."""
+
+
 class RayExecutor(Executor):
     """Runs steps as Ray tasks; ``jobs`` is how many general ones a node of the usual size does at a time."""
 
@@ -69,11 +75,21 @@ class RayExecutor(Executor):
             modules = stack.enter_context(connection.stage_folders(folder, skip=store.root))
             connection.connect(address or connection.AUTO, modules)
             stack.callback(connection.disconnect)
-            token = stack.enter_context(_token_in_store(store.address))
-            self._pool.update(live_nodes(ray().nodes()))
+            self._token, self._project = stack.enter_context(_token_in_store(store.address)), folder
+            self._ray = ray()
+            self._pool.update(live_nodes(self._ray.nodes()))
             if not self._pool.nodes:
                 raise MissingCapability("the Ray cluster has no node with a CPU that can be used", "see `ray status`")
-            self._dispatch = stack.enter_context(_Dispatch(store, folder, self._pool, token))
+            self._execute_remotely = self._ray.remote(max_retries=_RETRIES, max_calls=0)(remote.execute)
+            self._look_up_remotely = self._ray.remote(max_retries=0, num_cpus=0)(remote.lookup)
+            self._requests: list[StepRequest] = []
+            """Requests that run on a node, or wait for one."""
+            self._stopped = threading.Event()
+            """Set when nobody waits any more: threads in :meth:`execute` withdraw their steps."""
+            watcher = threading.Thread(target=self._watch, name="ray-nodes", daemon=True)
+            watcher.start()
+            stack.callback(watcher.join)
+            stack.callback(self._stopped.set)
             self._stack = stack.pop_all()
 
     def why_unavailable(self, place: Place) -> str:
@@ -87,11 +103,12 @@ class RayExecutor(Executor):
     def execute(self, request: StepRequest) -> Result:
         """Have a node do a step; repeat it where Ray lost it, or the disk there was full."""
         log = b""
+        self._requests.append(request)
         try:
-            with self._dispatch.report_changes_to(request):
-                answer = self._request_answer(request)
+            answer = self._request_answer(request)
             log = answer.log
         finally:
+            self._requests.remove(request)
             with storage_errors(f"the logs in {request.log.parent}"):
                 request.log.parent.mkdir(parents=True, exist_ok=True)
                 request.log.write_bytes(log)
@@ -105,7 +122,7 @@ class RayExecutor(Executor):
     def stop(self) -> None:
         """Have Ray kill what runs, and withdraw what waits."""
         self._store.stop()
-        self._dispatch.stopped.set()
+        self._stopped.set()
 
     def close(self) -> None:
         """Leave the cluster, which keeps running."""
@@ -129,7 +146,7 @@ class RayExecutor(Executor):
                 if artifact and not self._pool.accept(node.id, self._pool.fingerprints[node.id], "", step.place):
                     return artifact
             else:
-                answer = self._dispatch.lookup(request, node)
+                answer = self._look_up_on(node, request)
                 if answer is None:
                     continue
                 if answer.artifact is not None:
@@ -161,7 +178,7 @@ class RayExecutor(Executor):
                 if reservation is None:  # the last node was lost just now
                     continue
                 try:
-                    answer = self._dispatch.execute(request, reservation, deadline)
+                    answer = self._execute_on(reservation, request, deadline)
                 except NodeLost as loss:
                     losses.append(str(loss))
                     self._pool.drop(loss.node_id)
@@ -208,7 +225,7 @@ class RayExecutor(Executor):
             )
             until = time.monotonic() + _GRACE_SECONDS
             while time.monotonic() < until:
-                if self._dispatch.stopped.wait(_POLL_SECONDS):
+                if self._stopped.wait(_POLL_SECONDS):
                     raise StepError("it was ended")
                 if self._pool.candidates(place):
                     return
@@ -224,55 +241,12 @@ class RayExecutor(Executor):
             )
         raise MissingCapability(why, remedy)
 
-
-class NodeLost(Exception):
-    """Every node that a step was reserved on is gone, through no fault of the step; the message names the node."""
-
-    def __init__(self, message: str, node_id: str = "") -> None:
-        super().__init__(message)
-        self.node_id = node_id
-        """Node that is gone; empty where the pool knows it already."""
-
-
-class _Dispatch:
-    """Sends steps to nodes and waits for answers; a context that watches who joins and leaves the cluster."""
-
-    def __init__(self, store: Store, project: Path, pool: NodePool, token: tuple[str, str]) -> None:
-        self._store, self._project, self._pool, self._token = store, project, pool, token
-        self._ray = ray()
-        self._execute = self._ray.remote(max_retries=_RETRIES, max_calls=0)(remote.execute)
-        self._look_up = self._ray.remote(max_retries=0, num_cpus=0)(remote.lookup)
-        self._requests: list[StepRequest] = []
-        """Requests that run on a node, or wait for one."""
-        self.stopped = threading.Event()
-        """Set when nobody waits any more: threads in :meth:`execute` withdraw their steps."""
-        self._watcher = threading.Thread(target=self._watch, name="ray-nodes", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._watcher.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stopped.set()
-        self._watcher.join()
-
-    @contextlib.contextmanager
-    def report_changes_to(self, request: StepRequest) -> Iterator[None]:
-        """Report changes of the cluster to a request while the block runs."""
-        self._requests.append(request)
-        try:
-            yield
-        finally:
-            self._requests.remove(request)
-
-    def lookup(self, request: StepRequest, node: Node) -> remote.Answer | None:
+    def _look_up_on(self, node: Node, request: StepRequest) -> remote.Answer | None:
         """Ask a node to look up a step with its key; None if it gives no answer, or one that cannot be used."""
         options = Reservation(frozenset([node.id]), {"CPU": 0}).options
-        reference = self._look_up.options(**options).remote(self._request(request, None))
+        reference = self._look_up_remotely.options(**options).remote(self._make_request(request, None))
         with contextlib.suppress(self._ray.exceptions.RayError):  # the error shows again when the step is done
-            while not self.stopped.is_set() and node.id in self._pool.nodes:
+            while not self._stopped.is_set() and node.id in self._pool.nodes:
                 if self._ray.wait([reference], timeout=_POLL_SECONDS)[0]:
                     answer: remote.Answer = self._ray.get(reference)
                     place = request.step.place if answer.artifact is not None else None
@@ -282,7 +256,7 @@ class _Dispatch:
                     return None if why else answer
         return None
 
-    def execute(self, request: StepRequest, reservation: Reservation, deadline: float | None) -> remote.Answer:
+    def _execute_on(self, reservation: Reservation, request: StepRequest, deadline: float | None) -> remote.Answer:
         """Have a node do a step.
 
         Raises:
@@ -290,15 +264,15 @@ class _Dispatch:
             StepError: it ran out of time, was ended, or was lost as often as Ray tries.
         """
         left = None if deadline is None else max(0.1, deadline - time.monotonic())
-        sent = self._request(request, left, reservation.cores)
-        reference = self._execute.options(**reservation.options).remote(sent)
+        sent = self._make_request(request, left, reservation.cores)
+        reference = self._execute_remotely.options(**reservation.options).remote(sent)
         request.on_start()
         answer = self._wait(reference, reservation, deadline)
         for note in answer.notes:
             request.on_note(note)
         return answer
 
-    def _request(self, request: StepRequest, seconds: float | None, cores: int | None = None) -> remote.Request:
+    def _make_request(self, request: StepRequest, seconds: float | None, cores: int | None = None) -> remote.Request:
         token, token_file = self._token
         return remote.Request(
             request.step,
@@ -318,7 +292,7 @@ class _Dispatch:
 
     def _wait(self, reference: Any, reservation: Reservation, deadline: float | None) -> remote.Answer:
         while True:
-            if self.stopped.is_set():
+            if self._stopped.is_set():
                 self._cancel(reference)
                 raise StepError("it was ended")
             try:
@@ -344,7 +318,7 @@ class _Dispatch:
 
     def _watch(self) -> None:
         """Keep the pool in step with the cluster, and report who left and joined to the first request."""
-        while not self.stopped.wait(_POLL_SECONDS):
+        while not self._stopped.wait(_POLL_SECONDS):
             with contextlib.suppress(self._ray.exceptions.RayError, ConnectionError):  # steps that wait will report it
                 for line in self._pool.update(live_nodes(self._ray.nodes())):
                     for request in self._requests[:1]:
@@ -358,7 +332,9 @@ def _explain_loss(error: Exception, reservation: Reservation, nodes: Mapping[str
     if isinstance(error, gone):
         match, reserved = _NODE_ID.search(str(error)), reservation.nodes
         node_id = match[1] if match else next(iter(reserved)) if len(reserved) == 1 else ""
-        return NodeLost(f"{nodes[node_id].name if node_id in nodes else 'its node'} was lost", node_id)
+        loss = NodeLost(f"{nodes[node_id].name if node_id in nodes else 'its node'} was lost")
+        loss.node_id = node_id
+        return loss
     text = " ".join(str(error).split())
     return StepCrashed(
         f"Ray could not do it ({type(error).__name__}: {text[:200]})",

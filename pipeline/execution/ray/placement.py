@@ -164,15 +164,10 @@ def explain_lack(place: Place, nodes: Collection[Node]) -> str:
     wanted = ", ".join(filter(None, [gpu, *(_in_words(*resource) for resource in place.resources)])) or "a CPU"
     kinds = Counter(node.description for node in nodes)
     have = "; ".join(f"{count} × [{offers}]" for offers, count in sorted(kinds.items())) or "it has no node"
-    suggestion = _suggest_resource(required_resources(place), nodes)
+    known, names = {name for node in nodes for name in node.named}, required_resources(place)
+    near = [match for name in names for match in difflib.get_close_matches(name, known - {name}, n=1)]
+    suggestion = f" (did you mean {_in_words(near[0], 1)}?)" if near else ""
     return f"no node of the Ray cluster has {wanted}{suggestion}; there are: {have}"
-
-
-def _suggest_resource(wanted: Collection[str], nodes: Collection[Node]) -> str:
-    """Suggest a resource with a similar name."""
-    known = {name for node in nodes for name in node.named}
-    near = [match for name in wanted for match in difflib.get_close_matches(name, known - {name}, n=1)]
-    return f" (did you mean {_in_words(near[0], 1)}?)" if near else ""
 
 
 def _in_words(resource: str, amount: float) -> str:
@@ -235,7 +230,7 @@ class NodePool:
     """The kind of machine that stands for a place in this run: that of the first answer."""
     _taken: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By node, the part of it that is taken by steps that are alone there, or wait for that."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def update(self, alive: Mapping[str, Node]) -> list[str]:
         """Take over which nodes are alive; returns a line for each that joined or left."""
@@ -256,7 +251,12 @@ class NodePool:
     def requirement(self, place: Place | None = None) -> NodeRequirement:
         """Say what a node must have for steps of a place, as far as the answers so far have decided it."""
         with self._lock:
-            return self._requirement(place)
+            on_nodes: dict[str, tuple[str, str]] = {}
+            for node_id, fingerprint in self.fingerprints.items():
+                name = self.nodes[node_id].name if node_id in self.nodes else node_id[:8]
+                for package in fingerprint.packages.keys() - self.driver.packages.keys():
+                    on_nodes.setdefault(package, (fingerprint.packages[package], name))
+            return NodeRequirement(self.driver, on_nodes, "" if place is None else self._chosen.get(place, ""))
 
     def accept(self, node_id: str, fingerprint: NodeFingerprint, refusal: str, place: Place | None) -> str:
         """Learn from a node's answer, and explain why the answer cannot be used; empty if it can.
@@ -265,7 +265,7 @@ class NodePool:
         """
         with self._lock:
             name = self.nodes[node_id].name if node_id in self.nodes else node_id[:8]
-            refusal = refusal or "; ".join(self._requirement(None).mismatches(fingerprint))
+            refusal = refusal or "; ".join(self.requirement().mismatches(fingerprint))
             if refusal:
                 self.refused[node_id] = f"{name}: {refusal}"
                 self.nodes = {other: node for other, node in self.nodes.items() if other != node_id}
@@ -278,12 +278,15 @@ class NodePool:
     def candidates(self, place: Place | None) -> list[Node]:
         """List the nodes for steps of a place: of one kind of machine, as far as known; without a place, all nodes."""
         with self._lock:
-            return self._candidates(place)
+            nodes = [node for node in self.nodes.values() if node.fits(place)]
+            # nodes that have not answered yet compare their kind themselves
+            kinds = {node_id: fingerprint.kind for node_id, fingerprint in self.fingerprints.items()}
+            chosen = "" if place is None else self._chosen.get(place, "")
+            return [node for node in nodes if not chosen or kinds.get(node.id, chosen) == chosen]
 
     def machine_of(self, node_id: str) -> str:
         """Return the digest of what measurements on a node depend on; empty if it has not answered yet."""
-        known = self.fingerprints.get(node_id)
-        return "" if known is None else known.machine
+        return self.fingerprints[node_id].machine if node_id in self.fingerprints else ""
 
     def was_available(self, place: Place | None) -> bool:
         """Return whether a node has done steps of that place."""
@@ -300,7 +303,7 @@ class NodePool:
     def reserve(self, step: Step, avoided: Collection[str] = ()) -> Iterator[Reservation | None]:
         """Choose nodes for a step; None if none is left. A node that it is to be alone on is kept for it."""
         with self._lock:
-            candidates = [node for node in self._candidates(step.place) if node.id not in avoided]
+            candidates = [node for node in self.candidates(step.place) if node.id not in avoided]
             reservation = self._choose(step, candidates) if candidates else None
             self._take(reservation)
         try:
@@ -322,22 +325,6 @@ class NodePool:
         share = self._share(candidates)
         general = sum(1 for other in running if not is_alone(other))
         return bool(available) and general < sum(int(node.cpus / share) + 2 for node in available)
-
-    def _candidates(self, place: Place | None) -> list[Node]:
-        chosen = "" if place is None else self._chosen.get(place, "")
-        nodes = [node for node in self.nodes.values() if node.fits(place)]
-        if not chosen:
-            return nodes
-        # nodes that have not answered yet compare their kind themselves
-        return [node for node in nodes if node.id not in self.fingerprints or self.fingerprints[node.id].kind == chosen]
-
-    def _requirement(self, place: Place | None) -> NodeRequirement:
-        on_nodes: dict[str, tuple[str, str]] = {}
-        for node_id, fingerprint in self.fingerprints.items():
-            name = self.nodes[node_id].name if node_id in self.nodes else node_id[:8]
-            for package in fingerprint.packages.keys() - self.driver.packages.keys():
-                on_nodes.setdefault(package, (fingerprint.packages[package], name))
-        return NodeRequirement(self.driver, on_nodes, "" if place is None else self._chosen.get(place, ""))
 
     def _choose(self, step: Step, candidates: list[Node]) -> Reservation:
         named = {name: amount for name, amount in required_resources(step.place or Place()).items() if name != "GPU"}
