@@ -1,4 +1,4 @@
-"""The command line: commands, and how their errors end. Nothing heavy is imported up here."""
+"""Run the command line: list the commands, and end with a message and an exit code. Nothing heavy is imported here."""
 
 import json
 import signal
@@ -29,15 +29,19 @@ from enginesmith.pipeline.commands import (
     simplify,
     verify,
 )
+from enginesmith.pipeline.errors import EnginesmithError
 
 _INTERRUPTED = 130
-
-
 _SECTIONS = {
-    "Optimise a model": ("optimize", "resume", "init"),
-    "Read and judge a run": ("report", "compare", "gate", "package"),
-    "Single stages": ("export", "simplify", "precision", "prune", "sparsify", "build", "verify", "benchmark", "fit"),
-    "Look around": ("inspect", "doctor", "models", "engines", "cache"),
+    "Optimise a model": (optimize.optimize, resume.resume, init.init),
+    "Read and judge a run": (report.report, compare.compare, gate.gate, package.package),
+    "Single stages": (
+        *(export.export, simplify.simplify, precision.precision, prune_and_sparsify.prune),
+        *(prune_and_sparsify.sparsify, build.build, verify.verify, benchmark.benchmark, fit.fit),
+    ),
+    "Look around": (
+        *(inspect.inspect_file, doctor.doctor, models_and_engines.models, models_and_engines.engines, cache.cache),
+    ),
 }
 """Heading of ``--help`` → the commands below it."""
 
@@ -47,10 +51,10 @@ class _Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands, a section for each kind."""
-        for heading, names in _SECTIONS.items():
+        width = formatter.width - 6 - max(map(len, self.commands))
+        for heading, commands in _SECTIONS.items():
             with formatter.section(heading):
-                width = formatter.width - 6 - max(map(len, self.commands))
-                formatter.write_dl([(name, self.commands[name].get_short_help_str(width)) for name in names])
+                formatter.write_dl([(one.name or "", one.get_short_help_str(width)) for one in commands])
 
     def main(self, args: Sequence[str] | None = None, **kwargs: Any) -> NoReturn:  # type: ignore[override]
         given = sys.argv[1:] if args is None else args
@@ -59,24 +63,20 @@ class _Commands(click.Group):
             sys.exit(result if isinstance(result, int) else 0)
         except click.ClickException as error:
             error.show()
-            if "--json" in given:
-                known = {"error": error.format_message(), "remedy": "", "exit_code": error.exit_code}
-                click.echo(json.dumps({**known, "class": "UsageError", "failure": ""}, indent=1))
-            sys.exit(error.exit_code)
+            failure = {"error": error.format_message(), "remedy": "", "exit_code": error.exit_code}
+            code, failure = error.exit_code, failure | {"class": "UsageError", "failure": ""}
         except (click.Abort, KeyboardInterrupt) as interrupt:
             click.echo(f"interrupted{interrupt.__cause__ or interrupt}", err=True)
             sys.exit(_INTERRUPTED)
-        except Exception as error:
-            from enginesmith.pipeline.errors import EnginesmithError
-
-            if "--debug" in given or not isinstance(error, EnginesmithError):
+        except EnginesmithError as error:
+            if "--debug" in given:
                 raise
             click.echo(f"error: {error}", err=True)
-            if "--json" in given:
-                known = {"error": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
-                kind = {"class": type(error).__name__, "failure": error.failure}
-                click.echo(json.dumps({**known, **kind}, indent=1))
-            sys.exit(error.exit_code)
+            failure = {"error": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
+            code, failure = error.exit_code, failure | {"class": type(error).__name__, "failure": error.failure}
+        if "--json" in given:
+            click.echo(json.dumps(failure, indent=1))
+        sys.exit(code)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -97,29 +97,7 @@ def _as_interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-for command in (
-    optimize.optimize,
-    resume.resume,
-    export.export,
-    simplify.simplify,
-    precision.precision,
-    prune_and_sparsify.prune,
-    prune_and_sparsify.sparsify,
-    verify.verify,
-    benchmark.benchmark,
-    compare.compare,
-    gate.gate,
-    package.package,
-    report.report,
-    build.build,
-    fit.fit,
-    inspect.inspect_file,
-    init.init,
-    doctor.doctor,
-    models_and_engines.models,
-    models_and_engines.engines,
-    cache.cache,
-):
+for command in (command for commands in _SECTIONS.values() for command in commands):
     main.add_command(command)
 
 

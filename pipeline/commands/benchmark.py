@@ -7,6 +7,7 @@ import click
 
 from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
 from enginesmith.pipeline.commands.options import (
+    PATH,
     Command,
     EngineName,
     how_to_measure,
@@ -21,7 +22,7 @@ from enginesmith.pipeline.commands.options import (
 @what_to_load
 @where_to_run
 @how_to_measure
-@click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe; options change it.")
+@click.option("--recipe", "recipe_file", type=PATH, help="Recipe; options change it.")
 @click.option(
     "--engine",
     "engines",

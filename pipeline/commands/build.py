@@ -6,13 +6,21 @@ from typing import Any
 import click
 
 from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
-from enginesmith.pipeline.commands.options import Command, how_to_build, how_to_work, what_to_load, where_to_run
+from enginesmith.pipeline.commands.options import (
+    PATH,
+    Command,
+    file_argument,
+    how_to_build,
+    how_to_work,
+    what_to_load,
+    where_to_run,
+)
 from enginesmith.pipeline.engines import DEFAULT_BUILD
 
 
 @click.command(cls=Command)
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Engine file to write.")
+@file_argument
+@click.option("-o", "--output", type=PATH, help="Engine file to write.")
 @click.option("--refit-engine", metavar="ENGINE", help="Put FILE's weights into this engine instead of building one.")
 @click.option("--check", is_flag=True, help="Only report for which targets it builds; nothing is written.")
 @click.option("--engine", "engines", multiple=True, default=(DEFAULT_BUILD,), show_default=True, help="Which engine.")

@@ -5,13 +5,13 @@ from pathlib import Path
 import click
 
 from enginesmith.pipeline.commands.context import shown
-from enginesmith.pipeline.commands.options import as_json_option
+from enginesmith.pipeline.commands.options import PATH, as_json_option
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("runs", nargs=-1, required=True, type=PATH)
 @click.option("--any-device", is_flag=True, help="Also runs that were measured on different devices.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Also write it as Markdown into this file.")
+@click.option("-o", "--output", type=PATH, help="Also write it as Markdown into this file.")
 @as_json_option
 def compare(runs: tuple[Path, ...], any_device: bool, output: Path | None, as_json: bool) -> None:
     """Compare runs, variant by variant, or two fleets.

@@ -1,5 +1,6 @@
 """Check a run against budgets and a baseline run."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from enginesmith.pipeline.commands.context import announce, budgets_of, shown
-from enginesmith.pipeline.commands.options import as_json_option, with_budgets
+from enginesmith.pipeline.commands.options import PATH, as_json_option, run_argument, with_budgets
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.recipe import Recipe
@@ -16,12 +17,10 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@run_argument
 @with_budgets
 @click.option("--variant", metavar="ID", help="Which variant is judged; default: the winner.")
-@click.option(
-    "--baseline", type=click.Path(path_type=Path), metavar="RUN", help="The run that this one is compared with."
-)
+@click.option("--baseline", type=PATH, metavar="RUN", help="The run that this one is compared with.")
 @click.option("--tolerance", default="5%", show_default=True, help="By how much a number may be worse than there.")
 @click.option("--update-baseline", is_flag=True, help="If the budgets hold, make RUN the baseline.")
 @click.option("--measure-time", metavar="TIME", help="Longest time for measuring both engines again; default 20s.")
@@ -51,57 +50,30 @@ def gate(
     Example: enginesmith gate runs/net --max-latency 5ms --baseline runs/main --tolerance 5%
     """
     from enginesmith.pipeline.results import fleet as records
+    from enginesmith.pipeline.results import gate as gates
+    from enginesmith.pipeline.results import run as runs
+    from enginesmith.pipeline.results.gate_report import FleetGate, Gate
+    from enginesmith.pipeline.workflows import fleet as fleets
 
     if update_baseline and baseline is None:
         raise click.UsageError("--update-baseline needs --baseline DIR, the folder to put it in")
-    if records.is_fleet(run):
-        if variant is not None:
-            raise click.UsageError(f"--variant is of one run: give one of those in {run}/{records.RUNS}")
-        return _gate_fleet(run, baseline, update_baseline, options, quiet, as_json)
-    return _gate_run(run, variant, baseline, update_baseline, options, quiet, as_json)
-
-
-def _gate_run(
-    run: Path,
-    variant: str | None,
-    baseline: Path | None,
-    update_baseline: bool,
-    options: dict[str, Any],
-    quiet: bool,
-    as_json: bool,
-) -> int:
-    from enginesmith.pipeline.results import gate as gates
-    from enginesmith.pipeline.results import run as runs
-
-    demands = _demands(runs.read(run).recipe, options, quiet)
+    is_fleet = records.is_fleet(run)
+    if is_fleet and variant is not None:
+        raise click.UsageError(f"--variant is of one run: give one of those in {run}/{records.RUNS}")
+    judge: Callable[..., Gate | FleetGate]
+    if is_fleet:
+        judge = partial(fleets.gate, run, partial(_demands, options=options, quiet=quiet))
+    else:
+        judge = partial(gates.gate, run, _demands(runs.read(run).recipe, options, quiet), variant)
     if update_baseline and baseline is not None:
-        gates.check_replaceable(run, baseline)
-        found = gates.gate(run, demands, variant)
-        if found.passed and (source := gates.stored_in(run, found.variant)):
-            gates.keep(source, baseline)
+        gates.check_replaceable(run, baseline, records.read if is_fleet else runs.read)
+        found = judge()
+        source = gates.stored_in(run, found.variant) if isinstance(found, Gate) and found.passed else None
+        if found.passed and (is_fleet or source):
+            fleets.keep(run, baseline) if source is None else gates.keep(source, baseline)
             found = found.model_copy(update={"baseline": str(baseline), "updated": True})
     else:
-        found = gates.gate(run, demands, variant, baseline)
-    _show(found, as_json)
-    return found.exit_code
-
-
-def _gate_fleet(
-    fleet: Path, baseline: Path | None, update_baseline: bool, options: dict[str, Any], quiet: bool, as_json: bool
-) -> int:
-    from enginesmith.pipeline.results import fleet as records
-    from enginesmith.pipeline.results import gate as gates
-    from enginesmith.pipeline.workflows import fleet as fleet_gate
-
-    demands_of = partial(_demands, options=options, quiet=quiet)
-    if update_baseline and baseline is not None:
-        gates.check_replaceable(fleet, baseline, records.read)
-        found = fleet_gate.gate(fleet, demands_of)
-        if found.passed:
-            fleet_gate.keep(fleet, baseline)
-            found = found.model_copy(update={"baseline": str(baseline), "updated": True})
-    else:
-        found = fleet_gate.gate(fleet, demands_of, baseline)
+        found = judge(baseline=baseline)
     _show(found, as_json)
     return found.exit_code
 
@@ -122,16 +94,8 @@ def _demands(recipe: "Recipe", options: dict[str, Any], quiet: bool) -> "Demands
         any_machine=options["any_machine"],
         measure=not options["no_measure"],
         seconds=seconds,
-        progress=_unheard if quiet else _say,
+        progress=lambda text: None if quiet else click.echo(text, err=True),
     )
-
-
-def _say(text: str) -> None:
-    click.echo(text, err=True)
-
-
-def _unheard(text: str) -> None:
-    pass
 
 
 def _show(found: "Gate | FleetGate", as_json: bool) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 import click
 
 from enginesmith.pipeline.commands.context import shown
-from enginesmith.pipeline.commands.options import as_json_option
+from enginesmith.pipeline.commands.options import as_json_option, file_argument
 
 
 @click.command("inspect")
-@click.argument("file", type=click.Path(path_type=Path))
+@file_argument
 @as_json_option
 def inspect_file(file: Path, as_json: bool) -> None:
     """Show what is inside a model, an engine, a data set or a run.

@@ -16,6 +16,7 @@ from enginesmith.pipeline.commands.context import (
 )
 from enginesmith.pipeline.commands.options import (
     INPUTS,
+    PATH,
     WORK,
     Command,
     how_to_work,
@@ -30,16 +31,16 @@ _FLEET_SUFFIXES = (".yaml", ".yml")
 
 @click.command(cls=Command)
 @model_argument
-@under(INPUTS, option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe; options change it."))
+@under(INPUTS, option("--recipe", "recipe_file", type=PATH, help="Recipe; options change it."))
 @recipe_options()
-@under(WORK, option("--out", type=click.Path(path_type=Path), help="Run directory; default runs/MODEL-TIME."))
+@under(WORK, option("--out", type=PATH, help="Run directory; default runs/MODEL-TIME."))
 @how_to_work
 @under(
     WORK,
     option("--only", multiple=True, metavar="PATTERN", help="Fleets: these entries; digits, *@h100; repeatable."),
     option(
         "--changed-since",
-        type=click.Path(path_type=Path),
+        type=PATH,
         metavar="FLEET",
         help="Fleets: take from that earlier one what has not changed.",
     ),

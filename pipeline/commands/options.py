@@ -15,16 +15,13 @@ from enginesmith.pipeline.engines import BUILD_FIELDS, RUN_FIELDS
 
 Decorated = Callable[..., Any]
 
-INPUTS = "Model and inputs"
-VARIANTS = "Variants"
-DATA = "Data and accuracy"
-BUDGETS = "Budgets"
-BUILDING = "Building engines"
-MEASURING = "Measuring"
-WORK = "Where and how it runs"
-_HEADINGS = (INPUTS, VARIANTS, DATA, BUDGETS, BUILDING, MEASURING, WORK)
-_OTHERS = "Options"
-_HELP = "Help"
+INPUTS, WORK = "Model and inputs", "Where and how it runs"
+_OTHERS, _HELP = "Options", "Help"
+_HEADINGS = (INPUTS, "Variants", "Data and accuracy", "Budgets", "Building engines", "Measuring", WORK)
+PATH = click.Path(path_type=Path)
+
+
+_ALL = "enginesmith.all_options"
 
 
 class Option(click.Option):
@@ -89,9 +86,6 @@ class EngineName(click.ParamType[str]):
         return value
 
 
-_ALL = "enginesmith.all_options"
-
-
 def _show_all(ctx: click.Context, _: click.Parameter, given: bool) -> None:
     if given:
         ctx.meta[_ALL] = True
@@ -128,27 +122,26 @@ _TYPES: Mapping[str, Any] = {"integer": int, "number": float, "list": str, "mapp
 RECIPE_OPTIONS: tuple[Mapping[str, Any], ...] = tuple(
     json.loads(Path(__file__).with_name("options.json").read_text(encoding="utf-8"))
 )
-"""What ``recipe/cli_options.py`` says of each option that fills a field, without importing the recipe."""
+"""The description by ``recipe/cli_options.py`` of each option that fills a field, without importing the recipe."""
 
 
 def recipe_options(*fields: str) -> Callable[[Decorated], Decorated]:
     """Declare the options of these fields of the recipe, and of the fields in them; of all fields if none is named."""
-    rows = [
-        row for row in RECIPE_OPTIONS if not fields or f"{row['field']}.".startswith(tuple(f"{one}." for one in fields))
-    ]
-    return together(*(under(row["heading"], _recipe_option(row), advanced=not row["everyday"]) for row in rows))
-
-
-def _recipe_option(row: Mapping[str, Any]) -> Callable[[Decorated], Decorated]:
-    settings: dict[str, Any] = {"help": row["help"], "metavar": row["metavar"]}
-    if row["kind"] == "flag":
-        settings |= {"default": None} | (
-            {} if "/" in row["flags"] else {"flag_value": not row["flags"].startswith("--no-")}
-        )
-    else:
-        settings["type"] = click.Choice(row["choices"]) if row["choices"] else _TYPES[row["kind"]]
-        settings["multiple"] = row["kind"] in ("list", "mapping")
-    return option(row["flags"], parameter_name(row["field"]), **settings)
+    parts = tuple(f"{field}." for field in fields)
+    declared = []
+    for row in RECIPE_OPTIONS:
+        if parts and not f"{row['field']}.".startswith(parts):
+            continue
+        settings: dict[str, Any] = {"help": row["help"], "metavar": row["metavar"]}
+        if row["kind"] == "flag":
+            settings["default"] = None
+            settings |= {} if "/" in row["flags"] else {"flag_value": not row["flags"].startswith("--no-")}
+        else:
+            settings["type"] = click.Choice(row["choices"]) if row["choices"] else _TYPES[row["kind"]]
+            settings["multiple"] = row["kind"] in ("list", "mapping")
+        made = option(row["flags"], parameter_name(row["field"]), **settings)
+        declared.append(under(row["heading"], made, advanced=not row["everyday"]))
+    return together(*declared)
 
 
 def parameter_name(field: str) -> str:
@@ -157,16 +150,11 @@ def parameter_name(field: str) -> str:
 
 
 as_json_option = option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
-
-
-model_argument = click.argument("model")
-
-
+model_argument, run_argument, file_argument = (
+    *(click.argument("model"), click.argument("run", type=PATH), click.argument("file", type=PATH)),
+)
 store_option = option("--store", metavar="FOLDER|URL", help="Store, which may be shared; default $ENGINESMITH_STORE.")
-
-
-output_option = option("-o", "--output", type=click.Path(path_type=Path), required=True, help="File to write.")
-
+output_option = option("-o", "--output", type=PATH, required=True, help="File to write.")
 
 what_to_load = recipe_options("inputs", "shapes", "batch", "eval_data", "data_options", "seed", "allow_pickle")
 how_to_export = recipe_options("export")
@@ -179,8 +167,6 @@ how_to_build = recipe_options(*BUILD_FIELDS)
 how_to_run_engines = recipe_options(*RUN_FIELDS)
 where_to_run = recipe_options("device", "threads")
 how_to_measure = recipe_options("measure")
-
-
 how_to_work = together(
     under(
         WORK,

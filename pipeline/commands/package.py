@@ -5,13 +5,13 @@ from pathlib import Path
 import click
 
 from enginesmith.pipeline.commands.context import shown
-from enginesmith.pipeline.commands.options import as_json_option
+from enginesmith.pipeline.commands.options import PATH, as_json_option, run_argument
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@run_argument
 @click.option("-f", "--format", "form", type=click.Choice(["bundle", "triton"]), required=True, help="What to write.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write; a new one.")
+@click.option("-o", "--output", type=PATH, required=True, help="Folder to write; a new one.")
 @click.option("--variant", metavar="ID", help="Which variant; the run's winner without it.")
 @as_json_option
 def package(run: Path, form: str, output: Path, variant: str | None, as_json: bool) -> None:

@@ -7,6 +7,7 @@ import click
 
 from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
 from enginesmith.pipeline.commands.options import (
+    PATH,
     Command,
     how_to_export,
     how_to_prune,
@@ -20,7 +21,7 @@ from enginesmith.pipeline.commands.options import (
 
 @click.command(cls=Command)
 @model_argument
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to write; it is a MODEL.")
+@click.option("-o", "--output", type=PATH, required=True, help="Folder to write; it is a MODEL.")
 @click.option(
     "--prune",
     required=True,

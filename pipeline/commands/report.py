@@ -5,12 +5,12 @@ from pathlib import Path
 import click
 
 from enginesmith.pipeline.commands.context import shown
-from enginesmith.pipeline.commands.options import as_json_option
+from enginesmith.pipeline.commands.options import PATH, as_json_option, run_argument
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write to; otherwise RUN itself.")
+@run_argument
+@click.option("-o", "--output", type=PATH, help="Folder to write to; otherwise RUN itself.")
 @click.option(
     "-f",
     "--format",

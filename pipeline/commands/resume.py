@@ -6,11 +6,11 @@ from typing import Any
 import click
 
 from enginesmith.pipeline.commands.context import announce_run, resumable, settings_of, show_fleet, shown
-from enginesmith.pipeline.commands.options import Command, how_to_work
+from enginesmith.pipeline.commands.options import Command, how_to_work, run_argument
 
 
 @click.command(cls=Command)
-@click.argument("run", type=click.Path(path_type=Path))
+@run_argument
 @how_to_work
 def resume(run: Path, as_json: bool, quiet: bool, **options: Any) -> int:
     """Finish an interrupted run or fleet, from its folder RUN.

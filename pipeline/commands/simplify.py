@@ -6,11 +6,11 @@ from typing import Any
 import click
 
 from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
-from enginesmith.pipeline.commands.options import Command, how_to_work, output_option, what_to_load
+from enginesmith.pipeline.commands.options import Command, file_argument, how_to_work, output_option, what_to_load
 
 
 @click.command(cls=Command)
-@click.argument("file", type=click.Path(path_type=Path))
+@file_argument
 @output_option
 @what_to_load
 @how_to_work

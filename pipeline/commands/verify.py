@@ -6,11 +6,18 @@ from typing import Any
 import click
 
 from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
-from enginesmith.pipeline.commands.options import Command, how_to_work, recipe_options, what_to_load, where_to_run
+from enginesmith.pipeline.commands.options import (
+    Command,
+    file_argument,
+    how_to_work,
+    recipe_options,
+    what_to_load,
+    where_to_run,
+)
 
 
 @click.command(cls=Command)
-@click.argument("file", type=click.Path(path_type=Path))
+@file_argument
 @click.option("--against", "model", metavar="MODEL", help="Model to compare with; not for a bundle.")
 @recipe_options("min_sqnr_db")
 @what_to_load

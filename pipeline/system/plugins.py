@@ -12,12 +12,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import BaseModel
-
-from enginesmith.pipeline.artifact import file_digest, files_below, json_digest
 from enginesmith.pipeline.errors import MissingCapability
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 ENGINES, PASSES, METRICS = "enginesmith.engines", "enginesmith.passes", "enginesmith.metrics"
 """Groups of entry points."""
@@ -98,17 +98,18 @@ def identify_code(value: Any) -> dict[str, str]:
     return {} if package in (_OWN, "builtins") else _identify_package(package)
 
 
-def identify_plugins(model: BaseModel) -> dict[str, dict[str, str]]:
+def identify_plugins(model: "BaseModel") -> dict[str, dict[str, str]]:
     """Identify every plug-in among the values of a model's fields: package → :func:`identify_code`."""
     kinds = {type(value) for value in _walk(model)}
     found = {kind.__module__.partition(".")[0]: identify_code(kind) for kind in kinds}
     return {package: code for package, code in sorted(found.items()) if code}
 
 
-def _walk(value: Any) -> Iterator[BaseModel]:
-    if isinstance(value, BaseModel):
+def _walk(value: Any) -> Iterator[Any]:
+    fields = getattr(type(value), "model_fields", None)
+    if fields is not None:
         yield value
-        for name in type(value).model_fields:
+        for name in fields:
             yield from _walk(getattr(value, name))
     elif isinstance(value, Mapping):
         for inner in value.values():
@@ -127,6 +128,8 @@ def _describe(point: EntryPoint) -> Plugin:
 
 @functools.cache
 def _identify_package(package: str) -> dict[str, str]:
+    from enginesmith.pipeline.artifact import file_digest, files_below, json_digest
+
     owners = importlib.metadata.packages_distributions().get(package, ())
     versions = {name: importlib.metadata.version(name) for name in sorted(set(owners))}
     module = sys.modules[package]

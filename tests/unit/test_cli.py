@@ -128,7 +128,8 @@ def test_what_options_are_called_in_a_recipe_is_known() -> None:
 
 
 def test_help_lists_every_command_once() -> None:
-    assert sorted(name for names in cli._SECTIONS.values() for name in names) == sorted(cli.main.commands)
+    listed = [str(command.name) for commands in cli._SECTIONS.values() for command in commands]
+    assert sorted(listed) == sorted(cli.main.commands)
 
 
 def test_help_lists_everyday_options_under_headings_and_help_all_lists_every_one() -> None:
