@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from enginesmith.calibration.dataset import Dataset, synthetic
 from enginesmith.pipeline.errors import SignatureError, UsageError
-from enginesmith.pipeline.tensors import Array, Feeds, Point, ShapeRange, Signature, TensorSpec
+from enginesmith.pipeline.tensors import Array, Feeds, Point, ShapeRange, Signature
 
 RECORD = "samples.json"
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
@@ -155,26 +155,23 @@ def feeds_for(
     case: Case, signature: Signature, example: Feeds, data: Dataset | None, seed: int, call: int = 0
 ) -> dict[str, Array]:
     """Make feeds of exactly these sizes: of the data the rows of this call, else values like the example's."""
-    symbol = batch_symbol(signature)
     if data is not None:
-        rows = data.batch(call * case.batch, case.batch)
-        return {spec.name: _fitted(rows[spec.name], spec, case.sizes) for spec in signature.inputs}
-    if symbol is None:
-        return {spec.name: _fitted(example[spec.name], spec, case.sizes) for spec in signature.inputs}
+        return resize(data.batch(call * case.batch, case.batch), signature, case.sizes)
+    if batch_symbol(signature) is None:
+        return resize(example, signature, case.sizes)
     return synthetic(signature.inputs, example, case.sizes, case.batch, seed).batch(0, case.batch)
 
 
 def resize(feeds: Feeds, signature: Signature, sizes: Mapping[str, int]) -> dict[str, Array]:
     """Cut or repeat feeds to other sizes of the dynamic dimensions."""
-    return {spec.name: _fitted(feeds[spec.name], spec, sizes) for spec in signature.inputs}
-
-
-def _fitted(value: Array, spec: TensorSpec, sizes: Mapping[str, int]) -> Array:
-    """Cut or repeat along each axis until the shape is what the sizes say."""
-    for axis, size in enumerate(spec.resolve(sizes)):
-        if value.shape[axis] != size:
-            value = value.take(np.arange(size) % value.shape[axis], axis=axis)
-    return np.require(value, requirements="C")
+    resized: dict[str, Array] = {}
+    for spec in signature.inputs:
+        value = feeds[spec.name]
+        for axis, size in enumerate(spec.resolve(sizes)):
+            if value.shape[axis] != size:
+                value = value.take(np.arange(size) % value.shape[axis], axis=axis)
+        resized[spec.name] = np.require(value, requirements="C")
+    return resized
 
 
 def write(out: Path, samples: Samples) -> None:

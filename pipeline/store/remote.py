@@ -21,9 +21,8 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -54,18 +53,10 @@ _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss
 _LEFTOVER_SECONDS = 86400.0
 """Files that no manifest names may be an upload under way for so long; older ones are leftovers."""
 
+Info = Mapping[str, Any]
+"""The file system's description of a file."""
 A = TypeVar("A")
 B = TypeVar("B")
-
-
-@dataclass
-class _Folder:
-    """Files below one key."""
-
-    manifest: Mapping[str, Any] | None = None
-    """The file system's description of it."""
-    uploads: dict[str, dict[str, Mapping[str, Any]]] = field(default_factory=dict)
-    """Files by upload."""
 
 
 class SharedStore:
@@ -237,21 +228,20 @@ class SharedStore:
         An entry counts as used when it was published, and again when a machine downloads it, noted once a day;
         machines that have it in their cache leave no trace.
         """
-        infos = {key: folder.manifest for key, folder in self._folders().items() if folder.manifest is not None}
-        manifests = self._bare_manifests(list(infos))
+        infos, _ = self._list_files()
+        manifests = self._bare_manifests(infos)
         entries = [entry_of(key, manifests[key], self.modified(info)) for key, info in infos.items()]
         return sorted(entries, key=lambda entry: -entry.used)
 
     def verify(self, workspace: Path) -> list[str]:
         """Download and hash every entry; remove the damaged ones and return their keys."""
         damaged = []
-        for key, folder in sorted(self._folders().items()):
-            if folder.manifest is not None:
-                if self.fetch(key, workspace, touch=False) is None:
-                    self.remove(key)
-                    damaged.append(key)
-                shutil.rmtree(workspace)
-                workspace.mkdir()
+        for key in sorted(self._list_files()[0]):
+            if self.fetch(key, workspace, touch=False) is None:
+                self.remove(key)
+                damaged.append(key)
+            shutil.rmtree(workspace)
+            workspace.mkdir()
         return damaged
 
     def prune(self, max_bytes: int | None, max_age_seconds: float | None) -> list[Entry]:
@@ -263,40 +253,37 @@ class SharedStore:
 
         removed = prune_entries(self.entries(), remove, max_bytes, max_age_seconds)
         oldest = time.time() - _LEFTOVER_SECONDS
-        folders = {key: folder for key, folder in self._folders().items() if folder.uploads}
-        manifests = self._bare_manifests([key for key, folder in folders.items() if folder.manifest is not None])
-        for key, folder in folders.items():
-            named = entry.upload if (entry := manifests.get(key)) else ""
-            for upload, files in folder.uploads.items():
-                if upload != named and max(map(self.modified, files.values())) < oldest:
-                    self.delete(files)
+        infos, uploads = self._list_files()
+        manifests = self._bare_manifests({key for key, _ in uploads if key in infos})
+        for (key, upload), files in uploads.items():
+            named = manifest.upload if (manifest := manifests.get(key)) else ""
+            if upload != named and max(map(self.modified, files.values())) < oldest:
+                self.delete(files)
         if max_age_seconds is not None:
             oldest = time.time() - max_age_seconds
             old = [path for path, info in self.files("reads").items() if self.modified(info) < oldest]
             self.delete(f"{self.root}/reads/{path}" for path in old)
         return removed
 
-    def _folders(self) -> dict[str, _Folder]:
-        """List the files below each key.
+    def _list_files(self) -> tuple[dict[str, Info], dict[tuple[str, str], dict[str, Info]]]:
+        """List manifests by key, and other files by key and upload.
 
         Raises:
             UsageError: there is no store.
         """
         if not self._read_marker():
             raise UsageError(f"{self.retries.place}: there is no store", "check the address")
-        folders: dict[str, _Folder] = {}
+        manifests: dict[str, Info] = {}
+        uploads: dict[tuple[str, str], dict[str, Info]] = {}
         for path, info in self.files("objects").items():
             _, *parts = path.split("/", 3)
-            if len(parts) < 2:
-                continue
-            folder = folders.setdefault(parts[0], _Folder())
             if parts[1:] == [MANIFEST]:
-                folder.manifest = info
-            else:
-                folder.uploads.setdefault(parts[1], {})[f"{self.root}/objects/{path}"] = info
-        return folders
+                manifests[parts[0]] = info
+            elif len(parts) > 1:
+                uploads.setdefault((parts[0], parts[1]), {})[f"{self.root}/objects/{path}"] = info
+        return manifests, uploads
 
-    def _bare_manifests(self, keys: list[str]) -> dict[str, Manifest | None]:
+    def _bare_manifests(self, keys: Collection[str]) -> dict[str, Manifest | None]:
         """Read manifests, without the files that are in them: there may be thousands."""
 
         def read(key: str) -> Manifest | None:
@@ -305,8 +292,8 @@ class SharedStore:
 
         return dict(zip(keys, self.each(read, keys), strict=True))
 
-    def files(self, folder: str) -> dict[str, Mapping[str, Any]]:
-        """List all files below a folder by their relative paths, with the file system's description of each."""
+    def files(self, folder: str) -> dict[str, Info]:
+        """List all files below a folder by their relative paths."""
         place = f"{self.root}/{folder}"
         try:
             infos = self.retries(self.system.find, place, detail=True)
@@ -314,7 +301,7 @@ class SharedStore:
             return {}
         return {path[len(place) + 1 :]: info for path, info in infos.items() if path.startswith(f"{place}/")}
 
-    def modified(self, info: Mapping[str, Any]) -> float:
+    def modified(self, info: Info) -> float:
         """Return when a file was written, in seconds since the epoch; now, if the file system does not say."""
         names = ("LastModified", "mtime", "updated", "last_modified", "modified", "created")
         written = next((info[name] for name in names if info.get(name)), None)

@@ -257,7 +257,9 @@ class Store:
             return self._shared.prune(max_bytes, max_age_seconds)
         removed = prune_entries(self.entries(), self._try_remove, max_bytes, max_age_seconds)
         self._remove_abandoned()
-        for path in self.root.glob("reads/*/*.json") if max_age_seconds is not None else ():
+        if max_age_seconds is None:
+            return removed
+        for path in self.root.glob("reads/*/*.json"):
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < time.time() - max_age_seconds:
                     path.unlink()

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -167,10 +167,8 @@ def warnings_of(machine: Environment, own_load: float = 0.0) -> list[str]:
             f"the container may use {machine.quota_cores:g} cores' worth of time and sees {machine.usable_cores}: "
             "it is throttled when all are busy; use --threads to stay below"
         )
-    if machine.governor not in (None, "performance"):
-        found.append(
-            f"the frequency governor is {machine.governor!r}: clocks follow the load; 'performance' is steadier"
-        )
+    if (governor := machine.governor) not in (None, "performance"):
+        found.append(f"the frequency governor is {governor!r}: clocks follow the load; 'performance' is steadier")
     stolen = _share(machine.stolen_seconds, machine.cpu_seconds)
     if stolen > _STOLEN_SHARE:
         found.append(f"the host of this virtual machine has given {stolen:.0%} of its cores' time to others so far")
@@ -178,7 +176,7 @@ def warnings_of(machine: Environment, own_load: float = 0.0) -> list[str]:
     if machine.memory_limit_left_bytes is not None and left < _LEFT_SHARE:
         found.append(f"of the container's memory limit only {format_bytes(machine.memory_limit_left_bytes)} is left")
     for index, gpu in enumerate(machine.gpus or ()):
-        found += [f"cuda:{index} {what}" for what in (*_held_down(gpu), *_used_by_others(gpu))]
+        found += [f"cuda:{index} {what}" for what in _describe_limits(gpu)]
         if (gpu.utilisation_percent or 0) > _BUSY_PERCENT:
             found.append(f"cuda:{index} is busy: kernels ran in {gpu.utilisation_percent} % of the last moments")
         if gpu.mig:
@@ -231,25 +229,21 @@ def _interference_on_gpu(before: GpuState, after: GpuState, during: Sequence[Gpu
         if seconds > _HELD_BACK_SECONDS:
             found.append(f"was held back by {what} for {seconds:.1f} s meanwhile")
     looks = (before, *during, after)
-    found += dict.fromkeys(text for look in looks for text in (*_held_down(look), *_used_by_others(look)))
-    clocks = [
-        look.sm_clock_mhz for look in during if look.sm_clock_mhz and nvidia.IDLE not in (look.clock_limits or ())
-    ]
+    found += dict.fromkeys(text for look in looks for text in _describe_limits(look))
+    working = [look for look in during if nvidia.IDLE not in (look.clock_limits or ())]
+    clocks = [look.sm_clock_mhz for look in working if look.sm_clock_mhz]
     if clocks and min(clocks) < _FALLEN * max(clocks):
         found.append(f"had clocks between {min(clocks)} and {max(clocks)} MHz while it worked")
     return found
 
 
-def _held_down(gpu: GpuState) -> list[str]:
-    """Describe limits that nobody asked for, as the hardware or the driver has them now."""
+def _describe_limits(gpu: GpuState) -> Iterator[str]:
+    """Describe limits that nobody asked for, and processes that are not of this program's group."""
     limits = [limit for limit in gpu.clock_limits or () if limit not in (nvidia.IDLE, nvidia.CHOSEN)]
-    return [f"has its clocks held down by: {', '.join(limits)}"] if limits else []
-
-
-def _used_by_others(gpu: GpuState) -> list[str]:
-    """Describe processes that are not of this program's group."""
-    others = [process.pid for process in gpu.processes or () if not _is_ours(process.pid)]
-    return [f"is used by others too (process {', '.join(map(str, others))})"] if others else []
+    if limits:
+        yield f"has its clocks held down by: {', '.join(limits)}"
+    if others := [str(process.pid) for process in gpu.processes or () if not _is_ours(process.pid)]:
+        yield f"is used by others too (process {', '.join(others)})"
 
 
 def _is_ours(pid: int) -> bool:

@@ -220,10 +220,10 @@ class Nvml:
             return None, f"NVML does not list processes: {refusal}"
         namespace = _PROC / "self/ns/pid"
         if not (namespace.is_symlink() and str(namespace.readlink()) == _HOST_NAMESPACE):
-            strange = next((process.pid for process in processes if not (_PROC / str(process.pid)).is_dir()), None)
+            strange = [process.pid for process in processes if not (_PROC / str(process.pid)).is_dir()]
             if strange:
-                reason = f"the driver numbers processes as the host does ({strange}, say), and this container otherwise"
-                return None, reason
+                example = f"({strange[0]}, say)"
+                return None, f"the driver numbers processes as the host does {example}, and this container otherwise"
         own = next((process for process in processes if process.pid == pid), None)
         if own is None:
             return None, f"the driver lists no process {pid} on the device; in a container it may list none at all"

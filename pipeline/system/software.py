@@ -112,11 +112,6 @@ def meets(version: str, wanted: str) -> bool:
     return True
 
 
-def torch_cuda() -> str | None:
-    """Read the CUDA that torch was built for, ``13.0``; None for a build without it, or no torch."""
-    return cuda_of("torch", "version.py")
-
-
 def find(package: str) -> Path | None:
     """Find the folder that a package would be imported from."""
     spec = importlib.util.find_spec(package)
@@ -124,7 +119,7 @@ def find(package: str) -> Path | None:
 
 
 def cuda_of(package: str, file: str) -> str | None:
-    """Read the CUDA that a package was built for from one of its files; None where it does not say, or is not there."""
+    """Read the CUDA that a package was built for, as ``13.0``, from one of its files; None where that does not say."""
     folder = find(package)
     match = _CUDA_OF.search((folder / file).read_text()) if folder and (folder / file).is_file() else None
     return match[1] if match else None

@@ -170,10 +170,11 @@ def test_builds_are_read_from_files(tmp_path: Any, monkeypatch: pytest.MonkeyPat
     (tmp_path / "capi/build_and_package_info.py").write_text("package_name = 'x'\ncuda_version = '13.0.1'\n")
     monkeypatch.setattr(software, "find", lambda package: tmp_path)
     file = "capi/build_and_package_info.py"
-    assert (software.torch_cuda(), software.cuda_of("onnxruntime", file)) == ("13.0", "13.0.1")
+    found = [software.cuda_of(*build) for build in (("torch", "version.py"), ("onnxruntime", file))]
+    assert found == ["13.0", "13.0.1"]
     (tmp_path / "version.py").write_text("cuda: Optional[str] = None\n")
     (tmp_path / "capi/build_and_package_info.py").write_text("package_name = 'x'\n")
-    assert (software.torch_cuda(), software.cuda_of("onnxruntime", file)) == (None, None)
+    assert (software.cuda_of("torch", "version.py"), software.cuda_of("onnxruntime", file)) == (None, None)
 
 
 def test_requirements_with_extras(monkeypatch: pytest.MonkeyPatch) -> None:

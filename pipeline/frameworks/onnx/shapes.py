@@ -286,7 +286,8 @@ def _graphs(graph: "onnx.GraphProto") -> "Iterator[onnx.GraphProto]":
 
 
 def _copy(node: "onnx.NodeProto") -> "onnx.NodeProto":
-    return type(node).FromString(node.SerializeToString())
+    copy: onnx.NodeProto = type(node).FromString(node.SerializeToString())
+    return copy
 
 
 def _replace_foreign(model: "onnx.ModelProto", dims: Dims) -> None:
