@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 WEIGHTS, ACTIVATIONS, WORKSPACE, TRANSFERS, OUTPUTS = "weights", "activations", "workspace", "transfers", "outputs"
@@ -63,23 +63,23 @@ class Block:
     """In the order that blocks were taken in, from 1."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Account:
     """Show the ledger at one time, in bytes asked for."""
 
     current: int = 0
     peak: int = 0
     by_tag: dict[str, int] = field(default_factory=dict)
-    """Of ``current``."""
+    """Parts of ``current``."""
     peak_by_tag: dict[str, int] = field(default_factory=dict)
-    """Of ``peak``, at the time of the peak."""
+    """Parts of ``peak``, at the time of the peak."""
     taken: int = 0
     """Blocks so far."""
     unknown_frees: int = 0
     """Addresses that were given back and had never been taken here."""
     double_frees: int = 0
     refused: int | None = None
-    """What was last asked for and not to be had."""
+    """Size that was last asked for and not to be had."""
 
 
 class CudaAllocationTracker:
@@ -91,9 +91,7 @@ class CudaAllocationTracker:
         self._live: dict[int, Block] = {}
         self._gone: set[int] = set()
         self._tags: Counter[str] = Counter()
-        self._peak_tags: dict[str, int] = {}
-        self._current = self._peak = self._taken = self._unknown = self._double = 0
-        self._refused: int | None = None
+        self._account = Account()
         self._tag = UNTAGGED
 
     def allocate(self, size: int, stream: int = 0, tag: str | None = None) -> int:
@@ -104,7 +102,7 @@ class CudaAllocationTracker:
         if address:
             self._enter(address, size, tag)
         else:
-            self._refused = size
+            self._account.refused = size
         return address
 
     def free(self, address: int) -> bool:
@@ -133,21 +131,12 @@ class CudaAllocationTracker:
     def reset_peak(self) -> None:
         """Start the peak anew from the current use."""
         with self._lock:
-            self._peak, self._peak_tags = self._current, dict(+self._tags)
+            self._account.peak, self._account.peak_by_tag = self._account.current, dict(+self._tags)
 
     def account(self) -> Account:
         """Copy the account as it is now."""
         with self._lock:
-            return Account(
-                current=self._current,
-                peak=self._peak,
-                by_tag=dict(+self._tags),
-                peak_by_tag=dict(self._peak_tags),
-                taken=self._taken,
-                unknown_frees=self._unknown,
-                double_frees=self._double,
-                refused=self._refused,
-            )
+            return replace(self._account, by_tag=dict(+self._tags))
 
     def leaks(self, since: int = 0) -> dict[int, Block]:
         """List blocks taken after the first ``since`` ones and not given back, by address."""
@@ -158,32 +147,30 @@ class CudaAllocationTracker:
         with self._lock:
             self._forget(address)  # given to someone else by now, so it was given back unseen
             self._gone.discard(address)
-            self._taken += 1
-            block = Block(size, tag or self._tag, self._taken)
-            self._live[address] = block
+            self._account.taken += 1
+            self._account.current += size
+            block = self._live[address] = Block(size, tag or self._tag, self._account.taken)
             self._tags[block.tag] += size
-            self._current += size
-            if self._current > self._peak:
-                self._peak, self._peak_tags = self._current, dict(+self._tags)
+            if self._account.current > self._account.peak:
+                self.reset_peak()
 
     def _leave(self, address: int) -> bool:
         with self._lock:
-            if self._forget(address):
+            known = self._forget(address)
+            if known:
                 self._gone.add(address)
-                return True
-            if address in self._gone:
-                self._double += 1
+            elif address in self._gone:
+                self._account.double_frees += 1
             else:
-                self._unknown += 1
-            return False
+                self._account.unknown_frees += 1
+            return known
 
     def _forget(self, address: int) -> bool:
         block = self._live.pop(address, None)
-        if block is None:
-            return False
-        self._tags[block.tag] -= block.size
-        self._current -= block.size
-        return True
+        if block is not None:
+            self._tags[block.tag] -= block.size
+            self._account.current -= block.size
+        return block is not None
 
 
 _active: dict[int, CudaAllocationTracker] = {}
