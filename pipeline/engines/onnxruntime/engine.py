@@ -105,7 +105,6 @@ class OnnxRuntime(Engine):
 
     @classmethod
     def as_given(cls) -> Engine:
-        """Run a graph without optimising it."""
         return cls(graph_optimization="disabled")
 
     @classmethod
@@ -122,7 +121,6 @@ class OnnxRuntime(Engine):
 
     @classmethod
     def running_options(cls, asked: "EngineOptions") -> dict[str, Any]:
-        """Read whether products may be rounded to TF32."""
         return {"tf32": asked.onnxruntime.tf32}
 
     def package_facts(self, main: Path, device: Device) -> PackageFacts:
@@ -207,7 +205,6 @@ class OnnxRuntime(Engine):
 
     @property
     def arithmetic(self) -> str:
-        """Type of fp32 products."""
         return "tf32" if self.tf32 else "fp32"
 
     def environment_key(self, device: Device) -> dict[str, Any]:
@@ -219,10 +216,10 @@ class OnnxRuntime(Engine):
         artifact, out, device = request.artifact, request.out, request.device
         self.require(device)
         if not self._saves(device):
-            for name in (artifact.path.name, *model_file.external_files(artifact.path)):
-                (out / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(artifact.folder / name, out / name)
-            (out / artifact.path.name).rename(out / _MODEL)
+            names = {artifact.path.name: _MODEL} | {name: name for name in model_file.external_files(artifact.path)}
+            for name, copy in names.items():
+                (out / copy).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(artifact.folder / name, out / copy)
             summary = f"the same graph; optimised at level {self.graph_optimization!r} at every load"
             return Effect(file=_MODEL, summary=summary, signature=artifact.signature)
         level, file, record = self.graph_optimization, out / _MODEL, _here(device)
@@ -273,16 +270,14 @@ class OnnxRuntime(Engine):
         self, artifact: Artifact, device: Device, save_to: Path | None = None, trace: Path | None = None
     ) -> OnnxRuntimeSession:
         self.require_runnable(device)
-        level = self.graph_optimization
+        level, path = self.graph_optimization, artifact.path
         if (artifact.folder / _RECORD).is_file():
             _validate_record(_Record.model_validate_json((artifact.folder / _RECORD).read_bytes()), device)
             level = "disabled"
         chosen = session_options(device, level, self.memory_arena, save_to, trace)
-        stream = _stream(device)
-        content = _emulated(artifact.path) if self.emulate else None
-        handle = stream and stream.cuda_stream
-        session = open_session(artifact.path, chosen, device, handle, content, tf32=self.tf32)
-        signature = artifact.signature or model_file.signature(artifact.path)
+        stream, content = _stream(device), _emulated(path) if self.emulate else None
+        session = open_session(path, chosen, device, stream and stream.cuda_stream, content, tf32=self.tf32)
+        signature = artifact.signature or model_file.signature(path)
         return OnnxRuntimeSession(session, signature, device, stream, lambda: self.load(artifact, device))
 
     def prime(self, artifact: Artifact, device: Device) -> None:

@@ -250,7 +250,6 @@ class OnnxRuntimeSession(Session):
 
     @property
     def cuda_stream(self) -> int | None:
-        """Handle of the stream that the CUDA provider works on; None on the CPU."""
         return self._stream.cuda_stream if self._stream else None
 
     @property
@@ -303,12 +302,10 @@ class OnnxRuntimeSession(Session):
         self._last = bound.binding
 
     def synchronize(self) -> None:
-        """Wait for the stream; on the CPU there is nothing to wait for."""
         if self._stream:
             self._stream.synchronize()
 
     def fetch(self) -> dict[str, Array]:
-        """Copy the last outputs to the host."""
         names = (spec.name for spec in self.signature.outputs)
         return dict(zip(names, self._last.copy_outputs_to_cpu(), strict=True))
 

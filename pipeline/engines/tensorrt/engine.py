@@ -180,7 +180,6 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def infer_script(cls) -> Path:
-        """Name the script for both flavours."""
         return Path(__file__).with_name("infer.py")
 
     @classmethod
@@ -199,7 +198,6 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def smallest_workspace(cls, build: Callable[[int], object], unlimited: EngineFacts) -> int:
-        """Search from the estimate of an unlimited build."""
         return builder.smallest(build, unlimited, cls.known())
 
     @classmethod

@@ -103,7 +103,6 @@ class TensorRTSession(Session):
 
     @property
     def cuda_stream(self) -> int:
-        """Handle of the session's stream."""
         return self._handle
 
     @property
@@ -276,7 +275,6 @@ class TensorRTSession(Session):
             graph.replay()
 
     def synchronize(self) -> None:
-        """Wait for the stream."""
         self._stream.synchronize()
 
     def fetch(self) -> dict[str, Array]:

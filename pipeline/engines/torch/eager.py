@@ -71,7 +71,6 @@ class Eager(Engine):
 
     @classmethod
     def check_software(cls, stack: Stack, exported: Formats) -> Iterable[Check]:
-        """Check torch, its CUDA and the GPUs here."""
         return _check_torch(stack)
 
     @classmethod

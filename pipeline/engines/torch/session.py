@@ -16,16 +16,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from enginesmith.pipeline.engines.base import (
-    BETWEEN,
-    OperatorTime,
-    Origin,
-    Profiled,
-    ProfileRequest,
-    Session,
-    Tally,
-    warm_up,
-)
+from enginesmith.pipeline.engines import base
+from enginesmith.pipeline.engines.base import OperatorTime, Origin, Profiled, ProfileRequest, Session
 from enginesmith.pipeline.errors import EnginesmithError, ModelError, UsageError
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
@@ -42,7 +34,6 @@ _RAISED = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
 """Exceptions that modules raise, besides others that are errors of ours."""
 _WARM_CALLS = 2
 """Calls before a graph is captured: the first loads kernels and picks algorithms, which a capture cannot hold."""
-_NOT_CAPTURED = "CUDA captured no graph of this module, which raised"
 _capturing = threading.Lock()
 """CUDA captures one graph at a time in a process."""
 _CALL, _MODULE = "enginesmith call", "enginesmith module "
@@ -67,16 +58,15 @@ class EagerSession(Session):
         """``dtype`` is what float inputs are cast to; ``enter_thread`` makes settings of the thread that calls it."""
         import torch
 
-        self.signature = signature
+        self.signature, self._where, self._device = signature, device, str(device)
         self._inference_mode, self._set_stream = torch.inference_mode, torch.cuda.set_stream
         self.forward: Forward = forward
-        self._where, self._device, self._dtype, self._enter_thread = device, str(device), dtype, enter_thread
+        self._dtype, self._enter_thread = dtype, enter_thread
         self._stream = torch.cuda.Stream(self._device) if device.kind == "cuda" else None  # type: ignore[no-untyped-call]
         self._outputs: Tensors = ()
 
     @property
     def cuda_stream(self) -> int | None:
-        """Handle of the session's stream; None on the CPU."""
         return self._stream.cuda_stream if self._stream else None
 
     def sibling(self) -> Self:
@@ -126,7 +116,6 @@ class EagerSession(Session):
             self._set_stream(self._stream)
 
     def synchronize(self) -> None:
-        """Wait for the stream; on the CPU there is nothing to wait for."""
         if self._stream:
             self._stream.synchronize()
 
@@ -204,7 +193,8 @@ class GraphedSession(EagerSession):
                     graph.capture_end()
         except _RAISED as error:
             first = error.__context__ if isinstance(error.__context__, _RAISED) else error  # then the end fails too
-            raise _translated(first, _NOT_CAPTURED, "run it without CUDA graphs") from error
+            told = "CUDA captured no graph of this module, which raised"
+            raise _translated(first, told, "run it without CUDA graphs") from error
         bound.graph = graph
 
     def close(self) -> None:
@@ -235,7 +225,7 @@ def profile(session: EagerSession, request: ProfileRequest, *, modules: bool, no
     on_cuda = request.device.kind == "cuda"
     activities = [profiler.ProfilerActivity.CPU, *([profiler.ProfilerActivity.CUDA] if on_cuda else [])]
     with named_ranges(session.forward) if modules else contextlib.nullcontext():
-        bound = warm_up(session, request.feeds)
+        bound = base.warm_up(session, request.feeds)
         with profiler.profile(activities=activities, acc_events=True) as recorded:
             for _ in range(request.calls):
                 with profiler.record_function(_CALL):
@@ -275,7 +265,7 @@ def profiled(events: Any, *, modules: bool, on_cuda: bool, notes: tuple[str, ...
     Each event counts with its own time, for the outermost operator that it is part of and the innermost module around
     that, so that nothing counts twice. On CUDA that is the time of the kernels that it launched.
     """
-    tally, known = Tally(), dict[str, tuple[Origin, str]]()
+    tally, known = base.Tally(), dict[str, tuple[Origin, str]]()
     on_host = [event for event in events if event.device_type.name == "CPU"]
     calls = sorted((event for event in on_host if event.name == _CALL), key=lambda call: call.time_range.start)
     by_call: dict[int, list[Any]] = {id(call): [] for call in calls}
@@ -303,7 +293,7 @@ def profiled(events: Any, *, modules: bool, on_cuda: bool, notes: tuple[str, ...
 
 def _enclosing(event: Any) -> tuple[str, str, bool]:
     """Find the module and the operator that an event is part of, and whether it is the operator itself."""
-    operator, outermost, at = BETWEEN, False, event
+    operator, outermost, at = base.BETWEEN, False, event
     while at.name != _CALL and not at.name.startswith(_MODULE):
         if not at.name.startswith(_COMPILED):
             operator, outermost = at.name, at is event
@@ -314,7 +304,7 @@ def _enclosing(event: Any) -> tuple[str, str, bool]:
 def _seconds(event: Any, operator: str, on_cuda: bool) -> list[tuple[str, float]]:
     """List an event's own time, or that of its kernels; those that no operator launched keep their names (Triton's)."""
     if on_cuda:
-        names = (kernel.name if operator == BETWEEN else operator for kernel in event.kernels)
-        return [(name, kernel.duration * _MICRO) for name, kernel in zip(names, event.kernels, strict=True)]
+        own = operator == base.BETWEEN
+        return [(kernel.name if own else operator, kernel.duration * _MICRO) for kernel in event.kernels]
     inner = sum(child.time_range.elapsed_us() for child in event.cpu_children)
     return [(operator, float(max(0.0, event.time_range.elapsed_us() - inner)) * _MICRO)]
