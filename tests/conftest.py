@@ -81,8 +81,6 @@ def _data(name: str) -> ModuleType:
     """A module of ``tests/data``, which is no package."""
     path = Path(__file__).parent / "data" / name
     spec = importlib.util.spec_from_file_location(f"data_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -120,7 +120,6 @@ def test_eager_takes_what_it_is_made_of(feeds: dict[str, Any]) -> None:
     seen = measure_on_cuda(Plain(), Artifact.model_construct(kind="torch"), CUDA, feeds)
     sound(seen)
     parts = peak.split_peak(seen)
-    assert parts is not None
     assert parts.weights == WEIGHTS_BYTES
     assert parts.activations == 3 * INPUT_BYTES  # first, second and the sum
     assert parts.peak == WEIGHTS_BYTES + 3 * INPUT_BYTES
@@ -132,7 +131,6 @@ def test_onnxruntime_is_counted_to_the_byte(onnxruntime: Engine, graph: Artifact
     seen = measure_on_cuda(onnxruntime, graph, CUDA, feeds)
     sound(seen)
     parts = peak.split_peak(seen)
-    assert parts is not None
     assert seen.account.peak == seen.run.requested - seen.start.requested  # all that torch gave went through the ledger
     assert WEIGHTS_BYTES <= parts.weights < WEIGHTS_BYTES + MIB
     assert 2 * INPUT_BYTES <= parts.activations < 4 * INPUT_BYTES + 64 * MIB  # cuBLAS may have a workspace
@@ -140,7 +138,6 @@ def test_onnxruntime_is_counted_to_the_byte(onnxruntime: Engine, graph: Artifact
     assert WEIGHTS_BYTES <= tags[WEIGHTS] < WEIGHTS_BYTES + MIB
     assert tags[ACTIVATIONS] >= 2 * INPUT_BYTES
     assert tags.get(TRANSFERS, INPUT_BYTES) == INPUT_BYTES
-    assert seen.deployed is not None
     assert seen.deployed.bytes is not None
     assert seen.deployed.bytes >= WEIGHTS_BYTES
 

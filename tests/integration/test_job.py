@@ -68,7 +68,6 @@ def test_the_run_directory_holds_all_that_is_promised(done: tuple[Path, Run]) ->
     assert {"run.json", "report.md", "environment.json", "variants", "logs"} <= names
     record = run.variants[0]
     assert record.status == "measured"
-    assert record.artifact is not None
     session = ort.InferenceSession(folder / "run" / record.artifact.path)
     assert session.run(None, {"x": np.zeros((3, 4), np.float32)})[0].shape == (3, 3)
     manifest = json.loads((folder / "run/variants/onnxruntime-fp32/manifest.json").read_text())
@@ -91,7 +90,6 @@ def test_numbers_are_there_or_have_a_reason(done: tuple[Path, Run]) -> None:
         if row.speedup is not None:  # on a busy machine there are too few rounds
             assert row.speedup.low <= row.speedup.median <= row.speedup.high
         assert all(name in row.reasons for name, value in row if value is None and name not in ("failure", "oom"))
-    assert record.memory is not None
     assert record.memory.peak_bytes is not None
     assert record.quality is None
     assert record.reasons["quality"] == "not asked for"
@@ -122,8 +120,6 @@ def test_no_cache_does_every_step_again(done: tuple[Path, Run]) -> None:
     seen = Seen()
     again = optimize(recipe(measure=UNMEASURED), folder / "anew", settings(folder, reuse=False, listener=seen))
     assert seen.reused == []
-    assert again.variants[0].artifact is not None
-    assert run.variants[0].artifact is not None
     assert again.variants[0].artifact.sha256 == run.variants[0].artifact.sha256
 
 
@@ -138,8 +134,6 @@ def test_a_damaged_entry_is_made_again(done: tuple[Path, Run]) -> None:
     again = optimize(recipe(), folder / "mended", settings(folder, listener=seen))
     assert {"export", "simplify", "build-onnxruntime-fp32"} <= set(seen.ran)
     assert "load" in seen.reused
-    assert again.variants[0].artifact is not None
-    assert run.variants[0].artifact is not None
     assert again.variants[0].artifact.sha256 == run.variants[0].artifact.sha256
 
 

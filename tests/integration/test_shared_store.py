@@ -61,14 +61,12 @@ class Publisher:
     def open(self, url: str, cache: Path) -> None:
         endpoint = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
         self._write({"url": url, "cache": str(cache), "environment": endpoint})
-        assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
 
     def begin(self, content: str, files: int) -> None:
         self._write({"content": content, "files": files})
 
     def _write(self, what: object) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
 
@@ -115,7 +113,6 @@ def machine(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machin
 
 
 def _objects(store: Store) -> list[str]:
-    assert store._shared is not None
     return sorted(store._shared.files("objects"))
 
 
@@ -133,7 +130,6 @@ def test_two_processes_publish_one_key_and_both_are_served(
     assert [one.process.returncode for one in begun.values()] == [0, 0]
     assert set(answers) <= set(contents.values())
     found = machine("three").get(KEY)
-    assert found is not None
     assert found.path.read_text() in answers
     assert len(list(found.folder.iterdir())) == 5
     assert machine("three").verify() == []
@@ -158,7 +154,6 @@ def test_a_killed_upload_leaves_nothing_visible_and_is_made_up_for(
     assert watcher.entries() == []
     assert machine("one").get(KEY) is not None  # begun again there, it uploads what it has
     found = watcher.get(KEY)
-    assert found is not None
     assert len(list(found.folder.iterdir())) == 62
 
 
@@ -167,7 +162,6 @@ def test_an_endpoint_that_is_down_is_waited_for(machine: Machine, server: Server
     publish(machine("one"), b"graph")
     said: list[str] = []
     two = machine("two", tell=said.append)
-    assert two._shared is not None
     two._shared.retries.first_seconds = 0.05
     assert two.get("cd" * 32) is None  # it knows the store
     server.stop()
@@ -177,7 +171,6 @@ def test_an_endpoint_that_is_down_is_waited_for(machine: Machine, server: Server
         found = two.get(KEY)
     finally:
         timer.join()
-    assert found is not None
     assert found.path.read_bytes() == b"graph"
     assert len(said) > 1
     assert "cannot be reached (Could not connect to the endpoint URL" in said[0]
@@ -227,7 +220,6 @@ def test_another_machine_reuses_everything_and_makes_again_what_is_damaged(
 
     third = project("three")
     store = Store(url)
-    assert store._shared is not None
     exported = next(entry.key for entry in store.entries() if entry.step == "export")
     (graph,) = (name for name in _objects(store) if exported in name and name.endswith("model.onnx"))
     path = f"{store._shared.root}/objects/{graph}"

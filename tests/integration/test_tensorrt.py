@@ -105,7 +105,6 @@ def test_build_writes_engine_manifest_and_log(cli, here: Path) -> None:
     assert record.workspace_limit_bytes > 0
     assert record.figures.weights_bytes == manifest.read_header(engine).weights_bytes
     assert record.figures.activation_bytes
-    assert record.audit is not None
     assert record.audit.products == record.audit.requested == {"fp32": 2}
     assert record.audit.problems == ()
     log = engine.with_name("m.engine.log").read_text()
@@ -485,7 +484,6 @@ def test_a_sweep_is_built_here_and_left_to_be_measured_elsewhere(cli, here: Path
         assert variant.status == "built", f"{variant.id}: {variant.reason}"
         assert "no CUDA device here" in variant.reason
         assert variant.target in variant.id
-        assert variant.artifact is not None
         engine = here / "run" / variant.artifact.path
         record = manifest.read(engine)
         assert record.compute_capabilities == (variant.target,)
@@ -551,7 +549,6 @@ def test_the_header_of_a_fresh_engine_is_where_it_is_read(cli, here: Path) -> No
     answer = cli("build", "mlp.onnx", "-o", "m.engine", "--target", "portable", *RANGE, "--quiet")
     assert answer.code == 0, answer.text
     header = manifest.read_header(here / "m.engine")
-    assert header is not None
     assert header.version == versions.installed_version("tensorrt_rtx")
     assert header.compute_capabilities == manifest.read(here / "m.engine").compute_capabilities
     assert struct.unpack_from("<I", (here / "m.engine").read_bytes(), 0x20)[0] & 1 == 0

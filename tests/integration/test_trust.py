@@ -166,7 +166,6 @@ def test_resume_takes_the_model_of_the_run(tmp_path: Path, monkeypatch: pytest.M
 def test_a_damaged_engine_of_a_run_is_put_right(harm: str, tmp_path: Path) -> None:
     settings = Settings(store=tmp_path / "store")
     run = optimize(make(built(write())), Path("run"), settings)
-    assert run.variants[0].artifact is not None
     engine = Path("run") / run.variants[0].artifact.path
     whole = engine.read_bytes()
     if harm == "flip":

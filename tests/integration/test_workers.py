@@ -37,7 +37,6 @@ def alone() -> dict[str, str]:
 def test_an_answer_and_progress_come_back(tmp_path: Path) -> None:
     said: list[str] = []
     done = load("mlp", tmp_path, on_progress=said.append)
-    assert done.effect.signature is not None
     assert [str(spec) for spec in done.effect.signature.inputs] == ["x:float32:batch,4"]
     assert said
     assert done.host_peak_bytes is not None
@@ -106,7 +105,6 @@ worker.run(execute, task, {{}}, Path("."), log=Path("log"), on_start=lambda work
     with subprocess.Popen(
         [sys.executable, "-c", script], cwd=tmp_path, env=alone(), stdout=subprocess.PIPE, text=True
     ) as parent:
-        assert parent.stdout is not None
         worker = int(parent.stdout.readline())
         assert psutil.pid_exists(worker)
         parent.kill()

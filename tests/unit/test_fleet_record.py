@@ -128,18 +128,15 @@ def test_what_was_interrupted_has_not_ended(made_fleets: ModuleType, tmp_path: P
 
 def test_the_winner_has_its_numbers_and_reasons_for_those_it_lacks(made_fleets: ModuleType, tmp_path: Path) -> None:
     found = made(made_fleets, tmp_path, "won").winner
-    assert found is not None
     assert (found.id, found.precision, found.batch, found.p50_ms) == (made_fleets.INT8, "int8", 1, 0.5)
     assert found.speedup == made_fleets.about(4.0)
     assert (found.peak_bytes, found.bytes, found.drop, found.reasons) == (100 << 20, 200_000, 0.01, {})
     (one, *_) = made_fleets.fleet().entries()
     bare = made_fleets.variant(made_fleets.INT8, 0.5, 4.0, memory=None, quality=None, reasons={"memory": "not asked"})
     lacking = entry_record(one, Found(made_fleets.run(one, variants=(bare,))), tmp_path).winner
-    assert lacking is not None
     assert lacking.reasons["peak_bytes"] == "not asked"
     assert {name for name in ("peak_bytes", "drop", "metric") if getattr(lacking, name) is None} == set(lacking.reasons)
     itself = entry_record(one, Found(made_fleets.run(one, winner="eager")), tmp_path).winner
-    assert itself is not None
     assert (itself.speedup, itself.reasons["speedup"]) == (None, "it is the baseline")
 
 
@@ -225,7 +222,6 @@ def test_another_winner_stands_beside_the_one_then(
 ) -> None:
     now = made_fleets.run(asked, ms=1.0, winner=made_fleets.FP32)
     found = beside(made_fleets, before, asked, tmp_path / "now", now)
-    assert found.winners is not None
     row = found.winners.latency[0]
     assert (row.before_p50_ms, row.after_p50_ms, row.change.significant) == (0.5, 0.8, True)
     assert row.change.median == pytest.approx(4.0 / 2.5)
@@ -236,7 +232,6 @@ def test_a_winner_after_eager_is_compared_in_milliseconds(
 ) -> None:
     before = fleet_in(made_fleets, asked, tmp_path / "before", made_fleets.run(asked, winner="eager"))
     found = beside(made_fleets, before, asked, tmp_path / "now", made_fleets.run(asked))
-    assert found.winners is not None
     change = found.winners.latency[0].change
     assert change.median == pytest.approx(0.25)
     assert change.basis == "milliseconds"
@@ -273,10 +268,8 @@ def test_the_last_fleet_is_the_newest_of_its_name(made_fleets: ModuleType, asked
     (tmp_path / "broken" / records.FILE).write_text("{")
     now = records.open_fleet(tmp_path / "now").record
     last = records.find_last(tmp_path / "now", now)
-    assert last is not None
     assert last.folder.name == "newer"
     part = records.find_last(tmp_path / "now", now.model_copy(update={"only": ("cpu",)}))
-    assert part is not None
     assert part.folder.name == "part"
     assert records.find_last(tmp_path / "now", now.model_copy(update={"file": "none.yaml"})) is None
 

@@ -113,7 +113,6 @@ def test_bfloat16_weights_are_rounded_to_nearest(tmp_path: Path) -> None:
     model = parsed(NET, **NET_WEIGHTS)
     lower(model, "bf16")
     found = ir.load(saved(model, tmp_path)).graph.initializers["w2"].const_value
-    assert found is not None
     np.testing.assert_array_equal(found.numpy(), NET_WEIGHTS["w2"].astype(ml_dtypes.bfloat16))
 
 
@@ -259,7 +258,6 @@ def test_a_mask_among_the_weights_is_brought_into_the_range(tmp_path: Path) -> N
     low, path = hold(tmp_path, model, {"x": weights(1, 2, 4, 8)})
     assert not low.clips
     content = ir.load(path).graph.initializers["m"].const_value
-    assert content is not None
     assert content.numpy().min() == -65504 / 2
 
 

@@ -237,7 +237,6 @@ def test_cuda_calls_are_timed_by_events_on_the_sessions_stream(monkeypatch: pyte
     opened = timer(lambda: time.sleep(0.001))
     ready = opened.make_ready(FEEDS, 0.01)
     block = opened.block(0.004)
-    assert block.device_seconds is not None
     np.testing.assert_allclose(block.device_seconds, 0.002)
     assert block.device_seconds.shape == block.host_seconds.shape
     assert ready.h2d_seconds is not None

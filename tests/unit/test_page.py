@@ -51,7 +51,6 @@ def test_nothing_comes_from_the_network(pages: ModuleType, some: Run) -> None:
     assert not any("src" in attributes for _, attributes in elements.all)
     assert not elements.named("link")
     policy = next(one["content"] for one in elements.named("meta") if one.get("http-equiv"))
-    assert policy is not None
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe-inline" not in policy.partition("style-src")[0]
 
@@ -90,9 +89,6 @@ def test_numbers_stand_with_their_full_precision(pages: ModuleType, some: Run) -
     first = page.render(some).partition('data-name="variants"')[2].partition("</table>")[0]
     values = [float(str(one["data-value"])) for one in pages.Elements(first).named("td") if "data-value" in one]
     record, row = some.variants[0], some.variants[0].latency[0]
-    assert row.speedup is not None
-    assert record.artifact is not None
-    assert record.quality is not None
     numbers = [row.batch, row.speedup.median, row.p50_ms, row.p99_ms]
     assert values[-7:] == [*numbers, record.peak_bytes, record.artifact.bytes, record.quality.drop]
 

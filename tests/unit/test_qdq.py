@@ -135,7 +135,6 @@ def node(model: ir.Model, output: str) -> ir.Node:
 def reads(model: ir.Model, output: str, index: int = 0) -> str:
     """The operator in front of an input."""
     value = node(model, output).inputs[index]
-    assert value is not None
     producer = value.producer()
     return "" if producer is None else producer.op_type
 

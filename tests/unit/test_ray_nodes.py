@@ -67,7 +67,6 @@ def step(task: Task, place: Place | None = None) -> Step:
 
 def test_a_general_step_takes_a_share_of_a_usual_node_and_may_go_anywhere() -> None:
     with pool(node("a"), node("b"), node("c", cpus=64)).reserve(step(General())) as reservation:
-        assert reservation is not None
         assert reservation.nodes == {"a", "b", "c"}
         assert reservation.resources == {"CPU": 4.0, "GPU": 0}
         assert reservation.cores == 4
@@ -81,19 +80,16 @@ def test_a_general_step_takes_a_share_of_a_usual_node_and_may_go_anywhere() -> N
 
 def test_more_jobs_than_cpus_share_one() -> None:
     with pool(node("a", cpus=1), jobs=4).reserve(step(General())) as reservation:
-        assert reservation is not None
         assert (reservation.resources["CPU"], reservation.cores) == (0.25, 1)
 
 
 def test_a_step_with_a_place_goes_where_that_is() -> None:
     there = pool(node("a"), node("b", GPU=1, **{"accelerator_type:L4": 1.0}), node("c", edge=1))
     with there.reserve(step(General(takes="one"), Place("cuda", "L4"))) as reservation:
-        assert reservation is not None
         assert reservation.nodes == {"b"}
         assert reservation.options["num_gpus"] == 1
         assert reservation.options["resources"] == {"accelerator_type:L4": 0.001}
     with there.reserve(step(General(), Place(resources=(("edge", 0.5),)))) as reservation:
-        assert reservation is not None
         assert reservation.nodes == {"c"}
         assert reservation.options["resources"] == {"edge": 0.5}
     with there.reserve(step(General(), Place("cuda", "H100"))) as reservation:
@@ -103,35 +99,27 @@ def test_a_step_with_a_place_goes_where_that_is() -> None:
 def test_a_measurement_takes_a_node_that_others_then_leave_to_it() -> None:
     there = pool(node("a"), node("b"))
     with there.reserve(step(Alone())) as first:
-        assert first is not None
         assert first.resources["CPU"] == 8
         assert first.cores is None
         (taken,) = first.nodes
         with there.reserve(step(Alone())) as second, there.reserve(step(General())) as general:
-            assert second is not None
-            assert general is not None
             assert second.nodes == {"a", "b"} - {taken}
             assert general.nodes == {"a", "b"}, "where all are taken, it waits at any"
         with there.reserve(step(General())) as general:
-            assert general is not None
             assert general.nodes == {"a", "b"} - {taken}
     with there.reserve(step(General())) as general:
-        assert general is not None
         assert general.nodes == {"a", "b"}
 
 
 def test_each_gpu_of_a_node_can_be_measured_on() -> None:
     there = pool(node("a", cpus=16, GPU=4))
     with there.reserve(step(Alone(takes="one"), CUDA)) as reservation:
-        assert reservation is not None
         assert reservation.resources == {"CPU": 4, "GPU": 1}
         with there.reserve(step(General(), CUDA)) as beside:
             assert beside is not None
     with there.reserve(step(General(takes="all"), CUDA)) as reservation:
-        assert reservation is not None
         assert reservation.resources == {"CPU": 16, "GPU": 4}
     with there.reserve(step(Alone(), CUDA)) as reservation:
-        assert reservation is not None
         assert reservation.resources == {"CPU": 16, "GPU": 0}
 
 
@@ -192,7 +180,6 @@ def test_the_fingerprint_of_this_machine() -> None:
 def test_a_node_that_is_avoided_or_has_no_cpu_gets_nothing() -> None:
     there = pool(node("a"), node("b"), node("head", cpus=0))
     with there.reserve(step(General()), avoided={"b"}) as reservation:
-        assert reservation is not None
         assert reservation.nodes == {"a"}
     with there.reserve(step(General()), avoided={"a", "b"}) as reservation:
         assert reservation is None

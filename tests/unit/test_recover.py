@@ -189,7 +189,6 @@ def test_steps_that_become_slower_are_fewer_so_that_it_ends_in_time(
     own = task(unlabelled, method=slower(tmp_path), epochs=None, seconds=1.0, evaluations=2, patience=99)
     effect, record = done(own, pair, tmp_path / "out")
     turn = record.plan.shortened
-    assert turn is not None
     assert record.steps == record.plan.steps < turn.planned
     assert record.ending == "time"
     assert record.curve[-1].step == record.steps

@@ -88,7 +88,6 @@ def test_what_one_machine_published_another_has(machine: Machine, url: str) -> N
     assert two.get(OTHER) is None
     assert next(two.dependencies("x").candidates(), None) is not None
     found = two.get(KEY)
-    assert found is not None
     assert found.path != made.path
     assert found.path.read_bytes() == b"graph"
     assert (found.folder / "sub" / "weights[0]").read_bytes() == b"w"
@@ -115,7 +114,6 @@ def test_nothing_of_this_machine_is_told(machine: Machine, url: str, tmp_path: P
         assert str(tmp_path) not in content
         assert os.uname().nodename not in content
     found = decode_checked(system.cat_file(f"{root}/objects/ab/{KEY}/{MANIFEST}"))
-    assert found is not None
     assert found.contents == {}
     assert {file.inode for file in found.files.values()} == {None}
 
@@ -126,12 +124,10 @@ def test_a_small_entry_is_its_manifest(machine: Machine, url: str) -> None:
     assert below(url) == [path]
     two = machine("two", tell=pytest.fail)
     found = two.get(KEY)
-    assert found is not None
     assert found.path.read_bytes() == b"\xff\0"
     assert (found.folder / "sub" / "weights[0]").read_bytes() == b"w"
     assert found.model_copy(update={"path": made.path}) == made
     there = decode_checked((found.folder / MANIFEST).read_bytes())
-    assert there is not None
     assert there.contents == {}
     system, root = remote(url)
     before = system.cat_file(f"{root}/{path}")
@@ -139,7 +135,6 @@ def test_a_small_entry_is_its_manifest(machine: Machine, url: str) -> None:
     assert system.cat_file(f"{root}/{path}") == before
     assert machine("four").verify() == []
     manifest = decode_checked(before)
-    assert manifest is not None
     other = manifest.model_copy(update={"contents": {**manifest.contents, "model.onnx": b"other"}})
     system.pipe_file(f"{root}/{path}", encode(other))
     said: list[str] = []
@@ -219,7 +214,6 @@ def test_what_another_machine_published_stays_and_is_given_back(machine: Machine
     assert below(url) == before
     assert put(machine("three", reuse=False), content=b"newest").path.read_bytes() == b"newest"
     found = machine("four").get(KEY)
-    assert found is not None
     assert found.path.read_bytes() == b"newest"
 
 
@@ -228,7 +222,6 @@ def test_a_provisional_entry_gives_way(machine: Machine, url: str) -> None:
     assert put(one, content=b"at first", incomplete=True).incomplete
     two = machine("two")
     seen = two.get(KEY)
-    assert seen is not None
     assert seen.incomplete
     put(two, content=b"final")
     again = one.get(KEY)
@@ -236,7 +229,6 @@ def test_a_provisional_entry_gives_way(machine: Machine, url: str) -> None:
     assert one.fetch(KEY).path.read_bytes() == b"at first"  # what it published itself
     for store in (two, machine("one"), machine("three")):
         found = store.get(KEY)
-        assert found is not None
         assert found.path.read_bytes() == b"final"
 
 
@@ -293,7 +285,6 @@ def test_a_damaged_entry_is_noticed_removed_and_made_again(harm: str, machine: M
         assert [line.endswith("is damaged; it is ignored") for line in said] == [True]  # once
     put(two)
     found = machine("three").get(KEY)
-    assert found is not None
     assert found.path.read_bytes() == b"graph"
 
 
@@ -322,7 +313,6 @@ def test_names_that_leave_the_folder_are_no_entry(name: str, machine: Machine, u
     system, root = remote(url)
     path = f"{root}/objects/ab/{KEY}/{MANIFEST}"
     manifest = decode_checked(system.cat_file(path))
-    assert manifest is not None
     files = {**manifest.files, name: manifest.files["model.onnx"]}
     there = f"{root}/objects/ab/{KEY}/{manifest.upload}/{name}"
     system.makedirs(there.rpartition("/")[0], exist_ok=True)
@@ -351,7 +341,6 @@ def test_an_entry_that_is_replaced_meanwhile_is_taken_as_it_is_then(
 
     monkeypatch.setattr(SharedStore, "_download", replaced_first)
     found = machine("two", tell=pytest.fail).get(KEY)
-    assert found is not None
     assert found.path.read_bytes() == b"newer"
 
 
@@ -429,7 +418,6 @@ def test_prune_by_age_goes_by_the_last_use(machine: Machine, url: str, monkeypat
     put(one, OTHER)
     system, root = remote(url)
     manifest = decode_checked(system.cat_file(f"{root}/objects/ab/{KEY}/{MANIFEST}"))
-    assert manifest is not None
     assert abs(manifest.used - time.time()) < 60
     old = encode(manifest.model_copy(update={"used": manifest.used - 9 * DAY}))
     system.pipe_file(f"{root}/objects/ab/{KEY}/{MANIFEST}", old)
@@ -463,7 +451,6 @@ def test_a_full_disk_and_missing_rights_fail_at_once(
 ) -> None:
     put(machine("one"))
     two = machine("two", tell=pytest.fail)
-    assert two._shared is not None
     for number, words in ((errno.ENOSPC, "no space left"), (errno.EACCES, "(refuses access|denied)")):
         error = OSError(number, os.strerror(number))
         monkeypatch.setattr(type(two._shared.system), "get_file", _raising(error))
@@ -483,7 +470,6 @@ def test_an_outage_is_survived_and_told(machine: Machine, url: str, monkeypatch:
     put(machine("one"))
     said: list[str] = []
     two = machine("two")
-    assert two._shared is not None
     two._shared.retries.first_seconds = 0.001
     system = type(two._shared.system)
     monkeypatch.setattr(system, "async_impl", True)  # files are brought in threads of their own
@@ -503,14 +489,12 @@ def test_an_outage_is_survived_and_told(machine: Machine, url: str, monkeypatch:
 
 def test_what_could_not_be_uploaded_is_not_lost(machine: Machine, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = machine("one", tell=lambda text: None)
-    assert one._shared is not None
     one._shared.retries.total_seconds = 0.0
     with monkeypatch.context() as patch:
         patch.setattr(type(one._shared.system), "put_file", _raising(ConnectionError("down")))
         with pytest.raises(StoreError, match="cannot be reached: down"):
             put(one)
     found = one.get(KEY)
-    assert found is not None
     assert found.path.read_bytes() == b"graph"
     assert machine("two").get(KEY) is not None
 
