@@ -66,9 +66,7 @@ def test_what_is_said_to_fit_does_and_twice_as_much_does_not(cli: Callable[..., 
         ((), 2, "give --memory SIZE"),
     ],
 )
-def test_what_cannot_be_answered_says_why(
-    arguments: tuple[str, ...], code: int, said: str, cli: Callable[..., Any], net: Path
-) -> None:
+def test_cannot_answer(arguments: tuple[str, ...], code: int, said: str, cli: Callable[..., Any], net: Path) -> None:
     answer = cli("fit", net, "--quiet", *arguments)
     assert answer.code == code
     assert said in answer.text

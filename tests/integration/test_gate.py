@@ -51,9 +51,7 @@ def test_a_slower_engine_is_caught_by_measuring_both_again(cli: Cli, tmp_path: P
     assert "byte for byte" in same.stdout
 
 
-def test_an_engine_that_is_not_what_the_run_made_is_not_loaded(
-    cli: Cli, tmp_path: Path, fast: Path, slow: Path
-) -> None:
+def test_an_engine_that_the_run_did_not_make_is_not_loaded(cli: Cli, tmp_path: Path, fast: Path, slow: Path) -> None:
     shutil.copytree(fast, tmp_path / "fast")
     (weights,) = (tmp_path / "fast" / "variants").glob("*/model.onnx")
     weights.write_bytes(weights.read_bytes() + b" ")
@@ -64,9 +62,7 @@ def test_an_engine_that_is_not_what_the_run_made_is_not_loaded(
     assert "byte for byte" not in again.stdout, "that the digests were the same says nothing of the files"
 
 
-def test_a_broken_budget_is_told_to_github_too(
-    cli: Cli, tmp_path: Path, fast: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_github_is_told_a_broken_budget(cli: Cli, tmp_path: Path, fast: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summary = tmp_path / "summary.md"
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))

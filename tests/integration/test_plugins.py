@@ -117,9 +117,7 @@ def test_its_pass_and_its_metric_are_used(site: Path, home: Path) -> None:
         (("--pass", "clear-docs"), 4, "'clear-docs' of enginesmith-example 0.1 cannot be loaded"),
     ],
 )
-def test_what_cannot_be_used_is_explained(
-    site: Path, home: Path, words: tuple[str, ...], code: int, message: str
-) -> None:
+def test_the_unusable_is_explained(site: Path, home: Path, words: tuple[str, ...], code: int, message: str) -> None:
     broken = shutil.copytree(site, home / "broken")
     for name in ("pass", "metric"):
         (broken / f"enginesmith_example_{name}.py").write_text("import not_there_at_all\n")

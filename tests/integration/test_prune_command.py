@@ -26,7 +26,7 @@ def test_what_is_written_is_a_model(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_latency_is_searched_for_on_the_engine_and_no_trial_is_done_twice(
+def test_a_latency_is_searched_for_and_no_trial_done_twice(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compression, "_TRIALS", 2)  # of which one leaves half of the MACs, if the other is too slow
@@ -61,9 +61,7 @@ def test_a_latency_is_searched_for_on_the_engine_and_no_trial_is_done_twice(
         ("sparsify given.onnx -o other.onnx", "other.onnx.data has the weights of given.onnx"),
     ],
 )
-def test_what_cannot_be_is_refused_at_once(
-    command: str, words: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_at_once(command: str, words: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _onnx_with_weights_beside_it(Path("given.onnx"), "other.onnx.data")
     Path("loss.py").write_text("def loss(student, teacher, batch): ...\n")

@@ -208,9 +208,7 @@ def test_a_node_with_a_full_disk_is_left_for_another_one(order: Teller, executor
 
 
 @pytest.mark.thorough
-def test_what_somebody_removed_from_the_store_is_taken_from_caches(
-    order: Teller, executor: RayExecutor, place: Path
-) -> None:
+def test_what_was_removed_from_the_store_is_in_caches(order: Teller, executor: RayExecutor, place: Path) -> None:
     """Of this machine, for a node that has none of it; and of a node, for this machine."""
     shared = Store(f"file://{place}/store", make=False)
     first = order("kept", ray_tasks.Write(number=40), H100)
@@ -324,9 +322,7 @@ def test_a_run_that_is_killed_goes_on_where_it_was(cluster: Any, order: Teller, 
 
 
 @pytest.mark.thorough
-def test_a_node_that_is_lost_and_one_that_joins(
-    cluster: Any, order: Teller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_is_lost_one_joins(cluster: Any, order: Teller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that ran there are done again: beside it, or on a node of its kind that comes within the time of grace."""
     monkeypatch.setattr(ray, "_GRACE_SECONDS", 40.0)
     marker, shown = tmp_path / "marker", tmp_path / "shown"

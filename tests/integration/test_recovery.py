@@ -188,9 +188,7 @@ def loss(student, teacher, batch):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("learning", [True, False], ids=["a step", "an evaluation"])
-def test_what_comes_to_take_more_than_the_limit_is_done_again_in_smaller_parts(
-    learning: bool, mlps: Pair, tmp_path: Path
-) -> None:
+def test_what_exceeds_the_limit_is_done_again_in_smaller_parts(learning: bool, mlps: Pair, tmp_path: Path) -> None:
     """A mebibyte for each sample is taken after a while, of 24 that are allowed."""
     (tmp_path / "own.py").write_text(HOARDING.format(after=60, learning=learning))
     np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal((200, 4)).astype(np.float32))

@@ -107,16 +107,14 @@ def test_a_real_run_is_shown_with_all_its_numbers_and_charts(digits_run: Path, b
             assert known - {None} <= values
 
 
-def test_texts_of_a_run_stay_texts_on_a_small_phone_whatever_is_touched(
-    made_runs: ModuleType, browser: Browser, tmp_path: Path
-) -> None:
+def test_texts_of_a_run_stay_texts_on_a_small_phone(made_runs: ModuleType, browser: Browser, tmp_path: Path) -> None:
     found = touched(page.render(made_runs.run(EVIL * 2, count=50)), browser, tmp_path)
     assert found["buttons"] > 20
     assert found["inputs"] > 2
 
 
 @pytest.mark.thorough
-def test_texts_of_a_fleet_stay_texts_likewise(
+def test_texts_of_a_fleet_do_too(
     made_fleets: ModuleType, made_runs: ModuleType, browser: Browser, tmp_path: Path
 ) -> None:
     values = made_runs.filled(FleetRecord, EVIL)

@@ -117,9 +117,7 @@ def _objects(store: Store) -> list[str]:
 
 
 @pytest.mark.thorough
-def test_two_processes_publish_one_key_and_both_are_served(
-    url: str, machine: Machine, tmp_path: Path, publishers: list[Publisher]
-) -> None:
+def test_two_processes_publish_one_key(url: str, machine: Machine, tmp_path: Path, publishers: list[Publisher]) -> None:
     contents = {name: name + LARGE for name in ("one", "two")}
     begun = {name: publishers.pop() for name in contents}
     for name, publisher in begun.items():

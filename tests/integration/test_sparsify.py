@@ -81,9 +81,7 @@ def test_what_makes_no_sense_is_said(options: tuple[str, ...], words: str, cli: 
 @pytest.mark.parametrize(
     ("precision", "stored"), [("fp16", np.float16), pytest.param("int8", np.int8, marks=pytest.mark.thorough)]
 )
-def test_tensorrt_is_told_of_2_4_and_gets_the_same_zeros(
-    precision: str, stored: type[np.generic], cli: Cli, folder: Path
-) -> None:
+def test_tensorrt_gets_the_same_2_4_zeros(precision: str, stored: type[np.generic], cli: Cli, folder: Path) -> None:
     sparse, lower, engine = (folder / f"{precision}{suffix}" for suffix in (".onnx", "-lower.onnx", ".engine"))
     assert cli("sparsify", f"{NETS}:products", "-o", sparse).code == 0
     asked = ("--engine", "tensorrt_rtx", "--synthetic-calibration", "--min-sqnr", "10")

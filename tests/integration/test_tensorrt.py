@@ -194,9 +194,7 @@ def test_profiles_reach_the_engine_in_their_order(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_options_that_are_said_to_have_no_effect_have_none(
-    option: dict[str, Any], plain: bytes, tmp_path: Path
-) -> None:
+def test_options_said_to_have_no_effect_have_none(option: dict[str, Any], plain: bytes, tmp_path: Path) -> None:
     assert set(option) <= set(RTX.no_effect)
     assert in_process(tmp_path, **option)[0] == plain
 

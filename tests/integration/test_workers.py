@@ -59,9 +59,7 @@ def test_a_killed_worker_is_taken_for_lack_of_memory(tmp_path: Path) -> None:
         load("killed", tmp_path)
 
 
-def test_who_kills_a_worker_does_not_take_its_exit_code_from_who_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_leaves_the_exit_code_to_who_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = multiprocessing.connection.wait
 
     def both_see_its_end(what: list[Any], timeout: float | None = None) -> list[Any]:

@@ -202,9 +202,7 @@ def test_an_unnamed_batch_gets_made_up_samples_of_the_reference_alone(tmp_path: 
 
 
 @pytest.mark.parametrize(("rows", "count", "left", "noted"), [(40, 8, 32, False), (10, 8, 2, True), (8, 8, 8, True)])
-def test_fidelity_is_judged_on_samples_that_calibration_does_not_take(
-    tmp_path: Path, rows: int, count: int, left: int, noted: bool
-) -> None:
+def test_fidelity_has_samples_of_its_own(tmp_path: Path, rows: int, count: int, left: int, noted: bool) -> None:
     model = network(tmp_path)
     assert model.signature is not None
     images = np.random.default_rng(1).standard_normal((rows, 1, 8, 8)).astype(np.float32)

@@ -91,9 +91,7 @@ def test_what_goes_on_is_the_same_command_with_the_same_machines() -> None:
 
 @pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize("command", ["optimize digits --out", "resume"])
-def test_an_interrupt_says_how_to_go_on(
-    command: str, begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_is_told(command: str, begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from enginesmith.pipeline.workflows import optimize
 
     def interrupted(*_: object) -> NoReturn:

@@ -94,9 +94,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., La
 
 @pytest.mark.parametrize("message", [LOST, NO_DEVICE])
 @pytest.mark.parametrize("calls", [0, 20])
-def test_its_rows_say_so_and_the_next_one_is_measured(
-    calls: int, message: str, measure: Callable[..., LatencyResult]
-) -> None:
+def test_its_rows_say_so_the_next_goes_on(calls: int, message: str, measure: Callable[..., LatencyResult]) -> None:
     rows = measure(eager=Engine(), lost=Engine(calls, message), engine=Engine()).rows
     assert [row.p50_ms is not None for row in rows["eager"] + rows["engine"]] == [True] * 4
     for row in rows["lost"]:

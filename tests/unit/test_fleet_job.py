@@ -185,9 +185,7 @@ def test_a_run_of_an_earlier_fleet_is_never_written_to(jobs: Jobs) -> None:
     assert [one.taken_from for one in records.read(Path("runs/b")).entries][1:] == ["../a/runs/digits@edge", None, None]
 
 
-def test_an_interrupted_fleet_is_told_and_goes_on_where_it_was_begun(
-    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_fleet_goes_on_where_it_was_begun(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs.interrupted_after = 1
     code, text = fleet("--out", "runs/a", "--batch", "4")
     assert code == 130

@@ -111,9 +111,7 @@ def test_how_an_entry_ends(made_fleets: ModuleType, tmp_path: Path, kind: str, s
         (["usage", "usage"], 2),
     ],
 )
-def test_the_exit_code_is_that_of_the_worst(
-    made_fleets: ModuleType, tmp_path: Path, kinds: list[str], code: int
-) -> None:
+def test_the_worst_exit_code_counts(made_fleets: ModuleType, tmp_path: Path, kinds: list[str], code: int) -> None:
     entries = [made(made_fleets, tmp_path / str(number), kind) for number, kind in enumerate(kinds)]
     assert made_fleets.record(made_fleets.fleet(), *entries).exit_code == code
 
@@ -184,9 +182,7 @@ def beside(made_fleets: ModuleType, before: Earlier, asked: Entry, folder: Path,
     return records.compare_entry(before, asked.name, folder / records.RUNS / asked.name, now)
 
 
-def test_a_slower_winner_is_told_by_its_interval(
-    made_fleets: ModuleType, before: Earlier, asked: Entry, tmp_path: Path
-) -> None:
+def test_a_slower_winner_is_told(made_fleets: ModuleType, before: Earlier, asked: Entry, tmp_path: Path) -> None:
     found = beside(made_fleets, before, asked, tmp_path / "now", made_fleets.run(asked, ms=0.6))
     assert (found.winner, found.p50_ms, found.winners, found.note) == (made_fleets.INT8, 0.5, None, "")
     change = next(one for one in found.compared if one.id == made_fleets.INT8).latency[0].change
@@ -196,9 +192,7 @@ def test_a_slower_winner_is_told_by_its_interval(
     assert same.significant is False
 
 
-def test_what_few_launches_tell_is_no_verdict(
-    made_fleets: ModuleType, before: Earlier, asked: Entry, tmp_path: Path
-) -> None:
+def test_few_launches_are_no_verdict(made_fleets: ModuleType, before: Earlier, asked: Entry, tmp_path: Path) -> None:
     slow = made_fleets.variant(
         made_fleets.INT8, 0.6, 3.3, latency=(made_fleets.row(0.6, 3.3).model_copy(update={"launches": 1}),)
     )
@@ -208,18 +202,14 @@ def test_what_few_launches_tell_is_no_verdict(
     assert "not judged" in change.note
 
 
-def test_another_machine_is_no_yardstick(
-    made_fleets: ModuleType, before: Earlier, asked: Entry, tmp_path: Path
-) -> None:
+def test_other_machines_do_not_count(made_fleets: ModuleType, before: Earlier, asked: Entry, tmp_path: Path) -> None:
     other = made_fleets.run(asked, ms=5.0, environment={**made_fleets.MACHINE, "processor": "Another CPU"})
     found = beside(made_fleets, before, asked, tmp_path / "now", other)
     assert found.note == "other machine: processor was Some CPU, and is Another CPU"
     assert (found.pair, found.winners, found.p50_ms) == (None, None, 0.5)
 
 
-def test_another_winner_stands_beside_the_one_then(
-    made_fleets: ModuleType, before: Earlier, asked: Entry, tmp_path: Path
-) -> None:
+def test_another_winner_is_set_beside(made_fleets: ModuleType, before: Earlier, asked: Entry, tmp_path: Path) -> None:
     now = made_fleets.run(asked, ms=1.0, winner=made_fleets.FP32)
     found = beside(made_fleets, before, asked, tmp_path / "now", now)
     row = found.winners.latency[0]
@@ -227,9 +217,7 @@ def test_another_winner_stands_beside_the_one_then(
     assert row.change.median == pytest.approx(4.0 / 2.5)
 
 
-def test_a_winner_after_eager_is_compared_in_milliseconds(
-    made_fleets: ModuleType, asked: Entry, tmp_path: Path
-) -> None:
+def test_a_winner_after_eager_is_compared_in_ms(made_fleets: ModuleType, asked: Entry, tmp_path: Path) -> None:
     before = fleet_in(made_fleets, asked, tmp_path / "before", made_fleets.run(asked, winner="eager"))
     found = beside(made_fleets, before, asked, tmp_path / "now", made_fleets.run(asked))
     change = found.winners.latency[0].change
@@ -238,9 +226,7 @@ def test_a_winner_after_eager_is_compared_in_milliseconds(
     assert "the baseline itself" in change.note
 
 
-def test_what_is_missing_then_or_now_is_said(
-    made_fleets: ModuleType, before: Earlier, asked: Entry, tmp_path: Path
-) -> None:
+def test_what_is_missing_is_said(made_fleets: ModuleType, before: Earlier, asked: Entry, tmp_path: Path) -> None:
     assert records.compare_entry(before, "new@cpu", tmp_path, None).note == "not in the last fleet"
     assert beside(made_fleets, before, asked, tmp_path / "now", None).note == "there is no run now"
     failed = fleet_in(made_fleets, asked, tmp_path / "failed", made_fleets.ERRORS[2])
@@ -287,9 +273,7 @@ def test_the_last_fleet_is_the_newest_of_its_name(made_fleets: ModuleType, asked
         ({"models": {"lenet": {}}}, "it was not there"),
     ],
 )
-def test_what_has_changed_is_done_again(
-    made_fleets: ModuleType, before: Earlier, change: dict[str, Any], words: str
-) -> None:
+def test_changes_are_done_again(made_fleets: ModuleType, before: Earlier, change: dict[str, Any], words: str) -> None:
     state = change.pop("state", STATE)
     assert records.find_unchanged(before, made_fleets.fleet(**change).entries()[0], state) == words
 

@@ -131,9 +131,7 @@ def test_a_variant_that_there_is_not_is_named_with_those_near(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("after", "half", "passed"), [(1.001, 0.01, True), (1.04, 0.001, True), (1.1, 0.01, False), (1.1, 0.2, True)]
 )
-def test_slower_is_broken_beyond_the_tolerance_and_for_certain(
-    tmp_path: Path, after: float, half: float, passed: bool
-) -> None:
+def test_slower_is_broken_beyond_tolerance_for_sure(tmp_path: Path, after: float, half: float, passed: bool) -> None:
     before = write(tmp_path / "before", record())
     run = write(tmp_path / "run", record("a", after, half))
     found = gate.gate(run, demands(), baseline=before)
@@ -192,9 +190,7 @@ def test_any_other_tolerance_is_refused(text: str) -> None:
         ({"engine": {}, "device": {"threads": "many"}}, "where a ran cannot be read: threads"),
     ],
 )
-def test_what_the_history_says_in_a_way_that_is_not_known_is_refused(
-    tmp_path: Path, fields: dict[str, object], words: str
-) -> None:
+def test_what_the_history_says_unreadably_is_refused(tmp_path: Path, fields: dict[str, object], words: str) -> None:
     made = HistoryEntry(
         step="build", parameters={"fields": fields}, tools={}, seconds=1.0, host_peak_bytes=None, effect=""
     )
@@ -213,9 +209,7 @@ def test_engines_that_are_not_there_are_not_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ratio", "passed"), [(interval(1.0), True), (interval(1.1), False), (interval(1.1, 0.2), True), (WILD, False)]
 )
-def test_what_was_measured_again_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: Interval, passed: bool
-) -> None:
+def test_a_remeasurement_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: Interval, passed: bool) -> None:
     before, run = write(tmp_path / "before", record()), write(tmp_path / "run", record("a", 3.0))
     again = remeasure.Remeasurement(ratio=ratio, before_ms=1.0, after_ms=1.0, batch=1, iterations=1, launches=5)
     monkeypatch.setattr(remeasure, "why_not", lambda *sides, any_machine: "")
@@ -225,9 +219,7 @@ def test_what_was_measured_again_counts(
     assert "measured side by side now, 5 launches" in found.verdicts[0].text
 
 
-def test_an_engine_that_does_not_run_here_leaves_what_was_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_cannot_run_leaves_what_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*sides: object) -> None:
         raise ModelError("it was built for another processor")
 
@@ -314,7 +306,7 @@ def test_samples_are_put_back_into_blocks_and_launches() -> None:
 
 
 @pytest.mark.parametrize(("ratios", "looks"), [((1.0,), 1), ((1.06,) * 4, 4), ((1.2,), 1)])
-def test_it_is_measured_until_it_is_clear(
+def test_measured_until_clear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratios: tuple[float, ...], looks: int
 ) -> None:
     """The clock is replaced, and nothing else: launches whose blocks differ by as much as is wanted."""

@@ -228,9 +228,7 @@ def test_a_stand_in_has_no_launches(product: Path) -> None:
 
 
 @pytest.mark.parametrize(("arithmetic", "bytes_each"), [("tf32", 4), ("fp16", 2), ("bf16", 2)])
-def test_float32_products_are_counted_in_what_they_are_computed_in(
-    product: Path, arithmetic: str, bytes_each: int
-) -> None:
+def test_products_count_in_what_they_are_computed_in(product: Path, arithmetic: str, bytes_each: int) -> None:
     found = count_work(product, {"batch": 4}, 4, executed=False, arithmetic=arithmetic)
     assert found.flops == {arithmetic: 2 * 4 * 16 * 7}
     assert found.least_bytes == bytes_each * 16 * 7 + 4 * (4 * 16 + 4 * 7) + 8
@@ -460,9 +458,7 @@ def test_the_work_at_each_measured_batch_as_a_task(inputs: dict[str, Artifact], 
     assert effect.summary.startswith("batch 2: 448 FLOP in fp32, at least ")
 
 
-def test_the_work_of_an_engine_that_shows_no_graph_is_that_of_a_stand_in(
-    inputs: dict[str, Artifact], tmp_path: Path
-) -> None:
+def test_an_engine_without_a_graph_has_the_work_of_a_stand_in(inputs: dict[str, Artifact], tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     effect = CountWork(engine=Eager(dtype="bfloat16"), device=Device()).run(inputs, out, lambda text: None)

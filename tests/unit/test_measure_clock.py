@@ -156,9 +156,7 @@ def test_feeds_are_held_against_the_signature() -> None:
     [([1.0] * 9, 4), ([5.0, 4.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0], 7)],
     ids=["steady", "falling"],
 )
-def test_warm_up_lasts_until_medians_stop_falling(
-    monkeypatch: pytest.MonkeyPatch, medians: list[float], blocks: int
-) -> None:
+def test_warm_up_ends_with_falling_medians(monkeypatch: pytest.MonkeyPatch, medians: list[float], blocks: int) -> None:
     opened = timer(nothing)
     coming = iter(medians)
     monkeypatch.setattr(opened, "_timed", lambda calls, events=None: np.array([next(coming)]))

@@ -320,9 +320,7 @@ class TestRunHeld:
             ("", 3 * MEBIBYTE, f"{3 * MEBIBYTE} bytes left"),
         ],
     )
-    def test_a_crash_at_the_limit_is_taken_for_it(
-        self, held: Callable[..., Any], said: str, gap: int | None, words: str
-    ) -> None:
+    def test_a_crash_at_the_limit_is_it(self, held: Callable[..., Any], said: str, gap: int | None, words: str) -> None:
         found = held(StepCrashed("its process crashed (SIGABRT)"), said, gap)
         assert words in found.message
         assert "SIGABRT" in found.message
@@ -336,9 +334,7 @@ class TestRunHeld:
             ("", 0, None),
         ],
     )
-    def test_a_crash_far_from_it_is_a_crash(
-        self, held: Callable[..., Any], said: str, gap: int | None, limit: int | None
-    ) -> None:
+    def test_a_crash_far_from_it(self, held: Callable[..., Any], said: str, gap: int | None, limit: int | None) -> None:
         with pytest.raises(StepCrashed):
             held(StepCrashed("its process crashed (SIGSEGV)"), said, gap, limit)
 

@@ -149,7 +149,7 @@ def test_the_same_run_gives_the_same_bytes(made: Made, tmp_path: Path) -> None:
         ({"variants": ()}, None, "no winner"),
     ],
 )
-def test_what_cannot_be_chosen_is_said(
+def test_wrong_choices_are_said(
     changes: dict[str, Any], variant: str | None, said: str, made: Made, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=said):
@@ -323,9 +323,7 @@ def test_engines_of_tensorrt(made: Made, tmp_path: Path) -> None:
     assert {"model.engine", "model.engine.json"} < set(kept.files)
 
 
-def test_digests_are_checked_where_the_engine_cannot_run(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_digests_are_checked_without_an_engine(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made.variants.append(made.engine("tensorrt_rtx"))
     package(made.write(), "bundle", tmp_path / "b", "tensorrt_rtx-fp16")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

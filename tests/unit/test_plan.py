@@ -210,9 +210,7 @@ def test_quality_is_judged_in_batches_that_engines_take(values: dict[str, Any], 
     assert tuple(task.largest_batch for task in tasks if isinstance(task, Quality)) == largest
 
 
-def test_a_run_resolves_its_model_and_looks_at_the_machine_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_looks_at_model_and_machine_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[str] = []
 
     def count(function: Any) -> None:

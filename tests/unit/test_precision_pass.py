@@ -90,9 +90,7 @@ def scale_of(model: onnx.ModelProto, value: str) -> float:
 
 @pytest.mark.parametrize("placement", ["inputs", "inputs+outputs"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_every_precision_gives_a_sound_graph(
-    artifact: Artifact, tmp_path: Path, precision: Any, placement: Any
-) -> None:
+def test_every_precision_is_sound(artifact: Artifact, tmp_path: Path, precision: Any, placement: Any) -> None:
     step = Precision(precision=precision, placement=placement)
     effect, model, groups = apply(step, artifact, tmp_path / "out", ranges=ranges(tmp_path))
     assert [value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)] == [1, 1]

@@ -188,9 +188,7 @@ def test_overhead_is_told_against_the_unprofiled_latency() -> None:
 @pytest.mark.parametrize(
     ("error", "failed"), [(MissingCapability("no profiler", "another"), False), (StepCrashed("it died", "again"), True)]
 )
-def test_what_cannot_be_profiled_says_why(
-    error: Exception, failed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_profile_says_why(error: Exception, failed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise error
 

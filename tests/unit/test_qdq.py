@@ -318,9 +318,7 @@ def test_transformers_get_products_that_write_floats(tmp_path: Path) -> None:
     [(frozenset(), 0, "QuantizeLinear"), (frozenset(["Gemm_2"]), 1, "Min")],
     ids=["an int8 reader", "a floating reader"],
 )
-def test_a_clamp_between_products_does_not_stop_their_kernels(
-    tmp_path: Path, keep: frozenset[str], written_out: int, behind: str
-) -> None:
+def test_a_clamp_keeps_the_kernels(tmp_path: Path, keep: frozenset[str], written_out: int, behind: str) -> None:
     text = """net (float[n, 16] x) => (float[n, 4] y) {
         g = Gemm (x, w, b)
         r = Clip(g, low, high)

@@ -133,9 +133,7 @@ def test_what_somebody_else_names_is_read_only_if_it_is_a_file(reads: InputDepen
     assert now(reads) is None
 
 
-def test_what_was_hashed_once_is_not_hashed_again(
-    reads: InputDependencies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_hashed_twice(reads: InputDependencies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = tmp_path / "w"
     weights.write_text("w")
     before = reads.record([weights], {})

@@ -137,9 +137,7 @@ def test_what_goes_into_run_json_comes_back() -> None:
 @pytest.mark.parametrize(
     ("shape", "expected"), [("1:8:64", (1, 8)), ("1:2:4", (1,)), ("16:32:64", (32,)), ("4:8:8", (8,))]
 )
-def test_batches_that_nobody_named_are_within_the_range_that_somebody_did(
-    shape: str, expected: tuple[int, ...]
-) -> None:
+def test_batches_that_nobody_named_are_within_the_range_given(shape: str, expected: tuple[int, ...]) -> None:
     assert make({"model": "digits", "shapes": {"batch": shape}}).batch == expected
     assert make({"model": "digits", "shapes": {"batch": shape}, "batch": [3]}).batch == (3,)
 

@@ -131,9 +131,7 @@ def test_a_loss_that_becomes_nan_ends_it_with_the_best_so_far(pair: Pair, unlabe
     assert not any(np.array_equal(kept[name], before[name]) for name in kept)
 
 
-def test_a_learning_rate_that_explodes_leaves_the_weights_as_they_were(
-    pair: Pair, unlabelled: Path, tmp_path: Path
-) -> None:
+def test_an_exploding_learning_rate_leaves_the_weights(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
     effect, record = done(task(unlabelled, learning_rate=1e30, epochs=20), pair, tmp_path / "out")
     assert (record.ending, record.best_step) == ("diverged", 0)
     assert record.steps < record.plan.steps
@@ -183,9 +181,7 @@ def slower(folder: Path, end: int = 10**6) -> str:
 
 
 @pytest.mark.thorough
-def test_steps_that_become_slower_are_fewer_so_that_it_ends_in_time(
-    pair: Pair, unlabelled: Path, tmp_path: Path
-) -> None:
+def test_slower_steps_are_fewer_so_that_it_ends_in_time(pair: Pair, unlabelled: Path, tmp_path: Path) -> None:
     own = task(unlabelled, method=slower(tmp_path), epochs=None, seconds=1.0, evaluations=2, patience=99)
     effect, record = done(own, pair, tmp_path / "out")
     turn = record.plan.shortened

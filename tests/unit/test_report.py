@@ -78,9 +78,7 @@ def test_the_verdict_is_one_sentence() -> None:
         (3.9, 4.1, "is 4.00× [3.90, 4.10] faster than eager at batch 8,"),
     ],
 )
-def test_the_verdict_is_of_the_batch_that_decides_and_claims_no_more_than_its_interval(
-    low: float, high: float, words: str
-) -> None:
+def test_the_verdict_is_of_the_deciding_batch_within_its_interval(low: float, high: float, words: str) -> None:
     fast = record("onnxruntime-fp32", 0.5, 4.0)
     deciding = LatencyRow(batch=8, p50_ms=0.5, speedup=Interval(median=4.0, low=low, high=high))
     eager = record("eager", 2.0, 1.0)

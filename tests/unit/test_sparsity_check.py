@@ -110,9 +110,7 @@ PLACEMENTS = ("inputs", "inputs+outputs")
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("precision", [name for name in KINDS if name != "fp32"])
-def test_every_precision_keeps_the_pattern(
-    precision: Any, placement: Any, sparse: Artifact, ranges: Artifact, tmp_path: Path
-) -> None:
+def test_precisions_keep_it(precision: Any, placement: Any, sparse: Artifact, ranges: Artifact, tmp_path: Path) -> None:
     step = Precision(precision=precision, placement=placement)
     effect = run_pass(step, sparse, tmp_path, lambda _: None, {"ranges": ranges})
     assert effect.summary.endswith("; 2:4 held in 6 of 6 weights")

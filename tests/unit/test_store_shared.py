@@ -143,9 +143,7 @@ def test_a_small_entry_is_its_manifest(machine: Machine, url: str) -> None:
     assert below(url) == []
 
 
-def test_a_known_step_takes_two_requests_and_an_unknown_one_takes_one(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_known_step_takes_two_requests_an_unknown_one(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     put(machine("one"), content=b"gr")
     two = machine("two")
     assert two.get(OTHER) is None  # it knows the store
@@ -288,9 +286,7 @@ def test_a_damaged_entry_is_noticed_removed_and_made_again(harm: str, machine: M
     assert found.path.read_bytes() == b"graph"
 
 
-def test_damage_is_replaced_where_it_may_not_be_removed(
-    machine: Machine, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_is_replaced_if_not_removed(machine: Machine, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     put(machine("one"))
     system, root = remote(url)
     (file,) = (f"{root}/{path}" for path in below(url) if path.endswith("model.onnx"))
@@ -323,7 +319,7 @@ def test_names_that_leave_the_folder_are_no_entry(name: str, machine: Machine, u
     assert not (tmp_path / "outside").exists()
 
 
-def test_an_entry_that_is_replaced_meanwhile_is_taken_as_it_is_then(
+def test_an_entry_replaced_meanwhile_is_taken_as_it_is(
     machine: Machine, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(machine("one"))
@@ -396,7 +392,7 @@ def _aged(url: str, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) 
     monkeypatch.setattr(SharedStore, "modified", modified)
 
 
-def test_prune_removes_what_interrupted_uploads_left_after_a_day(
+def test_prune_removes_interrupted_uploads_of_yesterday(
     machine: Machine, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = machine("one")
@@ -446,9 +442,7 @@ def test_a_store_of_another_version_is_refused(machine: Machine, url: str) -> No
         machine("two").get(KEY)
 
 
-def test_a_full_disk_and_missing_rights_fail_at_once(
-    machine: Machine, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_and_no_rights_fail_at_once(machine: Machine, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     put(machine("one"))
     two = machine("two", tell=pytest.fail)
     for number, words in ((errno.ENOSPC, "no space left"), (errno.EACCES, "(refuses access|denied)")):
@@ -520,9 +514,7 @@ def test_what_cannot_be_a_store_is_said_at_once_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_looking_after_a_store_does_not_make_it(
-    machine: Machine, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_upkeep_makes_no_store(machine: Machine, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENGINESMITH_CACHE", str(tmp_path / "cache"))
     with pytest.raises(UsageError, match="there is no store"):
         Store(f"{url}/typo", make=False).entries()
@@ -542,7 +534,7 @@ def test_of_two_nodes_that_made_one_entry_at_once_the_one_that_stands_is_taken(m
     assert len(taken.history) == 2
 
 
-def test_who_waits_for_a_store_that_is_away_fails_with_the_first_one(
+def test_who_waits_for_a_store_fails_with_the_first(
     machine: Machine, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = machine("two", tell=lambda text: None)

@@ -222,7 +222,7 @@ def test_a_build_has_a_large_stack_and_other_threads_keep_theirs(monkeypatch: py
     assert threading.stack_size() == before
 
 
-def test_what_a_builder_takes_is_counted_and_given_back_once_the_device_is_done(
+def test_what_a_builder_takes_is_counted_and_later_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[Any] = []
@@ -332,7 +332,7 @@ def test_plugin_libraries_that_cannot_be_loaded(name: str, message: str, tmp_pat
         parser.load_plugins(PLUGGED, (str(tmp_path / "good.so"), str(tmp_path / name)), None, ENTERPRISE)
 
 
-def test_a_plugin_library_in_the_working_folder_needs_no_more_than_its_name(
+def test_a_plugin_library_in_the_working_folder_needs_only_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "good.so").touch()

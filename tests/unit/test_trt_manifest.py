@@ -84,9 +84,7 @@ def flip(engine: Path) -> None:
 
 
 @pytest.mark.parametrize(("tf32", "row"), [(True, "tf32"), (False, "fp32")])
-def test_an_engine_file_is_held_to_its_own_arithmetic_and_allows_itself_nothing(
-    engine: Path, tf32: bool, row: str
-) -> None:
+def test_an_engine_file_has_its_arithmetic_and_allows_itself_nothing(engine: Path, tf32: bool, row: str) -> None:
     changed(engine, options=BuildOptions(tf32=tf32, host_code=True, plugins=("nms.so",)).model_dump())
     check = verify_steps(resolve_recipe(make({"model": "digits"})), str(engine))[-1].task
     assert isinstance(check, Verify)
@@ -115,9 +113,7 @@ def test_a_manifest_reads_back_as_it_was_written(engine: Path) -> None:
     ],
     ids=["bit", "cut", "empty", "none", "json", "fields", "schema", "flavour", "options", "engine"],
 )
-def test_an_engine_that_is_not_the_one_described_is_refused(
-    damage: Callable[[Path], object], message: str, engine: Path
-) -> None:
+def test_an_engine_not_described_is_refused(damage: Callable[[Path], object], message: str, engine: Path) -> None:
     damage(engine)
     with pytest.raises(ModelError, match=message) as caught:
         manifest.read(engine)

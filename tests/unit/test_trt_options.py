@@ -185,9 +185,7 @@ HOPPER = CudaDevice(name="NVIDIA H100", compute_capability=(9, 0))
         (TensorRT(target="sm86"), AMPERE, ()),
     ],
 )
-def test_the_builder_is_told_the_target_or_the_device(
-    engine: TensorRT, here: CudaDevice | None, expected: tuple[str, ...]
-) -> None:
+def test_the_builder_gets_a_target(engine: TensorRT, here: CudaDevice | None, expected: tuple[str, ...]) -> None:
     assert engine.targets(here) == expected
 
 
@@ -201,9 +199,7 @@ def test_the_builder_is_told_the_target_or_the_device(
         (TensorRT(target="sm86"), HOPPER, UsageError, "builds for the device that is here"),
     ],
 )
-def test_targets_that_cannot_be_had(
-    engine: TensorRT, here: CudaDevice | None, error: type[Exception], message: str
-) -> None:
+def test_impossible_targets(engine: TensorRT, here: CudaDevice | None, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         engine.targets(here)
 

@@ -799,9 +799,7 @@ def test_kernels_that_cannot_be_kept_are_no_error(engine: Engine, tmp_path: Path
 
 
 @pytest.mark.parametrize(("wanted", "strategy"), [(True, "whole"), (False, "off")])
-def test_rtx_is_told_before_there_are_contexts(
-    engine: Engine, tmp_path: Path, kernels: Path, wanted: bool, strategy: str
-) -> None:
+def test_rtx_is_told_at_first(engine: Engine, tmp_path: Path, kernels: Path, wanted: bool, strategy: str) -> None:
     found = opened_from(engine, tmp_path, "tensorrt_rtx", cuda_graphs=wanted)
     assert found.config.cuda_graph_strategy == strategy
     assert found.config.dynamic_shapes_kernel_specialization_strategy == "eager"

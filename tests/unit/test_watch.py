@@ -62,9 +62,7 @@ def test_safetensors_are_seen_though_rust_reads_them(tmp_path: Path) -> None:
     assert path not in later.files
 
 
-def test_imported_code_is_remembered_and_that_of_packages_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_imported_code_is_remembered_but_no_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "watched_code.py").write_text("x = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     try:
