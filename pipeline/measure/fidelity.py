@@ -5,12 +5,12 @@ no finite one: they get ``SQNR_CAP_DB``, as does everything above it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from enginesmith.pipeline.errors import FidelityError, UsageError
+from enginesmith.pipeline.measure.rows import explain_missing
 from enginesmith.pipeline.tensors import Array, Feeds
 
 SQNR_CAP_DB = 200.0
@@ -18,7 +18,7 @@ _CHUNK = 1 << 20
 
 
 class Thresholds(BaseModel):
-    """What an output must reach: float outputs one of the first two, the others the last; none may turn NaN or Inf."""
+    """Set what an output must reach: floats one of the first two, others the last; none may turn NaN or Inf."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,40 +41,35 @@ THRESHOLDS: dict[str, Thresholds] = {
 """fp32's are the project's requirement; the others tell a broken graph from a coarse one."""
 
 
-class OutputFidelity(BaseModel):
-    """One output against the reference. What is None has its reason under its name in ``reasons``."""
+class Closeness(BaseModel):
+    """Hold figures of outputs against the reference. What is None has its reason under its name in ``reasons``."""
 
     model_config = ConfigDict(frozen=True)
 
-    name: str
     sqnr_db: float | None = None
     cosine: float | None = None
     max_abs_error: float | None = None
     max_error_of_range: float | None = None
     argmax_agreement: float | None = None
     """Share of positions whose greatest class is the same: over axis 1 of images (4 axes or more), else the last."""
-    agreement: float | None = None
-    """Share of equal elements, for integer and bool outputs."""
     finite: bool = True
     """No NaN or Inf but where the reference has the same one."""
     passed: bool = False
     reasons: dict[str, str] = {}
 
 
-class Fidelity(BaseModel):
-    """The worst over all outputs, number by number, and the outputs themselves."""
+class OutputFidelity(Closeness):
+    """Compare one output with the reference."""
 
-    model_config = ConfigDict(frozen=True)
+    name: str
+    agreement: float | None = None
+    """Share of equal elements, for integer and bool outputs."""
 
-    sqnr_db: float | None = None
-    cosine: float | None = None
-    max_abs_error: float | None = None
-    max_error_of_range: float | None = None
-    argmax_agreement: float | None = None
-    finite: bool = True
-    passed: bool = False
+
+class Fidelity(Closeness):
+    """Report the worst over all outputs, number by number, and the outputs themselves."""
+
     outputs: tuple[OutputFidelity, ...] = ()
-    reasons: dict[str, str] = {}
 
 
 def thresholds_for(precision: str, min_sqnr_db: float | None = None) -> Thresholds:
@@ -109,147 +104,105 @@ def compare_calls(calls: Sequence[tuple[Feeds, Feeds]], thresholds: Thresholds) 
     for reference, actual in calls:
         if set(reference) != set(actual):
             raise FidelityError(f"the outputs are {list(actual)}, and the reference's are {list(reference)}")
-    names = calls[0][0]
-    outputs = tuple(_output(name, [(one[name], two[name]) for one, two in calls], thresholds) for name in names)
-    worst = {
-        "sqnr_db": _worst(min, outputs, "sqnr_db"),
-        "cosine": _worst(min, outputs, "cosine"),
-        "max_abs_error": _worst(max, outputs, "max_abs_error"),
-        "max_error_of_range": _worst(max, outputs, "max_error_of_range"),
-        "argmax_agreement": _worst(min, outputs, "argmax_agreement"),
-    }
-    reasons = {name: "; ".join(_reasons(outputs, name)) for name, value in worst.items() if value is None}
+    outputs = []
+    for name in calls[0][0]:
+        pairs = [(reference[name], actual[name]) for reference, actual in calls]
+        for reference, actual in pairs:
+            floats = [np.issubdtype(array.dtype, np.floating) for array in (reference, actual)]
+            if reference.shape != actual.shape or floats[0] != floats[1]:
+                given, wanted = (f"{array.dtype}{list(array.shape)}" for array in (actual, reference))
+                raise FidelityError(f"output {name!r} is {given}, and the reference's is {wanted}")
+        filled = [pair for pair in pairs if pair[0].size]
+        if not filled:
+            outputs.append(explain_missing(OutputFidelity(name=name, passed=True), "the output is empty"))
+            continue
+        compare_output = _compare_floats if np.issubdtype(filled[0][0].dtype, np.floating) else _compare_exactly
+        outputs.append(compare_output(name, filled, thresholds))
+    worst: dict[str, float | None] = {}
+    reasons = {}
+    for field, pick in _WORST.items():
+        values = [value for output in outputs if (value := getattr(output, field)) is not None]
+        worst[field] = pick(values) if values else None
+        if not values:
+            why = dict.fromkeys(output.reasons.get(field, "") for output in outputs)
+            reasons[field] = "; ".join(why) if outputs else "there are no outputs"
     finite, passed = (all(getattr(output, field) for output in outputs) for field in ("finite", "passed"))
-    return Fidelity(**worst, finite=finite, passed=passed, outputs=outputs, reasons=reasons)
+    return Fidelity(**worst, finite=finite, passed=passed, outputs=tuple(outputs), reasons=reasons)
 
 
-def _worst(pick: Callable[[Iterable[float]], float], outputs: Sequence[OutputFidelity], field: str) -> float | None:
-    values = [value for output in outputs if (value := getattr(output, field)) is not None]
-    return pick(values) if values else None
-
-
-def _reasons(outputs: Sequence[OutputFidelity], field: str) -> list[str]:
-    return list(dict.fromkeys(output.reasons.get(field, "") for output in outputs)) or ["there are no outputs"]
-
-
+_WORST: dict[str, Callable[[Iterable[float]], float]] = {
+    "sqnr_db": min,
+    "cosine": min,
+    "max_abs_error": max,
+    "max_error_of_range": max,
+    "argmax_agreement": min,
+}
 _Pairs = Sequence[tuple[Array, Array]]
 """An output of the reference and of what is compared with it, for each call."""
 
 
-def _output(name: str, pairs: _Pairs, thresholds: Thresholds) -> OutputFidelity:
-    for reference, actual in pairs:
-        floats = [np.issubdtype(array.dtype, np.floating) for array in (reference, actual)]
-        if reference.shape != actual.shape or floats[0] != floats[1]:
-            given, wanted = (f"{array.dtype}{list(array.shape)}" for array in (actual, reference))
-            raise FidelityError(f"output {name!r} is {given}, and the reference's is {wanted}")
-    filled = [pair for pair in pairs if pair[0].size]
-    if not filled:
-        return _with_reasons(OutputFidelity(name=name, passed=True), {}, "the output is empty")
-    return (_near if np.issubdtype(filled[0][0].dtype, np.floating) else _exact)(name, filled, thresholds)
-
-
-def _exact(name: str, pairs: _Pairs, thresholds: Thresholds) -> OutputFidelity:
+def _compare_exactly(name: str, pairs: _Pairs, thresholds: Thresholds) -> OutputFidelity:
     equal = sum(int(np.count_nonzero(reference == actual)) for reference, actual in pairs)
     agreement = equal / sum(reference.size for reference, _ in pairs)
-    error = max(float(np.abs(one.astype(np.float64) - two).max()) for pair in pairs for one, two in _chunks(*pair))
-    found = OutputFidelity(
-        name=name, max_abs_error=error, agreement=agreement, passed=agreement >= thresholds.min_agreement
-    )
-    return _with_reasons(found, {}, f"{pairs[0][0].dtype} outputs are compared by equality")
+    error = max(float(np.abs(wanted - given).max()) for wanted, given in _iterate_chunks(pairs))
+    passed = agreement >= thresholds.min_agreement
+    output = OutputFidelity(name=name, max_abs_error=error, agreement=agreement, passed=passed)
+    return explain_missing(output, f"{pairs[0][0].dtype} outputs are compared by equality")
 
 
-def _near(name: str, pairs: _Pairs, thresholds: Thresholds) -> OutputFidelity:
-    sums = _Sums.of(pairs)
-    argmax, why_not = _argmax_agreement(pairs)
-    sqnr, error = sums.sqnr_db, sums.error_of_range
-    near = (sqnr is not None and sqnr >= thresholds.min_sqnr_db) or error <= thresholds.max_error_of_range
-    found = OutputFidelity(
-        name=name,
-        sqnr_db=sqnr,
-        cosine=sums.cosine,
-        max_abs_error=sums.error,
-        max_error_of_range=error,
-        argmax_agreement=argmax,
-        finite=sums.finite,
-        passed=sums.finite and near,
-    )
-    zero = "the reference is zero everywhere it is finite"
-    return _with_reasons(
-        found, {"argmax_agreement": why_not, "agreement": "float outputs are compared by nearness"}, zero
-    )
-
-
-def _with_reasons(found: OutputFidelity, reasons: dict[str, str], otherwise: str) -> OutputFidelity:
-    empty = [name for name, value in found if value is None]
-    return found.model_copy(update={"reasons": {name: reasons.get(name, otherwise) for name in empty}})
-
-
-@dataclass
-class _Sums:
-    """Sums over the elements that are finite on both sides."""
-
-    signal: float = 0.0
-    noise: float = 0.0
-    power: float = 0.0
-    product: float = 0.0
-    error: float = 0.0
-    low: float = np.inf
-    high: float = -np.inf
-    finite: bool = True
-
-    @classmethod
-    def of(cls, pairs: _Pairs) -> "_Sums":
-        sums = cls()
-        for pair in pairs:
-            for wanted, given in _chunks(*pair):
-                sums._add(wanted.astype(np.float64), given.astype(np.float64))
-        return sums
-
-    def _add(self, wanted: Array, given: Array) -> None:
+def _compare_floats(name: str, pairs: _Pairs, thresholds: Thresholds) -> OutputFidelity:
+    """Compare by nearness, over the elements that are finite on both sides."""
+    signal = noise = power = product = error = 0.0
+    low, high, finite = np.inf, -np.inf, True
+    for wanted, given in _iterate_chunks(pairs):
         both = np.isfinite(wanted) & np.isfinite(given)
         if not both.all():
-            self.finite &= bool(np.array_equal(wanted[~both], given[~both], equal_nan=True))
+            finite &= bool(np.array_equal(wanted[~both], given[~both], equal_nan=True))
             wanted, given = wanted[both], given[both]
         if not wanted.size:
-            return
+            continue
         apart = wanted - given
-        self.signal += float(wanted @ wanted)
-        self.noise += float(apart @ apart)
-        self.power += float(given @ given)
-        self.product += float(wanted @ given)
-        self.error = max(self.error, float(np.abs(apart).max()))
-        self.low, self.high = min(self.low, float(wanted.min())), max(self.high, float(wanted.max()))
+        signal += float(wanted @ wanted)
+        noise += float(apart @ apart)
+        power += float(given @ given)
+        product += float(wanted @ given)
+        error = max(error, float(np.abs(apart).max()))
+        low, high = min(low, float(wanted.min())), max(high, float(wanted.max()))
+    sqnr: float | None = SQNR_CAP_DB
+    cosine: float | None = 1.0
+    if noise:
+        sqnr = min(SQNR_CAP_DB, 10 * float(np.log10(signal / noise))) if signal else None
+        norm = float(np.sqrt(signal) * np.sqrt(power))
+        cosine = product / norm if norm else None
+    # relative to the range; to the greatest magnitude where all values are one; absolute where that is zero
+    of_range = error / (high - low or abs(high) or 1.0) if error else 0.0
+    near = (sqnr is not None and sqnr >= thresholds.min_sqnr_db) or of_range <= thresholds.max_error_of_range
+    argmax, why_not = _argmax_agreement(pairs)
+    output = OutputFidelity(
+        name=name,
+        sqnr_db=sqnr,
+        cosine=cosine,
+        max_abs_error=error,
+        max_error_of_range=of_range,
+        argmax_agreement=argmax,
+        finite=finite,
+        passed=finite and near,
+    )
+    reasons = {"argmax_agreement": why_not, "agreement": "float outputs are compared by nearness"}
+    return explain_missing(output, "the reference is zero everywhere it is finite", reasons)
 
-    @property
-    def sqnr_db(self) -> float | None:
-        if not self.noise:
-            return SQNR_CAP_DB
-        return min(SQNR_CAP_DB, 10 * float(np.log10(self.signal / self.noise))) if self.signal else None
 
-    @property
-    def cosine(self) -> float | None:
-        if not self.noise:
-            return 1.0
-        norm = float(np.sqrt(self.signal) * np.sqrt(self.power))
-        return self.product / norm if norm else None
-
-    @property
-    def error_of_range(self) -> float:
-        """Relative to the range; to the greatest magnitude where all values are one; absolute where that is zero."""
-        if not self.error:
-            return 0.0
-        return self.error / (self.high - self.low or abs(self.high) or 1.0)
-
-
-def _chunks(reference: Array, actual: Array) -> Iterator[tuple[Array, Array]]:
-    """Flat pieces of both, so that the float64 copies stay small."""
-    one, two = reference.reshape(-1), actual.reshape(-1)
-    for start in range(0, one.size, _CHUNK):
-        yield one[start : start + _CHUNK], two[start : start + _CHUNK]
+def _iterate_chunks(pairs: _Pairs) -> Iterator[tuple[Array, Array]]:
+    """Yield flat float64 pieces of both sides, so that the copies stay small."""
+    for pair in pairs:
+        wanted, given = (array.reshape(-1) for array in pair)
+        for start in range(0, wanted.size, _CHUNK):
+            chunk = slice(start, start + _CHUNK)
+            yield wanted[chunk].astype(np.float64), given[chunk].astype(np.float64)
 
 
 def _argmax_agreement(pairs: _Pairs) -> tuple[float | None, str]:
-    """Return the share of positions with the same greatest class, or None and why there is none."""
+    """Compute the share of positions with the same greatest class; None and why where there are no classes."""
     shape = pairs[0][0].shape
     axis = 1 if len(shape) >= 4 else -1
     if len(shape) < 2 or shape[axis] < 2:

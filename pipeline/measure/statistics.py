@@ -35,9 +35,8 @@ UNDISTURBED = 0.02
 """Waiting for a core, as a share of the time, up to which calls count as undisturbed."""
 
 _LEAST_UNDISTURBED = 0.1
-"""Of a block's calls, for the block to count."""
+"""Share of undisturbed calls that a block needs to count."""
 
-"""How the warning of a machine that others use begins."""
 TOO_NOISY = "too noisy to tell"
 NOISE_REMEDY = "measure on a quiet machine, for longer (--measure-time), or on pinned cores (taskset -c 0,1)"
 _NOISY_RATIO = 4.0
@@ -49,7 +48,7 @@ _CONFIDENCE = 0.95
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t at 97.5 %, by degrees of freedom from 1 on."""
 _NORMAL = 1.959964
-"""The same of the normal distribution."""
+"""97.5 % quantile of the normal distribution."""
 MOST_LAUNCHES = len(_STUDENT) + 1
 _DRAWN_AT_ONCE = 500_000
 
