@@ -4,7 +4,7 @@ The floor is the largest of three times, as arithmetic, memory and the start of 
 (Williams, Waterman and Patterson, "Roofline", 2009). Each is a lower bound: what is not known is left out.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,13 +25,14 @@ _WORDS: Mapping[Bound, str] = {"arithmetic": "arithmetic", "memory": "memory", "
 def floor(work: Work, limits: DeviceLimits, measured_ms: float | None) -> LimitRow:
     """Compare a measured time of one inference, in ms, with the least that its work takes on the device."""
     reasons = dict(work.reasons)
-    arithmetic_ms, arithmetic = _arithmetic(work, limits, reasons)
-    memory_ms, memory = _memory(work, limits, reasons)
-    launch_ms, launch = _launch(work, limits, reasons)
-    times: dict[Bound, float | None] = {"arithmetic": arithmetic_ms, "memory": memory_ms, "launch": launch_ms}
-    parts = {name: value for name, value in times.items() if value is not None}
-    bound = max(parts, key=lambda name: parts[name], default=None)
-    floor_ms = None if bound is None else parts[bound]
+    times: dict[Bound, tuple[float, str] | None] = {
+        "arithmetic": _time_arithmetic(work, limits, reasons),
+        "memory": _time_memory(work, limits, reasons),
+        "launch": _time_launches(work, limits, reasons),
+    }
+    parts = {name: part for name, part in times.items() if part is not None}
+    bound = max(parts, key=lambda name: parts[name][0], default=None)
+    floor_ms = None if bound is None else parts[bound][0]
     if floor_ms is None:
         reasons["floor_ms"] = "neither its arithmetic nor its memory nor its operators are known"
     if measured_ms is None:
@@ -43,20 +44,18 @@ def floor(work: Work, limits: DeviceLimits, measured_ms: float | None) -> LimitR
         batch=work.batch,
         work=work,
         measured_ms=measured_ms,
-        arithmetic_ms=arithmetic_ms,
-        memory_ms=memory_ms,
-        launch_ms=launch_ms,
+        **{f"{name}_ms": part and part[0] for name, part in times.items()},
         floor_ms=floor_ms,
         measured_over_floor=ratio,
         bound_by=bound or "nothing known",
-        summary=_summary(ratio, parts, {"arithmetic": arithmetic, "memory": memory, "launch": launch}, limits),
+        summary=_summarize(ratio, parts, limits),
         reasons=reasons,
     )
 
 
-def _arithmetic(work: Work, limits: DeviceLimits, reasons: dict[str, str]) -> tuple[float | None, str]:
+def _time_arithmetic(work: Work, limits: DeviceLimits, reasons: dict[str, str]) -> tuple[float, str] | None:
     """Add up the milliseconds of all products one after the other; returns a description, too."""
-    found: list[tuple[float, str]] = []
+    products: list[tuple[float, str]] = []
     for precision, count in work.flops.items():
         fastest = limits.product(precision)
         if fastest is None:
@@ -66,43 +65,42 @@ def _arithmetic(work: Work, limits: DeviceLimits, reasons: dict[str, str]) -> tu
         name, rate = fastest
         kind = precision if name == precision else f"{precision}, computed in {name}"
         words = f"{format_si(count, 'FLOP')} in {kind} at {format_si(rate.per_second, 'FLOP/s')}"
-        found.append((1e3 * count / rate.per_second, words))
-    if not found:
+        products.append((1e3 * count / rate.per_second, words))
+    if not products:
         reasons.setdefault("arithmetic_ms", "no product of known size is in the graph")
-        return None, ""
-    return sum(taken for taken, _ in found), " and ".join(words for _, words in sorted(found, reverse=True))
+        return None
+    return sum(taken for taken, _ in products), " and ".join(words for _, words in sorted(products, reverse=True))
 
 
-def _memory(work: Work, limits: DeviceLimits, reasons: dict[str, str]) -> tuple[float | None, str]:
+def _time_memory(work: Work, limits: DeviceLimits, reasons: dict[str, str]) -> tuple[float, str] | None:
     """Compute milliseconds for what memory delivers, and for all of it to pass through the caches: the longer one.
 
     What fits into the caches may be there from the inference before. Of a result that does not, the rest is written to
     memory and read again.
     """
-    bandwidth, cached = limits.memory_bandwidth, limits.cache_bandwidth
-    kept = limits.cache_bytes
+    bandwidth, cached, kept = limits.memory_bandwidth, limits.cache_bandwidth, limits.cache_bytes
     if kept is None or (bandwidth is None and cached is None):
         no_cache = limits.reasons.get("cache_bytes") if kept is None else None
         reasons.setdefault("memory_ms", no_cache or limits.reasons.get("copy_bandwidth", "no bandwidth was measured"))
-        return None, ""
-    moved = max(0, work.least_bytes - kept) + sum(2 * max(0, size - kept) for size in work.large_intermediates)
-    found = [(0.0, "")]
+        return None
+    ways = [(0.0, "")]
     if bandwidth:
+        moved = max(0, work.least_bytes - kept) + sum(2 * max(0, size - kept) for size in work.large_intermediates)
         words = f"{format_si(moved, 'B')} that no cache holds at {format_si(bandwidth.per_second, 'B/s')}"
-        found.append((1e3 * moved / bandwidth.per_second, words))
+        ways.append((1e3 * moved / bandwidth.per_second, words))
     if cached:
         through = max(cached.per_second, bandwidth.per_second if bandwidth else 0.0)
         words = f"{format_si(work.least_bytes, 'B')} through the caches at {format_si(through, 'B/s')}"
-        found.append((1e3 * work.least_bytes / through, words))
-    return max(found)
+        ways.append((1e3 * work.least_bytes / through, words))
+    return max(ways)
 
 
-def _launch(work: Work, limits: DeviceLimits, reasons: dict[str, str]) -> tuple[float | None, str]:
+def _time_launches(work: Work, limits: DeviceLimits, reasons: dict[str, str]) -> tuple[float, str] | None:
     """Add up the milliseconds of the start of each operator; of a call with one operator, of the whole call."""
     if work.launches is None or limits.operators is None:
         missing = limits.reasons.get("operators", "it was not measured how fast operators are started")
         reasons["launch_ms"] = work.reasons.get("launches", missing) if work.launches is None else missing
-        return None, ""
+        return None
     call = 1 / limits.calls.per_second if limits.calls else 0.0
     each = 1 / limits.operators.per_second
     if call > work.launches * each:
@@ -110,35 +108,29 @@ def _launch(work: Work, limits: DeviceLimits, reasons: dict[str, str]) -> tuple[
     return 1e3 * work.launches * each, f"{work.launches} operators at {1e6 * each:.3g} µs each"
 
 
-def _summary(ratio: float | None, parts: Mapping[Bound, float], how: Mapping[Bound, str], limits: DeviceLimits) -> str:
+def _summarize(ratio: float | None, parts: Mapping[Bound, tuple[float, str]], limits: DeviceLimits) -> str:
     """Describe the parts in one sentence, the largest first."""
     if not parts:
         return "nothing is known of the least time that this takes"
-    bound, *others = sorted(parts, key=lambda name: -parts[name])
-    others = [name for name in others if parts[name] > _WORTH_A_WORD * parts[bound]]
-    least = _format_ms(parts[bound])
-    words = f"bound by {_WORDS[bound]}: {how[bound]} take {least}"
+    times = {name: f"{ms:.3g} ms" if ms >= 1e-3 else f"{1e3 * ms:.3g} µs" for name, (ms, _) in parts.items()}
+    bound, *others = sorted(parts, key=lambda name: -parts[name][0])
+    others = [name for name in others if parts[name][0] > _WORTH_A_WORD * parts[bound][0]]
+    words = f"bound by {_WORDS[bound]}: {parts[bound][1]} take {times[bound]}"
     if others:
-        words += ", " + " and ".join(f"{_WORDS[name]} {_format_ms(parts[name])}" for name in others)
+        words += ", " + " and ".join(f"{_WORDS[name]} {times[name]}" for name in others)
     if ratio is None:
-        return f"its floor is {least}; {words}"
+        return f"its floor is {times[bound]}; {words}"
     if ratio >= 1:
-        return f"{ratio:.3g} × its floor of {least}; {words}"
-    wrong = f"the floor is wrong, at least {100 * (1 / ratio - 1):.3g} % too high"
-    return f"{ratio:.3g} × its floor of {least}, so {wrong}: {' '.join(_list_doubts(bound, limits))}; {words}"
-
-
-def _list_doubts(bound: Bound, limits: DeviceLimits) -> Iterator[str]:
-    yield "the device is faster than it was when its limits were measured"
+        return f"{ratio:.3g} × its floor of {times[bound]}; {words}"
+    doubts = ["the device is faster than it was when its limits were measured"]
     if bound == "arithmetic":
-        yield "or the engine multiplies less than the graph says (Winograd's convolutions, products with zeros)"
+        less = "(Winograd's convolutions, products with zeros)"
+        doubts.append(f"or the engine multiplies less than the graph says {less}")
     if bound == "memory":
-        yield "or more stays in caches than the kernel says there are"
-    yield from (f"({one})" for one in limits.warnings)
-
-
-def _format_ms(value: float) -> str:
-    return f"{value:.3g} ms" if value >= 1e-3 else f"{1e3 * value:.3g} µs"
+        doubts.append("or more stays in caches than the kernel says there are")
+    doubts += [f"({warning})" for warning in limits.warnings]
+    wrong = f"the floor is wrong, at least {100 * (1 / ratio - 1):.3g} % too high"
+    return f"{ratio:.3g} × its floor of {times[bound]}, so {wrong}: {' '.join(doubts)}; {words}"
 
 
 # Work of one inference of a graph: operations, least bytes and operators, at concrete sizes.
@@ -172,16 +164,17 @@ def count_work(path: Path, sizes: Mapping[str, int], batch: int, *, executed: bo
     reasons = {}
     if covered.unknown_products:
         reasons["flops"] = f"{covered.unknown_products} products of unknown size are left out"
-    least, unknown = _least_bytes(path, seen, _HALF.get(arithmetic, "float32"))
+    least, unknown = _count_least_bytes(path, seen, _HALF.get(arithmetic, "float32"))
     if unknown:
         reasons["least_bytes"] = f"{', '.join(unknown[:3])} and others of unknown size are left out"
-    traffic = _Traffic(seen)
-    traffic_bytes = traffic.of_weights() + traffic.of_graph(_structure(path))
-    if traffic.unknown:
-        names = list(traffic.unknown)
+    traffic_bytes, names = _count_traffic(path, seen)
+    if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         reasons["traffic_bytes"] = f"no size could be inferred of {', '.join(names[:3])}{more}, which count as nothing"
-    if not executed:
+    launches = None  # operators of loops and branches may never run, and do not count
+    if executed:
+        launches = sum(node.op_type not in _VIEWS for node in model_file.skeleton(path).graph.node)
+    else:
         reasons["launches"] = "the engine runs other operators than the graph that was counted has"
     return Work(
         batch=batch,
@@ -189,12 +182,12 @@ def count_work(path: Path, sizes: Mapping[str, int], batch: int, *, executed: bo
         least_bytes=least,
         large_intermediates=_list_large_results(path, seen) if executed else (),
         traffic_bytes=traffic_bytes,
-        launches=_launches(path) if executed else None,
+        launches=launches,
         reasons=reasons,
     )
 
 
-def _least_bytes(path: Path, seen: View, float32_as: str) -> tuple[int, list[str]]:
+def _count_least_bytes(path: Path, seen: View, float32_as: str) -> tuple[int, list[str]]:
     """Add up bytes of weights and inputs as far as they are read, and of outputs; name those of unknown size."""
     signature = model_file.signature(path)
     readers: dict[str, list[onnx.NodeProto]] = {}
@@ -229,60 +222,48 @@ def _list_large_results(path: Path, seen: View) -> tuple[int, ...]:
     """List the bytes of large results that another operator reads as a whole."""
     outputs = {spec.name for spec in model_file.signature(path).outputs}
     made = {name for node in seen.nodes.values() if node.op_type not in _VIEWS for name in node.output}
-    found: dict[str, int] = {}
+    large: dict[str, int] = {}
     for node in seen.nodes.values():
         for name in made.intersection(node.input) - outputs:
             size = value_bytes(seen.value(name)) or 0
             if size > _LARGE_BYTES and _count_read_bytes(node, name, size, seen) == size:
-                found[name] = size
-    return tuple(sorted(found.values(), reverse=True))
+                large[name] = size
+    return tuple(sorted(large.values(), reverse=True))
 
 
-def _structure(path: Path) -> "onnx.GraphProto":
+def _count_traffic(path: Path, seen: View) -> tuple[int, list[str]]:
+    """Add up what operators read and write, each weight once; names values of unknown size, which count as 0."""
     import onnx
 
-    model = model_file.skeleton(path)
-    return (onnx.inliner.inline_local_functions(model) if model.functions else model).graph
+    unknown: dict[str, None] = {}
 
-
-class _Traffic:
-    """Add up what operators read and write, each weight once; remembers values of unknown size, which count as 0."""
-
-    def __init__(self, seen: View) -> None:
-        self._seen = seen
-        self.unknown: dict[str, None] = {}
-
-    def of_weights(self) -> int:
-        """Add up the weights that are read as a whole; of tables only rows are."""
-        whole = {
-            name
-            for node in self._seen.nodes.values()
-            for place, name in enumerate(node.input)
-            if name in self._seen.constants and (node.op_type != "Gather" or place)
-        }
-        return sum(value_bytes(self._seen.value(name)) or 0 for name in whole)
-
-    def of_graph(self, graph: "onnx.GraphProto") -> int:
-        """Add up the values that are written, and those that are read by each reader, without weights."""
-        return sum(self._of_node(node) for node in graph.node if node.op_type != "Constant")
-
-    def _of_node(self, node: "onnx.NodeProto") -> int:
-        if inner := list(model_file.subgraphs(node)):  # of branches the cheaper one, of a loop one round: the least
-            return min(map(self.of_graph, inner))
-        if node.op_type in _VIEWS:
-            return 0
-        read = {name for name in node.input if name and name not in self._seen.constants}
-        written = [name for name in node.output if name]
-        looks_up = node.op_type == "Gather" and node.input[0] in self._seen.constants
-        return sum(map(self._bytes, (*read, *written, *(written if looks_up else ()))))
-
-    def _bytes(self, name: str) -> int:
-        size = value_bytes(self._seen.value(name))
+    def count_bytes(name: str) -> int:
+        size = value_bytes(seen.value(name))
         if size is None:
-            self.unknown[name] = None
+            unknown[name] = None
         return size or 0
 
+    def count_node(node: onnx.NodeProto) -> int:
+        if inner := list(model_file.subgraphs(node)):  # of branches the cheaper one, of a loop one round: the least
+            return min(map(count_graph, inner))
+        if node.op_type in _VIEWS:
+            return 0
+        read = {name for name in node.input if name and name not in seen.constants}
+        written = [name for name in node.output if name]
+        looks_up = node.op_type == "Gather" and node.input[0] in seen.constants
+        return sum(map(count_bytes, (*read, *written, *(written if looks_up else ()))))
 
-def _launches(path: Path) -> int:
-    """Count operators of the graph itself that do something; those of loops and branches may never run."""
-    return sum(node.op_type not in _VIEWS for node in model_file.skeleton(path).graph.node)
+    def count_graph(graph: onnx.GraphProto) -> int:
+        return sum(count_node(node) for node in graph.node if node.op_type != "Constant")
+
+    # weights that are read as a whole; of tables only rows are
+    whole = {
+        name
+        for node in seen.nodes.values()
+        for place, name in enumerate(node.input)
+        if name in seen.constants and (node.op_type != "Gather" or place)
+    }
+    model = model_file.skeleton(path)
+    graph = (onnx.inliner.inline_local_functions(model) if model.functions else model).graph
+    total = sum(value_bytes(seen.value(name)) or 0 for name in whole) + count_graph(graph)
+    return total, list(unknown)

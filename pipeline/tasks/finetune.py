@@ -1,4 +1,4 @@
-"""Training a pruned model back, as a task: it goes on from its last checkpoint if its process was ended."""
+"""Train a pruned model back; a task that goes on from its last checkpoint if its process was ended."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ _DEFAULT_METRIC = "top1"
 
 
 class Recover(ResumableTask):
-    """A pruned model with weights that were trained to do what the dense one does."""
+    """Train the weights of a pruned model to do what the dense one does."""
 
     title: ClassVar[str] = "recover"
     produces: ClassVar[Kind] = "torch"
@@ -54,10 +54,10 @@ class Recover(ResumableTask):
 
     @property
     def identity(self) -> dict[str, Any]:
-        found = super().identity
-        found["fields"]["options"].pop("checkpoint_seconds")
+        identity = super().identity
+        identity["fields"]["options"].pop("checkpoint_seconds")
         code = quality.identify_metric(self.metric)
-        return {**found, **({"metric": code} if code else {})}
+        return {**identity, **({"metric": code} if code else {})}
 
     @property
     def gpus(self) -> Literal["", "one", "all"]:
@@ -74,9 +74,9 @@ class Recover(ResumableTask):
     def go_on(self, inputs: Inputs, out: Path, begun: Path, progress: Progress) -> Effect:
         from enginesmith.pipeline.frameworks.torch import saved
 
-        size = self.options.processes or _visible(self.device)
-        with _helped(self, inputs, begun, size) as start:
-            opened = self.opened(inputs, 0, size)
+        size = self.options.processes or _count_gpus(self.device)
+        with _start_helpers(self, inputs, begun, size) as start:
+            opened = self.prepare(inputs, 0, size)
             start()
             record = opened.recover(0, size, begun, progress)
         assert record is not None
@@ -86,17 +86,14 @@ class Recover(ResumableTask):
         (out / FILE).write_text(record.model_dump_json(indent=1) + "\n")
         return Effect(
             file=saved.RECORD,
-            summary=_summary(record),
-            notes=(
-                *opened.work.material.data.notes,
-                *_notes(record, len(opened.work.material.learnt)),
-                *_peak(self.device),
-            ),
+            summary=f"{record.metric} {record.before:.4f} → {record.after:.4f} (dense {record.teacher:.4f}) on "
+            f"{record.held_back} samples held back; {record.steps} steps: {record.reason}",
+            notes=(*opened.work.material.data.notes, *_list_notes(record, opened.work, self.device)),
             signature=kept.signature,
             reads=opened.reads,
         )
 
-    def opened(self, inputs: Inputs, rank: int, size: int) -> "Opened":
+    def prepare(self, inputs: Inputs, rank: int, size: int) -> "Opened":
         """Load models and data, on the device of one of several processes."""
         import torch
 
@@ -168,7 +165,7 @@ class Recover(ResumableTask):
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """What there is to do, and the files that were read to know it."""
+    """Hold models and data of one process, and the files that they were read from."""
 
     work: "Work"
     fingerprint: str
@@ -188,7 +185,7 @@ _MEETING = ".meeting"
 
 
 @contextlib.contextmanager
-def _helped(task: Recover, inputs: Inputs, begun: Path, size: int) -> Iterator[Callable[[], None]]:
+def _start_helpers(task: Recover, inputs: Inputs, begun: Path, size: int) -> Iterator[Callable[[], None]]:
     """Start other processes that share this one's batches; gives what has them begin, once all are ready.
 
     Raises:
@@ -225,14 +222,15 @@ def _help(connection: Connection, task: Recover, inputs: Inputs, begun: Path, ra
 
     def answer(what: str, tell: Progress) -> None:
         if what == "open":
-            opened.append(task.opened(inputs, rank, size))
+            opened.append(task.prepare(inputs, rank, size))
         else:
             opened[0].recover(rank, size, begun, lambda text: None)
 
     serve(connection, answer)
 
 
-def _visible(device: Device) -> int:
+def _count_gpus(device: Device) -> int:
+    """Count the GPUs from this one on; 1 on the CPU."""
     if device.kind != "cuda":
         return 1
     import torch
@@ -240,15 +238,9 @@ def _visible(device: Device) -> int:
     return max(1, torch.cuda.device_count() - device.index)
 
 
-def _summary(record: Recovery) -> str:
-    return (
-        f"{record.metric} {record.before:.4f} → {record.after:.4f} (dense {record.teacher:.4f}) on "
-        f"{record.held_back} samples held back; {record.steps} steps: {record.reason}"
-    )
-
-
-def _notes(record: Recovery, learnt: int) -> Iterator[str]:
-    plan = record.plan
+def _list_notes(record: Recovery, work: "Work", device: Device) -> Iterator[str]:
+    """List what is to be known of a recovery; the peak of the host's memory is in every step's history."""
+    plan, learnt = record.plan, len(work.material.learnt)
     if record.ending in ("diverged", "time"):
         yield record.reason
     if record.ending in ("planned", "time") and record.steps < learnt // plan.batch:
@@ -265,10 +257,6 @@ def _notes(record: Recovery, learnt: int) -> Iterator[str]:
         yield f"evaluated {plan.judged_at_once} samples at a time to fit the memory"
     if plan.frozen_norms:
         yield f"batch norms kept their statistics while training: parts of {plan.micro_batch} are too few for them"
-
-
-def _peak(device: Device) -> Iterator[str]:
-    """Read the peak of a GPU's memory; the host's is in every step's history."""
     if device.kind == "cuda":
         import torch
 
