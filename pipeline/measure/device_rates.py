@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -91,7 +91,15 @@ def measure_limits(device: Device, progress: Callable[[str], None] = lambda text
     baseline("torch").require(device)
     start = time.monotonic()
     probes = []
-    with _configured_torch(device):
+    with contextlib.ExitStack() as restored:
+        import torch
+
+        if device.kind == "cuda":
+            restored.enter_context(torch.inference_mode())
+            restored.enter_context(torch.cuda.device(device.index))
+        else:  # each thread that is started from now on has one core
+            restored.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
         name, cache, free, reasons = _describe(device)
         for figure, make in _list_probes(device, cache, free, reasons).items():
             try:
@@ -160,23 +168,6 @@ def _repeat(timer: Timer, call: Call) -> list[float]:
     while time.perf_counter() < end:
         seconds.append(timer(call))
     return seconds
-
-
-@contextlib.contextmanager
-def _configured_torch(device: Device) -> Iterator[None]:
-    """Choose the GPU, or give each thread that is started from now on one core; restore torch's own afterwards."""
-    import torch
-
-    if device.kind == "cuda":
-        with torch.inference_mode(), torch.cuda.device(device.index):
-            yield
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _describe(device: Device) -> tuple[str, int | None, int, dict[str, str]]:

@@ -25,7 +25,7 @@ from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
 from enginesmith.pipeline.measure import quality
 from enginesmith.pipeline.measure.device_rates import measure_limits
 from enginesmith.pipeline.measure.latency.benchmark import LatencySettings
-from enginesmith.pipeline.measure.latency.rows import BatchSweep, FeedsAt, LatencyBenchmark, measure_latency
+from enginesmith.pipeline.measure.latency.rows import FeedsAt, LatencyBenchmark, measure_latency
 from enginesmith.pipeline.measure.memory.peak import measure_memory
 from enginesmith.pipeline.measure.profile import measure_profile
 from enginesmith.pipeline.measure.roofline import count_work
@@ -103,9 +103,9 @@ class Latency(_Measurement):
         with logs_in_own_log() as logs, LatencyBenchmark(candidates, settings, logs, progress, self.dense) as benchmark:
             for batch, arrays in sorted(feeds.items()):
                 benchmark.measure(batch, arrays)
-            larger = _make_larger_feeds(inputs["reference"], inputs[candidates[0].id])
-            if larger is not None:
-                BatchSweep(benchmark, candidates, larger, settings, logs, progress).run(max(feeds), self.most)
+            feeds_at = _make_larger_feeds(inputs["reference"], inputs[candidates[0].id])
+            if feeds_at is not None:
+                benchmark.sweep(feeds_at, max(feeds), self.most)
             result = benchmark.result()
             disturbed = devices.interference(machine, environment())
         warnings = tuple(dict.fromkeys((*machine.warnings, *disturbed)))

@@ -197,10 +197,13 @@ def test_one_engine_that_something_is_known_of(engines: list[str], tmp_path: Pat
 FULL = OutOfMemory(message="no memory")
 
 
-class LatencyBenchmark:
+class Benchmark(rows.LatencyBenchmark):
     """Each candidate has room for so many samples; while it is measured, for ``less`` fewer."""
 
     def __init__(self, room: dict[str, int], less: int = 0) -> None:
+        nothing = Artifact(kind="torch", path=Path("none"), sha256="", bytes=0)
+        candidates = [Candidate(name, None, nothing, Device()) for name in room]  # type: ignore[arg-type]
+        super().__init__(candidates, LatencySettings(), Path("logs"), lambda text: None)
         self.room, self.less = room, less
         self.measured: dict[str, dict[int, LatencyRow]] = {name: {} for name in room}
 
@@ -216,8 +219,8 @@ class LatencyBenchmark:
 
 def swept(
     room: dict[str, int], monkeypatch: pytest.MonkeyPatch, start: int = 1, most: int | None = 1024, less: int = 0
-) -> LatencyBenchmark:
-    benchmark = LatencyBenchmark(room, less)
+) -> Benchmark:
+    benchmark = Benchmark(room, less)
     benchmark.measure(start, {})
 
     def attempt(candidate: Candidate, feeds: Feeds, folder: Path, limit: int | None) -> OutOfMemory | None:
@@ -227,22 +230,11 @@ def swept(
         return None if size <= room[candidate.id] else FULL
 
     monkeypatch.setattr(rows, "try_batch", attempt)
-    nothing = Artifact(kind="torch", path=Path("none"), sha256="", bytes=0)
-    candidates = [Candidate(name, None, nothing, Device()) for name in room]  # type: ignore[arg-type]
-    settings = LatencySettings()
-    sweep = rows.BatchSweep(
-        benchmark,  # type: ignore[arg-type]
-        candidates,
-        lambda batch: {"size": batch},  # type: ignore[dict-item]
-        settings,
-        Path("logs"),
-        lambda text: None,
-    )
-    sweep.run(start, most)
+    benchmark.sweep(lambda batch: {"size": batch}, start, most)  # type: ignore[dict-item]
     return benchmark
 
 
-def fitting(benchmark: LatencyBenchmark, name: str) -> list[int]:
+def fitting(benchmark: Benchmark, name: str) -> list[int]:
     return sorted(row.batch for row in benchmark.rows(name) if not row.failure)
 
 

@@ -85,7 +85,7 @@ class LatencyBenchmark:
         dense: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """``dense``: by candidate, the other one that differs from it only in being dense."""
-        self._settings, self._progress, self._dense = settings, progress, dense
+        self._settings, self._progress, self._dense, self._logs = settings, progress, dense, log_folder
         self._rows: dict[str, dict[int, LatencyRow]] = {candidate.id: {} for candidate in candidates}
         self._samples: dict[str, NDArray[Any]] = {}
         self._sessions = [MeasuredSession(one, log_folder / f"latency-{one.id}.log") for one in candidates]
@@ -124,6 +124,48 @@ class LatencyBenchmark:
             row = _row(session, against, dense, batch, stopped, self._settings.seed)
             self._rows[session.candidate.id][batch] = row
             self._samples |= _collect_samples(session, batch)
+
+    def sweep(self, feeds_at: FeedsAt, start: int, most: int | None) -> None:
+        """Double the batch size from ``start`` up to ``most`` (None: not at all), then look for the largest that fit.
+
+        A candidate that failed for another reason than memory is left alone.
+        """
+        names = [session.candidate.id for session in self._sessions]
+        batch = start
+        while most is not None and batch < most:
+            able = [name for name in names if batch in self._list_measured(name)]
+            if not able:
+                break
+            batch = min(2 * batch, most)
+            self.measure(batch, feeds_at(batch), able)
+        for session in self._sessions:
+            self._find_largest(session.candidate, feeds_at)
+
+    def _list_measured(self, name: str) -> list[int]:
+        return [row.batch for row in self.rows(name) if not row.failure]
+
+    def _find_largest(self, candidate: Candidate, feeds_at: FeedsAt) -> None:
+        """Search between the largest batch size that was measured and the smallest that ran out of memory.
+
+        Sizes are tried in fresh processes that only load and call once; the largest that fits is then measured like any
+        other. One that fits by itself may yet fail while it is measured; the search goes on below it then.
+        """
+
+        def fits(batch: int) -> bool:
+            self._progress(f"batch {batch}: does it fit {candidate.id}?")
+            try:
+                return try_batch(candidate, feeds_at(batch), self._logs, self._settings.memory_limit_bytes) is None
+            except EnginesmithError:  # whatever else is wrong at this size, it cannot be used
+                return False
+
+        while over := min((row.batch for row in self.rows(candidate.id) if row.oom), default=0):
+            measured = max((batch for batch in self._list_measured(candidate.id) if batch < over), default=0)
+            largest = largest_fit(fits, measured, over)
+            if largest == measured:
+                return
+            self.measure(largest, feeds_at(largest), [candidate.id], fresh=True)
+            if largest in self._list_measured(candidate.id):
+                return
 
     def result(self) -> LatencyResult:
         """Return all rows and samples."""
@@ -262,65 +304,3 @@ def launches_of(samples: Mapping[str, NDArray[Any]], name: str, batch: int) -> l
 
 def _milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
-
-
-# Sweep: larger batch sizes until memory ends, and the largest that fits.
-#
-# Wherever a batch size does not fit, the next smaller ones are tried: first in fresh processes that only load and call
-# once, to find the largest that fits; that one is then measured like any other.
-
-
-class BatchSweep:
-    """Search larger batch sizes once those that were asked for are measured."""
-
-    def __init__(
-        self,
-        benchmark: LatencyBenchmark,
-        candidates: Sequence[Candidate],
-        feeds_at: FeedsAt,
-        settings: LatencySettings,
-        log_folder: Path,
-        progress: Progress,
-    ) -> None:
-        self._benchmark, self._candidates, self._feeds_at = benchmark, candidates, feeds_at
-        self._settings, self._logs, self._progress = settings, log_folder, progress
-
-    def run(self, start: int, most: int | None) -> None:
-        """Double the batch size from ``start`` up to ``most`` (None: not at all), then look for the largest that fit.
-
-        A candidate that failed for another reason than memory is left alone.
-        """
-        batch = start
-        while most is not None and batch < most:
-            able = [one.id for one in self._candidates if batch in self._list_measured(one.id)]
-            if not able:
-                break
-            batch = min(2 * batch, most)
-            self._benchmark.measure(batch, self._feeds_at(batch), able)
-        for candidate in self._candidates:
-            self._find_largest(candidate)
-
-    def _list_measured(self, name: str) -> list[int]:
-        return [row.batch for row in self._benchmark.rows(name) if not row.failure]
-
-    def _find_largest(self, candidate: Candidate) -> None:
-        """Search between the largest batch size that was measured and the smallest that ran out of memory.
-
-        One that fits by itself may yet fail while it is measured; the search goes on below it then.
-        """
-        while over := min((row.batch for row in self._benchmark.rows(candidate.id) if row.oom), default=0):
-            measured = max((batch for batch in self._list_measured(candidate.id) if batch < over), default=0)
-            largest = largest_fit(lambda batch: self._fits(candidate, batch), measured, over)
-            if largest == measured:
-                return
-            self._benchmark.measure(largest, self._feeds_at(largest), [candidate.id], fresh=True)
-            if largest in self._list_measured(candidate.id):
-                return
-
-    def _fits(self, candidate: Candidate, batch: int) -> bool:
-        self._progress(f"batch {batch}: does it fit {candidate.id}?")
-        try:
-            limit = self._settings.memory_limit_bytes
-            return try_batch(candidate, self._feeds_at(batch), self._logs, limit) is None
-        except EnginesmithError:  # whatever else is wrong at this size, it cannot be used
-            return False
