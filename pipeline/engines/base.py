@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.errors import MissingCapability
@@ -46,10 +46,8 @@ class ProfileRequest:
     """The ONNX file that the engine was built from, whose nodes say which module they came from."""
 
 
-class Origin(BaseModel):
+class Origin(BaseModel, frozen=True):
     """Locate the modules of the model that an operator's work comes from."""
-
-    model_config = ConfigDict(frozen=True)
 
     modules: tuple[str, ...] = ()
     """Paths of the modules whose main work it does; several where it does that of several; empty if unknown."""
@@ -61,10 +59,8 @@ class Origin(BaseModel):
     """True if it only changes types or layouts: quantises, dequantises, casts or reorders for the engine's own sake."""
 
 
-class OperatorTime(BaseModel):
+class OperatorTime(BaseModel, frozen=True):
     """Describe an operator or kernel of an engine."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     """The engine's own name, distinct within the profile."""
@@ -79,10 +75,8 @@ class OperatorTime(BaseModel):
     """Times that it runs in one inference."""
 
 
-class Profiled(BaseModel):
+class Profiled(BaseModel, frozen=True):
     """Hold the figures of one profiler."""
-
-    model_config = ConfigDict(frozen=True)
 
     operators: tuple[OperatorTime, ...]
     source: str
@@ -221,10 +215,8 @@ class BuildRequest:
     progress: Callable[[str], None] = lambda text: None
 
 
-class EngineFacts(BaseModel):
+class EngineFacts(BaseModel, frozen=True):
     """Record what a built engine says of itself; None where it does not say."""
-
-    model_config = ConfigDict(frozen=True)
 
     workspace_limit_bytes: int | None = None
     weights_bytes: int | None = None
@@ -316,14 +308,12 @@ class TritonBackend:
     """From a package's record of the engine: remarks for people, a line each."""
 
 
-class Engine(BaseModel, ABC):
+class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
     """Build and load one kind of engine; its fields are the options that it does so with.
 
     An engine has to say ``name``, ``title``, ``consumes`` and ``tools`` and to define :meth:`available`, :meth:`load`
     and :meth:`prime`, and :meth:`build` where it is made from graphs. All else has defaults.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
     """Its name in recipes and in the table."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.system.software import Requirement, Stack, meets, numbers
 
@@ -16,10 +16,8 @@ _COMMON_BRANCH = 580
 _DRIVER_FIX = "on the host (Ubuntu): sudo apt-get install nvidia-driver-{branch} && sudo reboot"
 
 
-class Check(BaseModel):
+class Check(BaseModel, frozen=True):
     """Record whether one thing fits, and how to make it fit."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     found: str

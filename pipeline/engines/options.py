@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions
 from enginesmith.pipeline.errors import UsageError
@@ -15,24 +15,20 @@ GraphOptimization = Literal["disabled", "basic", "extended", "all"]
 _MOST_BYTES = 1 << 50
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ModuleOptions(_Part):
+class ModuleOptions(BaseModel, frozen=True, extra="forbid"):
     """Choose how eager and compiled run the module, in variants of their own; the baseline is always plain float32."""
 
     tf32: bool = Field(False, description="let fp32 products be rounded to TF32's 10 bits, on CUDA")
     cuda_graphs: bool = Field(False, description="capture each set of inputs once as a CUDA graph, and replay it")
 
 
-class OnnxRuntimeOptions(_Part):
+class OnnxRuntimeOptions(BaseModel, frozen=True, extra="forbid"):
     """Choose how ONNX Runtime runs a graph."""
 
     tf32: bool = Field(False, description="let fp32 products be rounded to TF32's 10 bits, on CUDA")
 
 
-class EngineOptions(_Part):
+class EngineOptions(BaseModel, frozen=True, extra="forbid"):
     """The fields of a recipe that engines read."""
 
     engines: Annotated[tuple[str, ...], Option("Variants", "--engine", everyday=True)] = Field(

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.artifact import Artifact, Effect, Kind
 from enginesmith.pipeline.engines import cuda_allocator
@@ -65,10 +65,8 @@ _CUDNN_OF_ONNXRUNTIME = 9
 _SIMD = re.compile(r"\b(?:avx|fma|amx|asimd|sve|i8mm|bf16)\w*")
 
 
-class _Record(BaseModel):
+class _Record(BaseModel, frozen=True):
     """Record in ``engine.json`` what the graph beside it holds for."""
-
-    model_config = ConfigDict(frozen=True)
 
     onnxruntime: str
     processor: str

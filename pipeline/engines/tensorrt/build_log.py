@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.errors import EnginesmithError, ModelError
 from enginesmith.pipeline.system.oom import out_of_memory, says_out_of_memory
@@ -33,10 +33,8 @@ _WITHOUT_DRIVER = "catchCudaError"
 """In messages that follow another one where there is no driver, and say nothing of the model."""
 
 
-class Figures(BaseModel):
+class Figures(BaseModel, frozen=True):
     """Hold the builder's own figures, in bytes; what it did not say is None."""
-
-    model_config = ConfigDict(frozen=True)
 
     weights_bytes: int | None = None
     activation_bytes: int | None = None

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.engines.base import narrowest
 from enginesmith.pipeline.frameworks.onnx import model_file
@@ -66,10 +66,8 @@ _MOVES = re.compile(r"^__myl_(?:Move|Copy|Tran|Repl|Conc|Resh)+_|Reformatting Co
 _SHOWN = 8
 
 
-class Audit(BaseModel):
+class Audit(BaseModel, frozen=True):
     """Record what a built engine's layers show."""
-
-    model_config = ConfigDict(frozen=True)
 
     layers: dict[str, int]
     """Kernels by the narrowest type that they read."""

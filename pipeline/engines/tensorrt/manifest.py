@@ -4,7 +4,7 @@ import struct
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from enginesmith.pipeline.artifact import file_digest
 from enginesmith.pipeline.engines.tensorrt.build_log import Figures
@@ -23,10 +23,8 @@ _VERSION_AT, _TARGETS_AT, _WEIGHTS_AT = 0x18, 0x20, 0x38
 _TARGET_BITS = {"sm75": 1, "sm80": 2, "sm86": 4, "sm89": 8, "sm120": 16, "sm121": 32}
 
 
-class EngineManifest(BaseModel):
+class EngineManifest(BaseModel, frozen=True):
     """Record everything that is known of an engine file."""
-
-    model_config = ConfigDict(frozen=True)
 
     schema_name: Literal["enginesmith.engine/1"] = "enginesmith.engine/1"
     engine: FlavourName
@@ -126,10 +124,8 @@ def misfit(manifest: EngineManifest, index: int) -> str:
     return f"it is built for {built}, and cuda:{index} is {device.target} ({device.name})"
 
 
-class Header(BaseModel):
+class Header(BaseModel, frozen=True):
     """Hold the first bytes of a TensorRT-RTX engine; the layout is not documented, and was read off (1.7)."""
-
-    model_config = ConfigDict(frozen=True)
 
     version: str
     compute_capabilities: tuple[str, ...]

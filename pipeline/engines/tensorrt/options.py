@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from enginesmith.pipeline.engines.tensorrt.versions import NEEDS_DEVICE, Capabilities, FlavourName
 from enginesmith.pipeline.errors import MissingCapability
@@ -14,10 +14,8 @@ _Switch = Annotated[bool, _ADVANCED]
 _Size = Annotated[Bytes | None, _ADVANCED]
 
 
-class BuildOptions(BaseModel):
+class BuildOptions(BaseModel, frozen=True, extra="forbid"):
     """Choose how TensorRT engines are built; null leaves it to the builder."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tactic_dram: _Size = Field(None, description="device memory that trying one kernel may take")
     tactic_shared_memory: _Size = Field(None, description="shared memory that a kernel may use")
@@ -66,10 +64,8 @@ class BuildOptions(BaseModel):
         return {name: value for name, value in self if value != type(self).model_fields[name].default}
 
 
-class RunOptions(BaseModel):
+class RunOptions(BaseModel, frozen=True, extra="forbid"):
     """Choose how TensorRT engines are run; nothing here changes what is built."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     cuda_graphs: _Switch = Field(False, description="capture each set of shapes once as a CUDA graph, and replay it")
     share_activation_memory: _Switch = Field(

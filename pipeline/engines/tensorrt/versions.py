@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from enginesmith.pipeline.engines.compatibility import Check, check, check_driver, check_packages
 from enginesmith.pipeline.errors import MissingCapability
@@ -20,10 +20,8 @@ from enginesmith.pipeline.system.software import versions as installed_versions
 FlavourName = Literal["tensorrt", "tensorrt_rtx"]
 
 
-class Capabilities(BaseModel):
+class Capabilities(BaseModel, frozen=True):
     """Describe what one flavour at one major version can do, and what its options do there."""
-
-    model_config = ConfigDict(frozen=True)
 
     builds_without_gpu: bool
     targets: tuple[str, ...] = ()
