@@ -5,33 +5,24 @@ from typing import Any
 
 import click
 
-from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
-from enginesmith.pipeline.commands.options import (
-    PATH,
-    Command,
-    EngineName,
-    how_to_measure,
-    how_to_work,
-    what_to_load,
-    where_to_run,
-)
+from enginesmith.pipeline.commands import context, parameters
 
 
-@click.command(cls=Command)
+@click.command(cls=parameters.Command)
 @click.argument("models", nargs=-1, required=True)
-@what_to_load
-@where_to_run
-@how_to_measure
-@click.option("--recipe", "recipe_file", type=PATH, help="Recipe; options change it.")
+@parameters.what_to_load
+@parameters.where_to_run
+@parameters.how_to_measure
+@click.option("--recipe", "recipe_file", type=parameters.PATH, help="Recipe; options change it.")
 @click.option(
     "--engine",
     "engines",
     multiple=True,
-    type=EngineName("torch"),
+    type=parameters.EngineName("torch"),
     help="Measure the baseline's module by this engine too.",
 )
 @click.option("--precision", "precisions", multiple=True, help="fp32, fp16 or bf16: what those engines cast it to.")
-@how_to_work
+@parameters.how_to_work
 def benchmark(models: tuple[str, ...], recipe_file: Path | None, as_json: bool, quiet: bool, **options: Any) -> int:
     """Measure latency and peak memory of MODELS side by side.
 
@@ -44,8 +35,8 @@ def benchmark(models: tuple[str, ...], recipe_file: Path | None, as_json: bool, 
     from enginesmith.pipeline.workflows import stages
 
     options["measure__limits"] = options["measure__limits"] is not False
-    with settings_of(options, quiet) as settings:
-        run = stages.benchmark(recipe_of(models[0], recipe_file, options), models, settings)
-    code: int = shown().show_run(run, None, as_json)
+    with context.settings_of(options, quiet) as settings:
+        run = stages.benchmark(context.recipe_of(models[0], recipe_file, options), models, settings)
+    code: int = context.shown().show_run(run, None, as_json)
     measured = any(record.status == "measured" for record in run.records)
     return code or (0 if measured else 1)

@@ -5,29 +5,20 @@ from typing import Any
 
 import click
 
-from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
-from enginesmith.pipeline.commands.options import (
-    PATH,
-    Command,
-    file_argument,
-    how_to_build,
-    how_to_work,
-    what_to_load,
-    where_to_run,
-)
+from enginesmith.pipeline.commands import context, parameters
 from enginesmith.pipeline.engines import DEFAULT_BUILD
 
 
-@click.command(cls=Command)
-@file_argument
-@click.option("-o", "--output", type=PATH, help="Engine file to write.")
+@click.command(cls=parameters.Command)
+@parameters.file_argument
+@click.option("-o", "--output", type=parameters.PATH, help="Engine file to write.")
 @click.option("--refit-engine", metavar="ENGINE", help="Put FILE's weights into this engine instead of building one.")
 @click.option("--check", is_flag=True, help="Only report for which targets it builds; nothing is written.")
 @click.option("--engine", "engines", multiple=True, default=(DEFAULT_BUILD,), show_default=True, help="Which engine.")
-@what_to_load
-@how_to_build
-@where_to_run
-@how_to_work
+@parameters.what_to_load
+@parameters.how_to_build
+@parameters.where_to_run
+@parameters.how_to_work
 def build(
     file: Path,
     output: Path | None,
@@ -47,14 +38,14 @@ def build(
 
     if check == (output is not None) or (check and refit_engine):
         raise click.UsageError("give either -o FILE.engine, perhaps with --refit-engine, or --check")
-    recipe = recipe_of(str(file), None, options)
-    with settings_of(options, quiet) as settings:
+    recipe = context.recipe_of(str(file), None, options)
+    with context.settings_of(options, quiet) as settings:
         if output is not None:
             built = build.build(recipe, output, settings, refit_engine)
-            shown().print_json(built.model_dump(mode="json")) if as_json else click.echo(built.summary)
+            context.shown().print_json(built.model_dump(mode="json")) if as_json else click.echo(built.summary)
             return 0
         found = build.check(recipe, settings)
-    shown().show_table([_checked_row(one.model_dump(mode="json"), as_json) for one in found], as_json)
+    context.shown().show_table([_checked_row(one.model_dump(mode="json"), as_json) for one in found], as_json)
     enough = all if recipe.targets else any  # without a target: whether it builds for any at all
     return 0 if enough(one.builds for one in found) else 1
 

@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from enginesmith.pipeline.commands.context import shown
-from enginesmith.pipeline.commands.options import as_json_option, store_option, together
+from enginesmith.pipeline.commands import context, parameters
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.store.store import Store
@@ -16,15 +15,15 @@ def cache() -> None:
     """Manage the store of finished steps."""
 
 
-_which = together(
-    store_option,
+_which = parameters.together(
+    parameters.store_option,
     click.option("--local", is_flag=True, help="Only this machine's copy of a shared store."),
 )
 
 
 @cache.command("list")
 @_which
-@as_json_option
+@parameters.as_json_option
 def cache_list(store: str | None, local: bool, as_json: bool) -> None:
     """List the kept steps, the latest used first.
 
@@ -32,26 +31,26 @@ def cache_list(store: str | None, local: bool, as_json: bool) -> None:
     """
     from enginesmith.pipeline.workflows import inspect
 
-    shown().show_table(inspect.cached(_opened(store, local)), as_json)
+    context.shown().show_table(inspect.cached(_opened(store, local)), as_json)
 
 
 @cache.command("verify")
 @_which
-@as_json_option
+@parameters.as_json_option
 def cache_verify(store: str | None, local: bool, as_json: bool) -> None:
     """Read every entry and remove damaged ones; they are made again when needed.
 
     Example: enginesmith cache verify
     """
     damaged = _opened(store, local).verify()
-    shown().show_facts({"damaged": len(damaged), "removed": damaged}, as_json)
+    context.shown().show_facts({"damaged": len(damaged), "removed": damaged}, as_json)
 
 
 @cache.command("prune")
 @click.option("--max-size", metavar="SIZE", help="Keep the latest used up to this size.")
 @click.option("--max-age", metavar="TIME", help="Remove entries not used for this long: 30d.")
 @_which
-@as_json_option
+@parameters.as_json_option
 def cache_prune(max_size: str | None, max_age: str | None, store: str | None, local: bool, as_json: bool) -> None:
     """Remove entries not used lately, and leftovers of killed processes.
 
@@ -72,7 +71,7 @@ def cache_prune(max_size: str | None, max_age: str | None, store: str | None, lo
         max_bytes=parse_bytes(max_size) if max_size else None,
         max_age_seconds=parse_seconds(max_age) if max_age else None,
     )
-    shown().show_facts({"removed": len(removed), "freed_bytes": sum(entry.bytes for entry in removed)}, as_json)
+    context.shown().show_facts({"removed": len(removed), "freed_bytes": sum(entry.bytes for entry in removed)}, as_json)
 
 
 def _opened(store: str | None, local: bool) -> "Store":

@@ -4,15 +4,14 @@ from pathlib import Path
 
 import click
 
-from enginesmith.pipeline.commands.context import shown
-from enginesmith.pipeline.commands.options import PATH, as_json_option
+from enginesmith.pipeline.commands import context, parameters
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, type=PATH)
+@click.argument("runs", nargs=-1, required=True, type=parameters.PATH)
 @click.option("--any-device", is_flag=True, help="Also runs that were measured on different devices.")
-@click.option("-o", "--output", type=PATH, help="Also write it as Markdown into this file.")
-@as_json_option
+@click.option("-o", "--output", type=parameters.PATH, help="Also write it as Markdown into this file.")
+@parameters.as_json_option
 def compare(runs: tuple[Path, ...], any_device: bool, output: Path | None, as_json: bool) -> None:
     """Compare runs, variant by variant, or two fleets.
 
@@ -34,7 +33,7 @@ def compare(runs: tuple[Path, ...], any_device: bool, output: Path | None, as_js
     if output is not None:
         with storage_errors(str(output)):
             write_whole(output, render(found).encode())
-    shown().show_comparison(found, as_json)
+    context.shown().show_comparison(found, as_json)
 
 
 def _compare_fleets(paths: tuple[Path, ...], any_device: bool, output: Path | None, as_json: bool) -> None:
@@ -48,4 +47,4 @@ def _compare_fleets(paths: tuple[Path, ...], any_device: bool, output: Path | No
     changes = fleet.compare_fleets(before, after, any_device=any_device)
     if output is not None:
         fleet.write_text(output, "\n\n".join(render_changes(changes, linked=False)) + "\n")
-    shown().show_fleets(changes, as_json)
+    context.shown().show_fleets(changes, as_json)

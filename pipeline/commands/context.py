@@ -30,12 +30,8 @@ def resumable(folder: Path, settings: "Settings") -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        hint = f"; `{settings.resume_command(folder)}` goes on from here" if _is_begun(folder) else ""
-        raise KeyboardInterrupt(hint) from None
-
-
-def _is_begun(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("run.json", "fleet.json"))
+        begun = any((folder / name).exists() for name in ("run.json", "fleet.json"))
+        raise KeyboardInterrupt(f"; `{settings.resume_command(folder)}` goes on from here" if begun else "") from None
 
 
 @contextlib.contextmanager
@@ -70,7 +66,7 @@ def recipe_of(model: str, file: Path | None, options: dict[str, Any]) -> "Recipe
 
 def changed(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Set the fields that the given options fill in the values of a recipe."""
-    from enginesmith.pipeline.commands.options import RECIPE_OPTIONS, parameter_name
+    from enginesmith.pipeline.commands.parameters import RECIPE_OPTIONS, parameter_name
 
     for row in RECIPE_OPTIONS:
         value = options.get(parameter_name(row["field"]))

@@ -2,12 +2,11 @@
 
 import click
 
-from enginesmith.pipeline.commands.context import shown
-from enginesmith.pipeline.commands.options import as_json_option
+from enginesmith.pipeline.commands import context, parameters
 
 
 @click.command()
-@as_json_option
+@parameters.as_json_option
 def doctor(as_json: bool) -> None:
     """Report what this machine can do and how to install the rest.
 
@@ -16,4 +15,4 @@ def doctor(as_json: bool) -> None:
     from enginesmith.pipeline.workflows import inspect
 
     found = inspect.examine()
-    shown().show_facts(found.model_dump(mode="json") if as_json else inspect.readable(found), as_json)
+    context.shown().show_facts(found.model_dump(mode="json") if as_json else inspect.readable(found), as_json)

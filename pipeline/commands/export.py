@@ -5,23 +5,15 @@ from typing import Any
 
 import click
 
-from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
-from enginesmith.pipeline.commands.options import (
-    Command,
-    how_to_export,
-    how_to_work,
-    model_argument,
-    output_option,
-    what_to_load,
-)
+from enginesmith.pipeline.commands import context, parameters
 
 
-@click.command(cls=Command)
-@model_argument
-@output_option
-@what_to_load
-@how_to_export
-@how_to_work
+@click.command(cls=parameters.Command)
+@parameters.model_argument
+@parameters.output_option
+@parameters.what_to_load
+@parameters.how_to_export
+@parameters.how_to_work
 def export(model: str, output: Path, as_json: bool, quiet: bool, **options: Any) -> None:
     """Export MODEL to ONNX and compare the graph with PyTorch.
 
@@ -29,6 +21,6 @@ def export(model: str, output: Path, as_json: bool, quiet: bool, **options: Any)
     """
     from enginesmith.pipeline.workflows import stages
 
-    with settings_of(options, quiet) as settings:
-        result = stages.export(recipe_of(model, None, options), output, settings)
-    shown().show_stage(result, as_json)
+    with context.settings_of(options, quiet) as settings:
+        result = stages.export(context.recipe_of(model, None, options), output, settings)
+    context.shown().show_stage(result, as_json)

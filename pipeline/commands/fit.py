@@ -5,30 +5,22 @@ from typing import Any
 
 import click
 
-from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
-from enginesmith.pipeline.commands.options import (
-    Command,
-    how_to_build,
-    how_to_run_engines,
-    how_to_work,
-    what_to_load,
-    where_to_run,
-)
+from enginesmith.pipeline.commands import context, parameters
 from enginesmith.pipeline.engines import DEFAULT_BUILD
 
 
-@click.command(cls=Command)
+@click.command(cls=parameters.Command)
 @click.argument("models", nargs=-1, required=True)
 @click.option("--memory", metavar="SIZE", help="Device memory that all models together may take.")
 @click.option(
     "--keep-speed", type=click.FloatRange(0, 1), default=0.95, show_default=True, help="Share that is enough."
 )
 @click.option("--engine", "engines", multiple=True, default=(DEFAULT_BUILD,), show_default=True, help="Which engine.")
-@what_to_load
-@how_to_build
-@how_to_run_engines
-@where_to_run
-@how_to_work
+@parameters.what_to_load
+@parameters.how_to_build
+@parameters.how_to_run_engines
+@parameters.where_to_run
+@parameters.how_to_work
 def fit(
     models: tuple[str, ...], memory: str | None, keep_speed: float, as_json: bool, quiet: bool, **options: Any
 ) -> int:
@@ -46,12 +38,12 @@ def fit(
 
     if len(models) == 1 and Path(models[0]).is_dir():
         kept = fit.keeping(run.read(Path(models[0])), keep_speed)
-        shown().show_table([one.model_dump(mode="json") for one in kept], as_json)
+        context.shown().show_table([one.model_dump(mode="json") for one in kept], as_json)
         return 0
     if memory is None:
         raise click.UsageError("give --memory SIZE, or a run directory")
 
-    with settings_of(options, quiet) as settings:
-        found = fit.fit(recipe_of(models[0], None, options), models, parse_bytes(memory), settings)
-    shown().show_facts(found.model_dump(mode="json"), as_json)
+    with context.settings_of(options, quiet) as settings:
+        found = fit.fit(context.recipe_of(models[0], None, options), models, parse_bytes(memory), settings)
+    context.shown().show_facts(found.model_dump(mode="json"), as_json)
     return 0 if found.largest_batch is not None else 3

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from enginesmith.pipeline.commands.context import announce, budgets_of, shown
-from enginesmith.pipeline.commands.options import PATH, as_json_option, run_argument, with_budgets
+from enginesmith.pipeline.commands import context, parameters
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.recipe import Recipe
@@ -17,17 +16,17 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@run_argument
-@with_budgets
+@parameters.run_argument
+@parameters.with_budgets
 @click.option("--variant", metavar="ID", help="Which variant is judged; default: the winner.")
-@click.option("--baseline", type=PATH, metavar="RUN", help="The run that this one is compared with.")
+@click.option("--baseline", type=parameters.PATH, metavar="RUN", help="The run that this one is compared with.")
 @click.option("--tolerance", default="5%", show_default=True, help="By how much a number may be worse than there.")
 @click.option("--update-baseline", is_flag=True, help="If the budgets hold, make RUN the baseline.")
 @click.option("--measure-time", metavar="TIME", help="Longest time for measuring both engines again; default 20s.")
 @click.option("--no-measure", is_flag=True, help="Compare stored numbers only, which is less precise.")
 @click.option("--any-machine", is_flag=True, help="Compare latency also where it was measured on other machines.")
 @click.option("--quiet", is_flag=True, help="No progress on standard error.")
-@as_json_option
+@parameters.as_json_option
 def gate(
     run: Path,
     variant: str | None,
@@ -86,7 +85,7 @@ def _demands(recipe: "Recipe", options: dict[str, Any], quiet: bool) -> "Demands
     seconds = parse_seconds(options["measure_time"]) if options["measure_time"] else DEFAULT_SECONDS
     if seconds <= 0:
         raise click.BadParameter("there is no measuring in no time", param_hint="--measure-time")
-    budgets, min_sqnr_db = budgets_of(recipe, options)
+    budgets, min_sqnr_db = context.budgets_of(recipe, options)
     return Demands(
         budgets=budgets,
         min_sqnr_db=min_sqnr_db,
@@ -102,8 +101,8 @@ def _show(found: "Gate | FleetGate", as_json: bool) -> None:
     from enginesmith.pipeline.report import gate
 
     if as_json:
-        shown().print_json(found.model_dump(mode="json", by_alias=True))
+        context.shown().print_json(found.model_dump(mode="json", by_alias=True))
         return
     for line in gate.list_lines(found):
         click.echo(line)
-    announce("gate", gate.list_broken(found), gate.list_cautions(found), gate.render(found))
+    context.announce("gate", gate.list_broken(found), gate.list_cautions(found), gate.render(found))

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import click
 
-from enginesmith.pipeline.commands.options import PATH, model_argument
+from enginesmith.pipeline.commands import parameters
 
 
 @click.command()
-@model_argument
-@click.option("-o", "--output", type=PATH, help="File to write; otherwise standard output.")
+@parameters.model_argument
+@click.option("-o", "--output", type=parameters.PATH, help="File to write; otherwise standard output.")
 def init(model: str, output: Path | None) -> None:
     """Write a recipe for MODEL with every option explained.
 

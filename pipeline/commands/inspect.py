@@ -4,13 +4,12 @@ from pathlib import Path
 
 import click
 
-from enginesmith.pipeline.commands.context import shown
-from enginesmith.pipeline.commands.options import as_json_option, file_argument
+from enginesmith.pipeline.commands import context, parameters
 
 
 @click.command("inspect")
-@file_argument
-@as_json_option
+@parameters.file_argument
+@parameters.as_json_option
 def inspect_file(file: Path, as_json: bool) -> None:
     """Show what is inside a model, an engine, a data set or a run.
 
@@ -20,4 +19,4 @@ def inspect_file(file: Path, as_json: bool) -> None:
     """
     from enginesmith.pipeline.workflows import inspect
 
-    shown().show_facts(inspect.inspect(file), as_json)
+    context.shown().show_facts(inspect.inspect(file), as_json)

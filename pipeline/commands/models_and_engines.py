@@ -2,12 +2,11 @@
 
 import click
 
-from enginesmith.pipeline.commands.context import shown
-from enginesmith.pipeline.commands.options import as_json_option
+from enginesmith.pipeline.commands import context, parameters
 
 
 @click.command()
-@as_json_option
+@parameters.as_json_option
 def models(as_json: bool) -> None:
     """List the models of the zoo: parameters, FLOPs, inputs.
 
@@ -15,12 +14,12 @@ def models(as_json: bool) -> None:
     """
     from enginesmith.pipeline.workflows import inspect
 
-    shown().show_table(inspect.zoo(), as_json)
+    context.shown().show_table(inspect.zoo(), as_json)
 
 
 @click.command()
 @click.option("--device", default="cpu", show_default=True, help="Device to look at.")
-@as_json_option
+@parameters.as_json_option
 def engines(device: str, as_json: bool) -> None:
     """List the engines, and why some are not available here.
 
@@ -28,4 +27,4 @@ def engines(device: str, as_json: bool) -> None:
     """
     from enginesmith.pipeline.workflows import inspect
 
-    shown().show_table(inspect.engines(device), as_json)
+    context.shown().show_table(inspect.engines(device), as_json)

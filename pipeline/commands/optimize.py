@@ -5,36 +5,18 @@ from typing import Any
 
 import click
 
-from enginesmith.pipeline.commands.context import (
-    announce_run,
-    changed,
-    recipe_of,
-    resumable,
-    settings_of,
-    show_fleet,
-    shown,
-)
-from enginesmith.pipeline.commands.options import (
-    INPUTS,
-    PATH,
-    WORK,
-    Command,
-    how_to_work,
-    model_argument,
-    option,
-    recipe_options,
-    under,
-)
+from enginesmith.pipeline.commands import context, parameters
+from enginesmith.pipeline.commands.parameters import INPUTS, PATH, WORK, option, under
 
 _FLEET_SUFFIXES = (".yaml", ".yml")
 
 
-@click.command(cls=Command)
-@model_argument
+@click.command(cls=parameters.Command)
+@parameters.model_argument
 @under(INPUTS, option("--recipe", "recipe_file", type=PATH, help="Recipe; options change it."))
-@recipe_options()
+@parameters.recipe_options()
 @under(WORK, option("--out", type=PATH, help="Run directory; default runs/MODEL-TIME."))
-@how_to_work
+@parameters.how_to_work
 @under(
     WORK,
     option("--only", multiple=True, metavar="PATTERN", help="Fleets: these entries; digits, *@h100; repeatable."),
@@ -71,14 +53,14 @@ def optimize(
     if only or changed_since is not None:
         name = "--only" if only else "--changed-since"
         raise click.UsageError(f"{name} is for fleet files, and {model} is none: those end with .yaml")
-    recipe = recipe_of(model, recipe_file, options)
+    recipe = context.recipe_of(model, recipe_file, options)
     source = resolve(recipe.model)
     folder = out or optimize.default_out(source)
-    with settings_of(options, quiet) as settings, resumable(folder, settings):
+    with context.settings_of(options, quiet) as settings, context.resumable(folder, settings):
         run = optimize.optimize(recipe, folder, settings, source)
-    code: int = shown().show_run(run, folder, as_json)
+    code: int = context.shown().show_run(run, folder, as_json)
     if not as_json:
-        announce_run(run)
+        context.announce_run(run)
     return code
 
 
@@ -88,8 +70,8 @@ def _optimize_fleet(
     """Optimize all entries of a fleet file, or the chosen ones; return the exit code."""
     from enginesmith.pipeline.workflows import fleet
 
-    choice = fleet.Choice(only, changed({}, options), changed_since)
+    choice = fleet.Choice(only, context.changed({}, options), changed_since)
     folder = out or fleet.default_out(file)
-    with settings_of(options, options["quiet"]) as settings, resumable(folder, settings):
+    with context.settings_of(options, options["quiet"]) as settings, context.resumable(folder, settings):
         record = fleet.optimize(file, folder, settings, choice)
-    return show_fleet(record, folder, options["as_json"])
+    return context.show_fleet(record, folder, options["as_json"])

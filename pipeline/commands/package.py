@@ -4,16 +4,15 @@ from pathlib import Path
 
 import click
 
-from enginesmith.pipeline.commands.context import shown
-from enginesmith.pipeline.commands.options import PATH, as_json_option, run_argument
+from enginesmith.pipeline.commands import context, parameters
 
 
 @click.command()
-@run_argument
+@parameters.run_argument
 @click.option("-f", "--format", "form", type=click.Choice(["bundle", "triton"]), required=True, help="What to write.")
-@click.option("-o", "--output", type=PATH, required=True, help="Folder to write; a new one.")
+@click.option("-o", "--output", type=parameters.PATH, required=True, help="Folder to write; a new one.")
 @click.option("--variant", metavar="ID", help="Which variant; the run's winner without it.")
-@as_json_option
+@parameters.as_json_option
 def package(run: Path, form: str, output: Path, variant: str | None, as_json: bool) -> None:
     """Package the winner of RUN: a bundle with a script, or for Triton.
 
@@ -25,6 +24,6 @@ def package(run: Path, form: str, output: Path, variant: str | None, as_json: bo
 
     found = packages.package(run, next(one for one in packages.FORMATS if one == form), output, variant)
     if as_json:
-        shown().print_json(found.model_dump(mode="json"))
+        context.shown().print_json(found.model_dump(mode="json"))
     else:
         click.echo(found.summary)

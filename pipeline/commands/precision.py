@@ -6,31 +6,20 @@ from typing import Any
 import click
 
 from enginesmith.pipeline import engines
-from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
-from enginesmith.pipeline.commands.options import (
-    Command,
-    how_to_calibrate,
-    how_to_export,
-    how_to_work,
-    model_argument,
-    output_option,
-    recipe_options,
-    what_to_load,
-    where_to_run,
-)
+from enginesmith.pipeline.commands import context, parameters
 
 
-@click.command(cls=Command)
-@model_argument
-@output_option
+@click.command(cls=parameters.Command)
+@parameters.model_argument
+@parameters.output_option
 @click.option("--precision", "precisions", multiple=True, required=True, help="fp16, bf16, int8, int8+fp16 …")
 @click.option("--engine", "engines", multiple=True, help="Made for this engine; without it, for all of them.")
-@recipe_options("min_sqnr_db")
-@what_to_load
-@how_to_export
-@how_to_calibrate
-@where_to_run
-@how_to_work
+@parameters.recipe_options("min_sqnr_db")
+@parameters.what_to_load
+@parameters.how_to_export
+@parameters.how_to_calibrate
+@parameters.where_to_run
+@parameters.how_to_work
 def precision(model: str, output: Path, as_json: bool, quiet: bool, **options: Any) -> None:
     """Convert MODEL or an ONNX file to another precision.
 
@@ -42,6 +31,6 @@ def precision(model: str, output: Path, as_json: bool, quiet: bool, **options: A
 
     if not options["engines"] and not options["quantisation__placement"]:
         options["quantisation__placement"] = engines.PORTABLE_PLACEMENT
-    with settings_of(options, quiet) as settings:
-        result = stages.precision(recipe_of(model, None, options), output, settings)
-    shown().show_stage(result, as_json)
+    with context.settings_of(options, quiet) as settings:
+        result = stages.precision(context.recipe_of(model, None, options), output, settings)
+    context.shown().show_stage(result, as_json)

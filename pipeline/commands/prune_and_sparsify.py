@@ -5,23 +5,12 @@ from typing import Any
 
 import click
 
-from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
-from enginesmith.pipeline.commands.options import (
-    PATH,
-    Command,
-    how_to_export,
-    how_to_prune,
-    how_to_work,
-    model_argument,
-    output_option,
-    recipe_options,
-    what_to_load,
-)
+from enginesmith.pipeline.commands import context, parameters
 
 
-@click.command(cls=Command)
-@model_argument
-@click.option("-o", "--output", type=PATH, required=True, help="Folder to write; it is a MODEL.")
+@click.command(cls=parameters.Command)
+@parameters.model_argument
+@click.option("-o", "--output", type=parameters.PATH, required=True, help="Folder to write; it is a MODEL.")
 @click.option(
     "--prune",
     required=True,
@@ -32,9 +21,9 @@ from enginesmith.pipeline.commands.options import (
 @click.option("--measure-time", metavar="TIME", help="Of a trial for latency=…; 6s at most.")
 @click.option("--data", "calibration", metavar="DATA", help="For taylor and recovery: embedded set, .npz, images …")
 @click.option("--samples", type=int, help="How many samples of it taylor uses; default 128.")
-@how_to_prune
-@what_to_load
-@how_to_work
+@parameters.how_to_prune
+@parameters.what_to_load
+@parameters.how_to_work
 def prune(model: str, output: Path, prune: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Remove channels, hidden units and attention heads of MODEL.
 
@@ -45,21 +34,21 @@ def prune(model: str, output: Path, prune: str, as_json: bool, quiet: bool, **op
     from enginesmith.pipeline.workflows import stages
 
     options["prune"] = (prune,)
-    with settings_of(options, quiet) as settings:
-        result = stages.prune(recipe_of(model, None, options), output, settings)
-    shown().show_pruned(result, as_json)
+    with context.settings_of(options, quiet) as settings:
+        result = stages.prune(context.recipe_of(model, None, options), output, settings)
+    context.shown().show_pruned(result, as_json)
 
 
-@click.command(cls=Command)
-@model_argument
-@output_option
+@click.command(cls=parameters.Command)
+@parameters.model_argument
+@parameters.output_option
 @click.option("--sparsity", default="2:4", show_default=True, metavar="PATTERN", help="2:4, or unstructured=0.5.")
 @click.option("--per-layer", is_flag=True, help="Unstructured: a threshold for each layer, not one for all.")
 @click.option("--protect", multiple=True, metavar="NAME", help="Weight, node, module or pattern that stays dense.")
-@recipe_options("min_sqnr_db")
-@what_to_load
-@how_to_export
-@how_to_work
+@parameters.recipe_options("min_sqnr_db")
+@parameters.what_to_load
+@parameters.how_to_export
+@parameters.how_to_work
 def sparsify(
     model: str,
     output: Path,
@@ -81,7 +70,9 @@ def sparsify(
     from enginesmith.pipeline.workflows import stages
 
     chosen = SparsifyOptions(scope="layer" if per_layer else "global", protect=protect)
-    recipe = recipe_of(model, None, {**options, "sparsity": (sparsity,)}).model_copy(update={"sparsifying": chosen})
-    with settings_of(options, quiet) as settings:
+    recipe = context.recipe_of(model, None, {**options, "sparsity": (sparsity,)}).model_copy(
+        update={"sparsifying": chosen}
+    )
+    with context.settings_of(options, quiet) as settings:
         result = stages.sparsify(recipe, output, settings)
-    shown().show_stage(result, as_json)
+    context.shown().show_stage(result, as_json)

@@ -4,13 +4,12 @@ from pathlib import Path
 
 import click
 
-from enginesmith.pipeline.commands.context import shown
-from enginesmith.pipeline.commands.options import PATH, as_json_option, run_argument
+from enginesmith.pipeline.commands import context, parameters
 
 
 @click.command()
-@run_argument
-@click.option("-o", "--output", type=PATH, help="Folder to write to; otherwise RUN itself.")
+@parameters.run_argument
+@click.option("-o", "--output", type=parameters.PATH, help="Folder to write to; otherwise RUN itself.")
 @click.option(
     "-f",
     "--format",
@@ -19,7 +18,7 @@ from enginesmith.pipeline.commands.options import PATH, as_json_option, run_argu
     type=click.Choice(["html", "md", "junit", "json"]),
     help="May be repeated; html, md and junit without it.",
 )
-@as_json_option
+@parameters.as_json_option
 def report(run: Path, output: Path | None, formats: tuple[str, ...], as_json: bool) -> None:
     """Write the reports of a run or a fleet again.
 
@@ -39,7 +38,7 @@ def report(run: Path, output: Path | None, formats: tuple[str, ...], as_json: bo
         chosen = tuple(name for name in files.NAMES if name in formats) or files.REPORTS
         written = files.write(found, output or folder, chosen, files.read_samples(folder))
     if as_json:
-        shown().print_json({"files": [str(path) for path in written]})
+        context.shown().print_json({"files": [str(path) for path in written]})
         return
     for path in written:
         click.echo(str(path))

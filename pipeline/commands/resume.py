@@ -5,13 +5,12 @@ from typing import Any
 
 import click
 
-from enginesmith.pipeline.commands.context import announce_run, resumable, settings_of, show_fleet, shown
-from enginesmith.pipeline.commands.options import Command, how_to_work, run_argument
+from enginesmith.pipeline.commands import context, parameters
 
 
-@click.command(cls=Command)
-@run_argument
-@how_to_work
+@click.command(cls=parameters.Command)
+@parameters.run_argument
+@parameters.how_to_work
 def resume(run: Path, as_json: bool, quiet: bool, **options: Any) -> int:
     """Finish an interrupted run or fleet, from its folder RUN.
 
@@ -22,12 +21,12 @@ def resume(run: Path, as_json: bool, quiet: bool, **options: Any) -> int:
 
     if records.is_fleet(run):
         folder = run if run.is_dir() else run.parent
-        with settings_of(options, quiet) as settings, resumable(folder, settings):
+        with context.settings_of(options, quiet) as settings, context.resumable(folder, settings):
             record = fleet.resume(folder, settings)
-        return show_fleet(record, folder, as_json)
-    with settings_of(options, quiet) as settings, resumable(run, settings):
+        return context.show_fleet(record, folder, as_json)
+    with context.settings_of(options, quiet) as settings, context.resumable(run, settings):
         result = optimize.resume(run, settings)
-    code: int = shown().show_run(result, run, as_json)
+    code: int = context.shown().show_run(result, run, as_json)
     if not as_json:
-        announce_run(result)
+        context.announce_run(result)
     return code

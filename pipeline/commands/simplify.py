@@ -5,15 +5,14 @@ from typing import Any
 
 import click
 
-from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
-from enginesmith.pipeline.commands.options import Command, file_argument, how_to_work, output_option, what_to_load
+from enginesmith.pipeline.commands import context, parameters
 
 
-@click.command(cls=Command)
-@file_argument
-@output_option
-@what_to_load
-@how_to_work
+@click.command(cls=parameters.Command)
+@parameters.file_argument
+@parameters.output_option
+@parameters.what_to_load
+@parameters.how_to_work
 def simplify(file: Path, output: Path, as_json: bool, quiet: bool, **options: Any) -> None:
     """Simplify an ONNX FILE and compare the result with it.
 
@@ -21,6 +20,6 @@ def simplify(file: Path, output: Path, as_json: bool, quiet: bool, **options: An
     """
     from enginesmith.pipeline.workflows import stages
 
-    with settings_of(options, quiet) as settings:
-        result = stages.simplify(recipe_of(str(file), None, options), output, settings)
-    shown().show_stage(result, as_json)
+    with context.settings_of(options, quiet) as settings:
+        result = stages.simplify(context.recipe_of(str(file), None, options), output, settings)
+    context.shown().show_stage(result, as_json)

@@ -5,24 +5,16 @@ from typing import Any
 
 import click
 
-from enginesmith.pipeline.commands.context import recipe_of, settings_of, shown
-from enginesmith.pipeline.commands.options import (
-    Command,
-    file_argument,
-    how_to_work,
-    recipe_options,
-    what_to_load,
-    where_to_run,
-)
+from enginesmith.pipeline.commands import context, parameters
 
 
-@click.command(cls=Command)
-@file_argument
+@click.command(cls=parameters.Command)
+@parameters.file_argument
 @click.option("--against", "model", metavar="MODEL", help="Model to compare with; not for a bundle.")
-@recipe_options("min_sqnr_db")
-@what_to_load
-@where_to_run
-@how_to_work
+@parameters.recipe_options("min_sqnr_db")
+@parameters.what_to_load
+@parameters.where_to_run
+@parameters.how_to_work
 def verify(file: Path, model: str | None, as_json: bool, quiet: bool, **options: Any) -> int:
     """Compare the outputs of an ONNX FILE with those of a model.
 
@@ -34,11 +26,11 @@ def verify(file: Path, model: str | None, as_json: bool, quiet: bool, **options:
     """
     from enginesmith.pipeline.workflows import stages
 
-    with settings_of(options, quiet) as settings:
+    with context.settings_of(options, quiet) as settings:
         result = (
-            stages.verify(recipe_of(model, None, options), file, settings)
+            stages.verify(context.recipe_of(model, None, options), file, settings)
             if model
             else stages.verify_bundle(file, settings)
         )
-    shown().show_stage(result, as_json)
+    context.shown().show_stage(result, as_json)
     return 0 if result.passed else 1

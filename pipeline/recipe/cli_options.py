@@ -30,7 +30,7 @@ def walk_fields(part: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tu
 
 
 def list_options() -> list[dict[str, Any]]:
-    """Describe each option as plain values, which ``commands/options.py`` makes options of click from."""
+    """Describe each option as plain values, which ``commands/parameters.py`` makes options of click from."""
     return [_describe(*entry) for entry in walk_fields() if flag_of(entry[1], entry[0].rpartition(".")[2])]
 
 
