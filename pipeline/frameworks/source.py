@@ -114,6 +114,9 @@ def resolve(text: str) -> Source:
     """
     if len(os.fsencode(text)) > _LONGEST:
         raise SourceError(f"{text[:40]}… is no model: it has {len(text)} characters", "check the argument")
+    parts = Path(_split_call(text)[0].partition("(")[0]).parts
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in parts):
+        raise SourceError(f"{text[:40]}… is no model, and too long for a file's name", "check the argument")
     head, separator, rest = text.partition(":")
     if separator and head in ("hf", "timm"):
         return _library(text, head, rest)
@@ -137,8 +140,6 @@ def _split_call(text: str) -> tuple[str, str, str]:
 
 def _existing(text: str) -> Path:
     path = Path(text).expanduser()
-    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.parts):
-        raise SourceError(f"{text[:40]}… is too long for a file's name", "check the argument")
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "does not exist"
         remedy = f"check the path; it is taken from the current folder, {Path.cwd()}"
@@ -183,8 +184,6 @@ def _zoo_or_saved(text: str) -> Source:
     if name in MODELS:
         return Source(form="zoo", text=text, target=name, factory=name, arguments=args, keywords=kwargs)
     path = Path(text)
-    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.parts):
-        raise SourceError(f"{text[:40]}… is no model, and too long for a file's name", "check the argument")
     if path.suffix == ".py":
         raise SourceError(f"{text!r} names a file but no factory", f"add the callable: {text}:build")
     if path.suffix in _WEIGHTS:

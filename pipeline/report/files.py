@@ -18,7 +18,7 @@ from enginesmith.pipeline.report import junit, markdown
 from enginesmith.pipeline.results import documents
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.run import Run
-from enginesmith.pipeline.system.worker import main_module_hidden
+from enginesmith.pipeline.system.worker import hide_main_module
 
 Format = Literal["html", "md", "junit", "json"]
 Samples = Mapping[str, NDArray[Any]]
@@ -62,7 +62,7 @@ class Writer:
         if self._pool is None:
             _from_record(folder)
             return
-        with main_module_hidden():
+        with hide_main_module():
             self._futures.append(self._pool.submit(_from_record, folder))
 
     def __enter__(self) -> Self:

@@ -85,8 +85,11 @@ def to_portable_path(path: str) -> str:
     """Rewrite an absolute path relative to the nearest anchor above it; leave anything else as it is."""
     if not path.startswith("/"):
         return path
-    anchors = _anchors(str(Path.cwd()))
-    above = [(len(root), label) for root, label in anchors if path == root or path.startswith(f"{root}/")]
+    above = [
+        (len(folder), label)
+        for label, folder in _anchors(str(Path.cwd())).items()
+        if label != _OWN and folder not in ("", "/") and (path == folder or path.startswith(f"{folder}/"))
+    ]
     length, label = max(above, default=(0, ""))
     return label + path[length:]
 
@@ -96,7 +99,7 @@ def from_portable_path(name: str) -> str:
     if not name.startswith("{"):
         return name
     label, closing, rest = name.partition("}")
-    return _anchor_folders(str(Path.cwd()))[label + closing] + rest
+    return _anchors(str(Path.cwd()))[label + closing] + rest
 
 
 def anchor_of(name: str) -> str:
@@ -105,19 +108,11 @@ def anchor_of(name: str) -> str:
 
 
 @functools.cache
-def _anchor_folders(project: str) -> dict[str, str]:
-    """Map each anchor to its folder."""
+def _anchors(project: str) -> dict[str, str]:
+    """Map portable names to folders; paths are named from enginesmith's own folders, as its root may be the project."""
     own = str(Path(__file__).parents[2])
-    return {"{home}": str(Path.home()), "{prefix}": sys.prefix, _OWN: own, "{project}": project}
-
-
-@functools.cache
-def _anchors(project: str) -> tuple[tuple[str, str], ...]:
-    """Map folders to portable names; of enginesmith only its own folders, as its checkout may be the project."""
-    anchors = _anchor_folders(project)
-    named = [(folder, label) for label, folder in anchors.items() if label != _OWN]
-    named += [(f"{anchors[_OWN]}/{folder}", f"{_OWN}/{folder}") for folder in OWN_FOLDERS]
-    return tuple((folder, label) for folder, label in named if folder not in ("", "/"))
+    inner = {f"{_OWN}/{folder}": f"{own}/{folder}" for folder in OWN_FOLDERS}
+    return {"{home}": str(Path.home()), "{prefix}": sys.prefix, "{project}": project, _OWN: own, **inner}
 
 
 class _Candidate(BaseModel):

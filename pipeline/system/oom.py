@@ -35,7 +35,6 @@ _FREE = re.compile(rf"of which {_SIZE} is free", re.IGNORECASE)
 _ALLOWED = re.compile(
     rf"{_SIZE} allowed; Of the allocated memory {_SIZE} is allocated by PyTorch, .*?{_SIZE} is reserved", re.IGNORECASE
 )
-"""Torch's own limit, of which it has taken a part."""
 _REMEDY = "use a smaller batch"
 
 
@@ -46,27 +45,17 @@ def says_out_of_memory(text: str) -> bool:
 
 
 def out_of_memory(text: str, message: str = "", remedy: str = _REMEDY) -> StepOutOfMemory:
-    """Make the error for what an allocator said; ``message`` is what people read, else its first line."""
-    first = next(iter(text.strip().splitlines()), "")
-    return StepOutOfMemory(message or first, remedy, asked_bytes=asked_bytes(text), free_bytes=free_bytes(text))
+    """Make the error for what an allocator said, with the size refused, and what was free if that is told.
 
-
-def asked_bytes(text: str) -> int | None:
-    """Read the size that was refused, as exactly as it was told."""
-    matches = (pattern.search(text) for pattern in _ASKED)
-    return next((_bytes(*match.groups()) for match in matches if match), None)
-
-
-def free_bytes(text: str) -> int | None:
-    """Read what was free then: on the device, or of the share that the process was allowed."""
-    match = _FREE.search(text)
-    if match is None:
-        return None
-    free = _bytes(*match.groups())
-    if share := _ALLOWED.search(text):
+    ``message`` is what people read, else the first line. Free is what is left on the device, or of torch's own limit.
+    """
+    asked = next((_bytes(*match.groups()) for pattern in _ASKED if (match := pattern.search(text))), None)
+    free = _bytes(*match.groups()) if (match := _FREE.search(text)) else None
+    if free is not None and (share := _ALLOWED.search(text)):
         allowed, allocated, reserved = (_bytes(*share.group(first, first + 1)) for first in (1, 3, 5))
         free = min(free, max(0, allowed - allocated - reserved))
-    return free
+    first_line = next(iter(text.strip().splitlines()), "")
+    return StepOutOfMemory(message or first_line, remedy, asked_bytes=asked, free_bytes=free)
 
 
 def find_cause(error: BaseException) -> StepOutOfMemory | None:

@@ -86,7 +86,7 @@ class Worker:
         self._connection, theirs = context.Pipe()
         main = (body, theirs, args, str(log), cores, prepare)
         self._process = context.Process(target=_main, args=main, name=body.__name__)
-        with main_module_hidden(), _preload_named():
+        with hide_main_module(), _preload_named():
             self._process.start()
         theirs.close()
 
@@ -226,7 +226,7 @@ def _main(
 
 
 @contextlib.contextmanager
-def main_module_hidden() -> Iterator[None]:
+def hide_main_module() -> Iterator[None]:
     """Keep a new process from importing the caller's script again: it needs none of it, and scripts lack guards."""
     main = sys.modules["__main__"]
     with _starting:

@@ -157,14 +157,12 @@ def test_the_nearest_anchor_is_taken(folder: str, anchor: str, tmp_path: Path, m
     project.mkdir(parents=True)
     monkeypatch.chdir(project)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    inputs._anchor_folders.cache_clear()
     inputs._anchors.cache_clear()
     path = str(tmp_path / folder / "sub" / "w")
     name = inputs.to_portable_path(path)
     assert name == (f"{anchor}/sub/w" if anchor else path)
     assert inputs.anchor_of(name) == anchor
     assert inputs.from_portable_path(name) == path
-    inputs._anchor_folders.cache_clear()
     inputs._anchors.cache_clear()
 
 

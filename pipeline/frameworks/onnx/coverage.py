@@ -17,6 +17,7 @@ from enginesmith.pipeline.frameworks.records import HALF, QUANTISED, Coverage
 if TYPE_CHECKING:
     import onnx
 
+_PACKED = ("MatMulNBits", "MatMulBnb4")
 Shape = tuple[int, ...]
 ShapeOf = Callable[[str], Shape]
 """Value's name → shape; ValueError where that is not known."""
@@ -55,24 +56,19 @@ def is_product(node: "onnx.NodeProto") -> bool:
 
 
 def _convolution(node: "onnx.NodeProto", shape: ShapeOf) -> int:
-    """Count a convolution: each result takes a filter, all of the weight but its first dimension."""
+    """Count a convolution: each result (input of a transposed one) takes all of the weight but its first dimension."""
     weight = 3 if node.op_type == "QLinearConv" else 1
-    return prod(shape(node.output[0])) * prod(shape(node.input[weight])[1:])
-
-
-def _transposed_convolution(node: "onnx.NodeProto", shape: ShapeOf) -> int:
-    """Count a transposed convolution: each input meets all of the weight but its first dimension."""
-    return prod(shape(node.input[0])) * prod(shape(node.input[1])[1:])
+    positions = node.input[0] if node.op_type == "ConvTranspose" else node.output[0]
+    return prod(shape(positions)) * prod(shape(node.input[weight])[1:])
 
 
 def _matrix_product(node: "onnx.NodeProto", shape: ShapeOf) -> int:
+    given = attributes(node)
+    if node.op_type in _PACKED:
+        return prod(shape(node.output[0])) * int(given["K"])
     left = shape(node.input[0])
-    transposed = attributes(node).get("transA", 0) and len(left) > 1
+    transposed = given.get("transA", 0) and len(left) > 1
     return prod(shape(node.output[0])) * left[-2 if transposed else -1]
-
-
-def _packed_product(node: "onnx.NodeProto", shape: ShapeOf) -> int:
-    return prod(shape(node.output[0])) * int(attributes(node)["K"])
 
 
 def _einsum(node: "onnx.NodeProto", shape: ShapeOf) -> int:
@@ -119,11 +115,11 @@ def _recurrence(node: "onnx.NodeProto", shape: ShapeOf) -> int:
 
 _FORMULAS: "dict[str, Callable[[onnx.NodeProto, ShapeOf], int]]" = {
     **dict.fromkeys(("Conv", "FusedConv", "NhwcFusedConv", "ConvInteger", "QLinearConv"), _convolution),
-    "ConvTranspose": _transposed_convolution,
+    "ConvTranspose": _convolution,
     **dict.fromkeys(("MatMul", "MatMulInteger", "QLinearMatMul", "FusedMatMul", "TransposeMatMul"), _matrix_product),
     **dict.fromkeys(("MatMulIntegerToFloat", "DynamicQuantizeMatMul"), _matrix_product),
     **dict.fromkeys(("Gemm", "FusedGemm", "QGemm"), _matrix_product),
-    **dict.fromkeys(("MatMulNBits", "MatMulBnb4"), _packed_product),
+    **dict.fromkeys(_PACKED, _matrix_product),
     "Einsum": _einsum,
     **dict.fromkeys(("Attention", "QAttention"), _attention),
     "MultiHeadAttention": _fused_attention,
@@ -136,7 +132,6 @@ _FORMULAS: "dict[str, Callable[[onnx.NodeProto, ShapeOf], int]]" = {
 _QUANTISERS = ("QuantizeLinear", "DynamicQuantizeLinear")
 CONVERTERS = (*_QUANTISERS, "DequantizeLinear")
 _LAYOUT = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Expand", "Slice", "Gather", "Split")
-_PACKED = ("MatMulNBits", "MatMulBnb4")
 _SCALES = {
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), (1, 2)),
     **dict.fromkeys(_PACKED, (2, 3, 4)),

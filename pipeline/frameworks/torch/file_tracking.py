@@ -137,14 +137,18 @@ _NEVER = ("torch", "torch_pruning")
 """Libraries whose lines nobody can change to make a model right."""
 
 
-def raised_at(error: BaseException) -> str:
-    """Return ``net.py:12``, the innermost line of the user's that an exception came through; empty if there is none."""
-    return _named(traceback.extract_tb(error.__traceback__))
+def find_user_line(error: BaseException | None = None) -> str:
+    """Find the innermost line of the user's that runs, or that an exception came through, as ``net.py:12``.
 
-
-def called_at() -> str:
-    """Return ``net.py:12``, the innermost line of the user's that is running; empty if there is none."""
-    return _named(traceback.StackSummary.extract(traceback.walk_stack(sys._getframe(1)), lookup_lines=False)[::-1])
+    Of a model that a library holds it is that library's; empty where there is none.
+    """
+    if error is not None:
+        frames = list(traceback.extract_tb(error.__traceback__))
+    else:
+        frames = traceback.StackSummary.extract(traceback.walk_stack(sys._getframe(1)), lookup_lines=False)[::-1]
+    models = re.compile(rf"/site-packages/(?!({'|'.join(_NEVER)})/)")
+    chosen = select_user_frames(frames) or [frame for frame in frames if models.search(frame.filename)]
+    return f"{Path(chosen[-1].filename).name}:{chosen[-1].lineno}" if chosen else ""
 
 
 def select_user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
@@ -153,10 +157,3 @@ def select_user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceba
     return [
         frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(others)
     ]
-
-
-def _named(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the file's name and line; of a model that a library holds, that library's."""
-    models = re.compile(rf"/site-packages/(?!({'|'.join(_NEVER)})/)")
-    chosen = select_user_frames(frames) or [frame for frame in frames if models.search(frame.filename)]
-    return f"{Path(chosen[-1].filename).name}:{chosen[-1].lineno}" if chosen else ""

@@ -107,7 +107,7 @@ class ForwardHooks(TorchFunctionMode):
 
     def _enter(self, module: nn.Module, given: Any) -> None:
         if not torch.is_grad_enabled() and self._recording:
-            self.left[Event("no_grad()", self.running(), file_tracking.called_at())] = None
+            self.left[Event("no_grad()", self.running(), file_tracking.find_user_line())] = None
         self._running.append(module)
         self.called.add(module)
 
@@ -141,7 +141,7 @@ class ForwardHooks(TorchFunctionMode):
         events = self.read if func in _READS else self.left if func in _LEAVES and args[0].requires_grad else None
         if events is not None and id(args[0]) not in self._own:
             how = _READS.get(func) or _LEAVES[func]
-            events[Event(how, self.running(), file_tracking.called_at())] = None
+            events[Event(how, self.running(), file_tracking.find_user_line())] = None
         return func(*args, **(kwargs or {}))
 
 
@@ -208,7 +208,7 @@ def trace(model: nn.Module, run: Run) -> "tuple[DependencyGraph, ForwardHooks]":
 
 def _describe_failure(error: Exception, hooks: ForwardHooks, more: str = "") -> str:
     """Describe an error, with the module and line that raised it."""
-    line, module = file_tracking.raised_at(error), hooks.running()
+    line, module = file_tracking.find_user_line(error), hooks.running()
     text = " ".join(str(error).split())[:300]
     return f"{f'in {module}: ' if module else ''}{more}{type(error).__name__}: {text}{f' ({line})' if line else ''}"
 
