@@ -111,13 +111,13 @@ def simplify_shapes(model: "ir.Model") -> None:
 
 def _evaluate(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> list[Dim] | None:
     """Return the elements that an operator gives; None where they are not known."""
-    parts = [_elements(value, known) for value in node.inputs]
+    parts = [_read_elements(value, known) for value in node.inputs]
     match node.op_type, parts:
         case "Shape", _:
             value = node.inputs[0]
             if value is None or value.shape is None:
                 return None
-            dims = [_name(dim) for dim in value.shape]
+            dims = [_name_dimension(dim) for dim in value.shape]
             return dims[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(dims))]
         case "Slice", [data, [int(start)], [int(end)], *rest]:
             return data[start:end] if data is not None and rest in ([], [[0]], [[0], [1]]) else None
@@ -134,22 +134,22 @@ def _evaluate(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> list[Dim] 
     return None
 
 
-def _elements(value: "ir.Value | None", known: "dict[ir.Value, list[Dim]]") -> list[Dim] | None:
+def _read_elements(value: "ir.Value | None", known: "dict[ir.Value, list[Dim]]") -> list[Dim] | None:
     if value in known:
         return known[value]
-    array = _small(value)
+    array = _read_small(value)
     if array is None or array.ndim > 1 or array.dtype != np.int64:
         return None
     return [int(number) for number in array.reshape(-1)]
 
 
-def _small(value: "ir.Value | None") -> Array | None:
+def _read_small(value: "ir.Value | None") -> Array | None:
     if value is None or value.const_value is None or value.const_value.size > _MOST_ELEMENTS:
         return None
     return value.const_value.numpy()
 
 
-def _name(dim: object) -> Dim:
+def _name_dimension(dim: object) -> Dim:
     """Return a dimension's number or name; None if it has neither."""
     if isinstance(dim, int):
         return dim
@@ -166,7 +166,7 @@ def _settle_reshape(node: "ir.Node", known: "dict[ir.Value, list[Dim]]") -> None
         return
     if data.shape is None or node.attributes.get_int("allowzero", 0) != 0:
         return
-    given = [_name(dim) for dim in data.shape]
+    given = [_name_dimension(dim) for dim in data.shape]
     numbers: list[int] = []
     for axis, dim in enumerate(known[target]):
         if isinstance(dim, int) and dim != 0:
@@ -185,7 +185,7 @@ def _is_zero(value: "ir.Value | None") -> bool:
         if node is None or node.op_type not in _KEEPS_ZEROS:
             return False
         value = node.inputs[0]
-    numbers = _small(value)
+    numbers = _read_small(value)
     return numbers is not None and not np.any(numbers)
 
 
@@ -242,15 +242,12 @@ def rewrite(model: "ir.Model") -> None:
 def _should_fold(node: "ir.Node") -> bool | None:
     """Tell whether a node whose inputs are all constant is to be computed now; None leaves it to the library."""
     if node.op_type in _NEVER or len(node.outputs) != 1:
-        return False if node.op_type in _NEVER and _output_size(node) > _SMALL else None
-    if _output_size(node) <= _SMALL and all(_size(value) <= _SMALL for value in node.inputs):
+        return False if node.op_type in _NEVER and _count_outputs(node) > _SMALL else None
+    if _count_outputs(node) <= _SMALL and all(_count_elements(value) <= _SMALL for value in node.inputs):
         return None
-    inputs = [value for value in node.inputs if _size(value) > _SMALL]
-    return (
-        node.op_type in _ON_WEIGHTS
-        and _output_size(node) <= sum(map(_size, node.inputs))  # parts of a weight may be small, and their sum is not
-        and all(map(_vanishes, inputs))
-    )
+    large = [value for value in node.inputs if _count_elements(value) > _SMALL]
+    given = sum(map(_count_elements, node.inputs))  # parts of a weight may be small, and their sum is not
+    return node.op_type in _ON_WEIGHTS and _count_outputs(node) <= given and all(map(_vanishes, large))
 
 
 def _vanishes(value: "ir.Value | None") -> bool:
@@ -261,9 +258,9 @@ def _vanishes(value: "ir.Value | None") -> bool:
     )
 
 
-def _size(value: "ir.Value | None") -> int:
+def _count_elements(value: "ir.Value | None") -> int:
     return 0 if value is None or value.const_value is None else value.const_value.size
 
 
-def _output_size(node: "ir.Node") -> int:
+def _count_outputs(node: "ir.Node") -> int:
     return math.prod(dim if isinstance(dim, int) else _NO_LIMIT for dim in node.outputs[0].shape or (None,))

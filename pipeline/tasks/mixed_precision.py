@@ -57,7 +57,7 @@ class Sensitivity(Task):
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         model = inputs["model"]
         floating = edit.load(model.path)
-        groups = layers.find(floating)
+        groups = layers.find_groups(floating)
         kinds = {node.name: _name_kind(node) for node in floating.graph}
         ranges = samples.read(inputs["reference"].folder).ranges
         work = coverage.count_macs(model.path, {name: range_.opt for name, range_ in ranges.items()})

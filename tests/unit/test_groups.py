@@ -39,7 +39,7 @@ def test_what_a_group_is() -> None:
         d=ones(5),
     )
     model.graph[0].metadata_props[MODULE_KEY] = "features.0"
-    found = layers.find(model)
+    found = layers.find_groups(model)
     assert [(g.operator, g.activations, g.weight, g.bias, g.output, g.parameters) for g in found] == [
         ("Conv", ("x",), "w", "b", "c", 108),
         ("MatMul", ("f",), "v", "bias", "m", 864),
@@ -63,13 +63,13 @@ def test_why_there_is_no_quantised_form(body: str, reason: str) -> None:
     model = parsed(
         f"net (float[4, 4] x) => (float[4, 4] y) {{ {body} }}", w=ones(4, 4), half=np.ones((4, 4), np.float16)
     )
-    (group,) = layers.find(model)
+    (group,) = layers.find_groups(model)
     assert reason in group.reason
 
 
 def test_a_weight_that_can_be_fed_is_none() -> None:
     model = parsed("net (float[4, 4] x, float[4, 4] w) => (float[4, 4] y) { y = MatMul(x, w) }", w=ones(4, 4))
-    (group,) = layers.find(model)
+    (group,) = layers.find_groups(model)
     assert group.weight is None
     assert group.reason
 
@@ -78,7 +78,7 @@ def test_a_constant_node_is_a_weight() -> None:
     model = parsed(
         "net (float[1, 2] x) => (float[1, 1] y) { w = Constant <value = float[2, 1] {1, 2}> () y = MatMul(x, w) }"
     )
-    (group,) = layers.find(model)
+    (group,) = layers.find_groups(model)
     assert (group.weight, group.parameters, group.reason) == ("w", 2, "")
 
 
@@ -88,7 +88,7 @@ def test_recurrent_weights_count_and_have_a_reason() -> None:
         w=ones(1, 8, 3),
         r=ones(1, 8, 2),
     )
-    (group,) = layers.find(model)
+    (group,) = layers.find_groups(model)
     assert group.parameters == 40
     assert "recurrent" in group.reason
 
@@ -99,7 +99,7 @@ def test_an_add_that_others_feed_too_is_no_bias() -> None:
         w=ones(4, 4),
         b=ones(4),
     )
-    assert layers.find(model)[0].bias is None
+    assert layers.find_groups(model)[0].bias is None
 
 
 def test_nodes_get_names_of_their_own_and_the_same_each_time() -> None:
@@ -110,7 +110,7 @@ def test_nodes_get_names_of_their_own_and_the_same_each_time() -> None:
         )
         for node, name in zip(model.graph, ["same", None, "same", "MatMul_2"], strict=True):
             node.name = name
-        layers.find(model)
+        layers.find_groups(model)
         return [node.name for node in model.graph]
 
     assert names() == names() == ["same", "Relu_1", "same_2", "MatMul_2"]

@@ -234,7 +234,7 @@ def weight() -> Array:
 
 
 def test_each_channel_has_a_step_of_its_own(weight: Array) -> None:
-    narrow = quantizers.symmetric(weight, 0, "int8", "fp32")
+    narrow = quantizers.quantise_symmetrically(weight, 0, "int8", "fp32")
     largest = np.abs(weight).max(axis=(1, 2, 3))
     assert narrow.levels.dtype == np.int8
     assert (np.abs(narrow.levels).max(axis=(1, 2, 3)) == 127).all()
@@ -243,13 +243,13 @@ def test_each_channel_has_a_step_of_its_own(weight: Array) -> None:
 
 
 def test_one_step_for_the_tensor(weight: Array) -> None:
-    narrow = quantizers.symmetric(weight, None, "int8", "fp32")
+    narrow = quantizers.quantise_symmetrically(weight, None, "int8", "fp32")
     assert narrow.scale.shape == ()
     assert np.abs(narrow.wide() - weight).max() <= narrow.scale / 2 * 1.001
 
 
 def test_e4m3_takes_the_largest_number_to_448_and_never_beyond(weight: Array) -> None:
-    narrow = quantizers.symmetric(weight, 0, "fp8", "fp16")
+    narrow = quantizers.quantise_symmetrically(weight, 0, "fp8", "fp16")
     assert narrow.levels.dtype == ml_dtypes.float8_e4m3fn
     levels = narrow.levels.astype(np.float32)
     assert np.isfinite(levels).all()
@@ -259,13 +259,13 @@ def test_e4m3_takes_the_largest_number_to_448_and_never_beyond(weight: Array) ->
 
 
 def test_scales_of_a_float16_graph_are_float16_numbers_and_none_is_subnormal(weight: Array) -> None:
-    scale = quantizers.symmetric(weight * 1e-4, 0, "int8", "fp16").scale
+    scale = quantizers.quantise_symmetrically(weight * 1e-4, 0, "int8", "fp16").scale
     assert (scale == scale.astype(np.float16).astype(np.float32)).all()
     assert scale.min() == np.finfo(np.float16).tiny
 
 
 def test_a_dead_channel_has_a_scale_and_no_levels() -> None:
-    narrow = quantizers.symmetric(np.array([[0.0, 0.0], [1.0, -1.0]], np.float32), 0, "int8", "fp32")
+    narrow = quantizers.quantise_symmetrically(np.array([[0.0, 0.0], [1.0, -1.0]], np.float32), 0, "int8", "fp32")
     assert narrow.scale[0] > 0
     assert narrow.levels.tolist() == [[0, 0], [127, -127]]
 
@@ -273,7 +273,7 @@ def test_a_dead_channel_has_a_scale_and_no_levels() -> None:
 def test_the_bias_of_a_nearly_dead_channel_fits_an_int32() -> None:
     weight, bias = np.array([[1e-12, 1.0]], np.float32), np.array([3.0, 3.0], np.float32)
     least = quantizers.least_scale(bias, activation_scale=0.01)
-    narrow = quantizers.symmetric(weight, 1, "int8", "fp32", least=least)
+    narrow = quantizers.quantise_symmetrically(weight, 1, "int8", "fp32", least=least)
     levels = quantizers.integer_bias(bias, 0.01 * narrow.scale.astype(np.float64))
     np.testing.assert_allclose(levels * narrow.scale.astype(np.float64) * 0.01, bias, rtol=1e-5)
     assert narrow.levels[0, 1] == 127

@@ -55,7 +55,7 @@ class DecomposeAttention(Pass):
         )
 
 
-def _attention_nodes(model: "ir.Model") -> "Iterator[ir.Node]":
+def _list_attention_nodes(model: "ir.Model") -> "Iterator[ir.Node]":
     import onnx_ir as ir
 
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
@@ -71,7 +71,7 @@ def decompose_attention(model: "ir.Model") -> int:
     """
     from onnx_ir.passes import common
 
-    nodes = list(_attention_nodes(model))
+    nodes = list(_list_attention_nodes(model))
     if not nodes:
         return 0
     common.ShapeInferencePass(strict_mode=False)(model)
@@ -127,18 +127,18 @@ class _TextbookWriter:
         import onnx_ir as ir
         from onnx_ir.tape import Tape
 
-        sizes = _sizes(node)
+        sizes = _find_sizes(node)
         if sizes is None or not _is_plain(node) or not isinstance(node.graph, ir.Graph):
             return False
         tape = Tape()
-        result = self._result(tape, node, sizes)
+        result = self._write_result(tape, node, sizes)
         for new in tape.nodes:
             new.metadata_props.update(node.metadata_props)
         ir.convenience.replace_nodes_and_values(node.graph, node, [node], tape.nodes, [node.outputs[0]], [result])
         return True
 
-    def _result(self, tape: "Tape", node: "ir.Node", sizes: _Sizes) -> "ir.Value":
-        query, key, value = (_present(tensor) for tensor in node.inputs[:3])
+    def _write_result(self, tape: "Tape", node: "ir.Node", sizes: _Sizes) -> "ir.Value":
+        query, key, value = (_require(tensor) for tensor in node.inputs[:3])
         if sizes.rank == 3:
             query = self._split_heads(tape, node, query, sizes.query_heads)
             key, value = (self._split_heads(tape, node, tensor, sizes.key_heads) for tensor in (key, value))
@@ -146,29 +146,29 @@ class _TextbookWriter:
             key = self._repeat_heads(tape, node, key, sizes, sizes.head)
             value = self._repeat_heads(tape, node, value, sizes, sizes.value_head)
         scale = node.attributes.get_float("scale", 0.0) or 1.0 / math.sqrt(sizes.head)
-        scaled = tape.op("Mul", [query, self._constant(node, "scale", np.array(scale, _numpy_dtype(query, node)))])
+        scaled = tape.op("Mul", [query, self._share_constant(node, "scale", np.array(scale, _find_dtype(query, node)))])
         scores = tape.op("MatMul", [scaled, tape.op("Transpose", [key], {"perm": [0, 1, 3, 2]})])
-        mask = self._mask(tape, node, query, key)
+        mask = self._write_mask(tape, node, query, key)
         weights = tape.op("Softmax", [scores if mask is None else tape.op("Add", [scores, mask])], {"axis": -1})
         result = tape.op("MatMul", [weights, value])
         if sizes.rank == 4:
             return result
-        merged = self._constant(node, "merged", np.array([0, 0, -1]))
+        merged = self._share_constant(node, "merged", np.array([0, 0, -1]))
         return tape.op("Reshape", [tape.op("Transpose", [result], {"perm": _SWAP_HEADS}), merged])
 
     def _split_heads(self, tape: "Tape", node: "ir.Node", tensor: "ir.Value", heads: int) -> "ir.Value":
-        shape = self._constant(node, "split", np.array([0, 0, heads, -1]))
+        shape = self._share_constant(node, "split", np.array([0, 0, heads, -1]))
         return tape.op("Transpose", [tape.op("Reshape", [tensor, shape])], {"perm": _SWAP_HEADS})
 
     def _repeat_heads(self, tape: "Tape", node: "ir.Node", tensor: "ir.Value", sizes: _Sizes, width: int) -> "ir.Value":
         """Repeat key heads for grouped-query attention: each serves several query heads."""
         repeats = sizes.query_heads // sizes.key_heads
-        axis = self._constant(node, "axis", np.array([2]))
-        wide = self._constant(node, "repeats", np.array([1, 1, repeats, 1, 1]))
-        flat = self._constant(node, "flat", np.array([0, sizes.query_heads, -1, width]))
+        axis = self._share_constant(node, "axis", np.array([2]))
+        wide = self._share_constant(node, "repeats", np.array([1, 1, repeats, 1, 1]))
+        flat = self._share_constant(node, "flat", np.array([0, sizes.query_heads, -1, width]))
         return tape.op("Reshape", [tape.op("Expand", [tape.op("Unsqueeze", [tensor, axis]), wide]), flat])
 
-    def _mask(self, tape: "Tape", node: "ir.Node", query: "ir.Value", key: "ir.Value") -> "ir.Value | None":
+    def _write_mask(self, tape: "Tape", node: "ir.Node", query: "ir.Value", key: "ir.Value") -> "ir.Value | None":
         """Return what is added to the scores, None for nothing.
 
         That is 0 where attention is allowed; elsewhere half of the lowest number, so that no sum of it becomes NaN.
@@ -181,26 +181,26 @@ class _TextbookWriter:
             return allowed
         if allowed is None and not node.attributes.get_int("is_causal", 0):
             return None
-        place = (id(node.graph), *([id(allowed)] if allowed is not None else _lengths(query, key)))
+        place = (id(node.graph), *([id(allowed)] if allowed is not None else _find_lengths(query, key)))
         if place not in self._shared:
-            allowed = allowed if allowed is not None else self._lower_triangle(tape, node, query, key)
-            dtype = _numpy_dtype(_present(node.inputs[0]), node)
-            zero = self._constant(node, "zero", np.array(0, dtype))
+            allowed = allowed if allowed is not None else self._write_triangle(tape, node, query, key)
+            dtype = _find_dtype(_require(node.inputs[0]), node)
+            zero = self._share_constant(node, "zero", np.array(0, dtype))
             lowest = float(ml_dtypes.finfo(dtype).min) / 2  # type: ignore[no-untyped-call]
-            low = self._constant(node, "lowest", np.array(lowest, dtype))
+            low = self._share_constant(node, "lowest", np.array(lowest, dtype))
             self._shared[place] = tape.op("Where", [allowed, zero, low])
         return self._shared[place]
 
-    def _lower_triangle(self, tape: "Tape", node: "ir.Node", query: "ir.Value", key: "ir.Value") -> "ir.Value":
-        zero, one = (self._constant(node, name, np.array(number)) for name, number in (("first", 0), ("step", 1)))
-        axis = self._constant(node, "column", np.array([1]))
+    def _write_triangle(self, tape: "Tape", node: "ir.Node", query: "ir.Value", key: "ir.Value") -> "ir.Value":
+        zero, one = (self._share_constant(node, name, np.array(number)) for name, number in (("first", 0), ("step", 1)))
+        axis = self._share_constant(node, "column", np.array([1]))
         rows, columns = (
             tape.op("Range", [zero, tape.op("Squeeze", [tape.op("Shape", [tensor], {"start": 2, "end": 3})]), one])
             for tensor in (query, key)
         )
         return tape.op("LessOrEqual", [columns, tape.op("Unsqueeze", [rows, axis])])
 
-    def _constant(self, node: "ir.Node", name: str, content: Array) -> "ir.Value":
+    def _share_constant(self, node: "ir.Node", name: str, content: Array) -> "ir.Value":
         import onnx_ir as ir
 
         assert isinstance(node.graph, ir.Graph)
@@ -210,12 +210,12 @@ class _TextbookWriter:
         return self._shared[place]
 
 
-def _present(value: "ir.Value | None") -> "ir.Value":
+def _require(value: "ir.Value | None") -> "ir.Value":
     assert value is not None, "Attention has three required inputs"
     return value
 
 
-def _sizes(node: "ir.Node") -> _Sizes | None:
+def _find_sizes(node: "ir.Node") -> _Sizes | None:
     """Return None where the shapes do not tell."""
     shapes = [list(value.shape) if value is not None and value.shape is not None else [] for value in node.inputs[:3]]
     query, key, value = shapes
@@ -240,15 +240,15 @@ def _is_plain(node: "ir.Node") -> bool:
     return unused and not any(node.inputs[4:]) and not both_masks and not extras
 
 
-def _lengths(query: "ir.Value", key: "ir.Value") -> tuple[object, ...]:
+def _find_lengths(query: "ir.Value", key: "ir.Value") -> tuple[object, ...]:
     """Find the lengths of a causal mask: two known or named ones, else these very tensors."""
     lengths = [value.shape[2] if value.shape is not None else None for value in (query, key)]
     names = tuple(length if isinstance(length, int) else getattr(length, "value", None) for length in lengths)
     return names if None not in names else (id(query), id(key))
 
 
-def _numpy_dtype(value: "ir.Value", node: "ir.Node") -> np.dtype[np.generic]:
-    dtype = value.dtype or _present(node.inputs[0]).dtype
+def _find_dtype(value: "ir.Value", node: "ir.Node") -> np.dtype[np.generic]:
+    dtype = value.dtype or _require(node.inputs[0]).dtype
     assert dtype is not None
     return np.dtype(dtype.numpy())
 
@@ -271,9 +271,9 @@ def absorb_heads(model: "ir.Model") -> None:
     """Give every ``Attention`` node whose surroundings allow it the three-dimensional form, in place."""
     import onnx_ir as ir
 
-    for node in _attention_nodes(model):
-        query, key, value = (_split_of(value) for value in node.inputs[:3])
-        merge = _merge(node)
+    for node in _list_attention_nodes(model):
+        query, key, value = (_find_split(value) for value in node.inputs[:3])
+        merge = _find_merge(node)
         if query is None or key is None or value is None or merge is None or key.heads != value.heads:
             continue
         if any(node.inputs[4:]) or any(output.uses() for output in node.outputs[1:]) or node.graph is None:
@@ -288,7 +288,7 @@ def absorb_heads(model: "ir.Model") -> None:
         ir.convenience.replace_nodes_and_values(node.graph, merge, [merge], [new], [old], [new.outputs[0]])
 
 
-def _split_of(value: "ir.Value | None") -> _Split | None:
+def _find_split(value: "ir.Value | None") -> _Split | None:
     """Find what a Reshape to B,S,H,E and a Transpose to B,H,S,E start from."""
     transpose = value.producer() if value is not None else None
     if transpose is None or not _swaps(transpose) or transpose.inputs[0] is None:
@@ -303,12 +303,12 @@ def _split_of(value: "ir.Value | None") -> _Split | None:
     return _Split(source, heads, width) if _same_length(source, split) else None
 
 
-def _merge(node: "ir.Node") -> "ir.Node | None":
+def _find_merge(node: "ir.Node") -> "ir.Node | None":
     """Return the Reshape at the end of Attention, Transpose, Reshape, if nothing else reads what is between."""
-    transpose = _only_reader(node.outputs[0])
+    transpose = _find_only_reader(node.outputs[0])
     if transpose is None or not _swaps(transpose):
         return None
-    reshape = _only_reader(transpose.outputs[0])
+    reshape = _find_only_reader(transpose.outputs[0])
     if reshape is None or reshape.op_type != "Reshape" or reshape.inputs[0] is not transpose.outputs[0]:
         return None
     merged, split = reshape.outputs[0], transpose.outputs[0]
@@ -316,7 +316,7 @@ def _merge(node: "ir.Node") -> "ir.Node | None":
     return reshape if fits and reshape.graph is node.graph else None
 
 
-def _only_reader(value: "ir.Value") -> "ir.Node | None":
+def _find_only_reader(value: "ir.Value") -> "ir.Node | None":
     uses = value.uses()
     return next(iter(uses)).node if len(uses) == 1 and not value.is_graph_output() else None
 
@@ -344,18 +344,18 @@ def spread_masks(model: "ir.Model") -> None:
     from onnx_ir.tape import Tape
 
     spread: dict[tuple[object, ...], ir.Value] = {}
-    for node in _attention_nodes(model):
+    for node in _list_attention_nodes(model):
         query, mask, body = node.inputs[0], node.inputs[_MASK] if len(node.inputs) > _MASK else None, node.graph
         if mask is None or mask.shape is None or len(mask.shape) < 2 or query is None or query.shape is None:
             continue
-        length = query.shape[_query_axis(query)]
+        length = query.shape[_find_query_axis(query)]
         if mask.shape[-2] != 1 or length == 1 or body is None:
             continue
         key = (id(body), id(mask), getattr(length, "value", length) or id(query))
         if key not in spread:
-            split = _split_of(query)
+            split = _find_split(query)
             counted = split.source if split else query  # what heads are split off from may be all that is left of it
-            axis = _query_axis(counted)
+            axis = _find_query_axis(counted)
             tape = Tape()
             count = tape.op("Shape", [counted], {"start": axis, "end": axis + 1})
             one = tape.op("Constant", [], {"value_ints": [1]})
@@ -366,7 +366,7 @@ def spread_masks(model: "ir.Model") -> None:
         node.replace_input_with(_MASK, spread[key])
 
 
-def _query_axis(query: "ir.Value") -> int:
+def _find_query_axis(query: "ir.Value") -> int:
     """Return the axis of the queries: B,H,L,E or B,L,H·E."""
     assert query.shape is not None
     return 2 if len(query.shape) == 4 else 1

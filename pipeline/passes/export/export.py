@@ -125,11 +125,11 @@ def _name_values(model: "ir.Model", signature: "Signature") -> None:
     edit.rename(model.graph.inputs, (spec.name for spec in signature.inputs))
     edit.rename(model.graph.outputs, (spec.name for spec in signature.outputs))
     for value, spec in zip(model.graph.outputs, signature.outputs, strict=True):
-        value.shape = ir.Shape(_output_dims(value, spec))
+        value.shape = ir.Shape(_name_output_dims(value, spec))
     common.NameFixPass()(model)
 
 
-def _output_dims(value: "ir.Value", spec: "TensorSpec") -> list[int | str]:
+def _name_output_dims(value: "ir.Value", spec: "TensorSpec") -> list[int | str]:
     """Return the signature's names; dimensions that the graph leaves open stay so, whatever the example's size was."""
     if value.shape is None:
         return list(spec.shape)
@@ -179,14 +179,14 @@ def _export_program(loaded: "LoadedModel", opset: int, progress: Progress) -> "i
         with torch.no_grad():
             program = torch.onnx.export(
                 loaded.module,
-                _example(loaded),
+                _make_example(loaded),
                 dynamo=True,
                 opset_version=opset,
                 dynamic_shapes=(shapes,) if any(shapes) else None,
                 optimize=False,
             )
     except (torch.onnx.errors.OnnxExporterError, *_FAILURES) as error:
-        raise _explained(error, loaded.signature) from error
+        raise _explain(error, loaded.signature) from error
     if program is None:
         raise ExportError("torch.onnx.export returned nothing")
     _check_inputs(program.model, loaded.signature)
@@ -200,7 +200,7 @@ def _export_program(loaded: "LoadedModel", opset: int, progress: Progress) -> "i
     return program.model
 
 
-def _example(loaded: "LoadedModel") -> tuple["Tensor", ...]:
+def _make_example(loaded: "LoadedModel") -> tuple["Tensor", ...]:
     """Return the example, repeated along dynamic dimensions of size 1."""
     examples = []
     for spec in loaded.signature.inputs:
@@ -215,7 +215,7 @@ def _check_inputs(model: "ir.Model", signature: "Signature") -> None:
     for value, spec in zip(model.graph.inputs, signature.inputs, strict=True):
         for axis, (given, wanted) in enumerate(zip(value.shape or (), spec.shape, strict=True)):
             if isinstance(wanted, str) and isinstance(given, int):
-                raise _fixed_dimension(spec, axis, given)
+                raise _explain_fixed_dimension(spec, axis, given)
             if isinstance(wanted, str) and str(given) != wanted:
                 raise FixedDimension(
                     f"the model needs {wanted!r} (dimension {axis} of {spec.name!r}) to equal {str(given)!r}",
@@ -242,7 +242,7 @@ def _trace(loaded: "LoadedModel", out: Path, opset: int, progress: Progress) -> 
             with torch.no_grad():
                 torch.onnx.export(
                     loaded.module,
-                    _example(loaded),
+                    _make_example(loaded),
                     str(path),
                     dynamo=False,
                     opset_version=min(opset, _TORCHSCRIPT_NEWEST_OPSET),
@@ -251,7 +251,7 @@ def _trace(loaded: "LoadedModel", out: Path, opset: int, progress: Progress) -> 
                     dynamic_axes=axes,
                 )
         except (torch.onnx.errors.OnnxExporterError, *_FAILURES) as error:
-            raise _explained(error, loaded.signature) from error
+            raise _explain(error, loaded.signature) from error
         _check_trace(path, loaded)
         model = edit.load(path)
         ir.external_data.load_to_model(model)
@@ -330,17 +330,17 @@ _REMEDY_DATA = "the path through the code depends on values: use torch.where or 
 _REMEDY = "the whole trace is in the step's log; try the other one with --exporter"
 
 
-def _explained(error: BaseException, signature: "Signature") -> ExportError:
+def _explain(error: BaseException, signature: "Signature") -> ExportError:
     """Return the reason of an exporter's exception, and a remedy."""
-    chain = list(_chain(error))
+    chain = list(_walk_chain(error))
     for link in chain:
         if static := _STATIC.search(str(link)):
             position = _POSITION.search(static[2])
             spec = signature.inputs[int(position[1]) if position else 0]
-            return _fixed_dimension(spec, int(static[3]), int(static[1]))
+            return _explain_fixed_dimension(spec, int(static[3]), int(static[1]))
     text = "\n".join(str(link) for link in chain)
     operator = next((match[1] for pattern in _OPERATOR if (match := pattern.search(text))), "")
-    place = next((line for link in reversed(chain) if (line := _place(link))), "")
+    place = next((line for link in reversed(chain) if (line := _find_place(link))), "")
     where = f" at {place}" if place else ""
     if operator:
         return ExportError(f"the operator {operator}{where} has no translation to ONNX", _REMEDY_OPERATOR)
@@ -350,7 +350,7 @@ def _explained(error: BaseException, signature: "Signature") -> ExportError:
     return ExportError(f"the model cannot be exported{where}: {reason}", remedy)
 
 
-def _fixed_dimension(spec: "TensorSpec", axis: int, size: int) -> FixedDimension:
+def _explain_fixed_dimension(spec: "TensorSpec", axis: int, size: int) -> FixedDimension:
     """Return the reason for one dimension that came out fixed, and a remedy."""
     shape = ",".join(str(size if position == axis else dim) for position, dim in enumerate(spec.shape))
     return FixedDimension(
@@ -359,7 +359,7 @@ def _fixed_dimension(spec: "TensorSpec", axis: int, size: int) -> FixedDimension
     )
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _walk_chain(error: BaseException) -> Iterator[BaseException]:
     """Return the exception and what caused it, the root cause last."""
     link: BaseException | None = error
     while link is not None:
@@ -367,7 +367,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-def _place(error: BaseException) -> str:
+def _find_place(error: BaseException) -> str:
     """Return ``file:line`` of the innermost frame that is the model's own code.
 
     The stack that torch.export noted for the graph node in translation counts, if a frame has one in its hands.

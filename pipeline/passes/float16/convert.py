@@ -22,7 +22,7 @@ from enginesmith.pipeline.passes.float16.rules import (
     QUANTISE,
     Judged,
     choose,
-    dequantisers,
+    find_dequantisers,
     is_float,
     is_product,
     judge,
@@ -120,29 +120,29 @@ def _prepare(model: "ir.Model", keep: Collection[str]) -> None:
 # Constants: each is converted when it is written, so that no second copy is in memory.
 
 
-def _converted(source: "ir.TensorProtocol", dtype: "ir.DataType", name: str, *, mask: bool = False) -> "ir.LazyTensor":
-    """Return a constant of float32 in another float type, see :func:`_narrowed`."""
+def _convert(source: "ir.TensorProtocol", dtype: "ir.DataType", name: str, *, mask: bool = False) -> "ir.LazyTensor":
+    """Return a constant of float32 in another float type, see :func:`_narrow`."""
     import onnx_ir as ir
 
     def make() -> "ir.TensorProtocol":
-        return ir.tensor(_narrowed(source.numpy(), dtype, mask=mask), name=name)
+        return ir.tensor(_narrow(source.numpy(), dtype, mask=mask), name=name)
 
     return ir.LazyTensor(make, dtype, ir.Shape(source.shape.numpy()), name=name)
 
 
-def _narrowed(array: Array, dtype: "ir.DataType", *, mask: bool = False) -> Array:
+def _narrow(array: Array, dtype: "ir.DataType", *, mask: bool = False) -> Array:
     """Round to nearest in another float type; what is beyond its range is brought to its end, infinities are kept.
 
     A mask goes to half of the range, infinities too: scores are added to it, and the sum must not become NaN.
     """
-    limit = _largest(dtype) / 2 if mask else _largest(dtype)
+    limit = _find_largest(dtype) / 2 if mask else _find_largest(dtype)
     if array.size and not (array.min() >= -limit and array.max() <= limit):
         cut = np.clip(array, -limit, limit)
         array = cut if mask else np.where(np.isfinite(array), cut, array)
     return array.astype(dtype.numpy())
 
 
-def _largest(dtype: "ir.DataType") -> float:
+def _find_largest(dtype: "ir.DataType") -> float:
     """Return the largest number that is not infinite."""
     import ml_dtypes
 
@@ -189,12 +189,12 @@ class _Retyper:
         assert value.const_value is not None
         mask = any(index in MASKS.get(node.op_type, ()) for node, index in low)
         if len(low) == len(uses) and not value.is_graph_output():
-            value.const_value = _converted(value.const_value, self._dtype, value.name or "", mask=mask)
+            value.const_value = _convert(value.const_value, self._dtype, value.name or "", mask=mask)
             value.dtype = self._dtype
             return
         name = self._names.new(f"{value.name}_{_SHORT[self._dtype.name]}")
         new = ir.Value(name=name, shape=value.shape, type=ir.TensorType(self._dtype))
-        new.const_value = _converted(value.const_value, self._dtype, name, mask=mask)
+        new.const_value = _convert(value.const_value, self._dtype, name, mask=mask)
         self._graph.register_initializer(new)
         for node, index in low:
             node.replace_input_with(index, new)
@@ -233,7 +233,7 @@ class _Retyper:
         """Clip a mask to the range of the type that it is cast to."""
         import onnx_ir as ir
 
-        limit = _largest(self._dtype) / 2
+        limit = _find_largest(self._dtype) / 2
         bounds = []
         for word, number in (("low", -limit), ("high", limit)):
             content = np.array(number, np.float32)
@@ -252,7 +252,7 @@ class _Retyper:
         if node.op_type == "ConstantOfShape":
             given = node.attributes.get("value")
             fill = given.as_tensor().numpy() if given is not None else np.zeros(1, np.float32)
-            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_narrowed(fill, self._dtype)))
+            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_narrow(fill, self._dtype)))
 
     def _drop_idle_casts(self, nodes: "Iterable[ir.Node]") -> None:
         """Remove casts of the given graph from a type to itself, now that both its sides are the same."""
@@ -311,15 +311,15 @@ def _fit_scales(graph: "ir.Graph", low: "dict[ir.Node, None]", dtype: "ir.DataTy
     smallest = np.float32(ml_dtypes.finfo(dtype.numpy()).smallest_normal)  # type: ignore[no-untyped-call]
     scales: dict[ir.Value, None] = {}
     for node in graph:
-        pair = [node, *dequantisers(node)] if node.op_type == QUANTISE else [node]
+        pair = [node, *find_dequantisers(node)] if node.op_type == QUANTISE else [node]
         if node.op_type in (QUANTISE, DEQUANTISE) and any(one in low for one in pair):
-            scales |= {value: None for one in pair if (value := _constant(one, _SCALE)) is not None}
+            scales |= {value: None for one in pair if (value := _get_constant(one, _SCALE)) is not None}
     for scale in scales:
         assert scale.const_value is not None
         before = scale.const_value.numpy()
-        after = np.maximum(_narrowed(before, dtype).astype(np.float32), smallest)
+        after = np.maximum(_narrow(before, dtype).astype(np.float32), smallest)
         if not np.array_equal(before, after):
-            _set(scale, after)
+            _set_content(scale, after)
             raised = after > before * (1 + 2.0**-8)  # mere rounding of the scale is let be
             if raised.any():
                 _requantise(graph, scale, np.where(raised, before / after, 1).astype(np.float32))
@@ -330,12 +330,12 @@ def _requantise(graph: "ir.Graph", scale: "ir.Value", factors: Array) -> None:
     import onnx_ir as ir
 
     for node, index in scale.uses():
-        levels = _constant(node, 0)
+        levels = _get_constant(node, 0)
         if node.op_type != DEQUANTISE or index != _SCALE or levels is None:
             continue
         assert levels.const_value is not None
         array = levels.const_value.numpy()
-        zero = _constant(node, _ZERO_POINT)
+        zero = _get_constant(node, _ZERO_POINT)
         offset = 0.0 if zero is None or zero.const_value is None else _spread(zero.const_value.numpy(), node, array)
         moved = (array.astype(np.float32) - offset) * _spread(factors, node, array)
         whole = np.issubdtype(array.dtype, np.integer) or "int" in array.dtype.name
@@ -344,7 +344,7 @@ def _requantise(graph: "ir.Graph", scale: "ir.Value", factors: Array) -> None:
             levels = ir.Value(name=name, shape=levels.shape, type=levels.type, const_value=levels.const_value)
             graph.register_initializer(levels)
             node.replace_input_with(0, levels)
-        _set(levels, ((np.rint(moved) if whole else moved) + offset).astype(array.dtype))
+        _set_content(levels, ((np.rint(moved) if whole else moved) + offset).astype(array.dtype))
 
 
 def _spread(array: Array, node: "ir.Node", levels: Array) -> Array:
@@ -359,12 +359,12 @@ def _spread(array: Array, node: "ir.Node", levels: Array) -> Array:
     return np.expand_dims(array, [one for one in range(levels.ndim) if one != axis % levels.ndim])
 
 
-def _constant(node: "ir.Node", index: int) -> "ir.Value | None":
+def _get_constant(node: "ir.Node", index: int) -> "ir.Value | None":
     value = node.inputs[index] if len(node.inputs) > index else None
     return value if value is not None and value.is_initializer() and value.const_value is not None else None
 
 
-def _set(value: "ir.Value", array: Array) -> None:
+def _set_content(value: "ir.Value", array: Array) -> None:
     import onnx_ir as ir
 
     value.const_value = ir.tensor(np.asarray(array), dtype=value.dtype, name=value.name)

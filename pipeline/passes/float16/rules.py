@@ -58,22 +58,22 @@ def find_slots(node: "ir.Node", opset: int, dtype: str) -> Slots:
         return Slots()
     schema = onnx.defs.get_schema(node.op_type, opset, "")
     able = {one.type_param_str for one in schema.type_constraints if f"tensor({dtype})" in one.allowed_type_strs}
-    taken = {index: _formal(schema.inputs, index) for index, value in enumerate(node.inputs) if is_float(value)}
-    given = {index: _formal(schema.outputs, index) for index, value in enumerate(node.outputs) if is_float(value)}
+    taken = {index: _find_type(schema.inputs, index) for index, value in enumerate(node.inputs) if is_float(value)}
+    given = {index: _find_type(schema.outputs, index) for index, value in enumerate(node.outputs) if is_float(value)}
     inputs = {index for index, kind in taken.items() if kind in able and index not in _FIXED.get(node.op_type, ())}
-    follow = {_formal(schema.inputs, index) for index in inputs}
+    follow = {_find_type(schema.inputs, index) for index in inputs}
     outputs = {index for index, kind in given.items() if kind in able and (kind in follow or node.op_type in _MAKERS)}
     if given and not outputs:
         return Slots()
     return Slots(frozenset(inputs), frozenset(outputs))
 
 
-def _formal(parameters: "Sequence[onnx.defs.OpSchema.FormalParameter]", index: int) -> str:
+def _find_type(parameters: "Sequence[onnx.defs.OpSchema.FormalParameter]", index: int) -> str:
     """Return type of a parameter; the last of a variadic operator stands for all that follow."""
     return parameters[min(index, len(parameters) - 1)].type_str
 
 
-def dequantisers(node: "ir.Node") -> "Iterator[ir.Node]":
+def find_dequantisers(node: "ir.Node") -> "Iterator[ir.Node]":
     """Find DequantizeLinear nodes that read what a QuantizeLinear makes, seen through nodes that move it."""
     waiting = list(node.outputs)
     for value in waiting:
@@ -115,16 +115,16 @@ class Range:
         for value in inputs:
             self._note(value)
 
-    def complaint(self, node: "ir.Node", slots: Slots) -> str:
+    def explain(self, node: "ir.Node", slots: Slots) -> str:
         """Explain why the node cannot be in float16; empty if it can."""
         spared = (*MASKS.get(node.op_type, ()), *_BOUNDS.get(node.op_type, ()))
         for index, value in enumerate(node.inputs):
             if value in self._beyond and index not in spared:
-                return _too_large(value.name, self._beyond[value])
-        for index, name, tensor in _constants(node, slots):
-            reach = self._reach(tensor)
+                return _explain_too_large(value.name, self._beyond[value])
+        for index, name, tensor in _list_constants(node, slots):
+            reach = self._measure_reach(tensor)
             if reach > LARGEST and index not in spared:
-                return _too_large(name, reach)
+                return _explain_too_large(name, reach)
             # Nothing is lost with scales, which are raised, and small biases are noise; a lone ε guards a division.
             added = node.op_type in _SUMS or index >= _BIASES.get(node.op_type, len(node.inputs))
             may_vanish = index in _SCALES.get(node.op_type, ()) or (added and tensor.size > 1)
@@ -133,14 +133,15 @@ class Range:
         for value in node.outputs:
             reach = self._largest.get(value.name or "", 0.0)
             if reach > LARGEST / MARGIN and is_float(value):
-                return _too_large(value.name, reach)
+                return _explain_too_large(value.name, reach)
         return ""
 
     def follow(self, node: "ir.Node", slots: Slots) -> None:
         """Note which outputs are too large: by what was seen, else because a constant or what is moved is."""
         reaches = [self._beyond[value] for value in node.inputs if value in self._beyond and node.op_type in _MOVE]
         if node.op_type not in (*_BOUNDS, "Div"):
-            reaches += [reach for _, _, one in _constants(node, slots) if (reach := self._reach(one)) > LARGEST]
+            constants = [self._measure_reach(tensor) for _, _, tensor in _list_constants(node, slots)]
+            reaches += [reach for reach in constants if reach > LARGEST]
         for value in node.outputs:
             self._note(value, max(reaches, default=0.0))
 
@@ -149,7 +150,7 @@ class Range:
         if reach > LARGEST / MARGIN:
             self._beyond[value] = reach
 
-    def _reach(self, tensor: "ir.TensorProtocol") -> float:
+    def _measure_reach(self, tensor: "ir.TensorProtocol") -> float:
         """Compute the largest finite magnitude of a constant; 0 if it is empty."""
         if tensor not in self._reaches:
             array = tensor.numpy()
@@ -160,11 +161,11 @@ class Range:
         return self._reaches[tensor]
 
 
-def _too_large(name: str | None, reach: float) -> str:
+def _explain_too_large(name: str | None, reach: float) -> str:
     return f"{name!r} reaches {reach:.3g}, and float16 ends at {LARGEST:.0f}"
 
 
-def _constants(node: "ir.Node", slots: Slots) -> "Iterator[tuple[int, str, ir.TensorProtocol]]":
+def _list_constants(node: "ir.Node", slots: Slots) -> "Iterator[tuple[int, str, ir.TensorProtocol]]":
     """List constants that would change their type: position, name, content."""
     import onnx_ir as ir
 
@@ -226,8 +227,8 @@ def judge(graph: "ir.Graph", opset: int, dtype: str, keep: Collection[str], larg
     for node in graph:
         slots = find_slots(node, opset, dtype)
         if has_body(node) or any(is_float(value) for value in (*node.inputs, *node.outputs)):
-            reason = "was asked for" if node.name in keep else _operator_complaint(node, slots, opset, dtype)
-            reason = reason or (ranges.complaint(node, slots) if ranges else "")
+            reason = "was asked for" if node.name in keep else _explain_operator(node, slots, opset, dtype)
+            reason = reason or (ranges.explain(node, slots) if ranges else "")
             if reason:
                 result.kept[node] = reason
             else:
@@ -238,7 +239,7 @@ def judge(graph: "ir.Graph", opset: int, dtype: str, keep: Collection[str], larg
     return result
 
 
-def _operator_complaint(node: "ir.Node", slots: Slots, opset: int, dtype: str) -> str:
+def _explain_operator(node: "ir.Node", slots: Slots, opset: int, dtype: str) -> str:
     """Explain why the operator stays in float32; empty if that is no reason."""
     import onnx_ir as ir
 
@@ -367,7 +368,7 @@ def choose(graph: "ir.Graph", judged: Judged, *, keep_io: bool) -> "dict[ir.Node
             if is_float(value):
                 network.add_value(vertices[node] if judged.makes_low(node, index) else SOURCE, readers(value))
         if node.op_type == QUANTISE:
-            halves = [vertices.get(one, SOURCE) for one in dequantisers(node)]
+            halves = [vertices.get(one, SOURCE) for one in find_dequantisers(node)]
             network.add_value(vertices.get(node, SOURCE), halves)
     kept, linked = network.source_side(), network.connected_to_sink()
     low = {node: None for node in judged.free if vertices[node] not in kept and vertices[node] in linked}

@@ -80,7 +80,7 @@ class Quantised:
         return tuple(group for group in self.groups if group.name not in self.left)
 
 
-def find(model: "ir.Model") -> tuple[QuantizableOp, ...]:
+def find_groups(model: "ir.Model") -> tuple[QuantizableOp, ...]:
     """Find the groups of a float graph, in the order of its nodes.
 
     Nodes without a name, or with another's, get one of their own first, the same each time for the same graph:
@@ -100,41 +100,41 @@ def find(model: "ir.Model") -> tuple[QuantizableOp, ...]:
             taken.add(name)
         seen.add(node.name)
     products = (node for node in model.graph if node.domain in STANDARD)
-    return tuple(_group(node) for node in products if node.op_type in PRODUCTS or node.op_type in _WHOLE)
+    return tuple(_describe_group(node) for node in products if node.op_type in PRODUCTS or node.op_type in _WHOLE)
 
 
-def tensor(value: "ir.Value | None") -> "ir.TensorProtocol | None":
+def read_constant(value: "ir.Value | None") -> "ir.TensorProtocol | None":
     """Return the content of a constant; None for what is computed or could be fed."""
     import onnx_ir as ir
 
     return None if value is None or value.is_graph_input() else ir.convenience.get_const_tensor(value)
 
 
-def input_of(node: "ir.Node", index: int) -> "ir.Value":
+def get_input(node: "ir.Node", index: int) -> "ir.Value":
     """Return an input that the node has."""
     value = node.inputs[index]
     assert value is not None, node
     return value
 
 
-def weight_of(node: "ir.Node", index: int = WEIGHT) -> Array:
+def read_weight(node: "ir.Node", index: int = WEIGHT) -> Array:
     """Return the numbers of a product's constant weight."""
-    content = tensor(node.inputs[index])
+    content = read_constant(node.inputs[index])
     assert content is not None, node
     return content.numpy()
 
 
-def only_reader(value: "ir.Value") -> "tuple[ir.Node | None, int]":
+def find_only_reader(value: "ir.Value") -> "tuple[ir.Node | None, int]":
     """Return the node that alone reads a value, and at which input; None if others do, or if it is an output."""
     uses = tuple(value.uses())
     return (uses[0].node, uses[0].idx) if len(uses) == 1 and not value.is_graph_output() else (None, 0)
 
 
-def _group(node: "ir.Node") -> QuantizableOp:
+def _describe_group(node: "ir.Node") -> QuantizableOp:
     positions = {**dict.fromkeys(_RECURRENT, slice(1, 3)), **dict.fromkeys(PRODUCTS, slice(2))}
     read = node.inputs[positions[node.op_type]] if node.op_type in positions else ()
-    weights = {value: found for value in read if value is not None and (found := tensor(value)) is not None}
-    bias = _bias(node)
+    weights = {value: found for value in read if value is not None and (found := read_constant(value)) is not None}
+    bias = _find_bias(node)
     others = [value for value in node.inputs if value is not None and value not in weights and value is not bias]
     return QuantizableOp(
         name=str(node.name),
@@ -145,30 +145,30 @@ def _group(node: "ir.Node") -> QuantizableOp:
         bias=None if bias is None else str(bias.name),
         output=str(node.outputs[0].name),
         parameters=sum(content.size for content in weights.values()),
-        reason=_reason(node),
+        reason=_explain_group(node),
     )
 
 
-def _bias(node: "ir.Node") -> "ir.Value | None":
+def _find_bias(node: "ir.Node") -> "ir.Value | None":
     """Find the constant that a product adds, or the one that the only reader of a MatMul adds to each column."""
     if node.op_type == "MatMul":
-        reader, index = only_reader(node.outputs[0])
-        weight = tensor(node.inputs[WEIGHT])
+        reader, index = find_only_reader(node.outputs[0])
+        weight = read_constant(node.inputs[WEIGHT])
         if reader is None or reader.op_type != "Add" or weight is None:
             return None
-        added = tensor(reader.inputs[1 - index])
+        added = read_constant(reader.inputs[1 - index])
         fits = added is not None and tuple(added.shape) == tuple(weight.shape)[-1:]
         return reader.inputs[1 - index] if fits else None
-    constant = node.op_type in PRODUCTS and len(node.inputs) > BIAS and tensor(node.inputs[BIAS]) is not None
+    constant = node.op_type in PRODUCTS and len(node.inputs) > BIAS and read_constant(node.inputs[BIAS]) is not None
     return node.inputs[BIAS] if constant else None
 
 
-def _reason(node: "ir.Node") -> str:
+def _explain_group(node: "ir.Node") -> str:
     import onnx_ir as ir
 
     if node.op_type in _WHOLE:
         return _WHOLE[node.op_type]
-    data, weight = (tensor(value) for value in node.inputs[:2])
+    data, weight = (read_constant(value) for value in node.inputs[:2])
     if weight is None:
         return "its weight is the left factor" if data is not None else "a product of two activations"
     if data is not None:
@@ -207,7 +207,7 @@ def prepare(model: "ir.Model", precision: str, opset: int, keep: Collection[str]
                 "export the model in float32: precisions that mix types lower the rest themselves",
             )
     edit.flatten(model)
-    groups = find(model)
+    groups = find_groups(model)
     if unknown := sorted(set(keep) - {group.name for group in groups}):
         more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
         raise UsageError(

@@ -147,27 +147,27 @@ class Precision(PrecisionPass):
 
         from enginesmith.pipeline.frameworks.onnx import model_file
 
-        ranges = self._ranges(artifact, records)
+        ranges = self._load_ranges(artifact, records)
         chosen = Assignment.read(records.get("assignment"), self.precision, self.method)
         model = edit.load(artifact.path)
         values = (value.const_value for one in model.graphs() for value in one.initializers.values())
         total = sum(one.size for one in values if one is not None and one.dtype == ir.DataType.FLOAT)
         progress(f"rewriting for {self.precision}")
         done = self._quantise(model, ranges, chosen) if self._low else None
-        groups = done.groups if done else layers.find(model)
+        groups = done.groups if done else layers.find_groups(model)
         lowered = self._lower(model, ranges, chosen)
         left = done.left if done else {}
         progress("writing")
         edit.save(model, out, self.external_data_bytes)
-        (out / FILE).write_text(json.dumps(self._entries(groups, left, chosen, lowered), indent=1) + "\n")
+        (out / FILE).write_text(json.dumps(self._list_entries(groups, left, chosen, lowered), indent=1) + "\n")
         return Effect(
             file=edit.FILE,
-            summary=", ".join(self._summary(done, lowered, total)),
+            summary=", ".join(self._summarize(done, lowered, total)),
             notes=by_reason("not quantised", {name: chosen.why.get(name) or why for name, why in left.items()}),
             signature=model_file.signature(out / edit.FILE),
         )
 
-    def _ranges(self, artifact: Artifact, records: Records) -> Ranges | None:
+    def _load_ranges(self, artifact: Artifact, records: Records) -> Ranges | None:
         if "ranges" in records:
             return load(records["ranges"].path, model_sha256=artifact.sha256)
         if KINDS[self.precision].calibrated or self.bias_correction:
@@ -185,7 +185,7 @@ class Precision(PrecisionPass):
             keep=chosen.keep,
             inputs_only=self.inputs_only,
         )
-        correct = _corrector(ranges) if self.bias_correction and ranges else None
+        correct = _make_corrector(ranges) if self.bias_correction and ranges else None
         if self.precision == "int8-dynamic":
             done = weights.quantise_dynamically(model, settings, correct)
         elif self.precision == "int4-weights":
@@ -195,7 +195,7 @@ class Precision(PrecisionPass):
             done = qdq.quantise(model, ranges, settings, correct)
         if not done.done and layers.ON_REQUEST not in done.left.values():
             raise ModelError(
-                f"no product of this graph can be in {self.precision}: {_most_common(done.left.values())}",
+                f"no product of this graph can be in {self.precision}: {_count_reasons(done.left.values())}",
                 "look at the calibration data, or take fp16",
             )
         if self.placement == "inputs+outputs" or self.precision == "int8-dynamic":
@@ -212,13 +212,13 @@ class Precision(PrecisionPass):
         largest = {name: max(-one.minimum, one.maximum) if one.finite else math.inf for name, one in known}
         lowered = lower(model, low, keep_io=self.keep_io_types, keep=chosen.floating, largest=largest)
         if not self._low and not lowered.nodes:
-            shown = _most_common(lowered.kept.values()) or "there are no such nodes"
+            shown = _count_reasons(lowered.kept.values()) or "there are no such nodes"
             raise ModelError(
                 f"no node of this graph can be in {self.precision}: {shown}", "export it again with a newer opset"
             )
         return lowered
 
-    def _entries(
+    def _list_entries(
         self, groups: Sequence[QuantizableOp], left: Mapping[str, str], chosen: Assignment, lowered: Lowered | None
     ) -> list[dict[str, str]]:
         """List each group's precision now, and the reason of those that are not quantised."""
@@ -238,7 +238,7 @@ class Precision(PrecisionPass):
             entries.append({**names, "precision": precision, "why": why})
         return entries
 
-    def _summary(self, done: Quantised | None, lowered: Lowered | None, total: int) -> list[str]:
+    def _summarize(self, done: Quantised | None, lowered: Lowered | None, total: int) -> list[str]:
         """Describe the outcome; ``total`` is the number of float weights that there were."""
         parts = []
         if done is not None:
@@ -251,18 +251,18 @@ class Precision(PrecisionPass):
         return parts
 
 
-def _corrector(ranges: Ranges) -> Correct:
+def _make_corrector(ranges: Ranges) -> Correct:
     """Make the correction of a weight's mean error, for inputs whose mean is known."""
 
     def correct(node: "ir.Node", weight: Array, dequantised: Array) -> None:
-        known = ranges.channels.get(str(layers.input_of(node, 0).name))
+        known = ranges.channels.get(str(layers.get_input(node, 0).name))
         if known is not None:
             correct_bias(node, weight, dequantised, np.array(known.mean))
 
     return correct
 
 
-def _most_common(reasons: Collection[str]) -> str:
+def _count_reasons(reasons: Collection[str]) -> str:
     return "; ".join(f"{count} ×: {why}" for why, count in Counter(reasons).most_common(_NAMES))
 
 
@@ -292,13 +292,13 @@ def keep_clamps_apart(model: "ir.Model") -> int:
     writer = Writer(model.graph)
     count = 0
     for node in list(model.graph):
-        maker = layers.input_of(node, 1).producer() if node.op_type in layers.MATRIX_PRODUCTS else None
+        maker = layers.get_input(node, 1).producer() if node.op_type in layers.MATRIX_PRODUCTS else None
         if maker is None or maker.op_type != "DequantizeLinear":
             continue
-        clamp, index = layers.only_reader(node.outputs[0])
+        clamp, index = layers.find_only_reader(node.outputs[0])
         if clamp is None or index or clamp.op_type not in ("Relu", "Clip"):
             continue
-        reader, _ = layers.only_reader(clamp.outputs[0])
+        reader, _ = layers.find_only_reader(clamp.outputs[0])
         if reader is None or reader.op_type != "QuantizeLinear":
             _write_out_clamp(clamp, writer)
             count += 1
@@ -306,10 +306,10 @@ def keep_clamps_apart(model: "ir.Model") -> int:
 
 
 def _write_out_clamp(clamp: "ir.Node", writer: Writer) -> None:
-    value = layers.input_of(clamp, 0)
+    value = layers.get_input(clamp, 0)
     bounds = [*clamp.inputs[1:], None, None][:2]
     if clamp.op_type == "Relu":
-        bounds = [writer.shared("zero", np.zeros((), np.float32)), None]
+        bounds = [writer.share_constant("zero", np.zeros((), np.float32)), None]
     for operator, bound in zip(("Max", "Min"), bounds, strict=True):
         if bound is not None:
             node = writer.node(operator, [value, bound], [f"{clamp.outputs[0].name}_{operator}"], like=clamp)

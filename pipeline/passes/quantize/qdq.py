@@ -123,21 +123,21 @@ def quantise(model: "ir.Model", ranges: Ranges, settings: Settings, correct: Cor
         )
     scales = Scales(ranges, settings.number, settings.method, settings.rest, symmetric=settings.rules.symmetric)
     nodes = {str(node.name): node for node in model.graph}
-    left = {group.name: why for group in groups if (why := _reason(group, nodes[group.name], scales, settings))}
+    left = {group.name: why for group in groups if (why := _explain_group(group, nodes[group.name], scales, settings))}
     chosen = [nodes[group.name] for group in groups if group.name not in left]
-    plan = _place(model, chosen, settings.rules, scales.problem)
-    grids = _grids(plan, scales)
+    plan = _place_pairs(model, chosen, settings.rules, scales.problem)
+    grids = _choose_grids(plan, scales)
     writer = Writer(model.graph)
     weights = _Weights(writer, settings, correct)
     for node in chosen:
-        weights.quantise(node, grids[layers.input_of(node, 0)])
+        weights.quantise(node, grids[layers.get_input(node, 0)])
     for value, grid in grids.items():
-        writer.pair(value, grid, None if value in plan.native else plan.readers[value])
+        writer.insert_pair(value, grid, None if value in plan.native else plan.readers[value])
     writer.finish(model)
     return Quantised(len(grids), groups, left)
 
 
-def _reason(group: QuantizableOp, node: "ir.Node", scales: Scales, settings: Settings) -> str:
+def _explain_group(group: QuantizableOp, node: "ir.Node", scales: Scales, settings: Settings) -> str:
     """Explain why a group stays in floating point; empty if it does not."""
     rules = settings.rules
     if group.reason:
@@ -146,27 +146,27 @@ def _reason(group: QuantizableOp, node: "ir.Node", scales: Scales, settings: Set
         return layers.ON_REQUEST
     if node.op_type not in rules.products:
         return f"there is no int8 kernel for {node.op_type}"
-    if node.op_type in rules.integer_bias and (why := _bias_problem(node)):
+    if node.op_type in rules.integer_bias and (why := _explain_bias(node)):
         return why
-    if why := scales.problem(layers.input_of(node, 0)):
+    if why := scales.problem(layers.get_input(node, 0)):
         return f"its input {why}"
-    if rules.outputs and node.op_type in layers.CONVOLUTIONS and (why := scales.problem(_written(node))):
+    if rules.outputs and node.op_type in layers.CONVOLUTIONS and (why := scales.problem(_find_written(node))):
         return f"its output {why}"
-    numbers = layers.weight_of(node)
+    numbers = layers.read_weight(node)
     largest = float(np.abs([numbers.max(), numbers.min()]).max()) if numbers.size else 0.0
     if not largest:
         return "its weight is all zero"
     return "" if np.isfinite(largest) else "its weight is not finite"
 
 
-def _bias_problem(node: "ir.Node") -> str:
+def _explain_bias(node: "ir.Node") -> str:
     bias = node.inputs[BIAS] if len(node.inputs) > BIAS else None
     if bias is None:
         return ""
-    content = layers.tensor(bias)
+    content = layers.read_constant(bias)
     if content is None:
         return "its bias is computed"
-    columns = layers.input_of(node, WEIGHT).shape
+    columns = layers.get_input(node, WEIGHT).shape
     wide = columns is not None and content.size == columns[0 if node.attributes.get_int("transB", 0) else 1]
     if not wide or node.attributes.get_float("beta", 1.0) != 1 or node.attributes.get_float("alpha", 1.0) != 1:
         return "its bias is not added as it is, one number for each column"
@@ -182,7 +182,7 @@ class _Weights:
 
     def quantise(self, node: "ir.Node", grid: Grid) -> None:
         """Quantise a product's weight, and its bias where the engine wants that; ``grid`` is that of its input."""
-        settings, value, numbers = self._settings, layers.input_of(node, WEIGHT), layers.weight_of(node)
+        settings, value, numbers = self._settings, layers.get_input(node, WEIGHT), layers.read_weight(node)
         axis = quantizers.channel_axis(node, numbers.shape)
         least = np.zeros(())
         bias = quantizers.read_bias(node)
@@ -191,7 +191,9 @@ class _Weights:
             least = least if axis is not None else np.asarray(least.max())
         key = (value, axis, least.tobytes())
         if key not in self._done or self._correct is not None:
-            narrow = quantizers.symmetric(numbers, axis, settings.number, settings.rest, settings.weight_bits, least)
+            narrow = quantizers.quantise_symmetrically(
+                numbers, axis, settings.number, settings.rest, settings.weight_bits, least
+            )
             if self._correct is not None:
                 self._correct(node, numbers, narrow.wide())
                 bias = quantizers.read_bias(node)
@@ -202,9 +204,9 @@ class _Weights:
             steps = grid.scale * scale.astype(np.float64)
             levels = quantizers.integer_bias(bias.reshape(-1), steps)
             whole = Narrow(levels, steps.astype(np.float32), 0 if steps.ndim else None)
-            sums = self._writer.store(str(layers.input_of(node, BIAS).name), whole)
-            node.replace_input_with(BIAS, self._writer.dequantised(sums, node))
-        node.replace_input_with(WEIGHT, self._writer.dequantised(stored, node))
+            sums = self._writer.store(str(layers.get_input(node, BIAS).name), whole)
+            node.replace_input_with(BIAS, self._writer.insert_dequantise(sums, node))
+        node.replace_input_with(WEIGHT, self._writer.insert_dequantise(stored, node))
 
 
 # Placement of the pairs.
@@ -226,10 +228,10 @@ class _Plan:
 
     def read(self, node: "ir.Node", index: int) -> None:
         """Round an input of a node."""
-        self.readers.setdefault(layers.input_of(node, index), []).append((node, index))
+        self.readers.setdefault(layers.get_input(node, index), []).append((node, index))
 
 
-def _grids(plan: _Plan, scales: Scales) -> "dict[ir.Value, Grid]":
+def _choose_grids(plan: _Plan, scales: Scales) -> "dict[ir.Value, Grid]":
     """Return a grid for each value that is rounded; those that have to share one get the widest."""
     import networkx
 
@@ -242,7 +244,7 @@ def _grids(plan: _Plan, scales: Scales) -> "dict[ir.Value, Grid]":
     return {value: shared[value] for value in values}
 
 
-def _place(model: "ir.Model", chosen: "Iterable[ir.Node]", rules: Rules, problem: Problem) -> _Plan:
+def _place_pairs(model: "ir.Model", chosen: "Iterable[ir.Node]", rules: Rules, problem: Problem) -> _Plan:
     """Place the pairs for the products that are to be computed in few bits."""
     plan = _Plan()
     products = dict.fromkeys(chosen)
@@ -252,23 +254,23 @@ def _place(model: "ir.Model", chosen: "Iterable[ir.Node]", rules: Rules, problem
         _follow_convolutions(model, products, problem, plan)
     if rules.residual:
         for node in model.graph:
-            index = _residual_input(node, products)
-            if index is not None and not problem(layers.input_of(node, index)):
+            index = _choose_residual_input(node, products)
+            if index is not None and not problem(layers.get_input(node, index)):
                 plan.read(node, index)
     return plan
 
 
-def _written(node: "ir.Node") -> "ir.Value":
+def _find_written(node: "ir.Node") -> "ir.Value":
     """Find the value that a node writes, behind a Relu or Clip that alone reads it: engines fuse these into it."""
     value = node.outputs[0]
-    reader, index = layers.only_reader(value)
+    reader, index = layers.find_only_reader(value)
     if reader is None or reader.op_type not in _CLAMPS or index or any(map(_is_computed, reader.inputs[1:])):
         return value
     return reader.outputs[0]
 
 
 def _is_computed(value: "ir.Value | None") -> bool:
-    return value is not None and layers.tensor(value) is None
+    return value is not None and layers.read_constant(value) is None
 
 
 def _follow_convolutions(model: "ir.Model", products: "Collection[ir.Node]", problem: Problem, plan: _Plan) -> None:
@@ -276,15 +278,15 @@ def _follow_convolutions(model: "ir.Model", products: "Collection[ir.Node]", pro
     wanted: set[ir.Value] = set()  # values that are rounded anyway, since a product reads them, perhaps through others
     for node in reversed(model.graph):
         if node in products:
-            wanted.add(layers.input_of(node, 0))
-        elif node.op_type in _SAME_SCALE | _OWN_SCALE and not wanted.isdisjoint(_rounded_outputs(node)):
-            wanted.update(_operands(node))
+            wanted.add(layers.get_input(node, 0))
+        elif node.op_type in _SAME_SCALE | _OWN_SCALE and not wanted.isdisjoint(_list_rounded_outputs(node)):
+            wanted.update(_list_operands(node))
     for node in model.graph:
         if node in products and node.op_type in layers.CONVOLUTIONS:
-            plan.native.add(_written(node))
+            plan.native.add(_find_written(node))
         if node in products or node.domain not in layers.STANDARD or not _has_kernel(node):
             continue
-        read, outputs = _operands(node), _rounded_outputs(node)
+        read, outputs = _list_operands(node), _list_rounded_outputs(node)
         native = [value in plan.native for value in read]
         useful = any(native) and (all(native) or not wanted.isdisjoint(outputs))
         if not useful or any(map(problem, (*read, *outputs))):
@@ -300,12 +302,12 @@ def _follow_convolutions(model: "ir.Model", products: "Collection[ir.Node]", pro
         plan.native.update(outputs)
 
 
-def _rounded_outputs(node: "ir.Node") -> "list[ir.Value]":
+def _list_rounded_outputs(node: "ir.Node") -> "list[ir.Value]":
     """Return the values that are rounded behind a node, if it is computed in int8."""
-    return [_written(node)] if node.op_type in _OWN_SCALE else list(node.outputs)
+    return [_find_written(node)] if node.op_type in _OWN_SCALE else list(node.outputs)
 
 
-def _operands(node: "ir.Node") -> "list[ir.Value]":
+def _list_operands(node: "ir.Node") -> "list[ir.Value]":
     """Return the values that a node computes with; indices, shapes and bounds are not among them."""
     inputs = node.inputs if node.op_type in _MANY_INPUTS else node.inputs[:1]
     return list(dict.fromkeys(value for value in inputs if value is not None))
@@ -317,7 +319,7 @@ def _has_kernel(node: "ir.Node") -> bool:
 
     if node.op_type not in _SAME_SCALE | _OWN_SCALE or not all(node.inputs[: 1 + (node.op_type in _MANY_INPUTS)]):
         return False
-    if any(value.dtype not in (None, ir.DataType.FLOAT) or not _is_computed(value) for value in _operands(node)):
+    if any(value.dtype not in (None, ir.DataType.FLOAT) or not _is_computed(value) for value in _list_operands(node)):
         return False
     if not all(value.uses() or value.is_graph_output() for value in node.outputs):
         return False
@@ -326,27 +328,27 @@ def _has_kernel(node: "ir.Node") -> bool:
     return node.op_type != "Resize" or node.attributes.get_string("mode", "nearest") == "nearest"
 
 
-def _residual_input(node: "ir.Node", products: "Collection[ir.Node]") -> int | None:
+def _choose_residual_input(node: "ir.Node", products: "Collection[ir.Node]") -> int | None:
     """Return the input of an Add that is to be rounded so that the other one's convolution takes in the sum."""
     if node.op_type != "Add" or not all(map(_is_computed, node.inputs)):
         return None
-    first, second = (_convolution(value, products) for value in node.inputs)
+    first, second = (_find_convolution(value, products) for value in node.inputs)
     if first is None or second is None:
         return None if first is second else int(first is not None)
-    return 0 if _depth(first) < _depth(second) else 1
+    return 0 if _count_convolutions(first) < _count_convolutions(second) else 1
 
 
-def _convolution(value: "ir.Value | None", products: "Collection[ir.Node]") -> "ir.Node | None":
+def _find_convolution(value: "ir.Value | None", products: "Collection[ir.Node]") -> "ir.Node | None":
     """Return the quantised convolution whose output a value is, and that nothing else reads."""
     node = value.producer() if value is not None else None
     if value is None or node is None or len(value.uses()) != 1 or value.is_graph_output():
         return None
     if node.op_type == "BatchNormalization":
-        return _convolution(node.inputs[0], products)
+        return _find_convolution(node.inputs[0], products)
     return node if node in products and node.op_type in layers.CONVOLUTIONS else None
 
 
-def _depth(node: "ir.Node") -> int:
+def _count_convolutions(node: "ir.Node") -> int:
     """Count the convolutions one behind the other in front of a node, on the way of first inputs."""
     depth, source = 0, node.inputs[0]
     while source is not None and (producer := source.producer()) is not None:

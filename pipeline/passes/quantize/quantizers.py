@@ -49,7 +49,7 @@ class Scales:
 
     def problem(self, value: "ir.Value") -> str:
         """Explain why a value has no grid, after a word for what it is; empty where it has one."""
-        known = self._range(value)
+        known = self._find_range(value)
         if known is None or known.amax is None:
             return f"{value.name!r} has no range"
         if not known.finite:
@@ -62,19 +62,19 @@ class Scales:
         """Return the grid that these values share, none of which has a problem; 0 is one of its numbers."""
         low = high = 0.0
         for value in values:
-            known = self._range(value)
+            known = self._find_range(value)
             assert known is not None, value
             assert known.amax is not None, value
             amax = known.amax[self._method]
             low = min(low, -amax if self._symmetric else max(known.minimum, -amax))
             high = max(high, amax if self._symmetric else min(known.maximum, amax))
         if self._symmetric:
-            scale = float(representable(max(-low, high) / LARGEST[self._number], self._rest))
+            scale = float(round_scale(max(-low, high) / LARGEST[self._number], self._rest))
             return Grid(scale, 0, self._number)
-        scale = float(representable((high - low) / _UNSIGNED_STEPS, self._rest))
+        scale = float(round_scale((high - low) / _UNSIGNED_STEPS, self._rest))
         return Grid(scale, int(np.clip(np.rint(-low / scale), 0, _UNSIGNED_STEPS)), "uint8")
 
-    def _range(self, value: "ir.Value | None") -> TensorRange | None:
+    def _find_range(self, value: "ir.Value | None") -> TensorRange | None:
         """Return a value's range, or that of the value that it is another shape of."""
         while value is not None:
             known = self._ranges.get(str(value.name))
@@ -85,7 +85,7 @@ class Scales:
         return None
 
 
-def representable(scale: Array | float, rest: Rest) -> Array:
+def round_scale(scale: Array | float, rest: Rest) -> Array:
     """Return scales as the graph holds them: in their floating-point type, never subnormal; here as float32.
 
     A scale that cannot be told from 0 would make infinities of what is divided by it, and TensorRT refuses 0.
@@ -123,7 +123,7 @@ class Narrow:
         if self.block:
             scale = np.repeat(self.scale, self.block, self.axis)
         else:
-            scale = _along(self.scale, self.axis, self.levels.ndim)
+            scale = _align(self.scale, self.axis, self.levels.ndim)
         numbers: Array = self.levels.astype(np.float32) * scale
         return numbers
 
@@ -145,7 +145,7 @@ def channel_axis(node: "ir.Node", shape: tuple[int, ...]) -> int | None:
             return 1 if len(shape) == 2 else None
 
 
-def symmetric(
+def quantise_symmetrically(
     weight: Array, axis: int | None, number: Number, rest: Rest, bits: int = 8, least: Array | float = 0.0
 ) -> Narrow:
     """Return a weight as int8 or E4M3, symmetric around 0, with the scale that represents its largest number.
@@ -157,8 +157,8 @@ def symmetric(
     top = LARGEST[number] if number == "fp8" else _INTEGER_TOP[bits]
     axes = tuple(index for index in range(weight.ndim) if index != axis)
     largest = np.maximum(weight.max(axis=axes), -weight.min(axis=axes))
-    scale = representable(np.maximum(largest / top, least), rest)
-    levels = weight / _along(scale, axis, weight.ndim)
+    scale = round_scale(np.maximum(largest / top, least), rest)
+    levels = weight / _align(scale, axis, weight.ndim)
     np.clip(levels, -top, top, out=levels)
     if number == "fp8":
         return Narrow(levels.astype(ml_dtypes.float8_e4m3fn), scale, axis)
@@ -202,17 +202,17 @@ def blocked(weight: Array, block: int, rest: Rest, importance: Array | None = No
         blocks = np.asarray(weight[part], np.float32).reshape(-1, block, columns)
         chosen = _best_scale(blocks, weights[part].reshape(-1, block).astype(np.float32), rest)
         scale[start : start + step] = chosen
-        levels[part] = _rounded(blocks, chosen).reshape(-1, columns).astype(ml_dtypes.int4)
+        levels[part] = _round_levels(blocks, chosen).reshape(-1, columns).astype(ml_dtypes.int4)
     return Narrow(levels, scale, 0, block)
 
 
 def _best_scale(blocks: Array, weights: Array, rest: Rest) -> Array:
     """Return one scale for each block and column of blocks × inputs × columns."""
     largest = np.maximum(blocks.max(axis=1), -blocks.min(axis=1)) / _INT4_HIGH
-    best, least = representable(largest, rest), np.full_like(largest, np.inf)
+    best, least = round_scale(largest, rest), np.full_like(largest, np.inf)
     for shrink in _SHRINKS:
-        tried = representable(largest * shrink, rest)
-        error = _rounded(blocks, tried)
+        tried = round_scale(largest * shrink, rest)
+        error = _round_levels(blocks, tried)
         error *= tried[:, None]
         error -= blocks
         error *= error
@@ -221,12 +221,12 @@ def _best_scale(blocks: Array, weights: Array, rest: Rest) -> Array:
     return best
 
 
-def _rounded(blocks: Array, scale: Array) -> Array:
+def _round_levels(blocks: Array, scale: Array) -> Array:
     levels: Array = blocks / scale[:, None]
     return np.clip(np.rint(levels, out=levels), _INT4_LOW, _INT4_HIGH, out=levels)
 
 
-def _along(scale: Array, axis: int | None, rank: int) -> Array:
+def _align(scale: Array, axis: int | None, rank: int) -> Array:
     return scale if axis is None else scale.reshape(-1, *(1,) * (rank - 1 - axis))
 
 
@@ -250,7 +250,7 @@ def add_to_bias(node: "ir.Node", more: Array) -> bool:
     it. Other readers of the same bias keep theirs.
     """
     if node.op_type == "MatMul":
-        reader, index = layers.only_reader(node.outputs[0])
+        reader, index = layers.find_only_reader(node.outputs[0])
         if reader is None or reader.op_type != "Add":
             return False
         bias = edit.read(reader.inputs[1 - index])

@@ -93,7 +93,7 @@ def propose(
         method = methods[len(everything)]
         return Candidate("everything", method, fixed, f"everything quantised, ranges by {method}")
     tried = {(trial.method, frozenset(trial.kept)) for trial in trials}
-    later = (_sensitive(trials, groups, fixed), _give_back(trials, groups, fixed), _speed(trials, groups))
+    later = (_grow(trials, groups, fixed), _give_back(trials, groups, fixed), _speed_up(trials, groups))
     return next((one for one in later if one and (one.method, one.kept) not in tried), None)
 
 
@@ -109,7 +109,7 @@ def best(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Trial | None:
     return fastest
 
 
-def _sensitive(trials: Sequence[Trial], groups: Sequence[GroupFact], fixed: frozenset[str]) -> Candidate | None:
+def _grow(trials: Sequence[Trial], groups: Sequence[GroupFact], fixed: frozenset[str]) -> Candidate | None:
     """Propose some of the most sensitive groups: twice as many as did not pass, or half way to those that passed."""
     everything = [trial for trial in trials if trial.phase == "everything"]
     if any(trial.passed for trial in everything):
@@ -145,7 +145,7 @@ def _give_back(trials: Sequence[Trial], groups: Sequence[GroupFact], fixed: froz
     return Candidate("give back", smallest.method, left, f"{len(back)} of them quantised after all, for their work")
 
 
-def _speed(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Candidate | None:
+def _speed_up(trials: Sequence[Trial], groups: Sequence[GroupFact]) -> Candidate | None:
     """Propose a kind of operators to stay in floating point, that with the least work first."""
     fastest = best(trials, groups)
     if fastest is None or fastest.speedup is None:
@@ -223,10 +223,10 @@ class _Copy:
 
     def copy(self, value: "ir.Value") -> "ir.Value | None":
         """Copy what makes the output; None where nothing in it is quantised."""
-        made = self._value(value, outermost=True)
+        made = self._copy_value(value, outermost=True)
         return made if self._quantised else None
 
-    def _value(self, value: "ir.Value", *, outermost: bool = False) -> "ir.Value":
+    def _copy_value(self, value: "ir.Value", *, outermost: bool = False) -> "ir.Value":
         import onnx_ir as ir
 
         if value.name in self._made:
@@ -246,7 +246,7 @@ class _Copy:
         copy = ir.Node(
             node.domain,
             node.op_type,
-            [one and self._value(one) for one in node.inputs],
+            [one and self._copy_value(one) for one in node.inputs],
             list(node.attributes.values()),
             num_outputs=len(node.outputs),
             name=f"{self._output}/{node.name}",

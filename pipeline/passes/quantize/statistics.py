@@ -37,7 +37,7 @@ class ActivationCapture:
         try:
             computed = self._session.run(self._computed, given) if self._computed else []
         except self._failures as error:
-            raise ModelError(f"{evaluator.TITLE} failed on these feeds: {_brief(error)}") from error
+            raise ModelError(f"{evaluator.TITLE} failed on these feeds: {_shorten(error)}") from error
         everything = {**given, **dict(zip(self._computed, computed, strict=True))}
         return {name: everything[name] for name in self._values}
 
@@ -68,7 +68,7 @@ def open_activation_capture(path: Path, values: Sequence[str], threads: int = 0)
     try:
         session = library.InferenceSession(_with_outputs(path, values), options, ["CPUExecutionProvider"])
     except failures as error:
-        raise ModelError(f"{evaluator.TITLE} cannot load {path.name}: {_brief(error)}") from error
+        raise ModelError(f"{evaluator.TITLE} cannot load {path.name}: {_shorten(error)}") from error
     capture = ActivationCapture(session, values, failures)
     del session
     try:
@@ -96,7 +96,7 @@ def _with_outputs(path: Path, values: Sequence[str]) -> bytes:
     return data
 
 
-def _brief(error: Exception) -> str:
+def _shorten(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)[:200]
 
 

@@ -41,7 +41,7 @@ def quantise_dynamically(model: "ir.Model", settings: Settings, correct: Correct
     """
     groups = layers.prepare(model, _DYNAMIC, _DYNAMIC_OPSET, settings.keep)
     nodes = {str(node.name): node for node in model.graph}
-    formless = {group.name: why for group in groups if (why := _dynamic_problem(group, nodes[group.name]))}
+    formless = {group.name: why for group in groups if (why := _explain_no_dynamic_form(group, nodes[group.name]))}
     usable = [group for group in groups if group.name not in formless]
     layers.require_products(groups, _DYNAMIC, usable, (*layers.MATRIX_PRODUCTS, "LSTM"))
     left = {group.name: layers.ON_REQUEST for group in groups if group.name in settings.keep} | formless
@@ -54,12 +54,12 @@ def quantise_dynamically(model: "ir.Model", settings: Settings, correct: Correct
     return Quantised(0, groups, left)
 
 
-def _dynamic_problem(group: QuantizableOp, node: "ir.Node") -> str:
+def _explain_no_dynamic_form(group: QuantizableOp, node: "ir.Node") -> str:
     """Explain why a group has no dynamic form; empty if it has one."""
     import onnx_ir as ir
 
     if group.operator == "LSTM":
-        weights = [layers.tensor(value) for value in node.inputs[WEIGHT : _RECURRENCE + 1]]
+        weights = [layers.read_constant(value) for value in node.inputs[WEIGHT : _RECURRENCE + 1]]
         if len(weights) != 2 or any(weight is None or weight.dtype != ir.DataType.FLOAT for weight in weights):
             return "its weights are not constants of float32"
         return "its layout has batches first" if node.attributes.get_int("layout", 0) else ""
@@ -67,7 +67,7 @@ def _dynamic_problem(group: QuantizableOp, node: "ir.Node") -> str:
         return group.reason
     if group.operator not in layers.MATRIX_PRODUCTS:
         return f"{group.operator} is slower with activations quantised as they come"
-    weight = layers.weight_of(node)
+    weight = layers.read_weight(node)
     if weight.ndim != 2:
         return "its weight is no matrix"
     if node.attributes.get_int("transA", 0):
@@ -93,7 +93,7 @@ class _DynamicProducts:
         last = self._insert(node, "Mul", [cast, self._insert(node, "Mul", [step, scale], "scales")], "product")
         if len(node.inputs) > BIAS and (bias := node.inputs[BIAS]) is not None:
             if (factor := node.attributes.get_float("beta", 1.0)) != 1.0:
-                beta = self.writer.shared("beta", np.array(factor, np.float32))
+                beta = self.writer.share_constant("beta", np.array(factor, np.float32))
                 bias = self._insert(node, "Mul", [bias, beta], "bias")
             last = self._insert(node, "Add", [last, bias], "sum")
         self.writer.replace(node, [last])
@@ -103,7 +103,7 @@ class _DynamicProducts:
         given = [*node.inputs, *[None] * (_LSTM_INPUTS - len(node.inputs))]
         given[WEIGHT], scale = self._store_gates(node, WEIGHT)
         given[_RECURRENCE], state_scale = self._store_gates(node, _RECURRENCE)
-        zeros = self.writer.shared("gate_zero_points", np.zeros(layers.weight_of(node).shape[0], np.int8))
+        zeros = self.writer.share_constant("gate_zero_points", np.zeros(layers.read_weight(node).shape[0], np.int8))
         new = self.writer.node(
             "DynamicQuantizeLSTM",
             [*given, scale, zeros, state_scale, zeros],
@@ -118,19 +118,19 @@ class _DynamicProducts:
 
     def _store_matrix(self, node: "ir.Node") -> "tuple[ir.Value, ir.Value]":
         """Return a weight as inputs × outputs in int8, and its scale, times what Gemm multiplies by."""
-        value, transposed = layers.input_of(node, WEIGHT), bool(node.attributes.get_int("transB", 0))
+        value, transposed = layers.get_input(node, WEIGHT), bool(node.attributes.get_int("transB", 0))
         factor = node.attributes.get_float("alpha", 1.0)
         key = (value, transposed, factor)
         if key not in self._stored or self._correct is not None:
-            weight = layers.weight_of(node)
+            weight = layers.read_weight(node)
             matrix = weight.T if transposed else weight
-            narrow = quantizers.symmetric(matrix, 1, "int8", "fp32", self._settings.weight_bits)
+            narrow = quantizers.quantise_symmetrically(matrix, 1, "int8", "fp32", self._settings.weight_bits)
             if self._correct is not None:
                 wide = narrow.wide()
                 self._correct(node, weight, wide.T if transposed else wide)
             if key not in self._stored:
-                levels = self.writer.initialiser(f"{value.name}_quantized", narrow.levels)
-                scale = self.writer.initialiser(f"{value.name}_scale", narrow.scale * np.float32(factor))
+                levels = self.writer.add_constant(f"{value.name}_quantized", narrow.levels)
+                scale = self.writer.add_constant(f"{value.name}_scale", narrow.scale * np.float32(factor))
                 self._stored[key] = levels, scale
         return self._stored[key]
 
@@ -139,14 +139,14 @@ class _DynamicProducts:
 
         Scales for each output of each gate are allowed too, and take ONNX Runtime 8 % longer.
         """
-        name, weight = layers.input_of(node, index).name, layers.weight_of(node, index)
-        narrow = quantizers.symmetric(weight, 0, "int8", "fp32", self._settings.weight_bits)
-        levels = self.writer.initialiser(f"{name}_quantized", np.ascontiguousarray(narrow.levels.swapaxes(1, 2)))
-        return levels, self.writer.initialiser(f"{name}_scale", narrow.scale)
+        name, weight = layers.get_input(node, index).name, layers.read_weight(node, index)
+        narrow = quantizers.quantise_symmetrically(weight, 0, "int8", "fp32", self._settings.weight_bits)
+        levels = self.writer.add_constant(f"{name}_quantized", np.ascontiguousarray(narrow.levels.swapaxes(1, 2)))
+        return levels, self.writer.add_constant(f"{name}_scale", narrow.scale)
 
     def _quantise_activation(self, reader: "ir.Node") -> "list[ir.Value]":
         """Return numbers, scale and zero point of what a product reads."""
-        data = layers.input_of(reader, 0)
+        data = layers.get_input(reader, 0)
         if data not in self._activations:
             names = [f"{data.name}_{part}" for part in ("quantized", "scale", "zero_point")]
             node = self.writer.node("DynamicQuantizeLinear", [data], names, like=reader)
@@ -186,14 +186,14 @@ def quantise_to_int4(
     nodes = {str(node.name): node for node in model.graph}
     usable = [group for group in groups if not group.reason and group.operator in layers.MATRIX_PRODUCTS]
     layers.require_products(groups, _INT4, usable, layers.MATRIX_PRODUCTS)
-    left = {group.name: why for group in groups if (why := _int4_problem(group, nodes[group.name], settings))}
+    left = {group.name: why for group in groups if (why := _explain_no_int4_form(group, nodes[group.name], settings))}
     writer = Writer(model.graph)
     stored: dict[tuple[object, ...], Stored] = {}
     for node in (nodes[group.name] for group in groups if group.name not in left):
-        value, weight = layers.input_of(node, WEIGHT), layers.weight_of(node)
+        value, weight = layers.get_input(node, WEIGHT), layers.read_weight(node)
         transposed = bool(node.attributes.get_int("transB", 0))
         matrix = weight.T if transposed else weight
-        importance = _importance(layers.input_of(node, 0), ranges, len(matrix))
+        importance = _find_importance(layers.get_input(node, 0), ranges, len(matrix))
         key = (value, transposed, None if importance is None else importance.tobytes())
         if key not in stored or correct is not None:
             narrow = quantizers.blocked(matrix, quantizers.block_size(len(matrix)), settings.rest, importance)
@@ -204,12 +204,12 @@ def quantise_to_int4(
                 stored[key] = writer.store(str(value.name), narrow)
         if transposed:
             node.attributes["transB"] = ir.AttrInt64("transB", 0)
-        node.replace_input_with(WEIGHT, writer.dequantised(stored[key], node))
+        node.replace_input_with(WEIGHT, writer.insert_dequantise(stored[key], node))
     writer.finish(model)
     return Quantised(0, groups, left)
 
 
-def _importance(data: "ir.Value", ranges: Ranges | None, length: int) -> Array | None:
+def _find_importance(data: "ir.Value", ranges: Ranges | None, length: int) -> Array | None:
     """Return the mean square of each input of a product; None where that is not known."""
     known = ranges.channels.get(str(data.name)) if ranges else None
     if known is None or len(known.mean_square) != length or not any(known.mean_square):
@@ -217,7 +217,7 @@ def _importance(data: "ir.Value", ranges: Ranges | None, length: int) -> Array |
     return np.array(known.mean_square)
 
 
-def _int4_problem(group: QuantizableOp, node: "ir.Node", settings: Settings) -> str:
+def _explain_no_int4_form(group: QuantizableOp, node: "ir.Node", settings: Settings) -> str:
     """Explain why a group stays in floating point; empty if it does not."""
     if group.reason:
         return group.reason
@@ -225,7 +225,7 @@ def _int4_problem(group: QuantizableOp, node: "ir.Node", settings: Settings) -> 
         return "only matrix products have int4 weights"
     if group.name in settings.keep:
         return layers.ON_REQUEST
-    shape = layers.weight_of(node).shape
+    shape = layers.read_weight(node).shape
     if len(shape) != 2:
         return f"its weight has {len(shape)} dimensions, and blocks are of matrices"
     length = shape[1] if node.attributes.get_int("transB", 0) else shape[0]

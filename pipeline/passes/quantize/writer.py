@@ -42,16 +42,16 @@ class Writer:
         self._shared: dict[tuple[object, ...], ir.Value] = {}
         self._dtypes: set[str] = set()
 
-    def initialiser(self, name: str, numbers: Array) -> "ir.Value":
+    def add_constant(self, name: str, numbers: Array) -> "ir.Value":
         """Return a new constant, under this name or one like it."""
         self._dtypes.add(str(numbers.dtype))
         return add_constant(self.graph, self._names.new(name), np.asarray(numbers))
 
-    def shared(self, name: str, numbers: Array) -> "ir.Value":
+    def share_constant(self, name: str, numbers: Array) -> "ir.Value":
         """Return a constant that several nodes read, under the name that it was first asked for by."""
         key = (numbers.shape, str(numbers.dtype), numbers.tobytes())
         if key not in self._shared:
-            self._shared[key] = self.initialiser(name, numbers)
+            self._shared[key] = self.add_constant(name, numbers)
         return self._shared[key]
 
     def node(
@@ -82,18 +82,18 @@ class Writer:
 
     def store(self, name: str, narrow: Narrow) -> Stored:
         """Store the parts of a constant in few bits; each of its readers gets a DequantizeLinear of its own."""
-        levels = self.initialiser(f"{name}_quantized", narrow.levels)
-        scale = self.initialiser(f"{name}_scale", narrow.scale)
+        levels = self.add_constant(f"{name}_quantized", narrow.levels)
+        scale = self.add_constant(f"{name}_scale", narrow.scale)
         return Stored(name, levels, scale, narrow.axis, narrow.block)
 
-    def dequantised(self, stored: Stored, before: "ir.Node") -> "ir.Value":
+    def insert_dequantise(self, stored: Stored, before: "ir.Node") -> "ir.Value":
         """Return a constant in few bits, as floats for one node."""
         import onnx_ir as ir
 
         inputs = [stored.levels, stored.scale]
         if stored.levels.dtype == ir.DataType.INT8 and (numbers := stored.scale.const_value) is not None:
             shape = tuple(numbers.shape.numpy())
-            inputs.append(self.shared(f"zero_points_{'_'.join(map(str, shape))}", np.zeros(shape, np.int8)))
+            inputs.append(self.share_constant(f"zero_points_{'_'.join(map(str, shape))}", np.zeros(shape, np.int8)))
         attributes = {} if stored.axis is None else {"axis": stored.axis}
         if stored.block:
             attributes["block_size"] = stored.block
@@ -103,14 +103,14 @@ class Writer:
         self.graph.insert_before(before, node)
         return node.outputs[0]
 
-    def pair(self, value: "ir.Value", grid: Grid, readers: "Iterable[tuple[ir.Node, int]] | None") -> None:
+    def insert_pair(self, value: "ir.Value", grid: Grid, readers: "Iterable[tuple[ir.Node, int]] | None") -> None:
         """Round a value for some of its readers, or for all of them and the graph's outputs."""
         import ml_dtypes
 
         uses = [(use.node, use.idx) for use in value.uses()] if readers is None else list(readers)
-        scale = self.initialiser(f"{value.name}_scale", np.array(grid.scale, np.float32))
+        scale = self.add_constant(f"{value.name}_scale", np.array(grid.scale, np.float32))
         dtype = ml_dtypes.float8_e4m3fn if grid.dtype == "fp8" else grid.dtype
-        zero = self.shared(f"zero_point_{grid.dtype}_{grid.zero_point}", np.array(grid.zero_point, dtype))
+        zero = self.share_constant(f"zero_point_{grid.dtype}_{grid.zero_point}", np.array(grid.zero_point, dtype))
         producer = value.producer()
         quantise = self.node("QuantizeLinear", [value, scale, zero], [f"{value.name}_quantized"], like=producer)
         inputs = [quantise.outputs[0], scale, zero]
