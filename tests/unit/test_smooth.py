@@ -364,7 +364,7 @@ def test_the_estimated_error_is_the_error(kind: str) -> None:
         mean_absolute=tuple(absolute.mean((0, 2))),
         mean_square=tuple((x**2).mean((0, 2))),
     )
-    choice = smooth_quant.factors_smooth([w], found, [0.5])
+    choice = smooth_quant.choose_smooth([w], found, [0.5])
     for scale, expected in ((np.ones(WIDTH), choice.before), (choice.factors, choice.after)):
         activation, matrix = x / scale[:, None], w[0] * scale[:, None]
         steps = np.abs(activation).max() / 127, np.abs(matrix).max((1, 2), keepdims=True) / 127

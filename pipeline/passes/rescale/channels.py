@@ -1,4 +1,8 @@
-"""Where the channels of a value lie, followed backwards through operators that only move them about."""
+"""Follow the channels of a value backwards to places where they can be scaled for free.
+
+f(s·x) = s·f(x) for a factor s > 0 of each channel, through operators that pass factors on exactly or only move channels
+about, and only where nothing but the way itself reads the values that lie on it.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -54,7 +58,7 @@ def sizes(value: "ir.Value | None") -> tuple[int | None, ...]:
 
 
 def same(place: Place, source: "ir.Value | None", axes: Iterable[int] | None = None) -> Place | None:
-    """Find the same channels on another value with axes of the same sizes; None if it has others there."""
+    """Find these channels on another value with axes of the same sizes; None if it has others there."""
     chosen = place.axes if axes is None else tuple(axes)
     ours, theirs = sizes(place.value), sizes(source)
     if source is None or max(chosen) >= len(theirs) or (axes is None and len(ours) != len(theirs)):
@@ -81,7 +85,7 @@ def reshaped(node: "ir.Node", place: Place) -> Place | None:
 
 def _trailing(dims: tuple[int | None, ...], total: int) -> tuple[int, ...] | None:
     """Return the last axes that together have this size, those of size 1 left out; None if there are none."""
-    found: list[int] = []
+    axes: list[int] = []
     size = 1
     for axis in reversed(range(len(dims))):
         dim = dims[axis]
@@ -89,8 +93,8 @@ def _trailing(dims: tuple[int | None, ...], total: int) -> tuple[int, ...] | Non
             break
         size *= dim
         if dim != 1:
-            found.insert(0, axis)
-    return tuple(found) if size == total > 1 else None
+            axes.insert(0, axis)
+    return tuple(axes) if size == total > 1 else None
 
 
 def squeezed(node: "ir.Node", place: Place) -> Place | None:
@@ -131,14 +135,12 @@ def _axes(node: "ir.Node", rank: int) -> set[int] | None:
 
 def split(node: "ir.Node", place: Place) -> Place | None:
     """Follow channels through a Split, to the part that the value is."""
-    dims = [sizes(value) for value in node.outputs]
-    if any(not one for one in dims):
+    if not all(sizes(value) for value in node.outputs):
         return None
-    axis = node.attributes.get_int("axis", 0) % len(dims[0])
-    widths = [one[axis] for one in dims]
-    position = node.outputs.index(place.value)
-    before = [width for width in widths[:position] if width is not None]
-    return _selected(place, node.inputs[0], axis, sum(before)) if len(before) == position else None
+    axis = node.attributes.get_int("axis", 0) % len(sizes(node.outputs[0]))
+    before = [sizes(value)[axis] for value in node.outputs[: node.outputs.index(place.value)]]
+    widths = [width for width in before if width is not None]
+    return _selected(place, node.inputs[0], axis, sum(widths)) if len(widths) == len(before) else None
 
 
 def sliced(node: "ir.Node", place: Place) -> Place | None:
@@ -158,9 +160,9 @@ def _interval(node: "ir.Node") -> tuple[int, int, int] | None:
     """Read axis, start and end of a Slice along one axis, step by step."""
     dims = sizes(node.inputs[0])
     numbers = [edit.read(value) for value in node.inputs[1:]]
-    if len(numbers) < 3 or any(one is None or one.size != 1 for one in numbers) or not dims:
+    if len(numbers) < 3 or any(number is None or number.size != 1 for number in numbers) or not dims:
         return None
-    start, end, axis, *step = (int(one.reshape(-1)[0]) for one in numbers if one is not None)
+    start, end, axis, *step = (int(number.reshape(-1)[0]) for number in numbers if number is not None)
     size = dims[axis]
     if size is None or step not in ([], [1]):
         return None
@@ -169,7 +171,7 @@ def _interval(node: "ir.Node") -> tuple[int, int, int] | None:
 
 
 def _selected(place: Place, source: "ir.Value | None", axis: int, start: int) -> Place | None:
-    """Find the channels among more of them: a value is what ``source`` has from ``start`` on, on one axis."""
+    """Find the channels among more of them: the value is a part of ``source``, from ``start`` on, on one axis."""
     dims, ours = sizes(source), sizes(place.value)
     size = dims[axis] if dims else None
     if source is None or size is None or len(dims) != len(ours):
@@ -180,15 +182,9 @@ def _selected(place: Place, source: "ir.Value | None", axis: int, start: int) ->
     inside = axis in place.axes
     if place.axes[0] != axis if inside else ours[axis] != 1:
         return None
-    step = math.prod(_known(dims, others))
+    step = math.prod(dim for other in others if (dim := dims[other]) is not None)
     return Place(source, (axis, *others), size * step, place.first + start * step)
 
-
-def _known(dims: tuple[int | None, ...], axes: Iterable[int]) -> Iterator[int]:
-    return (dim for axis in axes if (dim := dims[axis]) is not None)
-
-
-# Products of an activation with a constant weight: where their channels lie, and how to scale them.
 
 _BIAS = 2
 _MATRIX_PRODUCTS = ("MatMul", "Gemm")
@@ -208,47 +204,45 @@ class Product:
 
     @property
     def is_matrix(self) -> bool:
-        """Tell whether it multiplies matrices."""
         return self.node.op_type in _MATRIX_PRODUCTS
 
     @property
     def axis(self) -> int:
-        """Return the axis of the channels."""
+        """Axis of the channels in activations."""
         return -1 if self.is_matrix else 1
 
     @property
     def private(self) -> bool:
-        """Tell whether nothing else reads the weight."""
+        """True where nothing else reads the weight."""
         return len(self.weight.uses()) == 1
 
     @property
     def bias(self) -> "ir.Value | None":
-        """Return the bias that the operator itself adds."""
+        """The bias that the operator itself adds."""
         return self.node.inputs[_BIAS] if len(self.node.inputs) > _BIAS else None
 
     def weights(self) -> Array:
-        """The weight as outputs × inputs of a group × places in the kernel; a view where the layout allows it."""
+        """Arrange the weight as outputs × inputs of a group × places in the kernel; a view where that is possible."""
         assert self.weight.const_value is not None
-        weight = self.weight.const_value.numpy()
-        return by_channel(weight, inputs_first=inputs_first(self.node), groups=self.groups)
+        return by_channel(self.weight.const_value.numpy(), inputs_first=inputs_first(self.node), groups=self.groups)
 
     def grouped(self) -> Array:
-        """Return the weight as groups × outputs of a group × inputs of a group × places in the kernel."""
+        """Arrange the weight as groups × outputs of a group × inputs of a group × places in the kernel."""
         weights = self.weights()
         return weights.reshape(self.groups, -1, *weights.shape[1:])
 
     def scale(self, outputs: Array | None = None, inputs: Array | None = None) -> None:
-        """Multiply what comes out, channel by channel, and what each input channel is weighted with."""
+        """Multiply the outputs, channel by channel, and the weights of each input channel."""
         parts = []
         if outputs is not None:
-            parts.append(self._laid_out(outputs.reshape(self.groups, -1, 1)))
+            parts.append(self._lay_out(outputs.reshape(self.groups, -1, 1)))
             if self.bias is not None:
                 edit.multiply(self.node, _BIAS, outputs)
         if inputs is not None:
-            parts.append(self._laid_out(inputs.reshape(self.groups, 1, -1)))
+            parts.append(self._lay_out(inputs.reshape(self.groups, 1, -1)))
         edit.rescale(self.weight, parts)
 
-    def _laid_out(self, factors: Array) -> Array:
+    def _lay_out(self, factors: Array) -> Array:
         """Return factors of groups × outputs of a group × inputs of a group, in the layout of the weight."""
         if self.groups > 1:
             shape = (self.groups, self.outputs // self.groups, self.inputs // self.groups)
@@ -293,30 +287,15 @@ def _product(node: "ir.Node") -> Product | None:
     turned = node.attributes.get_int("transA", 0)
     if turned or not fits or weight.const_value is None or not weight.const_value.size:
         return None
-    bias = node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
-    if bias is not None and not edit.is_factor(bias):
-        return None
-    return Product(node, data, weight, *_channels(node, tuple(weight.const_value.shape.numpy())))
-
-
-def _channels(node: "ir.Node", shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return groups, input channels and output channels of a weight of this shape."""
     groups = node.attributes.get_int("group", 1)
-    if node.op_type == "Conv":
-        return groups, shape[1] * groups, shape[0]
-    if node.op_type == "ConvTranspose":
-        return groups, shape[0], shape[1] * groups
-    if node.attributes.get_int("transB", 0):
-        return 1, shape[1], shape[0]
-    return 1, shape[0], shape[1]
+    first, second = weight.const_value.shape.numpy()[:2]
+    inputs, outputs = (first, second * groups) if inputs_first(node) else (second * groups, first)
+    product = Product(node, data, weight, groups, inputs, outputs)
+    return product if product.bias is None or edit.is_factor(product.bias) else None
 
-
-# From a value back to where its channels can be scaled for free: through operators that pass factors on exactly.
-#
-# f(s·x) = s·f(x) for a factor s > 0 of each channel, and nothing but the way itself reads what lies on it.
 
 Products = Mapping["ir.Value", Product]
-"""Products by the value that they give."""
+"""Products by their output."""
 
 
 @dataclass(frozen=True)
@@ -330,17 +309,17 @@ class Addend:
 
 @dataclass(frozen=True)
 class ScalePropagation:
-    """All that has to be scaled so that a value is."""
+    """All that has to be scaled to scale a value."""
 
     addends: tuple[Addend, ...] = ()
     product: Product | None = None
     end: Place | None = None
-    """What the product gives, where there is one."""
+    """Channels of the product's output, where there is a product."""
     nodes: "tuple[ir.Node, ...]" = ()
     """The operators on the way, from the value on."""
 
     def scale(self, factors: Array) -> None:
-        """Scale the channels of the value that the trail starts from."""
+        """Scale the channels of the value that the way starts from."""
         self.scale_addends(factors)
         if self.product is not None and self.end is not None:
             self.product.scale(outputs=self.end.spread(factors))
@@ -366,7 +345,9 @@ def trace(place: Place, products: Products, steps: Mapping[str, _Step]) -> Scale
     """Follow the channels of a value; None where they cannot be scaled for free."""
     product = products.get(place.value)
     if product is not None:
-        return _ends_at(product, place)
+        axis = product.axis % len(sizes(place.value))
+        fits = place.axes == (axis,) and place.total == product.outputs and product.private
+        return ScalePropagation(product=product, end=place) if fits else None
     node = place.value.producer()
     if node is None or node.domain not in ("", "ai.onnx") or node.op_type not in steps:
         return None
@@ -386,14 +367,10 @@ def is_private(value: "ir.Value") -> bool:
     return len(value.uses()) == 1 and not value.is_graph_output()
 
 
-def _ends_at(product: Product, place: Place) -> ScalePropagation | None:
-    axis = product.axis % len(sizes(place.value))
-    fits = place.axes == (axis,) and place.total == product.outputs and product.private
-    return ScalePropagation(product=product, end=place) if fits else None
-
-
 def _passed(node: "ir.Node", place: Place | None, *addends: Addend) -> Iterator[_Move]:
-    if place is not None and not any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
+    """Go on at another value, if nothing reads other outputs; those of a Split are scaled by 1."""
+    others = () if node.op_type == "Split" else node.outputs[1:]
+    if place is not None and not any(value.uses() or value.is_graph_output() for value in others):
         yield _Move(place, addends)
 
 
@@ -407,13 +384,6 @@ def _elementwise(node: "ir.Node", place: Place) -> Iterator[_Move]:
         return
     if "Pool" not in node.op_type or place.axes == (1,):
         yield from _passed(node, same(place, node.inputs[0]))
-
-
-def _select(node: "ir.Node", place: Place) -> Iterator[_Move]:
-    """Scale through a Split or Slice; the other parts are scaled by 1."""
-    source = split(node, place)
-    if source is not None:
-        yield _Move(source)
 
 
 def _matmul(node: "ir.Node", place: Place) -> Iterator[_Move]:
@@ -451,7 +421,7 @@ def _multiply(node: "ir.Node", place: Place) -> Iterator[_Move]:
 
 
 def _normalise(node: "ir.Node", place: Place) -> Iterator[_Move]:
-    """Scale and bias of a normalisation over the last axis."""
+    """Scale the factors and bias of a normalisation over the last axis."""
     last = len(sizes(place.value)) - 1
     given = [index for index in range(1, len(node.inputs)) if node.inputs[index] is not None]
     fits = place.axes == (last,) and node.attributes.get_int("axis", -1) in (-1, last)
@@ -483,7 +453,7 @@ EXACT: Mapping[str, _Step] = MappingProxyType(
         "Mul": _multiply,
         "RMSNormalization": _normalise,
         "Slice": _moved(sliced),
-        "Split": _select,
+        "Split": _moved(split),
         "Transpose": _moved(transposed),
         "Unsqueeze": _moved(unsqueezed),
     }

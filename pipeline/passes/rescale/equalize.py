@@ -1,4 +1,7 @@
-"""Cross-layer equalisation: channels of neighbouring layers scaled against each other until their ranges agree.
+"""Equalise across layers: scale channels of neighbouring layers against each other until their ranges agree.
+
+Networks with depthwise convolutions need it before they are quantised: their channels differ by orders of magnitude,
+and one scale has to do for all channels of a value.
 
 Nagel, van Baalen, Blankevoort, Welling: Data-Free Quantization Through Weight Equalization and Bias Correction,
 2019, arXiv:1906.04721, section 4.1. For a factor s > 0 of each channel, W₂·f(W₁·x + b) = (W₂·s)·f((W₁·x + b)/s)
@@ -53,7 +56,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class EqualizationResult:
-    """What was done."""
+    """Numbers of pairs, products and Clips, and the largest ratio of channels before and after."""
 
     pairs: int
     products: int
@@ -68,7 +71,11 @@ class EqualizationResult:
 def equalize_cross_layer(model: "ir.Model", ranges: Ranges | None = None) -> EqualizationResult:
     """Equalise every pair of products of a graph, in place."""
     pairs, clipped = _pairs(model, ranges)
-    magnitudes = {one.node: _magnitudes(one) for pair in pairs for one in (pair.first, pair.second)}
+    magnitudes: dict[ir.Node, Array] = {}  # the largest at each output and input of a group
+    for product in (product for pair in pairs for product in (pair.first, pair.second)):
+        weights = product.weights()
+        largest = np.maximum(weights.max(axis=2), -weights.min(axis=2))
+        magnitudes[product.node] = np.ascontiguousarray(largest, np.float64)
     before = _ratio(pairs, magnitudes)
     for _ in range(_ROUNDS):
         if max((_settle(pair, magnitudes) for pair in pairs), default=0.0) < _CONVERGED:
@@ -78,7 +85,7 @@ def equalize_cross_layer(model: "ir.Model", ranges: Ranges | None = None) -> Equ
     _apply(changed)
     return EqualizationResult(
         pairs=len(changed),
-        products=len({one.node for pair in changed for one in (pair.first, pair.second)}),
+        products=len({product.node for pair in changed for product in (pair.first, pair.second)}),
         ratio_before=before,
         ratio_after=after,
         clips_replaced=len({clip for pair in changed for clip in pair.unbounded}),
@@ -89,7 +96,7 @@ def equalize_cross_layer(model: "ir.Model", ranges: Ranges | None = None) -> Equ
 def _pairs(model: "ir.Model", ranges: Ranges | None) -> tuple[list[Pair], int]:
     """List all pairs, and count those that a Clip prevents."""
     every = channels.find(model)
-    known = {one.node.outputs[0]: one for one in every}
+    known = {product.node.outputs[0]: product for product in every}
     pairs: list[Pair] = []
     clipped = 0
     for second in every:
@@ -107,19 +114,24 @@ def _pairs(model: "ir.Model", ranges: Ranges | None) -> tuple[list[Pair], int]:
     return pairs, clipped
 
 
-_Limits = tuple[Array, Array, "tuple[ir.Node, ...]"]
-
-
-def _limits(second: Product, way: ScalePropagation, ranges: Ranges | None) -> _Limits | None:
+def _limits(
+    second: Product, way: ScalePropagation, ranges: Ranges | None
+) -> "tuple[Array, Array, tuple[ir.Node, ...]] | None":
     """Find least and largest factors, and the Clips that can go; None if it is unknown where a Clip cuts."""
     count = second.inputs
-    smallest, largest = _without_growth(second.data, count, ranges), np.full(count, _LARGEST_FACTOR)
+    smallest, largest = np.full(count, 1 / _LARGEST_FACTOR), np.full(count, _LARGEST_FACTOR)
+    seen = _by_channel(second.data, count, ranges)
+    if seen is not None and seen.max() > 0:  # no channel grows beyond the largest; one that was never alive stays
+        smallest = np.maximum(np.where(seen > 0, seen / seen.max(), 1), smallest)
     gone = []
     for clip in (node for node in way.nodes if node.op_type == "Clip"):
         bound = _bound(clip)
         if bound == np.inf:
             continue
-        reached = _reached(clip.outputs[0], count, ranges)
+        reached = _by_channel(clip.outputs[0], count, ranges)
+        whole = ranges.tensors.get(clip.outputs[0].name or "") if ranges is not None else None
+        if reached is None and whole is not None:  # only the largest number of all channels is known
+            reached = np.full(count, whole.maximum)
         if bound is None or reached is None or (reached >= bound).all():
             return None
         if reached.max() < bound:
@@ -131,47 +143,24 @@ def _limits(second: Product, way: ScalePropagation, ranges: Ranges | None) -> _L
     return np.minimum(smallest, 1), largest, tuple(gone)
 
 
-def _without_growth(value: "ir.Value", count: int, ranges: Ranges | None) -> Array:
-    """The factors that make each channel as large as the largest one; what was never seen alive stays as it is."""
-    seen = _by_channel(value, count, ranges)
-    if seen is None or not seen.max() > 0:
-        return np.full(count, 1 / _LARGEST_FACTOR)
-    return np.maximum(np.where(seen > 0, seen / seen.max(), 1), 1 / _LARGEST_FACTOR)
-
-
 def _by_channel(value: "ir.Value", count: int, ranges: Ranges | None) -> Array | None:
     """Compute the largest magnitudes of the channels on real data."""
     known = ranges.channels.get(value.name or "") if ranges is not None else None
     return np.array(known.amax) if known is not None and len(known.amax) == count else None
 
 
-def _reached(value: "ir.Value", count: int, ranges: Ranges | None) -> Array | None:
-    """Return the largest magnitudes of channels, or the largest number of all where only that is known."""
-    seen = _by_channel(value, count, ranges)
-    whole = ranges.tensors.get(value.name or "") if ranges is not None else None
-    return np.full(count, whole.maximum) if seen is None and whole is not None else seen
-
-
 def _bound(clip: "ir.Node") -> float | None:
     """Read the upper bound of a Clip that cuts at 0 below; None for others."""
-    low, high = (_edge(clip, index, word) for index, word in ((1, "min"), (2, "max")))
+
+    def edge(index: int, word: str) -> float | None:
+        if word in clip.attributes:  # in old opsets
+            return clip.attributes[word].as_float()
+        number = edit.read(clip.inputs[index]) if index < len(clip.inputs) else None
+        return None if number is None else float(number.reshape(-1)[0])
+
+    low, high = edge(1, "min"), edge(2, "max")
     high = np.inf if high is None else high
     return high if low == 0 and high > 0 else None
-
-
-def _edge(clip: "ir.Node", index: int, word: str) -> float | None:
-    """Return an edge of a Clip, an input or, in old opsets, an attribute."""
-    if word in clip.attributes:
-        return clip.attributes[word].as_float()
-    number = edit.read(clip.inputs[index]) if index < len(clip.inputs) else None
-    return None if number is None else float(number.reshape(-1)[0])
-
-
-def _magnitudes(product: Product) -> Array:
-    """Compute the largest magnitude at each output and input of a group."""
-    weights = product.weights()
-    largest = np.maximum(weights.max(axis=2), -weights.min(axis=2))
-    return np.ascontiguousarray(largest, np.float64)
 
 
 def _by_input(product: Product, magnitudes: Array) -> Array:
@@ -181,7 +170,7 @@ def _by_input(product: Product, magnitudes: Array) -> Array:
 
 
 def _settle(pair: Pair, magnitudes: "dict[ir.Node, Array]") -> float:
-    """Make the ranges of one pair equal, as far as its limits allow; says how much the largest change was."""
+    """Make the ranges of one pair equal, as far as its limits allow; return the largest relative change."""
     ours, theirs = magnitudes[pair.first.node], magnitudes[pair.second.node]
     outputs, inputs = ours.max(axis=1), _by_input(pair.second, theirs)
     alive = _alive(outputs) & _alive(inputs)
@@ -214,25 +203,15 @@ def _apply(pairs: Sequence[Pair]) -> None:
     """Write the factors into the weights, each weight once, and into what lies between."""
     outputs = {pair.first.node: 1 / pair.factors for pair in pairs}
     inputs = {pair.second.node: pair.factors for pair in pairs}
-    every = {one.node: one for pair in pairs for one in (pair.first, pair.second)}
+    every = {product.node: product for pair in pairs for product in (pair.first, pair.second)}
     for node, product in every.items():
         product.scale(outputs.get(node), inputs.get(node))
     for pair in pairs:
         pair.way.scale_addends(1 / pair.factors)
         for clip in pair.unbounded:
-            _make_relu(clip)
-
-
-def _make_relu(clip: "ir.Node") -> None:
-    clip.op_type = "Relu"
-    clip.resize_inputs(1)
-    clip.attributes.clear()
-
-
-# Equalise: ranges of channels evened out across neighbouring layers, the function kept.
-#
-# Networks with depthwise convolutions need it before they are quantised: their channels differ by orders of magnitude,
-# and one scale has to do for all channels of a value.
+            clip.op_type = "Relu"
+            clip.resize_inputs(1)
+            clip.attributes.clear()
 
 
 class CrossLayerEqualization(Pass):
@@ -260,14 +239,20 @@ class CrossLayerEqualization(Pass):
         Raises:
             DataError: the ranges are of another graph.
         """
-        from enginesmith.calibration import ranges as calibration
+        from enginesmith.calibration import ranges
         from enginesmith.pipeline.frameworks.onnx import model_file
 
         given = records.get("ranges")
-        ranges = calibration.load(given.path, model_sha256=artifact.sha256) if given is not None else None
+        known = ranges.load(given.path, model_sha256=artifact.sha256) if given is not None else None
         model = edit.load(artifact.path)
-        done = equalize_cross_layer(model, ranges)
-        notes = _notes(done.clips_replaced, done.clips_left, known=ranges is not None)
+        done = equalize_cross_layer(model, known)
+        notes = []
+        if done.clips_replaced:
+            why = "no activation of the calibration data reaches their bound"
+            notes.append(f"{done.clips_replaced} Clip nodes became Relu: {why}")
+        if done.clips_left:
+            why = "cuts every channel" if known is not None else "may cut, and there are no ranges that show where"
+            notes.append(f"{done.clips_left} pairs were left alone, as the Clip between them {why}")
         if not done.pairs:
             effect = edit.pass_on(artifact.path, out, "no two neighbouring layers have channels to equalise")
             return effect.model_copy(update={"notes": (*effect.notes, *notes)})
@@ -277,16 +262,6 @@ class CrossLayerEqualization(Pass):
             file=edit.FILE,
             summary=f"equalised {done.pairs} pairs of {done.products} products; "
             f"largest channel ratio {done.ratio_before:.3g} → {done.ratio_after:.3g}",
-            notes=notes,
+            notes=tuple(notes),
             signature=model_file.signature(out / edit.FILE),
         )
-
-
-def _notes(replaced: int, left: int, *, known: bool) -> tuple[str, ...]:
-    notes = []
-    if replaced:
-        notes.append(f"{replaced} Clip nodes became Relu: no activation of the calibration data reaches their bound")
-    if left:
-        why = "cuts every channel" if known else "may cut, and there are no ranges that show where"
-        notes.append(f"{left} pairs were left alone, as the Clip between them {why}")
-    return tuple(notes)

@@ -1,7 +1,14 @@
-"""Channels scaled between activations and the weights that they meet, wherever that is free: (x/s)·(s·W) = x·W.
+"""Scale channels between activations and the weights that they meet, wherever that is free: (x/s)·(s·W) = x·W.
 
-Where what comes before can take 1/s, as a normalisation or a product can, it costs nothing when the graph runs. Which
-factors are good is found out in :mod:`enginesmith.pipeline.passes.rescale.smooth_quant`.
+Where an operator before them can take 1/s, as a normalisation or a product can, it costs nothing when the graph runs.
+Factors s of input channels are to make products lose least when they are quantised. ``smooth``: Xiao et al.:
+SmoothQuant, 2022, arXiv:2211.10438, equation 4: s = max|x|^α / max|W|^(1−α), for activations with outliers in int8.
+``awq``: Lin et al.: AWQ, 2023, arXiv:2306.00978, section 3.2: s = mean|x|^α, for weights in int4 beside exact
+activations.
+
+The papers run the network to find α. Here each α is judged by the error that rounding should bring into the products,
+from the statistics of channels alone; how channels vary together is left out. That is enough to tell good factors from
+bad ones, and none are used that should do harm.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,19 +33,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-# Factors of input channels that make products lose least when they are quantised: s in (x/s)·(s·W).
-#
-# ``smooth``: Xiao et al.: SmoothQuant, 2022, arXiv:2211.10438, equation 4: s = max|x|^α / max|W|^(1−α), for
-# activations
-# with outliers in int8. ``awq``: Lin et al.: AWQ, 2023, arXiv:2306.00978, section 3.2: s = mean|x|^α, for
-# weights in int4
-# beside exact activations.
-#
-# The papers run the network to find α. Here each α is judged by the error that rounding should bring into the
-# products,
-# from the statistics of channels alone; how channels vary together is left out. That is enough to tell good factors
-# from bad ones, and none are used that should do harm.
-
 AWQ_EXPONENTS = (0.2, 0.4, 0.6, 0.8)
 _LARGEST = 2.0**10
 _INT8_LEVELS = 127
@@ -54,8 +48,8 @@ class Choice(NamedTuple):
     after: float
 
 
-def factors_smooth(weights: Sequence[Array], statistics: ChannelStatistics, exponents: Iterable[float]) -> Choice:
-    """Return the best factors for int8 of weights that meet the same activation; ones if none helps.
+def choose_smooth(weights: Sequence[Array], statistics: ChannelStatistics, exponents: Iterable[float]) -> Choice:
+    """Find the best factors for int8 of weights that meet the same activation; ones if none helps.
 
     Weights are groups × outputs × inputs × places in the kernel.
     """
@@ -68,7 +62,7 @@ def factors_smooth(weights: Sequence[Array], statistics: ChannelStatistics, expo
 
 
 def smooth_exponents(*, few: bool) -> tuple[float, ...]:
-    """Return exponents worth trying; fewer where each channel was seen but a ``few`` times.
+    """List exponents worth trying; fewer where each channel was seen but a ``few`` times.
 
     Towards 1 all channels become equally large on the data that they were judged by, and other data are cut off. Held
     against other texts, a sentence encoder lost up to 1.5 dB in single products at 0.7, and 4.7 at 0.9.
@@ -76,14 +70,23 @@ def smooth_exponents(*, few: bool) -> tuple[float, ...]:
     return tuple(step / 10 for step in range(6 if few else 8))
 
 
-def awq(weights: Sequence[Array], statistics: ChannelStatistics, exponents: Iterable[float]) -> Choice:
-    """The best factors for int4 by blocks of inputs; ones if none helps, or the inputs do not divide into blocks."""
+def choose_awq(weights: Sequence[Array], statistics: ChannelStatistics, exponents: Iterable[float]) -> Choice:
+    """Find the best factors for int4 by blocks of inputs; ones if none helps, or the inputs do not divide into blocks.
+
+    The largest and smallest factor are centred around 1; dead channels stay at 1.
+    """
     absolute = np.array(statistics.mean_absolute)
-    alive = absolute > 0
+    alive, ones = absolute > 0, np.ones(len(absolute))
     block = block_size(len(absolute))
     if not block:
-        return Choice(np.ones(len(absolute)), 0.0, 0.0)
-    tried = (_centred(np.where(alive, absolute, 1.0) ** each, alive) for each in exponents)
+        return Choice(ones, 0.0, 0.0)
+
+    def centred(values: Array) -> Array:
+        if not alive.any():
+            return ones
+        return np.where(alive, _limited(values / np.sqrt(values[alive].max() * values[alive].min())), 1.0)
+
+    tried = (centred(np.where(alive, absolute, 1.0) ** each) for each in exponents)
     return _best(len(absolute), tried, lambda scale: _int4_error(weights, scale, statistics, block))
 
 
@@ -91,18 +94,9 @@ def _best(count: int, tried: Iterable[Array], error: Callable[[Array], float]) -
     best = np.ones(count)
     before = least = error(best)
     for scale in tried:
-        found = error(scale)
-        if found < least:
-            best, least = scale, found
+        if (lost := error(scale)) < least:
+            best, least = scale, lost
     return Choice(best, before, least)
-
-
-def _centred(values: Array, alive: Array) -> Array:
-    """Centre the largest and smallest factor around 1; dead channels stay at 1."""
-    if not alive.any():
-        return np.ones(len(values))
-    centre = np.sqrt(values[alive].max() * values[alive].min())
-    return np.where(alive, _limited(values / centre), 1.0)
 
 
 def _limited(factors: Array) -> Array:
@@ -142,9 +136,9 @@ def _int4_error(weights: Sequence[Array], scale: Array, statistics: ChannelStati
 
 
 def _energies(matrix: Array) -> Array:
-    """Sum of squares of each row."""
-    found: Array = np.einsum("io,io->i", matrix, matrix, dtype=np.float64)
-    return found
+    """Sum the squares of each row."""
+    sums: Array = np.einsum("io,io->i", matrix, matrix, dtype=np.float64)
+    return sums
 
 
 def _parts(weight: Array) -> Iterator[Array]:
@@ -166,7 +160,7 @@ _WORTH_MULTIPLYING = 0.9
 
 @dataclass(frozen=True)
 class Settings:
-    """How factors are found and where they may go."""
+    """Method and exponent of the factors, and leave to ``insert`` a multiplication where they fit nowhere."""
 
     mode: Mode = "smooth"
     alpha: float | None = None
@@ -176,7 +170,7 @@ class Settings:
 
 @dataclass
 class Smoothed:
-    """What was done; counts are of values that products read, but for ``products`` and ``all_products``."""
+    """Counts of values that products read, but for ``products`` and ``all_products``; with the error and ratios."""
 
     all_products: int = 0
     products: int = 0
@@ -200,7 +194,10 @@ class Smoothed:
 
 def smooth(model: "ir.Model", ranges: Ranges, settings: Settings) -> Smoothed:
     """Scale every value of a graph that can be scaled, in place."""
-    return _Smoother(model, ranges, settings).all()
+    smoother = _Smoother(model, ranges, settings)
+    for (value, axis), readers in smoother.read_by.items():
+        smoother.scale(value, axis, readers)
+    return smoother.done
 
 
 class _Smoother:
@@ -210,34 +207,28 @@ class _Smoother:
         self._ranges, self._settings = ranges, settings
         every = channels.find(model)
         self._made_by = {product.node.outputs[0]: product for product in every}
-        self._read_by: dict[tuple[ir.Value, int], list[Product]] = {}
+        self.read_by: dict[tuple[ir.Value, int], list[Product]] = {}
         for product in every:
             if product.is_matrix or settings.mode == "smooth":
-                self._read_by.setdefault((product.data, product.axis), []).append(product)
-        self._done = Smoothed(all_products=sum(map(len, self._read_by.values())))
+                self.read_by.setdefault((product.data, product.axis), []).append(product)
+        self.done = Smoothed(all_products=sum(map(len, self.read_by.values())))
 
-    def all(self) -> Smoothed:
-        """Scale one value after the other."""
-        for (value, axis), readers in self._read_by.items():
-            self._scale(value, axis, readers)
-        return self._done
-
-    def _scale(self, value: "ir.Value", axis: int, readers: Sequence[Product]) -> None:
+    def scale(self, value: "ir.Value", axis: int, readers: Sequence[Product]) -> None:
         """Scale a value and everything that it is multiplied with, if there is a place for the factors."""
         nodes = {product.node for product in readers}
         weights = list({product.weight: product for product in readers}.values())
         place = channels.place(value, axis, readers[0].inputs)
         statistics = self._statistics(place) if place is not None else None
-        if any(use.idx != 1 or use.node not in nodes for one in weights for use in one.weight.uses()):
-            self._done.shared += 1
+        if any(use.idx != 1 or use.node not in nodes for product in weights for use in product.weight.uses()):
+            self.done.shared += 1
         elif place is None or statistics is None:
-            self._done.unknown += 1
+            self.done.unknown += 1
         elif (way := self._way(place, nodes)) is None and not self._settings.insert:
-            self._done.homeless += 1
+            self.done.homeless += 1
         else:
             choice = self._choose(place, weights, statistics)
             if choice.after >= (_WORTH_WRITING if way is not None else _WORTH_MULTIPLYING) * choice.before:
-                self._done.even += 1
+                self.done.even += 1
                 return
             self._note(statistics, choice, len(readers))
             for product in weights:
@@ -260,13 +251,12 @@ class _Smoother:
         return channels.trace(place, self._made_by, channels.EXACT)
 
     def _choose(self, place: channels.Place, weights: Sequence[Product], statistics: ChannelStatistics) -> Choice:
-        arrays, alpha = [one.grouped() for one in weights], self._settings.alpha
+        arrays, alpha = [product.grouped() for product in weights], self._settings.alpha
         if self._settings.mode == "awq":
-            exponents = AWQ_EXPONENTS if alpha is None else (alpha,)
-            return awq(arrays, statistics, exponents)
+            return choose_awq(arrays, statistics, AWQ_EXPONENTS if alpha is None else (alpha,))
         whole = self._ranges.tensors.get(place.value.name or "")
         few = whole is not None and whole.count < _FEW * place.total
-        return factors_smooth(arrays, statistics, (alpha,) if alpha is not None else smooth_exponents(few=few))
+        return choose_smooth(arrays, statistics, (alpha,) if alpha is not None else smooth_exponents(few=few))
 
     def _insert(self, place: channels.Place, readers: Sequence[Product], reciprocals: Array) -> None:
         """Multiply a value before these products read it."""
@@ -283,11 +273,11 @@ class _Smoother:
         graph.insert_before(first, node)
         for product in readers:
             product.node.replace_input_with(0, node.outputs[0])
-        self._done.inserted += 1
+        self.done.inserted += 1
 
     def _note(self, statistics: ChannelStatistics, choice: Choice, readers: int) -> None:
-        """Count, and remember the most uneven value and what became of it."""
-        done, amax = self._done, np.array(statistics.amax)
+        """Count, and remember the most uneven value, before and after."""
+        done, amax = self.done, np.array(statistics.amax)
         done.values += 1
         done.products += readers
         done.error_before += choice.before
@@ -299,9 +289,6 @@ class _Smoother:
         ratio = float(before.max() / np.median(before))
         if ratio > done.ratio_before:
             done.ratio_before, done.ratio_after = ratio, float(after.max() / np.median(after))
-
-
-# Smooth: factors of channels moved between activations and the weights that they meet, the function kept.
 
 
 class Smooth(Pass):
@@ -318,9 +305,9 @@ class Smooth(Pass):
     mode: Mode = "smooth"
     """``smooth`` for activations in few bits, ``awq`` for weights in int4 beside exact activations."""
     alpha: float | None = Field(None, ge=0, le=1)
-    """How much of the difficulty moves into the weights; without a number, what is best for each value."""
+    """Share of the difficulty that moves into the weights; without a number, the best for each value."""
     insert: bool = False
-    """Whether a multiplication may be added where the factors do not fit into what is there."""
+    """Add a multiplication where the factors do not fit into the operators that are there."""
     external_data_bytes: int = edit.EXTERNAL_DATA_BYTES
 
     @classmethod
@@ -335,7 +322,7 @@ class Smooth(Pass):
 
     @property
     def step_name(self) -> str:
-        """Return the name of its method."""
+        """Name of its method."""
         return self.mode
 
     def apply(self, artifact: Artifact, out: Path, progress: Progress, records: Records) -> Effect:
@@ -344,33 +331,31 @@ class Smooth(Pass):
         Raises:
             DataError: the ranges are of another graph.
         """
-        from enginesmith.calibration import ranges as calibration
+        from enginesmith.calibration import ranges
         from enginesmith.pipeline.frameworks.onnx import model_file
 
-        ranges = calibration.load(records["ranges"].path, model_sha256=artifact.sha256)
+        known = ranges.load(records["ranges"].path, model_sha256=artifact.sha256)
         model = edit.load(artifact.path)
         progress("finding factors")
-        done = smooth(model, ranges, Settings(self.mode, self.alpha, self.insert))
+        done = smooth(model, known, Settings(self.mode, self.alpha, self.insert))
         if not done.values:
             effect = edit.pass_on(artifact.path, out, "no value could be scaled")
             return effect.model_copy(update={"notes": (*effect.notes, *_notes(done))})
         progress("writing")
         edit.save(model, out, self.external_data_bytes)
+        ratio = (
+            f"; largest channel ratio {done.ratio_before:.3g} → {done.ratio_after:.3g}" if self.mode == "smooth" else ""
+        )
         return Effect(
             file=edit.FILE,
-            summary=self._summary(done),
+            summary=f"scaled {done.products} of {done.all_products} products{ratio}; error of their rounding, "
+            f"estimated, {done.error_after / done.error_before - 1:+.0%}",
             notes=_notes(done),
             signature=model_file.signature(out / edit.FILE),
         )
 
-    def _summary(self, done: "Smoothed") -> str:
-        what = f"scaled {done.products} of {done.all_products} products"
-        if self.mode == "smooth":
-            what = f"{what}; largest channel ratio {done.ratio_before:.3g} → {done.ratio_after:.3g}"
-        return f"{what}; error of their rounding, estimated, {done.error_after / done.error_before - 1:+.0%}"
 
-
-def _notes(done: "Smoothed") -> tuple[str, ...]:
+def _notes(done: Smoothed) -> tuple[str, ...]:
     reasons = {
         "no place for the factors that would cost nothing": done.homeless,
         "a weight that something else reads too": done.shared,

@@ -1,11 +1,16 @@
-"""Check that zeros are where they were: the pattern of weights in a graph, and in one made of it.
+"""Check that zeros are still in place: the pattern of weights in a graph, and in one made of it.
+
+Understood are the operators of ONNX behind casts, transpositions and Q/DQ pairs, and those that ONNX Runtime puts in
+their place on the CPU. A level that equals its zero point is a zero. ONNX Runtime's NCHWc convolutions have their
+channels in blocks of 8 or 16, which the file does not say: both readings are given.
 
 A weight is found again by its name, by the value that its product makes, or by the product's name; where all of these
 have changed, by its zeros: a weight that is zero wherever the given one was, alone or as rows of a larger one, has to
-be it, as chance would need one try in 2^n for n zeros. What rounds to zero on the way is no loss.
+be it, as chance would need one try in 2^n for n zeros. Elements that round to zero on the way are no loss.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -22,12 +27,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-# Weights of products as they lie in any graph, whatever was made of it: where they are zero, as sums × terms.
-#
-# Understood are the operators of ONNX behind casts, transpositions and Q/DQ pairs, and those that ONNX Runtime puts in
-# their place on the CPU. A level that equals its zero point is a zero. ONNX Runtime's NCHWc convolutions have their
-# channels in blocks of 8 or 16, which the file does not say: both readings are given.
-
 _BLOCKS = (16, 8)
 _TRANSPARENT = ("Cast", "Identity")
 _NIBBLES_ZERO = 8
@@ -35,7 +34,7 @@ _NIBBLES_ZERO = 8
 
 @dataclass(frozen=True)
 class _Form:
-    """Where an operator has its weight, which axis of it is summed over, and where its zero point is."""
+    """Inputs of an operator that are its weight and its zero point; a convolution's weight has outputs first."""
 
     weight: int = 1
     zero: int | None = None
@@ -44,21 +43,14 @@ class _Form:
 
 _FORMS: Mapping[str, _Form] = MappingProxyType(
     {
-        "Attention": _Form(),
-        "Conv": _Form(convolution=True),
+        **dict.fromkeys(("Attention", "FusedGemm", "FusedMatMul", "Gemm", "MatMul"), _Form()),
+        **dict.fromkeys(("Conv", "FusedConv"), _Form(convolution=True)),
+        **dict.fromkeys(("DynamicQuantizeMatMul", "MatMulInteger"), _Form(zero=3)),
+        **dict.fromkeys(("QGemm", "QLinearMatMul"), _Form(weight=3, zero=5)),
         "ConvInteger": _Form(zero=3, convolution=True),
-        "DynamicQuantizeMatMul": _Form(zero=3),
-        "FusedConv": _Form(convolution=True),
-        "FusedGemm": _Form(),
-        "FusedMatMul": _Form(),
-        "Gemm": _Form(),
-        "MatMul": _Form(),
-        "MatMulInteger": _Form(zero=3),
         "MatMulIntegerToFloat": _Form(zero=5),
         "QAttention": _Form(zero=7),
-        "QGemm": _Form(weight=3, zero=5),
         "QLinearConv": _Form(weight=3, zero=5, convolution=True),
-        "QLinearMatMul": _Form(weight=3, zero=5),
     }
 )
 """Operators by name, of ONNX and of ONNX Runtime alike."""
@@ -69,7 +61,7 @@ class StoredWeight:
     """The weight of one product."""
 
     name: str
-    """Of the initialiser."""
+    """Name of the initialiser."""
     operator: str
     node: str
     output: str
@@ -83,9 +75,9 @@ def find(model: "ir.Model") -> Iterator[StoredWeight]:
     import onnx_ir as ir
 
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        found = _nibbles(node) if node.op_type == "MatMulNBits" else _weight(node)
-        if found is not None:
-            yield found
+        weight = _nibbles(node) if node.op_type == "MatMulNBits" else _weight(node)
+        if weight is not None:
+            yield weight
 
 
 def _weight(node: "ir.Node") -> StoredWeight | None:
@@ -102,13 +94,11 @@ def _weight(node: "ir.Node") -> StoredWeight | None:
     if walked is None:
         return None
     blocked = node.domain == "com.microsoft.nchwc"
-    return StoredWeight(
-        name=str(walked.value.name),
-        operator=node.op_type,
-        node=str(node.name or ""),
-        output=str(node.outputs[0].name),
-        readings=lambda: tuple(walked.readings(blocked=blocked)),
-    )
+    return _stored(node, walked.value, lambda: tuple(walked.readings(blocked=blocked)))
+
+
+def _stored(node: "ir.Node", value: "ir.Value", readings: Callable[[], tuple[Array, ...]]) -> StoredWeight:
+    return StoredWeight(str(value.name), node.op_type, str(node.name or ""), str(node.outputs[0].name), readings)
 
 
 def _input(node: "ir.Node", index: int | None) -> "ir.Value | None":
@@ -117,7 +107,7 @@ def _input(node: "ir.Node", index: int | None) -> "ir.Value | None":
 
 @dataclass(frozen=True)
 class _Walked:
-    """The constant behind a weight, its summed axis there, and what stands for zero in it."""
+    """The constant behind a weight, its summed axis there, and the numbers that stand for zero in it."""
 
     value: "ir.Value"
     axis: int
@@ -129,24 +119,23 @@ class _Walked:
     def readings(self, *, blocked: bool) -> Iterator[Array]:
         numbers = edit.read(self.value)
         assert numbers is not None
-        nonzero = self._nonzero(numbers)
+        if numbers.dtype.kind not in "fiu":  # of ml_dtypes
+            numbers = numbers.astype(np.float32)
+        nonzero = np.not_equal(numbers, self._zeros(numbers.ndim))
         if not blocked:
             yield _rows(nonzero, self.axis)
             return
         for size in _BLOCKS:
-            yield from (_rows(one, 1) for one in _unblocked(nonzero, size))
+            yield from (_rows(reading, 1) for reading in _unblocked(nonzero, size))
 
-    def _nonzero(self, numbers: Array) -> Array:
-        if numbers.dtype.kind not in "fiu":  # of ml_dtypes
-            numbers = numbers.astype(np.float32)
+    def _zeros(self, rank: int) -> Array | int:
+        """Shape zero points to be compared with the numbers."""
         if self.zero is None or not self.zero.astype(np.float32).any():
-            return np.not_equal(numbers, 0)
+            return 0
         zero = self.zero.astype(np.float32)
         if self.block:
-            zero = np.repeat(zero, self.block, self.zero_axis)
-        elif zero.size > 1:
-            zero = zero.reshape(-1, *(1,) * (numbers.ndim - 1 - self.zero_axis % numbers.ndim))
-        return np.not_equal(numbers, zero)
+            return np.repeat(zero, self.block, self.zero_axis)
+        return zero.reshape(-1, *(1,) * (rank - 1 - self.zero_axis % rank)) if zero.size > 1 else zero
 
 
 def _walk(value: "ir.Value", axis: int, zero: Array | None, zero_axis: int) -> _Walked | None:
@@ -204,13 +193,13 @@ def _nibbles(node: "ir.Node") -> StoredWeight | None:
 
     value = node.inputs[1]
     assert value is not None
-    return StoredWeight(str(value.name), node.op_type, str(node.name or ""), str(node.outputs[0].name), readings)
+    return _stored(node, value, readings)
 
 
 _SUFFIX = "_quantized"
 _NAMES = 3
 _ENOUGH_ZEROS = 64
-"""Of a weight that is to be known by them."""
+"""Fewest zeros of a weight that is to be known by them."""
 
 
 @dataclass(frozen=True)
@@ -223,38 +212,47 @@ class WeightFacts:
     elements: int
     zeros: int
     two_of_four: bool
-    """Whether no four neighbours along the axis that is summed over have more than two that are not zero."""
+    """True where no four neighbours along the axis that is summed over have more than two that are not zero."""
 
 
 @dataclass(frozen=True)
 class Followed:
-    """What became of the weights that were 2:4, by name."""
+    """Names of weights that were 2:4, by their state in the graph that was made."""
 
     held: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    """Those that cannot be found again, of which nothing is said."""
+    """Weights that cannot be found again, of which nothing is said."""
 
     def __str__(self) -> str:
-        total = len(self.held) + len(self.lost) + len(self.missing)
-        parts = [f"2:4 held in {len(self.held)} of {total} weights"]
-        parts += [f"lost in {_listed(self.lost)}"] if self.lost else []
-        parts += [f"not found again: {_listed(self.missing)}"] if self.missing else []
-        return "; ".join(parts)
+        text = f"2:4 held in {len(self.held)} of {len(self.held) + len(self.lost) + len(self.missing)} weights"
+        for what, names in (("lost in ", self.lost), ("not found again: ", self.missing)):
+            if names:
+                more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+                text = f"{text}; {what}{', '.join(names[:_NAMES])}{more}"
+        return text
 
 
 def sparse_weights(path: Path) -> tuple[WeightFacts, ...]:
-    """Yield the zeros of the weights of all products in a file, in node order; one in memory at a time.
+    """Count the zeros of the weights of all products in a file, in node order; one in memory at a time.
 
     Raises:
         InvalidGraph: the file cannot be read.
     """
-    return tuple(_facts(one) for one in _distinct(path))
+    return tuple(_count_zeros(weight, weight.readings()[0]) for weight in _distinct(path))
 
 
-def held(before: Path, after: Path) -> list[str]:
-    """Name the weights that are 2:4 in one graph and no more in the graph made of it."""
-    return list(follow(before, after).lost)
+def _count_zeros(weight: StoredWeight, nonzero: Array) -> WeightFacts:
+    zeros, pattern = int(nonzero.size - np.count_nonzero(nonzero)), sparsify.holds(nonzero, 1)
+    return WeightFacts(weight.name, weight.operator, weight.node, int(nonzero.size), zeros, pattern)
+
+
+def _distinct(path: Path) -> Iterable[StoredWeight]:
+    """List weights by their first product."""
+    weights: dict[str, StoredWeight] = {}
+    for weight in find(edit.load(path)):
+        weights.setdefault(weight.name, weight)
+    return weights.values()
 
 
 def follow(before: Path, after: Path) -> Followed:
@@ -264,12 +262,12 @@ def follow(before: Path, after: Path) -> Followed:
         InvalidGraph: one of the files cannot be read.
     """
     later = _Later(tuple(find(edit.load(after))))
-    found: dict[str, list[str]] = {"held": [], "lost": [], "missing": []}
-    for one in _distinct(before):
-        nonzero = one.readings()[0]
+    names: dict[str, list[str]] = {"held": [], "lost": [], "missing": []}
+    for weight in _distinct(before):
+        nonzero = weight.readings()[0]
         if nonzero.size and sparsify.holds(nonzero, 1):
-            found[later.state(one, nonzero)].append(one.name)
-    return Followed(**{state: tuple(names) for state, names in found.items()})
+            names[later.state(weight, nonzero)].append(weight.name)
+    return Followed(*map(tuple, names.values()))
 
 
 class _Later:
@@ -277,45 +275,28 @@ class _Later:
 
     def __init__(self, weights: Sequence[StoredWeight]) -> None:
         self._weights = weights
-        self._bits: dict[str, tuple[_Bits, ...]] = {}
+        self._bits: dict[str, list[tuple[Array, tuple[int, ...]]]] = {}
 
-    def state(self, one: StoredWeight, nonzero: Array) -> str:
+    def state(self, weight: StoredWeight, nonzero: Array) -> str:
         """Return ``held``, ``lost`` or ``missing``."""
         for other in self._weights:
-            if not _is_called_like(other, one):
+            named = other.name in (weight.name, f"{weight.name}{_SUFFIX}") or other.output == weight.output
+            if not named and not (weight.node and other.node == weight.node):
                 continue
             readings = other.readings()
             if len(readings) == 1 and readings[0].shape[1] == nonzero.shape[1]:
                 return "held" if sparsify.holds(readings[0], 1) else "lost"
         if nonzero.size - np.count_nonzero(nonzero) < _ENOUGH_ZEROS:
             return "missing"
-        found = any(_contains(reading, nonzero) for other in self._weights for reading in self._readings(other))
-        return "held" if found else "missing"
+        held = any(_contains(reading, nonzero) for other in self._weights for reading in self._readings(other))
+        return "held" if held else "missing"
 
-    def _readings(self, other: StoredWeight) -> "Iterator[Array]":
-        """Pack readings as bits, since many weights may be looked for in them."""
+    def _readings(self, other: StoredWeight) -> Iterator[Array]:
+        """Unpack readings, which are kept as bits, since many weights may be looked for in them."""
         if other.name not in self._bits:
-            self._bits[other.name] = tuple(_Bits.of(reading) for reading in other.readings())
-        return (bits.unpacked() for bits in self._bits[other.name])
-
-
-@dataclass(frozen=True)
-class _Bits:
-    packed: Array
-    shape: tuple[int, int]
-
-    @classmethod
-    def of(cls, nonzero: Array) -> "_Bits":
-        return cls(np.packbits(nonzero), (nonzero.shape[0], nonzero.shape[1]))
-
-    def unpacked(self) -> Array:
-        size = self.shape[0] * self.shape[1]
-        return np.unpackbits(self.packed, count=size).astype(bool).reshape(self.shape)
-
-
-def _is_called_like(other: StoredWeight, one: StoredWeight) -> bool:
-    same = other.name in (one.name, f"{one.name}{_SUFFIX}") or other.output == one.output
-    return same or bool(one.node and other.node == one.node)
+            self._bits[other.name] = [(np.packbits(reading), reading.shape) for reading in other.readings()]
+        for bits, shape in self._bits[other.name]:
+            yield np.unpackbits(bits, count=math.prod(shape)).astype(bool).reshape(shape)
 
 
 def _contains(reading: Array, nonzero: Array) -> bool:
@@ -325,28 +306,3 @@ def _contains(reading: Array, nonzero: Array) -> bool:
         return False
     cut = reading[:, :terms]
     return any(not (cut[start : start + rows] & ~nonzero).any() for start in range(0, len(cut) - rows + 1, rows))
-
-
-def _distinct(path: Path) -> Iterator[StoredWeight]:
-    seen: set[str] = set()
-    for one in find(edit.load(path)):
-        if one.name not in seen:
-            seen.add(one.name)
-            yield one
-
-
-def _facts(one: StoredWeight) -> WeightFacts:
-    nonzero = one.readings()[0]
-    return WeightFacts(
-        name=one.name,
-        operator=one.operator,
-        node=one.node,
-        elements=int(nonzero.size),
-        zeros=int(nonzero.size - np.count_nonzero(nonzero)),
-        two_of_four=sparsify.holds(nonzero, 1),
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    return f"{', '.join(names[:_NAMES])}{more}"

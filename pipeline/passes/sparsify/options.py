@@ -14,7 +14,7 @@ _HOW = "write 2:4, or unstructured=0.5 for half of the weights"
 
 
 class SparsifyOptions(BaseModel):
-    """How weights are chosen that become zero, whatever the pattern."""
+    """Choices of the weights that become zero, whatever the pattern."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -27,7 +27,7 @@ class SparsifyOptions(BaseModel):
 
 
 class Sparsity(SparsifyOptions):
-    """Which weights become zero, and by which pattern."""
+    """Pattern of zeros, and the choices of weights for it."""
 
     pattern: Pattern = "2:4"
     ratio: float = Field(_HALF, ge=0, lt=1)
@@ -59,7 +59,7 @@ class Sparsity(SparsifyOptions):
 
     @property
     def slug(self) -> str:
-        """Return the mark in ids of variants: ``sparse24``, ``sparse50``."""
+        """Mark in ids of variants: ``sparse24``, ``sparse50``."""
         return "sparse24" if self.pattern == "2:4" else f"sparse{100 * self.ratio:.4g}".replace(".", "_")
 
     def __str__(self) -> str:

@@ -1,10 +1,16 @@
-"""Sparsify: weights of products set to zero, 2:4 for sparse tensor cores or unstructured by magnitude.
+"""Set weights of products to zero: 2:4 for sparse tensor cores, or unstructured by magnitude.
 
-One shot, by magnitude alone. What the network loses by that is the metric's to say; a 2:4 graph runs faster on devices
+One shot, by magnitude alone; the metric tells how much the network loses by that. A 2:4 graph runs faster on devices
 with sparse tensor cores, an unstructured one only compresses better.
+
+Sparse tensor cores skip zeros along the dimension that a product sums over: input channels of a Conv, for each place in
+its kernel, and K of Gemm and MatMul. TensorRT's test (developer guide, "Structured Sparsity") and NVIDIA's ASP (apex,
+``contrib/sparsity``) take the same. A weight is followed through casts and transpositions to the initialiser.
 """
 
 import difflib
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -53,40 +59,27 @@ class Sparsify(Sparsity, Pass):
             InvalidGraph: no weight can have the pattern.
             UsageError: a protected name that there is none of.
         """
+        import onnx_ir as ir
+        from onnx_ir.passes import common
+
         from enginesmith.pipeline.frameworks.onnx import model_file
 
-        model = _inline_functions(artifact.path)
+        model = edit.load(artifact.path)
+        model.ir_version = max(model.ir_version, 4)  # from then on weights need not be listed as inputs
+        ir.passes.Sequential(common.InlinePass(), common.RemoveInitializersFromInputsPass())(model)
         progress(f"making weights {self}")
         done = sparsify(model, self)
         progress("writing")
         edit.save(model, out, self.external_data_bytes)
+        sqnr = "" if done.sqnr_db is None else f"; SQNR of the weights {done.sqnr_db:.1f} dB"
         return Effect(
             file=edit.FILE,
-            summary=_summary(self, done),
+            summary=f"{self} in {done.done} of {done.weights} weights, {done.share:.1%} of the weights' elements are "
+            f"zero{sqnr}",
             notes=by_reason("left dense", done.left),
             signature=model_file.signature(out / edit.FILE),
         )
 
-
-def _inline_functions(path: Path) -> "ir.Model":
-    """Load a graph with its functions inlined and its weights no longer listed as inputs."""
-    import onnx_ir as ir
-    from onnx_ir.passes import common
-
-    model = edit.load(path)
-    model.ir_version = max(model.ir_version, 4)  # from then on weights need not be listed as inputs
-    ir.passes.Sequential(common.InlinePass(), common.RemoveInitializersFromInputsPass())(model)
-    return model
-
-
-def _summary(asked: Sparsity, done: "Sparsified") -> str:
-    parts = [f"{asked} in {done.done} of {done.weights} weights, {done.share:.1%} of the weights' elements are zero"]
-    if done.sqnr_db is not None:
-        parts.append(f"SQNR of the weights {done.sqnr_db:.1f} dB")
-    return "; ".join(parts)
-
-
-# Which elements of a weight stay: two of four along an axis, or the largest ones anywhere.
 
 GROUP, KEPT = 4, 2
 _ROWS = 1 << 20
@@ -103,24 +96,18 @@ def two_of_four(weight: Array, axis: int) -> Array:
     kept = np.empty(along.shape, bool)
     flat, out = np.ascontiguousarray(along).reshape(-1, GROUP), kept.reshape(-1, GROUP)
     for start in range(0, len(flat), _ROWS):
-        out[start : start + _ROWS] = _two_largest(np.abs(flat[start : start + _ROWS].astype(np.float32)))
-    return np.moveaxis(kept, -1, axis)
-
-
-def _two_largest(magnitudes: Array) -> Array:
-    """Mark the two that come first with True; magnitudes are rows of four."""
-    before = np.zeros(magnitudes.shape, np.int8)
-    for first in range(GROUP):
-        for second in range(first + 1, GROUP):
+        magnitudes = np.abs(flat[start : start + _ROWS].astype(np.float32))
+        before = np.zeros(magnitudes.shape, np.int8)  # neighbours that come first
+        for first, second in itertools.combinations(range(GROUP), 2):
             ahead = magnitudes[:, first] >= magnitudes[:, second]
             before[:, second] += ahead
             before[:, first] += ~ahead
-    return before < KEPT
+        out[start : start + _ROWS] = before < KEPT
+    return np.moveaxis(kept, -1, axis)
 
 
 def holds(nonzero: Array, axis: int) -> bool:
     """Tell whether no four neighbours along an axis have more than two that are not zero.
-
 
     This is TensorRT's own test for eligible weights (developer guide, "Structured Sparsity"), which lengths that are
     no multiple of four fail.
@@ -139,7 +126,7 @@ class Threshold:
     ties: int
 
     def mask(self, weight: Array) -> tuple[Array, "Threshold"]:
-        """What stays of a weight, and the threshold for the next one: ties that are used up are used up."""
+        """Mark elements that stay with True, and return the threshold for the next weight, with the ties left."""
         magnitudes = np.abs(weight.astype(np.float32))
         kept = magnitudes > self.magnitude
         equal = np.flatnonzero(magnitudes == self.magnitude)
@@ -181,14 +168,6 @@ def _bin(counts: Array, rank: int) -> tuple[int, int]:
     return index, int(total[index] - counts[index])
 
 
-# Which weights of a float graph can be made sparse, along which axis, and why others cannot.
-#
-# Sparse tensor cores skip zeros along the dimension that a product sums over: input channels of a Conv, for
-# each place in
-# its kernel, and K of Gemm and MatMul. TensorRT's test (developer guide, "Structured Sparsity") and NVIDIA's
-# ASP (apex,
-# ``contrib/sparsity``) take the same. A weight is followed through casts and transpositions to the initialiser.
-
 _STANDARD = ("", "ai.onnx")
 _LAYOUT = ("Cast", "Identity", "Transpose")
 _QUANTISED = ("DequantizeLinear", "QuantizeLinear")
@@ -201,72 +180,56 @@ class Candidate:
 
     value: "ir.Value"
     axis: int
-    """The one that is summed over."""
+    """The axis that is summed over."""
     nodes: "list[ir.Node]" = field(default_factory=list)
     reason: str = ""
-    """Why no pattern is put into it; empty where one can be."""
+    """Reason why no pattern is put into it; empty where one can be."""
     structured: str = ""
-    """Why 2:4 is not put into it, where another pattern could be."""
+    """Reason why 2:4 is not put into it, where another pattern could be."""
 
     @property
     def name(self) -> str:
-        """Return the initialiser's name."""
         return str(self.value.name)
 
     @property
     def names(self) -> frozenset[str]:
-        """List names that people may use: the initialiser, its nodes, their modules."""
+        """Names that people may use: the initialiser, its nodes, their modules."""
         modules = (node.metadata_props.get(MODULE_KEY, "") for node in self.nodes)
         return frozenset(name for name in (self.name, *(str(node.name) for node in self.nodes), *modules) if name)
-
-    @property
-    def size(self) -> int:
-        """Return the number of elements."""
-        return 0 if self.value.const_value is None else int(self.value.const_value.size)
 
 
 def find(model: "ir.Model") -> tuple[Candidate, ...]:
     """Find the weights of all products of a graph and its subgraphs, in the order in which they are first read."""
     import onnx_ir as ir
 
-    found: dict[ir.Value, Candidate] = {}
+    candidates: dict[ir.Value, Candidate] = {}
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if node.domain not in _STANDARD or node.op_type not in layers.PRODUCTS or len(node.inputs) < 2:
             continue
         weight = node.inputs[1]
         if weight is None or (weight.shape is None and not weight.is_initializer()):
             continue
-        traced = _traced(weight, summed_axis(node, len(weight.shape or ())))
+        summed = {"Conv": 1, "ConvTranspose": 0, "Gemm": int(bool(node.attributes.get_int("transB", 0)))}
+        traced = _trace(weight, summed.get(node.op_type, max(len(weight.shape or ()) - 2, 0)))
         if traced is None:
             continue
         value, axis = traced
-        known = found.setdefault(value, Candidate(value, axis))
+        known = candidates.setdefault(value, Candidate(value, axis))
         if known.axis != axis:
             known.reason = "two products sum over different axes of it"
         known.nodes.append(node)
-    for candidate in found.values():
+    for candidate in candidates.values():
         candidate.reason = candidate.reason or _reason(candidate)
         candidate.structured = candidate.reason or _structure(candidate)
-    return tuple(found.values())
-
-
-def summed_axis(node: "ir.Node", rank: int) -> int:
-    """Return the axis of a product's weight that is summed over: those of a group of input channels, or K."""
-    if node.op_type == "Conv":
-        return 1
-    if node.op_type == "ConvTranspose":
-        return 0
-    if node.op_type == "Gemm":
-        return 1 if node.attributes.get_int("transB", 0) else 0
-    return max(rank - 2, 0)
+    return tuple(candidates.values())
 
 
 def order(node: "ir.Node", rank: int) -> list[int]:
-    """Return the axes of what a Transpose reads, as it writes them."""
+    """Return the axes of a Transpose's input, in the order of its output."""
     return list(node.attributes["perm"].as_ints()) if "perm" in node.attributes else list(range(rank))[::-1]
 
 
-def _traced(value: "ir.Value", axis: int) -> "tuple[ir.Value, int] | None":
+def _trace(value: "ir.Value", axis: int) -> "tuple[ir.Value, int] | None":
     """Return the initialiser behind a value and what its axis is there; None for what is computed."""
     while not value.is_initializer():
         node = value.producer()
@@ -314,26 +277,15 @@ def _structure(candidate: Candidate) -> str:
         return "there are no sparse kernels for ConvTranspose"
     length = int(tensor.shape.numpy()[candidate.axis])
     what = "inputs" if candidate.nodes[0].op_type in layers.MATRIX_PRODUCTS else "input channels of a group"
-    if length % GROUP:
-        return f"its {length} {what} are no multiple of {GROUP}"
-    return ""
+    return f"its {length} {what} are no multiple of {GROUP}" if length % GROUP else ""
 
-
-# The mark of a sparse graph: which pattern its weights have, in the metadata of the model.
-#
-# It travels with the graph through passes and files. Whoever relies on it looks at the weights too, as any tool
-# may have
-# written others into a marked file.
 
 KEY = "enginesmith.sparsity"
+"""Metadata of a model that names the pattern of its weights; it travels with the graph through passes and files.
+
+Code that relies on it looks at the weights too, as any tool may have written others into a marked file.
+"""
 TWO_OF_FOUR = "2:4"
-
-
-def put(model: "ir.Model", pattern: str) -> None:
-    """Mark a graph; 2:4 stays 2:4, whatever else becomes zero in it."""
-    marks: MutableMapping[str, str] = model.metadata_props
-    if marks.get(KEY) != TWO_OF_FOUR:
-        marks[KEY] = pattern
 
 
 def of(model: "onnx.ModelProto") -> str:
@@ -341,15 +293,13 @@ def of(model: "onnx.ModelProto") -> str:
     return next((str(entry.value) for entry in model.metadata_props if entry.key == KEY), "")
 
 
-# Zeros put into the weights of a graph, each weight computed when it is written.
-
 PROTECTED = "it is protected"
 _REASONS = 3
 
 
 @dataclass
 class Sparsified:
-    """What became of the weights of products; counts are of their elements."""
+    """The weights of products after zeros were put into them; counts are of their elements."""
 
     done: int = 0
     weights: int = 0
@@ -364,65 +314,72 @@ class Sparsified:
 
     @property
     def share(self) -> float:
-        """Return the share of elements that are zero."""
+        """Share of elements that are zero."""
         return self.zeros / self.elements if self.elements else 0.0
 
     @property
     def sqnr_db(self) -> float | None:
-        """Compute the SQNR of the weights; None where nothing that was not zero became zero, or everything is."""
+        """SQNR of the weights; None where no element that was not zero became zero, or all are."""
         return float(10 * np.log10(self.signal / self.noise)) if self.noise and self.signal else None
 
 
 def sparsify(model: "ir.Model", asked: Sparsity) -> Sparsified:
     """Put a pattern into every weight that can have it, in place, and mark the graph.
 
+    A graph that is marked 2:4 stays so, whatever else becomes zero in it. Each weight is computed when it is written.
+
     Raises:
         InvalidGraph: no weight of the graph can have it.
         UsageError: a protected name that there is none of, or all of them are protected.
     """
-    found = find(model)
-    done = Sparsified(weights=len(found), left=_left(found, asked))
-    chosen = [one for one in found if one.name not in done.left]
+    weights = find(model)
+    done = Sparsified(weights=len(weights), left=_left_dense(weights, asked))
+    chosen = [weight for weight in weights if weight.name not in done.left]
     if not chosen:
-        raise _refusal(found, asked, done.left)
+        raise _refusal(weights, asked, done.left)
     done.done = len(chosen)
-    bounds = _thresholds(chosen, asked)
-    for one in found:
-        weight = numbers(one.value)
+    bound: Threshold | None = None  # holds for all weights, where there is one for all
+    if asked.pattern != "2:4" and asked.scope == "global":
+        bound = threshold([functools.partial(numbers, weight.value) for weight in chosen], asked.ratio)
+    for weight in weights:
+        array = numbers(weight.value)
         kept = None
-        if one.name not in done.left:
-            kept, bounds = _mask(weight, one.axis, asked, bounds)
-            _apply(one.value, kept)
-        _count(done, weight, kept)
-    put(model, str(asked))
+        if weight.name not in done.left:
+            if asked.pattern == "2:4":
+                kept = two_of_four(array, weight.axis)
+            elif bound is not None:
+                kept, bound = bound.mask(array)
+            else:
+                kept, _ = threshold([functools.partial(numbers, weight.value)], asked.ratio).mask(array)
+            _apply(weight.value, kept)
+        _count(done, array, kept)
+    marks: MutableMapping[str, str] = model.metadata_props
+    if marks.get(KEY) != TWO_OF_FOUR:
+        marks[KEY] = str(asked)
     return done
 
 
 def numbers(value: "ir.Value") -> Array:
-    """Return an initialiser's content; of what lies beside the file, a view."""
+    """Return an initialiser's content; a view where it lies beside the file."""
     assert value.const_value is not None
     return value.const_value.numpy()
 
 
-def _left(found: Sequence[Candidate], asked: Sparsity) -> dict[str, str]:
-    protected = _protected(found, asked.protect)
-    reasons = ((one.name, one.structured if asked.pattern == "2:4" else one.reason) for one in found)
-    return {name: PROTECTED if name in protected else why for name, why in reasons if why or name in protected}
-
-
-def _protected(found: Sequence[Candidate], patterns: Sequence[str]) -> set[str]:
-    known = sorted({name for one in found for name in one.names})
-    chosen: set[str] = set()
-    for pattern in patterns:
-        hit = {one.name for one in found if any(_fits(name, pattern) for name in one.names)}
-        if not hit:
+def _left_dense(weights: Sequence[Candidate], asked: Sparsity) -> dict[str, str]:
+    """Explain, by name, why weights stay dense."""
+    protected: set[str] = set()
+    for pattern in asked.protect:
+        chosen = {weight.name for weight in weights if any(_fits(name, pattern) for name in weight.names)}
+        if not chosen:
+            known = sorted({name for weight in weights for name in weight.names})
             near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3)
             raise UsageError(
                 f"{pattern!r} is to be protected, and no weight of a product, its node or module is called so",
                 f"did you mean {' or '.join(near)}?" if near else "take names from `enginesmith inspect`",
             )
-        chosen |= hit
-    return chosen
+        protected |= chosen
+    reasons = ((weight.name, weight.structured if asked.pattern == "2:4" else weight.reason) for weight in weights)
+    return {name: PROTECTED if name in protected else why for name, why in reasons if why or name in protected}
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -430,8 +387,8 @@ def _fits(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(f"{pattern}.") or ("*" in pattern and fnmatchcase(name, pattern))
 
 
-def _refusal(found: Sequence[Candidate], asked: Sparsity, left: dict[str, str]) -> InvalidGraph | UsageError:
-    if not found:
+def _refusal(weights: Sequence[Candidate], asked: Sparsity, left: dict[str, str]) -> InvalidGraph | UsageError:
+    if not weights:
         return InvalidGraph(
             "the graph has no weight that can be sparse: no Conv, Gemm or MatMul with a constant one",
             "run `enginesmith simplify` first, if its weights are computed from constants",
@@ -442,21 +399,6 @@ def _refusal(found: Sequence[Candidate], asked: Sparsity, left: dict[str, str]) 
         )
     reasons = "; ".join(list(dict.fromkeys(left.values()))[:_REASONS])
     return InvalidGraph(f"no weight of the graph can be {asked}: {reasons}", "protect less, or take another pattern")
-
-
-def _thresholds(chosen: Sequence[Candidate], asked: Sparsity) -> Threshold | None:
-    """Compute the one threshold that holds for all weights, where there is one."""
-    if asked.pattern == "2:4" or asked.scope == "layer":
-        return None
-    return threshold([lambda one=one: numbers(one.value) for one in chosen], asked.ratio)  # type: ignore[misc]
-
-
-def _mask(weight: Array, axis: int, asked: Sparsity, bound: Threshold | None) -> tuple[Array, Threshold | None]:
-    if asked.pattern == "2:4":
-        return two_of_four(weight, axis), None
-    if bound is None:
-        return threshold([lambda: weight], asked.ratio).mask(weight)[0], None
-    return bound.mask(weight)
 
 
 def _apply(value: "ir.Value", kept: Array) -> None:
