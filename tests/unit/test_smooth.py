@@ -14,7 +14,7 @@ from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError, UsageError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
 from enginesmith.pipeline.passes.rescale import smooth_quant
-from enginesmith.pipeline.passes.rescale.smooth_quant import Settings, Smooth, Smoothed, smooth
+from enginesmith.pipeline.passes.rescale.smooth_quant import Smooth, Smoothed, smooth
 from enginesmith.pipeline.passes.run import run_pass
 
 Weights = dict[str, Any]
@@ -90,7 +90,7 @@ def measured(path: Path, *names: str, axis: int = -1, x: Any = None) -> Ranges:
 
 def written(path: Path, ranges: Ranges, **settings: Any) -> tuple[Path, Smoothed]:
     model = edit.load(path)
-    done = smooth(model, ranges, Settings(**{"alpha": 0.5, **settings}))
+    done = smooth(model, ranges, Smooth(**{"alpha": 0.5, **settings}))
     out = path.parent / "out"
     out.mkdir(exist_ok=True)
     edit.save(model, out)

@@ -1,7 +1,7 @@
 """Evaluate the averaged weights on samples that nothing is learnt from."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -105,7 +105,10 @@ class Evaluator:
 
     def find_statistics(self, loaded: LoadedModel) -> None:
         """Recompute a model's batch norm statistics from samples to learn from."""
-        trainer.find_statistics(loaded.module, self._for_statistics())
+        rows = self.work.material.order(self.plan.statistics, self.work.seed).at(0)
+        size = self.work.fixed or max(self._at_once, LEAST_FOR_NORMS)
+        full = (part for part in parts(rows, size) if len(part) == size or len(rows) < size)
+        trainer.find_statistics(loaded.module, map(self.work.material.batch, full))
 
     @cached_property
     def teacher(self) -> float:
@@ -122,7 +125,7 @@ class Evaluator:
 
     @cached_property
     def _rows(self) -> Array:
-        """As many of the rows that were held back as the plan says, evenly."""
+        """Rows that were held back, evenly chosen, as many as the plan says."""
         rows = np.asarray(self.work.material.held_back, np.int64)
         return rows[np.linspace(0, len(rows) - 1, self.plan.judged).round().astype(np.int64)]
 
@@ -134,13 +137,6 @@ class Evaluator:
     @cached_property
     def _theirs(self) -> dict[str, Array]:
         return self._outputs(self.work.models.teacher)[0]
-
-    def _for_statistics(self) -> Iterator[Batch]:
-        rows = self.work.material.order(self.plan.statistics, self.work.seed).at(0)
-        size = self.work.fixed or max(self._at_once, LEAST_FOR_NORMS)
-        for part in parts(rows, size):
-            if len(part) == size or len(rows) < size:
-                yield self.work.material.batch(part)
 
     @torch.no_grad()
     def _outputs(self, loaded: LoadedModel) -> tuple[dict[str, Array], float]:

@@ -14,25 +14,12 @@ import numpy as np
 import torch
 
 from enginesmith.pipeline.errors import DataError, ModelError
-from enginesmith.pipeline.passes.finetune.batches import (
-    LEAST_FOR_NORMS,
-    DataParallel,
-    does_not_fit,
-    largest_part,
-    part_sizes,
-    within_memory,
-)
+from enginesmith.pipeline.passes.finetune import batches
+from enginesmith.pipeline.passes.finetune.batches import DataParallel
 from enginesmith.pipeline.passes.finetune.evaluate import Evaluator, Verdict, Work, shrink_evaluation
 from enginesmith.pipeline.passes.finetune.losses import feature_targets, output_targets
 from enginesmith.pipeline.passes.finetune.options import Ending, Point, Recovery, TrainingPlan
-from enginesmith.pipeline.passes.finetune.trainer import (
-    Checkpoints,
-    Progress,
-    TimeBudget,
-    Trainer,
-    in_parts,
-    pace,
-)
+from enginesmith.pipeline.passes.finetune.trainer import Checkpoints, Progress, TimeBudget, Trainer, in_parts, pace
 
 _LOOKED_AT = 8
 """Samples that shapes and scales of values are taken from."""
@@ -171,14 +158,14 @@ def _fit_memory(work: Work, draft: TrainingPlan, checkpoints: Checkpoints) -> Tr
         _reset(work, checkpoints)
         # two parts take as much as all of a batch: gradients are there from the first one on
         few = {"batch": min(2 * size, draft.micro_batch) * draft.processes, "judged": min(2 * size, draft.judged)}
-        own = planned(size, again).model_copy(update={**few, "statistics": LEAST_FOR_NORMS})
+        own = planned(size, again).model_copy(update={**few, "statistics": batches.LEAST_FOR_NORMS})
         _train_alone(work, own).advance(smaller=False)
         Evaluator(work, own).rate()
 
     if work.material.device.type == "cpu" and work.options.memory_bytes is None:
         return planned(draft.micro_batch, False)
-    sizes = part_sizes(draft.micro_batch, work.fixed)
-    plan = planned(*largest_part(sizes, attempt, work.meter, work.options.memory_bytes))
+    sizes = batches.part_sizes(draft.micro_batch, work.fixed)
+    plan = planned(*batches.largest_part(sizes, attempt, work.meter, work.options.memory_bytes))
     _reset(work, checkpoints)
     return plan
 
@@ -214,11 +201,11 @@ def _evaluate_start(work: Work, plan: TrainingPlan) -> tuple[Evaluator, Verdict,
     smaller: TrainingPlan | None = plan.model_copy(update={"judged_at_once": plan.micro_batch})
     while smaller is not None:
         evaluator = Evaluator(work, smaller)
-        if seen := within_memory(functools.partial(evaluator.evaluate, statistics=False)):
+        if seen := batches.within_memory(functools.partial(evaluator.evaluate, statistics=False)):
             return evaluator, *seen[0]
         fewer = smaller.model_copy(update={"judged": smaller.judged // 2}) if smaller.judged > 1 else None
         smaller = shrink_evaluation(smaller) or fewer
-    raise does_not_fit(0, work.options.memory_bytes)
+    raise batches.does_not_fit(0, work.options.memory_bytes)
 
 
 def _fit_time(
@@ -319,10 +306,10 @@ class _Run:
 
     def _verdict(self) -> Verdict:
         """Evaluate the average; in smaller parts from here on where memory ran out."""
-        while not (seen := within_memory(self._evaluator.evaluate)):
+        while not (seen := batches.within_memory(self._evaluator.evaluate)):
             smaller = shrink_evaluation(self._progress.plan)
             if smaller is None:
-                raise does_not_fit(0, self._work.options.memory_bytes)
+                raise batches.does_not_fit(0, self._work.options.memory_bytes)
             self._follow(smaller)
             self._evaluator = Evaluator(self._work, smaller)  # the old one's answers of the teacher are of larger parts
         verdict, self._time.evaluation_seconds = seen[0]

@@ -9,7 +9,8 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -134,33 +135,30 @@ def _comparable(ours: Tensor, theirs: Tensor) -> Any:
     return "maps" if spatial and ours.shape[2:] == theirs.shape[2:] else None
 
 
-class Loss(Protocol):
-    """``(student, teacher, batch)`` → a scalar, the mean over the samples of the batch."""
-
-    def __call__(self, student: NamedForward, teacher: NamedForward, batch: Batch) -> Tensor: ...
+Loss = Callable[[NamedForward, NamedForward, Batch], Tensor]
+"""``(student, teacher, batch)`` → a scalar, the mean over the samples of the batch."""
 
 
+@dataclass(frozen=True)
 class Distil:
     """The student's outputs, and values inside of it, against the teacher's."""
 
-    def __init__(
-        self, outputs: Sequence[Target], features: Sequence[Target], names: Sequence[str], temperature: float
-    ) -> None:
-        """Wrap a loss; ``names`` are those of all outputs, in order."""
-        self._outputs = [(names.index(target.name), target) for target in outputs]
-        self._features = tuple(features)
-        self._temperature = temperature
+    outputs: Sequence[Target]
+    features: Sequence[Target]
+    names: Sequence[str]
+    """Names of all outputs, in order."""
+    temperature: float
 
     def __call__(self, student: NamedForward, teacher: NamedForward, batch: Batch) -> Tensor:
-        paths = [target.name for target in self._features]
+        paths = [target.name for target in self.features]
         with torch.no_grad(), tap(teacher.model, paths) as inside:
             theirs = teacher(*batch.inputs.values())
         with tap(student.model, paths) as own:
             ours = student(*batch.inputs.values())
-        losses = [self._compare(target, ours[index], theirs[index]) for index, target in self._outputs]
-        total = torch.stack(losses).sum()
-        if self._features:
-            pairs = ((target, own[target.name], inside[target.name]) for target in self._features)
+        outputs = [(target, self.names.index(target.name)) for target in self.outputs]
+        total = torch.stack([self._compare(target, ours[index], theirs[index]) for target, index in outputs]).sum()
+        if self.features:
+            pairs = ((target, own[target.name], inside[target.name]) for target in self.features)
             total = total + torch.stack([self._compare(*pair) for pair in pairs]).mean()
         return total
 
@@ -172,7 +170,7 @@ class Distil:
             return (_map(ours) - _map(theirs)).square().sum(1).mean()
         if target.kind == "probabilities":
             ours, theirs = (value.clamp_min(_LEAST_PROBABILITY).log() for value in (ours, theirs))
-        heat, classes = self._temperature, ours.shape[-1]
+        heat, classes = self.temperature, ours.shape[-1]
         log_ours, log_theirs = (F.log_softmax(value.reshape(-1, classes) / heat, dim=1) for value in (ours, theirs))
         return heat**2 * F.kl_div(log_ours, log_theirs, reduction="batchmean", log_target=True)
 
@@ -200,7 +198,12 @@ def supervised(student: NamedForward, teacher: NamedForward, batch: Batch) -> Te
     if not labels.is_floating_point() and labels.ndim == output.ndim - 1:
         for axis in (1, output.ndim - 1):
             if output.movedim(axis, -1).shape[:-1] == labels.shape:
-                _validate_classes(labels, output.shape[axis])
+                given, classes = labels[labels != -100], output.shape[axis]
+                if len(given) and not 0 <= int(given.min()) <= int(given.max()) < classes:
+                    raise DataError(
+                        f"labels are from {given.min()} to {given.max()}, and the model has {classes} classes",
+                        f"number the classes from 0 to {classes - 1}",
+                    )
                 return F.cross_entropy(output.movedim(axis, 1), labels, ignore_index=-100)
     raise DataError(
         f"labels of shape {list(labels.shape)} do not fit the output of shape {list(output.shape)}",
@@ -209,36 +212,28 @@ def supervised(student: NamedForward, teacher: NamedForward, batch: Batch) -> Te
     )
 
 
-def _validate_classes(labels: Tensor, classes: int) -> None:
-    given = labels[labels != -100]
-    if len(given) and (int(given.min()) < 0 or int(given.max()) >= classes):
-        raise DataError(
-            f"labels are from {int(given.min())} to {int(given.max())}, and the model has {classes} classes",
-            f"number the classes from 0 to {classes - 1}",
-        )
-
-
+@dataclass(frozen=True)
 class UserLoss:
     """A function of the user's: ``(student, teacher, batch)`` with both modules, and arrays by name → a scalar."""
 
-    def __init__(self, reference: str, function: Callable[..., Any]) -> None:
-        self._reference, self._function = reference, function
+    reference: str
+    function: Callable[..., Any]
 
     def __call__(self, student: NamedForward, teacher: NamedForward, batch: Batch) -> Tensor:
         values = {**batch.inputs, **({} if batch.labels is None else {"labels": batch.labels})}
         try:
-            loss = self._function(student.model, teacher.model, values)
+            loss = self.function(student.model, teacher.model, values)
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError, RuntimeError) as error:
             if ran_out(error):
                 raise
             raise DataError(
-                f"the loss {self._reference} raised {type(error).__name__}: {error}",
+                f"the loss {self.reference} raised {type(error).__name__}: {error}",
                 f"it was given two modules and a batch of {', '.join(values)}",
             ) from error
         free = torch.is_grad_enabled() and not getattr(loss, "requires_grad", False)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or free:
             raise DataError(
-                f"the loss {self._reference} returned {_described(loss)}",
+                f"the loss {self.reference} returned {_described(loss)}",
                 "return one number as a tensor that depends on the student's weights",
             )
         return loss.reshape(())

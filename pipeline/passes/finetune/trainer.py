@@ -208,15 +208,11 @@ class Trainer:
                 self.optimiser.zero_grad(set_to_none=True)
                 gc.collect()
                 return None
-        self.team.add_up(_gradient(value) for value in self.student.parameters() if value.requires_grad)
+            trained = [value for value in self.student.parameters() if value.requires_grad]
+            for value in trained:  # samples of other processes may have reached weights that these have not
+                value.grad = torch.zeros_like(value) if value.grad is None else value.grad
+            self.team.add_up(value.grad for value in trained if value.grad is not None)
         return total
-
-
-def _gradient(value: Tensor) -> Tensor:
-    """Fill gradients with zeros where this process's samples have not reached a weight: others' may have."""
-    if value.grad is None:
-        value.grad = torch.zeros_like(value)
-    return value.grad
 
 
 def in_parts(plan: TrainingPlan, size: int) -> TrainingPlan:
@@ -305,11 +301,11 @@ class Checkpoints:
             return None
         return progress if progress and progress.fingerprint == self._fingerprint else None
 
-    def clear(self) -> None:
-        """Remove everything."""
-        for path in (*self._folder.glob("state-*"), *self._folder.glob(".state-*")):
+    def clear(self, *kept: Path) -> None:
+        """Remove all states and weights but those ``kept``."""
+        for path in {*self._folder.glob("state-*"), *self._folder.glob(".state-*")} - {*kept}:
             shutil.rmtree(path)
-        for path in self._folder.glob("best-*"):
+        for path in {*self._folder.glob("best-*")} - {*kept}:
             path.unlink()
 
     def write(self, trainer: Trainer, progress: Progress) -> None:
@@ -318,7 +314,7 @@ class Checkpoints:
         Raises:
             StoreError: the disk is full or cannot be written.
         """
-        target, best = self._state(progress.step), self._best(progress.best_step)
+        target = self._state(progress.step)
         partial = target.with_name(f".{target.name}")
         state = trainer.optimiser.state
         moments = {  # by the parameter's name and their own; none where no gradient reached the parameter yet
@@ -340,10 +336,7 @@ class Checkpoints:
             if target.exists():
                 shutil.rmtree(target)
             partial.rename(target)
-            for path in set(self._folder.glob("state-*")) - {target}:
-                shutil.rmtree(path)
-            for path in set(self._folder.glob("best-*")) - {best}:
-                path.unlink()
+            self.clear(target, self._best(progress.best_step))
 
     def read(self, trainer: Trainer, progress: Progress) -> None:
         """Put the state of a checkpoint into a trainer."""

@@ -149,8 +149,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _tensors(one)
+        for element in value:
+            yield from _tensors(element)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
 
@@ -220,7 +220,7 @@ def _follow_splits(graph: "DependencyGraph") -> None:
 
     changed = False
     for node in graph.module2node.values():
-        if node.type != ops.OPTYPE.SPLIT or not all(isinstance(one.module, nn.Linear) for one in node.inputs):
+        if node.type != ops.OPTYPE.SPLIT or not all(isinstance(source.module, nn.Linear) for source in node.inputs):
             continue
         sizes = tuple(node.grad_fn._saved_self_sym_sizes)
         if len(sizes) < 3 or node.grad_fn._saved_dim % (1 << 64) not in (len(sizes) - 1, (1 << 64) - 1):

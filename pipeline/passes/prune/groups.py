@@ -34,11 +34,6 @@ class Item:
     roots: tuple[int, ...]
     axis: int
 
-    @property
-    def straight(self) -> bool:
-        """True where its channels are numbered as the root's."""
-        return self.indices == self.roots
-
 
 def find_groups(graph: "DependencyGraph", parts: Parts) -> tuple[list[Group], dict[str, str]]:
     """Return the groups that can lose units, and the others by the name of their root, with the reason.
@@ -109,7 +104,7 @@ def _make_group(graph: "DependencyGraph", parts: Parts, traced: Any, root: str) 
             modules.append(item.name)
         elif not made and isinstance(item.module, _NORMS):  # it has no weights, and its size is a number only
             sizes = {len(unit) for unit in units}
-            if len(sizes) != 1 or not item.straight:
+            if len(sizes) != 1 or item.indices != item.roots:
                 raise Unprunable(f"{item.name} has no weights, and its channels are not those of one layer")
             kind = type(item.module).__name__
             name = next((value for key, value in _COUNTS.items() if kind.startswith(key)), "normalized_shape")
@@ -154,7 +149,7 @@ def _units(items: Sequence[Item], width: int) -> tuple[tuple[int, ...], ...]:
             own = item.module.num_groups
         if own == 1:
             continue
-        if not item.straight or len(item.roots) != width:
+        if item.indices != item.roots or len(item.roots) != width:
             raise Unprunable(f"{item.name} takes its channels in {own} blocks, beside others or in another order")
         if max(own, blocks) % min(own, blocks):
             raise Unprunable(f"its layers take the channels in {blocks} and in {own} blocks, which do not fit")

@@ -43,24 +43,20 @@ def keep_verified(model: nn.Module, run: Run, groups: Sequence[Group]) -> tuple[
     """Return the groups that can lose units, and why others cannot, by root."""
     modules = dict(model.named_modules())
     mixing = [group for group in groups if any(isinstance(modules.get(path), _MIXING) for path in group.paths)]
-    good, bad = _halve(model, run, [group for group in groups if group not in mixing])
+    bad = _try_halves(model, run, [group for group in groups if group not in mixing])
     for group in mixing:
-        more, worse = _halve(model, run, [group])
-        good += more
-        bad |= worse
-    order = {group.root: index for index, group in enumerate(groups)}
-    return sorted(good, key=lambda group: order[group.root]), bad
+        bad |= _try_halves(model, run, [group])
+    return [group for group in groups if group.root not in bad], bad
 
 
-def _halve(model: nn.Module, run: Run, groups: Sequence[Group]) -> tuple[list[Group], dict[str, str]]:
-    """Try all at once; where that fails, each half."""
+def _try_halves(model: nn.Module, run: Run, groups: Sequence[Group]) -> dict[str, str]:
+    """Try all at once; where that fails, each half. Explain, by root, why groups cannot lose units."""
     if not groups or not (why := verify_masking(model, run, groups)):
-        return list(groups), {}
+        return {}
     if len(groups) == 1:
-        return [], {groups[0].root: f"{why}{through(groups[0].traced)}"}
+        return {groups[0].root: f"{why}{through(groups[0].traced)}"}
     middle = len(groups) // 2
-    first, second = _halve(model, run, groups[:middle]), _halve(model, run, groups[middle:])
-    return first[0] + second[0], {**first[1], **second[1]}
+    return _try_halves(model, run, groups[:middle]) | _try_halves(model, run, groups[middle:])
 
 
 def verify_masking(model: nn.Module, run: Run, groups: Sequence[Group]) -> str:
@@ -301,8 +297,8 @@ def find_again(model: nn.Module, run: Run, before: Found) -> Found:
         if (old := known.get(group.root)) is None:
             continue
         ways = split_into_heads(group, parts) if old.unit == "head" else (group,)
-        names = {(one.module, one.name) for one in old.attributes}
-        groups += [way for way in ways if {(one.module, one.name) for one in way.attributes} == names][:1]
+        names = {(number.module, number.name) for number in old.attributes}
+        groups += [way for way in ways if {(number.module, number.name) for number in way.attributes} == names][:1]
     return Found(tuple(groups), before.whole, before.replaced)
 
 

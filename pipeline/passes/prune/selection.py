@@ -289,7 +289,7 @@ class PruneBudget:
         if least - wanted > min(TOLERANCE, wanted):  # a share of next to nothing is not met by a point more
             raise self._would_empty(cuts, least)
         notes = []
-        gone = {one.group.root: sum(len(one.group.channels[unit]) for unit in one.units) for one in removals}
+        gone = {cut.group.root: sum(len(cut.group.channels[unit]) for unit in cut.units) for cut in removals}
         odd = [
             f"{root} ({width})"
             for root, group in self.groups.items()

@@ -7,7 +7,6 @@ about, and only where nothing but the way itself reads the values that lie on it
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -432,30 +431,26 @@ def _normalise(node: "ir.Node", place: Place) -> Iterator[_Move]:
 _SIMPLE = ("Relu", "LeakyRelu", "PRelu", "Identity")
 _POOLS = ("MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool")
 
-HOMOGENEOUS: Mapping[str, _Step] = MappingProxyType(
-    {
-        **dict.fromkeys((*_SIMPLE, *_POOLS, "Clip"), _elementwise),
-        "Add": _add,
-        "Flatten": _moved(reshaped),
-        "Reshape": _moved(reshaped),
-        "ReduceMean": _moved(averaged),
-        "Squeeze": _moved(squeezed),
-    }
-)
+HOMOGENEOUS: Mapping[str, _Step] = {
+    **dict.fromkeys((*_SIMPLE, *_POOLS, "Clip"), _elementwise),
+    "Add": _add,
+    "Flatten": _moved(reshaped),
+    "Reshape": _moved(reshaped),
+    "ReduceMean": _moved(averaged),
+    "Squeeze": _moved(squeezed),
+}
 """Between two layers of a network. A Clip is only homogeneous below its bound: whoever uses it has to look."""
 
-EXACT: Mapping[str, _Step] = MappingProxyType(
-    {
-        **{word: step for word, step in HOMOGENEOUS.items() if word != "Clip"},
-        "Attention": _attention,
-        "LayerNormalization": _normalise,
-        "MatMul": _matmul,
-        "Mul": _multiply,
-        "RMSNormalization": _normalise,
-        "Slice": _moved(sliced),
-        "Split": _moved(split),
-        "Transpose": _moved(transposed),
-        "Unsqueeze": _moved(unsqueezed),
-    }
-)
+EXACT: Mapping[str, _Step] = {
+    **{word: step for word, step in HOMOGENEOUS.items() if word != "Clip"},
+    "Attention": _attention,
+    "LayerNormalization": _normalise,
+    "MatMul": _matmul,
+    "Mul": _multiply,
+    "RMSNormalization": _normalise,
+    "Slice": _moved(sliced),
+    "Split": _moved(split),
+    "Transpose": _moved(transposed),
+    "Unsqueeze": _moved(unsqueezed),
+}
 """All that factors pass through, or end in, exactly."""

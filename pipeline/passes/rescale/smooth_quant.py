@@ -158,16 +158,6 @@ _WORTH_MULTIPLYING = 0.9
 """Share of the error that may be left, where factors are free and where they cost a multiplication."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Method and exponent of the factors, and leave to ``insert`` a multiplication where they fit nowhere."""
-
-    mode: Mode = "smooth"
-    alpha: float | None = None
-    """Exponent of the factors; without one, the best of a grid for each value."""
-    insert: bool = False
-
-
 @dataclass
 class Smoothed:
     """Counts of values that products read, but for ``products`` and ``all_products``; with the error and ratios."""
@@ -192,8 +182,8 @@ class Smoothed:
     error_after: float = 0.0
 
 
-def smooth(model: "ir.Model", ranges: Ranges, settings: Settings) -> Smoothed:
-    """Scale every value of a graph that can be scaled, in place."""
+def smooth(model: "ir.Model", ranges: Ranges, settings: "Smooth") -> Smoothed:
+    """Scale every value of a graph that can be scaled, in place, by the method, exponent and leave of ``settings``."""
     smoother = _Smoother(model, ranges, settings)
     for (value, axis), readers in smoother.read_by.items():
         smoother.scale(value, axis, readers)
@@ -203,7 +193,7 @@ def smooth(model: "ir.Model", ranges: Ranges, settings: Settings) -> Smoothed:
 class _Smoother:
     """One graph being worked on."""
 
-    def __init__(self, model: "ir.Model", ranges: Ranges, settings: Settings) -> None:
+    def __init__(self, model: "ir.Model", ranges: Ranges, settings: "Smooth") -> None:
         self._ranges, self._settings = ranges, settings
         every = channels.find(model)
         self._made_by = {product.node.outputs[0]: product for product in every}
@@ -337,7 +327,7 @@ class Smooth(Pass):
         known = ranges.load(records["ranges"].path, model_sha256=artifact.sha256)
         model = edit.load(artifact.path)
         progress("finding factors")
-        done = smooth(model, known, Settings(self.mode, self.alpha, self.insert))
+        done = smooth(model, known, self)
         if not done.values:
             effect = edit.pass_on(artifact.path, out, "no value could be scaled")
             return effect.model_copy(update={"notes": (*effect.notes, *_notes(done))})

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,18 +40,16 @@ class _Form:
     convolution: bool = False
 
 
-_FORMS: Mapping[str, _Form] = MappingProxyType(
-    {
-        **dict.fromkeys(("Attention", "FusedGemm", "FusedMatMul", "Gemm", "MatMul"), _Form()),
-        **dict.fromkeys(("Conv", "FusedConv"), _Form(convolution=True)),
-        **dict.fromkeys(("DynamicQuantizeMatMul", "MatMulInteger"), _Form(zero=3)),
-        **dict.fromkeys(("QGemm", "QLinearMatMul"), _Form(weight=3, zero=5)),
-        "ConvInteger": _Form(zero=3, convolution=True),
-        "MatMulIntegerToFloat": _Form(zero=5),
-        "QAttention": _Form(zero=7),
-        "QLinearConv": _Form(weight=3, zero=5, convolution=True),
-    }
-)
+_FORMS: Mapping[str, _Form] = {
+    **dict.fromkeys(("Attention", "FusedGemm", "FusedMatMul", "Gemm", "MatMul"), _Form()),
+    **dict.fromkeys(("Conv", "FusedConv"), _Form(convolution=True)),
+    **dict.fromkeys(("DynamicQuantizeMatMul", "MatMulInteger"), _Form(zero=3)),
+    **dict.fromkeys(("QGemm", "QLinearMatMul"), _Form(weight=3, zero=5)),
+    "ConvInteger": _Form(zero=3, convolution=True),
+    "MatMulIntegerToFloat": _Form(zero=5),
+    "QAttention": _Form(zero=7),
+    "QLinearConv": _Form(weight=3, zero=5, convolution=True),
+}
 """Operators by name, of ONNX and of ONNX Runtime alike."""
 
 
@@ -239,12 +236,12 @@ def sparse_weights(path: Path) -> tuple[WeightFacts, ...]:
     Raises:
         InvalidGraph: the file cannot be read.
     """
-    return tuple(_count_zeros(weight, weight.readings()[0]) for weight in _distinct(path))
-
-
-def _count_zeros(weight: StoredWeight, nonzero: Array) -> WeightFacts:
-    zeros, pattern = int(nonzero.size - np.count_nonzero(nonzero)), sparsify.holds(nonzero, 1)
-    return WeightFacts(weight.name, weight.operator, weight.node, int(nonzero.size), zeros, pattern)
+    facts = []
+    for weight in _distinct(path):
+        nonzero = weight.readings()[0]
+        zeros, pattern = int(nonzero.size - np.count_nonzero(nonzero)), sparsify.holds(nonzero, 1)
+        facts.append(WeightFacts(weight.name, weight.operator, weight.node, int(nonzero.size), zeros, pattern))
+    return tuple(facts)
 
 
 def _distinct(path: Path) -> Iterable[StoredWeight]:
