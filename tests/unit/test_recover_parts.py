@@ -24,7 +24,7 @@ from enginesmith.pipeline.passes.finetune.trainer import (
     Trainer,
     find_statistics,
     learning_rate,
-    shrunk,
+    shrink_step,
 )
 from enginesmith.pipeline.tensors import Signature, TensorSpec
 
@@ -66,9 +66,12 @@ def test_an_epoch_takes_every_row_once_and_each_epoch_in_another_order() -> None
     assert order.at(6).tolist() != batches.Order(tuple(range(100, 120)), 5, seed=4).at(6).tolist()
 
 
+RATES = RecoverOptions(learning_rate=1.0, warmup=0.1)
+
+
 def test_the_rate_rises_and_falls_to_nothing() -> None:
     plan = PLAN.model_copy(update={"steps": 100})
-    rates = [learning_rate(plan, step, 1.0, 0.1) for step in range(101)]
+    rates = [learning_rate(plan, step, RATES) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[10] == 1.0
     assert rates[55] == pytest.approx(0.5)
@@ -80,10 +83,10 @@ def test_a_schedule_that_is_cut_goes_on_without_a_jump() -> None:
     cut = plan.shorten(40, 70)
     twice = cut.shorten(50, 55)
     assert (cut.steps, twice.steps) == (70, 55)
-    assert learning_rate(cut, 40, 1.0, 0.1) == learning_rate(plan, 40, 1.0, 0.1)
-    assert learning_rate(cut, 55, 1.0, 0.1) == pytest.approx(learning_rate(plan, 70, 1.0, 0.1))
-    assert learning_rate(twice, 50, 1.0, 0.1) == learning_rate(cut, 50, 1.0, 0.1)
-    assert learning_rate(twice, 55, 1.0, 0.1) == pytest.approx(0.0)
+    assert learning_rate(cut, 40, RATES) == learning_rate(plan, 40, RATES)
+    assert learning_rate(cut, 55, RATES) == pytest.approx(learning_rate(plan, 70, RATES))
+    assert learning_rate(twice, 50, RATES) == learning_rate(cut, 50, RATES)
+    assert learning_rate(twice, 55, RATES) == pytest.approx(0.0)
 
 
 def test_a_plan_that_ends_too_late_is_cut_to_what_there_is_time_for() -> None:
@@ -297,15 +300,15 @@ PLAN = TrainingPlan(steps=1, batch=32, micro_batch=32, evaluate_every=1, judged=
 
 
 def test_a_plan_shrinks_until_it_cannot() -> None:
-    half = shrunk(PLAN)
+    half = shrink_step(PLAN)
     assert (half.micro_batch, half.frozen_norms) == (16, False)
-    assert (shrunk(half).micro_batch, shrunk(half).frozen_norms) == (8, True)
+    assert (shrink_step(half).micro_batch, shrink_step(half).frozen_norms) == (8, True)
     one = PLAN.model_copy(update={"micro_batch": 1})
-    assert shrunk(one).checkpointed
+    assert shrink_step(one).checkpointed
     with pytest.raises(StepOutOfMemory):
-        shrunk(shrunk(one))
+        shrink_step(shrink_step(one))
     fixed = PLAN.model_copy(update={"least_part": 32})
-    assert shrunk(fixed).checkpointed
+    assert shrink_step(fixed).checkpointed
 
 
 def test_computing_activations_again_changes_no_gradient() -> None:

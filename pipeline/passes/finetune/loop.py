@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from enginesmith.pipeline.errors import DataError, ModelError
-from enginesmith.pipeline.passes.finetune import batches
+from enginesmith.pipeline.passes.finetune import batches, trainer
 from enginesmith.pipeline.passes.finetune.batches import DataParallel
 from enginesmith.pipeline.passes.finetune.evaluate import Evaluator, Verdict, Work, shrink_evaluation
 from enginesmith.pipeline.passes.finetune.losses import feature_targets, output_targets
 from enginesmith.pipeline.passes.finetune.options import Ending, Point, Recovery, TrainingPlan
-from enginesmith.pipeline.passes.finetune.trainer import Checkpoints, Progress, TimeBudget, Trainer, in_parts, pace
+from enginesmith.pipeline.passes.finetune.trainer import Checkpoints, Progress, TimeBudget, Trainer, pace, set_part
 
 _LOOKED_AT = 8
 """Samples that shapes and scales of values are taken from."""
@@ -152,7 +152,7 @@ def _fit_memory(work: Work, draft: TrainingPlan, checkpoints: Checkpoints) -> Tr
     """Plan with the largest part that fits."""
 
     def planned(size: int, again: bool) -> TrainingPlan:
-        return in_parts(draft.model_copy(update={"checkpointed": again}), size)
+        return set_part(draft.model_copy(update={"checkpointed": again}), size)
 
     def attempt(size: int, again: bool) -> None:
         _reset(work, checkpoints)
@@ -299,7 +299,7 @@ class _Run:
                 loss=self._progress.loss_sum / (step - curve[-1].step),
                 metric=verdict.metric,
                 held_back_loss=verdict.loss if math.isfinite(verdict.loss) else None,
-                learning_rate=self._trainer.rate(step - 1),
+                learning_rate=trainer.learning_rate(self._trainer.plan, step - 1, self._work.options),
             )
             self._update(curve=(*curve, point))
         self._update(loss_sum=0.0, waited=int(self._team.total(waited)[0]))

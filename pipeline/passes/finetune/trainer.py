@@ -43,13 +43,13 @@ _LONGEST_GRADIENT = 1.0
 """Gradients are cut to this length, so that one odd batch cannot spoil the weights."""
 
 
-def learning_rate(plan: TrainingPlan, step: int, highest: float, warmup: float) -> float:
+def learning_rate(plan: TrainingPlan, step: int, options: RecoverOptions) -> float:
     """Compute the learning rate of a step: a linear warm-up over a share of the steps, then a cosine to zero.
 
     Loshchilov and Hutter, "SGDR", ICLR 2017. A plan that was shortened goes through the rest of its schedule faster.
     """
-    position, steps = plan.position(step), plan.planned
-    warm = math.ceil(warmup * steps)
+    position, steps, highest = plan.position(step), plan.planned, options.learning_rate
+    warm = math.ceil(options.warmup * steps)
     if position < warm:
         return highest * (position + 1) / warm
     return highest * 0.5 * (1 + math.cos(math.pi * (position - warm) / max(1, steps - warm)))
@@ -153,12 +153,12 @@ class Trainer:
             StepOutOfMemory: not even one sample at a time fits; or the parts were not to become smaller.
         """
         for group in self.optimiser.param_groups:
-            group["lr"] = self.rate(self.step)
+            group["lr"] = learning_rate(self.plan, self.step, self.options)
         rows = self._order.at(self.step)
         while (loss := self._gradients(rows)) is None:
             if not smaller:
                 raise batches.does_not_fit(0, None)
-            self.follow(shrunk(self.plan))
+            self.follow(shrink_step(self.plan))
         finite = math.isfinite(loss)
         if finite:  # gradients of a finite loss need not be: a root has none at zero
             finite = bool(nn.utils.clip_grad_norm_(self.student.parameters(), _LONGEST_GRADIENT).isfinite())
@@ -168,10 +168,6 @@ class Trainer:
         self.optimiser.zero_grad(set_to_none=True)
         self.step += 1
         return loss if finite else math.nan
-
-    def rate(self, step: int) -> float:
-        """Compute the learning rate of a step."""
-        return learning_rate(self.plan, step, self.options.learning_rate, self.options.warmup)
 
     def follow(self, plan: TrainingPlan) -> None:
         """Go on by another plan."""
@@ -215,20 +211,20 @@ class Trainer:
         return total
 
 
-def in_parts(plan: TrainingPlan, size: int) -> TrainingPlan:
+def set_part(plan: TrainingPlan, size: int) -> TrainingPlan:
     """Return the plan with parts of ``size`` samples; batch norms cannot learn from parts that are too small."""
     frozen = size < min(batches.LEAST_FOR_NORMS, plan.batch)
     return plan.model_copy(update={"micro_batch": size, "frozen_norms": frozen})
 
 
-def shrunk(plan: TrainingPlan) -> TrainingPlan:
+def shrink_step(plan: TrainingPlan) -> TrainingPlan:
     """Return the plan that takes less memory: half the part, or activations that are computed again.
 
     Raises:
         StepOutOfMemory: there is none.
     """
     if plan.micro_batch // 2 >= plan.least_part:
-        return in_parts(plan, plan.micro_batch // 2)
+        return set_part(plan, plan.micro_batch // 2)
     if plan.checkpointed:
         raise batches.does_not_fit(0, None)
     return plan.model_copy(update={"checkpointed": True})
@@ -238,8 +234,7 @@ def load_libraries() -> None:
     """Take a step with one weight: what torch imports only then is no part of what recovery takes."""
     weight = nn.Linear(1, 1)
     optimiser = _optimiser(weight, RecoverOptions())
-    again = checkpoint(weight, torch.ones(1, 1, requires_grad=True), use_reentrant=False)
-    again.sum().backward()
+    checkpoint(weight, torch.ones(1, 1, requires_grad=True), use_reentrant=False).sum().backward()
     optimiser.step()
 
 
@@ -423,21 +418,20 @@ def pace(trainer: Trainer, most_threads: int) -> tuple[float, int]:
     start = time.monotonic()
     trainer.advance()
     if most_threads == 1 or time.monotonic() - start > _LONG_SECONDS:
-        torch.set_num_threads(most_threads)
-        return _step_seconds(trainer), most_threads
-    threads, taken = 1, _step_seconds(trainer)
+        return _step_seconds(trainer, most_threads), most_threads
+    threads, taken = 1, _step_seconds(trainer, 1)
     while threads < most_threads:
         more = min(2 * threads, most_threads)
-        torch.set_num_threads(more)
-        seconds = _step_seconds(trainer)
+        seconds = _step_seconds(trainer, more)
         if seconds > _FASTER * taken:
             break
         threads, taken = more, seconds
     return taken, threads
 
 
-def _step_seconds(trainer: Trainer) -> float:
-    """Return the mean over some steps, or over those that took some time together."""
+def _step_seconds(trainer: Trainer, threads: int) -> float:
+    """Measure the mean over some steps, or over those that took some time together."""
+    torch.set_num_threads(threads)
     start, done = time.monotonic(), 0
     while done < _TIMED_STEPS and time.monotonic() - start < _TIMED_SECONDS:
         trainer.advance()

@@ -9,7 +9,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -128,10 +128,8 @@ class ForwardHooks(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
 
@@ -148,11 +146,9 @@ class ForwardHooks(TorchFunctionMode):
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for element in value:
+    elif isinstance(value, (tuple, list, dict)):
+        for element in value.values() if isinstance(value, dict) else value:
             yield from _tensors(element)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 Run = Callable[[], tuple[Tensor, ...]]

@@ -272,10 +272,8 @@ def _head_sizes(group: Group) -> list[int]:
         if "ScaledDotProduct" in name:
             sizes.append(int(product._saved_query.shape[-1]))  # type: ignore[attr-defined]
             continue
-        for leaf in ("_saved_mat2", "_saved_self"):
-            matrix = getattr(product, leaf, None)
-            if matrix is not None:
-                sizes += [int(size) for size in matrix.shape[1:]]
+        matrices = (getattr(product, leaf, None) for leaf in ("_saved_mat2", "_saved_self"))
+        sizes += [int(size) for matrix in matrices if matrix is not None for size in matrix.shape[1:]]
     return [size for size in dict.fromkeys(sizes) if size < group.width and group.width % size == 0]
 
 

@@ -26,10 +26,7 @@ class PruneOptions(BaseModel):
         "global", description="global ranks the channels of all layers together; uniform takes the same share of each"
     )
     multiple_of: Annotated[int, _ADVANCED] = Field(
-        16,
-        ge=1,
-        le=256,
-        description="keep channel counts multiples of this, unless the target cannot be reached so",
+        16, ge=1, le=256, description="keep channel counts multiples of this, unless the target cannot be reached so"
     )
     protect: Annotated[tuple[str, ...], Option("Variants", metavar="NAME")] = Field(
         (), description="layers that keep all outputs: names of modules, * for any part"

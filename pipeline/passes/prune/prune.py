@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from enginesmith.pipeline.errors import ModelError, UsageError
 from enginesmith.pipeline.frameworks.records import PrunedGroup
 from enginesmith.pipeline.frameworks.torch import surgery
-from enginesmith.pipeline.frameworks.torch.surgery import Before, Surgery
 from enginesmith.pipeline.passes.prune import selection
 from enginesmith.pipeline.passes.prune.dependency_graph import Run, run_or_explain, trace
 from enginesmith.pipeline.passes.prune.groups import find_groups, is_attention, split_into_heads, through
@@ -178,7 +177,7 @@ def _fits(path: str, pattern: str) -> bool:
 class Pruned:
     """Sizes and history of a pruned module, its cost before and after, and why groups stayed whole, by root."""
 
-    surgery: Surgery
+    surgery: surgery.Surgery
     before: Cost
     after: Cost
     channels_before: int
@@ -188,7 +187,7 @@ class Pruned:
 
 
 @dataclass(frozen=True)
-class Found:
+class Prunable:
     """The groups of a module that can lose units, and why others cannot, by root."""
 
     groups: tuple[Group, ...]
@@ -220,28 +219,28 @@ def prune(
             f"--prune {target} needs an engine to be measured on, and there is none here",
             "give 30% of the channels, macs=-50% or params=-50%",
         )
-    found = find(model, run, options, progress)
-    before, history = Before(model), list[PrunedGroup]()
+    prunable = find_prunable(model, run, options, progress)
+    before, history = surgery.Before(model), list[PrunedGroup]()
     counter = Counter(model, run)
     first = counter.cost()
-    width = sum(group.width for group in found.groups)
-    whole, now = dict(found.whole), width
+    width = sum(group.width for group in prunable.groups)
+    whole, now = dict(prunable.whole), width
     notes: tuple[str, ...] = ()
     for step in range(1, options.steps + 1):
         if step > 1:
-            found = find_again(model, run, found)
+            prunable = find_again(model, run, prunable)
         if gradients is not None:
             progress("collecting gradients")
             gradients()
-        importance, none = selection.rate_units(found.groups, options.importance, seed)
+        importance, none = selection.rate_units(prunable.groups, options.importance, seed)
         whole |= none
-        groups = [group for group in found.groups if group.root in importance]
+        groups = [group for group in prunable.groups if group.root in importance]
         _validate_any(groups, whole)
         wanted = 1 - (1 - target.left) * step / options.steps
         progress(f"choosing what goes, step {step} of {options.steps}")
         budget = PruneBudget(model, counter, target, {group.root: group for group in groups}, first, width, now)
         last = step == options.steps
-        for multiple in selection.halved(options.multiple_of):
+        for multiple in selection.halve_multiple(options.multiple_of):
             cuts = selection.order_cuts(groups, importance, multiple, options.scope == "uniform")
             removals = budget.choose(cuts, wanted)
             if not last or budget.is_near(removals, wanted):  # a target that one step misses, the next ones make up for
@@ -251,11 +250,11 @@ def prune(
         history += [_describe(removal, step, options.importance) for removal in removals]
         cut(model, removals)
         now -= sum(len(removal.group.channels[unit]) for removal in removals for unit in removal.units)
-    surgery = before.difference(model, tuple(history), tuple(found.replaced.attention))
-    return Pruned(surgery, first, counter.cost(), width, now, whole, notes)
+    changes = before.difference(model, tuple(history), tuple(prunable.replaced.attention))
+    return Pruned(changes, first, counter.cost(), width, now, whole, notes)
 
 
-def find(model: nn.Module, run: Run, options: PruneOptions, progress: Progress = lambda _: None) -> Found:
+def find_prunable(model: nn.Module, run: Run, options: PruneOptions, progress: Progress = lambda _: None) -> Prunable:
     """Return the groups of a module that can lose units; each is tried.
 
     Attention of torch.nn is replaced where its heads may go; the module answers as before.
@@ -266,7 +265,7 @@ def find(model: nn.Module, run: Run, options: PruneOptions, progress: Progress =
     """
     replaced = surgery.replace(model, surgery.replaceable(model)) if options.heads else surgery.Replaced()
     progress("following the model's values")
-    traced, whole = _traced(model, run)
+    traced, whole = _trace_groups(model, run)
     parts = Parts(model)
     kept = protect_groups(traced, [*parts.modules, *parts.canonical], options.protect)
     whole |= kept
@@ -284,12 +283,12 @@ def find(model: nn.Module, run: Run, options: PruneOptions, progress: Progress =
     whole |= bad
     _validate_any(good, whole)
     used = {parts.modules[path] for group in good for path in group.modules if path in parts.modules}
-    return Found(tuple(good), whole, replaced.put_back(model, used))
+    return Prunable(tuple(good), whole, replaced.put_back(model, used))
 
 
-def find_again(model: nn.Module, run: Run, before: Found) -> Found:
+def find_again(model: nn.Module, run: Run, before: Prunable) -> Prunable:
     """Find the same groups of a module that was cut since then."""
-    traced, _ = _traced(model, run)
+    traced, _ = _trace_groups(model, run)
     parts = Parts(model)
     known = {group.root: group for group in before.groups}
     groups = []
@@ -299,10 +298,10 @@ def find_again(model: nn.Module, run: Run, before: Found) -> Found:
         ways = split_into_heads(group, parts) if old.unit == "head" else (group,)
         names = {(number.module, number.name) for number in old.attributes}
         groups += [way for way in ways if {(number.module, number.name) for number in way.attributes} == names][:1]
-    return Found(tuple(groups), before.whole, before.replaced)
+    return Prunable(tuple(groups), before.whole, before.replaced)
 
 
-def _traced(model: nn.Module, run: Run) -> tuple[list[Group], dict[str, str]]:
+def _trace_groups(model: nn.Module, run: Run) -> tuple[list[Group], dict[str, str]]:
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     parts = Parts(model)

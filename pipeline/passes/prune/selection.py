@@ -24,7 +24,6 @@ from enginesmith.pipeline.passes.prune.surgery import Group, Removal, cut_for_no
 
 NO_SCALE = "it has no batch normalisation whose scale could be looked at"
 
-Forward = Callable[..., tuple[Tensor, ...]]
 Sample = tuple[tuple[Tensor, ...], Tensor | None]
 """Inputs in order, and labels of their rows where there are some."""
 
@@ -78,7 +77,7 @@ def _grouped_transposed(group: Group) -> str:
     return ""
 
 
-def collect_gradients(model: nn.Module, forward: Forward, samples: Iterable[Sample]) -> None:
+def collect_gradients(model: nn.Module, forward: Callable[..., tuple[Tensor, ...]], samples: Iterable[Sample]) -> None:
     """Leave in each parameter's ``grad`` the mean absolute gradient of a loss over the samples.
 
     Absolute, as the gradients of a trained model cancel out over many samples, and a channel's effect on each of them
@@ -123,7 +122,7 @@ class Cut:
     """Number of times the multiple was halved that ``left`` is at."""
 
 
-def halved(multiple_of: int) -> Iterator[int]:
+def halve_multiple(multiple_of: int) -> Iterator[int]:
     """List the multiple, half of it, and so on to one."""
     while multiple_of > 1:
         yield multiple_of
@@ -137,7 +136,7 @@ def _cuts_of(group: Group, order: Sequence[int], multiple_of: int, least: int) -
     As many units go at a time as make the multiple, then half of it, and so on to one; heads go singly.
     """
     each, left = group.width // group.units, group.units
-    steps = [multiple // math.gcd(multiple, each) for multiple in halved(multiple_of)]
+    steps = [multiple // math.gcd(multiple, each) for multiple in halve_multiple(multiple_of)]
     for fineness, step in enumerate([1] if group.unit == "head" else steps):
         while (lower := (left - 1) // step * step) >= max(least, 1):
             yield Cut(group.root, tuple(order[group.units - left : group.units - lower]), lower, fineness)

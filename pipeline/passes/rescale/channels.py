@@ -66,23 +66,23 @@ def same(place: Place, source: "ir.Value | None", axes: Iterable[int] | None = N
     return replace(place, value=source, axes=chosen) if fits else None
 
 
-def transposed(node: "ir.Node", place: Place) -> Place | None:
+def follow_transpose(node: "ir.Node", place: Place) -> Place | None:
     """Follow channels through a Transpose."""
     rank = len(sizes(place.value))
     order = list(node.attributes["perm"].as_ints()) if "perm" in node.attributes else list(range(rank))[::-1]
     return same(place, node.inputs[0], (order[axis] for axis in place.axes))
 
 
-def reshaped(node: "ir.Node", place: Place) -> Place | None:
+def follow_reshape(node: "ir.Node", place: Place) -> Place | None:
     """Follow channels through a Reshape or Flatten that keeps them together at the end."""
     source = node.inputs[0]
-    axes = _trailing(sizes(source), place.total)
-    if source is None or axes is None or _trailing(sizes(place.value), place.total) != place.axes:
+    axes = _trailing_axes(sizes(source), place.total)
+    if source is None or axes is None or _trailing_axes(sizes(place.value), place.total) != place.axes:
         return None
     return replace(place, value=source, axes=axes)
 
 
-def _trailing(dims: tuple[int | None, ...], total: int) -> tuple[int, ...] | None:
+def _trailing_axes(dims: tuple[int | None, ...], total: int) -> tuple[int, ...] | None:
     """Return the last axes that together have this size, those of size 1 left out; None if there are none."""
     axes: list[int] = []
     size = 1
@@ -96,7 +96,7 @@ def _trailing(dims: tuple[int | None, ...], total: int) -> tuple[int, ...] | Non
     return tuple(axes) if size == total > 1 else None
 
 
-def squeezed(node: "ir.Node", place: Place) -> Place | None:
+def follow_squeeze(node: "ir.Node", place: Place) -> Place | None:
     """Follow channels through a Squeeze, or a reduction that drops its axes."""
     source = node.inputs[0]
     gone = _axes(node, len(sizes(source)))
@@ -106,7 +106,7 @@ def squeezed(node: "ir.Node", place: Place) -> Place | None:
     return same(place, source, (kept[axis] for axis in place.axes)) if max(place.axes) < len(kept) else None
 
 
-def unsqueezed(node: "ir.Node", place: Place) -> Place | None:
+def follow_unsqueeze(node: "ir.Node", place: Place) -> Place | None:
     """Follow channels through an Unsqueeze."""
     rank = len(sizes(place.value))
     added = _axes(node, rank)
@@ -116,10 +116,10 @@ def unsqueezed(node: "ir.Node", place: Place) -> Place | None:
     return same(place, node.inputs[0], (kept.index(axis) for axis in place.axes))
 
 
-def averaged(node: "ir.Node", place: Place) -> Place | None:
+def follow_mean(node: "ir.Node", place: Place) -> Place | None:
     """Follow channels through a ReduceMean over other axes than theirs."""
     if not node.attributes.get_int("keepdims", 1):
-        return squeezed(node, place)
+        return follow_squeeze(node, place)
     reduced = _axes(node, len(sizes(place.value)))
     return None if reduced is None or reduced & set(place.axes) else same(place, node.inputs[0])
 
@@ -132,17 +132,17 @@ def _axes(node: "ir.Node", rank: int) -> set[int] | None:
     return None if given is None or not rank else {int(axis) % rank for axis in given.reshape(-1)}
 
 
-def split(node: "ir.Node", place: Place) -> Place | None:
+def follow_split(node: "ir.Node", place: Place) -> Place | None:
     """Follow channels through a Split, to the part that the value is."""
     if not all(sizes(value) for value in node.outputs):
         return None
     axis = node.attributes.get_int("axis", 0) % len(sizes(node.outputs[0]))
     before = [sizes(value)[axis] for value in node.outputs[: node.outputs.index(place.value)]]
     widths = [width for width in before if width is not None]
-    return _selected(place, node.inputs[0], axis, sum(widths)) if len(widths) == len(before) else None
+    return _select(place, node.inputs[0], axis, sum(widths)) if len(widths) == len(before) else None
 
 
-def sliced(node: "ir.Node", place: Place) -> Place | None:
+def follow_slice(node: "ir.Node", place: Place) -> Place | None:
     """Follow channels through a Slice, if all other readers of its input take other slices of the same axis."""
     ours, source = _interval(node), node.inputs[0]
     if ours is None or source is None or source.is_graph_output():
@@ -152,7 +152,7 @@ def sliced(node: "ir.Node", place: Place) -> Place | None:
         theirs = _interval(reader) if index == 0 and reader.op_type == "Slice" else None
         if reader is not node and (theirs is None or theirs[0] != axis or (theirs[1] < end and start < theirs[2])):
             return None
-    return _selected(place, source, axis, start)
+    return _select(place, source, axis, start)
 
 
 def _interval(node: "ir.Node") -> tuple[int, int, int] | None:
@@ -169,7 +169,7 @@ def _interval(node: "ir.Node") -> tuple[int, int, int] | None:
     return axis % len(dims), start, end
 
 
-def _selected(place: Place, source: "ir.Value | None", axis: int, start: int) -> Place | None:
+def _select(place: Place, source: "ir.Value | None", axis: int, start: int) -> Place | None:
     """Find the channels among more of them: the value is a part of ``source``, from ``start`` on, on one axis."""
     dims, ours = sizes(source), sizes(place.value)
     size = dims[axis] if dims else None
@@ -293,10 +293,6 @@ def _product(node: "ir.Node") -> Product | None:
     return product if product.bias is None or edit.is_factor(product.bias) else None
 
 
-Products = Mapping["ir.Value", Product]
-"""Products by their output."""
-
-
 @dataclass(frozen=True)
 class Addend:
     """A constant that has to be scaled along with a value: a bias, or the scale of a normalisation."""
@@ -329,18 +325,12 @@ class ScalePropagation:
             edit.multiply(addend.node, addend.index, addend.place.broadcast(factors))
 
 
-@dataclass(frozen=True)
-class _Move:
-    """One step back: to another value, or, without one, to the end."""
-
-    place: Place | None
-    addends: tuple[Addend, ...] = ()
+_Moves = Iterator[tuple[Place | None, tuple[Addend, ...]]]
+"""Ways one step back, with the constants on them: to another value, or, without one, to the end."""
+_Step = Callable[["ir.Node", Place], _Moves]
 
 
-_Step = Callable[["ir.Node", Place], Iterable[_Move]]
-
-
-def trace(place: Place, products: Products, steps: Mapping[str, _Step]) -> ScalePropagation | None:
+def trace(place: Place, products: Mapping["ir.Value", Product], steps: Mapping[str, _Step]) -> ScalePropagation | None:
     """Follow the channels of a value; None where they cannot be scaled for free."""
     product = products.get(place.value)
     if product is not None:
@@ -350,14 +340,14 @@ def trace(place: Place, products: Products, steps: Mapping[str, _Step]) -> Scale
     node = place.value.producer()
     if node is None or node.domain not in ("", "ai.onnx") or node.op_type not in steps:
         return None
-    for move in steps[node.op_type](node, place):
-        if move.place is None:
-            return ScalePropagation(move.addends, nodes=(node,))
-        if node.op_type != "Slice" and not is_private(move.place.value):
+    for before, addends in steps[node.op_type](node, place):
+        if before is None:
+            return ScalePropagation(addends, nodes=(node,))
+        if node.op_type != "Slice" and not is_private(before.value):
             continue
-        rest = trace(move.place, products, steps)
+        rest = trace(before, products, steps)
         if rest is not None:
-            return ScalePropagation((*move.addends, *rest.addends), rest.product, rest.end, (node, *rest.nodes))
+            return ScalePropagation((*addends, *rest.addends), rest.product, rest.end, (node, *rest.nodes))
     return None
 
 
@@ -366,66 +356,66 @@ def is_private(value: "ir.Value") -> bool:
     return len(value.uses()) == 1 and not value.is_graph_output()
 
 
-def _passed(node: "ir.Node", place: Place | None, *addends: Addend) -> Iterator[_Move]:
+def _pass_to(node: "ir.Node", place: Place | None, *addends: Addend) -> _Moves:
     """Go on at another value, if nothing reads other outputs; those of a Split are scaled by 1."""
     others = () if node.op_type == "Split" else node.outputs[1:]
     if place is not None and not any(value.uses() or value.is_graph_output() for value in others):
-        yield _Move(place, addends)
+        yield (place, addends)
 
 
-def _moved(move: "Callable[[ir.Node, Place], Place | None]") -> _Step:
-    return lambda node, place: _passed(node, move(node, place))
+def _make_step(move: "Callable[[ir.Node, Place], Place | None]") -> _Step:
+    return lambda node, place: _pass_to(node, move(node, place))
 
 
-def _elementwise(node: "ir.Node", place: Place) -> Iterator[_Move]:
+def _elementwise(node: "ir.Node", place: Place) -> _Moves:
     """Scale through an operator on each number alone, or, in pooling, on those of one channel."""
     if node.op_type == "PRelu" and edit.read(node.inputs[1]) is None:
         return
     if "Pool" not in node.op_type or place.axes == (1,):
-        yield from _passed(node, same(place, node.inputs[0]))
+        yield from _pass_to(node, same(place, node.inputs[0]))
 
 
-def _matmul(node: "ir.Node", place: Place) -> Iterator[_Move]:
+def _matmul(node: "ir.Node", place: Place) -> _Moves:
     """Scale through A·V: the columns of V, for every head on its own."""
     rank = len(sizes(place.value))
     if rank - 2 not in place.axes and len(sizes(node.inputs[1])) == rank:
-        yield from _passed(node, same(place, node.inputs[1]))
+        yield from _pass_to(node, same(place, node.inputs[1]))
 
 
-def _attention(node: "ir.Node", place: Place) -> Iterator[_Move]:
+def _attention(node: "ir.Node", place: Place) -> _Moves:
     """Scale through the operator of opset 23; heads shared by several queries have other sizes."""
     query, value = sizes(node.inputs[0]), sizes(node.inputs[2])
     if len(query) != len(value) or place.value is not node.outputs[0] or any(node.inputs[4:]):
         return
     if len(query) == 3 or 2 not in place.axes:
-        yield from _passed(node, same(place, node.inputs[2]))
+        yield from _pass_to(node, same(place, node.inputs[2]))
 
 
-def _add(node: "ir.Node", place: Place) -> Iterator[_Move]:
+def _add(node: "ir.Node", place: Place) -> _Moves:
     """Scale through the addition of a bias, which is scaled along."""
     for index in (0, 1):
         if edit.is_factor(node.inputs[index]) and len(place.axes) == 1:
-            yield from _passed(node, same(place, node.inputs[1 - index]), Addend(node, index, place))
+            yield from _pass_to(node, same(place, node.inputs[1 - index]), Addend(node, index, place))
 
 
-def _multiply(node: "ir.Node", place: Place) -> Iterator[_Move]:
+def _multiply(node: "ir.Node", place: Place) -> _Moves:
     """Scale a product's constant factor, or one of its two activations."""
     for index in (0, 1):
         if edit.is_factor(node.inputs[index]) and len(place.axes) == 1:
-            yield _Move(None, (Addend(node, index, place),))
+            yield (None, (Addend(node, index, place),))
             return
     for value in node.inputs:
         if len(sizes(value)) == len(sizes(place.value)):
-            yield from _passed(node, same(place, value))
+            yield from _pass_to(node, same(place, value))
 
 
-def _normalise(node: "ir.Node", place: Place) -> Iterator[_Move]:
+def _normalise(node: "ir.Node", place: Place) -> _Moves:
     """Scale the factors and bias of a normalisation over the last axis."""
     last = len(sizes(place.value)) - 1
     given = [index for index in range(1, len(node.inputs)) if node.inputs[index] is not None]
     fits = place.axes == (last,) and node.attributes.get_int("axis", -1) in (-1, last)
     if fits and place.value is node.outputs[0] and all(edit.is_factor(node.inputs[index]) for index in given):
-        yield _Move(None, tuple(Addend(node, index, place) for index in given))
+        yield (None, tuple(Addend(node, index, place) for index in given))
 
 
 _SIMPLE = ("Relu", "LeakyRelu", "PRelu", "Identity")
@@ -434,10 +424,10 @@ _POOLS = ("MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool")
 HOMOGENEOUS: Mapping[str, _Step] = {
     **dict.fromkeys((*_SIMPLE, *_POOLS, "Clip"), _elementwise),
     "Add": _add,
-    "Flatten": _moved(reshaped),
-    "Reshape": _moved(reshaped),
-    "ReduceMean": _moved(averaged),
-    "Squeeze": _moved(squeezed),
+    "Flatten": _make_step(follow_reshape),
+    "Reshape": _make_step(follow_reshape),
+    "ReduceMean": _make_step(follow_mean),
+    "Squeeze": _make_step(follow_squeeze),
 }
 """Between two layers of a network. A Clip is only homogeneous below its bound: whoever uses it has to look."""
 
@@ -448,9 +438,9 @@ EXACT: Mapping[str, _Step] = {
     "MatMul": _matmul,
     "Mul": _multiply,
     "RMSNormalization": _normalise,
-    "Slice": _moved(sliced),
-    "Split": _moved(split),
-    "Transpose": _moved(transposed),
-    "Unsqueeze": _moved(unsqueezed),
+    "Slice": _make_step(follow_slice),
+    "Split": _make_step(follow_split),
+    "Transpose": _make_step(follow_transpose),
+    "Unsqueeze": _make_step(follow_unsqueeze),
 }
 """All that factors pass through, or end in, exactly."""

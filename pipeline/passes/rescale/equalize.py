@@ -106,8 +106,7 @@ def _pairs(model: "ir.Model", ranges: Ranges | None) -> tuple[list[Pair], int]:
         way = channels.trace(place, known, channels.HOMOGENEOUS)
         if way is None or way.product is None:
             continue
-        limits = _limits(second, way, ranges)
-        if limits is None:
+        if (limits := _limits(second, way, ranges)) is None:
             clipped += 1
             continue
         pairs.append(Pair(way.product, second, way, *limits[:2], np.ones(second.inputs), limits[2]))

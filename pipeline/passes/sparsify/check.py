@@ -179,8 +179,9 @@ def _unblocked(nonzero: Array, size: int) -> Iterator[Array]:
 
 def _nibbles(node: "ir.Node") -> StoredWeight | None:
     """Unpack 4-bit MatMulNBits: outputs × blocks × bytes, the first of two inputs in the lower half of a byte."""
-    packed, points = edit.read(_input(node, 1)), _input(node, 3)
-    if packed is None or node.attributes.get_int("bits", 4) != 4 or points is not None:
+    value, points = _input(node, 1), _input(node, 3)
+    packed = edit.read(value)
+    if value is None or packed is None or node.attributes.get_int("bits", 4) != 4 or points is not None:
         return None
     terms = node.attributes.get_int("K", 0)
 
@@ -188,8 +189,6 @@ def _nibbles(node: "ir.Node") -> StoredWeight | None:
         both = np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(len(packed), -1)
         return (both[:, :terms] != _NIBBLES_ZERO,)
 
-    value = node.inputs[1]
-    assert value is not None
     return _stored(node, value, readings)
 
 

@@ -9,7 +9,6 @@ its kernel, and K of Gemm and MatMul. TensorRT's test (developer guide, "Structu
 """
 
 import difflib
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -197,6 +196,11 @@ class Candidate:
         modules = (node.metadata_props.get(MODULE_KEY, "") for node in self.nodes)
         return frozenset(name for name in (self.name, *(str(node.name) for node in self.nodes), *modules) if name)
 
+    def numbers(self) -> Array:
+        """Return the elements; a view where they lie beside the file."""
+        assert self.value.const_value is not None
+        return self.value.const_value.numpy()
+
 
 def find(model: "ir.Model") -> tuple[Candidate, ...]:
     """Find the weights of all products of a graph and its subgraphs, in the order in which they are first read."""
@@ -213,9 +217,8 @@ def find(model: "ir.Model") -> tuple[Candidate, ...]:
         traced = _trace(weight, summed.get(node.op_type, max(len(weight.shape or ()) - 2, 0)))
         if traced is None:
             continue
-        value, axis = traced
-        known = candidates.setdefault(value, Candidate(value, axis))
-        if known.axis != axis:
+        known = candidates.setdefault(traced[0], Candidate(*traced))
+        if known.axis != traced[1]:
             known.reason = "two products sum over different axes of it"
         known.nodes.append(node)
     for candidate in candidates.values():
@@ -340,9 +343,9 @@ def sparsify(model: "ir.Model", asked: Sparsity) -> Sparsified:
     done.done = len(chosen)
     bound: Threshold | None = None  # holds for all weights, where there is one for all
     if asked.pattern != "2:4" and asked.scope == "global":
-        bound = threshold([functools.partial(numbers, weight.value) for weight in chosen], asked.ratio)
+        bound = threshold([weight.numbers for weight in chosen], asked.ratio)
     for weight in weights:
-        array = numbers(weight.value)
+        array = weight.numbers()
         kept = None
         if weight.name not in done.left:
             if asked.pattern == "2:4":
@@ -350,19 +353,13 @@ def sparsify(model: "ir.Model", asked: Sparsity) -> Sparsified:
             elif bound is not None:
                 kept, bound = bound.mask(array)
             else:
-                kept, _ = threshold([functools.partial(numbers, weight.value)], asked.ratio).mask(array)
+                kept, _ = threshold([weight.numbers], asked.ratio).mask(array)
             _apply(weight.value, kept)
         _count(done, array, kept)
     marks: MutableMapping[str, str] = model.metadata_props
     if marks.get(KEY) != TWO_OF_FOUR:
         marks[KEY] = str(asked)
     return done
-
-
-def numbers(value: "ir.Value") -> Array:
-    """Return an initialiser's content; a view where it lies beside the file."""
-    assert value.const_value is not None
-    return value.const_value.numpy()
 
 
 def _left_dense(weights: Sequence[Candidate], asked: Sparsity) -> dict[str, str]:
