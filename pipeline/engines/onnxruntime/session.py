@@ -7,9 +7,8 @@ import logging
 import mmap
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -43,12 +42,11 @@ _ERROR_SEVERITY = 3
 _EXTERNAL_ABOVE_BYTES = 1024
 _WRONG_IN_HALF = "WeightBiasQuantization"
 """An optimisation that multiplies two scales in their own type, and gets next to nothing in float16."""
-_Allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
-_Free = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-class _Callbacks:
-    """Route ONNX Runtime's device memory on one device through a ledger, for as long as the process lives.
+@functools.cache
+def _callbacks(device: int) -> dict[str, Any]:
+    """Make functions that route ONNX Runtime's device memory through a ledger, for as long as the process lives.
 
     The CUDA provider's options ``gpu_external_alloc`` and ``gpu_external_free`` are addresses of C functions:
     ``void *(size_t)`` and ``void (void *)``. With them it has no arena: each tensor, each planned block and scratch
@@ -60,44 +58,32 @@ class _Callbacks:
     ONNX Runtime's Python module keeps the allocator of the first session for inputs of all later ones, so these may be
     called when nothing is counted any more.
     """
+    uncounted, owners = CudaAllocationTracker(TorchMemory(device)), dict[int, CudaAllocationTracker]()
 
-    def __init__(self, device: int) -> None:
-        self._device = device
-        self._uncounted = CudaAllocationTracker(TorchMemory(device))
-        self._owners: dict[int, CudaAllocationTracker] = {}
-        """Address → the ledger that it was last taken through."""
-        self.allocate = _Allocate(self._take)
-        self.free = _Free(self._give)
-
-    def _take(self, size: int) -> int:
-        ledger = active(self._device) or self._uncounted
+    def take(size: int) -> int:
+        ledger = active(device) or uncounted
         try:
             address = ledger.allocate(size)
         except RuntimeError:  # of CUDA's, and cannot go through C; ONNX Runtime raises its own where it gets nothing
             _logger.exception("torch gave ONNX Runtime no memory")
             return 0
         if address:
-            self._owners[address] = ledger
+            owners[address] = ledger
         return address
 
-    def _give(self, address: int | None) -> None:
+    def give(address: int | None) -> None:
         if address:
-            owner = self._owners.get(address) or active(self._device) or self._uncounted
+            owner = owners.get(address) or active(device) or uncounted
             owner.free(address)
 
-
-@functools.cache
-def _callbacks(device: int) -> _Callbacks:
-    return _Callbacks(device)
+    allocate, free = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t), ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    return {"gpu_external_alloc": allocate(take), "gpu_external_free": free(give)}
 
 
 def counted_options(device: int) -> dict[str, str]:
     """List options of the CUDA provider for a session that is counted; empty where nothing is."""
-    if active(device) is None:
-        return {}
-    functions = _callbacks(device)
-    addresses = {"gpu_external_alloc": functions.allocate, "gpu_external_free": functions.free}
-    return {name: str(ctypes.cast(function, ctypes.c_void_p).value) for name, function in addresses.items()}
+    functions = _callbacks(device) if active(device) else {}
+    return {name: str(ctypes.cast(function, ctypes.c_void_p).value) for name, function in functions.items()}
 
 
 def session_options(
@@ -223,8 +209,7 @@ def _text(error: Exception) -> str:
     return re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", line)
 
 
-@dataclass(frozen=True)
-class Bound:
+class Bound(NamedTuple):
     """Keep an I/O binding with what it points into: ONNX Runtime itself keeps neither arrays nor values alive."""
 
     binding: Any
