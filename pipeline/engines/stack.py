@@ -36,7 +36,11 @@ def find_stack() -> Stack:
         if text(folder / "vendor") == _NVIDIA and (text(folder / "class") or "").startswith(_DISPLAY)
     )
     glibc = {name: software.needed_glibc(name) for name in (*_LISTED, *parts)}
-    written = _written()
+    written = None
+    if software.find("onnx"):
+        import onnx
+
+        written = Formats(ir=onnx.IR_VERSION, opset=onnx.defs.onnx_opset_version())
     return Stack(
         driver=next((gpu.driver for gpu in gpus), None),
         driver_cuda=None if driver.version is None else (driver.version // 1000, driver.version % 1000 // 10),
@@ -57,14 +61,6 @@ def find_stack() -> Stack:
         written=written,
         taken=_taken(written) if written and software.find("onnxruntime") else None,
     )
-
-
-def _written() -> Formats | None:
-    if not software.find("onnx"):
-        return None
-    import onnx
-
-    return Formats(ir=onnx.IR_VERSION, opset=onnx.defs.onnx_opset_version())
 
 
 def _taken(newest: Formats) -> Formats | None:

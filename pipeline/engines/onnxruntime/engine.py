@@ -268,12 +268,23 @@ class OnnxRuntime(Engine):
         self, artifact: Artifact, device: Device, save_to: Path | None = None, trace: Path | None = None
     ) -> OnnxRuntimeSession:
         self.require_runnable(device)
-        level, path = self.graph_optimization, artifact.path
-        if (artifact.folder / _RECORD).is_file():
-            _validate_record(_Record.model_validate_json((artifact.folder / _RECORD).read_bytes()), device)
+        level, path, file = self.graph_optimization, artifact.path, artifact.folder / _RECORD
+        if file.is_file():
             level = "disabled"
+            for (field, made), (_, now) in zip(
+                _Record.model_validate_json(file.read_bytes()), _here(device), strict=True
+            ):
+                if made != now:
+                    told = f"the engine was optimised for {field} {made!r}, and here it is {now!r}"
+                    remedy = "build it here, or build a portable one with save_optimized: false"
+                    raise MissingCapability(told, remedy)
         chosen = session_options(device, level, self.memory_arena, save_to, trace)
-        stream, content = _stream(device), _emulated(path) if self.emulate else None
+        stream, content = None, _emulated(path) if self.emulate else None
+        if device.kind == "cuda":  # ONNX Runtime shows no stream: it shares one of torch's with the clock
+            import torch
+
+            counted, name = cuda_allocator.active(device.index), str(device)  # counted on the default stream
+            stream = torch.cuda.default_stream(name) if counted else torch.cuda.Stream(name)  # type: ignore[no-untyped-call]
         session = open_session(path, chosen, device, stream and stream.cuda_stream, content, tf32=self.tf32)
         signature = artifact.signature or model_file.signature(path)
         return OnnxRuntimeSession(session, signature, device, stream, lambda: self.load(artifact, device))
@@ -308,20 +319,6 @@ def _emulated(path: Path) -> bytes | None:
     return bytes(ir.to_proto(model).SerializeToString())
 
 
-def _stream(device: Device) -> Any:
-    """Make a CUDA stream that the session and the clock share, by torch, since ONNX Runtime shows none.
-
-    A session whose memory is counted has the default stream.
-    """
-    if device.kind == "cpu":
-        return None
-    import torch
-
-    if cuda_allocator.active(device.index):
-        return torch.cuda.default_stream(str(device))
-    return torch.cuda.Stream(str(device))  # type: ignore[no-untyped-call]
-
-
 @functools.cache
 def _here(device: Device) -> _Record:
     """Record what a graph that is optimised here depends on; layouts follow the processor's vector units."""
@@ -329,16 +326,6 @@ def _here(device: Device) -> _Record:
     units = sorted(set(_SIMD.findall(info.read_text()))) if info.is_file() else [platform.processor()]
     version = next(iter(versions(OnnxRuntime.tools).values()), "unknown")
     return _Record(onnxruntime=version, processor=" ".join((platform.machine(), *units)), device=device.kind)
-
-
-def _validate_record(record: _Record, device: Device) -> None:
-    here = _here(device)
-    for (field, made), (_, now) in zip(record, here, strict=True):
-        if made != now:
-            raise MissingCapability(
-                f"the engine was optimised for {field} {made!r}, and here it is {now!r}",
-                "build it here, or build a portable one with save_optimized: false",
-            )
 
 
 def _sparsity(before: Path, after: Path) -> tuple[str, ...]:

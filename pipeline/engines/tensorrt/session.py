@@ -25,7 +25,6 @@ from enginesmith.pipeline.engines.onnxruntime.profiler import Provenance
 from enginesmith.pipeline.engines.tensorrt.layers import Layer, read_layers
 from enginesmith.pipeline.engines.tensorrt.loader import (
     DTYPES,
-    ActivationMemory,
     Opened,
     Room,
     activation_memory,
@@ -91,8 +90,8 @@ class TensorRTSession(Session):
         self._trt, self._options, self._where, self._device = trt, options, device, str(device)
         self._nothing: Any = torch.empty(1, dtype=torch.uint8, device=self._device)
         """Stands in for tensors without elements, whose address has to be one nonetheless."""
-        self._memory = activation_memory(self._device, shared=options.share_activation_memory)
-        self._stream = self._memory.stream
+        self.activation_memory = activation_memory(self._device, shared=options.share_activation_memory)
+        self._stream = self.activation_memory.stream
         self._handle = int(self._stream.cuda_stream)
         self._by_graph = options.cuda_graphs and not opened.captures_itself
         self._contexts: dict[Shapes, Context] = {}
@@ -104,11 +103,6 @@ class TensorRTSession(Session):
     @property
     def cuda_stream(self) -> int:
         return self._handle
-
-    @property
-    def activation_memory(self) -> ActivationMemory:
-        """The buffer that contexts work in."""
-        return self._memory
 
     @property
     def first_call_note(self) -> str:
@@ -173,41 +167,41 @@ class TensorRTSession(Session):
             if len(self._contexts) >= _MOST_CONTEXTS:  # the one not bound for longest goes; its Bound still can be run
                 self._stream.synchronize()
                 self._contexts.pop(next(iter(self._contexts))).bound = None
-            context = self._new_context(shapes)
+            names = (spec.name for spec in self.signature.inputs)
+            native, size, most = open_context(self._opened, dict(zip(names, shapes, strict=True)), self._handle)
+            outputs = {spec.name: tuple(native.get_tensor_shape(spec.name)) for spec in self.signature.outputs}
+            unknown = [name for name, shape in outputs.items() if _unknown(shape)]
+            if unknown and self._by_graph:
+                told = f"only the run decides on the shape of the output {unknown[0]!r}, which a CUDA graph cannot hold"
+                raise ModelError(told, _WITHOUT_GRAPHS)
+            allocators = {name: output_allocator(self._trt, self._device, self._stream) for name in unknown}
+            for name, allocator in allocators.items():
+                native.set_output_allocator(name, allocator)
+            context = Context(native, outputs, allocators, size, most)
             self._all.add(context)
         self._contexts[shapes] = context  # as the latest one
         self._place(context)
         return context
-
-    def _new_context(self, shapes: Shapes) -> Context:
-        names = (spec.name for spec in self.signature.inputs)
-        native, size, most = open_context(self._opened, dict(zip(names, shapes, strict=True)), self._handle)
-        outputs = {spec.name: tuple(native.get_tensor_shape(spec.name)) for spec in self.signature.outputs}
-        unknown = [name for name, shape in outputs.items() if _unknown(shape)]
-        if unknown and self._by_graph:
-            told = f"only the run decides on the shape of the output {unknown[0]!r}, which a CUDA graph cannot hold"
-            raise ModelError(told, _WITHOUT_GRAPHS)
-        allocators = {name: output_allocator(self._trt, self._device, self._stream) for name in unknown}
-        for name, allocator in allocators.items():
-            native.set_output_allocator(name, allocator)
-        return Context(native, outputs, allocators, size, most)
 
     def _place(self, context: Context) -> None:
         """Have the context work in the activation memory as it is now.
 
         Where TensorRT does not take as little as it said these shapes need, it is given what its profile needs.
         """
-        if context.generation == self._memory.generation and self._memory.bytes >= context.memory_bytes:
+        if (
+            context.generation == self.activation_memory.generation
+            and self.activation_memory.bytes >= context.memory_bytes
+        ):
             return
         log = self._opened.log
         for size in (context.memory_bytes, context.most_bytes):
             before = log.seen
-            self._memory.reserve(size)
-            context.native.set_device_memory(self._memory.address, self._memory.bytes)
+            self.activation_memory.reserve(size)
+            context.native.set_device_memory(self.activation_memory.address, self.activation_memory.bytes)
             context.memory_bytes = size
             if log.seen == before:
                 break
-        context.generation = self._memory.generation
+        context.generation = self.activation_memory.generation
 
     def enqueue(self, bound: Bound) -> None:
         """Put one inference on the stream.
@@ -218,7 +212,7 @@ class TensorRTSession(Session):
         import torch
 
         opened = self._opened
-        generation = self._memory.generation
+        generation = self.activation_memory.generation
         if bound.graph is not None and bound.generation == generation:
             self._last = bound
             with torch.cuda.stream(self._stream):
@@ -239,11 +233,11 @@ class TensorRTSession(Session):
     def _ready(self, bound: Bound) -> None:
         """Point the context at the activations and at what is bound, where it is not already."""
         context, native = bound.context, bound.context.native
-        if context.generation != self._memory.generation:  # another session or shape moved the activations
+        if context.generation != self.activation_memory.generation:  # another session or shape moved the activations
             with _out_of_memory():
                 self._place(context)
-        if bound.generation != self._memory.generation:
-            bound.graph, bound.calls, bound.generation = None, 0, self._memory.generation
+        if bound.generation != self.activation_memory.generation:
+            bound.graph, bound.calls, bound.generation = None, 0, self.activation_memory.generation
         if context.bound is bound:
             return
         context.bound = None
@@ -312,7 +306,7 @@ class TensorRTSession(Session):
                 context.allocators.clear()
             self._contexts.clear()
             self._last = self._nothing = None
-            self._memory.leave()
+            self.activation_memory.leave()
             opened.leave()
             gc.collect()
 

@@ -14,7 +14,7 @@ import re
 import shutil
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -70,8 +70,22 @@ class Eager(Engine):
             yield Configuration(chosen, chosen.arithmetic, mode="graphs" if chosen.cuda_graphs else "")
 
     @classmethod
-    def check_software(cls, stack: Stack, exported: Formats) -> Iterable[Check]:
-        return _check_torch(stack)
+    def check_software(cls, stack: Stack, exported: Formats) -> Iterator[Check]:
+        """Check torch's driver, its build for CUDA, the libraries that it brings and its kernels for the GPUs here."""
+        yield from check_driver(stack, "torch", stack.torch_cuda)
+        version = stack.versions.get("torch")
+        if version and stack.torch_cuda is None:
+            wanted = bool(stack.gpus) or stack.gpu_without_driver
+            text, needed = f"{version}, built without CUDA", "a build with CUDA, to run on a GPU"
+            fix = "pip uninstall -y torch && pip install torch"
+            yield check("torch", text, needed, False if wanted else None, fix, "" if wanted else NO_GPU)
+        if stack.torch_cuda and (pinned := stack.requirements.get("torch")):
+            yield check_packages(stack, "CUDA libraries of torch", [need for need in pinned if not need.extra])
+        for index, gpu in enumerate(stack.gpus if stack.torch_targets else ()):
+            fits = _has_kernels(numbers(gpu.compute_capability), stack.torch_targets)
+            needed = f"{gpu.name}: compute capability {gpu.compute_capability}"
+            fix = "pip install --upgrade torch; for an old GPU: a torch that is built for an older CUDA"
+            yield check(f"torch's kernels for cuda:{index}", ", ".join(stack.torch_targets), needed, fits, fix)
 
     @classmethod
     def available(cls, device: Device) -> Availability:
@@ -175,24 +189,6 @@ def _allow_tf32(device: Device, allowed: bool) -> None:
         warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
         torch.backends.cuda.matmul.allow_tf32 = allowed
         torch.backends.cudnn.allow_tf32 = allowed
-
-
-def _check_torch(stack: Stack) -> Iterator[Check]:
-    """Check torch's driver, its build for CUDA, the libraries that it brings and its kernels for the GPUs here."""
-    yield from check_driver(stack, "torch", stack.torch_cuda)
-    version = stack.versions.get("torch")
-    if version and stack.torch_cuda is None:
-        wanted = bool(stack.gpus) or stack.gpu_without_driver
-        text, needed = f"{version}, built without CUDA", "a build with CUDA, to run on a GPU"
-        fix = "pip uninstall -y torch && pip install torch"
-        yield check("torch", text, needed, False if wanted else None, fix, "" if wanted else NO_GPU)
-    if stack.torch_cuda and (pinned := stack.requirements.get("torch")):
-        yield check_packages(stack, "CUDA libraries of torch", [need for need in pinned if not need.extra])
-    for index, gpu in enumerate(stack.gpus if stack.torch_targets else ()):
-        fits = _has_kernels(numbers(gpu.compute_capability), stack.torch_targets)
-        needed = f"{gpu.name}: compute capability {gpu.compute_capability}"
-        fix = "pip install --upgrade torch; for an old GPU: a torch that is built for an older CUDA"
-        yield check(f"torch's kernels for cuda:{index}", ", ".join(stack.torch_targets), needed, fits, fix)
 
 
 def _has_kernels(capability: Numbers, targets: tuple[str, ...]) -> bool:
