@@ -54,7 +54,9 @@ class Writer:
 
     def __init__(self, runs: int) -> None:
         processes = min(len(os.sched_getaffinity(0)), runs // _FOLDERS_A_PROCESS)
-        self._pool = ProcessPoolExecutor(processes, get_context("spawn"), _ignore_interrupts) if processes > 1 else None
+        # Ctrl-C reaches the whole group; what was given is written all the same
+        ignore = (signal.signal, (signal.SIGINT, signal.SIG_IGN))
+        self._pool = ProcessPoolExecutor(processes, get_context("spawn"), *ignore) if processes > 1 else None
         self._futures: list[Future[None]] = []
 
     def write(self, folder: Path) -> None:
@@ -73,10 +75,6 @@ class Writer:
             self._pool.shutdown()
         for future in self._futures:
             future.result()
-
-
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; what was given is written
 
 
 def _from_record(folder: Path) -> None:

@@ -60,12 +60,7 @@ def tabulate_entries(record: FleetRecord) -> Table:
 
 
 def _link_first(entries: Sequence[EntryRecord]) -> dict[tuple[int, int], str]:
-    return {(index, 0): page for index, entry in enumerate(entries) if (page := _find_page(entry))}
-
-
-def _find_page(entry: EntryRecord) -> str:
-    """Return the path of an entry's page from the fleet's folder; empty if it has no run."""
-    return f"{entry.run}/{PAGE}" if entry.run else ""
+    return {(index, 0): f"{entry.run}/{PAGE}" for index, entry in enumerate(entries) if entry.run}
 
 
 def _entry_row(entry: EntryRecord) -> dict[str, str]:
@@ -265,7 +260,7 @@ def tabulate_matrix(record: FleetRecord) -> Table:
     by_pair = {(entry.model, entry.target): entry for entry in record.entries}
     rows = [{"model": model, **{target: _cell(by_pair.get((model, target))) for target in targets}} for model in models]
     places = {(models.index(model), targets.index(target) + 1): entry for (model, target), entry in by_pair.items()}
-    links = {place: page for place, entry in places.items() if (page := _find_page(entry))}
+    links = {place: f"{entry.run}/{PAGE}" for place, entry in places.items() if entry.run}
     tones = {place: _STATUSES[entry.status][2] for place, entry in places.items()}
     caption = "Winners by model and target, with their speed-up over the baseline there."
     return make_table("matrix", caption, rows, links=links, tones=tones)

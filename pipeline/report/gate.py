@@ -37,27 +37,20 @@ def _items(found: Gate | FleetGate, broken: str) -> Iterator[tuple[str, str]]:
 
 def summarize(found: Gate | FleetGate) -> str:
     """Sum up a gate in one sentence."""
+    gates = _entries(found)
+    total = sum(len(gate.verdicts) for _, gate in gates)
     if isinstance(found, FleetGate):
-        return _summarize_fleet(found)
-    about = f"{found.variant} of {found.run}" if found.variant else found.run
-    broken = len(found.breaches)
-    if broken:
-        return f"{about}: {broken} of {len(found.verdicts)} broken"
-    if found.updated:
-        return f"{about} is the baseline in {found.baseline} now"
-    return f"{about}: all {len(found.verdicts)} held" if found.verdicts else f"{about}: nothing was judged"
-
-
-def _summarize_fleet(found: FleetGate) -> str:
-    broken = [name for name, one in found.entries.items() if not one.passed]
-    if broken:
-        return f"{found.fleet}: {len(broken)} of {len(found.entries)} entries broken: {', '.join(broken)}"
-    if found.updated:
-        return f"{found.fleet} is the baseline in {found.baseline} now"
-    total, entries = sum(len(one.verdicts) for one in found.entries.values()), len(found.entries)
-    if not total:
-        return f"{found.fleet}: nothing was judged"
-    return f"{found.fleet}: all {total} held, of {entries} {'entry' if entries == 1 else 'entries'}"
+        about, entries = found.fleet, len(gates)
+        failed = [name for name, gate in found.entries.items() if not gate.passed]
+        broken = f"{len(failed)} of {entries} entries broken: {', '.join(failed)}" if failed else ""
+        held = f"all {total} held, of {entries} {'entry' if entries == 1 else 'entries'}"
+    else:
+        about = f"{found.variant} of {found.run}" if found.variant else found.run
+        broken = f"{len(found.breaches)} of {total} broken" if found.breaches else ""
+        held = f"all {total} held"
+    if broken or not found.updated:
+        return f"{about}: {broken or (held if total else 'nothing was judged')}"
+    return f"{about} is the baseline in {found.baseline} now"
 
 
 def render(found: Gate | FleetGate) -> str:
@@ -84,8 +77,9 @@ def annotate(title: str, errors: Sequence[str], warnings: Sequence[str]) -> list
 
     Text of a model or a file cannot end the line or begin a command of its own.
     """
+    name = _escape(title).replace(":", "%3A").replace(",", "%2C")
     return [
-        f"::{level} title={_property(title)}::{_message(text)}"
+        f"::{level} title={name}::{_escape(text)}"
         for level, texts in (("error", errors), ("warning", warnings))
         for text in texts
     ]
@@ -102,10 +96,6 @@ def append_summary(environment: Mapping[str, str], markdown: str) -> None:
             summary.write(markdown.rstrip("\n") + "\n\n")
 
 
-def _message(text: str) -> str:
+def _escape(text: str) -> str:
     short = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
     return short.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _property(text: str) -> str:
-    return _message(text).replace(":", "%3A").replace(",", "%2C")

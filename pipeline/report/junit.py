@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from enginesmith.pipeline.measure.rows import StageFidelity
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.fleet import EntryRecord, FleetRecord
-from enginesmith.pipeline.results.run import Run, VariantRecord
+from enginesmith.pipeline.results.run import Run
 
 _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 has no way to write (section 2.2, "Characters")."""
@@ -40,35 +40,32 @@ def render_fleet(record: FleetRecord, found: Mapping[str, Run]) -> str:
 def _suites(run: Run) -> dict[str, list[_Case]]:
     suites = {"budgets": list(_budgets(run))}
     for record in run.variants:
-        suites[f"variant {record.id}"] = [_made(record), *map(_checked, record.fidelity)]
+        case = _Case("measured", "failure" if record.status == "failed" else "skipped", record.reason or record.status)
+        measured = _Case("measured") if record.status == "measured" else case
+        suites[f"variant {record.id}"] = [measured, *map(_checked, record.fidelity)]
     return suites
 
 
 def _ended(entry: EntryRecord) -> _Case:
-    """Budgets that nobody holds have cases of their own."""
+    """Make the case of an entry; budgets that nobody holds have cases of their own."""
     if entry.status in ("done", "breached"):
         return _Case(entry.name)
-    outcome: Literal["failure", "skipped"] = "failure" if entry.status == "failed" else "skipped"
-    return _Case(entry.name, outcome, f"{entry.status}: {entry.reason}")
+    return _Case(entry.name, "failure" if entry.status == "failed" else "skipped", f"{entry.status}: {entry.reason}")
 
 
 def _document(title: str, created: str, seconds: float, suites: Mapping[str, Sequence[_Case]]) -> str:
     counts = _counts([case for cases in suites.values() for case in cases])
-    root = ElementTree.Element("testsuites", {"name": _legal(title), **counts, "time": f"{seconds:.3f}"})
+    root = ElementTree.Element("testsuites", {"name": title, **counts, "time": f"{seconds:.3f}"})
     for name, cases in suites.items():
-        suite = ElementTree.SubElement(root, "testsuite", {"name": _legal(name), **_counts(cases)})
-        suite.set("timestamp", _legal(created))
+        suite = ElementTree.SubElement(root, "testsuite", {"name": name, **_counts(cases), "timestamp": created})
         for case in cases:
-            _add(suite, name, case)
+            element = ElementTree.SubElement(suite, "testcase", {"classname": name, "name": case.name})
+            if case.outcome:
+                outcome = ElementTree.SubElement(element, case.outcome, {"message": case.message})
+                outcome.text = case.message  # Jenkins shows the attribute, GitLab the text
     ElementTree.indent(root)
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
-
-
-def _add(suite: ElementTree.Element, name: str, case: _Case) -> None:
-    element = ElementTree.SubElement(suite, "testcase", {"classname": _legal(name), "name": _legal(case.name)})
-    if case.outcome:
-        found = ElementTree.SubElement(element, case.outcome, {"message": _legal(case.message)})
-        found.text = _legal(case.message)  # Jenkins shows the attribute, GitLab the text
+    text = _NO_XML.sub("\ufffd", ElementTree.tostring(root, encoding="unicode"))
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
 
 
 def _budgets(run: Run) -> Iterator[_Case]:
@@ -77,12 +74,6 @@ def _budgets(run: Run) -> Iterator[_Case]:
         yield _Case(name) if one.passed else _Case(name, "failure", verdicts.format_verdict(one))
     for budget in verdicts.list_unjudged(run):
         yield _Case(verdicts.format_title(budget), "skipped", f"not judged: {run.winner_reason}")
-
-
-def _made(record: VariantRecord) -> _Case:
-    if record.status == "measured":
-        return _Case("measured")
-    return _Case("measured", "failure" if record.status == "failed" else "skipped", record.reason or record.status)
 
 
 def _checked(entry: StageFidelity) -> _Case:
@@ -96,7 +87,3 @@ def _checked(entry: StageFidelity) -> _Case:
 def _counts(cases: Sequence[_Case]) -> dict[str, str]:
     failed, skipped = (sum(case.outcome == outcome for case in cases) for outcome in ("failure", "skipped"))
     return {"tests": str(len(cases)), "failures": str(failed), "errors": "0", "skipped": str(skipped)}
-
-
-def _legal(text: str) -> str:
-    return _NO_XML.sub("\ufffd", text)

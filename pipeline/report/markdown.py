@@ -8,7 +8,7 @@ from urllib.parse import quote
 from enginesmith.pipeline.report import sections, sentences, tables
 from enginesmith.pipeline.report.tables import Table
 from enginesmith.pipeline.results import verdicts
-from enginesmith.pipeline.results.run import Run, VariantRecord
+from enginesmith.pipeline.results.run import Run
 
 MOST_CHARACTERS = 60_000
 """A comment on GitHub holds 65 536."""
@@ -17,7 +17,7 @@ _MOST_ROWS, _MOST_LINES, _LONGEST = 24, 12, 400
 _STAR = re.compile(r"(?<!\*)\*(?!\*)")
 """A star that marks a name, and no emphasis."""
 _REFERENCE = re.compile(r"(?<![\w])@(?=\w)|#(?=\d)")
-"""What GitHub makes a mention of somebody, or of an issue, wherever it stands; nothing that is seen goes in between."""
+"""Text that GitHub makes a mention of somebody, or of an issue, wherever it stands; a character of no width cuts it."""
 
 
 # Markdown that no name or text can break out of.
@@ -28,7 +28,10 @@ def render_table(table: Table, most: int | None = None, page: str = "") -> str:
     lines = [tuple(map(plain, line)) for line in (table.columns, tuple("---" for _ in table.columns))]
     for index, row in enumerate(table.rows[:most]):
         first, *rest = map(plain, row)
-        lines.append((_link(first, table.links.get((index, 0), "")), *rest))
+        if target := table.links.get((index, 0)):
+            text = first.replace("[", "\\[").replace("]", "\\]")
+            first = f"[{text}]({quote(target)})"
+        lines.append((first, *rest))
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     left = len(table.rows) - (most or len(table.rows))
     return f"{text}\n\nand {left} more rows, in {page}" if left > 0 else text
@@ -40,10 +43,6 @@ def render_list(lines: Iterable[str], most: int = _MOST_LINES, page: str = "repo
     left = len(entries) - most
     more = [f"and {left} more, in {page}"] if left > 0 else []
     return "\n".join(f"- {line}" for line in [*entries[:most], *more])
-
-
-def _link(text: str, target: str) -> str:
-    return f"[{text.replace('[', chr(92) + '[').replace(']', chr(92) + ']')}]({quote(target)})" if target else text
 
 
 def plain(text: str) -> str:
@@ -71,6 +70,8 @@ def render(run: Run) -> str:
     """Render a run as Markdown."""
     progress = [f"{said}; `enginesmith resume` goes on"] if (said := sentences.describe_progress(run)) else []
     cautions = [*progress, *sentences.list_warnings(run), *sentences.list_measurement_notes(run)]
+    reasons = sentences.group_by_reason(run)
+    failed = [_label(", ".join(map(tables.marked, records)), reason) for records, reason in reasons]
     parts = [
         f"# {plain(shorten(run.name))}",
         plain(shorten(sentences.summarize(run), 2 * _LONGEST)),
@@ -79,7 +80,7 @@ def render(run: Run) -> str:
         render_list(_label(name, text) for name, text in sentences.list_remarks(run)),
         *_render_budgets(run),
         *_render_section("Cautions", [f"{plain(shorten(text))}." for text in cautions]),
-        *_render_section("What failed, or is left", [_label(*split) for split in _split_reasons(run)]),
+        *_render_section("What failed, or is left", failed),
         _render_fidelity(run),
         _render_machine(run),
         _list_contents(run),
@@ -91,16 +92,15 @@ def _label(name: str, text: str) -> str:
     return f"**{plain(shorten(name))}**: {plain(shorten(text))}"
 
 
-def _split_reasons(run: Run) -> list[tuple[str, str]]:
-    return [(", ".join(map(tables.marked, records)), reason) for records, reason in sentences.group_by_reason(run)]
-
-
 def _render_variants(run: Run) -> str:
     """Render all variants, or those that matter where there are many."""
     table = sections.tabulate_variants(run)
     if len(table.rows) <= _MOST_ROWS:
         return render_table(_shorten_cells(table))
-    chosen = _choose_variants(run)
+    # the winner, the Pareto front, and others in their order, as many as there is room for
+    room = max(1, _MOST_ROWS // max(1, len(run.baseline.latency)) - 1)
+    kept = {record.id for record in sections.winner_first(run)[:room]}
+    chosen = tuple(record for record in run.variants if record.id in kept)
     few = sections.tabulate_variants(run.model_copy(update={"variants": chosen}))
     few = _shorten_cells(replace(few, rows=few.rows[:_MOST_ROWS]))
     return render_table(few) + f"\n\nand {len(run.variants) - len(chosen)} more variants, in report.html"
@@ -108,14 +108,6 @@ def _render_variants(run: Run) -> str:
 
 def _shorten_cells(table: Table) -> Table:
     return replace(table, rows=tuple(tuple(map(shorten, row)) for row in table.rows))
-
-
-def _choose_variants(run: Run) -> tuple[VariantRecord, ...]:
-    """Choose the winner, the Pareto front, and others in their order, as many as there is room for."""
-    room = max(1, _MOST_ROWS // max(1, len(run.baseline.latency)) - 1)
-    ranked = sorted(run.variants, key=lambda record: (record.id != run.winner, record.id not in run.pareto))
-    kept = {record.id for record in ranked[:room]}
-    return tuple(record for record in run.variants if record.id in kept)
 
 
 def _render_budgets(run: Run) -> list[str]:

@@ -17,7 +17,7 @@ _ENDED_SHOWN = 100
 
 @dataclass
 class _Line:
-    """Keep a step's state."""
+    """A step's state."""
 
     step: ShownStep
     started: float | None = None
@@ -28,14 +28,14 @@ class _Line:
 
 @dataclass
 class _Board:
-    """Keep the lines of all steps that have begun, in order, and what is left to do."""
+    """Lines of all steps that have begun, in order, and the steps that are left."""
 
     lines: dict[str, _Line] = field(default_factory=dict)
     left: dict[str, ShownStep] = field(default_factory=dict)
     """Planned steps that have not ended, by id."""
     planned: int = 0
     _seconds: dict[str, list[float]] = field(default_factory=dict)
-    """By task, how long steps of this run took."""
+    """Durations of this run's steps, by task."""
 
     def take(self, event: Event) -> _Line | None:
         """Update the step's line; None where there is none: for a plan, or a trial after the end of its search."""

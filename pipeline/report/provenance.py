@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from enginesmith.pipeline.artifact import HistoryEntry
@@ -11,7 +11,12 @@ from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.units import format_bytes, format_seconds, format_si
 
 _OTHER_FACTS = ("warnings", "packages", "reasons", "gpus", "folder")
-_BYTES, _SECONDS, _MHZ = "_bytes", "_seconds", "_mhz"
+_UNITS: Mapping[str, Callable[[float], str]] = {
+    "_bytes": format_bytes,
+    "_seconds": lambda value: f"{value:,.0f} s",
+    "_mhz": lambda value: f"{value:,.0f} MHz",
+}
+"""Ending of a fact's name → how its number is formatted."""
 _OWN = "enginesmith"
 
 
@@ -77,45 +82,34 @@ def _list_facts(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     why = reasons if isinstance(reasons, Mapping) else {}
     for name, value in environment.items():
         if name not in _OTHER_FACTS:
-            unknown = f"unknown: {why.get(name, 'no reason was given')}"
-            yield _words(name), unknown if value is None else _fact(name, value)
+            title, text = _format_fact(name, value)
+            yield title, f"unknown: {why.get(name, 'no reason was given')}" if value is None else text
     gpus = environment.get("gpus")
     if gpus is None:
         yield "GPUs", f"none: {why.get('gpus', 'no reason was given')}"
     for index, gpu in enumerate(gpus or ()):
-        yield from _gpu(index, gpu)
+        if not isinstance(gpu, Mapping):
+            yield f"GPU {index}", str(gpu)
+            continue
+        for name, value in gpu.items():
+            if name not in ("reasons", "processes") and value is not None:
+                title, text = _format_fact(name, value)
+                yield f"GPU {index}: {title}", text
 
 
-def _gpu(index: int, gpu: Any) -> Iterator[tuple[str, str]]:
-    if not isinstance(gpu, Mapping):
-        yield f"GPU {index}", str(gpu)
-        return
-    for name, value in gpu.items():
-        if name not in ("reasons", "processes") and value is not None:
-            yield f"GPU {index}: {_words(name)}", _fact(name, value)
-
-
-def _words(name: str) -> str:
-    for ending in (_BYTES, _SECONDS, _MHZ):
-        name = name.removesuffix(ending)
-    return name.replace("_", " ")
-
-
-def _fact(name: str, value: Any) -> str:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and name.endswith(_BYTES):
-        return format_bytes(value)
-    if number and name.endswith(_SECONDS):
-        return f"{value:,.0f} s"
-    if number and name.endswith(_MHZ):
-        return f"{value:,.0f} MHz"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {one}" for key, one in value.items()) or "none"
-    if isinstance(value, list | tuple):
-        return ", ".join(str(one) for one in value) or "none"
+def _format_fact(name: str, value: Any) -> tuple[str, str]:
+    """Name a fact for people, without its unit, and format its value."""
+    unit = next((unit for unit in _UNITS if name.endswith(unit)), "")
+    title = name.removesuffix(unit).replace("_", " ")
     if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        return title, "yes" if value else "no"
+    if unit and isinstance(value, int | float):
+        return title, _UNITS[unit](value)
+    if isinstance(value, Mapping):
+        return title, ", ".join(f"{key} {one}" for key, one in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return title, ", ".join(map(str, value)) or "none"
+    return title, f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def tabulate_rates(run: Run) -> Table:

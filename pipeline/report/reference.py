@@ -25,19 +25,19 @@ def recipe_reference() -> str:
 
 
 def _row(path: str, field: FieldInfo) -> str:
-    default = "required" if field.is_required() else f"`{_plain(field.get_default())}`"
-    unit = next((METAVARS[one] for one in metadata(field) if one in METAVARS), "")
+    default = "required"
+    if not field.is_required():
+        value = field.get_default()
+        plain = list(value) if isinstance(value, tuple) else value
+        text = yaml.safe_dump(plain, default_flow_style=True).removesuffix("...\n").strip()
+        default = f"`{text}`"
+    unit = next((METAVARS[entry] for entry in metadata(field) if entry in METAVARS), "")
     kind = {"SIZE": "size, in bytes", "TIME": "duration, in ms" if path.endswith("_ms") else "duration, in s"}.get(unit)
     return f"| `{path}` | {kind or _kind(field.annotation)} | {default} | {field.description} |"
 
 
-def _plain(value: object) -> str:
-    shown = list(value) if isinstance(value, tuple) else value
-    return yaml.safe_dump(shown, default_flow_style=True).removesuffix("...\n").strip()
-
-
 def _kind(kind: object) -> str:
-    origin, arguments = typing.get_origin(kind), [one for one in typing.get_args(kind) if one is not type(None)]
+    origin, arguments = typing.get_origin(kind), [part for part in typing.get_args(kind) if part is not type(None)]
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin is typing.Annotated:
@@ -47,6 +47,6 @@ def _kind(kind: object) -> str:
     if origin is dict:
         return "mapping"
     if arguments:
-        return " or ".join(_kind(one) for one in arguments)
+        return " or ".join(map(_kind, arguments))
     names = {str: "text", int: "integer", float: "number", bool: "true or false"}
     return names[typing.cast(type, kind)]

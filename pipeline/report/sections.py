@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from enginesmith.pipeline.frameworks.records import Coverage, PruningFacts, format_percent, format_shares
+from enginesmith.pipeline.frameworks.records import PruningFacts, format_percent, format_shares
 from enginesmith.pipeline.measure import profile
 from enginesmith.pipeline.measure.rows import LatencyRow, LimitRow, MemoryRow, Throughput
 from enginesmith.pipeline.passes.finetune.options import Point
@@ -277,24 +277,22 @@ def tabulate_profile(run: Run) -> Table:
 
 def tabulate_modules(run: Run) -> Table:
     """List each variant's modules beside the baseline's, those that lost time first, at most 20 000 of them."""
-    return _cut("modules", "Modules beside the baseline's", _module_rows(run), run)
-
-
-def _module_rows(run: Run) -> Iterator[dict[str, str]]:
     baselines = {entry.batch: entry for entry in run.baseline.profile if entry.total_ms is not None}
-    for record in _winner_first(run):
-        for entry in record.profile:
-            if entry.total_ms is None or entry.batch not in baselines:
-                continue
-            for row in profile.join_profiles([baselines[entry.batch], entry]):
-                yield {
-                    "module": row.module,
-                    "variant": marked(record),
-                    "ms": ms(row.ms.get(entry.variant)),
-                    "baseline ms": ms(row.ms.get(run.baseline.id)),
-                    "over the baseline": _ratio(row.ratio.get(entry.variant), ".2f"),
-                    "why": row.why.get(entry.variant, ""),
-                }
+    rows = (
+        {
+            "module": row.module,
+            "variant": marked(record),
+            "ms": ms(row.ms.get(entry.variant)),
+            "baseline ms": ms(row.ms.get(run.baseline.id)),
+            "over the baseline": _ratio(row.ratio.get(entry.variant), ".2f"),
+            "why": row.why.get(entry.variant, ""),
+        }
+        for record in winner_first(run)
+        for entry in record.profile
+        if entry.total_ms is not None and entry.batch in baselines
+        for row in profile.join_profiles([baselines[entry.batch], entry])
+    )
+    return _cut("modules", "Modules beside the baseline's", rows, run)
 
 
 def tabulate_operators(run: Run) -> Table:
@@ -308,14 +306,15 @@ def tabulate_operators(run: Run) -> Table:
             "of its total": f"{row.share:.1%}",
             "in": row.precision or "–",
         }
-        for record in (run.baseline, *_winner_first(run))
+        for record in (run.baseline, *winner_first(run))
         for entry in record.profile
         for row in entry.rows
     )
     return _cut("operators", "Operators by module", rows, run)
 
 
-def _winner_first(run: Run) -> list[VariantRecord]:
+def winner_first(run: Run) -> list[VariantRecord]:
+    """Order the variants by their importance: the winner, the Pareto front, then as they stand."""
     return sorted(run.variants, key=lambda record: (record.id != run.winner, record.id not in run.pareto))
 
 
@@ -331,26 +330,25 @@ def _cut(name: str, caption: str, rows: Iterator[dict[str, str]], run: Run) -> T
 
 def tabulate_coverage(run: Run) -> Table:
     """List what each graph asks for and what each engine runs."""
-    rows = (
-        {"variant": marked(record) if index == 0 or record.coverage is None else "", "of": kind, **_shares(coverage)}
-        for record in run.records
-        for index, (kind, coverage) in enumerate((("graph", record.coverage), ("engine", record.engine_coverage)))
-        if coverage is not None
-    )
+    rows = []
+    for record in run.records:
+        for kind, coverage in (("graph", record.coverage), ("engine", record.engine_coverage)):
+            if coverage is not None:
+                products = coverage.unknown_products
+                unknown = f", {products} products of unknown size" if products else ""
+                row = {
+                    "variant": marked(record) if kind == "graph" or record.coverage is None else "",
+                    "of": kind,
+                    "multiply-adds": format_shares(coverage.macs) + unknown,
+                    "weights": format_shares(coverage.weights),
+                    "Q/DQ pairs": str(coverage.qdq_pairs),
+                    "not fused": str(coverage.unfused),
+                    "islands": str(coverage.islands),
+                    "conversions": str(coverage.conversions),
+                    "casts": str(coverage.casts),
+                }
+                rows.append(row)
     return make_table("coverage", "What each graph asks for, and what each engine runs", rows, grouped=True)
-
-
-def _shares(coverage: Coverage) -> dict[str, str]:
-    unknown = f", {coverage.unknown_products} products of unknown size" if coverage.unknown_products else ""
-    return {
-        "multiply-adds": format_shares(coverage.macs) + unknown,
-        "weights": format_shares(coverage.weights),
-        "Q/DQ pairs": str(coverage.qdq_pairs),
-        "not fused": str(coverage.unfused),
-        "islands": str(coverage.islands),
-        "conversions": str(coverage.conversions),
-        "casts": str(coverage.casts),
-    }
 
 
 def tabulate_assignment(record: VariantRecord, name: str = "") -> Table:
@@ -456,27 +454,27 @@ def tabulate_losses(run: Run) -> Table:
     rows = (
         {
             "variant": marked(record),
-            **_find_fall(lowest),
+            **fall,
             "metric": points(record.quality) if record.quality else "–",
         }
         for record in run.variants
-        if (lowest := _find_lowest(record))
+        if (fall := _find_fall(record))
     )
     caption = f"Where each variant came furthest from {run.baseline.id}, stage by stage at the worst shape"
     return make_table("lost", caption, rows, sortable=True)
 
 
-def _find_lowest(record: VariantRecord) -> dict[str, float]:
-    """Find the lowest SQNR of all shapes by stage, in dB, without stages that change the model on purpose."""
+def _find_fall(record: VariantRecord) -> dict[str, str]:
+    """Find the stage with the largest fall of the lowest SQNR of all shapes from the stage before it, in dB.
+
+    Stages that change the model on purpose are left out. Empty where no stage has an SQNR.
+    """
     lowest: dict[str, float] = {}
     for entry in record.judged_fidelity:
         if entry.sqnr_db is not None:
             lowest[entry.stage] = min(entry.sqnr_db, lowest.get(entry.stage, entry.sqnr_db))
-    return lowest
-
-
-def _find_fall(lowest: dict[str, float]) -> dict[str, str]:
-    """Find the stage with the largest fall from the one before it, the SQNR there, and the lowest of all."""
+    if not lowest:
+        return {}
     pairs = itertools.pairwise(lowest.items())
     falls = [(before - after, stage, before, after) for (_, before), (stage, after) in pairs]
     fall, stage, before, after = max(falls, default=(0.0, "", 0.0, 0.0))

@@ -3,7 +3,7 @@ variant."""
 
 from collections.abc import Iterator
 
-from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, TOO_NOISY, Interval
+from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, TOO_NOISY
 from enginesmith.pipeline.report.tables import mark, marked, name_some, points, speedup
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.comparison import MOSTLY_DISTURBED
@@ -39,36 +39,33 @@ def _summarize(run: Run) -> str:
         parts.append(f"uses {100 * record.peak_bytes / run.baseline.peak_bytes:.0f} % of its peak memory")
     if record.quality and record.quality.drop is not None:
         parts.append(f"{points(record.quality)} on {record.quality.samples} samples")
-    return "; ".join([", ".join(parts), *_summarize_budgets(run)]) + "."
-
-
-def _summarize_budgets(run: Run) -> list[str]:
+    sentences = [", ".join(parts)]
     broken = [verdicts.format_verdict(verdict) for verdict in run.verdicts if not verdict.passed]
     if broken:
-        return [f"{len(broken)} of {len(run.verdicts)} budgets broken: {', '.join(broken)}"]
-    if len(run.verdicts) == 1:
-        return [f"its budget is met: {verdicts.format_title(run.verdicts[0].budget)}"]
-    return [f"all {len(run.verdicts)} budgets met"] if run.verdicts else []
+        sentences.append(f"{len(broken)} of {len(run.verdicts)} budgets broken: {', '.join(broken)}")
+    elif len(run.verdicts) == 1:
+        sentences.append(f"its budget is met: {verdicts.format_title(run.verdicts[0].budget)}")
+    elif run.verdicts:
+        sentences.append(f"all {len(run.verdicts)} budgets met")
+    return "; ".join(sentences) + "."
 
 
 def _compare_latency(record: VariantRecord, baseline: VariantRecord, batch: int) -> str:
+    """Compare medians; says ``faster`` only if the interval leaves out that it is not."""
     mine, theirs = record.row(batch), baseline.row(batch)
-    if mine is not None and mine.speedup is not None:
-        return _compare_speed(record, baseline, mine.speedup, batch)
-    if mine is None or theirs is None:
+    if mine is None or (theirs is None and mine.speedup is None):
         return f"{record.id} was measured at batch {batch}, and {baseline.id} was not"
-    medians = f"{ms(mine.p50_ms)} ms against {ms(theirs.p50_ms)} ms of {baseline.id} at batch {batch}"
-    return f"{record.id} takes {medians}, in too few rounds for an interval"
-
-
-def _compare_speed(record: VariantRecord, baseline: VariantRecord, interval: Interval, batch: int) -> str:
-    """Say ``faster`` only if the interval leaves out that it is not."""
+    if mine.speedup is None:
+        medians = (
+            f"{ms(mine.p50_ms)} ms against {ms(theirs.p50_ms if theirs else None)} ms of {baseline.id} at batch {batch}"
+        )
+        return f"{record.id} takes {medians}, in too few rounds for an interval"
     times, beside = speedup(record, batch), f"{baseline.id} at batch {batch}"
-    if interval.too_noisy:
+    if mine.speedup.too_noisy:
         return f"whether {record.id} is faster than {beside} is {times}"
-    if interval.low > 1:
+    if mine.speedup.low > 1:
         return f"{record.id} is {times} faster than {beside}"
-    unsure = " (which may be no difference)" if interval.high >= 1 else ""
+    unsure = " (which may be no difference)" if mine.speedup.high >= 1 else ""
     return f"{record.id} has {times} the speed of {beside}{unsure}"
 
 

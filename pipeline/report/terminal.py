@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ _MOST_NOTES = 3
 """Notes after a run; report.html has all of them."""
 
 
+def _print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        click.echo(line)
+
+
 def print_json(value: Any) -> None:
     """Print one JSON document."""
     click.echo(json.dumps(value, indent=1))
@@ -33,24 +39,19 @@ def show_run(run: Run, folder: Path | None, as_json: bool) -> int:
         click.echo(run.model_dump_json(by_alias=True, indent=1))
     else:
         _print_table(sections.tabulate_variants(run))
-        for line in (*sentences.list_footnotes(run), sentences.summarize(run)):
-            click.echo(line)
-        for name, text in sentences.list_remarks(run):
-            click.echo(f"{name}: {text}")
-        for line in (*sentences.list_reasons(run), *sentences.describe_out_of_memory(run)):
-            click.echo(line)
-        _print_assignments(run)
-        for tabulate in (
-            sections.tabulate_pruning,
-            sections.tabulate_throughput,
-            sections.tabulate_limits,
-            sections.tabulate_profile,
-        ):
-            _print_table(tabulate(run))
-        for line in sentences.describe_profiles(run):
-            click.echo(line)
-        for note in sentences.list_notes(run)[:_MOST_NOTES]:
-            click.echo(f"note: {note}")
+        _print_lines((*sentences.list_footnotes(run), sentences.summarize(run)))
+        _print_lines(f"{name}: {text}" for name, text in sentences.list_remarks(run))
+        _print_lines((*sentences.list_reasons(run), *sentences.describe_out_of_memory(run)))
+        for record in run.variants:  # the groups of those in which precisions differ
+            _print_lines(filter(None, (sections.summarize_assignment(record),)))
+            if len({group.precision for group in record.assignment}) > 1:
+                _print_table(sections.tabulate_assignment(record), _MOST_ROWS, "report.html")
+        _print_table(sections.tabulate_pruning(run))
+        _print_table(sections.tabulate_throughput(run))
+        _print_table(sections.tabulate_limits(run))
+        _print_table(sections.tabulate_profile(run))
+        _print_lines(sentences.describe_profiles(run))
+        _print_lines(f"note: {note}" for note in sentences.list_notes(run)[:_MOST_NOTES])
         if folder is not None:
             click.echo(f"report: {folder / 'report.html'}")
     broken = [verdict for verdict in run.verdicts if not verdict.passed]
@@ -63,10 +64,8 @@ def show_fleet(record: FleetRecord, folder: Path, as_json: bool) -> int:
         click.echo(record.model_dump_json(by_alias=True, indent=1))
         return record.exit_code
     _print_table(fleet_tables.tabulate_entries(record))
-    for line in (fleet_tables.summarize(record), *fleet_tables.list_footnotes(record)):
-        click.echo(line)
-    for name, text in fleet_tables.list_facts(record).items():
-        click.echo(f"{name}: {text}")
+    _print_lines((fleet_tables.summarize(record), *fleet_tables.list_footnotes(record)))
+    _print_lines(f"{name}: {text}" for name, text in fleet_tables.list_facts(record).items())
     _print_changes(record)
     for entries, variants, kind, reason, remedy, log in fleet_tables.group_failures(record):
         click.echo(f"{entries}: {'' if variants == 'all' else f'{variants}: '}{kind}: {reason}")
@@ -88,8 +87,7 @@ def show_fleets(record: FleetRecord, as_json: bool) -> None:
 
 
 def _print_changes(record: FleetRecord) -> None:
-    for line in fleet_tables.describe_last(record):
-        click.echo(f"since the last fleet: {line}")
+    _print_lines(f"since the last fleet: {line}" for line in fleet_tables.describe_last(record))
     _print_table(fleet_tables.tabulate_changes(record, certain=True), _MOST_ROWS, "fleet.html")
 
 
@@ -99,19 +97,9 @@ def show_comparison(compared: Comparison, as_json: bool) -> None:
         click.echo(compared.model_dump_json(by_alias=True, indent=1))
         return
     for part in comparison.list_parts(compared):
-        for line in filter(None, (part.title, *part.lines)):
-            click.echo(line)
+        _print_lines(filter(None, (part.title, *part.lines)))
         if part.table:
             _print_table(part.table)
-
-
-def _print_assignments(run: Run) -> None:
-    """Print the groups' precisions of variants in which they differ."""
-    for record in run.variants:
-        if sentence := sections.summarize_assignment(record):
-            click.echo(sentence)
-        if len({group.precision for group in record.assignment}) > 1:
-            _print_table(sections.tabulate_assignment(record), _MOST_ROWS, "report.html")
 
 
 def show_stage(result: Any, as_json: bool) -> None:
@@ -140,8 +128,7 @@ def show_pruned(result: Any, as_json: bool) -> None:
         return
     facts = result.pruning
     _print_table(sections.tabulate_groups(facts))
-    for name, why in facts.whole.items():
-        click.echo(f"whole: {name}: {why}")
+    _print_lines(f"whole: {name}: {why}" for name, why in facts.whole.items())
     rows = (
         {"": name, "before": f"{before:,}", "after": f"{after:,}", "left": f"{after / max(before, 1):.1%}"}
         for name, before, after in (
@@ -160,13 +147,9 @@ def show_facts(facts: dict[str, Any], as_json: bool) -> None:
         return
     for name, value in facts.items():
         if isinstance(value, list):
-            click.echo(f"{name}:" + ("" if value else " none"))
-            for item in value:
-                click.echo(f"  {item}")
+            _print_lines((f"{name}:" + ("" if value else " none"), *(f"  {item}" for item in value)))
         elif isinstance(value, dict):
-            click.echo(f"{name}:")
-            for key, item in value.items():
-                click.echo(f"  {key}: {item}")
+            _print_lines((f"{name}:", *(f"  {key}: {item}" for key, item in value.items())))
         else:
             click.echo(f"{name}: {'unknown' if value is None else value}")
 

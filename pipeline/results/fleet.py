@@ -357,24 +357,22 @@ _EXPLAINED_BY = {
 
 
 def _failures(found: Found, folder: Path, homes: Sequence[str]) -> Iterator[Failure]:
-    """List the entry's own failure, then those of its variants."""
-    run = found.run
-    broken = [one.id for one in run.steps if one.status == "failed"] if run else []
+    """List the entry's own failure, then those of its variants, each with the log of the step that failed.
+
+    A log is in the first of the run directories that has it; its path is from the fleet's folder.
+    """
+    run, logs = found.run, dict[str, str]()
+    for step in [step.id for step in run.steps if step.status == "failed"] if run else []:
+        names = (f"{RUNS}/{home}/logs/{step}.log" for home in homes)
+        if name := next((name for name in names if (folder / name).is_file()), None):
+            logs[step] = name
     if found.error is not None:
-        log = next((log for step in broken if (log := _log(folder, homes, step))), None)
-        kind = found.error.failure or None
+        kind, log = found.error.failure or None, next(iter(logs.values()), None)
         yield Failure(variant="", reason=found.error.message, remedy=remedy_of(found.error), failure=kind, log=log)
     for record in run.records if run else ():
         if record.status == "failed":
-            step = next((one for one in broken if record.reason.startswith(f"{one}: ")), None)
-            log = _log(folder, homes, step) if step else None
+            log = next((log for step, log in logs.items() if record.reason.startswith(f"{step}: ")), None)
             yield Failure(variant=record.id, reason=record.reason, failure=record.failure, log=log)
-
-
-def _log(folder: Path, homes: Sequence[str], step: str) -> str | None:
-    """Find a step's log in the first of the run directories that has it; the path is from the fleet's folder."""
-    names = (f"{RUNS}/{home}/logs/{step}.log" for home in homes)
-    return next((name for name in names if (folder / name).is_file()), None)
 
 
 # Compare a fleet with earlier ones, and find the entries that need not be done again.

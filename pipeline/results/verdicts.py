@@ -49,11 +49,6 @@ def read_throughput(record: VariantRecord, batch: int) -> float | None:
     return max((row.throughput_per_s for row in record.latency if row.throughput_per_s is not None), default=None)
 
 
-def _read_lowest_sqnr(record: VariantRecord, batch: int) -> float | None:
-    """Read the lowest SQNR of all stages and shapes, in dB; outputs that are no floats have none."""
-    return min((entry.sqnr_db for entry in record.judged_fidelity if entry.sqnr_db is not None), default=None)
-
-
 def _explain_latency(record: VariantRecord, batch: int) -> str:
     failed = next((row.failure for row in record.latency if row.batch == batch and row.failure), None)
     return failed or record.reasons.get("latency") or record.reason or f"it was not measured at batch {batch}"
@@ -111,7 +106,9 @@ BUDGETS: tuple[Budget, ...] = (
     Budget(
         "min_sqnr_db",
         "fidelity",
-        _read_lowest_sqnr,
+        lambda record, batch: min(
+            (one.sqnr_db for one in record.judged_fidelity if one.sqnr_db is not None), default=None
+        ),
         lambda record, batch: "no outputs are floats" if record.judged_fidelity else "its outputs were not judged",
         lambda value: f"SQNR {value:.1f} dB",
     ),

@@ -1,6 +1,5 @@
 """Define and read ``manifest.json`` of a package: its origin, where it runs, and every file's digest."""
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,7 +117,7 @@ class Manifest(_Part):
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     def text(self) -> str:
-        """Write the manifest as YAML."""
+        """Write the manifest as JSON."""
         return self.model_dump_json(indent=1, by_alias=True) + "\n"
 
 
@@ -178,9 +177,3 @@ def check_files(folder: Path, manifest: Manifest) -> None:
                 f"{folder / names[0]} {what}{more}; nothing was loaded",
                 "copy the bundle again, or package the run again: engines are code, and this is not what was packaged",
             )
-
-
-def plain(manifest: Manifest) -> dict[str, Any]:
-    """Convert the manifest to plain values."""
-    values: dict[str, Any] = json.loads(manifest.text())
-    return values
