@@ -127,8 +127,8 @@ def render_changes(record: FleetRecord, *, linked: bool = True) -> Iterator[str]
 
 
 def _render_table(table: Table) -> str:
-    rows = tuple(tuple(map(_shorten, row)) for row in table.rows)
-    return render_table(replace(table, rows=rows), _MOST_ROWS, _PAGE)
+    short = replace(table, rows=tuple(tuple(map(_shorten, row)) for row in table.rows))
+    return render_table(short, _MOST_ROWS, _PAGE)
 
 
 def _shorten(text: str) -> str:

@@ -48,7 +48,9 @@ class _Board:
             if event.outcome and event.outcome.artifact and not event.outcome.cached:
                 seconds = self._seconds.setdefault(event.step.task.title, [])
                 seconds.append(event.outcome.artifact.history[-1].seconds)
-        if self._is_idle(event):
+        made = event.outcome.artifact if event.outcome else None
+        known = [line.outcome.artifact for line in self.lines.values() if line.outcome and line.outcome.artifact]
+        if event.step.task.title == "search" and made and made.sha256 in {artifact.sha256 for artifact in known}:
             self.lines.pop(event.step.id, None)
             return None
         line = self.lines.setdefault(event.step.id, _Line(event.step))
@@ -62,11 +64,11 @@ class _Board:
 
     def overall(self) -> str:
         """Describe the progress of the whole: ``18 of 27 steps, about 40 s left``, without the time if unknown."""
-        seconds = self._seconds_left()
+        seconds = self._estimate()
         time_left = f", about {format_seconds(seconds)} left" if seconds else ""
         return f"{self.planned - len(self.left)} of {self.planned} steps{time_left}"
 
-    def _seconds_left(self) -> float | None:
+    def _estimate(self) -> float | None:
         """Add up the limits of the steps left, or how long others of their task took; None where one has neither."""
         at_once = sum(line.started is not None and line.ended is None for line in self.lines.values())
         total = 0.0
@@ -80,27 +82,15 @@ class _Board:
             total += max(0.0, expected - spent) / (1 if step.task.exclusive else max(1, at_once))
         return total
 
-    def _is_idle(self, event: Event) -> bool:
-        found = event.outcome.artifact if event.outcome else None
-        known = (line.outcome.artifact for line in self.lines.values() if line.outcome)
-        return (
-            event.step.task.title == "search"
-            and found is not None
-            and found.sha256 in {artifact.sha256 for artifact in known if artifact}
-        )
-
 
 @contextlib.contextmanager
 def show_progress(quiet: bool = False) -> Iterator[Listener]:
     """Show events as long as the block lasts; ``quiet`` shows only notes."""
     if quiet:
         yield _say_notes
-    elif sys.stderr.isatty():
-        with _tree() as listener:
-            yield listener
-    else:
-        with _plain_lines() as listener:
-            yield listener
+        return
+    with _tree() if sys.stderr.isatty() else _plain_lines() as listener:
+        yield listener
 
 
 def _say(text: str) -> None:

@@ -40,19 +40,13 @@ def tabulate_steps(run: Run) -> Table:
 
 def tabulate_parameters(run: Run) -> Table:
     """List the fields that each step was done with."""
-    rows = (
-        {
-            "step": name,
-            "parameters": json.dumps(entry.parameters.get("fields", entry.parameters), ensure_ascii=False),
-        }
-        for name, entry in _history(run).items()
-    )
+    fields = {name: entry.parameters.get("fields", entry.parameters) for name, entry in _history(run).items()}
+    rows = ({"step": name, "parameters": json.dumps(values, ensure_ascii=False)} for name, values in fields.items())
     return make_table("fields", "Fields of each step", rows)
 
 
 def _history(run: Run) -> dict[str, HistoryEntry]:
-    records = run.records
-    return {entry.step: entry for record in records for entry in record.history}
+    return {entry.step: entry for record in run.records for entry in record.history}
 
 
 def tabulate_files(run: Run) -> Table:
@@ -114,11 +108,9 @@ def _format_fact(name: str, value: Any) -> tuple[str, str]:
 
 def tabulate_rates(run: Run) -> Table:
     """List what the machine can do at best, where that was measured."""
-    limits = run.limits
-    rates = (
-        {}
-        if limits is None
-        else {
+    rates = {}
+    if limits := run.limits:
+        rates = {
             "memory, copied": (limits.copy_bandwidth, "B/s"),
             "memory, read": (limits.read_bandwidth, "B/s"),
             "caches": (limits.cache_bandwidth, "B/s"),
@@ -126,7 +118,6 @@ def tabulate_rates(run: Run) -> Table:
             "operators started": (limits.operators, "/s"),
             "inferences of one operator": (limits.calls, "/s"),
         }
-    )
     rows = (
         {
             "of the machine": name,
@@ -149,9 +140,8 @@ def list_versions(environment: Mapping[str, Any]) -> dict[str, str]:
 
 def write_install_command(environment: Mapping[str, Any]) -> str:
     """Write the command that installs the run's packages in a checkout of enginesmith; empty if none are known."""
-    pins = [
-        f"{name}=={version.partition('+')[0]}" for name, version in list_versions(environment).items() if name != _OWN
-    ]
+    versions = list_versions(environment).items()
+    pins = [f"{name}=={version.partition('+')[0]}" for name, version in versions if name != _OWN]
     return " ".join(["pip install -e .", *map(shlex.quote, pins)]) if pins else ""
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from enginesmith.pipeline.frameworks.records import PruningFacts, format_percent, format_shares
 from enginesmith.pipeline.measure import profile
-from enginesmith.pipeline.measure.rows import LatencyRow, LimitRow, MemoryRow, Throughput
+from enginesmith.pipeline.measure.rows import LatencyRow, LimitRow, MemoryRow
 from enginesmith.pipeline.passes.finetune.options import Point
 from enginesmith.pipeline.report.tables import (
     Number,
@@ -170,25 +170,19 @@ def tabulate_sweep(run: Run) -> Table:
 
 def tabulate_throughput(run: Run) -> Table:
     """List throughput and latency for each number of concurrent callers."""
-    rows = (
-        {
-            **_place(record, row),
-            "callers": number_cell(level.callers),
-            "samples/s [95 %]": Number(level.samples_per_s.format(rate), level.samples_per_s.median),
-            **_times(level, "p50", "p99"),
-            "": "; ".join(_throughput_notes(level, row)),
-        }
-        for record, row in _measured(run)
-        for level in row.concurrency
-    )
+    rows = []
+    for record, row in _measured(run):
+        for level in row.concurrency:
+            notes = ("the knee" if level.callers == row.knee else "", row.sibling_note if level.callers > 1 else "")
+            cells = {
+                **_place(record, row),
+                "callers": number_cell(level.callers),
+                "samples/s [95 %]": Number(level.samples_per_s.format(rate), level.samples_per_s.median),
+                **_times(level, "p50", "p99"),
+                "": "; ".join(filter(None, notes)),
+            }
+            rows.append(cells)
     return make_table("callers", "Throughput with several callers at the same time", rows, sortable=True)
-
-
-def _throughput_notes(level: Throughput, row: LatencyRow) -> Iterator[str]:
-    if level.callers == row.knee:
-        yield "the knee"
-    if level.callers > 1 and row.sibling_note:
-        yield row.sibling_note
 
 
 # Memory, limits of the device, and time by module.
@@ -452,11 +446,7 @@ def tabulate_fidelity(run: Run) -> Table:
 def tabulate_losses(run: Run) -> Table:
     """List for each variant the stage at which its outputs fell furthest."""
     rows = (
-        {
-            "variant": marked(record),
-            **fall,
-            "metric": points(record.quality) if record.quality else "–",
-        }
+        {"variant": marked(record), **fall, "metric": points(record.quality) if record.quality else "–"}
         for record in run.variants
         if (fall := _find_fall(record))
     )

@@ -129,13 +129,14 @@ def show_pruned(result: Any, as_json: bool) -> None:
     facts = result.pruning
     _print_table(sections.tabulate_groups(facts))
     _print_lines(f"whole: {name}: {why}" for name, why in facts.whole.items())
+    costs = {
+        "channels": (facts.channels_before, facts.channels_after),
+        "MACs": (facts.macs_before, facts.macs_after),
+        "parameters": (facts.parameters_before, facts.parameters_after),
+    }
     rows = (
         {"": name, "before": f"{before:,}", "after": f"{after:,}", "left": f"{after / max(before, 1):.1%}"}
-        for name, before, after in (
-            ("channels", facts.channels_before, facts.channels_after),
-            ("MACs", facts.macs_before, facts.macs_after),
-            ("parameters", facts.parameters_before, facts.parameters_after),
-        )
+        for name, (before, after) in costs.items()
     )
     _print_table(make_table("left", "", rows))
 

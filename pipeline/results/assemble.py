@@ -241,9 +241,11 @@ def assemble(
     ``artifacts`` are the engines' files in the run directory by variant, ``kept`` by variant what else is kept there
     for it: fields of its record.
     """
-    latency = _latency(plan, outcomes)
+    latency: dict[str, list[LatencyRow]] = {}
+    for entry in records_of(outcomes, plan.latency):
+        latency.setdefault(entry["variant"], []).append(LatencyRow.model_validate(entry["row"]))
     baseline, *records = (
-        make_record(variant, plan, outcomes, latency.get(variant.id, ()), artifacts.get(variant.id))
+        make_record(variant, plan, outcomes, tuple(latency.get(variant.id, ())), artifacts.get(variant.id))
         for variant in (plan.baseline, *plan.variants)
     )
     judged = [
@@ -251,7 +253,10 @@ def assemble(
         for record, variant in zip(records, plan.variants, strict=True)
     ]
     batch = deciding_batch(recipe, (row for rows in latency.values() for row in rows))
-    environment = _environment(header, plan, outcomes)
+    # the machine when latency was measured, which may have been in an earlier run
+    measured = artifact_of(outcomes, plan.latency)
+    environment = header.environment | (json.loads((measured.folder / ENVIRONMENT).read_bytes()) if measured else {})
+    environment["warnings"] = [*header.cautions, *environment.get("warnings", ())]
     variants = []
     for record, variant in zip(judged, plan.variants, strict=True):
         remarks = explain_gain(record, judged, Circumstances(batch, variant.device, environment))
@@ -299,18 +304,3 @@ def _model(recipe: Recipe, outcomes: Outcomes) -> ModelRecord:
         data=known.data if known else None,
         shapes={name: str(range_) for name, range_ in known.ranges.items()} if known else {},
     )
-
-
-def _latency(plan: Plan, outcomes: Outcomes) -> dict[str, tuple[LatencyRow, ...]]:
-    rows: dict[str, list[LatencyRow]] = {}
-    for entry in records_of(outcomes, plan.latency):
-        rows.setdefault(entry["variant"], []).append(LatencyRow.model_validate(entry["row"]))
-    return {name: tuple(values) for name, values in rows.items()}
-
-
-def _environment(header: Header, plan: Plan, outcomes: Outcomes) -> dict[str, Any]:
-    """Describe the machine when latency was measured, which may have been in an earlier run, with all warnings."""
-    found = artifact_of(outcomes, plan.latency)
-    measured = json.loads((found.folder / ENVIRONMENT).read_bytes()) if found else {}
-    environment = {**header.environment, **measured}
-    return {**environment, "warnings": [*header.cautions, *environment.get("warnings", ())]}

@@ -124,17 +124,13 @@ def device_kind(run: Run) -> str:
 
 def _model(run: Run) -> dict[str, Any]:
     signature = run.model.signature
-    shown = {} if signature is None else signature.model_dump(mode="json", include={"inputs", "outputs"})
-    return {
-        "source": run.model.source,
-        "sha256": run.model.sha256,
-        **{
-            f"{side}.{spec['name']}": f"{spec['dtype']}[{', '.join(map(str, spec['shape']))}]"
-            for side, specs in shown.items()
-            for spec in specs
-        },
-        "baseline": run.baseline.engine,
+    sides = {"inputs": signature.inputs, "outputs": signature.outputs} if signature else {}
+    tensors = {
+        f"{side}.{spec.name}": f"{spec.dtype}[{', '.join(map(str, spec.shape))}]"
+        for side, specs in sides.items()
+        for spec in specs
     }
+    return {"source": run.model.source, "sha256": run.model.sha256, **tensors, "baseline": run.baseline.engine}
 
 
 def _machine(run: Run, facts: Sequence[str], gpu: Sequence[str]) -> dict[str, Any]:
@@ -157,7 +153,7 @@ def _data(run: Run) -> dict[str, Any]:
 
 
 def _lasting(run: Run) -> dict[str, Any]:
-    """Collect what decides how fast the baseline is, besides model and machine."""
+    """Collect the facts that decide how fast the baseline is, besides model and machine."""
     engine = run.baseline.engine
     tools = engine_class(engine).tools if engine in ENGINES else ()
     packages = run.environment.get("packages", {})

@@ -333,11 +333,8 @@ def winner(run: Run) -> Winner | None:
         drop=record.quality.drop if record.quality else None,
         synthetic_calibration=record.synthetic_calibration,
     )
-    reasons = {
-        field: why_unknown(record, budget, batch)
-        for field, budget in _EXPLAINED_BY.items()
-        if getattr(summary, field) is None
-    }
+    missing = {field: budget for field, budget in _EXPLAINED_BY.items() if getattr(summary, field) is None}
+    reasons = {field: why_unknown(record, budget, batch) for field, budget in missing.items()}
     if summary.speedup is None:
         few = row.reasons.get("speedup", "it was measured in too few rounds") if row else None
         itself = record.id == run.baseline.id

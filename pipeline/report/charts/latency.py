@@ -246,10 +246,7 @@ def concurrency(cast: Cast) -> Chart:
         traces.append(_draw_callers(cast, record, found[record.id], rows[record.id].knee, numbered=numbered))
     x_axis = axis(f"{rank} latency of a call (ms)", [value for known in found.values() for value, _ in known])
     rates = [level.samples_per_s.median for known in found.values() for _, level in known]
-    figure = {
-        "data": traces,
-        "layout": layout(x_axis, axis("throughput (samples/s)", rates), len(shown) + bool(rest)),
-    }
+    figure = {"data": traces, "layout": layout(x_axis, axis("throughput (samples/s)", rates), len(shown) + bool(rest))}
     title = f"Throughput (samples/s) against {rank} latency (ms) at batch {at}; numbers are callers at the same time"
     return Chart("concurrency", title, figure, _summarize_callers(cast, rows, rank))
 
@@ -263,12 +260,7 @@ def _make_line(known: Sequence[tuple[float, Throughput]]) -> tuple[list[float], 
 
 
 def _draw_callers(
-    cast: Cast,
-    record: VariantRecord,
-    known: Sequence[tuple[float, Throughput]],
-    knee: int | None,
-    *,
-    numbered: bool,
+    cast: Cast, record: VariantRecord, known: Sequence[tuple[float, Throughput]], knee: int | None, *, numbered: bool
 ) -> Figure:
     hover = []
     for _, level in known:

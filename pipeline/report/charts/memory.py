@@ -76,11 +76,7 @@ def _divide(row: MemoryRow) -> tuple[int | None, ...]:
 
 
 def _describe_memory(row: MemoryRow) -> str:
-    parts = {
-        "weights": row.weights_bytes,
-        "activations": row.activation_bytes,
-        "whole process": row.host_peak_bytes,
-    }
+    parts = {"weights": row.weights_bytes, "activations": row.activation_bytes, "whole process": row.host_peak_bytes}
     known = [f"{name} {format_bytes(size)}" for name, size in parts.items() if size is not None]
     return ", ".join([f"peak {format_bytes(row.peak_bytes)} at batch {row.batch}", *known])
 

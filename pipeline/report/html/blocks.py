@@ -116,7 +116,7 @@ def tables_in(blocks: Iterable[Block]) -> Iterable[Table]:
 # Long tables as data that the page draws when they are opened: each text once, and no more than fits.
 
 MOST_BYTES = 2_500_000
-"""Of all long tables together: the page stays below 4 MB with the charts' library."""
+"""Size of all long tables together: the page stays below 4 MB with the charts' library."""
 _CAPS = (20_000, 10_000, 5_000, 2_000, 1_000, 500, 200, 100)
 _CELL = 4
 """Bytes of a cell that has its text elsewhere, about."""
@@ -130,13 +130,8 @@ def within_limits(sections: Sequence[Section]) -> tuple[Section, ...]:
 
 
 def _bytes(tables: Iterable[Table], cap: int) -> int:
-    texts: set[str] = set()
-    cells = 0
-    for table in tables:
-        for row in table.rows[:cap]:
-            texts.update(row)
-            cells += len(row)
-    return sum(len(text.encode()) for text in texts) + _CELL * cells
+    cells = [cell for table in tables for row in table.rows[:cap] for cell in row]
+    return sum(len(text.encode()) for text in set(cells)) + _CELL * len(cells)
 
 
 def _cut(block: Block, cap: int) -> Block:
@@ -150,11 +145,8 @@ def _cut(block: Block, cap: int) -> Block:
 def long_tables(sections: Iterable[Section]) -> dict[str, Any]:
     """Collect the cells of long tables: ``texts``, and by table's name its ``rows`` of places in it."""
     places: dict[str, int] = {}
-    rows: dict[str, list[list[int]]] = {}
-    for section in sections:
-        for table in tables_in(section.blocks):
-            if table.long:
-                rows[table.name] = [[places.setdefault(cell, len(places)) for cell in row] for row in table.rows]
+    long = (table for section in sections for table in tables_in(section.blocks) if table.long)
+    rows = {one.name: [[places.setdefault(cell, len(places)) for cell in row] for row in one.rows] for one in long}
     return {"texts": list(places), "rows": rows}
 
 

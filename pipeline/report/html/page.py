@@ -96,13 +96,9 @@ def _render_variants(run: Run, drawings: Drawings) -> Sequence[Block]:
     )
 
 
-def _render_summary(run: Run, drawings: Drawings) -> Sequence[Block]:
-    return (Facts(answer_questions(run)),)
-
-
 SECTIONS: tuple[tuple[str, str, str, Callable[[Run, Drawings], Sequence[Block]]], ...] = (
     ("variants-and-front", "Variants", "Which variant is it to be?", _render_variants),
-    ("glance", "At a glance", "What a reviewer asks first", _render_summary),
+    ("glance", "At a glance", "What a reviewer asks first", lambda run, _: (Facts(answer_questions(run)),)),
     ("out", "Failed, rejected or left", "Why can this variant not be used?", sections.render_rejected),
     ("latency", "Latency", "How are single calls distributed, and what is the tail?", sections.render_latency),
     ("memory", "Memory", "Where does peak memory go?", sections.render_memory),

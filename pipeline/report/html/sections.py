@@ -267,8 +267,7 @@ def render_profile(run: Run, drawings: Drawings) -> tuple[Block, ...]:
         drawings["profile"],
         *folded(side_by_side.caption, *filled(side_by_side)),
         *folded(
-            "Every module, and why it takes more or less than in the baseline",
-            *filled(sections.tabulate_modules(run)),
+            "Every module, and why it takes more or less than in the baseline", *filled(sections.tabulate_modules(run))
         ),
         *folded("Every operator, by the module whose work it does", *filled(sections.tabulate_operators(run))),
         *folded("What the profilers say of themselves", *notes),
