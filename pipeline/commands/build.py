@@ -45,15 +45,10 @@ def build(
             context.shown().print_json(built.model_dump(mode="json")) if as_json else click.echo(built.summary)
             return 0
         found = build.check(recipe, settings)
-    context.shown().show_table([_checked_row(one.model_dump(mode="json"), as_json) for one in found], as_json)
+    rows = [one.model_dump(mode="json") for one in found]
+    if not as_json:  # shorter for people
+        rows = [{name: row[name] for name in row if name != "notes"} for row in rows]
+        rows = [row | {"builds": "yes" if row["builds"] else "no"} for row in rows]
+    context.shown().show_table(rows, as_json)
     enough = all if recipe.targets else any  # without a target: whether it builds for any at all
     return 0 if enough(one.builds for one in found) else 1
-
-
-def _checked_row(row: dict[str, Any], as_json: bool) -> dict[str, Any]:
-    """Shorten a row of ``build --check`` for people; ``--json`` has it whole."""
-    if as_json:
-        return row
-    return {"target": row["target"], "builds": "yes" if row["builds"] else "no"} | {
-        name: row[name] for name in ("failure", "reason", "remedy")
-    }

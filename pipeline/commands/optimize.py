@@ -70,8 +70,8 @@ def _optimize_fleet(
     """Optimize all entries of a fleet file, or the chosen ones; return the exit code."""
     from enginesmith.pipeline.workflows import fleet
 
-    choice = fleet.Choice(only, context.changed({}, options), changed_since)
+    changed = context.changed({}, options)
     folder = out or fleet.default_out(file)
     with context.settings_of(options, options["quiet"]) as settings, context.resumable(folder, settings):
-        record = fleet.optimize(file, folder, settings, choice)
+        record = fleet.optimize(file, folder, settings, only=only, options=changed, changed_since=changed_since)
     return context.show_fleet(record, folder, options["as_json"])

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -122,22 +122,6 @@ def unknown_name(where: str, name: str, known: Iterable[str], what: str) -> Usag
     )
 
 
-def validate_folders(pairs: Iterable[Pair]) -> None:
-    """Validate that each pair has a folder of its own, also where file systems ignore case.
-
-    Raises:
-        UsageError: two would have the same.
-    """
-    taken: dict[str, Pair] = {}
-    for pair in pairs:
-        other = taken.setdefault(pair.folder.casefold(), pair)
-        if other != pair:
-            raise UsageError(
-                f"{other} and {pair} would both have the folder {pair.folder}",
-                "give one of the models or targets another name; `model:` says what it is then",
-            )
-
-
 def merge_layers(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merge layers, later ones over earlier ones; null restores the recipe's default."""
     result: dict[str, Any] = {}
@@ -226,7 +210,14 @@ class Fleet(_Part):
             UsageError: a name in ``skip``, ``overrides`` or ``targets`` is not there; two pairs share a folder.
         """
         every = tuple(Pair(model, target) for model in self.models for target in self.targets)
-        validate_folders(every)
+        taken: dict[str, Pair] = {}
+        for pair in every:  # also where file systems ignore case
+            other = taken.setdefault(pair.folder.casefold(), pair)
+            if other != pair:
+                raise UsageError(
+                    f"{other} and {pair} would both have the folder {pair.folder}",
+                    "give one of the models or targets another name; `model:` says what it is then",
+                )
         skipped = select_pairs(every, self.skip, "skip")
         for name in self.overrides:
             if name not in map(str, every):
@@ -293,13 +284,13 @@ def make(values: dict[str, Any]) -> Fleet:
         fleet = Fleet.model_validate(_plain(values))
     except ValidationError as error:
         raise _explain_error(error) from error
-    for place, layer in _layers(fleet):
+    layers = {"recipe": fleet.recipe} | {f"targets.{name}.recipe": one.recipe for name, one in fleet.targets.items()}
+    layers |= {f"models.{name}.recipe": one.recipe for name, one in fleet.models.items()}
+    layers |= {f"overrides.{name}": layer for name, layer in fleet.overrides.items()}
+    for place, layer in layers.items():
         if "model" in layer:
             raise UsageError(f"{place} names a model", "models are named below `models:`; recipes have all but that")
-        try:
-            recipes.parsed({**merge_layers(layer), "model": "of the fleet"})
-        except UsageError as error:
-            raise UsageError(f"{place}: {error.message}", error.remedy) from error
+        _validate_values(place, merge_layers(layer))
     for name, model in fleet.models.items():
         validate_name("models", name, is_model=not model.model)
         validate_unique(f"models.{name}.targets", model.targets or ())
@@ -331,16 +322,6 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _layers(fleet: Fleet) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    yield "recipe", fleet.recipe
-    for name, target in fleet.targets.items():
-        yield f"targets.{name}.recipe", target.recipe
-    for name, model in fleet.models.items():
-        yield f"models.{name}.recipe", model.recipe
-    for name, layer in fleet.overrides.items():
-        yield f"overrides.{name}", layer
-
-
 def _validate_device(where: str, target: Target) -> None:
     if target.device and "device" in target.recipe:
         raise UsageError(f"{where} says twice what its device is", "say it once")
@@ -350,10 +331,14 @@ def _validate_device(where: str, target: Target) -> None:
             "leave the device away: an accelerator implies cuda",
         )
     if target.device:
-        try:
-            recipes.parsed({"model": "of the fleet", "device": target.device})
-        except UsageError as error:
-            raise UsageError(f"{where}: {error.message}", error.remedy) from error
+        _validate_values(where, {"device": target.device})
+
+
+def _validate_values(where: str, values: dict[str, Any]) -> None:
+    try:
+        recipes.parsed({**values, "model": "of the fleet"})
+    except UsageError as error:
+        raise UsageError(f"{where}: {error.message}", error.remedy) from error
 
 
 def _explain_error(error: ValidationError) -> UsageError:

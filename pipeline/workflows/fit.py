@@ -51,8 +51,8 @@ class MemoryEstimate(ABC):
     shares_activations = False
     """True if all engines work in one buffer, so that only the largest activations count."""
 
-    def __init__(self, recipe: Recipe, models: Sequence[str], settings: Settings) -> None:
-        self._engine, self._settings = engine_class(recipe.engines[0]), settings
+    def __init__(self, recipe: Recipe, models: Sequence[str], settings: Settings, budget_bytes: int) -> None:
+        self._engine, self._settings, self._budget = engine_class(recipe.engines[0]), settings, budget_bytes
         self._models = [resolve_recipe(recipe.model_copy(update={"model": text})) for text in models]
         self.tried: dict[int, list[Need]] = {}
         """By batch size, of those that were tried."""
@@ -81,30 +81,9 @@ class MemoryEstimate(ABC):
         """Add up the bytes of all engines."""
         return sum(self.parts(batch).values())
 
-    def lacking(self, batch: int) -> str:
-        """Say what is missing in the figures; empty if nothing is."""
-        return next((need.lacking for need in self.needs(batch) if need.lacking), "")
-
     def workspace(self, batch: int) -> tuple[int | None, str]:
         """Find the smallest limit that all engines build with, and say what it means for speed."""
         return None, f"{self._engine.title} has no limit for its work space"
-
-
-def estimate_memory(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Settings) -> MemoryEstimate:
-    """Choose how the memory of the recipe's engine is found; ``memory_bytes`` is the budget.
-
-    Raises:
-        UsageError: it names several engines, or one that takes no ONNX file.
-    """
-    if len(recipe.engines) != 1 or engine_class(recipe.engines[0]).consumes != "onnx":
-        raise UsageError(
-            f"fit takes one engine that is made from an ONNX file, and was given {', '.join(recipe.engines)}",
-            f"name one: --engine {DEFAULT_BUILD} or {DEFAULT_ENGINES[0]}; "
-            "measure others: enginesmith benchmark --batch sweep",
-        )
-    if engine_class(recipe.engines[0]).builder_tells_memory:
-        return BuiltSizes(recipe, models, settings)
-    return MeasuredSizes(recipe, models, settings, memory_bytes)
 
 
 class BuiltSizes(MemoryEstimate):
@@ -115,11 +94,11 @@ class BuiltSizes(MemoryEstimate):
         "the libraries come on top"
     )
 
-    def __init__(self, recipe: Recipe, models: Sequence[str], settings: Settings) -> None:
+    def __init__(self, recipe: Recipe, models: Sequence[str], settings: Settings, budget_bytes: int = 0) -> None:
         engine = file_engine(recipe)
         worker.preload_only((*engine.modules, *MODULES))
         self.shares_activations = engine.shares_activations(recipe)
-        super().__init__(recipe, models, settings)
+        super().__init__(recipe, models, settings, budget_bytes)
 
     def workspace(self, batch: int) -> tuple[int | None, str]:
         engine = self._engine
@@ -166,9 +145,8 @@ class MeasuredSizes(MemoryEstimate):
     )
 
     def __init__(self, recipe: Recipe, models: Sequence[str], settings: Settings, budget_bytes: int) -> None:
-        super().__init__(recipe, models, settings)
+        super().__init__(recipe, models, settings, budget_bytes)
         worker.preload_only((*self._engine.modules, *_MEASURED_WITH))
-        self._budget = budget_bytes
         self._limit = 2 * budget_bytes + _PROBE_SLACK_BYTES
         """The limit of one probe: so far above the budget that reserved addresses and stacks do not count."""
 
@@ -265,9 +243,16 @@ def fit(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Sett
     With several models and ``share_activation_memory`` TensorRT's activations are counted once, the largest.
 
     Raises:
-        UsageError: no dynamic batch to vary, or an engine that is not made from an ONNX file.
+        UsageError: no dynamic batch to vary, several engines, or one that is not made from an ONNX file.
     """
-    sizes = estimate_memory(recipe, models, memory_bytes, settings)
+    if len(recipe.engines) != 1 or engine_class(recipe.engines[0]).consumes != "onnx":
+        raise UsageError(
+            f"fit takes one engine that is made from an ONNX file, and was given {', '.join(recipe.engines)}",
+            f"name one: --engine {DEFAULT_BUILD} or {DEFAULT_ENGINES[0]}; "
+            "measure others: enginesmith benchmark --batch sweep",
+        )
+    kind = BuiltSizes if engine_class(recipe.engines[0]).builder_tells_memory else MeasuredSizes
+    sizes = kind(recipe, models, settings, memory_bytes)
     asked = recipe.ranges.get("batch")
     most = asked.max if asked else _LARGEST_BATCH
     batch = largest(sizes.needed, memory_bytes, most)
@@ -281,12 +266,13 @@ def fit(recipe: Recipe, models: Sequence[str], memory_bytes: int, settings: Sett
         found = {"largest_batch": batch, "needed_bytes": sum(parts.values()), **parts}
         found |= {"smallest_workspace_bytes": workspace, "workspace_note": note}
         reason = "" if batch < most else f"larger batches than {most} were not tried"
+    lacking = (need.lacking for need in sizes.needs(batch or 1))
     return Fits(
         memory_bytes=memory_bytes,
         **found,
         source=sizes.source,
         builds=len(sizes.tried),
-        reason="; ".join(filter(None, [reason, sizes.lacking(batch or 1)])),
+        reason="; ".join(filter(None, [reason, next(filter(None, lacking), "")])),
     )
 
 
@@ -327,7 +313,10 @@ def largest(needed: Callable[[int], int], limit: int, most: int = _LARGEST_BATCH
         fits = guess
     over, halve = min(guess, most + 1), False
     while over - fits > 1:
-        guess = (fits + over) // 2 if halve or over > most else _between(needed, fits, over, limit)
+        guess = (fits + over) // 2
+        if not halve and over <= most:  # on the line between the largest that fits and the smallest that does not
+            slope = (needed(over) - needed(fits)) / (over - fits)
+            guess = min(max(fits + math.floor((limit - needed(fits)) / slope), fits + 1), over - 1)
         if needed(guess) <= limit:
             fits = guess
         else:
@@ -345,10 +334,3 @@ def _further(needed: Callable[[int], int], fits: int, limit: int, most: int) -> 
     crossing = 1 + math.floor((limit - needed(1)) / slope) + 1 if slope > 0 else 2 * fits
     guess = max(fits + 1, min(crossing, 64 * fits))
     return guess if guess <= most or fits == most else most
-
-
-def _between(needed: Callable[[int], int], fits: int, over: int, limit: int) -> int:
-    """Interpolate between the largest batch that fits and the smallest that does not."""
-    slope = (needed(over) - needed(fits)) / (over - fits)
-    crossing = fits + math.floor((limit - needed(fits)) / slope)
-    return min(max(crossing, fits + 1), over - 1)

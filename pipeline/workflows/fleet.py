@@ -7,7 +7,7 @@ import contextlib
 import datetime
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +29,27 @@ from enginesmith.pipeline.workflows.optimize import RunRequest
 from enginesmith.pipeline.workflows.run_directory import lock_folder
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The part of a fleet file that is done, and how it differs."""
-
-    only: tuple[str, ...] = ()
-    """Patterns of model@target, models or targets."""
-    options: Mapping[str, Any] | None = None
-    """Fields of the recipe that all entries get."""
-    changed_since: Path | None = None
-    """An earlier fleet, whose entries stand for those that have not changed."""
-
-
-def optimize(file: Path, out: Path, settings: Settings | None = None, choice: Choice | None = None) -> FleetRecord:
+def optimize(
+    file: Path,
+    out: Path,
+    settings: Settings | None = None,
+    *,
+    only: tuple[str, ...] = (),
+    options: Mapping[str, Any] | None = None,
+    changed_since: Path | None = None,
+) -> FleetRecord:
     """Do all that a fleet file asks for; what fails is told in the record, and stops nothing else.
+
+    Patterns of model@target, models or targets select entries; ``options`` are fields of the recipe that all get.
+    Entries of the fleet ``changed_since`` stand for those that have not changed.
 
     Raises:
         UsageError: the file makes no sense, or the folder holds another fleet.
         EnginesmithError: nothing could be begun at all.
     """
-    choice, out = choice or Choice(), out.absolute()
-    fleet = read(file)
-    entries = fleet.entries(choice.only, choice.options)
-    since = records.open_fleet(choice.changed_since) if choice.changed_since else None
+    fleet, out = read(file), out.absolute()
+    entries = fleet.entries(only, options)
+    since = records.open_fleet(changed_since) if changed_since else None
     with lock_folder(out):
         begun = FleetRecord(
             name=out.name,
@@ -60,8 +58,8 @@ def optimize(file: Path, out: Path, settings: Settings | None = None, choice: Ch
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
             seconds=0.0,
             fleet=fleet,
-            only=choice.only,
-            options=dict(choice.options or {}),
+            only=only,
+            options=dict(options or {}),
             changed_since=records.path_from(out, since.folder) if since else None,
             packages=environment().packages,
             entries=(),

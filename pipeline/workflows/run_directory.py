@@ -90,17 +90,13 @@ class RunDirectory:
                     beside[variant.id] = self._copy_beside(variant, engine, outcomes)
             run = assemble(header, self._recipe, self._plan, outcomes, artifacts, beside)
             runs.write(run, self._folder)
-            self._keep_samples(artifact_of(outcomes, self._plan.latency))
+            latency = artifact_of(outcomes, self._plan.latency)
+            if latency is not None and latency.sha256 != self._sampled:  # for the reports and for comparing runs
+                partial = self._folder / f".{SAMPLES}.partial"
+                shutil.copyfile(latency.folder / SAMPLES, partial)
+                partial.replace(self._folder / SAMPLES)
+                self._sampled = latency.sha256
         return run
-
-    def _keep_samples(self, latency: Artifact | None) -> None:
-        """Copy every latency that was measured, for the reports and for comparing runs."""
-        if latency is None or latency.sha256 == self._sampled:
-            return
-        partial = self._folder / f".{SAMPLES}.partial"
-        shutil.copyfile(latency.folder / SAMPLES, partial)
-        partial.replace(self._folder / SAMPLES)
-        self._sampled = latency.sha256
 
     def _copy_beside(self, variant: Variant, engine: Artifact, outcomes: Outcomes) -> dict[str, StoredArtifact]:
         """Copy the rest of a built variant's package: a graph for other machines, and a test vector.

@@ -257,7 +257,7 @@ def _link_project(project: Path, files: Path, skip: Path) -> None:
     files.mkdir()
     for folder, subfolders, names in os.walk(project):
         here = Path(folder)
-        subfolders[:] = sorted(name for name in subfolders if _travels(here / name) and here / name != skip)
+        subfolders[:] = sorted(name for name in subfolders if here / name != skip and _travels(here / name))
         there = files / here.relative_to(project)
         there.mkdir(exist_ok=True)
         for name in sorted(names):

@@ -49,20 +49,12 @@ def claim_cores(count: int | None, folder: Path | None = None) -> Iterator[froze
     with contextlib.ExitStack() as locks:
         mine: set[int] = set()
         for core in usable:
-            if len(mine) < count and _try_lock(folder / str(core), locks):
-                mine.add(core)
+            if len(mine) < count:
+                lock = locks.enter_context((folder / str(core)).open("a"))
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    mine.add(core)
         yield frozenset(mine) or None
-
-
-def _try_lock(path: Path, locks: contextlib.ExitStack) -> bool:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return False
-    locks.callback(os.close, descriptor)
-    return True
 
 
 @dataclass(frozen=True)
@@ -139,7 +131,10 @@ def execute(request: Request) -> Answer:
                 role: store.fetch(artifact.key, artifact.sha256).model_copy(update={"history": artifact.history})
                 for role, artifact in request.inputs.items()
             }
-            here = StepRequest(step, inputs, log, _ignore, _ignore, request.timeout_seconds, notes.append)
+            # progress is dropped: the log and the notes come back with the result
+            here = StepRequest(
+                step, inputs, log, lambda: None, lambda text: None, request.timeout_seconds, notes.append
+            )
             executor.cores = request.cores
             executor.gpus = tuple(map(str, ray().get_runtime_context().get_accelerator_ids().get("GPU", ())))
             result = executor.run(here)
@@ -167,14 +162,13 @@ _fingerprint = functools.cache(own_fingerprint)
 
 def _check_store_folder(request: Request) -> str:
     """Explain why the folder of the store is not the driver's; empty if it is, or if the store is no folder."""
-    address, file = request.store, request.token_file
     try:
-        if not file or Path(file).read_text() == request.token:
+        if not request.token_file or Path(request.token_file).read_text() == request.token:
             return ""
     except OSError as error:
         reason = os.strerror(error.errno or 0).lower()
-        return f"the folder of the store {address} is not there, or not the same one ({reason})"
-    return f"the folder of the store {address} is another one there"
+        return f"the folder of the store {request.store} is not there, or not the same one ({reason})"
+    return f"the folder of the store {request.store} is another one there"
 
 
 class _NodeExecutor(LocalExecutor):
@@ -234,7 +228,3 @@ def _localize(request: Request) -> Step:
     target = Path.cwd() / Path(source.target).relative_to(request.project)
     source = source.model_copy(update={"target": str(target)})
     return replace(step, task=step.task.model_copy(update={"source": source}))
-
-
-def _ignore(*_: object) -> None:
-    """Drop progress: the log and the notes come back with the result."""
