@@ -166,10 +166,10 @@ def storage_errors(place: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise explain_os_error(error, place) from error
+        raise explain_errno(error, place) from error
 
 
-def explain_os_error(error: OSError, place: str) -> StoreError:
+def explain_errno(error: OSError, place: str) -> StoreError:
     """Turn a file system's refusal into a message; ``place`` names what could not be kept there."""
     if error.errno == errno.EEXIST:
         return StoreError(f"{place}: a file is where a folder has to be", "choose another place")

@@ -112,17 +112,8 @@ class Manifest(BaseModel):
 
     def artifact(self, folder: Path, key: str) -> Artifact:
         """Build the artifact whose files are in a folder."""
-        return Artifact(
-            kind=self.kind,
-            path=folder / self.file,
-            sha256=self.sha256,
-            bytes=self.bytes,
-            signature=self.signature,
-            history=self.history,
-            rejected=self.rejected,
-            incomplete=self.incomplete,
-            key=key,
-        )
+        same = {name: getattr(self, name) for name in ("kind", "signature", "history", "rejected", "incomplete")}
+        return Artifact(path=folder / self.file, sha256=self.sha256, bytes=self.bytes, key=key, **same)
 
 
 @dataclass(frozen=True)

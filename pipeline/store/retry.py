@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
-from enginesmith.pipeline.errors import EnginesmithError, StoreError, explain_os_error
+from enginesmith.pipeline.errors import EnginesmithError, StoreError, explain_errno
 from enginesmith.pipeline.store.address import credential_variables
 
 P = ParamSpec("P")
@@ -136,7 +136,7 @@ def explain_refusal(error: BaseException, place: str) -> StoreError:
         )
     protocol = place.rpartition("://")[0].rpartition(" ")[2]
     if protocol == "file" and isinstance(error, OSError):
-        return explain_os_error(error, place)
+        return explain_errno(error, place)
     names = {kind.__name__ for kind in type(error).__mro__}
     if (
         isinstance(error, PermissionError)

@@ -129,10 +129,9 @@ class Store:
         """
         if self._shared is None or (manifest := self._find(artifact.key)) is None:
             return artifact
-        manifest = self._share(self._shared, artifact.key, manifest)
-        return manifest.artifact(self._folder(artifact.key), artifact.key).model_copy(
-            update={"history": artifact.history}
-        )
+        shared = self._share(self._shared, artifact.key, manifest)
+        shared = shared.model_copy(update={"history": artifact.history})
+        return shared.artifact(self._folder(artifact.key), artifact.key)
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[Path]:

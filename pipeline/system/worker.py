@@ -22,14 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from enginesmith.pipeline.errors import (
-    EnginesmithError,
-    StepCrashed,
-    StepError,
-    StepKilled,
-    StepTimeout,
-    explain_os_error,
-)
+from enginesmith.pipeline.errors import EnginesmithError, StepCrashed, StepError, StepKilled, StepTimeout, explain_errno
 from enginesmith.pipeline.system import oom
 
 _PROGRESS, _DONE, _FAILED = "progress", "done", "failed"
@@ -186,7 +179,7 @@ def _attempt(function: Callable[..., Any], args: Sequence[Any]) -> tuple[str, An
     except Exception as error:  # noqa: BLE001 - the worker boundary
         traceback.print_exc()
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            return _FAILED, explain_os_error(error, error.filename or "a file of the step")
+            return _FAILED, explain_errno(error, error.filename or "a file of the step")
         if memory := oom.find_cause(error):
             return _FAILED, memory
         if isinstance(error, EnginesmithError):

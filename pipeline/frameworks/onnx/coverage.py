@@ -132,10 +132,7 @@ _FORMULAS: "dict[str, Callable[[onnx.NodeProto, ShapeOf], int]]" = {
 _QUANTISERS = ("QuantizeLinear", "DynamicQuantizeLinear")
 CONVERTERS = (*_QUANTISERS, "DequantizeLinear")
 _LAYOUT = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Expand", "Slice", "Gather", "Split")
-_SCALES = {
-    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), (1, 2)),
-    **dict.fromkeys(_PACKED, (2, 3, 4)),
-}
+_SCALES = {**dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), (1, 2)), **dict.fromkeys(_PACKED, (2, 3, 4))}
 """Inputs that are scales and zero points, and have several dimensions where there is one for each block."""
 
 

@@ -101,25 +101,19 @@ def tidy(model: "ir.Model", wrapper: str = "") -> None:
     """
     import onnx_ir as ir
 
+    holders: list[ir.Node | ir.Value | ir.Graph] = []
     for body in _bodies(model):
-        for node in ir.traversal.RecursiveGraphIterator(body):
+        nodes = list(ir.traversal.RecursiveGraphIterator(body))
+        holders += [*body.inputs, *nodes, *(value for node in nodes for value in node.outputs)]
+        for node in nodes:
             if module := _module_path(node, wrapper):
                 node.metadata_props[model_file.MODULE_KEY] = module
-            _strip(node)
-            for value in node.outputs:
-                _strip(value)
-        for value in body.inputs:
-            _strip(value)
     for graph in model.graphs():
-        _strip(graph)
-        for value in graph.initializers.values():
-            _strip(value)
-
-
-def _strip(holder: "ir.Node | ir.Value | ir.Graph") -> None:
-    holder.doc_string = None
-    for key in [key for key in holder.metadata_props if key.startswith(_EXPORTER_KEYS)]:
-        del holder.metadata_props[key]
+        holders += [graph, *graph.initializers.values()]
+    for holder in holders:
+        holder.doc_string = None
+        for key in [key for key in holder.metadata_props if key.startswith(_EXPORTER_KEYS)]:
+            del holder.metadata_props[key]
 
 
 def _module_path(node: "ir.Node", wrapper: str) -> str:

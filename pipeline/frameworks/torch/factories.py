@@ -63,8 +63,8 @@ def _file(source: Source) -> Built:
     path = Path(source.target)
     _put_first(Path.cwd())
     root, parts = path.parent, [path.stem]
-    while (root / "__init__.py").is_file():  # the file is imported by its dotted name from the first folder above that
-        parts.insert(0, root.name)  # is no package
+    while (root / "__init__.py").is_file():  # its dotted name starts below the first folder that is no package
+        parts.insert(0, root.name)
         root = root.parent
     name = ".".join(parts)
     _put_first(root)
@@ -165,14 +165,7 @@ def _hf(source: Source) -> Built:
     return Built(module, inputs, specs)
 
 
-_BUILDERS: dict[str, Callable[[Source], Built]] = {
-    "zoo": _zoo,
-    "file": _file,
-    "module": _module,
-    "pt2": _pt2,
-    "timm": _timm,
-    "hf": _hf,
-}
+_BUILDERS = {"zoo": _zoo, "file": _file, "module": _module, "pt2": _pt2, "timm": _timm, "hf": _hf}
 
 
 def _library(name: str, extra: str) -> Any:

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from enginesmith.pipeline.artifact import Artifact, file_digest, relative_digests
-from enginesmith.pipeline.errors import ModelError, SignatureError, SourceError, explain_os_error
+from enginesmith.pipeline.errors import ModelError, SignatureError, SourceError, explain_errno
 from enginesmith.pipeline.frameworks.source import SAVED, Source, rebase, resolve
 from enginesmith.pipeline.frameworks.torch import factories
 from enginesmith.pipeline.frameworks.torch.file_tracking import track_files
@@ -114,8 +114,8 @@ def save_changed(parent: Artifact, loaded: LoadedModel, out: Path, surgery: Surg
     """
     parents = read_record(parent.folder)
     state, tied = _untied(named_tensors(loaded.module.model))
-    made = surgery if parents.surgery is None or surgery is None else parents.surgery.then(surgery)
-    record = parents.model_copy(update={"tied": tied, "surgery": made or parents.surgery})
+    combined = parents.surgery.then(surgery) if parents.surgery and surgery else surgery or parents.surgery
+    record = parents.model_copy(update={"tied": tied, "surgery": combined})
     _write(state, out / _STATE)
     (out / RECORD).write_text(record.model_dump_json(indent=1))
     _write({name: value.contiguous() for name, value in loaded.example.items()}, out / _EXAMPLE)
@@ -175,7 +175,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
     except SafetensorError as error:  # written from Rust: the system's error is in the text only
         if (number := _OS_ERROR.search(str(error))) is None:
             raise
-        raise explain_os_error(OSError(int(number[1]), str(error)), "the store") from error
+        raise explain_errno(OSError(int(number[1]), str(error)), "the store") from error
 
 
 def load_artifact(artifact: Artifact) -> LoadedModel:
