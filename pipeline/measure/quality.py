@@ -1,6 +1,7 @@
 """Compute the task's own metric on labelled data, and its drop against eager on the same samples."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from enginesmith.calibration import user_code
 from enginesmith.pipeline.errors import DataError
+from enginesmith.pipeline.measure.rows import explain_missing
 from enginesmith.pipeline.measure.statistics import Samples, mean_interval
 from enginesmith.pipeline.system import plugins
 from enginesmith.pipeline.tensors import Array, Feeds
@@ -47,12 +49,11 @@ def evaluate(metric: str, outputs: Feeds, baseline: Feeds, labels: Array, seed: 
     ours, theirs = (_apply(metric, function, each, labels) for each in (outputs, baseline))
     drops = sign * (theirs - ours)
     value, reference, drop = (float(np.mean(each)) for each in (ours, theirs, drops))
-    found = Quality(metric=metric, value=value, baseline=reference, drop=drop, samples=len(labels))
+    judged = Quality(metric=metric, value=value, baseline=reference, drop=drop, samples=len(labels))
     if ours.ndim == 0 or theirs.ndim == 0:
-        reason = f"{metric} returns one number for all samples"
-        return found.model_copy(update={"reasons": {"drop_low": reason, "drop_high": reason}})
+        return explain_missing(judged, f"{metric} returns one number for all samples")
     low, high = mean_interval(drops, seed)
-    return found.model_copy(update={"drop_low": low, "drop_high": high})
+    return judged.model_copy(update={"drop_low": low, "drop_high": high})
 
 
 def find_metric(text: str) -> Metric:
@@ -66,10 +67,9 @@ def find_metric(text: str) -> Metric:
         return METRICS[text]
     if ":" not in text:
         check_metric(text)
-    found = user_code.find(text, "metric") if ":" in text else plugins.load(plugins.METRICS, text)
-    if not callable(found):
+    metric: Metric = user_code.find(text, "metric") if ":" in text else plugins.load(plugins.METRICS, text)
+    if not callable(metric):
         raise DataError(f"the metric {text} is no function", "give it as module:function or file.py:function")
-    metric: Metric = found
     return metric
 
 
@@ -115,18 +115,8 @@ def _apply(name: str, function: Metric, outputs: Feeds, labels: Array) -> Sample
     return values
 
 
-def top1(outputs: dict[str, Array], labels: Array) -> Samples:
-    """1 where the greatest logit of the first output, shape (samples, classes), is the label's."""
-    return _top(outputs, labels, 1)
-
-
-def top5(outputs: dict[str, Array], labels: Array) -> Samples:
-    """1 where the label's logit is among the five greatest."""
-    return _top(outputs, labels, 5)
-
-
 def mse(outputs: dict[str, Array], labels: Array) -> Samples:
-    """Mean squared difference of the first output to labels of the same shape, for each sample."""
+    """Compute the mean squared difference of the first output to labels of the same shape, for each sample."""
     first = next(iter(outputs.values()))
     if first.shape != labels.shape:
         raise DataError(
@@ -136,7 +126,8 @@ def mse(outputs: dict[str, Array], labels: Array) -> Samples:
     return np.asarray((apart**2).mean(axis=1))
 
 
-def _top(outputs: dict[str, Array], labels: Array, count: int) -> Samples:
+def _find_among_greatest(outputs: dict[str, Array], labels: Array, count: int) -> Samples:
+    """Give 1 where the label's logit is among so many greatest of the first output, shape (samples, classes)."""
     logits = next(iter(outputs.values()))
     if logits.ndim != 2 or labels.shape != logits.shape[:1]:
         raise DataError(
@@ -148,5 +139,9 @@ def _top(outputs: dict[str, Array], labels: Array, count: int) -> Samples:
     return np.asarray((best == labels[:, None]).any(axis=1), np.float64)
 
 
-METRICS: Mapping[str, Metric] = {"top1": top1, "top5": top5, "mse": mse}
+METRICS: Mapping[str, Metric] = {
+    "top1": partial(_find_among_greatest, count=1),
+    "top5": partial(_find_among_greatest, count=5),
+    "mse": mse,
+}
 """Name → function. A metric is one function and one line here; or it is a plug-in's, or the user's."""

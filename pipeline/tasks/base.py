@@ -73,8 +73,9 @@ class Task(BaseModel, ABC):
 
     @property
     def tools(self) -> tuple[str, ...]:
-        """Distributions whose versions decide what comes out."""
-        return ()
+        """Distributions whose versions decide what comes out: by default those of the task's engine."""
+        engine = getattr(self, "engine", None)
+        return engine.tools if engine else ()
 
     @property
     def environment_key(self) -> dict[str, Any]:

@@ -51,10 +51,6 @@ class Build(Task):
         return identity
 
     @property
-    def tools(self) -> tuple[str, ...]:
-        return self.engine.tools
-
-    @property
     def gpus(self) -> Literal["", "one", "all"]:
         return "" if self.engine.built_ahead else super().gpus
 

@@ -108,8 +108,7 @@ class Latency(_Measurement):
                 benchmark.sweep(feeds_at, max(feeds), self.most)
             result = benchmark.result()
             disturbed = devices.interference(machine, environment())
-        warnings = tuple(dict.fromkeys((*machine.warnings, *disturbed)))
-        machine = machine.model_copy(update={"warnings": warnings})
+        machine = machine.model_copy(update={"warnings": tuple(dict.fromkeys((*machine.warnings, *disturbed)))})
         (out / ENVIRONMENT).write_text(machine.model_dump_json(indent=1))
         measured_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         rows = [
@@ -146,10 +145,6 @@ class Memory(_Measurement):
     """Limit of what the session takes besides libraries."""
     time_limit_seconds: float = Field(900.0, exclude=True)
     """No part of what is measured."""
-
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return self.engine.tools
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         feeds: Feeds
@@ -340,10 +335,6 @@ class CountWork(Task):
 
     engine: SerializeAsAny[Engine]
     device: Device
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {**super().identity, "engine": {"engine": self.engine.name, **self.engine.model_dump()}}
 
     @property
     def tools(self) -> tuple[str, ...]:

@@ -107,10 +107,6 @@ class Verify(Task):
     judged: bool = True
     """True where it has to agree; how far a pruned model is from the given one is told, and no fault."""
 
-    @property
-    def tools(self) -> tuple[str, ...]:
-        return self.engine.tools
-
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         reference = inputs["reference"].folder
         entries = []
@@ -139,10 +135,7 @@ class Verify(Task):
                 stage=self.stage,
                 point=point,
                 batch=case.batch,
-                sqnr_db=result.sqnr_db,
-                cosine=result.cosine,
-                max_abs_error=result.max_abs_error,
-                argmax_agreement=result.argmax_agreement,
+                **result.model_dump(include={"sqnr_db", "cosine", "max_abs_error", "argmax_agreement"}),
                 passed=result.passed or not self.judged,
                 reason="" if result.passed else describe_failure(result) if self.judged else _NOT_JUDGED,
             )
@@ -194,7 +187,7 @@ class Audit(Task):
 
     @property
     def tools(self) -> tuple[str, ...]:
-        return ("onnx", *(self.engine.tools if self.engine else ()))
+        return ("onnx", *super().tools)
 
     def run(self, inputs: Inputs, out: Path, progress: Progress) -> Effect:
         model = inputs["model"]
