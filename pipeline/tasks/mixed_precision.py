@@ -31,7 +31,6 @@ from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_records,
 from enginesmith.pipeline.tasks.calibrate import Feeder
 from enginesmith.pipeline.tasks.load import read_ranges
 from enginesmith.pipeline.tasks.measure import BASELINE, Quality, measure_pair
-from enginesmith.pipeline.tensors import Signature
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -231,15 +230,18 @@ class Search(Task):
     ) -> tuple[Trial, tuple[Path, ...]]:
         start = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="enginesmith-search-") as scratch:
-            graph = self._quantize(candidate, groups, inputs, Path(scratch), progress)
+            graph, out = self._quantize(candidate, groups, inputs, Path(scratch), progress), Path(scratch, "engine")
+            out.mkdir()
             speedup: float | None = None
             try:
-                built = self._build(graph, inputs, Path(scratch), progress)
+                if FLOAT not in inputs:
+                    raise MissingCapability(f"{self.engine.name} cannot run on this machine")
+                effect = self.engine.build(BuildRequest(graph, out, self.device, read_ranges(inputs), progress))
+                built = scratch_artifact("engine", out / effect.file, graph.signature)
                 judged, reads = self.goal.judge(self.engine, built, self.device, inputs, progress)
                 if judged.passed:
-                    pair = {"float": inputs[FLOAT], "quantised": built}
-                    reference = inputs[REFERENCE]
-                    _, row = measure_pair(self.engine, self.device, pair, reference, _SPEED_SECONDS, progress)
+                    pair, feeds = {"float": inputs[FLOAT], "quantised": built}, inputs[REFERENCE]
+                    _, row = measure_pair(self.engine, self.device, pair, feeds, _SPEED_SECONDS, progress)
                     speedup = row.speedup.median if row.speedup else None
             except (ModelError, MissingCapability) as error:
                 _log.info("judged by simulation: %s", error)  # the engine's own steps say so of the variant
@@ -264,25 +266,8 @@ class Search(Task):
         records = {name: artifact for name, artifact in inputs.items() if name == RANGES}
         records["assignment"] = scratch_artifact("record", file, None)
         effect = run_pass(self.step, inputs[MODEL], out, progress, records)
-        return scratch_artifact("onnx", out / effect.file, _read_signature(inputs[MODEL]))
-
-    def _build(self, graph: Artifact, inputs: Inputs, scratch: Path, progress: Progress) -> Artifact:
-        """Build the engine of a graph.
-
-        Raises:
-            MissingCapability: it cannot run here.
-            ModelError: it does not take the graph.
-        """
-        if FLOAT not in inputs:
-            raise MissingCapability(f"{self.engine.name} cannot run on this machine")
-        out = scratch / "engine"
-        out.mkdir()
-        effect = self.engine.build(BuildRequest(graph, out, self.device, read_ranges(inputs), progress))
-        return scratch_artifact("engine", out / effect.file, _read_signature(inputs[MODEL]))
-
-
-def _read_signature(model: Artifact) -> Signature:
-    return model.signature or model_file.signature(model.path)
+        signature = inputs[MODEL].signature or model_file.signature(inputs[MODEL].path)
+        return scratch_artifact("onnx", out / effect.file, signature)
 
 
 class Assign(Task):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -146,27 +147,28 @@ class MeasuredSession:
 
     def run_block(self, budget_seconds: float) -> None:
         """Time one block of calls."""
-        if self.worker is None:
-            return
         slowest = max((float(block.host_seconds.max()) for block in self.blocks), default=0.0)
-        limit = max(self._hang_limit_seconds, _SLOW_BLOCK * max(budget_seconds, slowest))
-        with self._failing_alone():
-            self.launches[-1].blocks.append(self.worker.request("block", budget_seconds, timeout_seconds=limit))
+        block = self._request(max(budget_seconds, slowest), "block", budget_seconds)
+        if block is not None:
+            self.launches[-1].blocks.append(block)
 
     def run_callers(self, callers: int, seconds: float) -> None:
         """Time calls of several callers at the same time."""
-        if self.worker is None:
-            return
-        limit = max(self._hang_limit_seconds, _SLOW_BLOCK * seconds)
-        with self._failing_alone():
-            calls = self.worker.request("call_concurrently", callers, seconds, timeout_seconds=limit)
+        calls = self._request(seconds, "call_concurrently", callers, seconds)
+        if calls is not None:
             self.launches[-1].concurrent_calls.setdefault(callers, []).append(calls)
 
     def close_clients(self) -> None:
         """Close the callers' sessions, which would be idle from here on."""
+        self._request(0.0, "close_clients")
+
+    def _request(self, seconds: float, *request: Any) -> Any:
+        """Request what takes so many seconds, give or take; returns None where the session has failed."""
         if self.worker is not None:
+            limit = max(self._hang_limit_seconds, _SLOW_BLOCK * seconds)
             with self._failing_alone():
-                self.worker.request("close_clients", timeout_seconds=self._hang_limit_seconds)
+                return self.worker.request(*request, timeout_seconds=limit)
+        return None
 
     @property
     def blocks(self) -> list[Block]:
