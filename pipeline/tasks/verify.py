@@ -234,16 +234,13 @@ class Answers(Task):
                     if case.points:
                         progress(f"running the changed model at batch {case.batch}")
                         outputs = session.run(feeds)
-                        _check_finite(outputs, samples.read_arrays(given, "outputs", index, call))
+                        before = samples.read_arrays(given, "outputs", index, call)
+                        for name, value in outputs.items():
+                            if _share_not_finite(value) and not _share_not_finite(before[name]):
+                                raise ModelError(
+                                    f"the changed model answers NaN or Inf in {name!r}, and the given one does not",
+                                    "prune less, or with other weights left",
+                                )
                         samples.write_arrays(out, "outputs", index, outputs, call)
         samples.write(out, known)
         return Effect(file=samples.RECORD, summary=f"{len(known.cases)} sets of feeds answered")
-
-
-def _check_finite(outputs: Feeds, before: Feeds) -> None:
-    for name, value in outputs.items():
-        if _share_not_finite(value) and not _share_not_finite(before[name]):
-            raise ModelError(
-                f"the changed model answers NaN or Inf in {name!r}, and the given one does not",
-                "prune less, or with other weights left",
-            )

@@ -389,18 +389,18 @@ def test_what_one_process_alone_has_is_not_counted_besides() -> None:
     ) as process:
         assert process.stdout
         process.stdout.readline()
-        own, why = usage._read_own_bytes(CPU, process.pid)
+        own, why = usage.read_own_bytes(CPU, process.pid)
         process.communicate("\n")
     assert own is not None
     assert LIMIT <= own < 2 * LIMIT
     assert why == ""
-    assert usage._read_own_bytes(CPU, process.pid) == (0, "")
+    assert usage.read_own_bytes(CPU, process.pid) == (0, "")
 
 
 def test_what_is_in_use_besides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "used_bytes", used(100, 100, None, 5))
     own = iter([(30, ""), (None, "no such process listed"), (1, ""), (9, "")])
-    monkeypatch.setattr(usage, "_read_own_bytes", lambda device, process: next(own))
+    monkeypatch.setattr(usage, "read_own_bytes", lambda device, process: next(own))
     assert usage.used_besides(CUDA, 1) == (70, "")
     assert usage.used_besides(CUDA, 1) == (None, "no such process listed")
     assert usage.used_besides(CUDA, 1) == (None, "NVML is not there")

@@ -237,23 +237,20 @@ class _Events:
         from torch import cuda
 
         self._stream = cuda.ExternalStream(stream)  # type: ignore[no-untyped-call]
-        pairs = range(calls)
-        self._before = [cuda.Event(enable_timing=True) for _ in pairs]  # type: ignore[no-untyped-call]
-        self._after = [cuda.Event(enable_timing=True) for _ in pairs]  # type: ignore[no-untyped-call]
-        self._call = 0
+        self._pairs = [[cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]  # type: ignore[no-untyped-call]
+        self._left = iter(self._pairs)
 
     def around(self, enqueue: Callable[[Any], None]) -> Callable[[Any], None]:
         def recorded(bound: Any) -> None:
-            self._before[self._call].record(self._stream)
+            before, after = next(self._left)
+            before.record(self._stream)
             enqueue(bound)
-            self._after[self._call].record(self._stream)
-            self._call += 1
+            after.record(self._stream)
 
         return recorded
 
     def seconds(self) -> Samples:
-        pairs = zip(self._before, self._after, strict=True)
-        return np.array([before.elapsed_time(after) for before, after in pairs], np.float64) / 1e3
+        return np.array([before.elapsed_time(after) for before, after in self._pairs], np.float64) / 1e3
 
 
 def _others_awake() -> bool:

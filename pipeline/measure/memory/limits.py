@@ -20,7 +20,7 @@ from enginesmith.pipeline.measure.memory import usage
 from enginesmith.pipeline.measure.memory.usage import killed_by_kernel, used_bytes
 from enginesmith.pipeline.measure.rows import OutOfMemory
 from enginesmith.pipeline.system import oom
-from enginesmith.pipeline.system.cpu import available_bytes, fields, kibibytes, text
+from enginesmith.pipeline.system.cpu import available_bytes, text
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.system.worker import Progress, Worker, run
 from enginesmith.pipeline.tensors import Feeds
@@ -53,7 +53,7 @@ def set_memory_limit(limit_bytes: int | None, device: Device) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device.index)
         return
     usage.fill_heap_holes()
-    now = _read_status("self")
+    now = usage.read_status("self")
     for kind, counter in _LIMITS:
         _, hard = resource.getrlimit(kind)
         most = now[counter] + limit_bytes
@@ -140,14 +140,8 @@ def _read_gap(process: str) -> int | None:
     soft = next((row.removeprefix(name).split()[0] for row in rows if row.startswith(name)), "unlimited")
     if not soft.isdecimal():
         return None
-    now = _read_status(process)
+    now = usage.read_status(process)
     return max(0, int(soft) - (now["VmPeak"] if now["VmPeak"] <= int(soft) else now["VmSize"]))
-
-
-def _read_status(process: str) -> dict[str, int]:
-    """Read bytes by the names of proc_pid_status(5)."""
-    status = fields(Path(f"/proc/{process}/status"))
-    return {name: kibibytes(status[name]) for name in ("VmSize", "VmPeak", "VmData")}
 
 
 class StepMeter:

@@ -317,7 +317,7 @@ def _measure_session(
             with ledger.tagged(ACTIVATIONS):
                 _call(session, bound, 1 + _STEADY_CALLS)
             moments["ended"], most = read_moment(device), read_peaks(device)
-            process = _read_process(device)
+            process = Known(*usage.read_own_bytes(device, os.getpid()))
             del bound
     del session
     _settle(device)
@@ -376,16 +376,6 @@ def read_device_used(device: Device) -> int:
 
     free, total = torch.cuda.mem_get_info(device.index)
     return int(total - free)
-
-
-def _read_process(device: Device) -> Known:
-    """Ask NVML for the bytes of this process."""
-    from enginesmith.pipeline.system import nvidia
-
-    try:
-        return Known(*nvidia.nvml().process_bytes(device.index, os.getpid()))
-    except MissingCapability as error:
-        return Known(None, str(error))
 
 
 def _settle(device: Device) -> None:

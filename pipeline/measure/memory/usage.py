@@ -51,13 +51,13 @@ def used_bytes(device: Device) -> tuple[int | None, str]:
 def used_besides(device: Device, process: int) -> tuple[int | None, str]:
     """Read the bytes in use now without those that only that process has: what is left once it has ended."""
     used, why = used_bytes(device)
-    own, why_not = _read_own_bytes(device, process)
+    own, why_not = read_own_bytes(device, process)
     if used is None or own is None:
         return None, why or why_not
     return max(0, used - own), ""
 
 
-def _read_own_bytes(device: Device, process: int) -> tuple[int | None, str]:
+def read_own_bytes(device: Device, process: int) -> tuple[int | None, str]:
     """Read the bytes that end with a process, or None and why.
 
     On the CPU they are those of pages that no other process shares, 0 where it has ended.
@@ -175,18 +175,23 @@ def reset_high_water() -> None:
 
 def read_high_water() -> int:
     """Read the most that the process had resident since the mark was reset, libraries and all; cheap to ask for."""
-    return _read_status()["VmHWM"]
+    return read_status()["VmHWM"]
 
 
 def read_phase() -> Phase:
     """Read a phase that began when the mark was reset and ends now."""
-    status, end = _read_status(), resident()
+    status, end = read_status(), resident()
     return Phase(end, end.counted + status["VmHWM"] - status["VmRSS"], status["VmHWM"])
 
 
-def _read_status() -> dict[str, int]:
-    status = fields(Path("/proc/self/status"))
-    return {name: kibibytes(status[name]) for name in ("VmHWM", "VmRSS")}
+def read_status(process: str = "self") -> dict[str, int]:
+    """Read bytes by the names of proc_pid_status(5).
+
+    Raises:
+        KeyError: the process has ended.
+    """
+    status = fields(Path(f"/proc/{process}/status"))
+    return {name: kibibytes(status[name]) for name in ("VmSize", "VmPeak", "VmData", "VmHWM", "VmRSS")}
 
 
 def resident() -> Resident:
@@ -241,14 +246,14 @@ def _trim() -> None:
 INTERVAL_SECONDS = 0.002
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sampled:
     """Hold the largest reading. A peak that is shorter than the interval can be missed."""
 
-    peak: int
-    samples: int
     interval_seconds: float
-    longest_gap_seconds: float
+    peak: int = 0
+    samples: int = 0
+    longest_gap_seconds: float = 0.0
     """The longest time between two readings, as it really was."""
 
     def words(self) -> str:
@@ -263,16 +268,10 @@ class Sampler:
     """Read on a thread of its own while its context is entered, and once more at either end."""
 
     def __init__(self, read: Callable[[], int], interval_seconds: float = INTERVAL_SECONDS) -> None:
-        self._read, self._interval = read, interval_seconds
-        self._peak = self._samples = 0
-        self._gap, self._latest = 0.0, time.monotonic()
+        self.sampled = Sampled(interval_seconds)
+        self._read, self._latest = read, 0.0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="sampler", daemon=True)
-
-    @property
-    def sampled(self) -> Sampled:
-        """The readings so far."""
-        return Sampled(self._peak, self._samples, self._interval, self._gap)
 
     def __enter__(self) -> Self:
         self._latest = time.monotonic()
@@ -286,10 +285,10 @@ class Sampler:
         self._take()
 
     def _loop(self) -> None:
-        while not self._ended.wait(self._interval):
+        while not self._ended.wait(self.sampled.interval_seconds):
             self._take()
 
     def _take(self) -> None:
-        value, now = self._read(), time.monotonic()
-        self._gap, self._latest = max(self._gap, now - self._latest), now
-        self._peak, self._samples = max(self._peak, value), self._samples + 1
+        value, now, sampled = self._read(), time.monotonic(), self.sampled
+        sampled.longest_gap_seconds = max(sampled.longest_gap_seconds, now - self._latest)
+        sampled.peak, sampled.samples, self._latest = max(sampled.peak, value), sampled.samples + 1, now
