@@ -5,41 +5,24 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from graphs import Weights, build_graph, node, normal, run_model
 
 from enginesmith.pipeline.passes.quantize.quantizers import correct_bias
 
-Weights = dict[str, Any]
 CHANNELS, OUTPUTS, SIDE = 4, 6, 9
 
 
-def normal(*shape: int, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+def built(nodes: list[Any], weights: Weights, shape: tuple[int, ...], outputs: str = "y") -> ir.Model:
+    return ir.from_proto(build_graph(nodes, weights, outputs, x=shape))
+
+
+def answers(model: ir.Model, x: Any) -> list[Any]:
+    return list(run_model(model, {"x": x}).values())
 
 
 def rounded(weight: Any, step: float = 0.5) -> Any:
     """Rounded down, so that every output loses: the worst that a bias can make up for."""
     return (np.floor(weight / step) * step).astype(np.float32)
-
-
-def node(operator: str, inputs: str, output: str, **attributes: Any) -> Any:
-    return helper.make_node(operator, inputs.split(), [output], name=output, **attributes)
-
-
-def built(nodes: list[Any], weights: Weights, shape: tuple[Any, ...], *outputs: str) -> ir.Model:
-    initialisers = [numpy_helper.from_array(value, name) for name, value in weights.items()]
-    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs or ("y",)]
-    given = helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)
-    body = helper.make_graph(nodes, "g", [given], infos, initialisers)
-    model = helper.make_model(body, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    return ir.from_proto(model)
-
-
-def answers(model: ir.Model, x: Any) -> list[Any]:
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    return list(session.run(None, {"x": x}))
 
 
 def product(word: str) -> tuple[ir.Model, tuple[int, ...], int]:
@@ -113,7 +96,7 @@ def test_the_mean_shift_of_real_activations_goes() -> None:
 def test_another_reader_of_the_bias_keeps_it() -> None:
     weights = {"w": normal(CHANNELS, CHANNELS), "b": normal(CHANNELS, seed=1)}
     nodes = [node("MatMul", "x w", "p"), node("Add", "p b", "y"), node("Add", "x b", "z")]
-    model = built(nodes, weights, (2, CHANNELS), "y", "z")
+    model = built(nodes, weights, (2, CHANNELS), "y z")
     x = np.ones((2, CHANNELS), np.float32)
     before = answers(model, x)
     given = weights["w"]

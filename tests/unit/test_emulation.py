@@ -8,9 +8,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import onnx
 import onnx_ir as ir
 import pytest
+from graphs import parse_graph
 
 from enginesmith.pipeline.artifact import Artifact
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
@@ -25,13 +25,7 @@ LEVELS: Any = ("disabled", "basic", "extended", "all")
 
 
 def parsed(text: str, **constants: Any) -> ir.Model:
-    """A model from ONNX's textual syntax; nodes are called after their outputs."""
-    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 23]> g {text}')
-    tensors = (ir.tensor(np.asarray(content), name=name) for name, content in constants.items())
-    proto.graph.initializer.extend(ir.serde.serialize_tensor(tensor) for tensor in tensors)
-    for node in proto.graph.node:
-        node.name = node.output[0]
-    return ir.from_proto(proto)
+    return parse_graph(text, 23, named=True, **constants)
 
 
 def saved(model: ir.Model, folder: Path, **options: Any) -> Artifact:

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from graphs import Weights, artifact, difference, measure_ranges, node, normal, operators, save_graph, sqnr_db
+from onnx import numpy_helper
 
-from enginesmith.calibration.ranges import ChannelStatistics, Provenance, Ranges, TensorRange
+from enginesmith.calibration.ranges import Ranges
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError
 from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
@@ -21,26 +22,7 @@ from enginesmith.pipeline.passes.rescale.equalize import (
 )
 from enginesmith.pipeline.passes.run import run_pass
 
-Weights = dict[str, Any]
 SIDE, WIDTH = 8, 6
-PROVENANCE = Provenance(data="test", digest="", rows=(), seed=0, batch=1)
-
-
-def node(operator: str, inputs: str, output: str, **attributes: Any) -> onnx.NodeProto:
-    return helper.make_node(operator, inputs.split(), [output], name=f"{operator}_{output}", **attributes)
-
-
-def saved(folder: Path, nodes: list[onnx.NodeProto], weights: Weights, x: tuple[Any, ...], outputs: str = "y") -> Path:
-    """A graph from ``x`` to its outputs, with the shapes of all values in it, as simplified graphs have them."""
-    initialisers = [numpy_helper.from_array(np.asarray(value, value.dtype), name) for name, value in weights.items()]
-    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs.split()]
-    given = helper.make_tensor_value_info("x", TensorProto.FLOAT, x)
-    body = helper.make_graph(nodes, "g", [given], infos, initialisers)
-    model = helper.make_model(body, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "given.onnx"
-    onnx.save(onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True), path)
-    return path
 
 
 def image(seed: int = 1, channels: int = 3, batch: int = 4) -> Any:
@@ -50,10 +32,6 @@ def image(seed: int = 1, channels: int = 3, batch: int = 4) -> Any:
 def scales(count: int, decades: float = 3.0) -> Any:
     """Factors spread over some decades, in no order."""
     return 10 ** np.random.default_rng(5).permutation(np.linspace(0, -decades, count)).astype(np.float32)
-
-
-def normal(*shape: int, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 def depthwise(folder: Path, between: str = "Relu", uneven: float = 3.0, **bounds: Any) -> Path:
@@ -75,37 +53,7 @@ def depthwise(folder: Path, between: str = "Relu", uneven: float = 3.0, **bounds
         node(between, f"c{extra}", "d"),
         node("Conv", "d w3", "y"),
     ]
-    return saved(folder, nodes, weights, ("n", 3, SIDE, SIDE))
-
-
-def measured(path: Path, x: Any, *names: str) -> Ranges:
-    """What calibration would find out about these values, by channel."""
-    model = onnx.load(path)
-    for name in names:
-        if name not in {value.name for value in model.graph.output}:
-            model.graph.output.add().name = name
-    tapped = path.with_name("tapped.onnx")
-    onnx.save(model, tapped)
-    values = dict(zip([value.name for value in model.graph.output], evaluator.run_graph(tapped, {"x": x}), strict=True))
-    axes = {name: tuple(axis for axis in range(values[name].ndim) if axis != 1) for name in names}
-    tensors = {
-        name: TensorRange(minimum=float(v.min()), maximum=float(v.max()), count=v.size) for name, v in values.items()
-    }
-    channels = {name: statistics(values[name], axes[name]) for name in names}
-    return Ranges(model_sha256="model", provenance=PROVENANCE, tensors=tensors, channels=channels)
-
-
-def statistics(value: Any, axes: tuple[int, ...]) -> ChannelStatistics:
-    def mean(numbers: Any) -> tuple[float, ...]:
-        return tuple(map(float, numbers.mean(axes)))
-
-    return ChannelStatistics(
-        axis=1,
-        amax=tuple(map(float, np.abs(value).max(axes))),
-        mean=mean(value),
-        mean_absolute=mean(np.abs(value)),
-        mean_square=mean(value**2),
-    )
+    return save_graph(folder, nodes, weights, x=("n", 3, SIDE, SIDE))
 
 
 def written(path: Path, ranges: Ranges | None = None) -> tuple[Path, EqualizationResult]:
@@ -118,15 +66,10 @@ def written(path: Path, ranges: Ranges | None = None) -> tuple[Path, Equalizatio
     return out / edit.FILE, done
 
 
-def difference(before: Path, after: Path, x: Any) -> float:
-    """Greatest difference of any output, as a share of its range."""
-    return evaluator.largest_difference(evaluator.run_graph(before, {"x": x}), evaluator.run_graph(after, {"x": x}))
-
-
 def naive_int8(path: Path, x: Any) -> Path:
     """Every weight and every activation that a Conv reads in int8, one scale for the whole tensor."""
     inner = [one.input[0] for one in onnx.load(path).graph.node if one.op_type == "Conv" and one.input[0] != "x"]
-    amax = {name: max(found.amax) for name, found in measured(path, x, *inner).channels.items()}
+    amax = {name: max(found.amax) for name, found in measure_ranges(path, x, *inner).channels.items()}
     model = onnx.load(path)
     for tensor in model.graph.initializer:
         value = numpy_helper.to_array(tensor)
@@ -147,10 +90,6 @@ def naive_int8(path: Path, x: Any) -> Path:
     quantised = path.with_name("quantised.onnx")
     onnx.save(model, quantised)
     return quantised
-
-
-def sqnr_db(expected: Any, found: Any) -> float:
-    return float(10 * np.log10((expected**2).sum() / ((expected - found) ** 2).sum()))
 
 
 def test_a_badly_scaled_depthwise_net_survives_int8_afterwards(tmp_path: Path) -> None:
@@ -218,7 +157,7 @@ CHAINS = ("MatMul", "Gemm", "PRelu", "pooling", "flatten", "groups", "transposed
 @pytest.mark.parametrize("word", CHAINS)
 def test_chains_keep_their_function(tmp_path: Path, word: str) -> None:
     nodes, weights, shape = chain(word)
-    before = saved(tmp_path, nodes, weights, shape)
+    before = save_graph(tmp_path, nodes, weights, x=shape)
     after, done = written(before)
     assert done.pairs == 1
     assert done.ratio_after < done.ratio_before
@@ -242,41 +181,24 @@ def spoiled(word: str) -> tuple[list[onnx.NodeProto], Weights, str]:
         case "no homogeneous operator":
             return [first, node("Sigmoid", "a", "b"), second], weights, "y"
         case "a residual":
-            return (
-                [first, node("Conv", "x w3", "o"), node("Add", "a o", "b"), second],
-                {**weights, "w3": weights["w1"]},
-                "y",
-            )
-        case "a shared first weight":
+            weights["w3"] = weights["w1"]
+            return [first, node("Conv", "x w3", "o"), node("Add", "a o", "b"), second], weights, "y"
+        case "a shared weight":
             return [first, relu, second, node("Conv", "x w1", "z")], weights, "y z"
         case _:
             return [first, relu, second, node("Neg", "w2", "z")], weights, "y z"
 
 
-SPOILED = (
-    "another reader",
-    "an output",
-    "no homogeneous operator",
-    "a residual",
-    "a shared first weight",
-    "the second",
-)
+SPOILED = ("another reader", "an output", "no homogeneous operator", "a residual", "a shared weight", "the second")
 
 
 @pytest.mark.parametrize("word", SPOILED)
 def test_what_cannot_be_scaled_is_left_alone(tmp_path: Path, word: str) -> None:
     nodes, weights, outputs = spoiled(word)
-    before = saved(tmp_path, nodes, weights, ("n", 3, SIDE, SIDE), outputs)
+    before = save_graph(tmp_path, nodes, weights, outputs, x=("n", 3, SIDE, SIDE))
     after, done = written(before)
     assert done.pairs == 0
     assert difference(before, after, image()) == 0
-
-
-# --- Clip
-
-
-def operators(path: Path) -> list[str]:
-    return [one.op_type for one in onnx.load(path).graph.node]
 
 
 def test_without_ranges_a_clip_is_not_passed(tmp_path: Path) -> None:
@@ -295,7 +217,7 @@ def test_a_clip_without_an_upper_bound_is_a_relu(tmp_path: Path) -> None:
 def test_a_clip_that_nothing_reaches_becomes_relu(tmp_path: Path) -> None:
     before = depthwise(tmp_path, "Clip", low=0, high=1e4)
     x = image()
-    after, done = written(before, measured(before, x, "b", "d"))
+    after, done = written(before, measure_ranges(before, x, "b", "d"))
     assert (done.pairs, done.clips_left, done.clips_replaced) == (2, 0, 2)
     assert operators(after) == ["Conv", "Relu", "Conv", "Relu", "Conv"]
     assert done.ratio_after < done.ratio_before / 10
@@ -305,13 +227,13 @@ def test_a_clip_that_nothing_reaches_becomes_relu(tmp_path: Path) -> None:
 def test_channels_below_the_bound_of_a_clip_are_scaled_up_to_it(tmp_path: Path) -> None:
     before = depthwise(tmp_path, "Clip", low=0, high=2)
     x = image()
-    ranges = measured(before, x, "b", "d")
+    ranges = measure_ranges(before, x, "b", "d")
     reached = {name: np.array(found.amax) >= 2 for name, found in ranges.channels.items()}
     assert all(0 < cut.sum() < WIDTH for cut in reached.values())
     after, done = written(before, ranges)
     assert (done.pairs, done.clips_left, done.clips_replaced) == (2, 0, 0)
     assert difference(before, after, x) < 1e-6
-    for name, found in measured(after, x, "b", "d").channels.items():
+    for name, found in measure_ranges(after, x, "b", "d").channels.items():
         amax, given, cut = np.array(found.amax), np.array(ranges.channels[name].amax), reached[name]
         assert (amax[cut] == 2).all()
         assert (amax[~cut & (given < 1.6)] < 1.6001).all()
@@ -323,23 +245,16 @@ def test_no_value_grows_on_the_data_that_were_seen(tmp_path: Path) -> None:
     nodes = [node("Conv", "x w1 b1", "a"), node("Relu", "a", "b"), node("Conv", "b w2", "y")]
     weights = {"w1": normal(WIDTH, 3, 1, 1), "b1": np.ones(WIDTH, np.float32), "w2": normal(3, WIDTH, 1, 1)}
     weights["w1"] *= scales(WIDTH)[:, None, None, None]
-    before = saved(tmp_path, nodes, weights, ("n", 3, SIDE, SIDE))
+    before = save_graph(tmp_path, nodes, weights, x=("n", 3, SIDE, SIDE))
     x = image()
-    ranges = measured(before, x, "b")
+    ranges = measure_ranges(before, x, "b")
     largest = max(ranges.channels["b"].amax)
     blind, _ = written(before)
-    assert max(measured(blind, x, "b").channels["b"].amax) > 3 * largest
+    assert max(measure_ranges(blind, x, "b").channels["b"].amax) > 3 * largest
     after, done = written(before, ranges)
     assert done.pairs == 1
-    assert max(measured(after, x, "b").channels["b"].amax) < 1.0001 * largest
+    assert max(measure_ranges(after, x, "b").channels["b"].amax) < 1.0001 * largest
     assert difference(before, after, x) < 1e-6
-
-
-# --- the pass
-
-
-def artifact(path: Path, kind: Any = "onnx", sha256: str = "model") -> Artifact:
-    return Artifact(kind=kind, path=path, sha256=sha256, bytes=1)
 
 
 def applied(path: Path, out: Path, records: Mapping[str, Artifact] | None = None, **options: Any) -> Effect:
@@ -359,7 +274,7 @@ def test_the_pass_says_what_it_did_and_gives_the_same_bytes_twice(tmp_path: Path
 
 def test_what_has_nothing_to_equalise_is_passed_on(tmp_path: Path) -> None:
     nodes, weights, outputs = spoiled("a residual")
-    before = saved(tmp_path, nodes, weights, ("n", 3, SIDE, SIDE), outputs)
+    before = save_graph(tmp_path, nodes, weights, outputs, x=("n", 3, SIDE, SIDE))
     effect = applied(before, tmp_path / "a")
     assert "unchanged" in effect.summary
     assert effect.notes == ("no two neighbouring layers have channels to equalise",)
@@ -370,14 +285,9 @@ def test_the_pass_notes_what_became_of_clips(tmp_path: Path) -> None:
     before = depthwise(tmp_path, "Clip", low=0, high=1e4)
     assert "2 pairs were left alone" in applied(before, tmp_path / "blind").notes[1]
     record = tmp_path / "ranges.json"
-    record.write_text(measured(before, image(), "b", "d").model_dump_json())
+    record.write_text(measure_ranges(before, image(), "b", "d").model_dump_json())
     effect = applied(before, tmp_path / "seen", {"ranges": artifact(record, "record")})
     assert "2 Clip nodes became Relu" in effect.notes[0]
+    other, records = artifact(before, sha256="other"), {"ranges": artifact(record, "record")}
     with pytest.raises(DataError, match="another model"):
-        run_pass(
-            CrossLayerEqualization(),
-            artifact(before, sha256="other"),
-            tmp_path / "seen",
-            lambda text: None,
-            {"ranges": artifact(record, "record")},
-        )
+        run_pass(CrossLayerEqualization(), other, tmp_path / "seen", lambda text: None, records)

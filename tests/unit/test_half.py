@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
+from graphs import operators, parse_graph, run_model
 from onnx import TensorProto, numpy_helper
 
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
@@ -29,14 +29,11 @@ def weights(*shape: int, scale: float = 0.3) -> Any:
 
 
 def parsed(text: str, opset: int = 23, **constants: Any) -> ir.Model:
-    """A model from ONNX's textual syntax; nodes are called after their outputs."""
-    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : {opset}]> g {text}')
-    proto.graph.initializer.extend(
-        numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()
-    )
-    for node in proto.graph.node:
-        node.name = node.output[0]
-    return ir.from_proto(proto)
+    return parse_graph(text, opset, named=True, **constants)
+
+
+def run(path: Path, **feeds: Any) -> dict[str, Any]:
+    return run_model(ir.load(path), feeds, optimized=False)
 
 
 def saved(model: ir.Model, folder: Path) -> Path:
@@ -47,24 +44,12 @@ def saved(model: ir.Model, folder: Path) -> Path:
     return folder / edit.FILE
 
 
-def run(path: Path, **feeds: Any) -> dict[str, Any]:
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return dict(zip((value.name for value in session.get_outputs()), session.run(None, feeds), strict=True))
-
-
 def types(path: Path) -> dict[str, int]:
     """Element type of every value that has one."""
     proto = onnx.shape_inference.infer_shapes(onnx.load(path), strict_mode=True)
     values = (*proto.graph.value_info, *proto.graph.input, *proto.graph.output)
     found = {value.name: value.type.tensor_type.elem_type for value in values}
     return found | {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
-
-
-def operators(path: Path) -> list[str]:
-    return [node.op_type for node in onnx.load(path).graph.node]
 
 
 def hold(folder: Path, model: ir.Model, feeds: dict[str, Any], **options: Any) -> tuple[Lowered, Path]:

@@ -1,6 +1,5 @@
 """Q/DQ pairs: where they are, on which grids, and that ONNX Runtime computes in integers what it is meant to."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
+from graphs import NOWHERE, count_kernels, parse_graph, run_model, sqnr_db
 
-from enginesmith.calibration.ranges import METHODS, Provenance, Ranges, TensorRange
+from enginesmith.calibration.ranges import METHODS, Ranges, TensorRange
 from enginesmith.pipeline.errors import InvalidGraph, UsageError
 from enginesmith.pipeline.passes.quantize.layers import Quantised
 from enginesmith.pipeline.passes.quantize.precision import keep_clamps_apart
@@ -60,34 +59,13 @@ RESIDUAL_WEIGHTS = {
 }
 
 
-def parsed(text: str, opset: int = 21, **weights: Any) -> ir.Model:
-    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : {opset}]>{text}')
-    proto.graph.initializer.extend(onnx.numpy_helper.from_array(np.asarray(a), name) for name, a in weights.items())
-    return ir.from_proto(proto)
-
-
 def residual() -> ir.Model:
-    return parsed(RESIDUAL, **RESIDUAL_WEIGHTS)
+    return parse_graph(RESIDUAL, **RESIDUAL_WEIGHTS)
 
 
-def run(
-    model: ir.Model, feeds: dict[str, Array], *, fused: bool = False, save_to: Path | None = None
-) -> dict[str, Array]:
-    """Every float value, or the outputs of the optimised graph."""
-    proto = ir.to_proto(model)
-    if not fused:
-        known = {value.name for value in proto.graph.output}
-        proto.graph.output.extend(
-            onnx.ValueInfoProto(name=name) for node in proto.graph.node for name in node.output if name not in known
-        )
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    if not fused:
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    if save_to:
-        options.optimized_model_filepath = str(save_to)
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, ["CPUExecutionProvider"])
-    return dict(zip([value.name for value in session.get_outputs()], session.run(None, feeds), strict=True))
+def exact_values(model: ir.Model, inputs: dict[str, Array]) -> dict[str, Array]:
+    """Every float value, none of them fused away."""
+    return run_model(model, inputs, optimized=False, every_value=True)
 
 
 def feeds(model: ir.Model) -> dict[str, Array]:
@@ -102,22 +80,15 @@ def feeds(model: ir.Model) -> dict[str, Array]:
 def ranges(model: ir.Model, **given: tuple[float, float]) -> Ranges:
     """Least and greatest numbers on random feeds."""
     inputs = feeds(model)
-    found = {name: (float(array.min()), float(array.max())) for name, array in {**inputs, **run(model, inputs)}.items()}
+    found = {
+        name: (float(array.min()), float(array.max()))
+        for name, array in {**inputs, **exact_values(model, inputs)}.items()
+    }
     tensors = {
         name: TensorRange(minimum=low, maximum=high, count=1, amax=dict.fromkeys(METHODS, max(-low, high)))
         for name, (low, high) in {**found, **given}.items()
     }
-    nowhere = Provenance(data="random", digest="", rows=(), seed=0, batch=1)
-    return Ranges(model_sha256="", provenance=nowhere, tensors=tensors)
-
-
-def fused(model: ir.Model, tmp_path: Path) -> Counter[str]:
-    run(model, feeds(model), fused=True, save_to=tmp_path / "optimised.onnx")
-    return Counter(node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node)
-
-
-def decibels(exact: Array, other: Array) -> float:
-    return float(10 * np.log10((exact**2).sum() / max(((exact - other) ** 2).sum(), 1e-30)))
+    return Ranges(model_sha256="", provenance=NOWHERE, tensors=tensors)
 
 
 def done(make: Callable[[], ir.Model], settings: Settings) -> tuple[ir.Model, Quantised]:
@@ -164,7 +135,7 @@ def test_tensorrt_gets_pairs_in_front_of_products_and_nowhere_else() -> None:
 
 def test_tensorrt_rounds_a_shortcut_without_a_convolution_once_for_all() -> None:
     def make() -> ir.Model:
-        return parsed(
+        return parse_graph(
             "net (float[1, 4, 8, 8] x) => (float[1, 4, 8, 8] y) { r = Relu(x) c = Conv(r, w) y = Add(r, c) }",
             w=random(4, 4, 1, 1),
         )
@@ -178,13 +149,13 @@ def test_tensorrt_rounds_a_shortcut_without_a_convolution_once_for_all() -> None
 def test_onnx_runtime_computes_everything_in_integers(tmp_path: Path) -> None:
     model, found = done(residual, CPU)
     assert not found.left
-    kinds = fused(model, tmp_path)
-    assert (kinds["QLinearConv"], kinds["QLinearAdd"], kinds["QGemm"], kinds["QLinearGlobalAveragePool"]) == (
+    kinds = count_kernels(model, feeds(model), tmp_path)
+    assert [kinds[f"Q{name}"] for name in ("LinearConv", "LinearAdd", "Gemm", "LinearGlobalAveragePool")] == [
         4,
         1,
         1,
         1,
-    )
+    ]
     assert not {"Conv", "Add", "Relu", "Clip", "MaxPool", "Gemm"} & set(kinds)
     assert kinds["QuantizeLinear"] == 1
 
@@ -212,12 +183,12 @@ def test_what_hands_numbers_on_has_one_grid() -> None:
 
 @pytest.mark.parametrize("settings", [CPU, GPU], ids=["onnxruntime", "tensorrt"])
 def test_the_result_is_close_to_the_float_graph_fused_or_not(settings: Settings) -> None:
-    exact = run(residual(), feeds(residual()))["y"]
+    exact = exact_values(residual(), feeds(residual()))["y"]
     model, _ = done(residual, settings)
-    simulated, real = run(model, feeds(model))["y"], run(model, feeds(model), fused=True)["y"]
-    assert decibels(exact, simulated) > 25
-    assert decibels(exact, real) > 25
-    assert decibels(simulated, real) > 30
+    simulated, real = exact_values(model, feeds(model))["y"], run_model(model, feeds(model))["y"]
+    assert sqnr_db(exact, simulated) > 25
+    assert sqnr_db(exact, real) > 25
+    assert sqnr_db(simulated, real) > 30
 
 
 @pytest.mark.parametrize(
@@ -254,18 +225,20 @@ def test_onnx_runtime_goes_on_in_integers(tmp_path: Path, between: str) -> None:
     read = onnx.parser.parse_graph(text)
     used = {name for one in read.node for name in one.input}
     weights = {name: array for name, array in given.items() if name in used}
-    model, found = done(lambda: parsed(text, **weights), RUNNABLE)
+    model, found = done(lambda: parse_graph(text, **weights), RUNNABLE)
     assert not found.left
-    kinds = fused(model, tmp_path)
+    kinds = count_kernels(model, feeds(model), tmp_path)
     assert kinds["QLinearConv"] == 2 + ("Conv(a" in between or "Conv(g" in between)
     clamps = "Clip" in between  # with nothing before it that it could be part of
     assert (kinds["QuantizeLinear"], kinds["DequantizeLinear"]) == (1 + clamps, 1 + clamps)
-    assert decibels(run(parsed(text, **weights), feeds(model))["y"], run(model, feeds(model), fused=True)["y"]) > 25
+    assert (
+        sqnr_db(exact_values(parse_graph(text, **weights), feeds(model))["y"], run_model(model, feeds(model))["y"]) > 25
+    )
 
 
 def test_a_network_with_upsampling(tmp_path: Path) -> None:
     def make() -> ir.Model:
-        return parsed(
+        return parse_graph(
             """net (float[1, 4, 16, 16] x) => (float[1, 4, 16, 16] y) {
                 c = Conv(x, w)
                 r = Relu(c)
@@ -282,7 +255,7 @@ def test_a_network_with_upsampling(tmp_path: Path) -> None:
     model, found = done(make, CPU)
     (why,) = found.left.values()
     assert "no int8 kernel for ConvTranspose" in why
-    kinds = fused(model, tmp_path)
+    kinds = count_kernels(model, feeds(model), tmp_path)
     assert (kinds["QLinearConv"], kinds["QLinearConcat"], kinds["ConvTranspose"]) == (3, 1, 1)
     assert grid(model, "u") == grid(model, "m"), "what is rounded for the Concat alone has its grid"
     assert grid(model, "r") != grid(model, "m"), "what others read too keeps its own"
@@ -291,7 +264,7 @@ def test_a_network_with_upsampling(tmp_path: Path) -> None:
 
 def test_transformers_get_products_that_write_floats(tmp_path: Path) -> None:
     def make() -> ir.Model:
-        return parsed(
+        return parse_graph(
             """net (float[n, 6, 32] x) => (float[n, 6, 32] y) {
                 h = LayerNormalization(x, s)
                 m = MatMul(h, w)
@@ -308,7 +281,7 @@ def test_transformers_get_products_that_write_floats(tmp_path: Path) -> None:
 
     model, found = done(make, CPU)
     assert found.pairs == 2
-    kinds = fused(model, tmp_path)
+    kinds = count_kernels(model, feeds(model), tmp_path)
     assert (kinds["MatMulIntegerToFloat"], kinds["QuantizeLinear"], kinds["MatMul"]) == (2, 2, 0)
     assert kinds["DequantizeLinear"] == 0
 
@@ -325,18 +298,18 @@ def test_a_clamp_keeps_the_kernels(tmp_path: Path, keep: frozenset[str], written
         y = Gemm (r, v)
     }"""
     weights = {"w": random(16, 8), "b": random(8), "v": random(8, 4), "low": np.float32(0), "high": np.float32(1)}
-    model, _ = done(lambda: parsed(text, **weights), replace(RUNNABLE, keep=keep))
-    simulated = run(model, feeds(model))["y"]
+    model, _ = done(lambda: parse_graph(text, **weights), replace(RUNNABLE, keep=keep))
+    simulated = exact_values(model, feeds(model))["y"]
     assert keep_clamps_apart(model) == written_out
     assert behind in {n.op_type for n in model.graph}
-    assert fused(model, tmp_path)["QGemm"] == 2 - len(keep)
-    assert decibels(run(parsed(text, **weights), feeds(model))["y"], simulated) > 25
-    assert decibels(simulated, run(model, feeds(model), fused=True)["y"]) > 30
+    assert count_kernels(model, feeds(model), tmp_path)["QGemm"] == 2 - len(keep)
+    assert sqnr_db(exact_values(parse_graph(text, **weights), feeds(model))["y"], simulated) > 25
+    assert sqnr_db(simulated, run_model(model, feeds(model))["y"]) > 30
 
 
 def test_outputs_of_the_graph_keep_name_and_type(tmp_path: Path) -> None:
     def make() -> ir.Model:
-        return parsed(
+        return parse_graph(
             "net (float[1, 4, 8, 8] x) => (float[1, 4, 8, 8] y, float[1, 4, 8, 8] z) { y = Conv(x, w) z = Relu(y) }",
             w=random(4, 4, 1, 1),
         )
@@ -347,12 +320,12 @@ def test_outputs_of_the_graph_keep_name_and_type(tmp_path: Path) -> None:
         ("z", ir.DataType.FLOAT),
     ]
     assert reads(model, "z") == "DequantizeLinear"
-    assert fused(model, tmp_path)["QLinearConv"] == 1
+    assert count_kernels(model, feeds(model), tmp_path)["QLinearConv"] == 1
 
 
 def test_weights_have_a_scale_for_each_output_channel() -> None:
     def make() -> ir.Model:
-        return parsed(
+        return parse_graph(
             """net (float[2, 4, 5, 5] x) => (float[2, 3] y) {
                 c = Conv(x, w)
                 t = ConvTranspose <group = 2> (c, u)
@@ -380,14 +353,8 @@ def test_weights_have_a_scale_for_each_output_channel() -> None:
             for output, n in nodes.items()
         }
 
-    assert shapes(GPU) == {
-        "c": ((6,), 0),
-        "t": ((3,), 1),
-        "d": ((), 99),
-        "m": ((7,), 1),
-        "g": ((9,), 0),
-        "y": ((3,), 1),
-    }
+    expected = {"c": ((6,), 0), "t": ((3,), 1), "d": ((), 99), "m": ((7,), 1), "g": ((9,), 0), "y": ((3,), 1)}
+    assert shapes(GPU) == expected
 
 
 def test_a_bias_beside_a_dead_channel_survives_integers() -> None:
@@ -396,10 +363,10 @@ def test_a_bias_beside_a_dead_channel_survives_integers() -> None:
     bias = np.array([0, 2, 0, 0], np.float32)
 
     def make() -> ir.Model:
-        return parsed("net (float[1, 4, 8, 8] x) => (float[1, 4, 8, 8] y) { y = Conv(x, w, b) }", w=weight, b=bias)
+        return parse_graph("net (float[1, 4, 8, 8] x) => (float[1, 4, 8, 8] y) { y = Conv(x, w, b) }", w=weight, b=bias)
 
     model, _ = done(make, CPU)
-    np.testing.assert_allclose(run(model, feeds(model), fused=True)["y"][:, 1], 2, atol=0.05)
+    np.testing.assert_allclose(run_model(model, feeds(model))["y"][:, 1], 2, atol=0.05)
 
 
 @pytest.mark.parametrize(
@@ -422,7 +389,7 @@ def test_groups_are_left_with_the_reason(settings: Settings, change: dict[str, A
             del tensors[name]
         else:
             tensors[name] = tensors[name].model_copy(update=update)
-    model = parsed(RESIDUAL, **{**RESIDUAL_WEIGHTS, "w0": change.get("weight", RESIDUAL_WEIGHTS["w0"])})
+    model = parse_graph(RESIDUAL, **{**RESIDUAL_WEIGHTS, "w0": change.get("weight", RESIDUAL_WEIGHTS["w0"])})
     found = quantise(model, ranges(residual()).model_copy(update={"tensors": tensors}), settings)
     assert reason in found.left["Conv_0"]
     assert "Conv_0" not in {group.name for group in found.done}
@@ -444,12 +411,12 @@ def test_refusals() -> None:
         quantise(model, ranges(residual()), GPU)
     half = {name: array.astype(np.float16) for name, array in RESIDUAL_WEIGHTS.items()}
     with pytest.raises(InvalidGraph, match="float16, and int8 is made of a float32 graph"):
-        quantise(parsed(RESIDUAL.replace("float[", "float16["), **half), ranges(residual()), GPU)
+        quantise(parse_graph(RESIDUAL.replace("float[", "float16["), **half), ranges(residual()), GPU)
     with pytest.raises(InvalidGraph, match="no product that can be in int8"):
-        quantise(parsed("net (float[4] x) => (float[4] y) { y = Relu(x) }"), ranges(residual()), GPU)
+        quantise(parse_graph("net (float[4] x) => (float[4] y) { y = Relu(x) }"), ranges(residual()), GPU)
     with pytest.raises(InvalidGraph, match="two activations"):
-        quantise(parsed("net (float[4, 4] x) => (float[4, 4] y) { y = MatMul(x, x) }"), ranges(residual()), GPU)
-    other = ranges(parsed("net (float[4] q) => (float[4] o) { o = Relu(q) }"))
+        quantise(parse_graph("net (float[4, 4] x) => (float[4, 4] y) { y = MatMul(x, x) }"), ranges(residual()), GPU)
+    other = ranges(parse_graph("net (float[4] q) => (float[4] o) { o = Relu(q) }"))
     with pytest.raises(UsageError, match="of another model"):
         quantise(residual(), other, GPU)
     with pytest.raises(UsageError, match=r"'c0'.*no such products"):
@@ -458,7 +425,7 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize("placement", ["inputs+outputs", "inputs"])
 def test_fp8_has_its_own_grid_and_needs_a_newer_opset(placement: Any) -> None:
-    model = parsed(RESIDUAL, opset=17, **RESIDUAL_WEIGHTS)
+    model = parse_graph(RESIDUAL, opset=17, **RESIDUAL_WEIGHTS)
     known = ranges(residual())
     quantise(model, known, replace(GPU, number="fp8", placement=placement, method="mse"))
     assert model.graph.opset_imports[""] >= 19
@@ -509,7 +476,7 @@ def test_graphs_as_exporters_leave_them() -> None:
         }
         <domain: "layers", opset_import: ["" : 17]> dense (p, q) => (r) { r = MatMul(p, q) }"""
     )
-    known = ranges(parsed("net (float[1, 2] x) => (float[1, 2] a, float[1, 2] b) { a = Relu(x) b = Relu(x) }"))
+    known = ranges(parse_graph("net (float[1, 2] x) => (float[1, 2] a, float[1, 2] b) { a = Relu(x) b = Relu(x) }"))
     model = ir.from_proto(proto)
     found = quantise(model, known, GPU)
     assert [group.weight for group in found.done] == ["w", "v", "w"]

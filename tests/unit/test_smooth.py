@@ -7,48 +7,44 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from graphs import (
+    Weights,
+    artifact,
+    channel_statistics,
+    difference,
+    evaluate,
+    measure_ranges,
+    node,
+    normal,
+    operators,
+    save_graph,
+    sqnr_db,
+)
+from onnx import numpy_helper
 
-from enginesmith.calibration.ranges import ChannelStatistics, Provenance, Ranges, TensorRange
+from enginesmith.calibration.ranges import Ranges
 from enginesmith.pipeline.artifact import Artifact, Effect
 from enginesmith.pipeline.errors import DataError, UsageError
-from enginesmith.pipeline.frameworks.onnx import edit, evaluator, model_file
+from enginesmith.pipeline.frameworks.onnx import edit, model_file
 from enginesmith.pipeline.passes.rescale import smooth_quant
 from enginesmith.pipeline.passes.rescale.smooth_quant import Smooth, Smoothed, smooth
 from enginesmith.pipeline.passes.run import run_pass
 
-Weights = dict[str, Any]
 Case = tuple[list[onnx.NodeProto], Weights, str]
 """Nodes from ``x`` (n,5,16) to ``y``, their weights, and the value that is to be scaled."""
 WIDTH, HEADS = 16, 2
 OUTLIERS = (3, 11)
-PROVENANCE = Provenance(data="test", digest="", rows=(), seed=0, batch=1)
 
 
-def node(operator: str, inputs: str, output: str, **attributes: Any) -> onnx.NodeProto:
-    outputs = output.split()
-    return helper.make_node(operator, inputs.split(), outputs, name=f"{operator}_{outputs[0]}", **attributes)
+X = normal(8, 5, WIDTH, seed=1)
 
 
 def saved(folder: Path, nodes: list[onnx.NodeProto], weights: Weights, outputs: str = "y", shape: Any = None) -> Path:
-    """A graph with the shapes of all values in it, as simplified graphs have them."""
-    initialisers = [numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()]
-    infos = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs.split()]
-    given = helper.make_tensor_value_info("x", TensorProto.FLOAT, shape or ("n", 5, WIDTH))
-    body = helper.make_graph(nodes, "g", [given], infos, initialisers)
-    model = helper.make_model(body, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "given.onnx"
-    onnx.save(onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True), path)
-    return path
+    return save_graph(folder, nodes, weights, outputs, opset=23, x=shape or ("n", 5, WIDTH))
 
 
-def normal(*shape: int, seed: int = 0) -> Any:
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
-
-
-def feed(seed: int = 1) -> Any:
-    return normal(8, 5, WIDTH, seed=seed)
+def measured(path: Path, *names: str, axis: int = -1, x: Any = X) -> Ranges:
+    return measure_ranges(path, x, *names, axis=axis)
 
 
 def uneven(size: float = 30.0) -> Any:
@@ -56,36 +52,6 @@ def uneven(size: float = 30.0) -> Any:
     found = np.ones(WIDTH, np.float32)
     found[list(OUTLIERS)] = size
     return found
-
-
-def values_of(path: Path, x: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    model = onnx.load(path)
-    for name in names:
-        if name not in {value.name for value in model.graph.output}:
-            model.graph.output.add().name = name
-    tapped = path.with_name("tapped.onnx")
-    onnx.save(model, tapped)
-    outputs = [value.name for value in model.graph.output]
-    return dict(zip(outputs, evaluator.run_graph(tapped, {"x": x}), strict=True))
-
-
-def measured(path: Path, *names: str, axis: int = -1, x: Any = None) -> Ranges:
-    """What calibration would find out about these values, by channel."""
-    found = values_of(path, feed() if x is None else x, tuple(name for name in names if name != "x"))
-    found["x"] = feed()
-    tensors, channels = {}, {}
-    for name in names:
-        value = np.moveaxis(found[name], axis, -1)
-        value = value.reshape(-1, value.shape[-1]).astype(np.float64)
-        tensors[name] = TensorRange(minimum=value.min(), maximum=value.max(), count=value.size)
-        channels[name] = ChannelStatistics(
-            axis=axis,
-            amax=tuple(np.abs(value).max(0)),
-            mean=tuple(value.mean(0)),
-            mean_absolute=tuple(np.abs(value).mean(0)),
-            mean_square=tuple((value**2).mean(0)),
-        )
-    return Ranges(model_sha256="model", provenance=PROVENANCE, tensors=tensors, channels=channels)
 
 
 def written(path: Path, ranges: Ranges, **settings: Any) -> tuple[Path, Smoothed]:
@@ -98,33 +64,20 @@ def written(path: Path, ranges: Ranges, **settings: Any) -> tuple[Path, Smoothed
     return out / edit.FILE, done
 
 
-def difference(before: Path, after: Path, x: Any = None) -> float:
-    feeds = {"x": feed() if x is None else x}
-    return evaluator.largest_difference(evaluator.run_graph(before, feeds), evaluator.run_graph(after, feeds))
-
-
 def weight(path: Path, name: str) -> Any:
     return next(numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer if t.name == name)
 
 
-def operators(path: Path) -> list[str]:
-    return [one.op_type for one in onnx.load(path).graph.node]
-
-
-def sqnr_db(expected: Any, found: Any) -> float:
-    return float(10 * np.log10((expected**2).sum() / ((expected - found) ** 2).sum()))
-
-
 def int8_product(path: Path, value: str, name: str) -> float:
     """SQNR of a product with one scale for the activation and one for each output of the weight."""
-    x, w = values_of(path, feed(), (value,))[value], weight(path, name)
+    x, w = evaluate(path, X, value)[value], weight(path, name)
     steps = np.abs(x).max() / 127, np.abs(w).max(0) / 127
     return sqnr_db(x @ w, (np.rint(x / steps[0]) * steps[0]) @ (np.rint(w / steps[1]) * steps[1]))
 
 
 def int4_product(path: Path, value: str, name: str, block: int = 32) -> float:
     """SQNR of a product with the weight in blocks of inputs that share a scale."""
-    x, w = values_of(path, feed(), (value,))[value], weight(path, name)
+    x, w = evaluate(path, X, value)[value], weight(path, name)
     blocks = w.reshape(-1, block, w.shape[1])
     steps = np.abs(blocks).max(1, keepdims=True) / 7
     return sqnr_db(x @ w, x @ (np.rint(blocks / steps) * steps).reshape(w.shape))
@@ -148,7 +101,7 @@ def test_outlier_channels_no_longer_cost_the_others_their_bits(tmp_path: Path) -
     assert (done.products, done.all_products, done.values) == (2, 2, 1)
     assert done.ratio_before > 15
     assert done.ratio_after < 7
-    assert difference(before, after) < 1e-6
+    assert difference(before, after, X) < 1e-6
     assert operators(after) == operators(before)
     for name in ("w1", "w2"):
         assert int8_product(after, "v", name) > int8_product(before, "v", name) + 5
@@ -158,7 +111,7 @@ def test_the_factors_are_those_of_the_paper(tmp_path: Path) -> None:
     nodes, weights, _ = normalised()
     before = saved(tmp_path, nodes, weights)
     after, _ = written(before, measured(before, "v"), alpha=0.6)
-    amax = np.abs(values_of(before, feed(), ("v",))["v"]).max((0, 1))
+    amax = np.abs(evaluate(before, X, "v")["v"]).max((0, 1))
     largest = np.maximum(np.abs(weights["w1"]).max(1), np.abs(weights["w2"]).max(1))
     expected = amax**0.6 / largest**0.4
     np.testing.assert_allclose(weight(after, "w1") / weights["w1"], np.tile(expected[:, None], (1, 8)), rtol=1e-5)
@@ -240,8 +193,8 @@ def test_factors_fold_into_what_comes_before(tmp_path: Path, word: str) -> None:
     after, done = written(before, measured(before, value))
     assert (done.values, done.inserted) == (1, 0)
     assert operators(after) == operators(before)
-    assert difference(before, after) < 2e-6
-    amax = [np.abs(values_of(path, feed(), (value,))[value]).max((0, 1)) for path in (before, after)]
+    assert difference(before, after, X) < 2e-6
+    amax = [np.abs(evaluate(path, X, value)[value]).max((0, 1)) for path in (before, after)]
     ratios = [one.max() / np.median(one) for one in amax]
     assert ratios[1] < ratios[0] / 2
 
@@ -286,11 +239,11 @@ def test_without_a_free_place_only_a_multiplication_helps(tmp_path: Path, word: 
     ranges = measured(before, value)
     after, done = written(before, ranges)
     assert (done.values, done.homeless) == (0, 1)
-    assert difference(before, after) == 0
+    assert difference(before, after, X) == 0
     after, done = written(before, ranges, insert=True, alpha=None)
     assert (done.values, done.inserted) == (1, 1)
     assert sorted(operators(after)) == sorted([*operators(before), "Mul"])
-    assert difference(before, after) < 1e-6
+    assert difference(before, after, X) < 1e-6
     given, found = ({name for one in onnx.load(path).graph.node for name in one.output} for path in (before, after))
     assert found - given == {f"{value}_smooth"}
 
@@ -311,7 +264,7 @@ def test_a_weight_that_something_else_reads_is_left_alone(tmp_path: Path) -> Non
     before = saved(tmp_path, [*nodes, node("Neg", "w1", "z")], weights, "y z")
     after, done = written(before, measured(before, value), insert=True)
     assert (done.values, done.shared) == (0, 1)
-    assert difference(before, after) == 0
+    assert difference(before, after, X) == 0
 
 
 def test_constants_with_other_readers_are_copied(tmp_path: Path) -> None:
@@ -320,7 +273,7 @@ def test_constants_with_other_readers_are_copied(tmp_path: Path) -> None:
     after, done = written(before, measured(before, value))
     assert done.values == 1
     assert (weight(after, "scale") == weights["scale"]).all()
-    assert difference(before, after) < 1e-6
+    assert difference(before, after, X) < 1e-6
 
 
 def test_factors_that_do_harm_are_left_out(tmp_path: Path) -> None:
@@ -356,14 +309,7 @@ def test_the_estimated_error_is_the_error(kind: str) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2000, WIDTH, places)) * uneven()[:, None]
     w = normal(1, 8, WIDTH, places)
-    absolute = np.abs(x)
-    found = ChannelStatistics(
-        axis=-1,
-        amax=tuple(absolute.max((0, 2))),
-        mean=tuple(x.mean((0, 2))),
-        mean_absolute=tuple(absolute.mean((0, 2))),
-        mean_square=tuple((x**2).mean((0, 2))),
-    )
+    found = channel_statistics(x, 1)
     choice = smooth_quant.choose_smooth([w], found, [0.5])
     for scale, expected in ((np.ones(WIDTH), choice.before), (choice.factors, choice.after)):
         activation, matrix = x / scale[:, None], w[0] * scale[:, None]
@@ -403,7 +349,7 @@ def test_awq_keeps_what_meets_salient_activations(tmp_path: Path) -> None:
     after, done = written(before, measured(before, value), mode="awq", alpha=None)
     assert (done.values, done.all_products) == (1, 2)
     assert done.error_after < 0.7 * done.error_before
-    assert difference(before, after) < 1e-6
+    assert difference(before, after, X) < 1e-6
     assert int4_product(after, value, "w") > int4_product(before, value, "w") + 1.5
 
 
@@ -413,14 +359,10 @@ def test_awq_leaves_even_activations_alone(tmp_path: Path) -> None:
     before = saved(tmp_path, nodes, weights)
     after, done = written(before, measured(before, value), mode="awq", alpha=None)
     assert (done.values, done.even) == (0, 1)
-    assert difference(before, after) == 0
+    assert difference(before, after, X) == 0
 
 
 # --- the pass
-
-
-def artifact(path: Path, kind: Any = "onnx", sha256: str = "model") -> Artifact:
-    return Artifact(kind=kind, path=path, sha256=sha256, bytes=1)
 
 
 def recorded(folder: Path, ranges: Ranges) -> dict[str, Artifact]:
@@ -449,7 +391,7 @@ def test_the_pass_says_what_it_did_and_gives_the_same_bytes_twice(tmp_path: Path
     files = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("a", "b")]
     assert files[0] == files[1]
     assert "model.onnx.data" in files[0]
-    assert difference(before, tmp_path / "a" / effect.file) < 1e-6
+    assert difference(before, tmp_path / "a" / effect.file, X) < 1e-6
 
 
 def test_the_pass_wants_ranges_of_this_graph(tmp_path: Path) -> None:
