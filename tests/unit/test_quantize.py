@@ -1,4 +1,4 @@
-"""Operators that can be in few bits; int4 weights in blocks, activations quantised as they come, errors side by side."""
+"""Operators in few bits; int4 weights in blocks, activations quantised as they come, errors side by side."""
 
 from pathlib import Path
 from typing import Any
