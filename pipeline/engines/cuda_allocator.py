@@ -181,9 +181,9 @@ def active(device: int) -> CudaAllocationTracker | None:
     return _active.get(device)
 
 
-def follow(tensor: Any, tag: str, device: int) -> None:
+def follow(tensor: Any, tag: str) -> None:
     """Count a tensor, if its device is counted now."""
-    if ledger := active(device):
+    if ledger := active(tensor.device.index or 0):
         ledger.follow(tensor, tag)
 
 

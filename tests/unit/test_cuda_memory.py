@@ -191,7 +191,7 @@ class TrtSession(Session):
         taken = {TRANSFERS: FEEDS["x"].nbytes, ACTIVATIONS: ACTIVATION_BYTES, OUTPUTS: 800}
         self.tensors = [SimpleTensor(self.engine.gpu, size) for size in taken.values()]
         for tag, tensor in zip(taken, self.tensors, strict=True):
-            cuda_allocator.follow(tensor, tag, 0)
+            cuda_allocator.follow(tensor, tag)
         return []
 
     def enqueue(self, bound: list[int]) -> None:
@@ -204,6 +204,8 @@ class TrtSession(Session):
 
 class SimpleTensor:
     """Device memory as a torch tensor holds it."""
+
+    device = torch.device("cuda:0")
 
     def __init__(self, gpu: Gpu, size: int) -> None:
         self.gpu, self.size, self.address = gpu, size, gpu.take(size)

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,8 +158,8 @@ def test_a_device_is_counted_while_that_is_asked_for(heap: Heap) -> None:
         with counting(0, heap) as inner:
             assert cuda_allocator.active(0) is inner
         assert cuda_allocator.active(0) is outer
-        cuda_allocator.follow(tensor, WEIGHTS, 0)
-        cuda_allocator.follow(tensor, WEIGHTS, 1)
+        cuda_allocator.follow(tensor, WEIGHTS)
+        cuda_allocator.follow(SimpleNamespace(device=torch.device("cuda:1")), WEIGHTS)
         assert outer.account().current == 16
     assert cuda_allocator.active(0) is None
 

@@ -270,10 +270,8 @@ class OnnxRuntime(Engine):
         self.require_runnable(device)
         level, path, file = self.graph_optimization, artifact.path, artifact.folder / _RECORD
         if file.is_file():
-            level = "disabled"
-            for (field, made), (_, now) in zip(
-                _Record.model_validate_json(file.read_bytes()), _here(device), strict=True
-            ):
+            level, record = "disabled", _Record.model_validate_json(file.read_bytes())
+            for (field, made), (_, now) in zip(record, _here(device), strict=True):
                 if made != now:
                     told = f"the engine was optimised for {field} {made!r}, and here it is {now!r}"
                     remedy = "build it here, or build a portable one with save_optimized: false"
@@ -283,8 +281,8 @@ class OnnxRuntime(Engine):
         if device.kind == "cuda":  # ONNX Runtime shows no stream: it shares one of torch's with the clock
             import torch
 
-            counted, name = cuda_allocator.active(device.index), str(device)  # counted on the default stream
-            stream = torch.cuda.default_stream(name) if counted else torch.cuda.Stream(name)  # type: ignore[no-untyped-call]
+            make = torch.cuda.default_stream if cuda_allocator.active(device.index) else torch.cuda.Stream
+            stream = make(str(device))  # memory is counted on the default stream
         session = open_session(path, chosen, device, stream and stream.cuda_stream, content, tf32=self.tf32)
         signature = artifact.signature or model_file.signature(path)
         return OnnxRuntimeSession(session, signature, device, stream, lambda: self.load(artifact, device))

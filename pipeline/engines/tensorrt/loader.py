@@ -88,7 +88,7 @@ class ActivationMemory:
         self._buffer, self.generation = None, self.generation + 1  # freed first: the larger one may take its place
         with torch.cuda.stream(self.stream):
             self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-        cuda_allocator.follow(self._buffer, ACTIVATIONS, device_index(self._device))
+        cuda_allocator.follow(self._buffer, ACTIVATIONS)
 
     def leave(self) -> None:
         """Count one session less that works here; the last one frees the buffer."""
@@ -104,20 +104,11 @@ _shared: dict[str, ActivationMemory] = {}
 
 def activation_memory(device: str, *, shared: bool) -> ActivationMemory:
     """Get a buffer for one session, or the one that sharing sessions of this process have; to be left in the end."""
-    memory = _shared.get(device) if shared else None
-    if memory is None:
-        memory = ActivationMemory(device)
-        if shared:
-            _shared[device] = memory
+    memory = (_shared.get(device) if shared else None) or ActivationMemory(device)
+    if shared:
+        _shared[device] = memory
     memory.users += 1
     return memory
-
-
-def device_index(device: str) -> int:
-    """Parse the index of a device: 1 for ``cuda:1``."""
-    import torch
-
-    return torch.device(device).index or 0
 
 
 def ledger_of(device: int) -> CudaAllocationTracker:
@@ -194,7 +185,7 @@ def output_allocator(trt: Any, device: str, stream: Any) -> Any:
                         room.buffer = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
                 except torch.OutOfMemoryError:
                     return 0
-                cuda_allocator.follow(room.buffer, OUTPUTS, device_index(device))
+                cuda_allocator.follow(room.buffer, OUTPUTS)
             return int(room.buffer.data_ptr())
 
         def notify_shape(self, tensor_name: str, shape: Any) -> None:

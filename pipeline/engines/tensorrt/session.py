@@ -143,21 +143,21 @@ class TensorRTSession(Session):
             context = self._context(tuple(tuple(tensor.shape) for tensor in inputs.values()))
             outputs = {name: self._room(name, shape) for name, shape in context.outputs.items()}
             for tensor in inputs.values():
-                cuda_allocator.follow(tensor, cuda_allocator.TRANSFERS, self._where.index)
+                cuda_allocator.follow(tensor, cuda_allocator.TRANSFERS)
         self._stream.synchronize()
         return Bound(context, inputs, outputs)
 
     def _room(self, name: str, shape: tuple[int, ...]) -> Any:
         import torch
 
-        if _unknown(shape):
+        if -1 in shape:
             return Room()
         engine = self._opened.engine
         on_host = engine.get_tensor_location(name) == self._trt.TensorLocation.HOST
         dtype = torch_dtype(engine.get_tensor_dtype(name).name)
         made = torch.empty(shape, dtype=dtype, device="cpu" if on_host else self._device)
         if not on_host:
-            cuda_allocator.follow(made, cuda_allocator.OUTPUTS, self._where.index)
+            cuda_allocator.follow(made, cuda_allocator.OUTPUTS)
         return made
 
     def _context(self, shapes: Shapes) -> Context:
@@ -170,7 +170,7 @@ class TensorRTSession(Session):
             names = (spec.name for spec in self.signature.inputs)
             native, size, most = open_context(self._opened, dict(zip(names, shapes, strict=True)), self._handle)
             outputs = {spec.name: tuple(native.get_tensor_shape(spec.name)) for spec in self.signature.outputs}
-            unknown = [name for name, shape in outputs.items() if _unknown(shape)]
+            unknown = [name for name, shape in outputs.items() if -1 in shape]
             if unknown and self._by_graph:
                 told = f"only the run decides on the shape of the output {unknown[0]!r}, which a CUDA graph cannot hold"
                 raise ModelError(told, _WITHOUT_GRAPHS)
@@ -188,20 +188,17 @@ class TensorRTSession(Session):
 
         Where TensorRT does not take as little as it said these shapes need, it is given what its profile needs.
         """
-        if (
-            context.generation == self.activation_memory.generation
-            and self.activation_memory.bytes >= context.memory_bytes
-        ):
+        memory, log = self.activation_memory, self._opened.log
+        if context.generation == memory.generation and memory.bytes >= context.memory_bytes:
             return
-        log = self._opened.log
         for size in (context.memory_bytes, context.most_bytes):
             before = log.seen
-            self.activation_memory.reserve(size)
-            context.native.set_device_memory(self.activation_memory.address, self.activation_memory.bytes)
+            memory.reserve(size)
+            context.native.set_device_memory(memory.address, memory.bytes)
             context.memory_bytes = size
             if log.seen == before:
                 break
-        context.generation = self.activation_memory.generation
+        context.generation = memory.generation
 
     def enqueue(self, bound: Bound) -> None:
         """Put one inference on the stream.
@@ -283,12 +280,9 @@ class TensorRTSession(Session):
         with torch.cuda.stream(self._stream):
             for name, output in self._last.outputs.items():
                 if isinstance(output, Room):  # the part of its buffer that holds the output
-                    shape, dtype = output.shape, torch_dtype(engine.get_tensor_dtype(name).name)
-                    count = math.prod(shape)
-                    filled = (
-                        output.buffer[: count * dtype.itemsize].view(dtype) if count else torch.empty(0, dtype=dtype)
-                    )
-                    output = filled.view(shape)
+                    count, dtype = math.prod(output.shape), torch_dtype(engine.get_tensor_dtype(name).name)
+                    buffer = output.buffer if count else torch.empty(0, dtype=torch.uint8)
+                    output = buffer[: count * dtype.itemsize].view(dtype).view(output.shape)
                 outputs[name] = to_numpy(output)
         return outputs
 
@@ -309,10 +303,6 @@ class TensorRTSession(Session):
             self.activation_memory.leave()
             opened.leave()
             gc.collect()
-
-
-def _unknown(shape: tuple[int, ...]) -> bool:
-    return min(shape, default=0) < 0
 
 
 @contextlib.contextmanager
