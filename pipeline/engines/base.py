@@ -481,11 +481,9 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
     def require_runnable(self, device: Device) -> None:
         """Insist that this machine can run what these options build; raises as :meth:`require`."""
         self.require(device)
-        availability = self.runnable(device)
-        if not availability.ok:
-            raise MissingCapability(
-                f"{self.name} cannot run so on {device}: {availability.reason}", availability.remedy
-            )
+        answer = self.runnable(device)
+        if not answer.ok:
+            raise MissingCapability(f"{self.name} cannot run so on {device}: {answer.reason}", answer.remedy)
 
     @property
     def built_ahead(self) -> bool:

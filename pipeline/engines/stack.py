@@ -25,7 +25,7 @@ def find_stack() -> Stack:
         **{name: tuple(software.requirements(name)) for name in ("torch", "onnxruntime-gpu")},
         **{name: tuple(software.requirements(name, "tensorrt")) for name in (*TENSORRTS, *parts)},
     }
-    torch_cuda, torch_targets = software.cuda_of("torch", "version.py"), ()
+    torch_cuda, torch_targets = software.cuda_of("torch", "version.py"), tuple[str, ...]()
     if torch_cuda and gpus:
         import torch
 

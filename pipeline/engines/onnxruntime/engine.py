@@ -277,12 +277,13 @@ class OnnxRuntime(Engine):
                     remedy = "build it here, or build a portable one with save_optimized: false"
                     raise MissingCapability(told, remedy)
         chosen = session_options(device, level, self.memory_arena, save_to, trace)
-        stream, content = None, _emulated(path) if self.emulate else None
+        stream: Any = None
         if device.kind == "cuda":  # ONNX Runtime shows no stream: it shares one of torch's with the clock
             import torch
 
             make = torch.cuda.default_stream if cuda_allocator.active(device.index) else torch.cuda.Stream
             stream = make(str(device))  # memory is counted on the default stream
+        content = _emulated(path) if self.emulate else None
         session = open_session(path, chosen, device, stream and stream.cuda_stream, content, tf32=self.tf32)
         signature = artifact.signature or model_file.signature(path)
         return OnnxRuntimeSession(session, signature, device, stream, lambda: self.load(artifact, device))

@@ -210,7 +210,7 @@ class Provenance:
 
     def _behind_fused(self, node: "onnx.NodeProto", value: str) -> str:
         """Follow a value past the sum and the activation that a blocked convolution took in under its own name."""
-        wanted = [("Add", "Sum")] if len(node.input) > _SUM and node.input[_SUM] else []
+        wanted: list[tuple[str, ...]] = [("Add", "Sum")] if len(node.input) > _SUM and node.input[_SUM] else []
         if activation := attributes(node).get("activation", b""):
             wanted.append((activation.decode(),))
         for operators in wanted:

@@ -163,17 +163,14 @@ def attach(trt: Any, config: Any, file: Path, *, locked: bool) -> Any:
         UsageError: the file is of another device or version, or not a timing cache; or it is locked and not there.
     """
     if locked and not file.is_file():
-        raise UsageError(
-            f"--locked needs the timing cache {file}, and there is none", "build once without --locked to make it"
-        )
+        told = f"--locked needs the timing cache {file}, and there is none"
+        raise UsageError(told, "build once without --locked to make it")
     stored = file.read_bytes() if file.is_file() else b""
     cache = config.create_timing_cache(stored)
     replaced = bool(stored) and not cache.queryKeys()  # what it cannot read becomes an empty cache, with a warning
     if replaced or not config.set_timing_cache(cache, ignore_mismatch=False):
-        raise UsageError(
-            f"the timing cache {file} is damaged, or of another device or version of TensorRT {trt.__version__}",
-            "give another one with --timing-cache, or remove it to have it made anew",
-        )
+        told = f"the timing cache {file} is damaged, or of another device or version of TensorRT {trt.__version__}"
+        raise UsageError(told, "give another one with --timing-cache, or remove it to have it made anew")
     return cache
 
 
@@ -300,10 +297,8 @@ def _configure(trt: Any, config: Any, settings: BuilderSettings) -> None:
         if limit is not None:
             config.set_memory_pool_limit(pool, limit)
             if config.get_memory_pool_limit(pool) != limit:  # it logs, and keeps what it had
-                raise UsageError(
-                    f"{settings.flavour} does not take the limit of {limit} bytes for {pool.name}",
-                    "give one between 1 byte and the memory of the device",
-                )
+                told = f"{settings.flavour} does not take the limit of {limit} bytes for {pool.name}"
+                raise UsageError(told, "give one between 1 byte and the memory of the device")
     chosen = {
         flags.TF32: options.tf32,
         flags.SPARSE_WEIGHTS: options.sparse_weights,
@@ -353,23 +348,19 @@ def _profile(builder: Any, network: Any, shapes: Profile) -> Any:
     profile = builder.create_optimization_profile()
     for tensor in map(network.get_input, range(network.num_inputs)):
         if tensor.is_shape_tensor:
-            raise UnsupportedGraph(
-                f"the values of the input {tensor.name!r} decide shapes, and TensorRT needs their range ahead of time",
-                "make it a constant of the model, or take the size from another input's shape",
-            )
+            told = f"the values of the input {tensor.name!r} decide shapes"
+            remedy = "make it a constant of the model, or take the size from another input's shape"
+            raise UnsupportedGraph(f"{told}, and TensorRT needs their range ahead of time", remedy)
         if tensor.name not in shapes:
-            raise UnsupportedGraph(
-                f"TensorRT calls an input {tensor.name!r}, which is not its name in the graph",
-                "pass the input through an operator first, where it is an output too or what a loop goes by",
-            )
+            told = f"TensorRT calls an input {tensor.name!r}, which is not its name in the graph"
+            remedy = "pass the input through an operator first, where it is an output too or what a loop goes by"
+            raise UnsupportedGraph(told, remedy)
         try:
             profile.set_shape(tensor.name, *shapes[tensor.name])
         except (ValueError, RuntimeError) as error:
             given = ", ".join(str(list(shape)) for shape in shapes[tensor.name])
-            raise UsageError(
-                f"the shapes {given} do not fit the input {tensor.name!r} of shape {list(tensor.shape)}",
-                "give a range for each dynamic dimension: --shape batch=1:8:64",
-            ) from error
+            told = f"the shapes {given} do not fit the input {tensor.name!r} of shape {list(tensor.shape)}"
+            raise UsageError(told, "give a range for each dynamic dimension: --shape batch=1:8:64") from error
     if not profile:
         raise UsageError("TensorRT does not accept the shape ranges", "give min, opt and max for every dimension")
     return profile

@@ -347,22 +347,18 @@ class TensorRT(WorkspaceEngine):
         known = self.known()
         if not known.targets:
             if self.target and (here is None or self.target != here.target):
-                raise UsageError(
-                    f"{self.name} builds for the device that is here, and the target is {self.target}",
-                    "leave --target away, or use tensorrt_rtx, which builds ahead of time",
-                )
+                told = f"{self.name} builds for the device that is here, and the target is {self.target}"
+                raise UsageError(told, "leave --target away, or use tensorrt_rtx, which builds ahead of time")
             return ()
         choices = ", ".join((*known.targets, PORTABLE))
         if self.target is None:
             if here is None:
-                raise UsageError(
-                    f"{self.name} needs a target where there is no GPU to take it from", f"give --target: {choices}"
-                )
+                told = f"{self.name} needs a target where there is no GPU to take it from"
+                raise UsageError(told, f"give --target: {choices}")
             if here.target not in known.targets:
-                raise MissingCapability(
-                    f"{self.name} {versions.installed_version(self.flavour)} has no target {here.target} ({here.name})",
-                    f"its targets are {choices}; on this device use the engine tensorrt",
-                )
+                version = versions.installed_version(self.flavour)
+                told = f"{self.name} {version} has no target {here.target} ({here.name})"
+                raise MissingCapability(told, f"its targets are {choices}; on this device use the engine tensorrt")
             return (here.target,)
         if self.target not in (*known.targets, PORTABLE):
             raise UsageError(f"{self.name} has no target {self.target!r}", f"use one of {choices}")

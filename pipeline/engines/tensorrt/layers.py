@@ -141,11 +141,10 @@ def read_layers(dump: str) -> list[Layer]:
     """Read the layers of a dump; lines of another form are left out."""
     layers = []
     for match in filter(None, map(_LINE.match, dump.partition("I/O Tensors:")[0].splitlines())):
-        parts = (_DATATYPE.findall(match[part] or "") for part in ("inputs", "constants", "outputs"))
+        types = (_DATATYPE.findall(match[part] or "") for part in ("inputs", "constants", "outputs"))
+        reads, holds, writes = (tuple(dict.fromkeys(words)) for words in types)
         nodes = tuple(_SOURCE.findall(match["metadata"] or ""))
-        layers.append(
-            Layer(match["name"], match["type"].strip(), *(tuple(dict.fromkeys(part)) for part in parts), nodes)
-        )
+        layers.append(Layer(match["name"], match["type"].strip(), reads, holds, writes, nodes))
     return layers
 
 

@@ -296,9 +296,8 @@ def _validate_allowed(manifest: EngineManifest, allowed: BuildOptions) -> None:
         raise MissingCapability("the engine brings its own host code along", "if you trust it, allow it: --host-code")
     libraries = {Path(plugin).name for plugin in allowed.plugins}
     if missing := ", ".join(name for name in manifest.options.plugins if Path(name).name not in libraries):
-        raise MissingCapability(
-            f"the engine was built with the plugins {missing}", "name the library: --plugins FILE.so"
-        )
+        told = f"the engine was built with the plugins {missing}"
+        raise MissingCapability(told, "name the library: --plugins FILE.so")
 
 
 def _validate_inputs(trt: Any, engine: Any, manifest: EngineManifest) -> None:
@@ -312,10 +311,8 @@ def _validate_inputs(trt: Any, engine: Any, manifest: EngineManifest) -> None:
         if DTYPES.get(name) != spec.dtype:
             raise ModelError(f"the engine's input {spec.name!r} is {name}, not {spec.dtype}", "build the engine again")
         if engine.get_tensor_location(spec.name) == trt.TensorLocation.HOST:
-            raise ModelError(
-                f"the values of the input {spec.name!r} decide shapes, which is not supported",
-                "make it a constant of the model, or take the size from another input's shape",
-            )
+            told = f"the values of the input {spec.name!r} decide shapes, which is not supported"
+            raise ModelError(told, "make it a constant of the model, or take the size from another input's shape")
 
 
 def _stream_weights(engine: Any, options: RunOptions) -> bool:
@@ -328,10 +325,8 @@ def _stream_weights(engine: Any, options: RunOptions) -> bool:
         told = "the engine streams no weights, and a weight streaming budget was given"
         raise UsageError(told, "build it with --weight-streaming")
     if budget < whole and options.cuda_graphs:
-        raise UsageError(
-            "weights that are streamed while the engine runs cannot be part of a CUDA graph",
-            f"leave CUDA graphs away, or give a budget of {whole} bytes, which is all of them",
-        )
+        told = "weights that are streamed while the engine runs cannot be part of a CUDA graph"
+        raise UsageError(told, f"leave CUDA graphs away, or give a budget of {whole} bytes, which is all of them")
     engine.weight_streaming_budget_v2 = min(budget, whole)  # it logs a failure, and keeps what it had
     if engine.weight_streaming_budget_v2 != min(budget, whole):
         raise UsageError(f"TensorRT does not take the weight streaming budget {budget}", "give a larger one")
@@ -401,11 +396,9 @@ def profile_for(engine: Any, shapes: Mapping[str, tuple[int, ...]]) -> int:
                 break
         else:
             return index
+    told = f"no optimisation profile takes {misfit!r} of shape {list(shapes.get(misfit, ()))}"
     reach = f"the last one reaches from {list(limits[0])} to {list(limits[2])}"
-    raise SignatureError(
-        f"no optimisation profile takes {misfit!r} of shape {list(shapes.get(misfit, ()))}; {reach}",
-        "build the engine with a wider --shape",
-    )
+    raise SignatureError(f"{told}; {reach}", "build the engine with a wider --shape")
 
 
 def refit(engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effect:

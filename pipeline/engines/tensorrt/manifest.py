@@ -69,10 +69,8 @@ def read(engine: Path) -> EngineManifest:
     try:
         manifest = EngineManifest.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise ModelError(
-            f"{engine} has no manifest ({path.name}: {error.strerror})",
-            "keep the manifest beside the engine: an engine without one is not loaded, as engines are code",
-        ) from error
+        remedy = "keep the manifest beside the engine: an engine without one is not loaded, as engines are code"
+        raise ModelError(f"{engine} has no manifest ({path.name}: {error.strerror})", remedy) from error
     except ValidationError as error:
         raise ModelError(f"the manifest {path} is damaged", "build the engine again") from error
     if not engine.is_file():
@@ -85,11 +83,9 @@ def read(engine: Path) -> EngineManifest:
         raise ModelError(f"{engine} is not the engine that its manifest describes", again)
     header = read_header(engine) if manifest.engine == "tensorrt_rtx" else None
     if header and (header.version, header.compute_capabilities) != (manifest.version, manifest.compute_capabilities):
-        raise ModelError(
-            f"the manifest says {manifest.version} for {', '.join(manifest.compute_capabilities)}, and the engine "
-            f"itself {header.version} for {', '.join(header.compute_capabilities)}",
-            "the manifest was changed: copy it again, with its engine",
-        )
+        said, real = (f"{it.version} for {', '.join(it.compute_capabilities)}" for it in (manifest, header))
+        remedy = "the manifest was changed: copy it again, with its engine"
+        raise ModelError(f"the manifest says {said}, and the engine itself {real}", remedy)
     return manifest
 
 

@@ -195,10 +195,8 @@ def load_plugins(trt: Any, paths: tuple[str, ...], logger: Any, known: Capabilit
             raise UsageError(f"there is no plugin library {text}", "give the path of an .so file")
         registry = trt.get_plugin_registry()
         if registry.load_library(str(Path(text).absolute())) is None:  # a bare name is looked for in system folders
-            raise UsageError(
-                f"{text} is no library of TensorRT plugins, or lacks libraries that it needs",
-                f"build it for TensorRT {trt.__version__}; `ldd {text}` lists what it needs",
-            )
+            told = f"{text} is no library of TensorRT plugins, or lacks libraries that it needs"
+            raise UsageError(told, f"build it for TensorRT {trt.__version__}; `ldd {text}` lists what it needs")
 
 
 class _Refused:
