@@ -1,7 +1,6 @@
 """Parse the address of a store, a folder or a shared URL, and open the file system of a URL."""
 
 import difflib
-import inspect
 import os
 import re
 from dataclasses import dataclass
@@ -117,9 +116,3 @@ def open_filesystem(url: str) -> tuple[Any, str]:
             "https://filesystem-spec.readthedocs.io/en/latest/api.html#implementations",
         ) from error
     return system, root.rstrip("/")
-
-
-def single_request_options(system: Any) -> dict[str, int]:
-    """Return options to read a small file in one request: s3fs would ask for its size first, and read parts of it."""
-    read = getattr(system, "_cat_file", None)
-    return {"max_concurrency": 1} if read and "max_concurrency" in inspect.signature(read).parameters else {}

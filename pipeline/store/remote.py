@@ -16,6 +16,7 @@ and a small entry's files are in its manifest.
 import contextlib
 import contextvars
 import datetime
+import inspect
 import json
 import shutil
 import threading
@@ -27,7 +28,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from enginesmith.pipeline.errors import StoreError, UsageError, storage_errors
-from enginesmith.pipeline.store.address import open_filesystem, single_request_options
+from enginesmith.pipeline.store.address import open_filesystem
 from enginesmith.pipeline.store.manifest import (
     DAY_SECONDS,
     MANIFEST,
@@ -73,7 +74,9 @@ class SharedStore:
         self.url = url
         self.retries = Retries(f"the store {url}", tell)
         self.system, self.root = self.retries(open_filesystem, url)
-        self._at_once = single_request_options(self.system)
+        read = getattr(self.system, "_cat_file", None)  # s3fs would ask for the size first, and read parts of a file
+        at_once = read and "max_concurrency" in inspect.signature(read).parameters
+        self._at_once = {"max_concurrency": 1} if at_once else {}
         self._has_folders = url.partition("://")[0] not in _WITHOUT_FOLDERS
         self._damaged: set[str] = set()
         """Keys whose entry was found damaged, and could perhaps not be removed."""
@@ -131,7 +134,7 @@ class SharedStore:
         """Download an entry's files into an empty folder; None if there is no intact entry.
 
         The manifest that is returned has the state of the files on this machine. A damaged entry is removed.
-        With ``touch`` the entry counts as used.
+        With ``touch`` the entry counts as used, which is noted once a day.
 
         Raises:
             StoreError: the service refuses access, or could not be reached for too long; the folder cannot be written.
@@ -140,8 +143,10 @@ class SharedStore:
         while manifest is not None:
             files = self._download(key, manifest, folder)
             if files is not None:
-                if touch:
-                    self._touch(key, manifest)
+                if touch and manifest.used < time.time() - DAY_SECONDS:
+                    with contextlib.suppress(StoreError):  # who may only read leaves no trace
+                        used = manifest.model_copy(update={"used": time.time()})
+                        self.write(self._place(key, MANIFEST), encode(used))
                 return manifest.model_copy(update={"files": files, "upload": "", "contents": {}, "used": 0.0})
             shutil.rmtree(folder)
             folder.mkdir()
@@ -351,12 +356,6 @@ class SharedStore:
             return None
         intact = {name: file for name, file in files.items() if file is not None}
         return intact if len(intact) == len(files) else None
-
-    def _touch(self, key: str, manifest: Manifest) -> None:
-        """Note once a day that an entry is used; failures are ignored."""
-        if manifest.used < time.time() - DAY_SECONDS:
-            with contextlib.suppress(StoreError):
-                self.write(self._place(key, MANIFEST), encode(manifest.model_copy(update={"used": time.time()})))
 
     def _put(self, file: Path, path: str) -> None:
         self._make_folder(path)

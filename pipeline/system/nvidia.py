@@ -6,6 +6,7 @@ a device is found by its address on the PCI bus. A slice of a device (MIG) has a
 memory and its processes; the rest belongs to the whole device.
 """
 
+import contextlib
 import ctypes
 import functools
 import uuid
@@ -241,7 +242,10 @@ class Nvml:
         name = address.value.decode()
         try:
             whole = self._calls.nvmlDeviceGetHandleByPciBusId(name)
-            return name, whole, self._slice(ordinal) if self._divided(whole) else whole
+            divided = False
+            with contextlib.suppress(self._calls.NVMLError):  # most devices cannot be divided
+                divided = bool(self._calls.nvmlDeviceGetMigMode(whole)[0])
+            return name, whole, self._slice(ordinal) if divided else whole
         except (self._calls.NVMLError, _UnknownError) as refusal:
             raise MissingCapability(f"NVML does not show cuda:{index} ({name}): {refusal}") from refusal
 
@@ -251,14 +255,8 @@ class Nvml:
             raise _UnknownError("the device is divided (MIG), and CUDA does not tell which slice this is")
         return self._calls.nvmlDeviceGetHandleByUUID(f"MIG-{uuid.UUID(bytes=bytes(identity))}")
 
-    def _divided(self, handle: Any) -> bool:
-        try:
-            return bool(self._calls.nvmlDeviceGetMigMode(handle)[0])
-        except self._calls.NVMLError:  # most devices cannot be divided
-            return False
-
     def _questions(self, whole: Any, part: Any) -> dict[str, Callable[[], Any]]:
-        """Questions about a device, by the field that the answer goes to."""
+        """List the questions about a device by the field that the answer goes to."""
         nvml = self._calls
 
         def held_back_seconds(policy: int) -> float:

@@ -248,32 +248,29 @@ def _put_first(folder: Path) -> None:
 
 @contextlib.contextmanager
 def user_errors(doing: str, near: Path | None, remedy: str = _REMEDY) -> Iterator[None]:
-    """Turn what the user's code raises into one message that names their line."""
+    """Turn what the user's code raises into one message that names their line.
+
+    Where libraries put other exceptions around the first one, it names that, too.
+    """
     try:
         yield
     except (SourceError, MissingCapability):
         raise
     except (Exception, SystemExit) as error:
-        place = (error.filename, error.lineno) if isinstance(error, SyntaxError) and error.filename else None
-        if place is None:
-            frames = file_tracking.select_user_frames(traceback.extract_tb(error.__traceback__))
-            if near is not None and near.is_file():
-                frames = [frame for frame in frames if Path(frame.filename).parent == near.parent] or frames
-            place = (frames[-1].filename, frames[-1].lineno) if frames else None
-        where = f" ({place[0]}:{place[1]})" if place else ""
-        raise SourceError(
-            f"{doing} failed with {type(error).__name__}: {_first_words(error) or 'no message'}{where}{_root(error)}",
-            remedy,
-        ) from error
-
-
-def _root(error: BaseException) -> str:
-    """Return the exception that began it, where libraries put others around it."""
-    first = error
-    while first.__cause__ is not None:
-        first = first.__cause__
-    hidden = first is not error and _first_words(first) not in str(error)
-    return f"; it began with {type(first).__name__}: {_first_words(first)}" if hidden else ""
+        message = f"{doing} failed with {type(error).__name__}: {_first_words(error) or 'no message'}"
+        frames = file_tracking.select_user_frames(traceback.extract_tb(error.__traceback__))
+        if near is not None and near.is_file():
+            frames = [frame for frame in frames if Path(frame.filename).parent == near.parent] or frames
+        if isinstance(error, SyntaxError) and error.filename:
+            message += f" ({error.filename}:{error.lineno})"
+        elif frames:
+            message += f" ({frames[-1].filename}:{frames[-1].lineno})"
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        if first is not error and _first_words(first) not in str(error):
+            message += f"; it began with {type(first).__name__}: {_first_words(first)}"
+        raise SourceError(message, remedy) from error
 
 
 def _first_words(error: BaseException) -> str:

@@ -221,17 +221,12 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in named}
 
 
-def shapes_of(module: nn.Module) -> Shapes:
-    """Collect the shape of every parameter and buffer."""
-    return {name: tuple(value.shape) for name, value in named_tensors(module).items()}
-
-
 class Before:
     """The sizes of a module before something is done to it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._attributes = plain_attributes(module)
-        self._shapes = shapes_of(module)
+        self._shapes = {name: value.shape for name, value in named_tensors(module).items()}
 
     def difference(
         self, module: nn.Module, history: tuple[PrunedGroup, ...] = (), attention: tuple[str, ...] = ()
@@ -242,7 +237,8 @@ class Before:
             for name, value in values.items():
                 if self._attributes.get(path, {}).get(name) != value:
                     attributes.setdefault(path, {})[name] = value
-        shapes = {name: shape for name, shape in shapes_of(module).items() if self._shapes.get(name) != shape}
+        tensors = named_tensors(module).items()
+        shapes = {name: tuple(value.shape) for name, value in tensors if self._shapes.get(name) != value.shape}
         return Surgery(attributes=attributes, shapes=shapes, attention=attention, history=history)
 
 
