@@ -8,7 +8,7 @@ from enginesmith.pipeline.tensors import TensorSpec
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """What is known of a model before it is built.
+    """Facts about a model that are known before it is built.
 
     ``flops`` are of one sample, a multiply-add counted as two. ``data`` names an embedded data set that fits.
     """

@@ -78,13 +78,13 @@ class ResNet(nn.Module):
 def stage(
     block: type[BasicBlock] | type[Bottleneck], channels_in: int, width: int, depth: int, stride: int
 ) -> nn.Sequential:
-    """``depth`` blocks in a row; the first one changes resolution and channels."""
+    """Chain ``depth`` blocks; the first one changes resolution and channels."""
     first = block(channels_in, width, stride)
     return nn.Sequential(first, *(block(width * block.expansion, width) for _ in range(depth - 1)))
 
 
 def initialise(module: nn.Module) -> None:
-    """Convolutions by He et al., "Delving Deep into Rectifiers" (ICCV 2015), over the fan-out."""
+    """Initialise convolutions by He et al., "Delving Deep into Rectifiers" (ICCV 2015), over the fan-out."""
     for part in module.modules():
         if isinstance(part, nn.Conv2d):
             nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")

@@ -50,13 +50,13 @@ class Source(BaseModel):
 
     @property
     def name(self) -> str:
-        """Return a short name for folders and titles."""
+        """Short name for folders and titles."""
         last = Path(self.target.partition("@")[0]).stem if self.form != "module" else self.target.rpartition(".")[2]
         return f"{last}-{self.factory}" if self.form in ("file", "module") else last
 
     @property
     def is_torch(self) -> bool:
-        """Tell whether there is a module behind it that can be run eagerly."""
+        """True if there is a module behind it that can be run eagerly."""
         return self.form not in ("onnx", "engine")
 
     @property

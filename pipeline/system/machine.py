@@ -155,33 +155,35 @@ def fingerprint(machine: Environment) -> str:
 
 def warnings_of(machine: Environment, own_load: float = 0.0) -> list[str]:
     """List conditions of this machine that spoil measurements; ``own_load`` is this program's part of the load."""
-    found = []
+    warnings = []
     others = machine.load_average - own_load
     if others > machine.usable_cores / 2:
-        found.append(
+        warnings.append(
             f"{BUSY}: others load it by {others:.1f} on {machine.usable_cores} cores; "
             "times are longer than they need be, and those of multi-threaded eager most of all"
         )
     if machine.quota_cores is not None and machine.quota_cores < machine.usable_cores:
-        found.append(
+        warnings.append(
             f"the container may use {machine.quota_cores:g} cores' worth of time and sees {machine.usable_cores}: "
             "it is throttled when all are busy; use --threads to stay below"
         )
     if (governor := machine.governor) not in (None, "performance"):
-        found.append(f"the frequency governor is {governor!r}: clocks follow the load; 'performance' is steadier")
+        warnings.append(f"the frequency governor is {governor!r}: clocks follow the load; 'performance' is steadier")
     stolen = _share(machine.stolen_seconds, machine.cpu_seconds)
     if stolen > _STOLEN_SHARE:
-        found.append(f"the host of this virtual machine has given {stolen:.0%} of its cores' time to others so far")
+        warnings.append(f"the host of this virtual machine has given {stolen:.0%} of its cores' time to others so far")
     left = _share(machine.memory_limit_left_bytes, machine.memory_limit_bytes)
     if machine.memory_limit_left_bytes is not None and left < _LEFT_SHARE:
-        found.append(f"of the container's memory limit only {format_bytes(machine.memory_limit_left_bytes)} is left")
+        warnings.append(f"of the container's memory limit only {format_bytes(machine.memory_limit_left_bytes)} is left")
     for index, gpu in enumerate(machine.gpus or ()):
-        found += [f"cuda:{index} {what}" for what in _describe_limits(gpu)]
+        warnings += [f"cuda:{index} {what}" for what in _describe_limits(gpu)]
         if (gpu.utilisation_percent or 0) > _BUSY_PERCENT:
-            found.append(f"cuda:{index} is busy: kernels ran in {gpu.utilisation_percent} % of the last moments")
+            warnings.append(f"cuda:{index} is busy: kernels ran in {gpu.utilisation_percent} % of the last moments")
         if gpu.mig:
-            found.append(f"cuda:{index} is a slice of a device (MIG): what runs in the others shares power and clocks")
-    return found
+            warnings.append(
+                f"cuda:{index} is a slice of a device (MIG): what runs in the others shares power and clocks"
+            )
+    return warnings
 
 
 def interference(before: Environment, after: Environment, during: Iterable[Sequence[GpuState]] = ()) -> tuple[str, ...]:
@@ -190,29 +192,29 @@ def interference(before: Environment, after: Environment, during: Iterable[Seque
     ``during`` are looks at the GPUs (:func:`gpu_states`) while they worked: clocks and their limits are those of the
     moment, and after a measurement they are those of rest.
     """
-    found = []
+    events = []
     if throttled := _grown(before.throttled_periods, after.throttled_periods):
         periods = _grown(before.quota_periods, after.quota_periods)
         lost = _grown(before.throttled_seconds, after.throttled_seconds)
-        found.append(
+        events.append(
             f"the container had used up its quota in {throttled:.0f} of {periods:.0f} periods "
             f"and was throttled for {lost:.1f} s meanwhile"
         )
     stolen = _grown(before.stolen_seconds, after.stolen_seconds)
     share = _share(stolen, _grown(before.cpu_seconds, after.cpu_seconds))
     if share > _STOLEN_SHARE:
-        found.append(f"the host of this virtual machine gave {share:.0%} of its cores' time to others meanwhile")
+        events.append(f"the host of this virtual machine gave {share:.0%} of its cores' time to others meanwhile")
     if hot := _grown(before.thermal_throttles, after.thermal_throttles):
-        found.append(f"heat slowed the processor down {hot:.0f} times meanwhile")
+        events.append(f"heat slowed the processor down {hot:.0f} times meanwhile")
     if before.frequency_mhz and after.frequency_mhz and after.frequency_mhz < _FALLEN * before.frequency_mhz:
-        found.append(f"the processor's clock fell from {before.frequency_mhz:.0f} to {after.frequency_mhz:.0f} MHz")
+        events.append(f"the processor's clock fell from {before.frequency_mhz:.0f} to {after.frequency_mhz:.0f} MHz")
     if before.gpus and not after.gpus:
-        found.append(f"the GPU no longer tells its state: {after.reasons.get('gpus', 'no reason is known')}")
+        events.append(f"the GPU no longer tells its state: {after.reasons.get('gpus', 'no reason is known')}")
     looks = list(during)
     for index, (first, last) in enumerate(zip(before.gpus or (), after.gpus or (), strict=False)):
         seen = [look[index] for look in looks if index < len(look)]
-        found += [f"cuda:{index} {what}" for what in _interference_on_gpu(first, last, seen)]
-    return tuple(found)
+        events += [f"cuda:{index} {what}" for what in _interference_on_gpu(first, last, seen)]
+    return tuple(events)
 
 
 def gpu_states() -> tuple[GpuState, ...]:
@@ -221,20 +223,20 @@ def gpu_states() -> tuple[GpuState, ...]:
 
 
 def _interference_on_gpu(before: GpuState, after: GpuState, during: Sequence[GpuState]) -> list[str]:
-    found = []
+    events = []
     if before.driver and not after.driver:
-        found.append(f"no longer tells its state: {after.reasons.get('driver', 'no reason is known')}")
+        events.append(f"no longer tells its state: {after.reasons.get('driver', 'no reason is known')}")
     for what, field in (("its power limit", "held_back_by_power_seconds"), ("heat", "held_back_by_heat_seconds")):
         seconds = _grown(getattr(before, field), getattr(after, field))
         if seconds > _HELD_BACK_SECONDS:
-            found.append(f"was held back by {what} for {seconds:.1f} s meanwhile")
+            events.append(f"was held back by {what} for {seconds:.1f} s meanwhile")
     looks = (before, *during, after)
-    found += dict.fromkeys(text for look in looks for text in _describe_limits(look))
+    events += dict.fromkeys(text for look in looks for text in _describe_limits(look))
     working = [look for look in during if nvidia.IDLE not in (look.clock_limits or ())]
     clocks = [look.sm_clock_mhz for look in working if look.sm_clock_mhz]
     if clocks and min(clocks) < _FALLEN * max(clocks):
-        found.append(f"had clocks between {min(clocks)} and {max(clocks)} MHz while it worked")
-    return found
+        events.append(f"had clocks between {min(clocks)} and {max(clocks)} MHz while it worked")
+    return events
 
 
 def _describe_limits(gpu: GpuState) -> Iterator[str]:

@@ -306,7 +306,7 @@ class Nvml:
 
     def _processes(self, handle: Any) -> tuple[GpuProcess, ...]:
         listed = self._calls.nvmlDeviceGetComputeRunningProcesses(handle)
-        return tuple(GpuProcess(pid=one.pid, used_bytes=one.usedGpuMemory) for one in listed)
+        return tuple(GpuProcess(pid=process.pid, used_bytes=process.usedGpuMemory) for process in listed)
 
 
 @functools.cache

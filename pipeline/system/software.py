@@ -127,15 +127,15 @@ def cuda_of(package: str, file: str) -> str | None:
 
 def requirements(package: str, start: str = "nvidia-") -> list[Requirement]:
     """List what an installed package asks for by names that start like that."""
-    found = []
+    listed = []
     for text in importlib.metadata.requires(package) or () if version(package) else ():
         name = _NAME.match(text)
         if name and name[0].startswith(start):
             wanted, _, condition = text[name.end() :].partition(";")
             extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", condition)
             wanted = re.sub(r"^\[[^\]]*\]", "", wanted.strip())
-            found.append(Requirement(name[0], wanted.strip(" ()"), extra[1] if extra else ""))
-    return found
+            listed.append(Requirement(name[0], wanted.strip(" ()"), extra[1] if extra else ""))
+    return listed
 
 
 def cuda_variants(package: str) -> dict[int, list[str]]:

@@ -144,7 +144,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 def _answer(model: nn.Module, loaded: LoadedModel, record: _Record) -> tuple[Tensor, ...]:
     """Run a rebuilt module on the example."""
     with torch.inference_mode():
-        return NamedForward(model, tuple(loaded.example), record.output_names)(*loaded.example.values())
+        return NamedForward(model, tuple(loaded.example), record.output_names).forward(*loaded.example.values())
 
 
 def _comes_back(loaded: LoadedModel, state: Path, record: _Record) -> bool:

@@ -271,4 +271,5 @@ def _below(module: nn.Module, path: str) -> nn.Module:
     Raises:
         KeyError: there is none.
     """
-    return dict(module.named_modules(remove_duplicate=False))[path]
+    part: nn.Module = dict(module.named_modules(remove_duplicate=False))[path]
+    return part
