@@ -55,7 +55,7 @@ def optimize(
         raise click.UsageError(f"{name} is for fleet files, and {model} is none: those end with .yaml")
     recipe = context.recipe_of(model, recipe_file, options)
     source = resolve(recipe.model)
-    folder = out or optimize.default_out(source)
+    folder = out or optimize.default_out(source.name)
     with context.settings_of(options, quiet) as settings, context.resumable(folder, settings):
         run = optimize.optimize(recipe, folder, settings, source)
     code: int = context.shown().show_run(run, folder, as_json)
@@ -69,9 +69,10 @@ def _optimize_fleet(
 ) -> int:
     """Optimize all entries of a fleet file, or the chosen ones; return the exit code."""
     from enginesmith.pipeline.workflows import fleet
+    from enginesmith.pipeline.workflows import optimize as jobs
 
     changed = context.changed({}, options)
-    folder = out or fleet.default_out(file)
+    folder = out or jobs.default_out(f"fleet-{file.stem}")
     with context.settings_of(options, options["quiet"]) as settings, context.resumable(folder, settings):
         record = fleet.optimize(file, folder, settings, only=only, options=changed, changed_since=changed_since)
     return context.show_fleet(record, folder, options["as_json"])

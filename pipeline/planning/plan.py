@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from enginesmith.pipeline.engines.base import Engine
@@ -237,11 +237,11 @@ def verify_step(
     return Step(StepRef("verify", subject), task, {"model": artifact, REFERENCE: REFERENCE})
 
 
-def add_audits(variant: Variant, graph: StepRef) -> tuple[Variant, list[Step]]:
+def audit_steps(variant: Variant, graph: StepRef) -> list[Step]:
     """Plan a variant's audits: of the graph that a step made, and of the engine where that shows what it runs."""
     steps = [Step(StepRef("audit", graph), Audit(), {"model": graph, REFERENCE: REFERENCE})]
     if variant.engine.shows_graph:
         task, needs = Audit(engine=variant.engine, device=variant.device), {"model": variant.artifact}
         needs[REFERENCE] = REFERENCE
         steps.append(Step(StepRef("audit", variant.name), task, needs, unavailable=variant.unavailable))
-    return replace(variant, audits=tuple(step.id for step in steps)), steps
+    return steps

@@ -28,7 +28,7 @@ from enginesmith.pipeline.planning.plan import (
     StepRef,
     Variant,
     VariantName,
-    add_audits,
+    audit_steps,
     verify_step,
 )
 from enginesmith.pipeline.planning.precision import feeder, lower_precision
@@ -184,18 +184,19 @@ def _engine_steps(
         check = verify_step(recipe, variant.name, LOAD, engine, device, stage="engine")
         return replace(variant, verified=(check.id,)), [check]
     steps: list[Step] = []
-    threshold = engine.arithmetic
+    threshold, own = engine.arithmetic, dict[str, Any]()
     if variant.lowering:
         made = lower_precision(recipe, variant, graph, quality_step(recipe, variant, baseline))
         graph, checks, threshold = made.graph, (*checks, *made.checks), KINDS[variant.lowering].threshold
         steps += made.steps
-        variant = replace(variant, calibration=made.calibration, assignment=made.assignment, search=made.search)
+        own = {"calibration": made.calibration, "assignment": made.assignment, "search": made.search}
     build = build_step(variant, graph)
-    variant, audits = add_audits(variant, graph)
+    audits = audit_steps(variant, graph)
     check = verify_step(recipe, variant.name, build.id, engine, device, threshold, stage="engine")
     needs: dict[str, StepRef] = {**check.inputs, **{str(name): name for name in checks}}
     check = replace(check, inputs=needs, unavailable=variant.unavailable)
-    return replace(variant, verified=(*checks, check.id)), [*steps, build, *audits, check]
+    own |= {"audits": tuple(step.id for step in audits), "verified": (*checks, check.id)}
+    return replace(variant, **own), [*steps, build, *audits, check]
 
 
 def shapes_step(recipe: Recipe) -> Step:

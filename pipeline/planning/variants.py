@@ -55,29 +55,21 @@ def list_variants(resolved: ResolvedRecipe, engines: Sequence[str], *, here: boo
                 for one in engine.configurations(recipe, precision):
                     yield Variant(_name(one), one.engine, precision, LOAD, device=device_for(recipe, one.engine))
             continue
-        for precision in recipe.precisions:
-            lowering = None if precision == "fp32" else precision
-            for variant in _of_graph(recipe, engine, lowering or resolved.given_precision, here):
-                if variant.id not in taken:  # a file may be in a precision already that is asked for besides
-                    taken.add(variant.id)
-                    yield replace(variant, lowering=lowering)
-
-
-def _of_graph(recipe: Recipe, engine: type[Engine], precision: str, here: bool) -> Iterator[Variant]:
-    for one in engine.configurations(recipe, precision):
-        name = _name(one)
-        device = device_for(recipe, one.engine)
-        found = one.engine.runnable(device) if here and engine.built_elsewhere else None
-        yield Variant(
-            name,
-            one.engine,
-            precision,
-            StepRef("build", name),
-            device=device,
-            workspace=one.workspace or None,
-            target=one.target,
-            unavailable="" if found is None or found.ok else found.reason,
-        )
+        for asked in recipe.precisions:
+            label = resolved.given_precision if asked == "fp32" else asked
+            for one in engine.configurations(recipe, label):
+                variant, device = _name(one), device_for(recipe, one.engine)
+                if str(variant) in taken:  # a file may be in a precision already that is asked for besides
+                    continue
+                taken.add(str(variant))
+                found = one.engine.runnable(device) if here and engine.built_elsewhere else None
+                yield Variant(
+                    *(variant, one.engine, label, StepRef("build", variant), device),
+                    workspace=one.workspace or None,
+                    target=one.target,
+                    unavailable="" if found is None or found.ok else found.reason,
+                    lowering=None if asked == "fp32" else asked,
+                )
 
 
 def _name(one: Configuration) -> VariantName:

@@ -11,7 +11,6 @@ from enginesmith.pipeline.artifact import RECORDS, Artifact, HistoryEntry, files
 from enginesmith.pipeline.engines import DEFAULT_BUILD, engine_class, read_file
 from enginesmith.pipeline.engines.base import Engine
 from enginesmith.pipeline.errors import ModelError, StepError, UsageError, WrongEngine, storage_errors
-from enginesmith.pipeline.execution.events import Outcome
 from enginesmith.pipeline.execution.settings import Settings
 from enginesmith.pipeline.planning import stages
 from enginesmith.pipeline.planning.plan import LOAD
@@ -107,7 +106,18 @@ def check(recipe: Recipe, settings: Settings) -> tuple[TargetChecked, ...]:
     for name in (LOAD, SHAPES):
         if (error := outcomes[name].error) is not None:
             raise error
-    return tuple(_checked(target or "the device here", outcomes[step]) for target, step in trials.items())
+    checked = []
+    for name, step in trials.items():
+        target, artifact, error = name or "the device here", outcomes[step].artifact, outcomes[step].error
+        if artifact is not None:
+            record = TrialResult.model_validate(read_records(artifact)[0])
+            checked.append(TargetChecked(target=target, **record.model_dump(exclude={"facts"})))
+        elif isinstance(error, StepError):
+            told = {"failure": error.failure, "reason": error.message, "remedy": error.remedy}
+            checked.append(TargetChecked(target=target, builds=False, **told))
+        else:
+            raise error or ModelError(outcomes[step].reason)
+    return tuple(checked)
 
 
 def file_engine(recipe: Recipe) -> type[Engine]:
@@ -120,14 +130,3 @@ def file_engine(recipe: Recipe) -> type[Engine]:
     if len(recipe.engines) != 1 or not engine.file_suffix:
         raise UsageError(f"the engines are {', '.join(recipe.engines)}", f"name one: --engine {DEFAULT_BUILD}")
     return engine
-
-
-def _checked(target: str, outcome: Outcome) -> TargetChecked:
-    if outcome.artifact is None:
-        error = outcome.error
-        if not isinstance(error, StepError):
-            raise error or ModelError(outcome.reason)
-        told = {"failure": error.failure, "reason": error.message, "remedy": error.remedy}
-        return TargetChecked(target=target, builds=False, **told)
-    record = TrialResult.model_validate(read_records(outcome.artifact)[0])
-    return TargetChecked(target=target, **record.model_dump(exclude={"facts"}))

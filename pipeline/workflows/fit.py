@@ -309,7 +309,14 @@ def largest(needed: Callable[[int], int], limit: int, most: int = _LARGEST_BATCH
     if needed(1) > limit:
         return None
     fits = 1
-    while (guess := _further(needed, fits, limit, most)) <= most and needed(guess) <= limit:
+    while True:  # where the line from batch 1 crosses the limit, plus one; at most 64 times this
+        slope = (needed(fits) - needed(1)) / (fits - 1) if fits > 1 else 0.0
+        crossing = 1 + math.floor((limit - needed(1)) / slope) + 1 if slope > 0 else 2 * fits
+        guess = max(fits + 1, min(crossing, 64 * fits))
+        if guess > most and fits < most:
+            guess = most  # which is tried once; one more ends the search
+        if guess > most or needed(guess) > limit:
+            break
         fits = guess
     over, halve = min(guess, most + 1), False
     while over - fits > 1:
@@ -323,14 +330,3 @@ def largest(needed: Callable[[int], int], limit: int, most: int = _LARGEST_BATCH
             over = guess
         halve = not halve
     return fits
-
-
-def _further(needed: Callable[[int], int], fits: int, limit: int, most: int) -> int:
-    """Choose a larger batch to try: where the line from batch 1 crosses the limit, plus one; at most 64 times this.
-
-    Past ``most`` it is ``most`` itself, which is tried once, and then one more, which ends the search.
-    """
-    slope = (needed(fits) - needed(1)) / (fits - 1) if fits > 1 else 0.0
-    crossing = 1 + math.floor((limit - needed(1)) / slope) + 1 if slope > 0 else 2 * fits
-    guess = max(fits + 1, min(crossing, 64 * fits))
-    return guess if guess <= most or fits == most else most

@@ -86,12 +86,6 @@ def resume(out: Path, settings: Settings | None = None) -> FleetRecord:
         return _run_entries(begun, begun.fleet.entries(begun.only, begun.options), out, settings or Settings())
 
 
-def default_out(file: Path) -> Path:
-    """Name a new folder: ``runs/fleet-<file>-<time>`` below the current one."""
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"fleet-{file.stem}-{stamp}"
-
-
 _PARTS = {
     "file": "file",
     "fleet": "content of the file",

@@ -286,7 +286,6 @@ def _find_folder_of_model(model: str, folder: str) -> Path:
     return Path.cwd()
 
 
-def default_out(source: Source) -> Path:
-    """Name a new run directory: ``runs/<model>-<time>`` below the current folder."""
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{source.name}-{stamp}"
+def default_out(name: str) -> Path:
+    """Name a new run directory, or the folder of a fleet: ``runs/<name>-<time>`` below the current folder."""
+    return Path("runs", f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
