@@ -12,7 +12,13 @@ from enginesmith.pipeline.results.run import ModelRecord, Run, VariantRecord
 TEXT = "text"
 
 
-def small(baseline: VariantRecord, *variants: VariantRecord, **changes: Any) -> Run:
+def variant(name: str, **fields: Any) -> VariantRecord:
+    """A measured variant of ONNX Runtime in fp32."""
+    values = {"id": name, "engine": "onnxruntime", "precision": "fp32", "status": "measured"}
+    return VariantRecord.model_validate(values | fields)
+
+
+def small(baseline: VariantRecord, /, *variants: VariantRecord, **changes: Any) -> Run:
     """A finished run of digits with these variants, of which the one called a won; ``changes`` are other fields."""
     values = {
         "name": "demo",

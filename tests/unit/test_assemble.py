@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import small, variant
 
 from enginesmith.pipeline.artifact import Artifact, HistoryEntry
 from enginesmith.pipeline.engines.onnxruntime.engine import OnnxRuntime
@@ -20,7 +21,7 @@ from enginesmith.pipeline.planning.plan import LATENCY, LOAD, Plan, Step, StepRe
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.assemble import Header, assemble
-from enginesmith.pipeline.results.run import ModelRecord, Run, VariantRecord
+from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.verify import Audit
 
@@ -152,24 +153,9 @@ Values = dict[str, Any]
 
 def values() -> Values:
     """A run as run.json has it."""
-    baseline = VariantRecord(
-        id="eager", engine="eager", precision="fp32", status="measured", latency=(LatencyRow(batch=1, p50_ms=2.0),)
-    )
-    run = Run(
-        name="demo",
-        created="2026-01-01T00:00:00+00:00",
-        seconds=1.0,
-        complete=True,
-        recipe=make({"model": "digits"}),
-        environment={"warnings": ["the machine is busy"]},
-        model=ModelRecord(source="digits", signature=None, data=None),
-        steps=(),
-        baseline=baseline,
-        variants=(baseline.model_copy(update={"id": "other"}),),
-        winner=None,
-        pareto=(),
-        verdicts=(),
-    )
+    baseline = variant("eager", engine="eager", latency=(LatencyRow(batch=1, p50_ms=2.0),))
+    other = baseline.model_copy(update={"id": "other"})
+    run = small(baseline, other, environment={"warnings": ["the machine is busy"]}, winner=None)
     found: Values = json.loads(run.model_dump_json(by_alias=True))
     return found
 

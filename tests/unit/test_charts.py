@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from runs import small
 
 from enginesmith.pipeline.frameworks.records import PruningFacts
 from enginesmith.pipeline.measure.quality import Quality
@@ -25,7 +26,7 @@ from enginesmith.pipeline.passes.finetune.options import Point, Recovery, Traini
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.report.charts import Chart, charts
 from enginesmith.pipeline.report.charts.plotly import COLOURS, MOST_NAMED, NEUTRAL, Cast, shorten_name
-from enginesmith.pipeline.results.run import Assignment, ModelRecord, Run, VariantRecord
+from enginesmith.pipeline.results.run import Assignment, Run, VariantRecord
 
 IDS = {
     *("pareto", "memory", "latency-by-batch", "throughput-by-batch", "concurrency", "fidelity", "sensitivity"),
@@ -135,22 +136,12 @@ def assigned(groups: int) -> tuple[Assignment, ...]:
 
 
 def run(*variants: VariantRecord, **changes: Any) -> Run:
-    values = {
-        "name": "demo",
-        "created": "2026-01-01T00:00:00+00:00",
-        "seconds": 1.0,
-        "complete": True,
-        "recipe": make({"model": "digits", "batch": [1, 8, 32]}),
-        "environment": {},
-        "model": ModelRecord(source="digits", signature=None, data="digits/test"),
-        "steps": (),
-        "baseline": record("eager", 2.0, 64, 0.0),
-        "variants": variants,
-        "winner": None,
-        "pareto": (),
-        "verdicts": (),
-    }
-    return Run(**{**values, **changes})
+    recipe = make({"model": "digits", "batch": [1, 8, 32]})
+    return small(
+        changes.pop("baseline", record("eager", 2.0, 64, 0.0)),
+        *variants,
+        **{"recipe": recipe, "winner": None, **changes},
+    )
 
 
 def full() -> Run:

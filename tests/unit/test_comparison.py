@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from runs import small
 
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.measure.quality import Quality
@@ -57,22 +58,13 @@ def run(*variants: VariantRecord, recipe: dict[str, Any] | None = None, **change
         "packages": {"torch": "2.11", "onnxruntime": "1.23"},
         **changes.pop("environment", {}),
     }
-    values: dict[str, Any] = {
-        "name": "demo",
-        "created": "2026-01-01T00:00:00+00:00",
-        "seconds": 1.0,
-        "complete": True,
+    values = {
         "recipe": make({"model": "digits", **(recipe or {})}),
         "environment": environment,
         "model": ModelRecord(source="digits", sha256="m", signature=None, data="digits/test"),
-        "steps": (),
-        "baseline": eager(row(1.0, 1.0)),
-        "variants": variants,
         "winner": ENGINE,
-        "pareto": (),
-        "verdicts": (),
     }
-    return Run(**{**values, **changes})
+    return small(eager(row(1.0, 1.0)), *variants, **{**values, **changes})
 
 
 def pair(before: Run, after: Run, *, any_device: bool = False) -> comparison.Pair:

@@ -1,24 +1,35 @@
-"""The gate: what is broken is said, what cannot be judged is broken, and what is not certain is no regression."""
+"""The gate: what is broken is said, what cannot be judged is broken; fleets entry by entry."""
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
+from runs import small, variant
 
+from enginesmith import cli
 from enginesmith.pipeline.artifact import HistoryEntry
 from enginesmith.pipeline.commands.context import budgets_of
-from enginesmith.pipeline.errors import ModelError, UsageError
+from enginesmith.pipeline.errors import EnginesmithError, ModelError, UsageError
 from enginesmith.pipeline.measure.latency.rows import LatencyResult, launches_of
 from enginesmith.pipeline.measure.quality import Quality
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe import make
 from enginesmith.pipeline.recipe.options import Budgets
+from enginesmith.pipeline.results import fleet as records
 from enginesmith.pipeline.results import gate, remeasure
+from enginesmith.pipeline.results import gate as gates
 from enginesmith.pipeline.results import run as runs
 from enginesmith.pipeline.results.gate import Demands, parse_tolerance
 from enginesmith.pipeline.results.gate_report import Gate
 from enginesmith.pipeline.results.run import ModelRecord, Run, StoredArtifact, VariantRecord
+from enginesmith.pipeline.workflows import fleet
 
 MACHINE = {"processor": "A", "usable_cores": 2, "architecture": "x86_64"}
 MODEL = ModelRecord(source="digits", sha256="0" * 64, signature=None, data="digits")
@@ -36,37 +47,17 @@ def record(name: str = "a", p50_ms: float = 1.0, half: float = 0.01, **changes: 
     row = LatencyRow(
         batch=1, p50_ms=p50_ms, median_ms=interval(p50_ms, half), speedup=interval(10 / p50_ms, half), launches=5
     )
-    values = {
-        "id": name,
-        "engine": "onnxruntime",
-        "precision": "fp32",
-        "status": "measured",
-        "latency": (row,),
-        "memory": MemoryRow(device="cpu", batch=1, peak_bytes=10 << 20),
-        "artifact": StoredArtifact(path="variants/a/model.onnx", sha256=f"{p50_ms}", bytes=1000),
-    }
-    return VariantRecord.model_validate({**values, **changes})
+    memory = MemoryRow(device="cpu", batch=1, peak_bytes=10 << 20)
+    stored = StoredArtifact(path="variants/a/model.onnx", sha256=f"{p50_ms}", bytes=1000)
+    return variant(name, **{"latency": (row,), "memory": memory, "artifact": stored, **changes})
 
 
 def write(folder: Path, *variants: VariantRecord, **changes: object) -> Path:
     eager = record("eager", 10.0, artifact=None, engine="eager")
-    values = {
-        "name": folder.name,
-        "created": "2026-01-01T00:00:00+00:00",
-        "seconds": 1.5,
-        "complete": True,
-        "recipe": make({"model": "digits"}),
-        "environment": MACHINE,
-        "model": MODEL,
-        "steps": (),
-        "baseline": eager,
-        "variants": variants,
-        "winner": variants[0].id if variants else None,
-        "pareto": (),
-        "verdicts": (),
-    }
+    winner = variants[0].id if variants else None
+    values = {"name": folder.name, "environment": MACHINE, "model": MODEL, "winner": winner, **changes}
     folder.mkdir(exist_ok=True)
-    runs.write(Run.model_validate({**values, **changes}), folder)
+    runs.write(small(eager, *variants, **values), folder)
     return folder
 
 
@@ -330,3 +321,164 @@ def test_measured_until_clear(
     found = remeasure.remeasure(stored, stored, 1, limits)
     assert (found.iterations, found.launches) == (looks, 5 * looks)
     assert found.ratio.median == pytest.approx(ratios[0], rel=0.05)
+
+
+Make = Callable[..., None]
+NAMES = ("digits@cpu", "digits@edge", "lenet@cpu", "lenet@edge")
+
+
+@pytest.fixture
+def make_fleet(made_fleets: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes a fleet of four entries, which take 0.5 ms where nothing else is said of them."""
+    monkeypatch.chdir(tmp_path)
+
+    def made(name: str, kinds: dict[str, Run | EnginesmithError | float] | None = None, **changes: Any) -> None:
+        asked = made_fleets.fleet(**changes)
+        entries = []
+        for one in asked.entries():
+            kind = (kinds or {}).get(one.name, 0.5)
+            found = made_fleets.run(one, ms=kind) if isinstance(kind, float) else kind
+            entries.append(made_fleets.entry(one, Path(name), found))
+        records.write(made_fleets.record(asked, *entries), Path(name))
+
+    return made
+
+
+def said(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.main, list(words))
+    return done.exit_code, done.output
+
+
+def test_every_entry_is_held_against_its_own_budgets_and_those_given(make_fleet: Make) -> None:
+    make_fleet("fleet", overrides={"lenet@cpu": {"budgets": {"max_latency_ms": 0.1}}})
+    code, text = said("gate", "fleet", "--max-size", "1MiB")
+    assert code == 3
+    assert [line for line in text.splitlines() if line.startswith("BROKEN")] == [
+        "BROKEN: lenet@cpu: p50 latency is 0.5 ms, and has to be at most 0.1 ms"
+    ]
+    assert sum(line.startswith("held: ") for line in text.splitlines()) == 4
+    assert "fleet: 1 of 4 entries broken: lenet@cpu" in text
+    code, text = said("gate", "fleet", "--max-latency", "1ms")
+    assert (code, text.splitlines()) == (0, [
+        *(f"held: {name}: p50 latency is 0.5 ms, and has to be at most 1 ms" for name in NAMES),
+        "fleet: all 4 held, of 4 entries",
+    ])  # fmt: skip
+    make_fleet("other")
+    assert said("gate", "other")[1].splitlines()[-1] == "other: nothing was judged"
+
+
+def test_what_came_to_nothing_is_broken(make_fleet: Make, made_fleets: ModuleType) -> None:
+    make_fleet("fleet", {"lenet@cpu": made_fleets.ERRORS[2], "lenet@edge": made_fleets.ERRORS[0]})
+    code, text = said("gate", "fleet", "--max-latency", "1ms", "--json")
+    found = json.loads(text)
+    assert (code, found["schema"], found["passed"]) == (3, "enginesmith.fleet-gate/1", False)
+    assert {name: [one["text"] for one in gate["verdicts"] if not one["passed"]] for name, gate in
+            found["entries"].items()} == {
+        "digits@cpu": [],
+        "digits@edge": [],
+        "lenet@cpu": ["failed: aten::odd cannot be exported"],
+        "lenet@edge": ["lacking: no node has the accelerator L4"],
+    }  # fmt: skip
+
+
+def test_what_was_not_ended_is_broken_whatever_its_folder_has(make_fleet: Make) -> None:
+    make_fleet("fleet")
+    record = records.read(Path("fleet"))
+    pending = [one.model_copy(update={"status": "pending", "run": None, "reason": ""}) for one in record.entries]
+    records.write(record.model_copy(update={"entries": tuple(pending)}), Path("fleet"))
+    assert Path("fleet/runs/digits@cpu/run.json").is_file()
+    code, text = said("gate", "fleet", "--baseline", "base", "--update-baseline", "--max-latency", "1ms")
+    assert code == 3
+    assert "BROKEN: digits@cpu: pending: it was not ended" in text
+    assert not Path("base").exists()
+
+
+def test_runs_that_another_fleet_took_over_are_not_replaced(make_fleet: Make) -> None:
+    make_fleet("before")
+    make_fleet("after")
+    shutil.rmtree("after/runs/lenet@cpu")
+    Path("after/runs/lenet@cpu").symlink_to(Path("before/runs/lenet@cpu").resolve())
+    code, text = said("gate", "after", "--baseline", "before", "--update-baseline", "--max-latency", "1ms")
+    assert code == 2
+    assert "before holds after/runs/lenet@cpu itself" in text
+    assert "give another folder" in text
+
+
+def test_a_baseline_is_a_fleet(make_fleet: Make) -> None:
+    make_fleet("before")
+    assert said("gate", "before", "--baseline", "base", "--update-baseline", "--max-latency", "1ms")[0] == 0
+    assert sorted(path.name for path in Path("base/runs").iterdir()) == list(NAMES)
+    make_fleet("after", {"digits@cpu": 0.6}, models={"digits": {}, "lenet": {}, "mobilenet_v2": {}})
+    code, text = said("gate", "after", "--baseline", "base", "--no-measure")
+    broken = [line for line in text.splitlines() if line.startswith("BROKEN")]
+    assert (code, len(broken)) == (3, 1)
+    assert broken[0].startswith("BROKEN: digits@cpu: latency is +20.0%")
+    assert "note: mobilenet_v2@cpu: the baseline has no run of it" in text
+    assert said("gate", "after", "--baseline", "base", "--update-baseline", "--max-latency", "0.55ms")[0] == 3
+    assert len(records.read(Path("base")).entries) == 4, "a broken fleet replaces nothing"
+    code, text = said("gate", "after", "--baseline", "base", "--update-baseline", "--max-latency", "1ms")
+    assert (code, "after is the baseline in base now" in text) == (0, True)
+    assert len(records.read(Path("base")).entries) == 6
+
+
+def test_whose_measurement_it_is_is_told(make_fleet: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_fleet("fleet")
+    heard: list[str] = []
+    demands = gates.Demands(records.read(Path("fleet")).fleet.entries()[0].recipe.budgets, progress=heard.append)
+    real = gates.gate
+
+    def speaking(folder: Path, demands: gates.Demands, **rest: Any) -> Any:
+        demands.progress("look 1")
+        return real(folder, demands, **rest)
+
+    monkeypatch.setattr(gates, "gate", speaking)
+    fleet.gate(Path("fleet"), lambda recipe: demands)
+    assert heard == [f"{name}: look 1" for name in NAMES]
+
+
+def test_two_fleets_are_compared(make_fleet: Make) -> None:
+    make_fleet("before")
+    make_fleet("after", {"digits@cpu": 0.6})
+    code, text = said("compare", "before", "after", "-o", "compare.md")
+    assert code == 0
+    assert "since the last fleet: held against ../before" in text
+    assert "slower +20 %" in text
+    assert "| digits@cpu | onnxruntime-int8 | p50 at batch 1, ms | 0.5 | 0.6 |" in Path("compare.md").read_text()
+    document = json.loads(said("compare", "before", "after", "--json")[1])
+    assert (document["schema"], document["last"]["path"]) == (records.SCHEMA, "../before")
+    assert records.read(Path("after")).last is None, "what is in the folder stays as it is"
+
+
+def test_a_fleet_is_inspected(make_fleet: Make, made_fleets: ModuleType) -> None:
+    make_fleet("fleet", {"lenet@cpu": made_fleets.ERRORS[2]})
+    code, text = said("inspect", "fleet")
+    assert code == 0
+    assert "kind: fleet\n" in text
+    assert "  digits@cpu: done: onnxruntime-int8\n" in text
+    assert "  lenet@cpu: failed: aten::odd cannot be exported\n" in text
+    assert "runs: fleet/runs\n" in text
+    assert json.loads(said("inspect", "fleet/fleet.json", "--json")[1])["kind"] == "fleet"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("gate fleet --variant eager", "--variant is of one run: give one of those in fleet/runs"),
+        ("gate fleet --update-baseline", "needs --baseline DIR"),
+        ("gate fleet --max-latency -1ms", "cannot read the duration"),
+        ("gate fleet --baseline fleet --update-baseline", "fleet holds fleet itself"),
+        ("gate fleet --baseline full --update-baseline", "full is there already, and is no baseline"),
+        ("gate fleet --baseline full/notes --update-baseline", "full/notes is a file"),
+        ("gate fleet --baseline fleet/runs/digits@cpu", "is a single run, and a fleet is needed here"),
+        ("gate fleet/runs/digits@cpu --baseline fleet", "give one of its own: fleet/runs/digits@cpu, fleet/runs/"),
+        ("package fleet -f bundle -o bundle", "fleet is a fleet, and this takes single runs"),
+        ("compare fleet fleet/runs/digits@cpu", "is a single run, and a fleet is needed here"),
+        ("compare fleet fleet fleet", "two at a time"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make_fleet: Make, words: str, told: str) -> None:
+    make_fleet("fleet")
+    Path("full").mkdir()
+    Path("full/notes").touch()
+    code, text = said(*words.split())
+    assert (code, told in text) == (2, True), text

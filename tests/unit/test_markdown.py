@@ -1,35 +1,31 @@
-"""report.md fits into a comment, whatever the run is, and no text of it does more than be read."""
+"""report.md and junit.xml: what they say of a run, and no text of it does more than be read."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
+from runs import small, variant
 
 from enginesmith.pipeline.commands.context import announce
 from enginesmith.pipeline.measure.rows import LatencyRow, MemoryRow, StageFidelity
 from enginesmith.pipeline.measure.statistics import Interval
 from enginesmith.pipeline.recipe import make
-from enginesmith.pipeline.report import gate, markdown
-from enginesmith.pipeline.results.run import Run, VariantRecord, Verdict
+from enginesmith.pipeline.report import gate, junit, markdown
+from enginesmith.pipeline.results.run import VariantRecord, Verdict
 
-MakeRun = Callable[..., Run]
 EVIL = "<script>alert(1)</script> [x](javascript:y) ![i](http://h) @someone #12 `code` a|b\n# head"
 
 
-def record(name: str, **changes: object) -> VariantRecord:
+def twice_measured(name: str, **changes: object) -> VariantRecord:
     ratio = Interval(median=2, low=1.9, high=2.1)
-    values = {"id": name, "engine": "onnxruntime", "precision": "fp32", "status": "measured"}
     rows = tuple(LatencyRow(batch=batch, p50_ms=1.0, speedup=ratio) for batch in (1, 8))
     memory = MemoryRow(device="cpu", batch=8, peak_bytes=1 << 20)
-    return VariantRecord.model_validate({**values, "latency": rows, "memory": memory, **changes})
+    return variant(name, **{"latency": rows, "memory": memory, **changes})
 
 
-@pytest.fixture
-def run(made_runs: ModuleType) -> MakeRun:
-    """A run around :func:`record`'s baseline."""
-    return partial(made_runs.small, record("eager"))
+usual_run = partial(small, twice_measured("eager"))
 
 
 def checks(sqnr_db: float) -> tuple[StageFidelity, ...]:
@@ -42,14 +38,14 @@ def checks(sqnr_db: float) -> tuple[StageFidelity, ...]:
     )
 
 
-def test_a_usual_run_is_short_and_says_what_matters(run: MakeRun) -> None:
+def test_a_usual_run_is_short_and_says_what_matters() -> None:
     held = Verdict(budget="max_latency_ms", limit=5, actual=1, passed=True)
     broken = Verdict(budget="min_throughput_per_s", limit=5e3, actual=1e3, passed=False)
-    others = [record(f"v{index}", fidelity=checks(40.0 + index)) for index in range(6)]
-    failed = record("f", status="failed", reason="build: no kernel", latency=())
+    others = [twice_measured(f"v{index}", fidelity=checks(40.0 + index)) for index in range(6)]
+    failed = twice_measured("f", status="failed", reason="build: no kernel", latency=())
     text = markdown.render(
-        run(
-            record("a", fidelity=checks(33.3)),
+        usual_run(
+            twice_measured("a", fidelity=checks(33.3)),
             *others,
             failed,
             verdicts=(held, broken),
@@ -69,9 +65,9 @@ def test_a_usual_run_is_short_and_says_what_matters(run: MakeRun) -> None:
         assert part in text
 
 
-def test_of_many_variants_those_that_matter_are_shown(run: MakeRun) -> None:
-    many = [record(f"v{index}", reason=f"reason {index} " * 100, status="failed") for index in range(200)]
-    text = markdown.render(run(*many, record("front"), record("a"), pareto=("front",)))
+def test_of_many_variants_those_that_matter_are_shown() -> None:
+    many = [twice_measured(f"v{index}", reason=f"reason {index} " * 100, status="failed") for index in range(200)]
+    text = markdown.render(usual_run(*many, twice_measured("front"), twice_measured("a"), pareto=("front",)))
     assert len(text) < markdown.MOST_CHARACTERS
     assert "| ★ a |" in text
     assert "| front |" in text
@@ -79,28 +75,32 @@ def test_of_many_variants_those_that_matter_are_shown(run: MakeRun) -> None:
     assert len(text.splitlines()) < 80
 
 
-def test_the_hard_limit_holds_whatever_there_is(run: MakeRun) -> None:
-    text = markdown.render(run(record("a" * 100_000), name="n" * 100_000, winner_reason="w" * 100_000, winner=None))
+def test_the_hard_limit_holds_whatever_there_is() -> None:
+    text = markdown.render(
+        usual_run(twice_measured("a" * 100_000), name="n" * 100_000, winner_reason="w" * 100_000, winner=None)
+    )
     assert len(text) <= markdown.MOST_CHARACTERS + 1
 
 
-def test_text_is_text(run: MakeRun) -> None:
-    failed = record(EVIL, status="failed", reason=EVIL)
-    text = markdown.render(run(failed, name=EVIL, winner=None, winner_reason=EVIL, environment={"warnings": (EVIL,)}))
+def test_text_is_text() -> None:
+    failed = twice_measured(EVIL, status="failed", reason=EVIL)
+    text = markdown.render(
+        usual_run(failed, name=EVIL, winner=None, winner_reason=EVIL, environment={"warnings": (EVIL,)})
+    )
     for part in ("<script", "](", " @someone", " #12", "\n# head"):
         assert part not in text
     assert text.count("\n# ") + text.startswith("# ") == 1
 
 
-def test_a_budget_that_nothing_was_held_against_is_said(run: MakeRun) -> None:
+def test_a_budget_that_nothing_was_held_against_is_said() -> None:
     recipe = make({"model": "digits", "budgets": {"max_size_bytes": 10}})
-    text = markdown.render(run(recipe=recipe, winner=None, winner_reason="nothing was measured"))
+    text = markdown.render(usual_run(recipe=recipe, winner=None, winner_reason="nothing was measured"))
     assert "size was not judged: nothing was measured" in text
 
 
 @pytest.mark.parametrize("text", ["\ud800", "\x00"])
-def test_it_can_be_written(run: MakeRun, text: str) -> None:
-    markdown.render(run(record("a"), name=text)).encode()
+def test_it_can_be_written(text: str) -> None:
+    markdown.render(usual_run(twice_measured("a"), name=text)).encode()
 
 
 def test_annotations_are_one_line_each() -> None:
@@ -140,3 +140,110 @@ def test_a_summary_that_cannot_be_written_changes_no_exit_code(
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "missing" / "summary"))
     announce("gate", [], [], "# one\n")
     assert f"{tmp_path}/missing/summary" in capsys.readouterr().err
+
+
+HOSTILE = "]]></failure><script>&\x00\x1b\ud800\ufffe\"'\n中"
+
+
+def check(**changes: object) -> StageFidelity:
+    values = {"stage": "engine", "point": "min", "batch": 1, "sqnr_db": 50.0, "passed": True}
+    unknown = dict.fromkeys(("cosine", "max_abs_error", "argmax_agreement"))
+    return StageFidelity.model_validate({**unknown, **values, **changes})
+
+
+def record(name: str, **changes: object) -> VariantRecord:
+    return variant(name, **{"latency": (LatencyRow(batch=1, p50_ms=1.0),), **changes})
+
+
+run = partial(small, record("eager"))
+
+
+def cases(text: str) -> dict[str, str]:
+    """What became of each test case."""
+    found = {}
+    for case in ElementTree.fromstring(text).iter("testcase"):
+        outcome = next(iter(case), None)
+        key = f"{case.get('classname')}: {case.get('name')}"
+        found[key] = "passed" if outcome is None else f"{outcome.tag}: {outcome.get('message')}"
+    return found
+
+
+def test_every_budget_and_every_check_is_a_case() -> None:
+    fast = Verdict(budget="max_latency_ms", limit=5, actual=1, passed=True)
+    large = Verdict(budget="max_memory_bytes", limit=1024, actual=None, passed=False, reason="nobody looked")
+    made = record("a", fidelity=(check(), check(point="max", batch=8, passed=False, reason="SQNR of 3 dB")))
+    text = junit.render(run(made, verdicts=(fast, large)))
+    assert cases(text) == {
+        "budgets: p50 latency: at most 5 ms": "passed",
+        "budgets: peak memory: at most 1 KiB": (
+            "failure: peak memory is unknown (nobody looked), and has to be at most 1 KiB"
+        ),
+        "variant a: measured": "passed",
+        "variant a: engine at min (batch 1)": "passed",
+        "variant a: engine at max (batch 8)": "failure: SQNR of 3 dB",
+    }
+    root = ElementTree.fromstring(text)
+    assert (root.get("tests"), root.get("failures"), root.get("skipped")) == ("5", "2", "0")
+
+
+def test_why_stands_in_the_text_too_which_is_what_gitlab_shows() -> None:
+    failed = record("a", fidelity=(check(passed=False, reason="SQNR of 3 dB"), check(reason="changed on purpose")))
+    root = ElementTree.fromstring(junit.render(run(failed)))
+    outcomes = [(one.tag, one.get("message"), one.text) for case in root.iter("testcase") for one in case]
+    assert outcomes == [
+        ("failure", "SQNR of 3 dB", "SQNR of 3 dB"),
+        ("skipped", "not judged: changed on purpose", "not judged: changed on purpose"),
+    ]
+
+
+def test_what_was_not_judged_is_skipped() -> None:
+    changed = check(reason="changed on purpose")
+    built = record("b", status="built", reason="no such device", latency=())
+    recipe = make({"model": "digits", "budgets": {"max_size_bytes": 10}})
+    waiting = run(record("a", fidelity=(changed,)), built, recipe=recipe, winner=None, winner_reason="not measured")
+    assert cases(junit.render(waiting)) == {
+        "budgets: size": "skipped: not judged: not measured",
+        "variant a: measured": "passed",
+        "variant a: engine at min (batch 1)": "skipped: not judged: changed on purpose",
+        "variant b: measured": "skipped: no such device",
+    }
+
+
+def test_a_variant_that_failed_is_a_failure() -> None:
+    failed = record("a", status="failed", reason="build: out of memory")
+    assert cases(junit.render(run(failed)))["variant a: measured"] == "failure: build: out of memory"
+
+
+def test_a_fleet_has_the_cases_of_all_its_runs(made_fleets: ModuleType, tmp_path: Path) -> None:
+    asked = made_fleets.fleet()
+    one, two, three, four = asked.entries()
+    failed = made_fleets.variant(made_fleets.INT8, 0.5, 4.0, fidelity=(check(passed=False, reason="SQNR of 3 dB"),))
+    found = {one.name: made_fleets.breached(one), two.name: made_fleets.run(two, variants=(failed,))}
+    entries = [made_fleets.entry(entry, tmp_path, found[entry.name]) for entry in (one, two)]
+    entries += [made_fleets.entry(three, tmp_path, made_fleets.ERRORS[2])]
+    entries += [made_fleets.entry(four, tmp_path, made_fleets.ERRORS[0])]
+    text = junit.render_fleet(made_fleets.record(asked, *entries), found)
+    assert cases(text) == {
+        "entries: digits@cpu": "passed",
+        "entries: digits@edge": "passed",
+        "entries: lenet@cpu": "failure: failed: aten::odd cannot be exported",
+        "entries: lenet@edge": "skipped: lacking: no node has the accelerator L4",
+        "digits@cpu budgets: p50 latency: at most 0.1 ms": (
+            "failure: p50 latency is 0.5 ms, and has to be at most 0.1 ms"
+        ),
+        "digits@cpu variant onnxruntime-fp32: measured": "passed",
+        "digits@cpu variant onnxruntime-int8: measured": "passed",
+        "digits@edge variant onnxruntime-int8: measured": "passed",
+        "digits@edge variant onnxruntime-int8: engine at min (batch 1)": "failure: SQNR of 3 dB",
+    }
+    root = ElementTree.fromstring(text)
+    assert (root.get("tests"), root.get("failures"), root.get("skipped")) == ("9", "3", "1")
+
+
+@pytest.mark.parametrize("text", [HOSTILE, "<!DOCTYPE x [<!ENTITY e SYSTEM 'file:///'>]>&e;"])
+def test_any_text_is_xml(text: str) -> None:
+    made = record(text, status="failed", reason=text, fidelity=(check(stage=text, passed=False, reason=text),))
+    shown = junit.render(run(made, name=text, winner=None))
+    shown.encode()
+    assert len(cases(shown)) == 2
+    assert "<script>" not in shown
