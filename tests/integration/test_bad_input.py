@@ -442,14 +442,9 @@ MACHINE = (
     Case("broken timm", "export timm:resnet18", 4, "timm|torchvision::nms|--force-reinstall 'timm>=", patch=break_timm),
 )
 TABLE = {
-    "model": MODEL,
-    "inputs": INPUTS,
-    "graph": GRAPHS,
-    "choice": CHOICES,
-    "data": DATA,
-    "storage": STORAGE,
+    "model": MODEL, "inputs": INPUTS, "graph": GRAPHS, "choice": CHOICES, "data": DATA, "storage": STORAGE,
     "machine": MACHINE,
-}
+}  # fmt: skip
 LONG = ("no translation", "branch on values")
 """Exported by torch.export, which takes ten seconds of a processor; ``test_passes.py`` has the same in this process."""
 CASES = [

@@ -40,14 +40,10 @@ def test_every_precision_becomes_a_sound_graph(cli: Cli, tmp_path: Path, precisi
     graph = onnx.load(out).graph
     kinds = {tensor.data_type for tensor in graph.initializer}
     wanted = {
-        "fp16": onnx.TensorProto.FLOAT16,
-        "bf16": onnx.TensorProto.BFLOAT16,
-        "int8": onnx.TensorProto.INT8,
-        "int8+fp16": onnx.TensorProto.INT8,
-        "int8-dynamic": onnx.TensorProto.INT8,
-        "fp8": onnx.TensorProto.FLOAT8E4M3FN,
-        "int4-weights": onnx.TensorProto.INT4,
-    }
+        "fp16": onnx.TensorProto.FLOAT16, "bf16": onnx.TensorProto.BFLOAT16, "int8": onnx.TensorProto.INT8,
+        "int8+fp16": onnx.TensorProto.INT8, "int8-dynamic": onnx.TensorProto.INT8,
+        "fp8": onnx.TensorProto.FLOAT8E4M3FN, "int4-weights": onnx.TensorProto.INT4,
+    }  # fmt: skip
     assert wanted[precision] in kinds
     assert {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)} == {onnx.TensorProto.FLOAT}
 

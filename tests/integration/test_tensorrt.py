@@ -121,18 +121,10 @@ def test_build_as_json_is_one_document(cli, here: Path) -> None:
 def test_more_profiles_come_before_the_whole_range(cli, here: Path) -> None:
     found = parsed(
         cli(
-            "build",
-            "mlp.onnx",
-            "-o",
-            "m.engine",
-            *SM86,
-            *RANGE,
-            "--optimization-profile",
-            "batch=1:1:1",
-            "--json",
+            "build", "mlp.onnx", "-o", "m.engine", *SM86, *RANGE, "--optimization-profile", "batch=1:1:1", "--json",
             "--quiet",
         )
-    )
+    )  # fmt: skip
     assert [profile["x"][2] for profile in found["manifest"]["profiles"]] == [[1, 64], [64, 64]]
 
 
@@ -522,19 +514,11 @@ def test_a_crash_of_the_builder_takes_no_other_variant_down(cli, here: Path) -> 
     onnx.save(made, "m.onnx")
     answer = cli(
         *(
-            "optimize",
-            "m.onnx",
-            "--no-simplify",
-            "--engine",
-            "tensorrt_rtx",
-            "--engine",
-            "onnxruntime",
-            *SM86,
-            "--batch",
-            "1,2",
+            "optimize", "m.onnx", "--no-simplify", "--engine", "tensorrt_rtx", "--engine", "onnxruntime", *SM86,
+            "--batch", "1,2",
         ),
         *("--measure-time", "0.2s", "--out", "run"),
-    )
+    )  # fmt: skip
     assert answer.code in (0, 1, 3), answer.text
     variants = {one.id.split("-")[0]: one for one in load_run(here / "run").variants}
     assert variants["tensorrt_rtx"].status == "failed"

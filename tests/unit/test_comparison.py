@@ -33,16 +33,12 @@ def row(ms: float, times: float, batch: int = 1, **changes: Any) -> LatencyRow:
 
 def variant(*rows: LatencyRow, name: str = ENGINE, **changes: Any) -> VariantRecord:
     found = VariantRecord(
-        id=name,
-        engine="onnxruntime",
-        precision="fp32",
-        status="measured",
-        latency=rows,
+        id=name, engine="onnxruntime", precision="fp32", status="measured", latency=rows,
         artifact=StoredArtifact(path="model.onnx", sha256="aa", bytes=1000),
         memory=MemoryRow(device="cpu", batch=1, peak_bytes=100 << 20),
         quality=Quality(metric="top1", value=0.9, baseline=0.91, drop=0.01, drop_low=0.0, drop_high=0.02, samples=100),
         build=BuildRecord(seconds=1.0, host_peak_bytes=None, engine_bytes=1000),
-    )
+    )  # fmt: skip
     return found.model_copy(update=changes)
 
 

@@ -16,22 +16,14 @@ H100 = GpuState(
 )
 ASKED = (Requirement("nvidia-cuda-runtime", "~=13.0", "cuda"), Requirement("nvidia-cudnn-cu13", "~=9.0", "cudnn"))
 ALL_IS_WELL = Stack(
-    driver="580.65.06",
-    driver_cuda=(13, 0),
-    gpus=(H100,),
-    versions={"torch": "2.13.0", "onnxruntime-gpu": "1.31.1", "tensorrt": "10.13.3"},
-    torch_cuda="13.0",
-    torch_targets=("sm_80", "sm_90", "compute_90"),
-    onnxruntime_cuda="13.0",
-    cudnn="9.15.1.9",
+    driver="580.65.06", driver_cuda=(13, 0), gpus=(H100,),
+    versions={"torch": "2.13.0", "onnxruntime-gpu": "1.31.1", "tensorrt": "10.13.3"}, torch_cuda="13.0",
+    torch_targets=("sm_80", "sm_90", "compute_90"), onnxruntime_cuda="13.0", cudnn="9.15.1.9",
     requirements={"torch": (Requirement("nvidia-cudnn-cu13", "==9.15.1.9", ""),), "onnxruntime-gpu": ASKED},
     packages={"nvidia-cuda-runtime": "13.0.96", "nvidia-cudnn-cu13": "9.15.1.9"},
-    variants={"tensorrt": {13: ["tensorrt-cu13", "tensorrt-cu13-libs"]}},
-    glibc="2.36",
-    glibc_needed={"torch": "2.28"},
-    written=Formats(ir=11, opset=24),
-    taken=Formats(ir=11, opset=24),
-)
+    variants={"tensorrt": {13: ["tensorrt-cu13", "tensorrt-cu13-libs"]}}, glibc="2.36", glibc_needed={"torch": "2.28"},
+    written=Formats(ir=11, opset=24), taken=Formats(ir=11, opset=24),
+)  # fmt: skip
 
 
 def found(**change: Any) -> dict[str, Check]:

@@ -239,13 +239,9 @@ class TestGiven:
 # preprocessor_config.json as the image processors of Hugging Face write it
 VIT = {"size": {"height": 8, "width": 8}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 2}
 CLIP = {
-    "size": {"shortest_edge": 10},
-    "crop_size": {"height": 8, "width": 8},
-    "resample": 3,
-    "image_mean": [0.48, 0.46, 0.41],
-    "image_std": [0.27, 0.26, 0.28],
-    "do_center_crop": True,
-}
+    "size": {"shortest_edge": 10}, "crop_size": {"height": 8, "width": 8}, "resample": 3,
+    "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28], "do_center_crop": True,
+}  # fmt: skip
 OLD = {"size": 8, "do_resize": True, "do_normalize": False}
 CONVNEXT = {**VIT, "size": {"shortest_edge": 8}, "crop_pct": 0.8}
 
@@ -277,15 +273,9 @@ class TestConfiguration:
 
     def test_steps_that_are_turned_off(self, folder):
         configure(
-            folder,
-            do_resize=False,
-            size=4,
-            do_center_crop=False,
-            crop_size=4,
-            do_rescale=False,
-            do_normalize=False,
+            folder, do_resize=False, size=4, do_center_crop=False, crop_size=4, do_rescale=False, do_normalize=False,
             image_mean=[9.0],
-        )
+        )  # fmt: skip
         assert np.array_equal(one(folder), pixels().transpose(2, 0, 1))
 
     @pytest.mark.parametrize(

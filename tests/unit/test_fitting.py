@@ -30,14 +30,9 @@ def record(
 ) -> VariantRecord:
     rows = tuple(LatencyRow(batch=1 << index, throughput_per_s=rate) for index, rate in enumerate(rates))
     return VariantRecord.model_construct(
-        id=name,
-        engine="tensorrt_rtx",
-        precision="fp16",
-        workspace_limit_bytes=limit,
-        target=target,
-        status=status,
+        id=name, engine="tensorrt_rtx", precision="fp16", workspace_limit_bytes=limit, target=target, status=status,
         latency=rows,
-    )
+    )  # fmt: skip
 
 
 def run(*records: VariantRecord) -> Run:

@@ -62,16 +62,12 @@ def test_what_is_not_known_is_left_out_unless_it_is_to_be_done(made_fleets: Modu
 def made(made_fleets: ModuleType, folder: Path, kind: str) -> EntryRecord:
     (one, *_) = made_fleets.fleet().entries()
     kinds: dict[str, Run | EnginesmithError | None] = {
-        "won": made_fleets.run(one),
-        "partly": made_fleets.partly(one),
-        "breached": made_fleets.breached(one),
-        "lacking": made_fleets.ERRORS[0],
-        "usage": made_fleets.ERRORS[1],
-        "failed": made_fleets.ERRORS[2],
+        "won": made_fleets.run(one), "partly": made_fleets.partly(one), "breached": made_fleets.breached(one),
+        "lacking": made_fleets.ERRORS[0], "usage": made_fleets.ERRORS[1], "failed": made_fleets.ERRORS[2],
         "built": made_fleets.run(one, winner=None, winner_reason="2 variants are built", complete=False),
         "unmeasured": made_fleets.run(one, winner=None, winner_reason="nothing was measured that has a latency"),
         "waiting": None,
-    }
+    }  # fmt: skip
     found = made_fleets.entry(one, folder, kinds[kind])
     assert isinstance(found, EntryRecord)
     return found
@@ -239,14 +235,10 @@ def test_what_is_missing_is_said(made_fleets: ModuleType, before: Earlier, asked
 
 def test_the_last_fleet_is_the_newest_of_its_name(made_fleets: ModuleType, asked: Entry, tmp_path: Path) -> None:
     others: dict[str, dict[str, Any]] = {
-        "old": {"created": "2026-01-01"},
-        "newer": {"created": "2026-01-03"},
-        "part": {"created": "2026-01-04", "only": ["cpu"]},
-        "other": {"created": "2026-01-05", "file": "other.yaml"},
-        "interrupted": {"created": "2026-01-05"},
-        "now": {"created": "2026-01-06"},
-        "later": {"created": "2026-01-07"},
-    }
+        "old": {"created": "2026-01-01"}, "newer": {"created": "2026-01-03"},
+        "part": {"created": "2026-01-04", "only": ["cpu"]}, "other": {"created": "2026-01-05", "file": "other.yaml"},
+        "interrupted": {"created": "2026-01-05"}, "now": {"created": "2026-01-06"}, "later": {"created": "2026-01-07"},
+    }  # fmt: skip
     for name, changes in others.items():
         found = None if name == "interrupted" else made_fleets.run(asked)
         fleet_in(made_fleets, asked, tmp_path / name, found, **changes)

@@ -39,15 +39,11 @@ def fleet(made_fleets: ModuleType, folder: Path) -> FleetRecord:
     other = {**made_fleets.MACHINE, "processor": "Another CPU"}
     synthetic = made_fleets.variant(made_fleets.INT8, 0.5, 4.0, synthetic_calibration=True)
     kinds = [
-        made_fleets.run(entries[0], ms=0.6),
-        made_fleets.run(entries[1], ms=0.4),
-        made_fleets.run(entries[2], environment=other),
-        made_fleets.run(entries[3], ms=1.0, winner=made_fleets.FP32),
-        made_fleets.breached(entries[4]),
-        made_fleets.ERRORS[0],
-        made_fleets.partly(entries[6]),
+        made_fleets.run(entries[0], ms=0.6), made_fleets.run(entries[1], ms=0.4),
+        made_fleets.run(entries[2], environment=other), made_fleets.run(entries[3], ms=1.0, winner=made_fleets.FP32),
+        made_fleets.breached(entries[4]), made_fleets.ERRORS[0], made_fleets.partly(entries[6]),
         made_fleets.run(entries[7], variants=(synthetic,)),
-    ]
+    ]  # fmt: skip
     now = folder / "now"
     made: list[EntryRecord] = []
     for entry, kind in zip(entries, kinds, strict=True):

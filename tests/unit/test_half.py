@@ -392,16 +392,10 @@ PAIRS = """(float[N,8] x) => (float[N,8] y) {
     y = MatMul(sd, v)
 }"""
 PAIR_WEIGHTS = {
-    "zero": np.int8(0),
-    "w": RNG.integers(-127, 128, (8, 8)).astype(np.int8),
-    "sw": np.array([0.01] * 7 + [1e-5], np.float32),
-    "bias": weights(8),
-    "v": weights(8, 8),
-    "sx": np.float32(0.031),
-    "sb": np.float32(0.052),
-    "ss": np.float32(1e-6),
-    "st": np.float32(1e-6),
-}
+    "zero": np.int8(0), "w": RNG.integers(-127, 128, (8, 8)).astype(np.int8),
+    "sw": np.array([0.01] * 7 + [1e-5], np.float32), "bias": weights(8), "v": weights(8, 8), "sx": np.float32(0.031),
+    "sb": np.float32(0.052), "ss": np.float32(1e-6), "st": np.float32(1e-6),
+}  # fmt: skip
 
 
 def test_quantised_graphs_have_their_rest_in_float16(tmp_path: Path) -> None:

@@ -81,16 +81,10 @@ def rate(per_second: float) -> Rate:
 
 def device(**more: Any) -> DeviceLimits:
     known: dict[str, Any] = {
-        "device": "cpu",
-        "copy_bandwidth": rate(10e9),
-        "read_bandwidth": rate(20e9),
-        "cache_bandwidth": rate(100e9),
-        "cache_bytes": 1_000_000,
-        "products": {"fp32": rate(100e9), "int8": rate(400e9), "fp16": rate(5e9)},
-        "operators": rate(1e6),
-        "calls": rate(200e3),
-        "seconds": 4.0,
-    }
+        "device": "cpu", "copy_bandwidth": rate(10e9), "read_bandwidth": rate(20e9), "cache_bandwidth": rate(100e9),
+        "cache_bytes": 1_000_000, "products": {"fp32": rate(100e9), "int8": rate(400e9), "fp16": rate(5e9)},
+        "operators": rate(1e6), "calls": rate(200e3), "seconds": 4.0,
+    }  # fmt: skip
     return DeviceLimits(**(known | more))
 
 

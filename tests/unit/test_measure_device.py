@@ -14,16 +14,9 @@ from enginesmith.pipeline.system.machine import Environment, environment, finger
 from enginesmith.pipeline.system.nvidia import CudaDevice, Driver, GpuProcess, GpuState
 
 QUIET = {
-    "load_average": 0.1,
-    "usable_cores": 8,
-    "quota_cores": None,
-    "governor": "performance",
-    "stolen_seconds": 0.0,
-    "cpu_seconds": 100.0,
-    "memory_limit_bytes": None,
-    "memory_limit_left_bytes": None,
-    "gpus": None,
-}
+    "load_average": 0.1, "usable_cores": 8, "quota_cores": None, "governor": "performance", "stolen_seconds": 0.0,
+    "cpu_seconds": 100.0, "memory_limit_bytes": None, "memory_limit_left_bytes": None, "gpus": None,
+}  # fmt: skip
 FOREIGN = (1 << 22) + 1
 """A number that the kernel gives to no process here."""
 GPU = GpuState(name="NVIDIA H100", compute_capability="9.0", clock_limits=("idle",), processes=(), sm_clock_mhz=345)

@@ -76,41 +76,24 @@ class Made:
         path.write_bytes(b"engine")
         made = EngineManifest.model_validate(
             {
-                "engine": flavour,
-                "version": "10.14.1",
-                "target": None,
-                "compute_capabilities": ("sm86",),
-                "sha256": file_digest(path),
-                "bytes": 6,
-                "model_sha256": "1",
-                "options": BuildOptions(),
-                "workspace_limit_bytes": 1,
-                "workspace_asked_bytes": None,
-                "signature": SIGNATURE,
-                "audit": None,
-                "profiles": ({"x": ((1, 4), (1, 4), (8, 4))},),
-                "figures": Figures(),
+                "engine": flavour, "version": "10.14.1", "target": None, "compute_capabilities": ("sm86",),
+                "sha256": file_digest(path), "bytes": 6, "model_sha256": "1", "options": BuildOptions(),
+                "workspace_limit_bytes": 1, "workspace_asked_bytes": None, "signature": SIGNATURE, "audit": None,
+                "profiles": ({"x": ((1, 4), (1, 4), (8, 4))},), "figures": Figures(),
             }
-        )
+        )  # fmt: skip
         path_beside(path).write_text(made.model_dump_json())
         built = {**BUILT, "parameters": {"fields": {"engine": {}}}}
         return self.record(f"{flavour}-fp16", artifact=stored(self.folder, path), history=(built,))
 
     def write(self, **changes: Any) -> Path:
         values: dict[str, Any] = {
-            "name": "demo",
-            "created": "2026-01-01",
-            "seconds": 1,
-            "complete": True,
-            "pareto": (),
-            "verdicts": (),
-            "recipe": make({"model": "net.py:build"}),
-            "environment": {"processor": "a CPU"},
+            "name": "demo", "created": "2026-01-01", "seconds": 1, "complete": True, "pareto": (), "verdicts": (),
+            "recipe": make({"model": "net.py:build"}), "environment": {"processor": "a CPU"},
             "model": ModelRecord(source="net.py:build", signature=SIGNATURE, data="set", shapes={"batch": "1:8:8"}),
             "steps": (StepRecord(id="reference", status="done", cached=False, seconds=1, effect="2 sets of feeds"),),
-            "baseline": self.record("eager", test_vector=None),
-            "variants": tuple(self.variants),
-        }
+            "baseline": self.record("eager", test_vector=None), "variants": tuple(self.variants),
+        }  # fmt: skip
         runs.write(Run.model_validate(values | self.changes | changes), self.folder)
         return self.folder
 
@@ -393,37 +376,16 @@ def _model_config() -> Any:
         "Graph": {"level": "int"},
         "Optimization": {"graph": "Graph", "execution_accelerators": "Accelerators"},
         "ModelConfig": {
-            "name": "string",
-            "platform": "string",
-            "backend": "string",
-            "default_model_filename": "string",
-            "max_batch_size": "int",
-            "input": "*Tensor",
-            "output": "*Tensor",
-            "dynamic_batching": "Batching",
-            "instance_group": "*Group",
-            "optimization": "Optimization",
-            "parameters": "*Parameter",
+            "name": "string", "platform": "string", "backend": "string", "default_model_filename": "string",
+            "max_batch_size": "int", "input": "*Tensor", "output": "*Tensor", "dynamic_batching": "Batching",
+            "instance_group": "*Group", "optimization": "Optimization", "parameters": "*Parameter",
         },
-    }
+    }  # fmt: skip
     file = descriptor_pb2.FileDescriptorProto(name="model_config.proto", package="part", syntax="proto2")
     types = [
-        "INVALID",
-        "BOOL",
-        "UINT8",
-        "UINT16",
-        "UINT32",
-        "UINT64",
-        "INT8",
-        "INT16",
-        "INT32",
-        "INT64",
-        "FP16",
-        "FP32",
-        "FP64",
-        "STRING",
-        "BF16",
-    ]
+        "INVALID", "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32",
+        "FP64", "STRING", "BF16",
+    ]  # fmt: skip
     for name, values in (("enum", [f"TYPE_{one}" for one in types]), ("kind", ["KIND_AUTO", "KIND_GPU", "KIND_CPU"])):
         enum = file.enum_type.add(name=name)
         for number, value in enumerate(values):

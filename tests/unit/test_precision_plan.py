@@ -130,15 +130,10 @@ def run(
         passed, error, speedup = judge(candidate)
         trials.append(
             Trial(
-                phase=candidate.phase,
-                method=candidate.method,
-                kept=tuple(sorted(candidate.kept)),
-                why=candidate.why,
-                passed=passed,
-                error=error,
-                speedup=speedup,
+                phase=candidate.phase, method=candidate.method, kept=tuple(sorted(candidate.kept)), why=candidate.why,
+                passed=passed, error=error, speedup=speedup,
             )
-        )
+        )  # fmt: skip
         assert len(trials) < 50
     return trials
 

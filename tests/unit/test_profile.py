@@ -43,14 +43,10 @@ def profile(variant: str, *operators: OperatorTime, call_ms: float | None = None
 
 
 EAGER = profile(
-    "eager",
-    operator("aten::conv2d", 4.0, "block.conv"),
-    operator("aten::batch_norm", 1.0, "block.bn"),
-    operator("aten::relu", 0.5, "block"),
-    operator(BETWEEN, 0.25, "stage"),
-    operator("aten::linear", 2.0, "head"),
+    "eager", operator("aten::conv2d", 4.0, "block.conv"), operator("aten::batch_norm", 1.0, "block.bn"),
+    operator("aten::relu", 0.5, "block"), operator(BETWEEN, 0.25, "stage"), operator("aten::linear", 2.0, "head"),
     operator("aten::mean", 0.25, ""),
-)
+)  # fmt: skip
 FUSED = profile(
     "ort",
     operator("FusedConv", 3.0, "block.conv", "block.bn", precision="fp32", also={"block": ("Relu",)}),

@@ -46,17 +46,9 @@ RESIDUAL = """net (float[n, 3, 16, 16] x) => (float[n, 5] y) {
     y = Gemm <transB = 1> (f, w4, b4)
 }"""
 RESIDUAL_WEIGHTS = {
-    "w0": random(8, 3, 3, 3),
-    "b0": random(8),
-    "w1": random(8, 8, 3, 3) * 6,
-    "b1": random(8),
-    "w2": random(8, 1, 3, 3),
-    "w3": random(8, 8, 1, 1),
-    "w4": random(5, 8),
-    "b4": random(5),
-    "zero": np.float32(0),
-    "six": np.float32(6),
-}
+    "w0": random(8, 3, 3, 3), "b0": random(8), "w1": random(8, 8, 3, 3) * 6, "b1": random(8), "w2": random(8, 1, 3, 3),
+    "w3": random(8, 8, 1, 1), "w4": random(5, 8), "b4": random(5), "zero": np.float32(0), "six": np.float32(6),
+}  # fmt: skip
 
 
 def residual() -> ir.Model:
@@ -211,17 +203,10 @@ def test_the_result_is_close_to_the_float_graph_fused_or_not(settings: Settings)
 def test_onnx_runtime_goes_on_in_integers(tmp_path: Path, between: str) -> None:
     text = f"net (float[1, 4, 8, 8] x) => (float[1, 4, p, q] y) {{ a = Conv(x, w, v) {between} y = Conv(b, w) }}"
     given = {
-        "w": random(4, 4, 1, 1),
-        "v": random(4),
-        "none": np.zeros(0, np.float32),
-        "twice": np.float32([1, 1, 2, 2]),
-        "start": np.array([1]),
-        "end": np.array([4]),
-        "axis": np.array([2]),
-        "shape": np.array([1, 4, 4, 16]),
-        "low": np.float32(-0.5),
-        "high": np.float32(6),
-    }
+        "w": random(4, 4, 1, 1), "v": random(4), "none": np.zeros(0, np.float32), "twice": np.float32([1, 1, 2, 2]),
+        "start": np.array([1]), "end": np.array([4]), "axis": np.array([2]), "shape": np.array([1, 4, 4, 16]),
+        "low": np.float32(-0.5), "high": np.float32(6),
+    }  # fmt: skip
     read = onnx.parser.parse_graph(text)
     used = {name for one in read.node for name in one.input}
     weights = {name: array for name, array in given.items() if name in used}

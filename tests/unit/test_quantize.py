@@ -216,15 +216,9 @@ ENCODER = """net (float[n, 6, 32] x) => (float[n, 6, 8] y) {
     y = Reshape(p, back)
 }"""
 ENCODER_WEIGHTS: dict[str, Any] = {
-    "wq": random(32, 32),
-    "wk": random(32, 32),
-    "wg": random(24, 32),
-    "wp": random(24, 8),
-    "bq": random(32),
-    "bg": random(24),
-    "rows": np.array([-1, 32]),
-    "back": np.array([-1, 6, 8]),
-}
+    "wq": random(32, 32), "wk": random(32, 32), "wg": random(24, 32), "wp": random(24, 8), "bq": random(32),
+    "bg": random(24), "rows": np.array([-1, 32]), "back": np.array([-1, 6, 8]),
+}  # fmt: skip
 
 
 RUNNABLE = Settings(weight_bits=int8_weight_bits())
@@ -290,14 +284,9 @@ def test_seven_bits() -> None:
 def test_what_is_left_and_why(body: str, reason: str) -> None:
     text = f"net (float[4, 4, 4, 4] x) => (float[a, b, c, d] y) {{ {body} q = Flatten(y) z = MatMul(q, last) }}"
     model = parse_graph(
-        text,
-        w=random(4, 4, 1, 1),
-        v=random(4, 64),
-        zero=np.zeros((64, 64), np.float32),
-        batched=random(4, 4, 4),
-        last=random(64, 4),
-        shape=np.array([4, 4, 4, -1]),
-    )
+        text, w=random(4, 4, 1, 1), v=random(4, 64), zero=np.zeros((64, 64), np.float32), batched=random(4, 4, 4),
+        last=random(64, 4), shape=np.array([4, 4, 4, -1]),
+    )  # fmt: skip
     done = quantise_dynamically(model, Settings())
     assert [reason in why for why in done.left.values()] == [True]
     assert len(done.done) == 1
@@ -349,13 +338,9 @@ def weights() -> dict[str, Array]:
 
 def joint(weights: dict[str, Array], tmp_path: Path) -> tuple[tuple[QuantizableOp, ...], Path]:
     quantised = parse_graph(
-        QUANTISED,
-        a=weights["a"],
-        b_q=np.rint(weights["b"] / 0.02).astype(np.int8),
-        b_s=np.float32(0.02),
-        r_s=np.float32(0.03),
-        zero=np.int8(0),
-    )
+        QUANTISED, a=weights["a"], b_q=np.rint(weights["b"] / 0.02).astype(np.int8), b_s=np.float32(0.02),
+        r_s=np.float32(0.03), zero=np.int8(0),
+    )  # fmt: skip
     floating = parse_graph(FLOATING, **weights)
     for model in (floating, quantised):
         for index, node in enumerate(model.graph):

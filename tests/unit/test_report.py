@@ -139,16 +139,12 @@ def groups(count: int, kept: int) -> tuple[Assignment, ...]:
     """So many, the last ones in float and with the least work."""
     return tuple(
         Assignment(
-            group=f"conv{index}",
-            module=f"layer.{index}",
-            operator="Conv",
-            precision="int8" if index < count - kept else "fp32",
-            why="" if index < count - kept else "sensitive",
-            sqnr_db=30.0 - index,
-            macs=count - index,
+            group=f"conv{index}", module=f"layer.{index}", operator="Conv",
+            precision="int8" if index < count - kept else "fp32", why="" if index < count - kept else "sensitive",
+            sqnr_db=30.0 - index, macs=count - index,
         )
         for index in range(count)
-    )
+    )  # fmt: skip
 
 
 def quantised(**changes: object) -> VariantRecord:
@@ -296,18 +292,10 @@ GROUP = PrunedGroup(
     step=1, root="conv1", members=("conv1",), unit="channel", before=16, after=8, kept=(0,), importance="l2"
 )
 FACTS = PruningFacts(
-    target="macs=-50%",
-    importance="l2",
-    scope="global",
-    macs_before=1000,
-    macs_after=497,
-    parameters_before=400,
-    parameters_after=210,
-    channels_before=16,
-    channels_after=8,
-    groups=(GROUP,),
+    target="macs=-50%", importance="l2", scope="global", macs_before=1000, macs_after=497, parameters_before=400,
+    parameters_after=210, channels_before=16, channels_after=8, groups=(GROUP,),
     whole={"fc": "its outputs are the model's"},
-)
+)  # fmt: skip
 PLAN = TrainingPlan(
     steps=20, batch=64, micro_batch=64, evaluate_every=10, judged=240, statistics=64, processes=1, threads=2
 )

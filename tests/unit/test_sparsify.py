@@ -60,27 +60,15 @@ def eligible(weight: Any) -> bool:
 def mixed(folder: Path, **changes: Any) -> Path:
     """One product of each kind, with weights that reach them in different layouts."""
     nodes = [
-        node("Conv", "x conv", "a", pads=[1, 1, 1, 1]),
-        node("GlobalAveragePool", "a", "b"),
-        node("Flatten", "b", "c"),
-        node("Gemm", "c gemm", "d"),
-        node("Gemm", "d gemm_t bias", "e", transB=1),
-        node("MatMul", "e matmul", "f"),
-        node("Transpose", "turned", "t", perm=[1, 0]),
-        node("Cast", "t", "u", to=TensorProto.FLOAT),
-        node("MatMul", "f u", "g"),
-        node("Transpose", "g", "h", perm=[1, 0]),
-        node("Gemm", "h last", "y", transA=1),
-    ]
+        node("Conv", "x conv", "a", pads=[1, 1, 1, 1]), node("GlobalAveragePool", "a", "b"), node("Flatten", "b", "c"),
+        node("Gemm", "c gemm", "d"), node("Gemm", "d gemm_t bias", "e", transB=1), node("MatMul", "e matmul", "f"),
+        node("Transpose", "turned", "t", perm=[1, 0]), node("Cast", "t", "u", to=TensorProto.FLOAT),
+        node("MatMul", "f u", "g"), node("Transpose", "g", "h", perm=[1, 0]), node("Gemm", "h last", "y", transA=1),
+    ]  # fmt: skip
     weights = {
-        "conv": normal(8, 4, 3, 3),
-        "gemm": normal(8, 12),
-        "gemm_t": normal(16, 12),
-        "bias": normal(16),
-        "matmul": normal(16, 20),
-        "turned": normal(8, 20).astype(np.float16),
-        "last": normal(8, 6),
-    } | changes
+        "conv": normal(8, 4, 3, 3), "gemm": normal(8, 12), "gemm_t": normal(16, 12), "bias": normal(16),
+        "matmul": normal(16, 20), "turned": normal(8, 20).astype(np.float16), "last": normal(8, 6),
+    } | changes  # fmt: skip
     return save_graph(folder, nodes, weights, x=("n", 4, 6, 6))
 
 
@@ -123,37 +111,18 @@ def test_the_same_bytes_each_time_with_and_without_external_data(tmp_path: Path)
 def refusals(folder: Path) -> Path:
     """What 2:4 is not put into, and one weight that it is."""
     nodes = [
-        node("Conv", "x three", "a"),
-        node("Conv", "a depthwise", "b", group=8),
-        node("ConvTranspose", "b up", "c"),
-        node("Conv", "c good", "d"),
-        node("GlobalAveragePool", "d", "e"),
-        node("Flatten", "e", "f"),
-        node("MatMul", "f both", "g"),
-        node("Gemm", "g both", "h", transB=1),
-        node("MatMul", "h vector", "i"),
-        node("Gather", "table ids", "j"),
-        node("MatMul", "j table", "k"),
-        node("DequantizeLinear", "int8 scale", "l"),
-        node("MatMul", "f l", "m"),
-        node("Unsqueeze", "i ids", "s"),
-        node("Add", "s m", "n"),
-        node("Add", "n k", "o"),
-        node("MatMul", "f fed", "p"),
-        node("Add", "o p", "y"),
-    ]
+        node("Conv", "x three", "a"), node("Conv", "a depthwise", "b", group=8), node("ConvTranspose", "b up", "c"),
+        node("Conv", "c good", "d"), node("GlobalAveragePool", "d", "e"), node("Flatten", "e", "f"),
+        node("MatMul", "f both", "g"), node("Gemm", "g both", "h", transB=1), node("MatMul", "h vector", "i"),
+        node("Gather", "table ids", "j"), node("MatMul", "j table", "k"), node("DequantizeLinear", "int8 scale", "l"),
+        node("MatMul", "f l", "m"), node("Unsqueeze", "i ids", "s"), node("Add", "s m", "n"), node("Add", "n k", "o"),
+        node("MatMul", "f fed", "p"), node("Add", "o p", "y"),
+    ]  # fmt: skip
     weights = {
-        "three": normal(8, 3, 1, 1),
-        "depthwise": normal(8, 1, 3, 3),
-        "up": normal(8, 8, 2, 2),
-        "good": normal(8, 8, 1, 1),
-        "both": normal(8, 8),
-        "vector": normal(8),
-        "table": normal(8, 8),
-        "int8": np.ones((8, 8), np.int8),
-        "scale": np.array(0.1, np.float32),
-        "ids": np.array([1]),
-    }
+        "three": normal(8, 3, 1, 1), "depthwise": normal(8, 1, 3, 3), "up": normal(8, 8, 2, 2),
+        "good": normal(8, 8, 1, 1), "both": normal(8, 8), "vector": normal(8), "table": normal(8, 8),
+        "int8": np.ones((8, 8), np.int8), "scale": np.array(0.1, np.float32), "ids": np.array([1]),
+    }  # fmt: skip
     return save_graph(folder, nodes, weights, x=(2, 3, 8, 8), fed=(TensorProto.FLOAT, (8, 8)))
 
 
@@ -337,28 +306,17 @@ WIDE = 128
 def dense(path: Path) -> Path:
     """Convolutions that ONNX Runtime lays out in blocks, a grouped one, Gemm both ways round, and a MatMul."""
     nodes = [
-        node("Conv", "x first", "a", pads=[1, 1, 1, 1]),
-        node("Relu", "a", "b"),
-        node("Conv", "b second bias", "c", pads=[1, 1, 1, 1]),
-        node("Relu", "c", "d"),
-        node("Conv", "d grouped", "e", group=2),
-        node("GlobalAveragePool", "e", "f"),
-        node("Flatten", "f", "g"),
-        node("Gemm", "g across", "h"),
-        node("Gemm", "h along along_bias", "i", transB=1),
-        node("Relu", "i", "j"),
+        node("Conv", "x first", "a", pads=[1, 1, 1, 1]), node("Relu", "a", "b"),
+        node("Conv", "b second bias", "c", pads=[1, 1, 1, 1]), node("Relu", "c", "d"),
+        node("Conv", "d grouped", "e", group=2), node("GlobalAveragePool", "e", "f"), node("Flatten", "f", "g"),
+        node("Gemm", "g across", "h"), node("Gemm", "h along along_bias", "i", transB=1), node("Relu", "i", "j"),
         node("MatMul", "j matrix", "y"),
-    ]
+    ]  # fmt: skip
     weights = {
-        "first": normal(64, 4, 3, 3),
-        "second": normal(WIDE, 64, 3, 3),
-        "bias": normal(WIDE),
-        "grouped": normal(WIDE, WIDE // 2, 1, 1),
-        "across": normal(WIDE, WIDE),
-        "along": normal(WIDE, WIDE, seed=1),
-        "along_bias": normal(WIDE, seed=1),
-        "matrix": normal(WIDE, 12),
-    }
+        "first": normal(64, 4, 3, 3), "second": normal(WIDE, 64, 3, 3), "bias": normal(WIDE),
+        "grouped": normal(WIDE, WIDE // 2, 1, 1), "across": normal(WIDE, WIDE), "along": normal(WIDE, WIDE, seed=1),
+        "along_bias": normal(WIDE, seed=1), "matrix": normal(WIDE, 12),
+    }  # fmt: skip
     model = build_graph(nodes, {name: value / 8 for name, value in weights.items()}, opset=21, x=("n", 4, 8, 8))
     onnx.save(onnx.shape_inference.infer_shapes(model), path)
     return path

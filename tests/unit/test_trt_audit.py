@@ -17,13 +17,9 @@ from enginesmith.pipeline.tensors import Signature, TensorSpec
 
 DATA = Path(__file__).parent.parent / "data" / "trt"
 KINDS = {
-    "fp32": TensorProto.FLOAT,
-    "fp16": TensorProto.FLOAT16,
-    "bf16": TensorProto.BFLOAT16,
-    "int8": TensorProto.INT8,
-    "fp8": TensorProto.FLOAT8E4M3FN,
-    "int4": TensorProto.INT4,
-}
+    "fp32": TensorProto.FLOAT, "fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16, "int8": TensorProto.INT8,
+    "fp8": TensorProto.FLOAT8E4M3FN, "int4": TensorProto.INT4,
+}  # fmt: skip
 IMAGE = TensorSpec(name="image", dtype="float16", shape=("batch", 3, 224, 224))
 LOGITS = TensorSpec(name="logits", dtype="float16", shape=("batch", 1000))
 SIGNATURE = Signature(inputs=(IMAGE,), outputs=(LOGITS,))

@@ -41,21 +41,12 @@ TURING = CudaDevice(name="NVIDIA T4", compute_capability=(7, 5))
 
 def record(file: Path | None = None, **changes: object) -> EngineManifest:
     values = {
-        "engine": "tensorrt_rtx",
-        "version": "1.7.1.116",
-        "target": "sm86",
-        "compute_capabilities": ("sm86",),
-        "sha256": file_digest(file) if file else "0" * 64,
-        "bytes": file.stat().st_size if file else 1,
-        "model_sha256": "1" * 64,
-        "workspace_limit_bytes": 1 << 30,
-        "workspace_asked_bytes": None,
-        "options": BuildOptions(),
-        "profiles": ({"x": ((4,), (4,), (4,))},),
-        "signature": SIGNATURE,
-        "figures": Figures(weights_bytes=8, activation_bytes=512),
-        "audit": None,
-    }
+        "engine": "tensorrt_rtx", "version": "1.7.1.116", "target": "sm86", "compute_capabilities": ("sm86",),
+        "sha256": file_digest(file) if file else "0" * 64, "bytes": file.stat().st_size if file else 1,
+        "model_sha256": "1" * 64, "workspace_limit_bytes": 1 << 30, "workspace_asked_bytes": None,
+        "options": BuildOptions(), "profiles": ({"x": ((4,), (4,), (4,))},), "signature": SIGNATURE,
+        "figures": Figures(weights_bytes=8, activation_bytes=512), "audit": None,
+    }  # fmt: skip
     return EngineManifest.model_validate(values | changes)
 
 
@@ -256,39 +247,23 @@ HERE = Path(engines.__file__).parent
 SOURCES = [path for path in sorted((HERE / "tensorrt").glob("*.py")) if path.name != "infer.py"]
 
 CLASSES = {
-    ("builder.py", "builder"): "Builder",
-    ("builder.py", "config"): "IBuilderConfig",
-    ("builder.py", "network"): "INetworkDefinition",
-    ("builder.py", "profile"): "IOptimizationProfile",
-    ("builder.py", "tensor"): "ITensor",
-    ("builder.py", "pools"): "MemoryPoolType",
-    ("builder.py", "flags"): "BuilderFlag",
-    ("parser.py", "parser"): "OnnxParser",
-    ("parser.py", "network"): "INetworkDefinition",
-    ("parser.py", "layer"): "ILayer",
-    ("parser.py", "layer.attention"): "IAttention",
-    ("parser.py", "error"): "ParserError",
-    ("parser.py", "registry"): "IPluginRegistry",
-    ("builder.py", "cache"): "ITimingCache",
-    ("loader.py", "runtime"): "Runtime",
-    ("loader.py", "engine"): "ICudaEngine",
-    ("loader.py", "config"): "IRuntimeConfig",
-    ("loader.py", "opened.config"): "IRuntimeConfig",
-    ("loader.py", "opened.cache"): "IRuntimeCache",
-    ("loader.py", "self.cache"): "IRuntimeCache",
-    ("loader.py", "graphs"): "CudaGraphStrategy",
-    ("loader.py", "opened.engine"): "ICudaEngine",
-    ("loader.py", "native"): "IExecutionContext",
-    ("session.py", "engine"): "ICudaEngine",
-    ("session.py", "self._opened.engine"): "ICudaEngine",
-    ("session.py", "native"): "IExecutionContext",
-    ("session.py", "context.native"): "IExecutionContext",
-    ("session.py", "bound.context.native"): "IExecutionContext",
-    ("loader.py", "built"): "ICudaEngine",
-    ("loader.py", "serialization"): "ISerializationConfig",
-    ("loader.py", "refitter"): "Refitter",
-    ("loader.py", "parser"): "OnnxParserRefitter",
-}
+    ("builder.py", "builder"): "Builder", ("builder.py", "config"): "IBuilderConfig",
+    ("builder.py", "network"): "INetworkDefinition", ("builder.py", "profile"): "IOptimizationProfile",
+    ("builder.py", "tensor"): "ITensor", ("builder.py", "pools"): "MemoryPoolType",
+    ("builder.py", "flags"): "BuilderFlag", ("parser.py", "parser"): "OnnxParser",
+    ("parser.py", "network"): "INetworkDefinition", ("parser.py", "layer"): "ILayer",
+    ("parser.py", "layer.attention"): "IAttention", ("parser.py", "error"): "ParserError",
+    ("parser.py", "registry"): "IPluginRegistry", ("builder.py", "cache"): "ITimingCache",
+    ("loader.py", "runtime"): "Runtime", ("loader.py", "engine"): "ICudaEngine",
+    ("loader.py", "config"): "IRuntimeConfig", ("loader.py", "opened.config"): "IRuntimeConfig",
+    ("loader.py", "opened.cache"): "IRuntimeCache", ("loader.py", "self.cache"): "IRuntimeCache",
+    ("loader.py", "graphs"): "CudaGraphStrategy", ("loader.py", "opened.engine"): "ICudaEngine",
+    ("loader.py", "native"): "IExecutionContext", ("session.py", "engine"): "ICudaEngine",
+    ("session.py", "self._opened.engine"): "ICudaEngine", ("session.py", "native"): "IExecutionContext",
+    ("session.py", "context.native"): "IExecutionContext", ("session.py", "bound.context.native"): "IExecutionContext",
+    ("loader.py", "built"): "ICudaEngine", ("loader.py", "serialization"): "ISerializationConfig",
+    ("loader.py", "refitter"): "Refitter", ("loader.py", "parser"): "OnnxParserRefitter",
+}  # fmt: skip
 """What variables stand for, by module."""
 OURS = {"error": {"index", "name", "operator", "text"}, "layer": {"__class__"}, "engine": {"path"}}
 """Attributes that a variable of that name has where it is one of our own."""
@@ -297,25 +272,18 @@ RECLASSED = {"ILayer.attention": "IAttentionInputLayer.attention"}
 CALLBACKS = {"allocate", "deallocate", "reallocate_output", "reallocate_output_async", "notify_shape", "reallocate"}
 """Methods that the library looks up by name in subclasses; the base classes show them in some flavours only."""
 ONLY_WHERE = {
-    "ComputeCapability": "targets",
-    "IBuilderConfig.num_compute_capabilities": "targets",
-    "IBuilderConfig.set_compute_capability": "targets",
-    "LayerType.ATTENTION_INPUT": "attention_layers_since",
-    "IAttentionInputLayer": "attention_layers_since",
-    "IAttentionInputLayer.attention": "attention_layers_since",
-    "IAttention.decomposable": "attention_layers_since",
-    "CudaGraphStrategy": "runtime_cache",
-    "CudaGraphStrategy.DISABLED": "runtime_cache",
-    "CudaGraphStrategy.WHOLE_GRAPH_CAPTURE": "runtime_cache",
+    "ComputeCapability": "targets", "IBuilderConfig.num_compute_capabilities": "targets",
+    "IBuilderConfig.set_compute_capability": "targets", "LayerType.ATTENTION_INPUT": "attention_layers_since",
+    "IAttentionInputLayer": "attention_layers_since", "IAttentionInputLayer.attention": "attention_layers_since",
+    "IAttention.decomposable": "attention_layers_since", "CudaGraphStrategy": "runtime_cache",
+    "CudaGraphStrategy.DISABLED": "runtime_cache", "CudaGraphStrategy.WHOLE_GRAPH_CAPTURE": "runtime_cache",
     "DynamicShapesKernelSpecializationStrategy": "runtime_cache",
-    "DynamicShapesKernelSpecializationStrategy.EAGER": "runtime_cache",
-    "IRuntimeCache.serialize": "runtime_cache",
-    "IRuntimeCache.deserialize": "runtime_cache",
-    "IRuntimeConfig.create_runtime_cache": "runtime_cache",
+    "DynamicShapesKernelSpecializationStrategy.EAGER": "runtime_cache", "IRuntimeCache.serialize": "runtime_cache",
+    "IRuntimeCache.deserialize": "runtime_cache", "IRuntimeConfig.create_runtime_cache": "runtime_cache",
     "IRuntimeConfig.cuda_graph_strategy": "runtime_cache",
     "IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy": "runtime_cache",
     "IRuntimeConfig.set_runtime_cache": "runtime_cache",
-}
+}  # fmt: skip
 """Names that some flavours or versions lack, and the field of the capability table that keeps the code from them."""
 
 

@@ -22,24 +22,11 @@ from enginesmith.pipeline.workflows.fit import largest
 RTX = capabilities("tensorrt_rtx", "1.7.1.116")
 ENTERPRISE = capabilities("tensorrt", "11.4.0.106")
 SET: dict[str, Any] = {
-    "tactic_dram": 1 << 30,
-    "tactic_shared_memory": 48 << 10,
-    "optimization_level": 5,
-    "aux_streams": 2,
-    "tiling": "full",
-    "sparse_weights": True,
-    "weight_streaming": True,
-    "strip_plan": True,
-    "refit": True,
-    "version_compatible": True,
-    "hardware_compatibility": "ampere_plus",
-    "tf32": False,
-    "plugins": ("libmine.so",),
-    "timing_cache": "mine.cache",
-    "locked": True,
-    "profiles": ("batch=1:1:1",),
-    "host_code": True,
-}
+    "tactic_dram": 1 << 30, "tactic_shared_memory": 48 << 10, "optimization_level": 5, "aux_streams": 2,
+    "tiling": "full", "sparse_weights": True, "weight_streaming": True, "strip_plan": True, "refit": True,
+    "version_compatible": True, "hardware_compatibility": "ampere_plus", "tf32": False, "plugins": ("libmine.so",),
+    "timing_cache": "mine.cache", "locked": True, "profiles": ("batch=1:1:1",), "host_code": True,
+}  # fmt: skip
 """Each option at a value that is not its default."""
 EFFECTIVE = {"tactic_shared_memory", "weight_streaming", "tf32", "plugins", "profiles"}
 

@@ -118,13 +118,7 @@ def entry(asked: Entry, folder: Path, found: Run | EnginesmithError | None) -> E
 def record(asked: Fleet, *entries: EntryRecord, **changes: Any) -> FleetRecord:
     """The record of a fleet that has ended so."""
     values = {
-        "name": "nightly",
-        "file": "fleet.yaml",
-        "folder": "/somewhere",
-        "created": "2026-01-02T00:00:00+00:00",
-        "seconds": 75.0,
-        "fleet": asked,
-        "packages": {"torch": "2.11"},
-        "entries": entries,
-    }
+        "name": "nightly", "file": "fleet.yaml", "folder": "/somewhere", "created": "2026-01-02T00:00:00+00:00",
+        "seconds": 75.0, "fleet": asked, "packages": {"torch": "2.11"}, "entries": entries,
+    }  # fmt: skip
     return FleetRecord.model_validate({**values, **changes})
