@@ -249,12 +249,12 @@ def apply_surgery(surgery: Surgery, module: nn.Module) -> None:
         LookupError: the module lacks a part that the surgery names.
     """
     replace(module, surgery.attention)
+    modules = dict(module.named_modules(remove_duplicate=False))
     for path, values in surgery.attributes.items():
-        inner = _below(module, path)
         for name, value in values.items():
-            setattr(inner, name, value)
+            setattr(modules[path], name, value)
     own = named_tensors(module)
-    parts = {name: _below(module, name.rpartition(".")[0]) for name in surgery.shapes}
+    parts = {name: modules[name.rpartition(".")[0]] for name in surgery.shapes}
     resized: dict[tuple[int, tuple[int, ...]], Tensor] = {}
     for name, shape in surgery.shapes.items():
         old = own[name]
@@ -263,13 +263,3 @@ def apply_surgery(surgery: Surgery, module: nn.Module) -> None:
         leaf = name.rpartition(".")[2]
         is_parameter = isinstance(getattr(parts[name], leaf), nn.Parameter)
         setattr(parts[name], leaf, nn.Parameter(new, requires_grad=False) if is_parameter else new)
-
-
-def _below(module: nn.Module, path: str) -> nn.Module:
-    """Return a part by its path.
-
-    Raises:
-        KeyError: there is none.
-    """
-    part: nn.Module = dict(module.named_modules(remove_duplicate=False))[path]
-    return part
