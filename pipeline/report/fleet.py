@@ -9,7 +9,17 @@ import yaml
 
 from enginesmith.pipeline.report import fleet_tables, junit
 from enginesmith.pipeline.report.files import REPORTS, Format
-from enginesmith.pipeline.report.html.blocks import Block, Code, Fact, Facts, Section, Words, filled, folded, points
+from enginesmith.pipeline.report.html.blocks import (
+    Block,
+    Code,
+    Fact,
+    Facts,
+    Section,
+    Words,
+    fold,
+    list_points,
+    show_rows,
+)
 from enginesmith.pipeline.report.html.page import lay_out
 from enginesmith.pipeline.report.markdown import limit_length, plain, render_list, render_table, shorten
 from enginesmith.pipeline.report.tables import Table, Tone
@@ -57,16 +67,16 @@ def _render_changes(record: FleetRecord) -> Section:
     certain, rest = (fleet_tables.tabulate_changes(record, certain=certain) for certain in (True, False))
     none = Words("No measured difference is certain.", "good")
     blocks = (
-        *points(f"{text}." for text in fleet_tables.describe_last(record)),
-        *(filled(certain) or ((none,) if record.last is not None else ())),
-        *folded("What did not change for certain", *filled(rest)),
+        *list_points(f"{text}." for text in fleet_tables.describe_last(record)),
+        *(show_rows(certain) or ((none,) if record.last is not None else ())),
+        *fold("What did not change for certain", rest),
     )
     return Section("since", "Since the last fleet", "What became slower, or faster?", blocks)
 
 
 def _render_failures(record: FleetRecord) -> Section:
     none = Words("Nothing failed, and no budget is broken.", "good")
-    blocks = filled(fleet_tables.tabulate_failures(record)) or (none,)
+    blocks = show_rows(fleet_tables.tabulate_failures(record)) or (none,)
     return Section("failures", "What failed", "Why is there no winner, or one variant less?", blocks)
 
 

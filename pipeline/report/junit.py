@@ -31,7 +31,7 @@ def render(run: Run) -> str:
 
 def render_fleet(record: FleetRecord, found: Mapping[str, Run]) -> str:
     """Render a fleet as JUnit XML: a suite of entries, and the suites of those runs that are ``found``."""
-    suites: dict[str, list[_Case]] = {"entries": [_ended(one) for one in record.entries]}
+    suites: dict[str, list[_Case]] = {"entries": [_make_entry_case(one) for one in record.entries]}
     for name, run in found.items():
         suites |= {f"{name} {suite}": cases for suite, cases in _suites(run).items()}
     return _document(record.name, record.created, record.seconds, suites)
@@ -42,11 +42,11 @@ def _suites(run: Run) -> dict[str, list[_Case]]:
     for record in run.variants:
         case = _Case("measured", "failure" if record.status == "failed" else "skipped", record.reason or record.status)
         measured = _Case("measured") if record.status == "measured" else case
-        suites[f"variant {record.id}"] = [measured, *map(_checked, record.fidelity)]
+        suites[f"variant {record.id}"] = [measured, *map(_make_check_case, record.fidelity)]
     return suites
 
 
-def _ended(entry: EntryRecord) -> _Case:
+def _make_entry_case(entry: EntryRecord) -> _Case:
     """Make the case of an entry; budgets that nobody holds have cases of their own."""
     if entry.status in ("done", "breached"):
         return _Case(entry.name)
@@ -76,7 +76,7 @@ def _budgets(run: Run) -> Iterator[_Case]:
         yield _Case(verdicts.format_title(budget), "skipped", f"not judged: {run.winner_reason}")
 
 
-def _checked(entry: StageFidelity) -> _Case:
+def _make_check_case(entry: StageFidelity) -> _Case:
     """Make the case of a comparison with the reference, skipped where it judged nothing."""
     name = f"{entry.stage} at {entry.point} (batch {entry.batch})"
     if not entry.passed:

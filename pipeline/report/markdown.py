@@ -71,7 +71,7 @@ def render(run: Run) -> str:
     progress = [f"{said}; `enginesmith resume` goes on"] if (said := sentences.describe_progress(run)) else []
     cautions = [*progress, *sentences.list_warnings(run), *sentences.list_measurement_notes(run)]
     reasons = sentences.group_by_reason(run)
-    failed = [_label(", ".join(map(tables.marked, records)), reason) for records, reason in reasons]
+    failed = [_label(", ".join(map(tables.mark_name, records)), reason) for records, reason in reasons]
     parts = [
         f"# {plain(shorten(run.name))}",
         plain(shorten(sentences.summarize(run), 2 * _LONGEST)),
@@ -118,7 +118,7 @@ def _render_budgets(run: Run) -> list[str]:
     if not table.rows and not missing:
         return []
     winner = next((record for record in run.variants if record.id == run.winner and record.synthetic_calibration), None)
-    owner = [f"Those of {plain(tables.marked(winner))}."] if winner else []
+    owner = [f"Those of {plain(tables.mark_name(winner))}."] if winner else []
     missed = render_list(f"{plain(shorten(text))}." for text in missing)
     return ["## Budgets", *owner, *([render_table(table)] if table.rows else []), missed]
 
@@ -133,7 +133,7 @@ def _render_fidelity(run: Run) -> str:
     lowest = ""
     if known:
         sqnr, record, entry = min(known, key=lambda row: row[0])
-        lowest = f"; the lowest SQNR is {sqnr:.1f} dB ({plain(tables.marked(record))} after {plain(entry.stage)})"
+        lowest = f"; the lowest SQNR is {sqnr:.1f} dB ({plain(tables.mark_name(record))} after {plain(entry.stage)})"
     data = plain(shorten(run.model.data or "unknown"))
     return f"Fidelity against {plain(run.baseline.id)} on {data} data: {good} of {len(judged)} checks passed{lowest}."
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from enginesmith.pipeline.artifact import HistoryEntry
-from enginesmith.pipeline.report.tables import Table, make_table, marked
+from enginesmith.pipeline.report.tables import Table, make_table, mark_name
 from enginesmith.pipeline.results.run import Run
 from enginesmith.pipeline.units import format_bytes, format_seconds, format_si
 
@@ -53,7 +53,7 @@ def tabulate_files(run: Run) -> Table:
     """List the engines' files with their digests and the steps that made them."""
     rows = (
         {
-            "variant": marked(record),
+            "variant": mark_name(record),
             "file": file.path,
             "size": format_bytes(file.bytes),
             "sha256": file.sha256,

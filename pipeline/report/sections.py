@@ -13,12 +13,12 @@ from enginesmith.pipeline.report.tables import (
     Number,
     Table,
     best_level,
+    describe_pass,
     drop,
+    format_points,
     make_table,
-    marked,
+    mark_name,
     number_cell,
-    passed,
-    points,
     rate,
     size_cell,
     speedup,
@@ -46,7 +46,7 @@ def tabulate_variants(run: Run) -> Table:
         sortable=True,
         grouped=True,
         foldable=True,
-        marked=frozenset(f"★ {marked(record)}" for record in run.records if record.id == run.winner),
+        marked=frozenset(f"★ {mark_name(record)}" for record in run.records if record.id == run.winner),
     )
 
 
@@ -57,7 +57,7 @@ def _variant_rows(run: Run, record: VariantRecord) -> Iterator[dict[str, str]]:
         "drop": drop(record),
         "status": _status(record),
     }
-    name = f"★ {marked(record)}" if record.id == run.winner else marked(record)
+    name = f"★ {mark_name(record)}" if record.id == run.winner else mark_name(record)
     heads = ("batch", "speed-up [95 %]", "p50 ms", "p99 ms")
     if not record.latency:
         yield {"variant": name, **dict.fromkeys(heads, "–"), **once}
@@ -86,7 +86,7 @@ def tabulate_front(run: Run) -> Table:
     """List the numbers that the Pareto front is made of."""
     rows = (
         {
-            "variant": marked(record),
+            "variant": mark_name(record),
             "p50 ms": time_cell(row.p50_ms),
             "peak memory": size_cell(record.peak_bytes),
             "drop": drop(record),
@@ -99,7 +99,7 @@ def tabulate_front(run: Run) -> Table:
 
 
 def _place(record: VariantRecord, row: LatencyRow | MemoryRow | LimitRow) -> dict[str, str]:
-    return {"variant": marked(record), "batch": number_cell(row.batch)}
+    return {"variant": mark_name(record), "batch": number_cell(row.batch)}
 
 
 def _times(row: object, *names: str) -> dict[str, str]:
@@ -192,7 +192,7 @@ def tabulate_engines(run: Run) -> Table:
     """List the figures that engines report of themselves."""
     rows = (
         {
-            "variant": marked(record),
+            "variant": mark_name(record),
             "target": record.target or "–",
             "built in": Number(format_seconds(build.seconds), build.seconds),
             **_sizes(build, "workspace limit", "weights", "activation", "scratch"),
@@ -224,7 +224,7 @@ def tabulate_lenses(run: Run) -> Table:
     """List every number of memory with its source."""
     rows = (
         {
-            "variant": marked(record),
+            "variant": mark_name(record),
             "seen through": name.replace("_", " "),
             "bytes": size_cell(lens.bytes),
             "source": lens.source,
@@ -275,7 +275,7 @@ def tabulate_modules(run: Run) -> Table:
     rows = (
         {
             "module": row.module,
-            "variant": marked(record),
+            "variant": mark_name(record),
             "ms": ms(row.ms.get(entry.variant)),
             "baseline ms": ms(row.ms.get(run.baseline.id)),
             "over the baseline": _ratio(row.ratio.get(entry.variant), ".2f"),
@@ -293,7 +293,7 @@ def tabulate_operators(run: Run) -> Table:
     """List the operators that do a module's work by variant, the slowest first, at most 20 000 rows."""
     rows = (
         {
-            "variant": marked(record),
+            "variant": mark_name(record),
             "module": row.module,
             "operators": ", ".join(f"{count}× {name}" for name, count in row.operators.items()),
             "ms": ms(row.ms),
@@ -331,7 +331,7 @@ def tabulate_coverage(run: Run) -> Table:
                 products = coverage.unknown_products
                 unknown = f", {products} products of unknown size" if products else ""
                 row = {
-                    "variant": marked(record) if kind == "graph" or record.coverage is None else "",
+                    "variant": mark_name(record) if kind == "graph" or record.coverage is None else "",
                     "of": kind,
                     "multiply-adds": format_shares(coverage.macs) + unknown,
                     "weights": format_shares(coverage.weights),
@@ -375,7 +375,7 @@ def summarize_assignment(record: VariantRecord) -> str:
         return ""
     low, total = narrowest_type(record.precision), len(record.assignment)
     count = sum(narrowest_type(group.precision) == low for group in record.assignment)
-    return f"{marked(record)}: {count} of {total} groups in {low}"
+    return f"{mark_name(record)}: {count} of {total} groups in {low}"
 
 
 def tabulate_search(record: VariantRecord, name: str, caption: str) -> Table:
@@ -404,7 +404,7 @@ def tabulate_quality(run: Run) -> Table:
     """List the metric of each variant that was evaluated on labelled data."""
     rows = (
         {
-            "variant": marked(record),
+            "variant": mark_name(record),
             "metric": quality.metric,
             "value": f"{quality.value:.4f}",
             "baseline": f"{quality.baseline:.4f}",
@@ -426,14 +426,14 @@ def tabulate_fidelity(run: Run) -> Table:
     """List each comparison with the reference, by variant, stage and shape."""
     rows = (
         {
-            "variant": marked(record),
+            "variant": mark_name(record),
             "stage": entry.stage,
             "at": f"{entry.point} (batch {entry.batch})",
             "SQNR dB": number_cell(entry.sqnr_db, ".1f"),
             "cosine": number_cell(entry.cosine, ".6f"),
             "max abs error": number_cell(entry.max_abs_error, ".3g"),
             "argmax agreement": number_cell(entry.argmax_agreement, ".4f"),
-            "passed": passed(entry),
+            "passed": describe_pass(entry),
         }
         for record in run.variants
         for entry in record.fidelity
@@ -446,7 +446,7 @@ def tabulate_fidelity(run: Run) -> Table:
 def tabulate_losses(run: Run) -> Table:
     """List for each variant the stage at which its outputs fell furthest."""
     rows = (
-        {"variant": marked(record), **fall, "metric": points(record.quality) if record.quality else "–"}
+        {"variant": mark_name(record), **fall, "metric": format_points(record.quality) if record.quality else "–"}
         for record in run.variants
         if (fall := _find_fall(record))
     )
@@ -479,7 +479,7 @@ def _find_fall(record: VariantRecord) -> dict[str, str]:
 # Compression: what was pruned, and how training pruned models back went.
 
 
-def pruned(run: Run) -> Iterator[VariantRecord]:
+def list_pruned(run: Run) -> Iterator[VariantRecord]:
     """Iterate over one variant for each pruned model."""
     seen: set[str] = set()
     for record in run.variants:
@@ -491,7 +491,7 @@ def pruned(run: Run) -> Iterator[VariantRecord]:
 def tabulate_pruning(run: Run) -> Table:
     """List each time that a model was pruned."""
     caption = "What pruning took away, and what training brought back"
-    return make_table("pruned", caption, (row for record in pruned(run) for row in _pruning_rows(record)))
+    return make_table("pruned", caption, (row for record in list_pruned(run) for row in _pruning_rows(record)))
 
 
 def _pruning_rows(record: VariantRecord) -> Iterator[dict[str, str]]:
@@ -533,7 +533,7 @@ def tabulate_recovery(run: Run) -> Table:
             "metric": f"{point.metric:.4f}",
             "learning rate": f"{point.learning_rate:.2g}",
         }
-        for record in pruned(run)
+        for record in list_pruned(run)
         for turn, recovery in enumerate(record.recovery, 1)
         for point in thin_curve(recovery.curve)
     )

@@ -4,7 +4,7 @@ variant."""
 from collections.abc import Iterator
 
 from enginesmith.pipeline.measure.statistics import NOISE_REMEDY, TOO_NOISY
-from enginesmith.pipeline.report.tables import mark, marked, name_some, points, speedup
+from enginesmith.pipeline.report.tables import format_points, mark, mark_name, name_some, speedup
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.comparison import MOSTLY_DISTURBED
 from enginesmith.pipeline.results.run import Run, VariantRecord
@@ -24,21 +24,17 @@ def list_footnotes(run: Run) -> list[str]:
 
 def summarize(run: Run) -> str:
     """Sum up the run in one sentence."""
-    return mark(run, _summarize(run))
-
-
-def _summarize(run: Run) -> str:
     if run.winner is None:
-        return f"No winner{'' if run.complete else ' yet'}: {run.winner_reason}."
+        return mark(run, f"No winner{'' if run.complete else ' yet'}: {run.winner_reason}.")
     record = next(record for record in run.records if record.id == run.winner)
     row = record.row(run.deciding_batch) or next((row for row in record.latency if row.p50_ms is not None), None)
     if row is None or record.id == run.baseline.id:
-        return f"{run.winner} wins: {run.winner_reason}."
+        return mark(run, f"{run.winner} wins: {run.winner_reason}.")
     parts = [_compare_latency(record, run.baseline, row.batch)]
     if record.peak_bytes is not None and run.baseline.peak_bytes:
         parts.append(f"uses {100 * record.peak_bytes / run.baseline.peak_bytes:.0f} % of its peak memory")
     if record.quality and record.quality.drop is not None:
-        parts.append(f"{points(record.quality)} on {record.quality.samples} samples")
+        parts.append(f"{format_points(record.quality)} on {record.quality.samples} samples")
     sentences = [", ".join(parts)]
     broken = [verdicts.format_verdict(verdict) for verdict in run.verdicts if not verdict.passed]
     if broken:
@@ -47,7 +43,7 @@ def _summarize(run: Run) -> str:
         sentences.append(f"its budget is met: {verdicts.format_title(run.verdicts[0].budget)}")
     elif run.verdicts:
         sentences.append(f"all {len(run.verdicts)} budgets met")
-    return "; ".join(sentences) + "."
+    return mark(run, "; ".join(sentences) + ".")
 
 
 def _compare_latency(record: VariantRecord, baseline: VariantRecord, batch: int) -> str:
@@ -74,7 +70,7 @@ def _compare_latency(record: VariantRecord, baseline: VariantRecord, batch: int)
 
 def list_reasons(run: Run) -> list[str]:
     """Say what is wrong with variants or left to do: ``names: reason``, variants of one reason together."""
-    return [f"{', '.join(map(marked, records))}: {reason}" for records, reason in group_by_reason(run)]
+    return [f"{', '.join(map(mark_name, records))}: {reason}" for records, reason in group_by_reason(run)]
 
 
 def group_by_reason(run: Run) -> list[tuple[list[VariantRecord], str]]:
@@ -90,7 +86,7 @@ def list_remarks(run: Run) -> list[tuple[str, str]]:
     """Say by variant why it is rejected, and whether low precision, pruning and zeros paid."""
     rejected = [(record, f"rejected: {record.rejected}") for record in run.variants if record.rejected]
     remarks = [(record, text) for record in run.variants for text in record.remarks]
-    return [(marked(record), mark(run, text)) for record, text in (*rejected, *remarks)]
+    return [(mark_name(record), mark(run, text)) for record, text in (*rejected, *remarks)]
 
 
 # What to know before believing the numbers.
@@ -112,7 +108,8 @@ def _warn_of_fixed_batch(run: Run) -> Iterator[str]:
     if measured and missing:
         at = ", ".join(map(str, sorted(measured)))
         asked = ", ".join(map(str, run.recipe.batch))
-        yield f"{marked(run.baseline)} was measured at batch {at}, and --batch {asked} was asked for: its size is fixed"
+        name = mark_name(run.baseline)
+        yield f"{name} was measured at batch {at}, and --batch {asked} was asked for: its size is fixed"
 
 
 def describe_progress(run: Run) -> str:
@@ -151,7 +148,7 @@ def describe_profiles(run: Run) -> Iterator[str]:
                 parts: tuple[str, ...] = (profile.reasons["total_ms"],)
             else:
                 parts = (f"by {profile.source}", profile.overhead(row.p50_ms if row else None), *profile.notes)
-            yield f"profile of {marked(record)} at batch {profile.batch}: {'; '.join(filter(None, parts))}"
+            yield f"profile of {mark_name(record)} at batch {profile.batch}: {'; '.join(filter(None, parts))}"
 
 
 def describe_out_of_memory(run: Run) -> Iterator[str]:
@@ -165,7 +162,7 @@ def describe_out_of_memory(run: Run) -> Iterator[str]:
         free = f", {format_bytes(full.oom.free_bytes)} free" if full.oom.free_bytes is not None else ""
         back = {True: "; its memory is back", False: "; its memory was not seen to be back", None: ""}
         largest = f"the largest batch that fits is {fits}" if fits else "no batch fits"
-        yield f"{marked(record)}: {largest}; batch {full.batch} {asked}{free}{back[full.oom.given_back]}"
+        yield f"{mark_name(record)}: {largest}; batch {full.batch} {asked}{free}{back[full.oom.given_back]}"
 
 
 def describe_noise(run: Run) -> Iterator[str]:
@@ -178,7 +175,7 @@ def describe_noise(run: Run) -> Iterator[str]:
 def _describe_disturbed(run: Run) -> Iterator[str]:
     """Name speed-ups that tell nothing, or else count medians that are of disturbed calls."""
     rows = [(record, row) for record in run.records for row in record.latency]
-    noisy = [f"{marked(record)} at batch {row.batch}" for record, row in rows if row.speedup and row.speedup.too_noisy]
+    noisy = [f"{mark_name(one)} at batch {row.batch}" for one, row in rows if row.speedup and row.speedup.too_noisy]
     shares = [row.disturbed_share for _, row in rows if (row.disturbed_share or 0.0) > MOSTLY_DISTURBED]
     if noisy:
         yield f"the speed-up is {TOO_NOISY} of {name_some(noisy, _MOST_NAMED)}"
@@ -190,7 +187,7 @@ def _describe_disturbed(run: Run) -> Iterator[str]:
 def _describe_tails(run: Run) -> Iterator[str]:
     """Explain percentiles that are far above the median by the longest of them."""
     tails = [
-        (row.p99_ms / row.p50_ms, f"{marked(record)} at batch {row.batch} is {ms(row.p99_ms)} ms", ms(row.p50_ms))
+        (row.p99_ms / row.p50_ms, f"{mark_name(record)} at batch {row.batch} is {ms(row.p99_ms)} ms", ms(row.p50_ms))
         for record in run.records
         for row in record.latency
         if row.p50_ms and row.p99_ms and row.p99_ms > LONG_TAIL * row.p50_ms

@@ -158,7 +158,7 @@ def drop(record: VariantRecord) -> Number:
     return number_cell(record.quality.drop if record.quality else None, "+.4f")
 
 
-def points(quality: Quality) -> str:
+def format_points(quality: Quality) -> str:
     """Format the change of a metric: ``top1 −0.3 points``; in its own unit where it is no share."""
     if quality.metric not in _SHARES:
         return f"{quality.metric} drop {quality.drop:+.4f}"
@@ -166,7 +166,7 @@ def points(quality: Quality) -> str:
     return f"{quality.metric} {'±0.0' if not change else f'{change:+.2g}'.replace('-', '−')} points"
 
 
-def marked(record: VariantRecord) -> str:
+def mark_name(record: VariantRecord) -> str:
     """Name a variant, with a star if its numbers come from synthetic calibration data."""
     return f"{record.id}{_MARK}" if record.synthetic_calibration else record.id
 
@@ -175,7 +175,7 @@ def mark(run: Run, text: str) -> str:
     """Add the stars to every variant that a text names."""
     for record in run.variants:
         if record.synthetic_calibration:
-            text = re.sub(rf"(?<![\w+-]){re.escape(record.id)}(?![\w+*-])", marked(record), text)
+            text = re.sub(rf"(?<![\w+-]){re.escape(record.id)}(?![\w+*-])", mark_name(record), text)
     return text
 
 
@@ -185,7 +185,7 @@ def name_some(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + more
 
 
-def passed(entry: StageFidelity) -> str:
+def describe_pass(entry: StageFidelity) -> str:
     """Say whether a comparison was close enough, and if not why."""
     if not entry.passed:
         return f"no: {entry.reason}" if entry.reason else "no"

@@ -114,7 +114,7 @@ def show_stage(result: Any, as_json: bool) -> None:
             "at": f"{entry.point} (batch {entry.batch})",
             "SQNR dB": number_cell(entry.sqnr_db, ".1f"),
             "max abs error": number_cell(entry.max_abs_error, ".3g"),
-            "passed": tables.passed(entry),
+            "passed": tables.describe_pass(entry),
         }
         for entry in result.fidelity
     )

@@ -241,9 +241,9 @@ def compare_latency(before: Run, after: Run, variant: str, batch: int, successor
     apart = _no_yardstick(before, after, names, first, second)
     if not apart and _positive(first.speedup) and _positive(second.speedup):
         baselines = [found for run in (before, after) if (found := run.baseline.row(batch))]
-        return _judged(divide(first.speedup, second.speedup), "speed-up over eager", rows, baselines, "")
+        return _judge_ratio(divide(first.speedup, second.speedup), "speed-up over eager", rows, baselines, "")
     if _positive(first.median_ms) and _positive(second.median_ms):
-        return _judged(divide(second.median_ms, first.median_ms), "milliseconds", rows, (), apart)
+        return _judge_ratio(divide(second.median_ms, first.median_ms), "milliseconds", rows, (), apart)
     few = next((row.reasons["median_ms"] for row in rows if "median_ms" in row.reasons), "the rows have none")
     bare = second.p50_ms / first.p50_ms if first.p50_ms and second.p50_ms else None
     return Change(median=bare, basis="milliseconds", note=f"{apart}; there is no interval: {few}")
@@ -253,7 +253,7 @@ def _positive(interval: Interval | None) -> TypeGuard[Interval]:
     return interval is not None and 0 < interval.low <= interval.median <= interval.high
 
 
-def _judged(ratio: Interval, basis: Basis, rows: Rows, yardsticks: Rows, note: str) -> Change:
+def _judge_ratio(ratio: Interval, basis: Basis, rows: Rows, yardsticks: Rows, note: str) -> Change:
     """Judge a ratio; ``yardsticks`` are the baselines' rows, where they are part of it."""
     unjudged = ""
     sides = zip(("first", "second"), rows, strict=True)

@@ -11,11 +11,7 @@ SCHEMA: Literal["enginesmith.gate/1"] = "enginesmith.gate/1"
 FLEET_SCHEMA: Literal["enginesmith.fleet-gate/1"] = "enginesmith.fleet-gate/1"
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class GateCheck(_Part):
+class GateCheck(BaseModel):
     """Report one check of a gate. Numbers are in the unit of ``name``; ``change`` is a ratio, 1.1 being 10 % more."""
 
     name: str
@@ -29,8 +25,10 @@ class GateCheck(_Part):
     basis: str = ""
     """The way in which latency was compared."""
 
+    model_config = ConfigDict(frozen=True)
 
-class Gate(_Part):
+
+class Gate(BaseModel):
     """Report all checks of a run."""
 
     schema_name: Literal["enginesmith.gate/1"] = Field(SCHEMA, alias="schema")
@@ -58,7 +56,7 @@ class Gate(_Part):
         return 0 if self.passed else GateBreach.exit_code
 
 
-class FleetGate(_Part):
+class FleetGate(BaseModel):
     """Report the gates of all entries of a fleet."""
 
     schema_name: Literal["enginesmith.fleet-gate/1"] = Field(FLEET_SCHEMA, alias="schema")

@@ -163,7 +163,7 @@ def test_the_largest_fall_is_found_and_changes_on_purpose_are_none(some: Run) ->
     stages = (at("prune", 15.0, "changed on purpose"), at("export", 130.0), at("precision", 40.0), at("engine", 39.0))
     record = some.variants[0].model_copy(update={"fidelity": stages, "quality": None})
     rows = sections.tabulate_losses(some.model_copy(update={"variants": (record,)})).rows
-    assert rows == ((tables.marked(record), "precision", "130.0 → 40.0", "39.0", "–"),)
+    assert rows == ((tables.mark_name(record), "precision", "130.0 → 40.0", "39.0", "–"),)
 
 
 def test_long_tables_are_data_within_a_limit() -> None:

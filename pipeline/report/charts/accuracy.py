@@ -13,6 +13,7 @@ from enginesmith.pipeline.report.charts.plotly import (
     Chart,
     Figure,
     axis,
+    draw_line,
     draw_markers,
     draw_others,
     escape,
@@ -22,13 +23,12 @@ from enginesmith.pipeline.report.charts.plotly import (
     limit,
     list_layout,
     places,
-    points,
     short_name,
     shorten_name,
     why_none,
 )
-from enginesmith.pipeline.report.sections import pruned, thin_curve
-from enginesmith.pipeline.report.tables import marked
+from enginesmith.pipeline.report.sections import list_pruned, thin_curve
+from enginesmith.pipeline.report.tables import mark_name
 from enginesmith.pipeline.results.explain import narrowest_type
 from enginesmith.pipeline.results.run import Assignment, VariantRecord
 
@@ -77,7 +77,7 @@ def _order_stages(found: _Worst) -> list[str]:
 
 def _draw_fidelity(cast: Cast, found: _Worst) -> Figure:
     stages, shown, rest = _order_stages(found), cast.named(found), cast.rest(found)
-    traces = draw_others([_make_line(_judged(found[record.id]), stages) for record in rest])
+    traces = draw_others([_make_line(_select_judged(found[record.id]), stages) for record in rest])
     for record in shown:
         traces += _draw_stages(cast, record, found[record.id], stages)
     ticks = {float(place): "<br>".join(map(escape, _break_name(stage))) for place, stage in enumerate(stages)}
@@ -101,7 +101,7 @@ def _list_thresholds(cast: Cast, shown: Sequence[VariantRecord]) -> list[tuple[f
 
 def _draw_stages(cast: Cast, record: VariantRecord, each: _Stages, stages: Sequence[str]) -> list[Figure]:
     """Draw judged stages as a line, and those that change the model on purpose as markers beside it."""
-    style, judged = cast.style(record), _judged(each)
+    style, judged = cast.style(record), _select_judged(each)
     changed = {stage: one for stage, one in each.items() if stage not in judged}
     symbols = [style.symbol if one.passed else "x-open" for one in judged.values()]
     sizes = [style.size if one.passed else 14 for one in judged.values()]
@@ -110,8 +110,8 @@ def _draw_stages(cast: Cast, record: VariantRecord, each: _Stages, stages: Seque
     beside = {"marker": {**style.marker, "symbol": f"{style.symbol}-open"}, "mode": "markers", "showlegend": not judged}
     traces = []
     for part, how in ((judged, line), (changed, beside)):
-        hover = [hover_text(marked(record), _describe_stage(one)) for one in part.values()]
-        traces += [points(style, *_make_line(part, stages), hover, **how)] if part else []
+        hover = [hover_text(mark_name(record), _describe_stage(one)) for one in part.values()]
+        traces += [draw_line(style, *_make_line(part, stages), hover, **how)] if part else []
     return traces
 
 
@@ -129,7 +129,7 @@ def _make_line(each: _Stages, stages: Sequence[str]) -> tuple[list[float], list[
     return [float(stages.index(stage)) for stage in each], [one.sqnr_db for one in each.values()]
 
 
-def _judged(each: _Stages) -> dict[str, StageFidelity]:
+def _select_judged(each: _Stages) -> dict[str, StageFidelity]:
     """Leave out the stages that change the model on purpose, whose result later stages are compared with."""
     return {stage: one for stage, one in each.items() if not (one.passed and one.reason)}
 
@@ -146,15 +146,16 @@ def _summarize_fidelity(cast: Cast, found: _Worst) -> str:
     winner = [record for record in records if record.id == cast.run.winner]
     falls = []
     for record in winner or records:
-        known = [(one, one.sqnr_db) for one in _judged(found[record.id]).values() if one.sqnr_db is not None]
+        known = [(one, one.sqnr_db) for one in _select_judged(found[record.id]).values() if one.sqnr_db is not None]
         pairs = itertools.pairwise(known)
         falls += [(before - after, record, two, before) for (_, before), (two, after) in pairs if after < before]
     failed = [record for record in records if not all(one.passed for one in found[record.id].values())]
     ends = f"{len(failed)} of {len(records)} variants failed a stage" if failed else "every stage passed"
     if not falls:
-        sqnrs = [one.sqnr_db for each in found.values() for one in _judged(each).values() if one.sqnr_db is not None]
-        least = f": SQNR is {min(sqnrs):.1f} dB or more" if sqnrs else ""
-        return f"No stage loses accuracy against the one before it{least}; {ends}{cast.unnamed(found)}."
+        judged = (one for each in found.values() for one in _select_judged(each).values())
+        least = min((one.sqnr_db for one in judged if one.sqnr_db is not None), default=None)
+        bound = "" if least is None else f": SQNR is {least:.1f} dB or more"
+        return f"No stage loses accuracy against the one before it{bound}; {ends}{cast.unnamed(found)}."
     fall, record, stage, before = max(falls, key=lambda fall: fall[0])
     change = f"from {before:.1f} dB to {before - fall:.1f} dB"
     return f"{short_name(record)} loses most at {stage.stage}, {change}; {ends}{cast.unnamed(found)}."
@@ -204,7 +205,7 @@ def _draw_groups(cast: Cast, record: VariantRecord, shown: Sequence[str]) -> lis
     for symbol, part in parts.items():
         if part:
             marker = {**style.marker, "symbol": symbol, "line": {"width": 1.5, "color": style.colour}}
-            hover = [hover_text(marked(record), _describe_group(group)) for group in part]
+            hover = [hover_text(mark_name(record), _describe_group(group)) for group in part]
             x, y = [group.sqnr_db for group in part], [shown.index(group.group) for group in part]
             more = {"marker": marker, "legendgroup": style.name, "showlegend": not traces}
             traces.append(draw_markers(style.name, x, y, hover, **more))
@@ -223,7 +224,7 @@ def recovery(cast: Cast) -> Chart:
     """Draw metric on held-back samples and loss by step, a line for each time that a model was trained back."""
     turns = [
         (record, f"{record.prune}, turn {turn}" if len(record.recovery) > 1 else record.prune or record.id, one)
-        for record in pruned(cast.run)
+        for record in list_pruned(cast.run)
         for turn, one in enumerate(record.recovery, 1)
         if one.curve
     ]
@@ -250,9 +251,9 @@ def _draw_recovery(cast: Cast, turns: Sequence[tuple[VariantRecord, str, Recover
             rate = f"learning rate {point.learning_rate:.2g}{', kept' if point.step == one.best_step else ''}"
             hover.append(hover_text(name, f"step {point.step}: {one.metric} {point.metric:.4f}{loss}, {rate}"))
         common = {"name": label(name), "legendgroup": name, "marker": {**style.marker, "size": 5}}
-        traces.append(points(style, steps, [point.metric for point in curve], hover, **common))
+        traces.append(draw_line(style, steps, [point.metric for point in curve], hover, **common))
         below = {"yaxis": "y2", "showlegend": False}
-        traces.append(points(style, steps, [point.loss for point in curve], hover, **common, **below))
+        traces.append(draw_line(style, steps, [point.loss for point in curve], hover, **common, **below))
     metrics = [point.metric for _, _, one in turns for point in one.curve]
     teachers = dict.fromkeys(one.teacher for _, _, one in turns)
     shapes = [limit("y", value, f"dense {value:.4f}", metrics) for value in teachers]

@@ -15,17 +15,17 @@ from enginesmith.pipeline.report.charts.plotly import (
     axis,
     bars,
     count_words,
+    draw_line,
     draw_others,
     hover_text,
     intervals,
     layout,
     limit,
     places,
-    points,
     short_name,
     why_none,
 )
-from enginesmith.pipeline.report.tables import best_level, marked, rate
+from enginesmith.pipeline.report.tables import best_level, mark_name, rate
 from enginesmith.pipeline.results.run import VariantRecord
 from enginesmith.pipeline.units import ms
 
@@ -93,8 +93,8 @@ def _draw_lines(
     traces = draw_others(lines, "lines+markers")
     for record in shown:
         style, mine = cast.style(record), rows[record.id]
-        x, hover = [row.batch for row in mine], [hover_text(marked(record), words(row)) for row in mine]
-        traces.append(points(style, x, list(map(value, mine)), hover))
+        x, hover = [row.batch for row in mine], [hover_text(mark_name(record), words(row)) for row in mine]
+        traces.append(draw_line(style, x, list(map(value, mine)), hover))
         traces += intervals(style, x, list(map(interval, mine)))
     sizes = sorted({row.batch for found in rows.values() for row in found})
     x_axis = places("batch size (samples)", {size: str(size) for size in sizes}, type="log")
@@ -181,7 +181,7 @@ def _draw_distribution(cast: Cast, samples: Samples, size: int, sizes: int) -> C
                 "line": {**style.line, "shape": "hv"},
                 "zorder": int(style.winner),
                 "hovertext": [f"{share:.4g} % within {ms(value)} ms" for value, share in zip(x, shares, strict=True)],
-                "hovertemplate": f"{hover_text(marked(record))}<br>%{{hovertext}}<extra></extra>",
+                "hovertemplate": f"{hover_text(mark_name(record))}<br>%{{hovertext}}<extra></extra>",
             }
         )
     budgets = cast.run.recipe.budgets
@@ -267,10 +267,10 @@ def _draw_callers(
         text = f"{count_words(level.callers, 'caller')}: {_format_rate(level.samples_per_s)}, "
         text += f"p50 {ms(level.p50_ms)} ms, p99 {ms(level.p99_ms)} ms"
         more = ", the knee: more callers gain less than 5 %" if level.callers == knee else ""
-        hover.append(hover_text(marked(record), text + more))
+        hover.append(hover_text(mark_name(record), text + more))
     style = cast.style(record)
     error = bars([level.samples_per_s for _, level in known], style.colour)
-    trace = points(style, *_make_line(known), hover, error_y=error)
+    trace = draw_line(style, *_make_line(known), hover, error_y=error)
     if numbered:
         trace |= {"mode": "lines+markers+text", "textposition": "top center"}
         trace["text"] = [str(level.callers) for _, level in known]

@@ -23,7 +23,7 @@ from enginesmith.pipeline.report.charts.plotly import (
     short_name,
     why_none,
 )
-from enginesmith.pipeline.report.tables import marked, points, speedup
+from enginesmith.pipeline.report.tables import format_points, mark_name, speedup
 from enginesmith.pipeline.results.run import VariantRecord
 from enginesmith.pipeline.units import format_bytes, ms
 
@@ -46,7 +46,7 @@ def _draw_parts(cast: Cast, rows: Mapping[str, MemoryRow]) -> Figure:
     named = cast.named(rows)
     shown = [rows[record.id] for record in named]
     colours = [cast.style(record).colour for record in named]
-    hover = [hover_text(marked(record), _describe_memory(rows[record.id])) for record in named]
+    hover = [hover_text(mark_name(record), _describe_memory(rows[record.id])) for record in named]
     traces: list[Figure] = []
     for index, (part, shape) in enumerate(_PARTS.items()):
         sizes = [_divide(row)[index] for row in shown]
@@ -141,7 +141,7 @@ def _draw_pareto(cast: Cast, found: Sequence[_Point]) -> Figure:
     rest = [point for point in found if point.record.id not in named]
     traces = [_draw_front(found)]
     if rest:
-        hover = [hover_text(marked(one.record), _describe_numbers(one)) for one in rest]
+        hover = [hover_text(mark_name(one.record), _describe_numbers(one)) for one in rest]
         x, y = [one.p50_ms for one in rest], [one.peak_mib for one in rest]
         marker = {"color": REST, "size": 6, "opacity": 0.6}
         traces.append(draw_markers(f"{len(rest)} more", x, y, hover, marker=marker))
@@ -191,7 +191,7 @@ def _draw_point(cast: Cast, point: _Point, scale: float) -> Figure:
     place += ["on the front"] if point.front else []
     place += ["wins"] if record.id == run.winner else []
     place += [f"rejected: {record.rejected}"] if record.rejected else []
-    hover = hover_text(marked(record), _describe_numbers(point), ", ".join(place))
+    hover = hover_text(mark_name(record), _describe_numbers(point), ", ".join(place))
     how = {"marker": marker, "zorder": int(style.winner)}
     trace = draw_markers(style.name, [point.p50_ms], [point.peak_mib], [hover], **how)
     if style.winner:
@@ -202,7 +202,7 @@ def _draw_point(cast: Cast, point: _Point, scale: float) -> Figure:
 def _describe_numbers(point: _Point) -> str:
     parts = [f"p50 {ms(point.p50_ms)} ms", f"peak {format_bytes(point.record.peak_bytes)}"]
     if point.drop is not None and point.record.quality:
-        parts.append(f"{points(point.record.quality)} on {point.record.quality.samples} samples")
+        parts.append(f"{format_points(point.record.quality)} on {point.record.quality.samples} samples")
     return ", ".join(parts)
 
 

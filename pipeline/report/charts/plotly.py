@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginesmith.pipeline.measure.statistics import Interval
-from enginesmith.pipeline.report.tables import marked
+from enginesmith.pipeline.report.tables import mark_name
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.results.verdicts import why_unknown
 
@@ -135,7 +135,7 @@ class Style:
 
 def short_name(record: VariantRecord) -> str:
     """Format a record's name for sentences."""
-    return shorten_name(marked(record), _IN_SENTENCES)
+    return shorten_name(mark_name(record), _IN_SENTENCES)
 
 
 class Cast:
@@ -153,7 +153,7 @@ class Cast:
 
     def _choose_style(self, record: VariantRecord, index: int | None = None) -> Style:
         winner = record.id == self.run.winner
-        name = ("★ " if winner else "") + label(marked(record))
+        name = ("★ " if winner else "") + label(mark_name(record))
         if index is None:
             return Style(name, NEUTRAL, "x", "dot", winner)
         colours = len(COLOURS)
@@ -252,7 +252,7 @@ def list_layout(x: Figure, names: Sequence[str], legend: int, **more: Any) -> Fi
     return layout(x, y, legend, plot=len(names) * _ROW + _ROW // 2, annotations=texts, **more)
 
 
-def points(style: Style, x: Sequence[float], y: Sequence[float | None], hover: Sequence[str], **more: Any) -> Figure:
+def draw_line(style: Style, x: Sequence[float], y: Sequence[float | None], hover: Sequence[str], **more: Any) -> Figure:
     """Draw markers joined by a line, for one variant."""
     how = {"mode": "lines+markers", "line": style.line, "marker": style.marker, "zorder": int(style.winner)}
     return {**draw_markers(style.name, x, y, hover, **how), **more}

@@ -17,7 +17,7 @@ from enginesmith.pipeline.report.charts.plotly import (
     short_name,
     why_none,
 )
-from enginesmith.pipeline.report.tables import marked
+from enginesmith.pipeline.report.tables import mark_name
 from enginesmith.pipeline.results.run import VariantRecord
 from enginesmith.pipeline.units import ms
 
@@ -57,7 +57,7 @@ def _draw_modules(cast: Cast, modules: Sequence[JoinedRow]) -> Figure:
         style = cast.style(record)
         mine = [(place, row, row.ms[record.id]) for place, row in enumerate(modules) if row.ms[record.id] is not None]
         hover = [
-            hover_text(marked(record), f"{row.module}: {ms(value)} ms", row.why.get(record.id, ""))
+            hover_text(mark_name(record), f"{row.module}: {ms(value)} ms", row.why.get(record.id, ""))
             for _, row, value in mine
         ]
         marker = {**style.marker, "size": style.size + 1, "opacity": 0.9}
@@ -113,7 +113,7 @@ def limits(cast: Cast) -> Chart:
 
 def _draw_distance(cast: Cast, record: VariantRecord, row: LimitRow, place: int) -> list[Figure]:
     """Draw a line from the floor to what was measured, with a marker at each end."""
-    style, hover = cast.style(record), hover_text(marked(record), _describe_limit(row), row.summary)
+    style, hover = cast.style(record), hover_text(mark_name(record), _describe_limit(row), row.summary)
     common = {"type": "scatter", "hovertext": hover, "hoverinfo": "text", "showlegend": False}
     traces: list[Figure] = []
     if row.measured_ms is not None:

@@ -88,17 +88,18 @@ class Section:
     blocks: tuple[Block, ...]
 
 
-def filled(table: Table) -> tuple[Table, ...]:
+def show_rows(table: Table) -> tuple[Table, ...]:
     """Show a table that has rows."""
     return (table,) if table.rows else ()
 
 
-def folded(summary: str, *blocks: "Block") -> tuple[Folded, ...]:
-    """Fold blocks away, where there are any."""
-    return (Folded(summary, blocks),) if blocks else ()
+def fold(summary: str, *blocks: "Block") -> tuple[Folded, ...]:
+    """Fold blocks away, where there are any; tables without rows are left out."""
+    shown = tuple(block for block in blocks if not isinstance(block, Table) or block.rows)
+    return (Folded(summary, shown),) if shown else ()
 
 
-def points(texts: Iterable[str], tone: Tone = "") -> tuple[Points, ...]:
+def list_points(texts: Iterable[str], tone: Tone = "") -> tuple[Points, ...]:
     """List texts, where there are any."""
     entries = tuple(texts)
     return (Points(entries, tone),) if entries else ()

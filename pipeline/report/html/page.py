@@ -19,15 +19,14 @@ from enginesmith.pipeline.report.html.blocks import (
     Facts,
     Section,
     Words,
-    filled,
-    folded,
+    fold,
     long_tables,
     script_data,
     within_limits,
 )
 from enginesmith.pipeline.report.html.sections import Drawings, describe_calibration, draw
 from enginesmith.pipeline.report.sections import tabulate_front, tabulate_losses, tabulate_variants
-from enginesmith.pipeline.report.tables import Tone, marked, name_some
+from enginesmith.pipeline.report.tables import Tone, mark_name, name_some
 from enginesmith.pipeline.results import verdicts
 from enginesmith.pipeline.results.explain import narrowest_type
 from enginesmith.pipeline.results.run import NOT_KNOWN, Assignment, Run, VariantRecord
@@ -92,7 +91,7 @@ def _render_variants(run: Run, drawings: Drawings) -> Sequence[Block]:
         tabulate_variants(run),
         *(Words(f"{note}.") for note in sentences.list_footnotes(run)),
         drawings["pareto"],
-        *folded(front.caption, *filled(front)),
+        *fold(front.caption, front),
     )
 
 
@@ -250,7 +249,7 @@ def _memory(run: Run) -> str:
 
 def _lost(run: Run) -> str:
     rows = tabulate_losses(run).rows
-    mine = next((row for row in rows if row[0] == marked(choose_variant(run))), next(iter(rows), None))
+    mine = next((row for row in rows if row[0] == mark_name(choose_variant(run))), next(iter(rows), None))
     if mine is None:
         return "No outputs were held against the baseline's."
     name, stage, fall, worst, metric = mine
@@ -264,7 +263,7 @@ def _kept(run: Run) -> str:
         low, total = narrowest_type(record.precision), len(record.assignment)
         kept = [one for one in record.assignment if narrowest_type(one.precision) != low]
         reasons = f"{len(kept)} of {total}: {'; '.join(_group_by_reason(kept))}" if kept else f"none of {total}"
-        answers.append(f"{marked(record)}: {reasons}.")
+        answers.append(f"{mark_name(record)}: {reasons}.")
     if not answers:
         return "No variant was quantised group by group."
     more = [f"Other variants: {len(answers) - _NAMED}, see below."] if len(answers) > _NAMED else []

@@ -15,11 +15,11 @@ from enginesmith.pipeline.report.html.blocks import (
     Folded,
     Points,
     Words,
-    filled,
-    folded,
-    points,
+    fold,
+    list_points,
+    show_rows,
 )
-from enginesmith.pipeline.report.tables import make_table, mark, marked
+from enginesmith.pipeline.report.tables import make_table, mark, mark_name
 from enginesmith.pipeline.results.explain import narrowest_type
 from enginesmith.pipeline.results.run import Run, VariantRecord
 from enginesmith.pipeline.units import format_seconds
@@ -46,10 +46,10 @@ def render_fidelity(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List the distance to the baseline's outputs, and the metric."""
     why = next((one.reasons["quality"] for one in run.records if one.reasons.get("quality")), "")
     return (
-        *filled(sections.tabulate_losses(run)),
-        *(filled(sections.tabulate_quality(run)) or (Words(f"No metric was taken{f': {why}' if why else ''}."),)),
+        *show_rows(sections.tabulate_losses(run)),
+        *(show_rows(sections.tabulate_quality(run)) or (Words(f"No metric was taken{f': {why}' if why else ''}."),)),
         drawings["fidelity"],
-        *folded("Every comparison", *filled(sections.tabulate_fidelity(run))),
+        *fold("Every comparison", sections.tabulate_fidelity(run)),
     )
 
 
@@ -58,21 +58,21 @@ def render_sensitivity(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     trials = []
     for index, record in enumerate(run.variants):
         if count := len(record.search):
-            name = f"{marked(record)}: {count} trial{'s' if count > 1 else ''} of what stays in floating point"
+            name = f"{mark_name(record)}: {count} trial{'s' if count > 1 else ''} of what stays in floating point"
             trials.append(Folded(name, (sections.tabulate_search(record, f"trials-{index}", name),)))
     return (drawings["sensitivity"], *trials)
 
 
 def render_precision(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List what is computed in which precision, and why."""
-    paid = ({"variant": marked(one), "evidence": mark(run, text)} for one in run.variants for text in one.remarks)
+    paid = ({"variant": mark_name(one), "evidence": mark(run, text)} for one in run.variants for text in one.remarks)
     none = Words("No variant was quantised group by group: operators are in the precision of their variant's name.")
     assigned = any(one.assignment for one in run.variants)
     return (
-        *points(f"{note}." for note in sentences.list_footnotes(run)),
+        *list_points(f"{note}." for note in sentences.list_footnotes(run)),
         *([Words(f"Ranges come from {describe_calibration(run)}."), *_assignments(run)] if assigned else [none]),
-        *filled(make_table("paid", "Whether low precision pays", paid)),
-        *filled(sections.tabulate_coverage(run)),
+        *show_rows(make_table("paid", "Whether low precision pays", paid)),
+        *show_rows(sections.tabulate_coverage(run)),
     )
 
 
@@ -104,18 +104,18 @@ def _assignments(run: Run) -> Iterator[Folded]:
 
 def render_compression(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List what pruning took away, and what training brought back."""
-    models = filled(sections.tabulate_pruning(run))
+    models = show_rows(sections.tabulate_pruning(run))
     if not models:
         asked = ", ".join(run.recipe.prune)
         return (Words(f"No pruned model came out: {asked} was asked for." if asked else "Nothing was to be pruned."),)
-    curves = folded("Every step of training", *filled(sections.tabulate_recovery(run)))
+    curves = fold("Every step of training", sections.tabulate_recovery(run))
     groups = []
-    for place, record in enumerate(sections.pruned(run)):
+    for place, record in enumerate(sections.list_pruned(run)):
         for index, facts in enumerate(record.pruning):
             title = f"{record.prune}: what each group lost"
             lost = sections.tabulate_groups(facts, f"lost-{place}-{index}", title)
-            whole = points(f"{group} stays whole: {why}." for group, why in facts.whole.items())
-            groups.append(Folded(title, (*filled(lost), *whole)))
+            whole = list_points(f"{group} stays whole: {why}." for group, why in facts.whole.items())
+            groups.append(Folded(title, (*show_rows(lost), *whole)))
     return (*models, drawings["recovery"], *curves, *groups)
 
 
@@ -130,12 +130,12 @@ def render_rejected(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     rejected = [([record], "rejected", record.rejected) for record in run.variants if record.rejected]
     others = [(records, _describe_end(records[0]), why) for records, why in sentences.group_by_reason(run)]
     rows = (
-        {"variants": ", ".join(map(marked, records)), "what": what, "why": why}
+        {"variants": ", ".join(map(mark_name, records)), "what": what, "why": why}
         for records, what, why in (*rejected, *others)
     )
     none = Words("None: every variant was built, held against the baseline and measured.")
     caption = "Variants that failed, were rejected or are left, with the reason"
-    return filled(make_table("reasons", caption, rows)) or (none,)
+    return show_rows(make_table("reasons", caption, rows)) or (none,)
 
 
 def _describe_end(record: VariantRecord) -> str:
@@ -146,12 +146,12 @@ def _describe_end(record: VariantRecord) -> str:
 
 def render_provenance(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List the model, the files and every step."""
-    steps = filled(provenance.tabulate_steps(run))
+    steps = f"All {len(run.steps)} steps, with tools and versions"
     return (
         Facts(tuple(_about(run))),
-        *(filled(provenance.tabulate_files(run)) or (Words("No engine was built."),)),
-        *(folded(f"All {len(run.steps)} steps, with tools and versions", *steps) or (Words("No step ended."),)),
-        *folded("The fields that each step was done with", *filled(provenance.tabulate_parameters(run))),
+        *(show_rows(provenance.tabulate_files(run)) or (Words("No engine was built."),)),
+        *(fold(steps, provenance.tabulate_steps(run)) or (Words("No step ended."),)),
+        *fold("The fields that each step was done with", provenance.tabulate_parameters(run)),
     )
 
 
@@ -178,10 +178,10 @@ def render_environment(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     quiet = Words("Nothing was seen that spoils measurements.", "good")
     unknown = Words("Nothing is known of the machine.", "caution")
     return (
-        *(points(warnings, "caution") or (quiet if machine.rows else unknown,)),
+        *(list_points(warnings, "caution") or (quiet if machine.rows else unknown,)),
         Facts((Fact("device", f"{run.recipe.where}"), *known[:_MOST_FACTS])),
-        *folded("Every fact of the machine", *filled(machine)),
-        *folded("Packages and their versions", *filled(packages)),
+        *fold("Every fact of the machine", machine),
+        *fold("Packages and their versions", packages),
     )
 
 
@@ -199,7 +199,7 @@ def render_reproduction(run: Run, drawings: Drawings) -> tuple[Block, ...]:
         *([Words(build)] if builds else []),
         Code("command", "Run", provenance.write_commands(run)),
         *([Words(f"Begun in the folder {run.environment['folder']}.")] if run.environment.get("folder") else []),
-        *folded("recipe.yaml: everything that was asked for", Code("recipe", "recipe.yaml", commented(run.recipe))),
+        *fold("recipe.yaml: everything that was asked for", Code("recipe", "recipe.yaml", commented(run.recipe))),
     )
 
 
@@ -215,22 +215,21 @@ def render_latency(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     missing = [f"Why some have no p99: {whys}."] if whys else []
     return (
         first,
-        *folded("The distribution at other batch sizes", *others),
-        *filled(sections.tabulate_latency(run)),
-        *filled(sections.tabulate_device_latency(run)),
-        *points((*missing, *(f"{note}." for note in sentences.list_measurement_notes(run)))),
+        *fold("The distribution at other batch sizes", *others),
+        *show_rows(sections.tabulate_latency(run)),
+        *show_rows(sections.tabulate_device_latency(run)),
+        *list_points((*missing, *(f"{note}." for note in sentences.list_measurement_notes(run)))),
     )
 
 
 def render_memory(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """List peak memory by part, and the figures of the engines."""
-    lenses = filled(sections.tabulate_lenses(run))
     return (
         drawings["memory"],
-        *filled(sections.tabulate_memory(run)),
-        *filled(sections.tabulate_engines(run)),
-        *points(f"{text}." for text in sentences.list_unreported(run)),
-        *folded("Every number of memory, with its source", *lenses),
+        *show_rows(sections.tabulate_memory(run)),
+        *show_rows(sections.tabulate_engines(run)),
+        *list_points(f"{text}." for text in sentences.list_unreported(run)),
+        *fold("Every number of memory, with its source", sections.tabulate_lenses(run)),
     )
 
 
@@ -240,9 +239,9 @@ def render_batch_sweep(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     return (
         drawings["latency-by-batch"],
         drawings["throughput-by-batch"],
-        *folded(sweep.caption, *filled(sweep)),
+        *fold(sweep.caption, sweep),
         drawings["concurrency"],
-        *folded(callers.caption, *filled(callers)),
+        *fold(callers.caption, callers),
     )
 
 
@@ -250,9 +249,9 @@ def render_limits(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     """Compare each variant with the limits of the device."""
     return (
         drawings["limits"],
-        *filled(sections.tabulate_limits(run)),
-        *filled(provenance.tabulate_rates(run)),
-        *points(f"{warning}." for warning in (run.limits.warnings if run.limits else ())),
+        *show_rows(sections.tabulate_limits(run)),
+        *show_rows(provenance.tabulate_rates(run)),
+        *list_points(f"{warning}." for warning in (run.limits.warnings if run.limits else ())),
     )
 
 
@@ -261,16 +260,14 @@ def render_profile(run: Run, drawings: Drawings) -> tuple[Block, ...]:
     sizes = ", ".join(str(batch) for batch in sorted({one.batch for record in run.records for one in record.profile}))
     said = f"At batch {sizes}. Profilers slow down what they look at: this says how time is divided."
     side_by_side = sections.tabulate_profile(run)
-    notes = points(f"{note[:1].upper()}{note[1:]}." for note in sentences.describe_profiles(run))
+    notes = list_points(f"{note[:1].upper()}{note[1:]}." for note in sentences.describe_profiles(run))
     return (
         *([Words(said)] if sizes else []),
         drawings["profile"],
-        *folded(side_by_side.caption, *filled(side_by_side)),
-        *folded(
-            "Every module, and why it takes more or less than in the baseline", *filled(sections.tabulate_modules(run))
-        ),
-        *folded("Every operator, by the module whose work it does", *filled(sections.tabulate_operators(run))),
-        *folded("What the profilers say of themselves", *notes),
+        *fold(side_by_side.caption, side_by_side),
+        *fold("Every module, and why it takes more or less than in the baseline", sections.tabulate_modules(run)),
+        *fold("Every operator, by the module whose work it does", sections.tabulate_operators(run)),
+        *fold("What the profilers say of themselves", *notes),
     )
 
 

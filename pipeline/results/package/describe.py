@@ -30,8 +30,6 @@ from enginesmith.pipeline.results.run import Run, StoredArtifact, VariantRecord
 from enginesmith.pipeline.tasks.verify import find_thresholds
 from enginesmith.pipeline.tensors import ShapeRange
 
-_LOG = ".log"
-
 
 @dataclass(frozen=True)
 class Chosen:
@@ -61,7 +59,7 @@ class Chosen:
         if self.record.graph:
             return {name: folder / name for name in (self.main.name, *model_file.external_files(self.main))}
         names = files_below(folder, skip=RECORDS)
-        return {name: folder / name for name in names if not name.endswith(_LOG)}
+        return {name: folder / name for name in names if not name.endswith(".log")}
 
 
 def choose(folder: Path, variant: str | None) -> Chosen:
@@ -144,7 +142,10 @@ def describe(
     """Describe a package of these files in a manifest; the engine loads ``file``."""
     run, record = chosen.run, chosen.record
     assert run.model.signature is not None
-    engine = engine_of(chosen)
+    # with the options that the run built and measured it with
+    engine_kind = engine_class(record.engine)
+    options = {**record.built_with.get("engine", {}), **engine_kind.running_options(run.recipe)}
+    engine = documents.parse_fields(engine_kind, options, f"what {record.id} was built with")
     own_graph = record.graph != record.artifact and record.graph is not None
     kind = KINDS.get(record.precision)  # type: ignore[call-overload]
     row = kind.threshold if kind and kind.threshold != "fp32" else engine.arithmetic  # that the run judged by
@@ -172,13 +173,6 @@ def describe(
             "files": dict(files),
         }
     )
-
-
-def engine_of(chosen: Chosen) -> Engine:
-    """Make the engine with the options that the run built and measured it with."""
-    kind = engine_class(chosen.record.engine)
-    options = {**chosen.record.built_with.get("engine", {}), **kind.running_options(chosen.run.recipe)}
-    return documents.parse_fields(kind, options, f"what {chosen.record.id} was built with")
 
 
 def _describe_engine(chosen: Chosen, engine: Engine, file: str) -> EngineRecord:

@@ -39,7 +39,7 @@ class EngineRecord(_Part):
     """The file that is loaded."""
     device: Literal["cpu", "cuda"]
     compute_capabilities: tuple[str, ...] = ()
-    """Those of the GPUs that the engine is built for; empty where it is not for certain ones."""
+    """Capabilities of the GPUs that the engine is built for; empty where it is not for certain ones."""
     options: dict[str, Any] = {}
     """Names and values as the package's own session takes them."""
 

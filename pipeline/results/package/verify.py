@@ -39,7 +39,9 @@ def verify(folder: Path, timeout_seconds: float | None = None) -> tuple[str, Sta
             "package the run as a bundle to verify it",
         )
     manifests.check_files(folder, found)
-    engine, device = engine_of(found), Device(kind=found.engine.device)
+    # no option of the engine is taken over that a file could allow itself
+    engine = engine_class(found.engine.name).from_package(found.engine.options)
+    device = Device(kind=found.engine.device)
     checked = f"{len(found.files)} files are what was packaged"
     if not engine.memory_from_torch:
         worker.preload_only((*_MODULES, *engine.modules))
@@ -54,11 +56,6 @@ def verify(folder: Path, timeout_seconds: float | None = None) -> tuple[str, Sta
     result = _result(found, fidelity)
     verdict = "answers its test vector" if result.passed else "does not answer its test vector"
     return f"{folder}: {checked}; {found.variant} {verdict}{_note_version(found, engine)}", result
-
-
-def engine_of(found: Manifest) -> Engine:
-    """Make the engine that a manifest names, with no option that a file could allow itself."""
-    return engine_class(found.engine.name).from_package(found.engine.options)
 
 
 def answer(folder: Path, found: Manifest, engine: Engine, device: Device, progress: Callable[[str], None]) -> Fidelity:
