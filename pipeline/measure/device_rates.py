@@ -267,7 +267,7 @@ def product_probe(device: Device, precision: str) -> Probe:
     """
     timer = partial(_time_product, precision) if device.kind == "cuda" else time_by_host
     by_torch, dtype = device.kind == "cuda" or precision != "int8", _TORCH[precision]
-    make = partial(_multiply, str(device), dtype) if by_torch else _multiply_integers
+    make = partial(_multiply, str(device), dtype)
     side = _SIDE[device.kind]
     while side > _SMALLEST_SIDE:
         call = make(side)
@@ -280,9 +280,13 @@ def product_probe(device: Device, precision: str) -> Probe:
 
 
 def _multiply(place: str, dtype: str, side: int) -> Call:
-    """Prepare a product by torch; cuBLAS takes the second matrix of 8-bit types by columns."""
+    """Prepare a product; cuBLAS takes the second matrix of 8-bit types by columns."""
     import torch
 
+    if dtype == "int8" and place == "cpu":
+        left, right = np.random.default_rng(0).integers(0, 7, (2, side, side))
+        nodes = [("MatMulInteger", ["x", "w"], ["y"])]
+        return _open_session(nodes, left.astype("uint8"), right.astype("int8"), "int32")
     kind = getattr(torch, dtype)
     if dtype == "int8":
         left, right = torch.randint(-7, 7, (2, side, side), device=place).to(kind)
@@ -294,11 +298,6 @@ def _multiply(place: str, dtype: str, side: int) -> Call:
     # cuBLASLt sums in fewer bits if it may
     how: dict[str, Any] = {"scale_a": scale, "scale_b": scale, "out_dtype": torch.bfloat16, "use_fast_accum": True}
     return partial(torch._scaled_mm, left, right.t(), **how)
-
-
-def _multiply_integers(side: int) -> Call:
-    left, right = np.random.default_rng(0).integers(0, 7, (2, side, side))
-    return _open_session([("MatMulInteger", ["x", "w"], ["y"])], left.astype("uint8"), right.astype("int8"), "int32")
 
 
 def operators_probe(device: Device, count: int, figure: str) -> Probe:

@@ -8,7 +8,7 @@ import itertools
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -16,10 +16,8 @@ from pydantic import BaseModel, ConfigDict
 from enginesmith.pipeline.engines.base import BETWEEN, NODE, Candidate, OperatorTime, Profiled, ProfileRequest
 from enginesmith.pipeline.errors import EnginesmithError, MissingCapability
 from enginesmith.pipeline.measure.rows import ROOT, Profile, ProfileRow, explain_missing
-from enginesmith.pipeline.system.worker import run
+from enginesmith.pipeline.system.worker import Progress, run
 from enginesmith.pipeline.tensors import Feeds
-
-Progress = Callable[[str], None]
 
 _GAP = 0.1
 """Share of a call that may lie outside of operators before a profile says so."""

@@ -170,7 +170,7 @@ def rate_interval(rates: Sequence[Sequence[float]], seed: int) -> Interval:
 
 def mean_interval(values: Samples, seed: int) -> tuple[float, float]:
     """Estimate the 95 % interval of the mean of independent values."""
-    return _ends(_estimates(values, np.mean, seed))
+    return _bootstrap(values, np.mean, seed)
 
 
 def _interval(launches: Sequence[Samples], seed: int) -> Interval:
@@ -178,7 +178,7 @@ def _interval(launches: Sequence[Samples], seed: int) -> Interval:
     values = np.concatenate(launches)
     median = float(np.median(values))
     if len(launches) < LEAST_LAUNCHES:
-        low, high = _ends(_estimates(values, np.median, seed))
+        low, high = _bootstrap(values, np.median, seed)
         return Interval(median=median, low=low, high=high)
     centres = np.log([np.median(launch) for launch in launches])
     half = student(len(launches) - 1) * centres.std(ddof=1) / len(launches) ** 0.5
@@ -194,18 +194,17 @@ def student(degrees: int) -> float:
     return _NORMAL + first / degrees + second / degrees**2
 
 
-def _estimates(values: Samples, statistic: Callable[..., Samples], seed: int) -> Samples:
-    """Compute a statistic of ``_RESAMPLES`` samples drawn with replacement, some at a time to save memory."""
+def _bootstrap(values: Samples, statistic: Callable[..., Samples], seed: int) -> tuple[float, float]:
+    """Estimate the interval of a statistic from ``_RESAMPLES`` samples drawn with replacement.
+
+    Some are drawn at a time, to save memory.
+    """
     rng = np.random.default_rng(seed)
     at_once = max(1, min(_RESAMPLES, _DRAWN_AT_ONCE // values.size))
     parts = []
     for start in range(0, _RESAMPLES, at_once):
         count = min(at_once, _RESAMPLES - start)
         parts.append(statistic(values[rng.integers(0, values.size, size=(count, values.size))], axis=1))
-    return np.concatenate(parts)
-
-
-def _ends(estimates: Samples) -> tuple[float, float]:
     tail = 50 * (1 - _CONFIDENCE)
-    low, high = np.percentile(estimates, (tail, 100 - tail))
+    low, high = np.percentile(np.concatenate(parts), (tail, 100 - tail))
     return float(low), float(high)

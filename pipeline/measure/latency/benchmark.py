@@ -30,10 +30,8 @@ from enginesmith.pipeline.measure.statistics import (
     median_interval,
     rate_interval,
 )
-from enginesmith.pipeline.system.worker import Worker
+from enginesmith.pipeline.system.worker import Progress, Worker
 from enginesmith.pipeline.tensors import Feeds
-
-Progress = Callable[[str], None]
 
 _SLOW_BLOCK = 50
 """A session hangs if a block takes this many times its budget, and at least the least limit."""

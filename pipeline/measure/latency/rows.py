@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from enginesmith.pipeline.engines.base import Candidate
 from enginesmith.pipeline.errors import EnginesmithError
-from enginesmith.pipeline.measure.latency.benchmark import LatencySettings, MeasuredSession, Progress, run_interleaved
+from enginesmith.pipeline.measure.latency.benchmark import LatencySettings, MeasuredSession, run_interleaved
 from enginesmith.pipeline.measure.memory.limits import largest_fit, try_batch
 from enginesmith.pipeline.measure.rows import LatencyRow, Throughput, explain_missing
 from enginesmith.pipeline.measure.statistics import (
@@ -30,6 +30,7 @@ from enginesmith.pipeline.measure.statistics import (
     percentile,
     rate_interval,
 )
+from enginesmith.pipeline.system.worker import Progress
 from enginesmith.pipeline.tensors import Feeds
 
 _PERCENTILES = {"p50_ms": 50.0, "p90_ms": 90.0, "p95_ms": 95.0, "p99_ms": 99.0, "p99_9_ms": 99.9}
@@ -184,6 +185,8 @@ def _row(
         loaded = _milliseconds(session.load_seconds)
         failed = LatencyRow(batch=batch, load_ms=loaded, failure=session.failure, oom=session.oom)
         return explain_missing(failed, session.failure)
+    ready = session.ready
+    assert ready is not None
     seconds = np.concatenate([block.host_seconds for block in session.blocks])
     percentiles = {name: percentile(seconds, rank) for name, rank in _PERCENTILES.items()}
     reasons = {name: reason for name, (_, reason) in percentiles.items() if reason}
@@ -201,7 +204,14 @@ def _row(
         median_ms=median_interval(session.timed, seed).scaled(1e3) if enough else None,
         stopped_because=stopped,
         **{name: _milliseconds(value) for name, (value, _) in percentiles.items()},
-        **_startup(session),
+        load_ms=_milliseconds(session.load_seconds),
+        first_call_ms=_milliseconds(ready.first_call_seconds),
+        first_call_note=ready.first_call_note,
+        sibling_note=ready.sibling_note,
+        warmup_calls=ready.warmup_calls,
+        warmup_ended=ready.warmup_ended,
+        h2d_ms=_milliseconds(ready.h2d_seconds),
+        d2h_ms=_milliseconds(ready.d2h_seconds),
         **_isolation(session),
         **_throughput(session, batch, seed),
         speedup=speedup,
@@ -239,22 +249,6 @@ def _throughput(session: MeasuredSession, batch: int, seed: int) -> dict[str, An
     best = max(level.samples_per_s.median for level in levels)
     knee = next(level.callers for level in levels if level.samples_per_s.median >= _KNEE * best)
     return {"throughput_per_s": best, "concurrency": tuple(levels), "knee": knee}
-
-
-def _startup(session: MeasuredSession) -> dict[str, Any]:
-    """Collect load time, first call, warm-up and transfers."""
-    ready = session.ready
-    assert ready is not None
-    return {
-        "load_ms": _milliseconds(session.load_seconds),
-        "first_call_ms": _milliseconds(ready.first_call_seconds),
-        "first_call_note": ready.first_call_note,
-        "sibling_note": ready.sibling_note,
-        "warmup_calls": ready.warmup_calls,
-        "warmup_ended": ready.warmup_ended,
-        "h2d_ms": _milliseconds(ready.h2d_seconds),
-        "d2h_ms": _milliseconds(ready.d2h_seconds),
-    }
 
 
 def _isolation(session: MeasuredSession) -> dict[str, Any]:

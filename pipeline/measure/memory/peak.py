@@ -40,13 +40,12 @@ from enginesmith.pipeline.measure.memory.limits import explain_out_of_memory, ru
 from enginesmith.pipeline.measure.memory.usage import Phase, Resident, Sampled, Sampler, read_trimmed, used_bytes
 from enginesmith.pipeline.measure.rows import Lens, MemoryRow, OutOfMemory, explain_missing
 from enginesmith.pipeline.system.device import Device
+from enginesmith.pipeline.system.worker import Progress
 from enginesmith.pipeline.tensors import Feeds
 from enginesmith.pipeline.units import format_bytes
 
 if TYPE_CHECKING:
     from enginesmith.pipeline.engines.base import Session
-
-Progress = Callable[[str], None]
 
 _STEADY_CALLS = 3
 """The second call may need more than the first: ONNX Runtime plans its arena after the first."""
