@@ -25,7 +25,7 @@ from enginesmith.pipeline.store.store import Store
 from enginesmith.pipeline.system import nvidia, worker
 from enginesmith.pipeline.system.cpu import available_bytes
 from enginesmith.pipeline.system.device import Device
-from enginesmith.pipeline.tasks.base import Done, execute, execute_on
+from enginesmith.pipeline.tasks.base import Done, execute
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -173,11 +173,10 @@ class LocalExecutor(Executor):
                 self._remember(process)
 
             done: Done = worker.run(
-                execute if partial is None else execute_on,
+                functools.partial(execute, begun=partial),
                 request.step.task,
                 request.inputs,
                 out,
-                *([] if partial is None else [partial]),
                 log=request.log,
                 on_progress=request.on_progress,
                 on_start=remember,

@@ -305,7 +305,15 @@ def operators_probe(device: Device, count: int, figure: str) -> Probe:
 
     On the CPU they are ONNX Runtime's sines of one number, as it starts no other operator faster.
     """
-    call: Call = partial(_start_kernels, count)
+
+    import torch
+
+    def start_kernels() -> None:
+        for _ in range(count):
+            torch.cuda._sleep(0)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+    call: Call = start_kernels
     how = f"{count} empty kernels put on one stream"
     if device.kind != "cuda":
         names = ["x", *(f"x{index}" for index in range(1, count)), "y"]
@@ -313,14 +321,6 @@ def operators_probe(device: Device, count: int, figure: str) -> Probe:
         call = _open_session(nodes, np.ones(1, np.float32), None, "float32")
         how = f"{evaluator.TITLE} takes the sine of one number, {count} operators a call"
     return Probe(figure, (call,), float(count), how, time_by_host)
-
-
-def _start_kernels(count: int) -> None:
-    import torch
-
-    for _ in range(count):
-        torch.cuda._sleep(0)  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
 
 
 def _open_session(nodes: Sequence[tuple[str, list[str], list[str]]], x: Any, w: Any, result: str) -> Call:

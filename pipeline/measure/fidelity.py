@@ -107,10 +107,10 @@ def compare_calls(calls: Sequence[tuple[Feeds, Feeds]], thresholds: Thresholds) 
     outputs = []
     for name in calls[0][0]:
         pairs = [(reference[name], actual[name]) for reference, actual in calls]
-        for reference, actual in pairs:
-            floats = [np.issubdtype(array.dtype, np.floating) for array in (reference, actual)]
-            if reference.shape != actual.shape or floats[0] != floats[1]:
-                given, wanted = (f"{array.dtype}{list(array.shape)}" for array in (actual, reference))
+        for pair in pairs:
+            floats = {np.issubdtype(array.dtype, np.floating) for array in pair}
+            if pair[0].shape != pair[1].shape or len(floats) > 1:
+                wanted, given = (f"{array.dtype}{list(array.shape)}" for array in pair)
                 raise FidelityError(f"output {name!r} is {given}, and the reference's is {wanted}")
         filled = [pair for pair in pairs if pair[0].size]
         if not filled:

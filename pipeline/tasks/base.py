@@ -8,7 +8,7 @@ import resource
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -107,19 +107,14 @@ class Done(BaseModel):
     host_peak_bytes: int | None
 
 
-def execute(task: Task, inputs: Inputs, out: Path, progress: Progress) -> Done:
-    """Run a task in this process, and measure what it costs."""
-    return _measure_cost(lambda: task.run(inputs, out, progress))
-
-
-def execute_on(task: ResumableTask, inputs: Inputs, out: Path, begun: Path, progress: Progress) -> Done:
-    """Run a task from where an earlier process left it in ``begun``, and measure what the rest costs."""
-    return _measure_cost(lambda: task.go_on(inputs, out, begun, progress))
-
-
-def _measure_cost(work: Callable[[], Effect]) -> Done:
+def execute(task: Task, inputs: Inputs, out: Path, progress: Progress, begun: Path | None = None) -> Done:
+    """Run a task in this process, from where an earlier one left it in ``begun`` if there is one; measure the cost."""
     start = time.monotonic()
-    effect = work()
+    if begun is None:
+        effect = task.run(inputs, out, progress)
+    else:
+        assert isinstance(task, ResumableTask)
+        effect = task.go_on(inputs, out, begun, progress)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Done(effect=effect, seconds=time.monotonic() - start, host_peak_bytes=peak)
 

@@ -16,6 +16,11 @@ from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.load import read_ranges
 from enginesmith.pipeline.units import format_bytes
 
+UNLIMITED = "unlimited"
+"""Role of the engine that was built without a limit."""
+SMALLEST = "smallest"
+"""Role of the engine with the smallest limit, in a task that builds a point above it."""
+
 
 class Transform(Task):
     """Run one pass."""
@@ -121,14 +126,6 @@ class Trial(Build):
         path = folder / effect.file
         built = Artifact(kind="engine", path=path, sha256=file_digest(path), bytes=path.stat().st_size)
         return TrialResult(builds=True, facts=self.engine.facts(built), notes=effect.notes)
-
-
-# Builds under workspace limits that only a build without one can tell.
-
-UNLIMITED = "unlimited"
-"""Role of the engine that was built without a limit."""
-SMALLEST = "smallest"
-"""Role of the engine with the smallest limit, in a task that builds a point above it."""
 
 
 class BuildWithin(Build):

@@ -74,7 +74,11 @@ class Recover(ResumableTask):
     def go_on(self, inputs: Inputs, out: Path, begun: Path, progress: Progress) -> Effect:
         from enginesmith.pipeline.frameworks.torch import saved
 
-        size = self.options.processes or _count_gpus(self.device)
+        size = self.options.processes or 1
+        if not self.options.processes and self.device.kind == "cuda":
+            import torch
+
+            size = max(1, torch.cuda.device_count() - self.device.index)
         with _start_helpers(self, inputs, begun, size) as start:
             opened = self.prepare(inputs, 0, size)
             start()
@@ -227,15 +231,6 @@ def _help(connection: Connection, task: Recover, inputs: Inputs, begun: Path, ra
             opened[0].recover(rank, size, begun, lambda text: None)
 
     serve(connection, answer)
-
-
-def _count_gpus(device: Device) -> int:
-    """Count the GPUs from this one on; 1 on the CPU."""
-    if device.kind != "cuda":
-        return 1
-    import torch
-
-    return max(1, torch.cuda.device_count() - device.index)
 
 
 def _list_notes(record: Recovery, work: "Work", device: Device) -> Iterator[str]:

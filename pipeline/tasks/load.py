@@ -16,6 +16,12 @@ from enginesmith.pipeline.passes.base import Progress
 from enginesmith.pipeline.tasks.base import Inputs, Task
 from enginesmith.pipeline.tensors import Array, ShapeRange, TensorSpec
 
+SHAPES = "shapes"
+"""Role of the record of :class:`Shapes` in a task that takes it."""
+_FILE = "shapes.json"
+_EXAMPLE_SIZE = 8
+"""Along a dynamic dimension of an ONNX file, which brings no example."""
+
 
 class _FromSource(Task):
     """Begin with what the user named."""
@@ -113,15 +119,6 @@ class LoadOnnx(_FromSource):
             signature=signature,
             reads=(path, *(path.parent / name for name in external)),
         )
-
-
-# The sizes that a model's dynamic dimensions may take, as a record of their own: engines are built for them.
-
-SHAPES = "shapes"
-"""Role of the record in a task that takes it."""
-_FILE = "shapes.json"
-_EXAMPLE_SIZE = 8
-"""Along a dynamic dimension of an ONNX file, which brings no example."""
 
 
 class Shapes(Task):

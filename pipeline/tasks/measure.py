@@ -44,6 +44,12 @@ ENVIRONMENT = "environment.json"
 """The machine as it was when latency was measured, which may have been in an earlier run."""
 VERIFIED = "verified"
 """Role of the record that a variant's numbers are right: ``V verified`` for the variant V."""
+GRAPH = "graph"
+"""Role of the ONNX graph that the engine was built from, whose nodes say which module they came from."""
+BASELINE = "baseline"
+_OUTPUTS = "outputs.npz"
+_DEFAULT_METRIC = "top1"
+_TOGETHER_BYTES = 32 << 20
 
 
 class _Measurement(Task):
@@ -213,14 +219,6 @@ def logs_in_own_log() -> Iterator[Path]:
                 sys.stderr.write(f"--- {log.stem}\n{log.read_text(errors='replace')}")
 
 
-# Quality: the metric of one variant on labelled data, against the baseline on the same samples.
-
-BASELINE = "baseline"
-_OUTPUTS = "outputs.npz"
-_DEFAULT_METRIC = "top1"
-_TOGETHER_BYTES = 32 << 20
-
-
 class Quality(Task):
     """Compute the metric of one variant on labelled data, and its drop against the baseline on the same samples."""
 
@@ -301,9 +299,6 @@ class Quality(Task):
         return {name: np.concatenate([part[name] for part in parts])[: len(data)] for name in parts[0]}
 
 
-# Roofline: what the device can do at best, and what a model asks of it.
-
-
 class DeviceRates(_Measurement):
     """Measure what a device can do at best, once on a machine."""
 
@@ -366,12 +361,6 @@ def read_limits(record: Artifact) -> DeviceLimits:
 def read_work(record: Artifact) -> dict[int, Work]:
     """Read what :class:`CountWork` wrote, by batch size."""
     return {work.batch: work for work in map(Work.model_validate, read_records(record))}
-
-
-# Profile: where one variant's time goes, at one batch size.
-
-GRAPH = "graph"
-"""Role of the ONNX graph that the engine was built from, whose nodes say which module they came from."""
 
 
 class ProfileVariant(_Measurement):

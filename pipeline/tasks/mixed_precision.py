@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, SerializeAsAny
 
@@ -31,9 +31,6 @@ from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, read_records,
 from enginesmith.pipeline.tasks.calibrate import Feeder
 from enginesmith.pipeline.tasks.load import read_ranges
 from enginesmith.pipeline.tasks.measure import BASELINE, Quality, measure_pair
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 class Sensitivity(Task):
@@ -57,7 +54,10 @@ class Sensitivity(Task):
         model = inputs["model"]
         floating = edit.load(model.path)
         groups = layers.find_groups(floating)
-        kinds = {node.name: _name_kind(node) for node in floating.graph}
+        grouped = {
+            node.name for node in floating.graph if node.op_type == "Conv" and node.attributes.get_int("group", 1) > 1
+        }  # a kind of their own, as they move more than they compute
+        kinds = {node.name: "grouped Conv" if node.name in grouped else node.op_type for node in floating.graph}
         ranges = samples.read(inputs["reference"].folder).ranges
         work = coverage.count_macs(model.path, {name: range_.opt for name, range_ in ranges.items()})
         ratios, left, reads = self._measure_ratios(inputs, groups, progress)
@@ -114,12 +114,6 @@ class Sensitivity(Task):
             signal, noise = (energies[search.output_name(group, what)] for what in (search.SIGNAL, search.NOISE))
             ratios[group.name] = round(10 * math.log10(max(signal, 1e-30) / max(noise, 1e-30)), 3)
         return ratios, left, reads
-
-
-def _name_kind(node: "ir.Node") -> str:
-    """Name the operator; convolutions of single channels are a kind of their own: they move more than they compute."""
-    grouped = node.op_type == "Conv" and node.attributes.get_int("group", 1) > 1
-    return "grouped Conv" if grouped else node.op_type
 
 
 MODEL, REFERENCE, RANGES = "model", "reference", "ranges"
@@ -217,7 +211,11 @@ class Search(Task):
             progress(candidate.why)
             trial, reads = self._try(candidate, groups, inputs, progress)
             trials.append(trial)
-            summary = _describe_trial(trial)
+            parts = [f"drop {trial.drop:.4f}"] if trial.drop is not None else []
+            parts += [f"SQNR {trial.sqnr_db:.1f} dB"] if trial.sqnr_db is not None else []
+            parts += [f"{trial.speedup:.2f}× the float graph's speed"] if trial.speedup else []
+            verdict = "reaches the goal" if trial.passed else trial.reason
+            summary = f"{trial.why}: {', '.join(parts)}; {verdict}"
         else:
             winner = best(trials, groups)
             summary = "the time for the search is up" if candidate else "the search is over"
@@ -347,11 +345,3 @@ def find_kept(patterns: Sequence[str], groups: Sequence[GroupFact]) -> frozenset
             )
         kept |= matching
     return frozenset(kept)
-
-
-def _describe_trial(trial: Trial) -> str:
-    parts = [f"drop {trial.drop:.4f}" if trial.drop is not None else ""]
-    parts += [f"SQNR {trial.sqnr_db:.1f} dB" if trial.sqnr_db is not None else ""]
-    parts += [f"{trial.speedup:.2f}× the float graph's speed" if trial.speedup else ""]
-    verdict = "reaches the goal" if trial.passed else trial.reason
-    return f"{trial.why}: {', '.join(part for part in parts if part)}; {verdict}"

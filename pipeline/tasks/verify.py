@@ -23,7 +23,7 @@ from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tasks.base import RECORDS, Inputs, Task, write_records
 from enginesmith.pipeline.tasks.calibrate import Feeder, open_data
 from enginesmith.pipeline.tasks.load import make_example
-from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange, Signature
+from enginesmith.pipeline.tensors import DTYPES, Array, Feeds, ShapeRange
 
 _NOT_JUDGED = "changed on purpose; its quality says whether that is good enough"
 
@@ -59,7 +59,12 @@ class Sample(Task):
                 )
         given, sizes = make_example(model)
         ranges = samples.plan_ranges(signature, self.ranges, self.batches, sizes)
-        data, read = self._open(signature)
+        data: Dataset | None = None
+        read: tuple[Path, ...] = ()
+        if self.data:
+            data, read = open_data(self.data, signature.inputs, "test", self.data_options)
+        elif self.held_out:
+            data, read = self.held_out.held_out(signature)
         planned = samples.plan_cases(signature, ranges, self.batches)
         cases = tuple(samples.plan_calls(case, data) for case in planned)
         odd: dict[str, float] = {}
@@ -86,11 +91,6 @@ class Sample(Task):
         notes = (*(data.notes if data else ()), *strange)
         summary = "; ".join([f"{len(cases)} sets of feeds from {name} data", *notes])
         return Effect(file=samples.RECORD, summary=summary, notes=notes, reads=read)
-
-    def _open(self, signature: Signature) -> tuple[Dataset | None, tuple[Path, ...]]:
-        if self.data:
-            return open_data(self.data, signature.inputs, "test", self.data_options)
-        return self.held_out.held_out(signature) if self.held_out else (None, ())
 
 
 class Verify(Task):
