@@ -1,267 +1,40 @@
-"""What TensorRT sessions hold, for how long, and what is left when something fails; with fakes that mind the rules.
+"""What TensorRT sessions hold, for how long, and what is left when something fails."""
 
-The fake engine doubles x into y, and lists where x is positive, at the addresses it is given. It fails a test that runs
-it with too little memory, captures it cold, or leaves it without an address.
-"""
-
-import contextlib
-import ctypes
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fake_tensorrt import SIGNATURE, TRT, Config, Engine, Graph, Heap, replace_cuda
 
 from enginesmith.pipeline.engines.cuda_allocator import (
     ACTIVATIONS,
     OUTPUTS,
     TRANSFERS,
-    WEIGHTS,
-    WORKSPACE,
-    active,
     counting,
 )
-from enginesmith.pipeline.engines.tensorrt import loader, session
+from enginesmith.pipeline.engines.tensorrt import session
 from enginesmith.pipeline.engines.tensorrt.loader import (
-    ActivationMemory,
     Opened,
     RuntimeLog,
-    _validate_allowed,
-    open_engine,
 )
-from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
-from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions
+from enginesmith.pipeline.engines.tensorrt.options import RunOptions
 from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
-from enginesmith.pipeline.engines.tensorrt.versions import capabilities
-from enginesmith.pipeline.errors import MissingCapability, ModelError, SignatureError, StepOutOfMemory, UsageError
+from enginesmith.pipeline.errors import ModelError, SignatureError, StepOutOfMemory, UsageError
 from enginesmith.pipeline.system.device import Device
 from enginesmith.pipeline.tensors import Array, Signature, TensorSpec
 
-SIGNATURE = Signature(inputs=(TensorSpec.parse("x:float32:batch,4"),), outputs=(TensorSpec.parse("y:float32:batch,4"),))
 UNKNOWN = Signature(inputs=SIGNATURE.inputs, outputs=(*SIGNATURE.outputs, TensorSpec.parse("found:int64:n")))
 HERE = Device()  # fakes run on the host, where torch's tensors can be
 
 
-def named(name: str) -> Any:
-    return SimpleNamespace(name=name)
-
-
-class Base:
-    """What TensorRT's callback interfaces are in Python."""
-
-
-TRT = SimpleNamespace(
-    IOutputAllocator=Base,
-    IGpuAsyncAllocator=Base,
-    ILogger=Base,
-    TensorLocation=SimpleNamespace(HOST="host", DEVICE="device"),
-    ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="user"),
-    DynamicShapesKernelSpecializationStrategy=SimpleNamespace(EAGER="eager"),
-    CudaGraphStrategy=SimpleNamespace(WHOLE_GRAPH_CAPTURE="whole", DISABLED="off"),
-)
-
-
-class Stream:
-    """Counts who waits for it."""
-
-    made = 0
-
-    def __init__(self, device: str) -> None:
-        Stream.made += 1
-        self.cuda_stream = 0x1000 * Stream.made
-        self.waits = 0
-
-    def synchronize(self) -> None:
-        self.waits += 1
-
-
-class Graph:
-    """What is captured runs again at the same addresses."""
-
-    capturing: "Graph | None" = None
-    fails = False
-
-    def __init__(self) -> None:
-        self.work: list[Callable[[], None]] = []
-        self.replays = 0
-
-    def capture_begin(self, capture_error_mode: str) -> None:
-        Graph.capturing = self
-
-    def capture_end(self) -> None:
-        Graph.capturing = None
-        if Graph.fails:
-            raise RuntimeError("operation failed due to a previous error during capture")
-
-    def replay(self) -> None:
-        self.replays += 1
-        for one in self.work:
-            one()
-
-
-class Context:
-    """An execution context that insists on what TensorRT's documents ask of its callers."""
-
-    def __init__(self, engine: "Engine") -> None:
-        self.engine = engine
-        self.shape: tuple[int, ...] = ()
-        self.memory = (0, -1)
-        self.addresses: dict[str, int] = {}
-        self.allocators: dict[str, Any] = {}
-        self.runs = self.placed = 0
-
-    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
-        self.profile = profile
-        return True
-
-    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        self.shape = shape
-        return True
-
-    def infer_shapes(self) -> list[str]:
-        return []
-
-    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        return (-1,) if name == "found" else self.shape
-
-    def update_device_memory_size_for_shapes(self) -> int:
-        return self.engine.needs * self.shape[0]
-
-    def set_device_memory(self, address: int, size: int) -> None:
-        self.placed += 1
-        self.memory = (address, size)
-        if size < self.engine.insists:
-            self.engine.log.take("ERROR", "size must be at least that of the profile")
-
-    def set_tensor_address(self, name: str, address: int) -> bool:
-        self.addresses[name] = address
-        return address != 0
-
-    def set_output_allocator(self, name: str, one: Any) -> bool:
-        self.allocators[name] = one  # for good, as the bindings keep it alive
-        return True
-
-    def execute_async_v3(self, stream: int) -> bool:
-        if self.engine.says:
-            self.engine.log.take("ERROR", self.engine.says)
-            return False
-        assert self.memory[1] >= self.update_device_memory_size_for_shapes()
-        work = self._work(dict(self.addresses))
-        if Graph.capturing:
-            assert self.runs, "the first call loads kernels, which a capture cannot hold"
-            Graph.capturing.work.append(work)
-        else:
-            work()
-        self.runs += 1
-        return True
-
-    def _work(self, addresses: dict[str, int]) -> Callable[[], None]:
-        shape, allocators = self.shape, self.allocators
-
-        def work() -> None:
-            x = view(addresses["x"], shape)
-            view(addresses["y"], shape)[...] = 2 * x
-            if one := allocators.get("found"):
-                found = np.flatnonzero(x > 0)
-                at = one.reallocate_output_async("found", 0, max(1, found.nbytes), 256, 0x1000)
-                ctypes.memmove(at, found.ctypes.data, found.nbytes)
-                one.notify_shape("found", found.shape)
-
-        return work
-
-
-def view(address: int, shape: tuple[int, ...]) -> Array:
-    count = int(np.prod(shape))
-    if not count:
-        return np.zeros(shape, np.float32)
-    return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address)).reshape(shape)
-
-
-class Engine:
-    """An engine for up to eight samples."""
-
-    profiles: tuple[tuple[int, int, int], ...] = ((0, 4, 8),)
-    needs, most, insists = 100, 1000, 0
-    """Bytes of activations: for a sample, for the profile, and what is asked for after all."""
-    says = ""
-    streamable_weights_size = weight_streaming_budget_v2 = 500
-    location, input_dtype = "device", "FLOAT"
-
-    def __init__(self, log: RuntimeLog) -> None:
-        self.log = log
-        self.made: list[weakref.ref[Context]] = []
-
-    @property
-    def num_optimization_profiles(self) -> int:
-        return len(self.profiles)
-
-    def get_tensor_profile_shape(self, name: str, index: int) -> Any:
-        return [(batch, 4) for batch in self.profiles[index]]
-
-    def get_tensor_dtype(self, name: str) -> Any:
-        return named({"x": self.input_dtype, "y": "FLOAT", "found": "INT64"}[name])
-
-    def get_tensor_location(self, name: str) -> str:
-        return self.location if name == "x" else "device"
-
-    def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
-        return self.most
-
-    def create_execution_context(self, config: Any) -> Any:
-        context = Context(self)
-        self.made.append(weakref.ref(context))
-        return context
-
-    def create_runtime_config(self) -> Any:
-        return Config()
-
-    @property
-    def contexts(self) -> list[Context]:
-        """Those that are still alive."""
-        return [context for one in self.made if (context := one()) is not None]
-
-
-class Config:
-    """A runtime configuration, and the cache of kernels that it hands out."""
-
-    cuda_graph_strategy = ""
-
-    def __init__(self) -> None:
-        self.cache = SimpleNamespace(content=b"", taken=b"")
-
-    def set_execution_context_allocation_strategy(self, strategy: str) -> None:
-        assert strategy == "user"
-
-    def create_runtime_cache(self) -> Any:
-        def deserialize(data: bytes) -> bool:
-            self.cache.taken = self.cache.content = data
-            return not data.startswith(b"other")
-
-        self.cache.deserialize, self.cache.serialize = deserialize, lambda: self.cache.content
-        return self.cache
-
-    def set_runtime_cache(self, cache: Any) -> bool:
-        return True
-
-
 @pytest.fixture(autouse=True)
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CUDA as far as sessions use it."""
-    Stream.made, Graph.capturing, Graph.fails = 0, None, False
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    for name in ("stream", "device"):
-        monkeypatch.setattr(torch.cuda, name, lambda one: contextlib.nullcontext())
-    for name in ("set_device", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda *one: None)
-    yield
-    assert not loader._shared, "the last session leaves shared memory"
+    yield from replace_cuda(monkeypatch)
 
 
 @pytest.fixture
@@ -538,80 +311,6 @@ def test_engines_that_share_activations(engine: Engine) -> None:
     assert first.activation_memory.bytes == 0
 
 
-def test_activation_memory_grows_and_does_not_shrink() -> None:
-    held = ActivationMemory("cpu")
-    assert (held.bytes, held.address) == (0, 0)
-    held.reserve(0)
-    assert held.generation == 0
-    held.reserve(100)
-    first = (held.generation, held.address)
-    held.reserve(60)
-    assert (held.generation, held.address, held.bytes) == (*first, 100)
-    held.reserve(101)
-    assert held.bytes == 101
-    assert held.generation > first[0]
-
-
-def test_the_allocator_takes_and_gives_back_torchs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[tuple[int, int, int]] = []
-    freed: list[int] = []
-
-    def alloc(size: int, device: int, stream: int) -> int:
-        if size > 1000:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        taken.append((size, device, stream))
-        return 0xABC000
-
-    monkeypatch.setattr(torch.cuda, "caching_allocator_alloc", alloc)
-    monkeypatch.setattr(torch.cuda, "caching_allocator_delete", freed.append)
-    found = loader.allocator(TRT, loader.ledger_of(1))
-    stream = 0x7F0000000000
-    assert found.allocate_async(10, 256, stream, 1) == found.allocate_async(10, 256, 1, stream) == 0xABC000
-    assert found.allocate(20, 256, 1) == 0xABC000
-    assert taken == [(10, 1, stream), (10, 1, stream), (20, 1, 0)]
-    assert found.allocate(0, 256, 0) == 0
-    assert found.allocate(5000, 256, 0) == 0
-    assert found.deallocate(0xABC000) is True
-    assert found.deallocate_async(0, 0) is True
-    assert freed == [0xABC000]
-    assert found.reallocate(1, 256, 5) == 0
-
-
-class Streaming:
-    """An engine whose budget is set as it is on TensorRT: a value that it does not take leaves the old one."""
-
-    def __init__(self, whole: int, takes: bool = True) -> None:
-        self.streamable_weights_size, self._takes, self._budget = whole, takes, whole
-
-    @property
-    def weight_streaming_budget_v2(self) -> int:
-        return self._budget
-
-    @weight_streaming_budget_v2.setter
-    def weight_streaming_budget_v2(self, value: int) -> None:
-        self._budget = value if self._takes else self._budget
-
-
-@pytest.mark.parametrize(("budget", "streams", "held"), [(None, False, 100), (40, True, 40), (1000, False, 100)])
-def test_a_streaming_budget_is_set_up_to_what_there_is(budget: int | None, streams: bool, held: int) -> None:
-    engine = Streaming(100)
-    assert loader._stream_weights(engine, RunOptions(weight_streaming_budget=budget)) is streams
-    assert engine.weight_streaming_budget_v2 == held
-
-
-@pytest.mark.parametrize(
-    ("engine", "options", "message"),
-    [
-        (Streaming(0), {}, "streams no weights"),
-        (Streaming(100, takes=False), {}, "does not take"),
-        (Streaming(100), {"cuda_graphs": True}, "CUDA graph"),
-    ],
-)
-def test_streaming_budgets_that_do_not_go(engine: Streaming, options: dict[str, bool], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        loader._stream_weights(engine, RunOptions(weight_streaming_budget=40, **options))
-
-
 def test_memory_that_runs_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_session(engine) as one:
         bound = one.bind(feeds(2, 3.0))
@@ -664,54 +363,6 @@ def test_strided_read_only_and_scalar_feeds(shape: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(session.to_numpy(tensor), array)
 
 
-def opened_from(
-    engine: Engine | None, tmp_path: Path, flavour: Any = "tensorrt", says: str = "", **options: Any
-) -> Opened:
-    """Open a file that the fake runtime takes for ``engine``."""
-
-    class Runtime:
-        def __init__(self, logger: Any) -> None:
-            self.logger = logger
-            self.gpu_allocator = None
-
-        def deserialize_cuda_engine(self, plan: Any) -> Engine | None:
-            assert self.gpu_allocator is not None, "weights would not be counted"
-            assert bytes(plan) == b"plan"
-            if active(0):
-                self.gpu_allocator.allocate_async(500, 256, 0x7F0000000000, 0)
-            if says:
-                self.logger.log(named("ERROR"), says)
-            return engine
-
-    path = tmp_path / "model.engine"
-    path.write_bytes(b"plan")
-    manifest = EngineManifest.model_construct(signature=SIGNATURE, options=BuildOptions(), sha256="0" * 64)
-    plugins = staticmethod(lambda log, namespace: True)
-    trt = type("Trt", (), {**vars(TRT), "Runtime": Runtime, "init_libnvinfer_plugins": plugins})
-    return open_engine(trt, path, manifest, capabilities(flavour), HERE, BuildOptions(), RunOptions(**options))
-
-
-def test_engine_that_is_not_taken(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"model\.engine, and said: generated on an incompatible device"):
-        opened_from(None, tmp_path, says="generated on an incompatible device")
-    with pytest.raises(StepOutOfMemory):
-        opened_from(None, tmp_path, says="Requested amount of GPU memory (9 bytes) could not be allocated.")
-
-
-class Heap:
-    """Memory that is nowhere; has so many bytes in all."""
-
-    def __init__(self, left: int = 1 << 20) -> None:
-        self.left, self.taken = left, 0
-
-    def take(self, size: int, stream: int) -> int:
-        self.taken += 1
-        return 0x1000 * self.taken if size <= self.left else 0
-
-    def give(self, address: int) -> None:
-        pass
-
-
 def test_what_a_session_takes_is_counted_by_tag(engine: Engine) -> None:
     with counting(0, Heap()) as ledger:
         with open_session(engine, UNKNOWN) as one:
@@ -727,93 +378,9 @@ def test_what_a_session_takes_is_counted_by_tag(engine: Engine) -> None:
         assert ledger.account().unknown_frees == ledger.account().double_frees == 0
 
 
-def test_memory_that_tensorrt_asks_for_has_the_tag_of_its_time(engine: Engine, tmp_path: Path) -> None:
-    with counting(0, Heap()) as ledger:
-        found = opened_from(engine, tmp_path)
-        assert ledger.account().by_tag == {WEIGHTS: 500}
-        with TensorRTSession(TRT, found, SIGNATURE, HERE, RunOptions()) as one:
-            one.bind(feeds(2))
-            found.allocator.allocate_async(70, 256, 0, 0)
-            scratch = engine.contexts[0].temporary_allocator.allocate_async(9, 256, 0, 0)
-            assert ledger.account().by_tag[WORKSPACE] == 79
-            assert engine.contexts[0].temporary_allocator.deallocate_async(scratch, 0) is True
-            assert engine.contexts[0].temporary_allocator.deallocate_async(scratch, 0) is False
-        assert (ledger.account().double_frees, ledger.account().unknown_frees) == (1, 0)
-
-
 def test_nothing_is_counted_unless_that_was_asked_for(engine: Engine) -> None:
     with open_session(engine) as one:
         bound = one.bind(feeds(2))
         with counting(0, Heap()) as ledger:
             one.enqueue(bound)
         assert ledger.account().taken == 0
-
-
-def test_inputs_that_no_feeds_can_be(engine: Engine, tmp_path: Path) -> None:
-    engine.input_dtype = "HALF"
-    with pytest.raises(ModelError, match="'x' is HALF, not float32"):
-        opened_from(engine, tmp_path)
-    engine.input_dtype, engine.location = "FLOAT", "host"
-    with pytest.raises(ModelError, match="decide shapes"):
-        opened_from(engine, tmp_path)
-
-
-def test_streaming_has_scratch_and_no_graphs(engine: Engine, tmp_path: Path) -> None:
-    found = opened_from(engine, tmp_path, weight_streaming_budget=100)
-    with TensorRTSession(TRT, found, SIGNATURE, HERE, RunOptions()) as one:
-        one.bind(feeds(2))
-        assert one.activation_memory.bytes == 1000
-    with pytest.raises(UsageError, match="CUDA graph"):
-        opened_from(engine, tmp_path, weight_streaming_budget=100, cuda_graphs=True)
-
-
-@pytest.fixture
-def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ENGINESMITH_STORE", str(tmp_path / "store"))
-    return tmp_path / "store" / "kernels"
-
-
-@pytest.mark.parametrize(
-    ("contents", "warm"),
-    [((b"one", b"one"), True), ((b"one", b"one and two"), True), ((b"other", b"ours"), False)],
-    ids=["the same", "more", "of another device"],
-)
-def test_compiled_kernels_from_one_run_to_the_next(
-    engine: Engine, tmp_path: Path, kernels: Path, contents: tuple[bytes, bytes], warm: bool
-) -> None:
-    for expected_warm, content in zip((False, warm), contents, strict=True):
-        found = opened_from(engine, tmp_path, "tensorrt_rtx")
-        assert bool(found.cached_bytes) == expected_warm
-        found.users, found.cache.content = 1, content
-        found.leave()
-        assert [path.read_bytes() for path in kernels.iterdir()] == [content]
-
-
-def test_kernels_that_cannot_be_kept_are_no_error(engine: Engine, tmp_path: Path, kernels: Path) -> None:
-    kernels.parent.mkdir()
-    kernels.touch()
-    found = opened_from(engine, tmp_path, "tensorrt_rtx")
-    found.users, found.cache.content = 1, b"kernels"
-    found.leave()
-    assert found.engine is None
-
-
-@pytest.mark.parametrize(("wanted", "strategy"), [(True, "whole"), (False, "off")])
-def test_rtx_is_told_at_first(engine: Engine, tmp_path: Path, kernels: Path, wanted: bool, strategy: str) -> None:
-    found = opened_from(engine, tmp_path, "tensorrt_rtx", cuda_graphs=wanted)
-    assert found.config.cuda_graph_strategy == strategy
-    assert found.config.dynamic_shapes_kernel_specialization_strategy == "eager"
-
-
-def test_one_logger_for_all_runtimes() -> None:
-    trt = type("Trt", (), {"ILogger": Base})
-    assert loader._logger(trt) is loader._logger(trt)
-
-
-def test_host_code_and_plugins_are_the_user_s_to_allow() -> None:
-    asked = EngineManifest.model_construct(options=BuildOptions(host_code=True, plugins=("/elsewhere/nms.so",)))
-    with pytest.raises(MissingCapability, match="host code"):
-        _validate_allowed(asked, BuildOptions(plugins=("nms.so",)))
-    with pytest.raises(MissingCapability, match="nms"):
-        _validate_allowed(asked, BuildOptions(host_code=True))
-    _validate_allowed(asked, BuildOptions(host_code=True, plugins=("here/nms.so",)))
