@@ -7,58 +7,58 @@ from enginesmith.pipeline.report.markdown import plain
 from enginesmith.pipeline.results.gate_report import FleetGate, Gate
 
 
-def list_broken(found: Gate | FleetGate) -> list[str]:
+def list_broken(gate: Gate | FleetGate) -> list[str]:
     """List the checks that failed, by entry where there are several."""
-    return [f"{name}{check.text}" for name, gate in _entries(found) for check in gate.breaches]
+    return [f"{name}{check.text}" for name, entry in _entries(gate) for check in entry.breaches]
 
 
-def list_cautions(found: Gate | FleetGate) -> list[str]:
+def list_cautions(gate: Gate | FleetGate) -> list[str]:
     """List what has to be known before the checks are believed, by entry where there are several."""
-    return [f"{name}{text}" for name, gate in _entries(found) for text in gate.cautions]
+    return [f"{name}{text}" for name, entry in _entries(gate) for text in entry.cautions]
 
 
-def list_lines(found: Gate | FleetGate) -> list[str]:
+def list_lines(gate: Gate | FleetGate) -> list[str]:
     """List a line for each check and caution, and one that sums them up."""
-    lines = [f"{word}: {text}" for word, text in _items(found, "BROKEN")]
-    return [" ".join(line.split()) for line in (*lines, summarize(found))]
+    lines = [f"{word}: {text}" for word, text in _items(gate, "BROKEN")]
+    return [" ".join(line.split()) for line in (*lines, summarize(gate))]
 
 
-def _entries(found: Gate | FleetGate) -> list[tuple[str, Gate]]:
-    if isinstance(found, Gate):
-        return [("", found)]
-    return [(f"{name}: ", gate) for name, gate in found.entries.items()]
+def _entries(gate: Gate | FleetGate) -> list[tuple[str, Gate]]:
+    if isinstance(gate, Gate):
+        return [("", gate)]
+    return [(f"{name}: ", entry) for name, entry in gate.entries.items()]
 
 
-def _items(found: Gate | FleetGate, broken: str) -> Iterator[tuple[str, str]]:
-    for name, gate in _entries(found):
-        yield from (("held" if check.passed else broken, f"{name}{check.text}") for check in gate.verdicts)
-        yield from (("note", f"{name}{text}") for text in gate.cautions)
+def _items(gate: Gate | FleetGate, broken: str) -> Iterator[tuple[str, str]]:
+    for name, entry in _entries(gate):
+        yield from (("held" if check.passed else broken, f"{name}{check.text}") for check in entry.verdicts)
+        yield from (("note", f"{name}{text}") for text in entry.cautions)
 
 
-def summarize(found: Gate | FleetGate) -> str:
+def summarize(gate: Gate | FleetGate) -> str:
     """Sum up a gate in one sentence."""
-    gates = _entries(found)
-    total = sum(len(gate.verdicts) for _, gate in gates)
-    if isinstance(found, FleetGate):
-        about, entries = found.fleet, len(gates)
-        failed = [name for name, gate in found.entries.items() if not gate.passed]
+    gates = _entries(gate)
+    total = sum(len(entry.verdicts) for _, entry in gates)
+    if isinstance(gate, FleetGate):
+        about, entries = gate.fleet, len(gates)
+        failed = [name for name, entry in gate.entries.items() if not entry.passed]
         broken = f"{len(failed)} of {entries} entries broken: {', '.join(failed)}" if failed else ""
         held = f"all {total} held, of {entries} {'entry' if entries == 1 else 'entries'}"
     else:
-        about = f"{found.variant} of {found.run}" if found.variant else found.run
-        broken = f"{len(found.breaches)} of {total} broken" if found.breaches else ""
+        about = f"{gate.variant} of {gate.run}" if gate.variant else gate.run
+        broken = f"{len(gate.breaches)} of {total} broken" if gate.breaches else ""
         held = f"all {total} held"
-    if broken or not found.updated:
+    if broken or not gate.updated:
         return f"{about}: {broken or (held if total else 'nothing was judged')}"
-    return f"{about} is the baseline in {found.baseline} now"
+    return f"{about} is the baseline in {gate.baseline} now"
 
 
-def render(found: Gate | FleetGate) -> str:
+def render(gate: Gate | FleetGate) -> str:
     """Render a gate as Markdown."""
-    where = found.run if isinstance(found, Gate) else found.fleet
-    title = f"### Gate: {'passed' if found.passed else 'broken'}, {plain(Path(where).name)}"
-    items = [f"- {word}: {plain(text)}" for word, text in _items(found, "**broken**")]
-    return "\n".join([title, "", plain(summarize(found)), "", *items]) + "\n"
+    where = gate.run if isinstance(gate, Gate) else gate.fleet
+    title = f"### Gate: {'passed' if gate.passed else 'broken'}, {plain(Path(where).name)}"
+    items = [f"- {word}: {plain(text)}" for word, text in _items(gate, "**broken**")]
+    return "\n".join([title, "", plain(summarize(gate)), "", *items]) + "\n"
 
 
 # What GitHub Actions shows of a run: annotations in its log, and a summary of the job.

@@ -29,10 +29,10 @@ def render(run: Run) -> str:
     return _document(run.name, run.created, run.seconds, _suites(run))
 
 
-def render_fleet(record: FleetRecord, found: Mapping[str, Run]) -> str:
-    """Render a fleet as JUnit XML: a suite of entries, and the suites of those runs that are ``found``."""
+def render_fleet(record: FleetRecord, runs: Mapping[str, Run]) -> str:
+    """Render a fleet as JUnit XML: a suite of entries, and the suites of its ``runs`` by entry."""
     suites: dict[str, list[_Case]] = {"entries": [_make_entry_case(one) for one in record.entries]}
-    for name, run in found.items():
+    for name, run in runs.items():
         suites |= {f"{name} {suite}": cases for suite, cases in _suites(run).items()}
     return _document(record.name, record.created, record.seconds, suites)
 

@@ -131,7 +131,7 @@ def read(folder: Path) -> Manifest:
     try:
         values = documents.load(path)
         documents.check_schema(path, values, SCHEMA, "enginesmith package")
-        found, _ = documents.parse_known_fields(Manifest, values)
+        manifest, _ = documents.parse_known_fields(Manifest, values)
     except OSError as error:
         raise UsageError(
             f"there is no bundle in {folder}: {FILE}: {error.strerror}",
@@ -139,7 +139,7 @@ def read(folder: Path) -> Manifest:
         ) from error
     except ValueError as error:
         raise UsageError(f"{path} is damaged: {error}", "copy the bundle again, or package the run again") from error
-    return found
+    return manifest
 
 
 def list_files(folder: Path) -> dict[str, PackagedFile]:

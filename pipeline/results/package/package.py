@@ -38,8 +38,8 @@ def write_bundle(chosen: Chosen, folder: Path) -> None:
     assert chosen.record.test_vector is not None
     shutil.copyfile(chosen.folder / chosen.record.test_vector.path, folder / manifests.VECTOR)
     shutil.copyfile(script, folder / manifests.INFER)
-    found = describe(chosen, "bundle", chosen.main.name, manifests.list_files(folder))
-    (folder / manifests.FILE).write_text(found.text())
+    manifest = describe(chosen, "bundle", chosen.main.name, manifests.list_files(folder))
+    (folder / manifests.FILE).write_text(manifest.text())
 
 
 def _copy_files(chosen: Chosen, folder: Path, main: str) -> None:
@@ -68,9 +68,9 @@ def write_repository(chosen: Chosen, folder: Path) -> None:
     file, name = _choose_file(chosen), model_name(chosen)
     home = folder / name
     _copy_files(chosen, home / VERSION, file)
-    found = describe(chosen, "triton", f"{VERSION}/{file}", {})
-    (home / CONFIG).write_text(config(name, found))
-    whole = found.model_copy(update={"files": manifests.list_files(home)})
+    manifest = describe(chosen, "triton", f"{VERSION}/{file}", {})
+    (home / CONFIG).write_text(config(name, manifest))
+    whole = manifest.model_copy(update={"files": manifests.list_files(home)})
     (home / manifests.FILE).write_text(whole.text())
 
 
@@ -96,47 +96,47 @@ def _choose_file(chosen: Chosen) -> str:
     )
 
 
-def config(name: str, found: Manifest) -> str:
+def config(name: str, manifest: Manifest) -> str:
     """Write the text of ``config.pbtxt``."""
-    batch = batch_dimension(found)
-    most = found.shapes[batch].max if batch else 0
-    backend = engine_class(found.engine.name).triton()
+    batch = batch_dimension(manifest)
+    most = manifest.shapes[batch].max if batch else 0
+    backend = engine_class(manifest.engine.name).triton()
     assert backend is not None
     fields: list[tuple[str, Any]] = [("name", quoted(name)), ("backend", quoted(backend.name))]
     if backend.platform:
         fields.append(("platform", quoted(backend.platform)))
-    fields += [("default_model_filename", quoted(Path(found.engine.file).name)), ("max_batch_size", most)]
-    fields += [("input", _tensor(spec, batch)) for spec in found.signature.inputs]
-    fields += [("output", _tensor(spec, batch)) for spec in found.signature.outputs]
-    batching = _batching(found, batch) if batch else None
+    fields += [("default_model_filename", quoted(Path(manifest.engine.file).name)), ("max_batch_size", most)]
+    fields += [("input", _tensor(spec, batch)) for spec in manifest.signature.inputs]
+    fields += [("output", _tensor(spec, batch)) for spec in manifest.signature.outputs]
+    batching = _batching(manifest, batch) if batch else None
     if batching is not None:
         fields.append(("dynamic_batching", batching))
-    kind = "KIND_GPU" if found.engine.device == "cuda" else "KIND_CPU"
+    kind = "KIND_GPU" if manifest.engine.device == "cuda" else "KIND_CPU"
     fields.append(("instance_group", Message([("count", 1), ("kind", kind)])))
-    fields += backend.configure(found.engine.options, found.engine.device)
-    run = " ".join(found.origin.run.split())  # a line break would end the comment
-    comments = [f"{found.variant} of the run {run}; {manifests.FILE} beside this file has the rest"]
+    fields += backend.configure(manifest.engine.options, manifest.engine.device)
+    run = " ".join(manifest.origin.run.split())  # a line break would end the comment
+    comments = [f"{manifest.variant} of the run {run}; {manifests.FILE} beside this file has the rest"]
     if batch is None:
         comments.append("no batching: no dynamic dimension leads every input and output and takes a size of 1")
     elif batching is None:
         comments.append("no dynamic batching: in the run no larger batch did more a second than batch 1")
-    comments += backend.remark(found.engine.model_dump())
+    comments += backend.remark(manifest.engine.model_dump())
     return "\n".join([*(f"# {line}" for line in comments), *Message(fields).lines()]) + "\n"
 
 
-def batch_dimension(found: Manifest) -> str | None:
+def batch_dimension(manifest: Manifest) -> str | None:
     """Find the dimension that Triton may put requests together along, if there is one.
 
     It leads every input and output and stands nowhere else in them, and the engine takes a single row.
     """
-    symbol = samples.batch_symbol(found.signature)
-    specs = (*found.signature.inputs, *found.signature.outputs)
+    symbol = samples.batch_symbol(manifest.signature)
+    specs = (*manifest.signature.inputs, *manifest.signature.outputs)
     leads = symbol is not None and all(spec.shape[:1] == (symbol,) and symbol not in spec.shape[1:] for spec in specs)
-    if symbol is None or not leads or symbol not in found.shapes:
+    if symbol is None or not leads or symbol not in manifest.shapes:
         return None
     # an engine without a profile of sizes takes any, where nobody set a range: that only says what was measured
-    any_size = engine_class(found.engine.name).loads_graph and symbol not in found.origin.recipe.get("shapes", {})
-    return symbol if found.shapes[symbol].min == 1 or any_size else None
+    any_size = engine_class(manifest.engine.name).loads_graph and symbol not in manifest.origin.recipe.get("shapes", {})
+    return symbol if manifest.shapes[symbol].min == 1 or any_size else None
 
 
 def _tensor(spec: TensorSpec, batch: str | None) -> Message:
@@ -148,10 +148,10 @@ def _tensor(spec: TensorSpec, batch: str | None) -> Message:
     return Message(fields)
 
 
-def _batching(found: Manifest, batch: str) -> Message | None:
+def _batching(manifest: Manifest, batch: str) -> Message | None:
     """Prefer batches that were measured to do more a second than any smaller one; None where batching does not pay."""
-    rows = sorted((row.batch, row.throughput_per_s) for row in found.measured.latency if row.throughput_per_s)
-    rows = [(size, rate) for size, rate in rows if size <= found.shapes[batch].max]
+    rows = sorted((row.batch, row.throughput_per_s) for row in manifest.measured.latency if row.throughput_per_s)
+    rows = [(size, rate) for size, rate in rows if size <= manifest.shapes[batch].max]
     better = [size for size, rate in rows if size > 1 and all(rate > other for least, other in rows if least < size)]
     if rows and rows[0][0] == 1 and len(rows) > 1 and not better:
         return None
@@ -209,8 +209,8 @@ def package(run: Path, form: Format, output: Path, variant: str | None = None) -
             {"bundle": write_bundle, "triton": write_repository}[form](chosen, whole)
             whole.rename(output)
     names = files_below(output)
-    manifest = next(output / name for name in names if Path(name).name == manifests.FILE)
-    found = manifests.read(manifest.parent)
+    path = next(output / name for name in names if Path(name).name == manifests.FILE)
+    manifest = manifests.read(path.parent)
     folder, script, repository = (shlex.quote(str(path)) for path in (output, output / INFER, output.resolve()))
     after = {
         "bundle": f"check it anywhere: enginesmith verify {folder}, or python {script}",
@@ -222,8 +222,8 @@ def package(run: Path, form: Format, output: Path, variant: str | None = None) -
         folder=str(output),
         files=tuple(names),
         bytes=sum((output / name).stat().st_size for name in names),
-        manifest=str(manifest.relative_to(output)),
-        manifest_sha256=file_digest(manifest),
-        cautions=found.cautions,
+        manifest=str(path.relative_to(output)),
+        manifest_sha256=file_digest(path),
+        cautions=manifest.cautions,
         next=after[form],
     )

@@ -32,50 +32,50 @@ def verify(folder: Path, timeout_seconds: float | None = None) -> tuple[str, Sta
         MissingCapability: this machine cannot run the engine: digests were checked, the vector was not run.
         StepError: the engine's process ended without an answer.
     """
-    found = manifests.read(folder)
-    if found.format != "bundle":
+    manifest = manifests.read(folder)
+    if manifest.format != "bundle":
         raise UsageError(
-            f"{folder} is a {found.format} package, which has no test vector",
+            f"{folder} is a {manifest.format} package, which has no test vector",
             "package the run as a bundle to verify it",
         )
-    manifests.check_files(folder, found)
+    manifests.check_files(folder, manifest)
     # no option of the engine is taken over that a file could allow itself
-    engine = engine_class(found.engine.name).from_package(found.engine.options)
-    device = Device(kind=found.engine.device)
-    checked = f"{len(found.files)} files are what was packaged"
+    engine = engine_class(manifest.engine.name).from_package(manifest.engine.options)
+    device = Device(kind=manifest.engine.device)
+    checked = f"{len(manifest.files)} files are what was packaged"
     if not engine.memory_from_torch:
         worker.preload_only((*_MODULES, *engine.modules))
     with tempfile.TemporaryDirectory(prefix="enginesmith-") as logs:
         try:
             engine.require(device)
             fidelity = worker.run(
-                answer, folder, found, engine, device, log=Path(logs, "verify.log"), timeout_seconds=timeout_seconds
+                answer, folder, manifest, engine, device, log=Path(logs, "verify.log"), timeout_seconds=timeout_seconds
             )
         except MissingCapability as error:
             raise MissingCapability(f"{checked}; the test vector was not run: {error.message}", error.remedy) from error
-    result = _result(found, fidelity)
+    result = _result(manifest, fidelity)
     verdict = "answers its test vector" if result.passed else "does not answer its test vector"
-    return f"{folder}: {checked}; {found.variant} {verdict}{_note_version(found, engine)}", result
+    return f"{folder}: {checked}; {manifest.variant} {verdict}{_note_version(manifest, engine)}", result
 
 
-def answer(folder: Path, found: Manifest, engine: Engine, device: Device, progress: Callable[[str], None]) -> Fidelity:
+def answer(
+    folder: Path, manifest: Manifest, engine: Engine, device: Device, progress: Callable[[str], None]
+) -> Fidelity:
     """Load what was packaged in the worker, and compare its answer with the test vector's."""
     feeds, expected = samples.read_vector(folder / manifests.VECTOR)
-    kept = found.files[found.engine.file]
+    path, kept = folder / manifest.engine.file, manifest.files[manifest.engine.file]
     kind: Kind = "onnx" if engine.loads_graph else "engine"
-    artifact = Artifact(
-        kind=kind, path=folder / found.engine.file, sha256=kept.sha256, bytes=kept.bytes, signature=found.signature
-    )
+    artifact = Artifact(kind=kind, path=path, sha256=kept.sha256, bytes=kept.bytes, signature=manifest.signature)
     with engine.load(artifact, device) as session:
-        return compare(expected, session.run(feeds), found.thresholds)
+        return compare(expected, session.run(feeds), manifest.thresholds)
 
 
-def _result(found: Manifest, fidelity: Fidelity) -> StageFidelity:
-    sizes = [shape.min for name, shape in found.shapes.items() if name == samples.batch_symbol(found.signature)]
+def _result(manifest: Manifest, fidelity: Fidelity) -> StageFidelity:
+    sizes = [shape.min for name, shape in manifest.shapes.items() if name == samples.batch_symbol(manifest.signature)]
     return StageFidelity(
         stage="test vector",
         point="min",
-        batch=sizes[0] if sizes else samples.fixed_batch(found.signature),
+        batch=sizes[0] if sizes else samples.fixed_batch(manifest.signature),
         sqnr_db=fidelity.sqnr_db,
         cosine=fidelity.cosine,
         max_abs_error=fidelity.max_abs_error,
@@ -85,11 +85,11 @@ def _result(found: Manifest, fidelity: Fidelity) -> StageFidelity:
     )
 
 
-def _note_version(found: Manifest, engine: Engine) -> str:
+def _note_version(manifest: Manifest, engine: Engine) -> str:
     """Say which version of the engine's package ran, the first that is installed, if it is another one."""
     for name in engine.tools:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             here = importlib.metadata.version(name)
-            made = f"{found.engine.name} {found.engine.version}"
-            return "" if here == found.engine.version else f"\n  note: it was made with {made}, and ran with {here}"
+            made = f"{manifest.engine.name} {manifest.engine.version}"
+            return "" if here == manifest.engine.version else f"\n  note: it was made with {made}, and ran with {here}"
     return ""
