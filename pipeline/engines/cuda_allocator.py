@@ -78,8 +78,6 @@ class Account:
     unknown_frees: int = 0
     """Addresses that were given back and had never been taken here."""
     double_frees: int = 0
-    refused: int | None = None
-    """Size that was last asked for and not to be had."""
 
 
 class CudaAllocationTracker:
@@ -101,8 +99,6 @@ class CudaAllocationTracker:
         address = self._memory.take(size, stream)
         if address:
             self._enter(address, size, tag)
-        else:
-            self._account.refused = size
         return address
 
     def free(self, address: int) -> bool:

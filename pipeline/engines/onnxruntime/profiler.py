@@ -253,14 +253,12 @@ def profiled(events: Sequence[Event], executed: Path, graph: Path | None, *, on_
         for name, seconds, event in _device_times(within) if on_cuda else _self_times(within):
             tally.add(name, seconds)
             described.setdefault(name, event)
-    operators = tuple(
-        _operator(name, described[name], origins, *figures) for name, figures in tally.medians().items() if name
-    )
+    medians = tally.medians().items()
+    operators = tuple(_operator(name, described[name], origins, *figures) for name, figures in medians if name)
     if on_cuda and not operators:
-        raise MissingCapability(
-            "this onnxruntime is built without CUDA profiling: it tells when nodes are launched, not how long they run",
-            "profile eager or TensorRT, or use a build with onnxruntime_ENABLE_CUDA_PROFILING",
-        )
+        told = "this onnxruntime is built without CUDA profiling"
+        remedy = "profile eager or TensorRT, or use a build with onnxruntime_ENABLE_CUDA_PROFILING"
+        raise MissingCapability(f"{told}: it tells when nodes are launched, not how long they run", remedy)
     whole = statistics.median(int(run["dur"]) / 1e6 for run in runs[WARM_CALLS:])
     coarse = "it counts whole microseconds, which is coarse for operators this short"
     notes = (coarse,) if whole < _COARSE_SECONDS else ()
@@ -310,9 +308,8 @@ def _operator(name: str, event: Event, origins: Mapping[str, Origin], seconds: f
     given = event.get("args", {})
     operator = str(given.get("op_name") or name)
     origin = origins.get(name, Origin())
-    read, written = (
-        {str(word) for entry in given.get(f"{side}_type_shape", ()) for word in entry} for side in ("input", "output")
-    )
+    sides = (given.get(f"{side}_type_shape", ()) for side in ("input", "output"))
+    read, written = ({str(word) for entry in entries for word in entry} for entries in sides)
     if operator in _CONVERT or (operator == "Cast" and read | written <= _FLOATS):
         origin = origin.model_copy(update={"converts": True})
     precision = "" if origin.converts else "int8" if _INTEGER.search(operator) else narrowest(read, _TYPES)

@@ -144,10 +144,9 @@ def open_session(
         raise _load_error(error, path.name) from error
     wanted = providers[0][0]
     if session.get_providers()[0] != wanted:
-        raise MissingCapability(
-            f"ONNX Runtime did not start its {wanted} and would run on the CPU without a word",
-            f"install the CUDA build alone: pip uninstall onnxruntime; {install_command('onnxruntime-gpu')}",
-        )
+        remedy = f"install the CUDA build alone: pip uninstall onnxruntime; {install_command('onnxruntime-gpu')}"
+        told = f"ONNX Runtime did not start its {wanted} and would run on the CPU without a word"
+        raise MissingCapability(told, remedy)
     return session
 
 

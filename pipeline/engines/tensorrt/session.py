@@ -347,10 +347,8 @@ def to_numpy(tensor: Any) -> Array:
     if host.dtype == torch.bfloat16:
         import ml_dtypes
 
-        bits: Array = host.view(torch.uint16).numpy()
-        return bits.view(ml_dtypes.bfloat16)
-    array: Array = host.numpy()
-    return array
+        return np.asarray(host.view(torch.uint16)).view(ml_dtypes.bfloat16)
+    return np.asarray(host)
 
 
 def profile(trt: Any, session: TensorRTSession, request: ProfileRequest, notes: tuple[str, ...]) -> Profiled:
