@@ -465,9 +465,9 @@ class Engine(BaseModel, ABC, frozen=True, extra="forbid"):
         """
         if device.kind not in DEVICE_KINDS:
             raise MissingCapability(f"there is no device {device.kind!r}", f"use one of {', '.join(DEVICE_KINDS)}")
-        availability = cls.available(device)
-        if not availability.ok:
-            raise MissingCapability(f"{cls.name} cannot run on {device}: {availability.reason}", availability.remedy)
+        answer = cls.available(device)
+        if not answer.ok:
+            raise MissingCapability(f"{cls.name} cannot run on {device}: {answer.reason}", answer.remedy)
 
     @classmethod
     def buildable(cls) -> Availability:

@@ -169,7 +169,7 @@ class CudaAllocationTracker:
         return block is not None
 
 
-_active: dict[int, CudaAllocationTracker] = {}
+_active: dict[int, CudaAllocationTracker | None] = {}
 
 
 def active(device: int) -> CudaAllocationTracker | None:
@@ -191,7 +191,4 @@ def counting(device: int, memory: Memory | None = None) -> Iterator[CudaAllocati
     try:
         yield ledger
     finally:
-        if before is None:
-            del _active[device]
-        else:
-            _active[device] = before
+        _active[device] = before

@@ -36,6 +36,7 @@ from enginesmith.pipeline.engines.base import (
     warm_up,
 )
 from enginesmith.pipeline.engines.compatibility import Check, check, check_driver, check_packages
+from enginesmith.pipeline.engines.onnxruntime import profiler
 from enginesmith.pipeline.engines.onnxruntime.session import (
     LEVELS,
     Level,
@@ -211,6 +212,9 @@ class OnnxRuntime(Engine):
 
     def build(self, request: BuildRequest) -> Effect:
         """Write ``model.onnx``, its weights beside it, and the record of what it was made for."""
+        from enginesmith.pipeline.passes.sparsify import sparsify
+        from enginesmith.pipeline.passes.sparsify.check import follow
+
         artifact, out, device = request.artifact, request.out, request.device
         self.require(device)
         if not self._saves(device):
@@ -227,9 +231,11 @@ class OnnxRuntime(Engine):
         summary = f"optimised at level {level!r}: {old.total()} → {new.total()} nodes"
         if made := ", ".join(f"{count} {name}" for name, count in (new - old).most_common(4)):
             summary += f" (new: {made})"
-        holds = f"holds for processors with the same vector units, and onnxruntime {record.onnxruntime}"
-        notes = (holds, *_sparsity(artifact.path, file))
-        return Effect(file=_MODEL, summary=summary, notes=notes, signature=artifact.signature)
+        notes = [f"holds for processors with the same vector units, and onnxruntime {record.onnxruntime}"]
+        if sparsify.of(model_file.skeleton(artifact.path)) == sparsify.TWO_OF_FOUR:
+            zeros = follow(artifact.path, file)  # in weights that are repacked and fused: a loss is told, no failure
+            notes.append(f"in the optimised graph, {zeros}; there are no sparse kernels for it here")
+        return Effect(file=_MODEL, summary=summary, notes=tuple(notes), signature=artifact.signature)
 
     def _saves(self, device: Device) -> bool:
         """Tell whether the engine is the optimised graph; never on CUDA, where that may not load elsewhere."""
@@ -251,8 +257,6 @@ class OnnxRuntime(Engine):
 
     def profile(self, request: ProfileRequest) -> Profiled:
         """Time each node, in a session that writes a trace."""
-        from enginesmith.pipeline.engines.onnxruntime import profiler
-
         artifact, device, scratch = request.artifact, request.device, request.scratch
         saved = (artifact.folder / _RECORD).is_file()
         executed = artifact.path if saved else scratch / _MODEL
@@ -325,18 +329,6 @@ def _here(device: Device) -> _Record:
     units = sorted(set(_SIMD.findall(info.read_text()))) if info.is_file() else [platform.processor()]
     version = next(iter(versions(OnnxRuntime.tools).values()), "unknown")
     return _Record(onnxruntime=version, processor=" ".join((platform.machine(), *units)), device=device.kind)
-
-
-def _sparsity(before: Path, after: Path) -> tuple[str, ...]:
-    """Check that the optimised graph still has the zeros of a 2:4 graph, its weights repacked and fused as they are.
-
-    ONNX Runtime computes with them as with other numbers, so what is lost or not found is told, and no failure.
-    """
-    from enginesmith.pipeline.passes.sparsify import check, sparsify
-
-    if sparsify.of(model_file.skeleton(before)) != sparsify.TWO_OF_FOUR:
-        return ()
-    return (f"in the optimised graph, {check.follow(before, after)}; there are no sparse kernels for it here",)
 
 
 def _check_builds(stack: Stack) -> Iterator[Check]:

@@ -24,10 +24,11 @@ from enginesmith.pipeline.engines.base import (
     TritonBackend,
     WorkspaceEngine,
 )
-from enginesmith.pipeline.engines.tensorrt import builder, layers, manifest, parser, versions
+from enginesmith.pipeline.engines.tensorrt import builder, layers, loader, manifest, parser, versions
 from enginesmith.pipeline.engines.tensorrt.builder import BuilderSettings, Profile, build, compute_capabilities
 from enginesmith.pipeline.engines.tensorrt.manifest import EngineManifest
 from enginesmith.pipeline.engines.tensorrt.options import BuildOptions, RunOptions, validate_options
+from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession, profile
 from enginesmith.pipeline.engines.tensorrt.versions import Capabilities, FlavourName
 from enginesmith.pipeline.errors import MissingCapability, UsageError
 from enginesmith.pipeline.frameworks.onnx import model_file
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
     from enginesmith.pipeline.engines.compatibility import Check
     from enginesmith.pipeline.engines.options import EngineOptions
-    from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
     from enginesmith.pipeline.system.software import Formats, Stack
 
 
@@ -158,9 +158,7 @@ class TensorRT(WorkspaceEngine):
 
     @classmethod
     def refit(cls, engine: Artifact, graph: Artifact, file: Path, device: Device) -> Effect:
-        from enginesmith.pipeline.engines.tensorrt.loader import refit
-
-        return refit(engine, graph, file, device)
+        return loader.refit(engine, graph, file, device)
 
     @classmethod
     def restore_options(cls, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,9 +222,7 @@ class TensorRT(WorkspaceEngine):
     def buildable(cls) -> Availability:
         """Check that the package is installed and, for this flavour, that a device is there."""
         availability = versions.importable(cls.flavour)
-        if not availability.ok or cls.known().builds_without_gpu:
-            return availability
-        return nvidia.available(0)
+        return nvidia.available(0) if availability.ok and not cls.known().builds_without_gpu else availability
 
     @classmethod
     def known(cls) -> Capabilities:
@@ -381,23 +377,18 @@ class TensorRT(WorkspaceEngine):
 
     def profile(self, request: ProfileRequest) -> Profiled:
         """Time each layer, as the execution context reports it; without CUDA graphs."""
-        from enginesmith.pipeline.engines.tensorrt import session as profile
-
         run = self.run.model_copy(update={"cuda_graphs": False})
         notes = ("profiled without CUDA graphs",) if self.run.cuda_graphs else ()
         with self.model_copy(update={"run": run}).load(request.artifact, request.device) as session:
-            return profile.profile(versions.module(self.flavour), session, request, notes)
+            return profile(versions.module(self.flavour), session, request, notes)
 
-    def load(self, artifact: Artifact, device: Device) -> "TensorRTSession":
+    def load(self, artifact: Artifact, device: Device) -> TensorRTSession:
         """Open a session on an engine, after its digest and whether it fits this machine were checked."""
-        from enginesmith.pipeline.engines.tensorrt.loader import open_engine
-        from enginesmith.pipeline.engines.tensorrt.session import TensorRTSession
-
         record = manifest.read(artifact.path)
         self.require(device)
         manifest.validate_machine(record, device.index)
         trt = versions.module(self.flavour)
-        opened = open_engine(trt, artifact.path, record, self.known(), device, self.options, self.run)
+        opened = loader.open_engine(trt, artifact.path, record, self.known(), device, self.options, self.run)
         return TensorRTSession(trt, opened, record.signature, device, self.run)
 
     def prime(self, artifact: Artifact, device: Device) -> None:

@@ -17,9 +17,8 @@ from enginesmith.pipeline.system.software import numbers
 from enginesmith.pipeline.tensors import Signature
 
 _REMEDY = "build it for this machine: `enginesmith build` from the same graph"
-_HEADER_BYTES = 0x40
-_MAGIC = b"vtrt"
-_VERSION_AT, _TARGETS_AT, _WEIGHTS_AT = 0x18, 0x20, 0x38
+_HEADER = struct.Struct("<4s20x4B4xI20xQ")
+"""Magic number, four parts of the version, bits of the targets, and bytes of the weights."""
 _TARGET_BITS = {"sm75": 1, "sm80": 2, "sm86": 4, "sm89": 8, "sm120": 16, "sm121": 32}
 
 
@@ -131,14 +130,12 @@ class Header(BaseModel, frozen=True):
 def read_header(engine: Path) -> Header | None:
     """Read the header of a TensorRT-RTX engine; None if it is none."""
     with engine.open("rb") as stream:
-        data = stream.read(_HEADER_BYTES)
-    if len(data) < _HEADER_BYTES or not data.startswith(_MAGIC):
+        data = stream.read(_HEADER.size)
+    magic, *version, bits, weights = _HEADER.unpack(data) if len(data) == _HEADER.size else (b"", 0, 0)
+    if magic != b"vtrt":
         return None
-    version = ".".join(map(str, data[_VERSION_AT : _VERSION_AT + 4]))
-    (bits,) = struct.unpack_from("<I", data, _TARGETS_AT)
-    (weights,) = struct.unpack_from("<Q", data, _WEIGHTS_AT)
     targets = tuple(name for name, bit in _TARGET_BITS.items() if bits & bit)
-    return Header(version=version, compute_capabilities=targets, weights_bytes=weights)
+    return Header(version=".".join(map(str, version)), compute_capabilities=targets, weights_bytes=weights)
 
 
 def describe(file: Path, manifest: EngineManifest) -> dict[str, Any]:
