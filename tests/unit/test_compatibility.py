@@ -58,31 +58,19 @@ def test_what_fits_needs_no_fix() -> None:
         ({"torch_cuda": "12.8"}, "CUDA of torch and onnxruntime-gpu", "'onnxruntime-gpu[cuda,cudnn]==1.31.1'"),
         ({"cudnn": "8.9.7"}, "cuDNN", "pip install 'nvidia-cudnn-cu13==9.*'"),
         ({"cudnn": None}, "cuDNN", "pip install 'nvidia-cudnn-cu13==9.*'"),
-        (
-            {"versions": {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}},
-            "packages of ONNX Runtime",
-            "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu",
-        ),
+        ({"versions": {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}}, "packages of ONNX Runtime",
+            "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu"),
         ({"taken": Formats(ir=10, opset=22)}, "ONNX format", "pip install --upgrade onnxruntime-gpu"),
-        (
-            {"variants": {"tensorrt": {12: ["tensorrt-cu12"], 13: ["tensorrt-cu13"]}}},
-            "packages of tensorrt",
-            "pip uninstall -y tensorrt tensorrt-cu12 tensorrt-cu13 && pip install tensorrt-cu13",
-        ),
-        (
-            {"requirements": {"tensorrt-cu13": (Requirement("tensorrt-cu13-libs", "==10.13.3", ""),)}},
-            "parts of tensorrt",
-            "pip install --force-reinstall tensorrt-cu13",
-        ),
-        (
-            {"variants": {"tensorrt-rtx": {13: ["tensorrt-rtx-cu13"]}}},
-            "tensorrt-rtx on cuda:0",
-            "pip install tensorrt:",
-        ),
+        ({"variants": {"tensorrt": {12: ["tensorrt-cu12"], 13: ["tensorrt-cu13"]}}}, "packages of tensorrt",
+            "pip uninstall -y tensorrt tensorrt-cu12 tensorrt-cu13 && pip install tensorrt-cu13"),
+        ({"requirements": {"tensorrt-cu13": (Requirement("tensorrt-cu13-libs", "==10.13.3", ""),)}},
+            "parts of tensorrt", "pip install --force-reinstall tensorrt-cu13"),
+        ({"variants": {"tensorrt-rtx": {13: ["tensorrt-rtx-cu13"]}}}, "tensorrt-rtx on cuda:0",
+            "pip install tensorrt:"),
         (gpu(compute_capability="7.0"), "tensorrt on cuda:0", "pip install onnxruntime-gpu"),
         ({"glibc": "2.17"}, "C library", "pip install --force-reinstall torch"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_has_a_fix(change: dict[str, Any], name: str, fix: str) -> None:
     check = found(**change)[name]
     assert check.ok is False

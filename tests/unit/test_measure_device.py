@@ -101,26 +101,18 @@ def test_nothing_spoils_a_quiet_measurement(here: Environment) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "word"),
     [
-        (
-            {"quota_periods": 100, "throttled_periods": 5, "throttled_seconds": 1.0},
+        ({"quota_periods": 100, "throttled_periods": 5, "throttled_seconds": 1.0},
             {"quota_periods": 150, "throttled_periods": 25, "throttled_seconds": 3.5},
-            "in 20 of 50 periods and was throttled for 2.5 s",
-        ),
+            "in 20 of 50 periods and was throttled for 2.5 s"),
         ({}, {"cpu_seconds": 200.0, "stolen_seconds": 4.0}, "gave 4% of its cores' time"),
         ({"thermal_throttles": 3}, {"thermal_throttles": 10}, "heat slowed the processor down 7 times"),
         ({"frequency_mhz": 3000.0}, {"frequency_mhz": 2000.0}, "fell from 3000 to 2000 MHz"),
-        (
-            {"gpus": (busy(held_back_by_heat_seconds=1.0),)},
-            {"gpus": (busy(held_back_by_heat_seconds=4.0),)},
-            "heat for 3.0",
-        ),
-        (
-            {"gpus": (GPU,)},
-            {"gpus": (busy(processes=(GpuProcess(pid=FOREIGN, used_bytes=1),)),)},
-            "cuda:0 is used by others",
-        ),
+        ({"gpus": (busy(held_back_by_heat_seconds=1.0),)}, {"gpus": (busy(held_back_by_heat_seconds=4.0),)},
+            "heat for 3.0"),
+        ({"gpus": (GPU,)}, {"gpus": (busy(processes=(GpuProcess(pid=FOREIGN, used_bytes=1),)),)},
+            "cuda:0 is used by others"),
     ],
-)
+)  # fmt: skip
 def test_what_happened_meanwhile(here: Environment, before: Any, after: Any, word: str) -> None:
     first = here.model_copy(update={**QUIET, **before})
     found = interference(first, first.model_copy(update=after))

@@ -148,20 +148,14 @@ def test_the_graphs_wish_is_read_through_reshapes_of_weights() -> None:
     [
         (Signature(inputs=(IMAGE.model_copy(update={"name": "x"}),), outputs=(LOGITS,)), "no input 'x'"),
         (Signature(inputs=(IMAGE,), outputs=(IMAGE,)), "no output 'image'"),
-        (
-            Signature(inputs=(IMAGE.model_copy(update={"dtype": "float32"}),), outputs=(LOGITS,)),
-            "'image' is Half in the engine, and float32 in the graph",
-        ),
-        (
-            Signature(inputs=(IMAGE,), outputs=(LOGITS.model_copy(update={"shape": ("batch", 10)}),)),
-            "'logits' is \\[2,1000\\] in the engine",
-        ),
-        (
-            Signature(inputs=(IMAGE,), outputs=(LOGITS.model_copy(update={"shape": (2, 1000, 1)}),)),
-            "'logits' is \\[2,1000\\] in the engine",
-        ),
+        (Signature(inputs=(IMAGE.model_copy(update={"dtype": "float32"}),), outputs=(LOGITS,)),
+            "'image' is Half in the engine, and float32 in the graph"),
+        (Signature(inputs=(IMAGE,), outputs=(LOGITS.model_copy(update={"shape": ("batch", 10)}),)),
+            "'logits' is \\[2,1000\\] in the engine"),
+        (Signature(inputs=(IMAGE,), outputs=(LOGITS.model_copy(update={"shape": (2, 1000, 1)}),)),
+            "'logits' is \\[2,1000\\] in the engine"),
     ],
-)
+)  # fmt: skip
 def test_inputs_and_outputs_that_differ_are_problems(signature: Signature, words: str) -> None:
     (problem,) = found("fp16", graph("fp16", "fp16"), signature).problems
     assert words.replace("\\", "") in problem
