@@ -2,13 +2,11 @@
 
 import fcntl
 import gc
-import importlib.util
 import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
@@ -57,33 +55,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def store(shared: Path) -> Path:
     """A store for the whole session: what one test made, another may find there."""
     return shared / "store"
-
-
-@pytest.fixture(scope="session")
-def made_runs() -> ModuleType:
-    """``tests/data/runs.py``: runs that nobody measured."""
-    return _data("runs.py")
-
-
-@pytest.fixture(scope="session")
-def made_fleets() -> ModuleType:
-    """``tests/data/fleet/made.py``: fleets that nobody measured."""
-    return _data("fleet/made.py")
-
-
-@pytest.fixture(scope="session")
-def pages() -> ModuleType:
-    """``tests/data/pages.py``: what is in a page."""
-    return _data("pages.py")
-
-
-def _data(name: str) -> ModuleType:
-    """A module of ``tests/data``, which is no package."""
-    path = Path(__file__).parent / "data" / name
-    spec = importlib.util.spec_from_file_location(f"data_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _briefly(arguments: list[str]) -> list[str]:

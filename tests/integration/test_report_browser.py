@@ -7,13 +7,14 @@ import subprocess
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
 
+import fleets
 import pytest
+import runs
 
 from enginesmith.pipeline.report import fleet
 from enginesmith.pipeline.report.html import page
-from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results import run as documents
 from enginesmith.pipeline.results.fleet import FleetRecord
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -98,7 +99,7 @@ def test_a_real_run_is_shown_with_all_its_numbers_and_charts(digits_run: Path, b
     assert {"pareto", "memory", "latency-by-batch", "fidelity", "ecdf-1"} <= shown.charts.keys()
     assert all(shown.charts.values()), shown.charts
     assert shown.root["data-drawn"] == str(len(shown.charts))
-    run = runs.read(digits_run)
+    run = documents.read(digits_run)
     values = {float(str(one["data-value"])) for tag, one in shown.elements if tag == "td" and "data-value" in one}
     for record in (run.baseline, *run.variants):
         assert record.peak_bytes in values
@@ -107,19 +108,17 @@ def test_a_real_run_is_shown_with_all_its_numbers_and_charts(digits_run: Path, b
             assert known - {None} <= values
 
 
-def test_texts_of_a_run_stay_texts_on_a_small_phone(made_runs: ModuleType, browser: Browser, tmp_path: Path) -> None:
-    found = touched(page.render(made_runs.run(EVIL * 2, count=50)), browser, tmp_path)
+def test_texts_of_a_run_stay_texts_on_a_small_phone(browser: Browser, tmp_path: Path) -> None:
+    found = touched(page.render(runs.run(EVIL * 2, count=50)), browser, tmp_path)
     assert found["buttons"] > 20
     assert found["inputs"] > 2
 
 
 @pytest.mark.thorough
-def test_texts_of_a_fleet_do_too(
-    made_fleets: ModuleType, made_runs: ModuleType, browser: Browser, tmp_path: Path
-) -> None:
-    values = made_runs.filled(FleetRecord, EVIL)
+def test_texts_of_a_fleet_do_too(browser: Browser, tmp_path: Path) -> None:
+    values = runs.filled(FleetRecord, EVIL)
     entries = [{**values["entries"][0], "model": f"{number}{EVIL}", "target": EVIL} for number in range(60)]
-    record = FleetRecord.model_validate({**values, "fleet": made_fleets.fleet(), "entries": entries})
+    record = FleetRecord.model_validate({**values, "fleet": fleets.fleet(), "entries": entries})
     found = touched(fleet.render(record), browser, tmp_path)
     assert found["buttons"] > 10
     assert found["inputs"] > 0
@@ -162,9 +161,9 @@ def touched(text: str, browser: Browser, tmp_path: Path) -> dict[str, int]:
 
 
 @pytest.mark.thorough
-def test_a_large_run_opens(made_runs: ModuleType, browser: Browser, tmp_path: Path) -> None:
+def test_a_large_run_opens(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    path.write_text(page.render(made_runs.large()))
+    path.write_text(page.render(runs.large()))
     assert path.stat().st_size < 10_000_000
     shown = browser.open(path, wait=False)
     assert not shown.console

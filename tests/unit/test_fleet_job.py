@@ -3,9 +3,9 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import fleets
 import pytest
 from click.testing import CliRunner
 
@@ -25,8 +25,8 @@ Kind = Callable[[Any], Run | EnginesmithError]
 class Jobs:
     """Stands in for the job: leaves runs that nobody measured, and remembers what it was asked for."""
 
-    def __init__(self, made_fleets: ModuleType) -> None:
-        self.made = made_fleets
+    def __init__(self) -> None:
+        self.made = fleets
         self.asked: list[list[str]] = []
         self.models: dict[str, str] = {}
         """By MODEL, digests that are not those of the made runs."""
@@ -60,8 +60,8 @@ class Jobs:
 
 
 @pytest.fixture
-def jobs(made_fleets: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Jobs:
-    found = Jobs(made_fleets)
+def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Jobs:
+    found = Jobs()
     monkeypatch.setattr(optimize, "optimize_all", found.optimize_all)
     monkeypatch.setattr(optimize, "load_digests", found.load_digests)
     monkeypatch.chdir(tmp_path)

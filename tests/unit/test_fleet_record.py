@@ -3,9 +3,9 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import fleets
 import pytest
 
 from enginesmith.pipeline.errors import DataError, EnginesmithError, UsageError
@@ -22,10 +22,10 @@ def test_the_shipped_schema_is_that_of_the_code() -> None:
     assert shipped == json.loads(json.dumps(records.json_schema())), "run `make documents`"
 
 
-def test_it_reads_back_as_itself(made_fleets: ModuleType, tmp_path: Path) -> None:
-    asked = made_fleets.fleet(recipe={"measure": {"seconds": None}}, skip=["lenet@edge"])
+def test_it_reads_back_as_itself(tmp_path: Path) -> None:
+    asked = fleets.fleet(recipe={"measure": {"seconds": None}}, skip=["lenet@edge"])
     (one, *_) = asked.entries()
-    found = made_fleets.record(asked, made_fleets.entry(one, tmp_path, made_fleets.run(one)), options={"batch": [2]})
+    found = fleets.record(asked, fleets.entry(one, tmp_path, fleets.run(one)), options={"batch": [2]})
     path = records.write(found, tmp_path)
     assert records.read(tmp_path) == records.read(path) == found
     assert path.stat().st_mode & 0o044, "others may read it"
@@ -49,9 +49,9 @@ def test_a_damaged_record_is_told(tmp_path: Path, text: str, words: str) -> None
         records.read(tmp_path)
 
 
-def test_what_is_not_known_is_left_out_unless_it_is_to_be_done(made_fleets: ModuleType, tmp_path: Path) -> None:
-    asked = made_fleets.fleet()
-    document = json.loads(made_fleets.record(asked).model_dump_json(by_alias=True))
+def test_what_is_not_known_is_left_out_unless_it_is_to_be_done(tmp_path: Path) -> None:
+    asked = fleets.fleet()
+    document = json.loads(fleets.record(asked).model_dump_json(by_alias=True))
     document["fleet"]["future"] = 1
     (tmp_path / records.FILE).write_text(json.dumps(document))
     assert records.read(tmp_path).fleet == asked
@@ -59,16 +59,16 @@ def test_what_is_not_known_is_left_out_unless_it_is_to_be_done(made_fleets: Modu
         records.read(tmp_path, to_go_on=True)
 
 
-def made(made_fleets: ModuleType, folder: Path, kind: str) -> EntryRecord:
-    (one, *_) = made_fleets.fleet().entries()
+def made(folder: Path, kind: str) -> EntryRecord:
+    (one, *_) = fleets.fleet().entries()
     kinds: dict[str, Run | EnginesmithError | None] = {
-        "won": made_fleets.run(one), "partly": made_fleets.partly(one), "breached": made_fleets.breached(one),
-        "lacking": made_fleets.ERRORS[0], "usage": made_fleets.ERRORS[1], "failed": made_fleets.ERRORS[2],
-        "built": made_fleets.run(one, winner=None, winner_reason="2 variants are built", complete=False),
-        "unmeasured": made_fleets.run(one, winner=None, winner_reason="nothing was measured that has a latency"),
+        "won": fleets.run(one), "partly": fleets.partly(one), "breached": fleets.breached(one),
+        "lacking": fleets.ERRORS[0], "usage": fleets.ERRORS[1], "failed": fleets.ERRORS[2],
+        "built": fleets.run(one, winner=None, winner_reason="2 variants are built", complete=False),
+        "unmeasured": fleets.run(one, winner=None, winner_reason="nothing was measured that has a latency"),
         "waiting": None,
     }  # fmt: skip
-    found = made_fleets.entry(one, folder, kinds[kind])
+    found = fleets.entry(one, folder, kinds[kind])
     assert isinstance(found, EntryRecord)
     return found
 
@@ -87,8 +87,8 @@ def made(made_fleets: ModuleType, folder: Path, kind: str) -> EntryRecord:
         ("waiting", "pending", 0),
     ],
 )
-def test_how_an_entry_ends(made_fleets: ModuleType, tmp_path: Path, kind: str, status: str, code: int) -> None:
-    found = made(made_fleets, tmp_path, kind)
+def test_how_an_entry_ends(tmp_path: Path, kind: str, status: str, code: int) -> None:
+    found = made(tmp_path, kind)
     assert (found.status, found.exit_code) == (status, code)
     assert bool(found.winner) == (kind in ("won", "partly"))
     assert bool(found.reason) == (kind not in ("won", "partly"))
@@ -107,141 +107,139 @@ def test_how_an_entry_ends(made_fleets: ModuleType, tmp_path: Path, kind: str, s
         (["usage", "usage"], 2),
     ],
 )
-def test_the_worst_exit_code_counts(made_fleets: ModuleType, tmp_path: Path, kinds: list[str], code: int) -> None:
-    entries = [made(made_fleets, tmp_path / str(number), kind) for number, kind in enumerate(kinds)]
-    assert made_fleets.record(made_fleets.fleet(), *entries).exit_code == code
+def test_the_worst_exit_code_counts(tmp_path: Path, kinds: list[str], code: int) -> None:
+    entries = [made(tmp_path / str(number), kind) for number, kind in enumerate(kinds)]
+    assert fleets.record(fleets.fleet(), *entries).exit_code == code
 
 
-def test_what_was_interrupted_has_not_ended(made_fleets: ModuleType, tmp_path: Path) -> None:
-    (one, *_) = made_fleets.fleet().entries()
-    begun = made_fleets.run(one, complete=False)
+def test_what_was_interrupted_has_not_ended(tmp_path: Path) -> None:
+    (one, *_) = fleets.fleet().entries()
+    begun = fleets.run(one, complete=False)
     assert entry_record(one, Found(begun, ended=False), tmp_path).status == "pending"
     assert entry_record(one, Found(begun), tmp_path).status == "done"
-    assert entry_record(one, Found(made_fleets.run(one), ended=False), tmp_path).status == "done"
+    assert entry_record(one, Found(fleets.run(one), ended=False), tmp_path).status == "done"
 
 
-def test_the_winner_has_its_numbers_and_reasons_for_those_it_lacks(made_fleets: ModuleType, tmp_path: Path) -> None:
-    found = made(made_fleets, tmp_path, "won").winner
-    assert (found.id, found.precision, found.batch, found.p50_ms) == (made_fleets.INT8, "int8", 1, 0.5)
-    assert found.speedup == made_fleets.about(4.0)
+def test_the_winner_has_its_numbers_and_reasons_for_those_it_lacks(tmp_path: Path) -> None:
+    found = made(tmp_path, "won").winner
+    assert (found.id, found.precision, found.batch, found.p50_ms) == (fleets.INT8, "int8", 1, 0.5)
+    assert found.speedup == fleets.about(4.0)
     assert (found.peak_bytes, found.bytes, found.drop, found.reasons) == (100 << 20, 200_000, 0.01, {})
-    (one, *_) = made_fleets.fleet().entries()
-    bare = made_fleets.variant(made_fleets.INT8, 0.5, 4.0, memory=None, quality=None, reasons={"memory": "not asked"})
-    lacking = entry_record(one, Found(made_fleets.run(one, variants=(bare,))), tmp_path).winner
+    (one, *_) = fleets.fleet().entries()
+    bare = fleets.variant(fleets.INT8, 0.5, 4.0, memory=None, quality=None, reasons={"memory": "not asked"})
+    lacking = entry_record(one, Found(fleets.run(one, variants=(bare,))), tmp_path).winner
     assert lacking.reasons["peak_bytes"] == "not asked"
     assert {name for name in ("peak_bytes", "drop", "metric") if getattr(lacking, name) is None} == set(lacking.reasons)
-    itself = entry_record(one, Found(made_fleets.run(one, winner="eager")), tmp_path).winner
+    itself = entry_record(one, Found(fleets.run(one, winner="eager")), tmp_path).winner
     assert (itself.speedup, itself.reasons["speedup"]) == (None, "it is the baseline")
 
 
-def test_logs_of_shared_steps_are_with_a_sibling(made_fleets: ModuleType, tmp_path: Path) -> None:
-    first, second, *_ = made_fleets.fleet().entries()
-    made_fleets.placed(made_fleets.partly(first), tmp_path, first.name)
-    found = entry_record(second, Found(made_fleets.partly(second)), tmp_path, [first.name])
+def test_logs_of_shared_steps_are_with_a_sibling(tmp_path: Path) -> None:
+    first, second, *_ = fleets.fleet().entries()
+    fleets.placed(fleets.partly(first), tmp_path, first.name)
+    found = entry_record(second, Found(fleets.partly(second)), tmp_path, [first.name])
     assert found.failures[0].log == f"runs/{first.name}/logs/export.log"
-    assert entry_record(second, Found(made_fleets.partly(second)), tmp_path).failures[0].log is None
+    assert entry_record(second, Found(fleets.partly(second)), tmp_path).failures[0].log is None
 
 
-def test_what_single_runs_call_options_is_told_as_fields(made_fleets: ModuleType, tmp_path: Path) -> None:
-    (one, *_) = made_fleets.fleet().entries()
-    failed = made_fleets.entry(one, tmp_path, DataError("--recover needs data", "give some with --calibration DATA"))
+def test_what_single_runs_call_options_is_told_as_fields(tmp_path: Path) -> None:
+    (one, *_) = fleets.fleet().entries()
+    failed = fleets.entry(one, tmp_path, DataError("--recover needs data", "give some with --calibration DATA"))
     fields = "an option is for all entries: in the fleet file, `recipe: {recover: …, calibration: …}` is for one model"
     assert failed.remedy == failed.failures[0].remedy == f"give some with --calibration DATA; {fields}"
-    assert made_fleets.entry(one, tmp_path, made_fleets.ERRORS[0]).remedy == "start one"
+    assert fleets.entry(one, tmp_path, fleets.ERRORS[0]).remedy == "start one"
 
 
 STATE = State("of digits", {"data.npz": "d"}, {"torch": "2.11"})
 
 
 @pytest.fixture
-def asked(made_fleets: ModuleType) -> Entry:
-    first = made_fleets.fleet().entries()[0]
+def asked() -> Entry:
+    first = fleets.fleet().entries()[0]
     assert isinstance(first, Entry)
     return first
 
 
 @pytest.fixture
-def before(made_fleets: ModuleType, asked: Entry, tmp_path: Path) -> Earlier:
+def before(asked: Entry, tmp_path: Path) -> Earlier:
     """A fleet of one entry whose winner takes 0.5 ms."""
-    return fleet_in(made_fleets, asked, tmp_path / "before", made_fleets.run(asked))
+    return fleet_in(asked, tmp_path / "before", fleets.run(asked))
 
 
-def fleet_in(made_fleets: ModuleType, asked: Entry, folder: Path, found: Any, **changes: Any) -> Earlier:
-    entry = made_fleets.entry(asked, folder, found).model_copy(update={"files": {"data.npz": "d"}})
-    records.write(made_fleets.record(made_fleets.fleet(), entry, **changes), folder)
+def fleet_in(asked: Entry, folder: Path, found: Any, **changes: Any) -> Earlier:
+    entry = fleets.entry(asked, folder, found).model_copy(update={"files": {"data.npz": "d"}})
+    records.write(fleets.record(fleets.fleet(), entry, **changes), folder)
     return records.open_fleet(folder)
 
 
-def beside(made_fleets: ModuleType, before: Earlier, asked: Entry, folder: Path, now: Run | None) -> EntryChange:
+def beside(before: Earlier, asked: Entry, folder: Path, now: Run | None) -> EntryChange:
     if now is not None:
-        made_fleets.placed(now, folder, asked.name)
+        fleets.placed(now, folder, asked.name)
     return records.compare_entry(before, asked.name, folder / records.RUNS / asked.name, now)
 
 
-def test_a_slower_winner_is_told(made_fleets: ModuleType, before: Earlier, asked: Entry, tmp_path: Path) -> None:
-    found = beside(made_fleets, before, asked, tmp_path / "now", made_fleets.run(asked, ms=0.6))
-    assert (found.winner, found.p50_ms, found.winners, found.note) == (made_fleets.INT8, 0.5, None, "")
-    change = next(one for one in found.compared if one.id == made_fleets.INT8).latency[0].change
+def test_a_slower_winner_is_told(before: Earlier, asked: Entry, tmp_path: Path) -> None:
+    found = beside(before, asked, tmp_path / "now", fleets.run(asked, ms=0.6))
+    assert (found.winner, found.p50_ms, found.winners, found.note) == (fleets.INT8, 0.5, None, "")
+    change = next(one for one in found.compared if one.id == fleets.INT8).latency[0].change
     assert (change.significant, change.basis) == (True, "speed-up over eager")
     assert change.median == pytest.approx(1.2)
-    same = next(one for one in found.compared if one.id == made_fleets.FP32).latency[0].change
+    same = next(one for one in found.compared if one.id == fleets.FP32).latency[0].change
     assert same.significant is False
 
 
-def test_few_launches_are_no_verdict(made_fleets: ModuleType, before: Earlier, asked: Entry, tmp_path: Path) -> None:
-    slow = made_fleets.variant(
-        made_fleets.INT8, 0.6, 3.3, latency=(made_fleets.row(0.6, 3.3).model_copy(update={"launches": 1}),)
-    )
-    found = beside(made_fleets, before, asked, tmp_path / "now", made_fleets.run(asked, variants=(slow,)))
-    change = next(one for one in found.compared if one.id == made_fleets.INT8).latency[0].change
+def test_few_launches_are_no_verdict(before: Earlier, asked: Entry, tmp_path: Path) -> None:
+    slow = fleets.variant(fleets.INT8, 0.6, 3.3, latency=(fleets.row(0.6, 3.3).model_copy(update={"launches": 1}),))
+    found = beside(before, asked, tmp_path / "now", fleets.run(asked, variants=(slow,)))
+    change = next(one for one in found.compared if one.id == fleets.INT8).latency[0].change
     assert change.significant is None
     assert "not judged" in change.note
 
 
-def test_other_machines_do_not_count(made_fleets: ModuleType, before: Earlier, asked: Entry, tmp_path: Path) -> None:
-    other = made_fleets.run(asked, ms=5.0, environment={**made_fleets.MACHINE, "processor": "Another CPU"})
-    found = beside(made_fleets, before, asked, tmp_path / "now", other)
+def test_other_machines_do_not_count(before: Earlier, asked: Entry, tmp_path: Path) -> None:
+    other = fleets.run(asked, ms=5.0, environment={**fleets.MACHINE, "processor": "Another CPU"})
+    found = beside(before, asked, tmp_path / "now", other)
     assert found.note == "other machine: processor was Some CPU, and is Another CPU"
     assert (found.pair, found.winners, found.p50_ms) == (None, None, 0.5)
 
 
-def test_another_winner_is_set_beside(made_fleets: ModuleType, before: Earlier, asked: Entry, tmp_path: Path) -> None:
-    now = made_fleets.run(asked, ms=1.0, winner=made_fleets.FP32)
-    found = beside(made_fleets, before, asked, tmp_path / "now", now)
+def test_another_winner_is_set_beside(before: Earlier, asked: Entry, tmp_path: Path) -> None:
+    now = fleets.run(asked, ms=1.0, winner=fleets.FP32)
+    found = beside(before, asked, tmp_path / "now", now)
     row = found.winners.latency[0]
     assert (row.before_p50_ms, row.after_p50_ms, row.change.significant) == (0.5, 0.8, True)
     assert row.change.median == pytest.approx(4.0 / 2.5)
 
 
-def test_a_winner_after_eager_is_compared_in_ms(made_fleets: ModuleType, asked: Entry, tmp_path: Path) -> None:
-    before = fleet_in(made_fleets, asked, tmp_path / "before", made_fleets.run(asked, winner="eager"))
-    found = beside(made_fleets, before, asked, tmp_path / "now", made_fleets.run(asked))
+def test_a_winner_after_eager_is_compared_in_ms(asked: Entry, tmp_path: Path) -> None:
+    before = fleet_in(asked, tmp_path / "before", fleets.run(asked, winner="eager"))
+    found = beside(before, asked, tmp_path / "now", fleets.run(asked))
     change = found.winners.latency[0].change
     assert change.median == pytest.approx(0.25)
     assert change.basis == "milliseconds"
     assert "the baseline itself" in change.note
 
 
-def test_what_is_missing_is_said(made_fleets: ModuleType, before: Earlier, asked: Entry, tmp_path: Path) -> None:
+def test_what_is_missing_is_said(before: Earlier, asked: Entry, tmp_path: Path) -> None:
     assert records.compare_entry(before, "new@cpu", tmp_path, None).note == "not in the last fleet"
-    assert beside(made_fleets, before, asked, tmp_path / "now", None).note == "there is no run now"
-    failed = fleet_in(made_fleets, asked, tmp_path / "failed", made_fleets.ERRORS[2])
-    found = beside(made_fleets, failed, asked, tmp_path / "later", made_fleets.run(asked))
+    assert beside(before, asked, tmp_path / "now", None).note == "there is no run now"
+    failed = fleet_in(asked, tmp_path / "failed", fleets.ERRORS[2])
+    found = beside(failed, asked, tmp_path / "later", fleets.run(asked))
     assert found.note == "there was no run: aten::odd cannot be exported"
     (before.folder / records.RUNS / asked.name / "run.json").unlink()
-    found = records.compare_entry(before, asked.name, tmp_path, made_fleets.run(asked))
-    assert (found.note, found.winner) == ("its run is no longer there", made_fleets.INT8)
+    found = records.compare_entry(before, asked.name, tmp_path, fleets.run(asked))
+    assert (found.note, found.winner) == ("its run is no longer there", fleets.INT8)
 
 
-def test_the_last_fleet_is_the_newest_of_its_name(made_fleets: ModuleType, asked: Entry, tmp_path: Path) -> None:
+def test_the_last_fleet_is_the_newest_of_its_name(asked: Entry, tmp_path: Path) -> None:
     others: dict[str, dict[str, Any]] = {
         "old": {"created": "2026-01-01"}, "newer": {"created": "2026-01-03"},
         "part": {"created": "2026-01-04", "only": ["cpu"]}, "other": {"created": "2026-01-05", "file": "other.yaml"},
         "interrupted": {"created": "2026-01-05"}, "now": {"created": "2026-01-06"}, "later": {"created": "2026-01-07"},
     }  # fmt: skip
     for name, changes in others.items():
-        found = None if name == "interrupted" else made_fleets.run(asked)
-        fleet_in(made_fleets, asked, tmp_path / name, found, **changes)
+        found = None if name == "interrupted" else fleets.run(asked)
+        fleet_in(asked, tmp_path / name, found, **changes)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / records.FILE).write_text("{")
     now = records.open_fleet(tmp_path / "now").record
@@ -265,15 +263,15 @@ def test_the_last_fleet_is_the_newest_of_its_name(made_fleets: ModuleType, asked
         ({"models": {"lenet": {}}}, "it was not there"),
     ],
 )
-def test_changes_are_done_again(made_fleets: ModuleType, before: Earlier, change: dict[str, Any], words: str) -> None:
+def test_changes_are_done_again(before: Earlier, change: dict[str, Any], words: str) -> None:
     state = change.pop("state", STATE)
-    assert records.find_unchanged(before, made_fleets.fleet(**change).entries()[0], state) == words
+    assert records.find_unchanged(before, fleets.fleet(**change).entries()[0], state) == words
 
 
 @pytest.mark.parametrize(("kind", "words"), [("breached", "it had no winner"), ("begun", "it was not complete")])
-def test_only_winners_stand(made_fleets: ModuleType, asked: Entry, tmp_path: Path, kind: str, words: str) -> None:
-    found = made_fleets.breached(asked) if kind == "breached" else made_fleets.run(asked, complete=False)
-    assert records.find_unchanged(fleet_in(made_fleets, asked, tmp_path, found), asked, STATE) == words
+def test_only_winners_stand(asked: Entry, tmp_path: Path, kind: str, words: str) -> None:
+    found = fleets.breached(asked) if kind == "breached" else fleets.run(asked, complete=False)
+    assert records.find_unchanged(fleet_in(asked, tmp_path, found), asked, STATE) == words
 
 
 def test_a_run_that_stands_is_linked(before: Earlier, asked: Entry, tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import fleets
+import pages
 import pytest
+import runs
 
 from enginesmith.pipeline.errors import ExportError
 from enginesmith.pipeline.recipe.fleet import Fleet
@@ -21,38 +23,38 @@ EVIL = """<img src=x onerror="document.title='a'"></script><script>x()</script>"
 
 
 @pytest.fixture(scope="module")
-def some(made_fleets: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> FleetRecord:
+def some(tmp_path_factory: pytest.TempPathFactory) -> FleetRecord:
     """Entries of every kind, beside a fleet in which all had a winner of 0.5 ms."""
-    found = fleet(made_fleets, tmp_path_factory.mktemp("fleets"))
+    found = fleet(tmp_path_factory.mktemp("fleets"))
     assert isinstance(found, FleetRecord)
     return found
 
 
-def fleet(made_fleets: ModuleType, folder: Path) -> FleetRecord:
+def fleet(folder: Path) -> FleetRecord:
     models: dict[str, Any] = {name: {} for name in ("digits", "lenet", "mobilenet_v2")}
     targets = {"cpu": {}, "h100": {"accelerator": "H100"}, "edge": {"resources": {"edge": 1}}}
-    asked = made_fleets.fleet(models=models, targets=targets, skip=["mobilenet_v2@edge"])
+    asked = fleets.fleet(models=models, targets=targets, skip=["mobilenet_v2@edge"])
     entries = asked.entries()
-    before = [made_fleets.entry(one, folder / "before", made_fleets.run(one)) for one in entries[:-1]]
-    records.write(made_fleets.record(asked, *before, created="2026-01-01"), folder / "before")
+    before = [fleets.entry(one, folder / "before", fleets.run(one)) for one in entries[:-1]]
+    records.write(fleets.record(asked, *before, created="2026-01-01"), folder / "before")
     last = records.open_fleet(folder / "before")
-    other = {**made_fleets.MACHINE, "processor": "Another CPU"}
-    synthetic = made_fleets.variant(made_fleets.INT8, 0.5, 4.0, synthetic_calibration=True)
+    other = {**fleets.MACHINE, "processor": "Another CPU"}
+    synthetic = fleets.variant(fleets.INT8, 0.5, 4.0, synthetic_calibration=True)
     kinds = [
-        made_fleets.run(entries[0], ms=0.6), made_fleets.run(entries[1], ms=0.4),
-        made_fleets.run(entries[2], environment=other), made_fleets.run(entries[3], ms=1.0, winner=made_fleets.FP32),
-        made_fleets.breached(entries[4]), made_fleets.ERRORS[0], made_fleets.partly(entries[6]),
-        made_fleets.run(entries[7], variants=(synthetic,)),
+        fleets.run(entries[0], ms=0.6), fleets.run(entries[1], ms=0.4),
+        fleets.run(entries[2], environment=other), fleets.run(entries[3], ms=1.0, winner=fleets.FP32),
+        fleets.breached(entries[4]), fleets.ERRORS[0], fleets.partly(entries[6]),
+        fleets.run(entries[7], variants=(synthetic,)),
     ]  # fmt: skip
     now = folder / "now"
     made: list[EntryRecord] = []
     for entry, kind in zip(entries, kinds, strict=True):
-        one = made_fleets.entry(entry, now, kind)
+        one = fleets.entry(entry, now, kind)
         run = None if one.run is None else kind
         since = records.compare_entry(last, entry.name, now / RUNS / entry.name, run)
         made.append(one.model_copy(update={"since_last": since}))
     beside = Last(path="../before", created="2026-01-01", without=("gone@cpu",))
-    found = made_fleets.record(asked, *made, last=beside)
+    found = fleets.record(asked, *made, last=beside)
     assert isinstance(found, FleetRecord)
     return found
 
@@ -158,7 +160,7 @@ def test_the_matrix_has_models_by_targets(some: FleetRecord) -> None:
     assert (1, 3) not in links
 
 
-def test_the_page_leads_to_runs_and_logs(pages: ModuleType, some: FleetRecord) -> None:
+def test_the_page_leads_to_runs_and_logs(some: FleetRecord) -> None:
     text = fleet_page.render(some)
     elements = pages.Elements(text)
     found = {one.get("href") for one in elements.named("a")}
@@ -169,7 +171,7 @@ def test_the_page_leads_to_runs_and_logs(pages: ModuleType, some: FleetRecord) -
     assert {"0.6", str(100 << 20), "200000", "0.01"} <= values
 
 
-def test_the_page_needs_no_network_and_no_more_than_its_own_script(pages: ModuleType, some: FleetRecord) -> None:
+def test_the_page_needs_no_network_and_no_more_than_its_own_script(some: FleetRecord) -> None:
     text = fleet_page.render(some)
     elements = pages.Elements(text)
     assert len(text) < 200_000
@@ -179,19 +181,17 @@ def test_the_page_needs_no_network_and_no_more_than_its_own_script(pages: Module
     assert policy == page.write_policy((page.load(page.SCRIPT),))
 
 
-def evil(made_fleets: ModuleType, made_runs: ModuleType, folder: Path) -> FleetRecord:
+def evil(folder: Path) -> FleetRecord:
     """Every free text is one that would like to be markup."""
-    values = made_runs.filled(FleetRecord, EVIL)
+    values = runs.filled(FleetRecord, EVIL)
     asked = Fleet.model_validate({"models": {EVIL: {}}, "targets": {EVIL: {"resources": {EVIL: 1}}}})
-    failed = made_fleets.entry(asked.entries()[0], folder, ExportError(EVIL, EVIL))
+    failed = fleets.entry(asked.entries()[0], folder, ExportError(EVIL, EVIL))
     filled = {**values["entries"][0], "status": "done"}
     return FleetRecord.model_validate({**values, "fleet": asked, "entries": [filled, failed]})
 
 
-def test_texts_bring_no_markup(
-    pages: ModuleType, some: FleetRecord, made_fleets: ModuleType, made_runs: ModuleType, tmp_path: Path
-) -> None:
-    found = evil(made_fleets, made_runs, tmp_path)
+def test_texts_bring_no_markup(some: FleetRecord, tmp_path: Path) -> None:
+    found = evil(tmp_path)
     assert found.model_dump_json().count("<img src=x") > 80
     elements = pages.Elements(fleet_page.render(found))
     assert {tag for tag, _ in elements.all} <= {tag for tag, _ in pages.Elements(fleet_page.render(some)).all}

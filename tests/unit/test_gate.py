@@ -4,9 +4,9 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import fleets
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -25,7 +25,7 @@ from enginesmith.pipeline.recipe.options import Budgets
 from enginesmith.pipeline.results import fleet as records
 from enginesmith.pipeline.results import gate, remeasure
 from enginesmith.pipeline.results import gate as gates
-from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results import run as documents
 from enginesmith.pipeline.results.gate import Demands, parse_tolerance
 from enginesmith.pipeline.results.gate_report import Gate
 from enginesmith.pipeline.results.run import ModelRecord, Run, StoredArtifact, VariantRecord
@@ -57,7 +57,7 @@ def write(folder: Path, *variants: VariantRecord, **changes: object) -> Path:
     winner = variants[0].id if variants else None
     values = {"name": folder.name, "environment": MACHINE, "model": MODEL, "winner": winner, **changes}
     folder.mkdir(exist_ok=True)
-    runs.write(small(eager, *variants, **values), folder)
+    documents.write(small(eager, *variants, **values), folder)
     return folder
 
 
@@ -313,7 +313,7 @@ def test_measured_until_clear(
             found |= {f"{name}/1/rounds": np.ones(5, int)}
         return LatencyResult({name: (LatencyRow(batch=1),) for name in ("baseline", "candidate")}, found)
 
-    run = runs.read(write(tmp_path / "run", record()))
+    run = documents.read(write(tmp_path / "run", record()))
     stored = remeasure.Stored(tmp_path, run, run.variants[0])
     monkeypatch.setattr(remeasure, "measure_latency", measured)
     monkeypatch.setattr(remeasure, "_feeds", lambda *_: {})
@@ -328,18 +328,18 @@ NAMES = ("digits@cpu", "digits@edge", "lenet@cpu", "lenet@edge")
 
 
 @pytest.fixture
-def make_fleet(made_fleets: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+def make_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Makes a fleet of four entries, which take 0.5 ms where nothing else is said of them."""
     monkeypatch.chdir(tmp_path)
 
     def made(name: str, kinds: dict[str, Run | EnginesmithError | float] | None = None, **changes: Any) -> None:
-        asked = made_fleets.fleet(**changes)
+        asked = fleets.fleet(**changes)
         entries = []
         for one in asked.entries():
             kind = (kinds or {}).get(one.name, 0.5)
-            found = made_fleets.run(one, ms=kind) if isinstance(kind, float) else kind
-            entries.append(made_fleets.entry(one, Path(name), found))
-        records.write(made_fleets.record(asked, *entries), Path(name))
+            found = fleets.run(one, ms=kind) if isinstance(kind, float) else kind
+            entries.append(fleets.entry(one, Path(name), found))
+        records.write(fleets.record(asked, *entries), Path(name))
 
     return made
 
@@ -367,8 +367,8 @@ def test_every_entry_is_held_against_its_own_budgets_and_those_given(make_fleet:
     assert said("gate", "other")[1].splitlines()[-1] == "other: nothing was judged"
 
 
-def test_what_came_to_nothing_is_broken(make_fleet: Make, made_fleets: ModuleType) -> None:
-    make_fleet("fleet", {"lenet@cpu": made_fleets.ERRORS[2], "lenet@edge": made_fleets.ERRORS[0]})
+def test_what_came_to_nothing_is_broken(make_fleet: Make) -> None:
+    make_fleet("fleet", {"lenet@cpu": fleets.ERRORS[2], "lenet@edge": fleets.ERRORS[0]})
     code, text = said("gate", "fleet", "--max-latency", "1ms", "--json")
     found = json.loads(text)
     assert (code, found["schema"], found["passed"]) == (3, "enginesmith.fleet-gate/1", False)
@@ -449,8 +449,8 @@ def test_two_fleets_are_compared(make_fleet: Make) -> None:
     assert records.read(Path("after")).last is None, "what is in the folder stays as it is"
 
 
-def test_a_fleet_is_inspected(make_fleet: Make, made_fleets: ModuleType) -> None:
-    make_fleet("fleet", {"lenet@cpu": made_fleets.ERRORS[2]})
+def test_a_fleet_is_inspected(make_fleet: Make) -> None:
+    make_fleet("fleet", {"lenet@cpu": fleets.ERRORS[2]})
     code, text = said("inspect", "fleet")
     assert code == 0
     assert "kind: fleet\n" in text

@@ -2,9 +2,9 @@
 
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from xml.etree import ElementTree
 
+import fleets
 import pytest
 from runs import small, variant
 
@@ -214,15 +214,15 @@ def test_a_variant_that_failed_is_a_failure() -> None:
     assert cases(junit.render(run(failed)))["variant a: measured"] == "failure: build: out of memory"
 
 
-def test_a_fleet_has_the_cases_of_all_its_runs(made_fleets: ModuleType, tmp_path: Path) -> None:
-    asked = made_fleets.fleet()
+def test_a_fleet_has_the_cases_of_all_its_runs(tmp_path: Path) -> None:
+    asked = fleets.fleet()
     one, two, three, four = asked.entries()
-    failed = made_fleets.variant(made_fleets.INT8, 0.5, 4.0, fidelity=(check(passed=False, reason="SQNR of 3 dB"),))
-    found = {one.name: made_fleets.breached(one), two.name: made_fleets.run(two, variants=(failed,))}
-    entries = [made_fleets.entry(entry, tmp_path, found[entry.name]) for entry in (one, two)]
-    entries += [made_fleets.entry(three, tmp_path, made_fleets.ERRORS[2])]
-    entries += [made_fleets.entry(four, tmp_path, made_fleets.ERRORS[0])]
-    text = junit.render_fleet(made_fleets.record(asked, *entries), found)
+    failed = fleets.variant(fleets.INT8, 0.5, 4.0, fidelity=(check(passed=False, reason="SQNR of 3 dB"),))
+    found = {one.name: fleets.breached(one), two.name: fleets.run(two, variants=(failed,))}
+    entries = [fleets.entry(entry, tmp_path, found[entry.name]) for entry in (one, two)]
+    entries += [fleets.entry(three, tmp_path, fleets.ERRORS[2])]
+    entries += [fleets.entry(four, tmp_path, fleets.ERRORS[0])]
+    text = junit.render_fleet(fleets.record(asked, *entries), found)
     assert cases(text) == {
         "entries: digits@cpu": "passed",
         "entries: digits@edge": "passed",

@@ -3,18 +3,19 @@
 import os
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pages
 import pytest
+import runs
 
 from enginesmith.pipeline.errors import UsageError
 from enginesmith.pipeline.report import files, sections, tables
 from enginesmith.pipeline.report.html import blocks, page
 from enginesmith.pipeline.report.html.blocks import Folded, Section, tables_in
 from enginesmith.pipeline.report.tables import Table
-from enginesmith.pipeline.results import run as runs
+from enginesmith.pipeline.results import run as documents
 from enginesmith.pipeline.results.run import Run
 
 EVIL = (
@@ -27,14 +28,14 @@ SECTIONS = (
 
 
 @pytest.fixture(scope="module")
-def some(made_runs: ModuleType) -> Run:
-    found = made_runs.run()
+def some() -> Run:
+    found = runs.run()
     assert isinstance(found, Run)
     return found
 
 
 @pytest.fixture(scope="module")
-def elements(pages: ModuleType, some: Run) -> Any:
+def elements(some: Run) -> Any:
     return pages.Elements(page.render(some))
 
 
@@ -45,7 +46,7 @@ def test_every_part_has_its_section_in_order(elements: Any) -> None:
     assert headings == ["h1", *["h2"] * len(SECTIONS)]
 
 
-def test_nothing_comes_from_the_network(pages: ModuleType, some: Run) -> None:
+def test_nothing_comes_from_the_network(some: Run) -> None:
     text = page.render(some)
     elements = pages.Elements(text)
     assert not any("src" in attributes for _, attributes in elements.all)
@@ -78,14 +79,14 @@ def test_what_people_need_who_do_not_see_it(elements: Any) -> None:
     assert all("tabindex" in one for _, one in elements.all if one.get("class") == "scroll")
 
 
-def test_texts_of_the_run_bring_no_markup(pages: ModuleType, made_runs: ModuleType, elements: Any) -> None:
-    evil = pages.Elements(page.render(made_runs.run(EVIL)))
+def test_texts_of_the_run_bring_no_markup(elements: Any) -> None:
+    evil = pages.Elements(page.render(runs.run(EVIL)))
     assert {tag for tag, _ in evil.all} == {tag for tag, _ in elements.all}
     assert len(evil.named("script")) == len(elements.named("script"))
     assert not any(name.startswith("on") for _, attributes in evil.all for name in attributes)
 
 
-def test_numbers_stand_with_their_full_precision(pages: ModuleType, some: Run) -> None:
+def test_numbers_stand_with_their_full_precision(some: Run) -> None:
     first = page.render(some).partition('data-name="variants"')[2].partition("</table>")[0]
     values = [float(str(one["data-value"])) for one in pages.Elements(first).named("td") if "data-value" in one]
     record, row = some.variants[0], some.variants[0].latency[0]
@@ -102,8 +103,8 @@ def test_numbers_stand_with_their_full_precision(pages: ModuleType, some: Run) -
     ],
     ids=["no variant", "interrupted", "bare"],
 )
-def test_what_is_missing_is_explained(pages: ModuleType, made_runs: ModuleType, changes: dict[str, object]) -> None:
-    found = made_runs.run(**changes)
+def test_what_is_missing_is_explained(changes: dict[str, object]) -> None:
+    found = runs.run(**changes)
     text = page.render(found)
     assert tuple(one["id"] for one in pages.Elements(text).named("section")) == SECTIONS
     empty = re.findall(r'<p class="question">[^<]*</p>\s*</section>', text)
@@ -114,7 +115,7 @@ def test_what_is_missing_is_explained(pages: ModuleType, made_runs: ModuleType, 
 def test_nothing_measured_says_so_everywhere() -> None:
     bare = {"id": "eager", "engine": "eager", "precision": "fp32", "status": "skipped", "reasons": {"latency": "load"}}
     values = {
-        "schema": runs.SCHEMA, "name": "r", "created": "", "seconds": 0.0, "complete": False,
+        "schema": documents.SCHEMA, "name": "r", "created": "", "seconds": 0.0, "complete": False,
         "recipe": {"model": "digits"}, "environment": {},
         "model": {"source": "digits", "signature": None, "data": None},
         "steps": [], "winner": None, "winner_reason": "nothing was measured", "pareto": [], "verdicts": [],
@@ -180,7 +181,7 @@ def test_long_tables_are_data_within_a_limit() -> None:
 
 
 def test_the_files_are_written_anew(some: Run, tmp_path: Path) -> None:
-    runs.write(some, tmp_path)
+    documents.write(some, tmp_path)
     np.savez(tmp_path / "samples.npz", **{"a/1/seconds": np.ones(3)})
     written = files.write(some, tmp_path)
     assert [path.name for path in written] == ["report.html", "report.md", "junit.xml"]
@@ -226,10 +227,10 @@ def test_other_processes_write_the_reports_of_many(some: Run, tmp_path: Path, mo
     here, there = tmp_path / "here", tmp_path / "there"
     files.write(some, here, (*files.REPORTS, "json"))
     there.mkdir()
-    runs.write(some, there)
+    documents.write(some, there)
     (tmp_path / "damaged").mkdir()
     with files.Writer(16) as reports, monkeypatch.context() as patch:
-        patch.setattr(runs, "read", lambda folder: pytest.fail("this process did it"))
+        patch.setattr(documents, "read", lambda folder: pytest.fail("this process did it"))
         reports.write(there)
     assert {path.name for path in there.iterdir()} == set(files.NAMES.values())
     assert all((there / name).read_bytes() == (here / name).read_bytes() for name in files.NAMES.values())
